@@ -1,0 +1,31 @@
+# `make test` is all that CI runs. On a bare Debian with Rust and a C compiler it installs what it needs first.
+
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+
+.PHONY: help setup format lint test-code test bench deny
+
+help: ## What there is to make
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: ## Install what the tests need and is not there yet (redis-server, by apt)
+	@command -v redis-server >/dev/null && command -v redis-cli >/dev/null || { \
+	  $(SUDO) apt-get update -q && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends redis-server redis-tools; }
+
+format: ## Check the format (cargo fmt mends it)
+	cargo fmt --all --check
+
+lint: ## Clippy, with every warning an error, and the documentation's links
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc -p tidegate --no-deps --locked --all-features --quiet
+
+test-code: ## The tests alone
+	cargo test --workspace --locked
+
+test: setup format lint test-code ## Everything that must hold on main
+
+bench: ## Criterion: nanoseconds a decision in memory
+	cargo bench -p tidegate --locked
+
+deny: ## Licences, sources and duplicates by cargo-deny, for who has it
+	cargo deny check bans licenses sources

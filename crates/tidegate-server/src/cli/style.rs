@@ -1,0 +1,14 @@
+//! Colours, which `anstream` leaves out when the output is no terminal.
+
+use clap::builder::styling::{AnsiColor, Reset, Style, Styles};
+
+pub(crate) const ALLOWED: Style = AnsiColor::Green.on_default().bold();
+pub(crate) const DENIED: Style = AnsiColor::Red.on_default().bold();
+pub(crate) const ERROR: Style = AnsiColor::Red.on_default().bold();
+pub(crate) const RESET: Reset = Reset;
+
+pub(crate) const HELP: Styles = Styles::styled()
+    .header(AnsiColor::Green.on_default().bold())
+    .usage(AnsiColor::Green.on_default().bold())
+    .literal(AnsiColor::Cyan.on_default().bold())
+    .placeholder(AnsiColor::Cyan.on_default());

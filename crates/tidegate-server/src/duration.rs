@@ -1,0 +1,100 @@
+//! Durations as people write and read them: `500ms`, `60s`, `5m`, `1h30m`, `30d`.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+/// Each unit in microseconds, the largest first.
+const UNITS: [(&str, u64); 6] =
+    [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)];
+
+/// Reads one or more numbers with their units.
+pub(crate) fn parse(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("{text:?} is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d");
+    let mut rest = text.trim();
+    let mut micros = 0_u64;
+    if rest.is_empty() {
+        return Err(wrong());
+    }
+    while !rest.is_empty() {
+        let digits = rest.find(|character: char| !character.is_ascii_digit()).unwrap_or(rest.len());
+        let unit = rest[digits..].find(|character: char| !character.is_ascii_alphabetic());
+        let unit_end = unit.map_or(rest.len(), |length| digits + length);
+        let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
+        let (_, size) = UNITS.iter().find(|(name, _)| *name == &rest[digits..unit_end]).ok_or_else(wrong)?;
+        let sum = number.checked_mul(*size).and_then(|part| micros.checked_add(part));
+        micros = sum.ok_or_else(|| format!("{text:?} is too long"))?;
+        rest = rest[unit_end..].trim_start();
+    }
+    Ok(Duration::from_micros(micros))
+}
+
+/// The two largest units, rounded up: who waits this long gets in.
+pub(crate) fn readable(duration: Duration) -> String {
+    let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
+    let Some(largest) = UNITS.iter().position(|(_, size)| micros >= *size) else { return "0s".to_owned() };
+    let precision = UNITS[(largest + 1).min(UNITS.len() - 1)].1;
+    let rounded = micros.div_ceil(precision).saturating_mul(precision);
+    let mut text = String::new();
+    let mut rest = rounded;
+    for (name, size) in UNITS {
+        if rest >= size {
+            let _ = write!(text, "{}{name}", rest / size);
+            rest %= size;
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_with_units_are_durations() {
+        for (text, micros) in [
+            ("500ms", 500_000),
+            ("60s", 60_000_000),
+            ("1h30m", 5_400_000_000),
+            (" 1m 5s ", 65_000_000),
+            ("30d", 30 * 86_400_000_000),
+            ("0s", 0),
+            ("1us", 1),
+        ] {
+            assert_eq!(parse(text), Ok(Duration::from_micros(micros)), "{text}");
+        }
+        for text in ["", " ", "60", "s", "60 s", "1.5s", "-1s", "1y", "1month", "5minutes", "1s!", "é", "1é"] {
+            assert!(parse(text).is_err_and(|error| error.contains("write it like")), "{text}");
+        }
+        assert!(parse("99999999999999d").is_err_and(|error| error.contains("too long")));
+    }
+
+    #[test]
+    fn durations_are_readable_and_never_too_short() {
+        for (micros, text) in [
+            (0, "0s"),
+            (1, "1us"),
+            (999, "999us"),
+            (1_001, "1ms1us"),
+            (60_000_000, "1m"),
+            (59_999_001, "1m"),
+            (61_001_000, "1m2s"),
+            (1_500_000, "1s500ms"),
+            (3_599_999_999, "1h"),
+            (30 * 86_400_000_000, "30d"),
+            (86_400_000_001, "1d1h"),
+        ] {
+            assert_eq!(readable(Duration::from_micros(micros)), text);
+        }
+        assert_eq!(readable(Duration::from_nanos(1)), "1us");
+    }
+
+    #[test]
+    fn what_is_read_is_never_less_than_what_was_written() {
+        for shift in 0..63 {
+            for odd in [0, 1, 12_345] {
+                let duration = Duration::from_micros((1_u64 << shift).saturating_add(odd).min(1 << 62));
+                assert!(parse(&readable(duration)).expect("readable") >= duration);
+            }
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The `tidegate` binary: parse, dispatch, exit code.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+mod body;
+mod cli;
+mod duration;
+
+fn main() -> ExitCode {
+    let arguments = cli::Arguments::parse();
+    match arguments.run() {
+        Ok(code) => code,
+        // Who reads our output has had enough, as `head` does: no error of ours.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line, whatever the causes are.
+            anstream::eprintln!("{}error:{} {error:#}", cli::style::ERROR, cli::style::RESET);
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}

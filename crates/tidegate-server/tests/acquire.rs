@@ -1,0 +1,158 @@
+//! `tidegate acquire`, the real binary driven from outside.
+
+#[path = "../../tidegate/tests/support/server.rs"]
+mod server;
+
+use std::process::{Command, Output, Stdio};
+
+use serde_json::{Value, json};
+use server::Redis;
+
+const LONG: &str = "100d";
+
+fn tidegate(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(arguments).stdin(Stdio::null()).env_clear().output().expect("the binary runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// The JSON lines of an output.
+fn bodies(output: &Output) -> Vec<Value> {
+    text(&output.stdout).lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+}
+
+#[test]
+fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
+    let output = tidegate(&["acquire", "user123", "--limit", "2", "--window", "60s", "--count", "3"]);
+    let expected = "allowed  1 of 2 left, all back in 1m\n\
+                    allowed  0 of 2 left, all back in 1m\n\
+                    denied   0 of 2 left, retry in 1m\n";
+    assert_eq!(text(&output.stdout), expected);
+    assert_eq!(output.status.code(), Some(1), "one was denied");
+    let queue = ["acquire", "u", "--algorithm", "leaky-bucket", "--limit", "2", "--window", LONG, "--count", "2"];
+    let output = tidegate(&queue);
+    assert!(text(&output.stdout).contains("wait 50d for its turn"), "{}", text(&output.stdout));
+    assert_eq!(output.status.code(), Some(0), "all were allowed");
+}
+
+#[test]
+fn machines_read_the_body_of_the_api() {
+    let arguments = ["acquire", "user123", "--limit", "5", "--window", LONG, "--cost", "3", "--count", "2", "--json"];
+    let output = tidegate(&arguments);
+    assert_eq!(output.status.code(), Some(1));
+    let bodies = bodies(&output);
+    let first = json!({
+        "allowed": true, "policy": "sliding-log-8640000s", "limit": 5, "remaining": 2,
+        "retry_after_ms": 0, "reset_after_ms": 8_640_000_000_u64, "delay_ms": 0, "source": "store",
+    });
+    let mut whole = first.clone();
+    whole["decisions"] = json!([first]);
+    assert_eq!(bodies[0], whole);
+    assert_eq!(bodies[1]["allowed"], false);
+    assert!(bodies[1]["retry_after_ms"].as_u64().expect("a number") > 8_639_000_000);
+}
+
+#[test]
+fn flags_can_come_from_the_environment() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(["acquire", "user123"]).env_clear();
+    command.envs([
+        ("TIDEGATE_LIMIT", "1"),
+        ("TIDEGATE_WINDOW", LONG),
+        ("TIDEGATE_COUNT", "2"),
+        ("TIDEGATE_JSON", "true"),
+    ]);
+    let output = command.output().expect("the binary runs");
+    assert_eq!(bodies(&output).len(), 2, "{}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
+fn each_mistake_gets_exit_code_2_and_a_line_that_says_what_would_be_right() {
+    let quota = ["--limit", "5", "--window", "60s"];
+    let long_key = "k".repeat(513);
+    let cases: [(&[&str], &str); 15] = [
+        (&["acquire", "u", "--limit", "0", "--window", "60s"], "from 1 to 1000000000000"),
+        (&["acquire", "u", "--limit", "-1", "--window", "60s"], "unexpected argument '-1'"),
+        (&["acquire", "u", "--limit", "many", "--window", "60s"], "invalid digit"),
+        (&["acquire", "u", "--limit", "5", "--window", "60"], "write it like 500ms, 60s, 5m, 1h30m or 30d"),
+        (&["acquire", "u", "--limit", "5", "--window", "1us"], "from 1ms to 366 days"),
+        (&["acquire", "u", "--limit", "5"], "--window"),
+        (&["acquire", "", quota[0], quota[1], quota[2], quota[3]], "the key is empty"),
+        (&["acquire", &long_key, quota[0], quota[1], quota[2], quota[3]], "has 513 bytes: at most 512"),
+        (&["acquire", "a\nb", quota[0], quota[1], quota[2], quota[3]], "control character '\\n' at byte 1"),
+        (&["acquire", "u", "--limit", "5", "--window", "60s", "--cost", "0"], "a cost is at least 1"),
+        (&["acquire", "u", "--limit", "5", "--window", "60s", "--cost", "6"], "at most 5 at once"),
+        (&["acquire", "u", "--limit", "5", "--window", "60s", "--algorithm", "token"], "token-bucket"),
+        (&["acquire", "u", "--limit", "5", "--window", "60s", "--burst", "9"], "only token-bucket and leaky-bucket"),
+        (&["acquire", "u", "--limit", "5", "--window", "60s", "--redis", "127.0.0.1"], "redis://[user:password@]host"),
+        (&["aquire", "u"], "acquire"),
+    ];
+    for (arguments, message) in cases {
+        let output = tidegate(arguments);
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.starts_with("error: ") && error.contains(message), "{arguments:?}: {error}");
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+        assert!(!error.contains('\u{1b}'), "no colours without a terminal");
+    }
+}
+
+#[test]
+fn a_redis_that_cannot_be_reached_is_an_error_without_its_password() {
+    let url = "redis://default:hunter2@127.0.0.1:1";
+    let output = tidegate(&["acquire", "u", "--limit", "5", "--window", "60s", "--redis", url]);
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(error.contains("cannot be reached: 127.0.0.1:1"), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+    assert!(!error.contains("hunter2"), "{error}");
+}
+
+#[test]
+fn help_shows_examples_and_hides_secrets() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    let output = command.args(["acquire", "--help"]).env("TIDEGATE_REDIS", "redis://:hunter2@host").output();
+    let help = text(&output.expect("the binary runs").stdout);
+    assert!(help.contains("Examples:") && help.contains("--count 5"), "{help}");
+    assert!(!help.contains("hunter2"), "{help}");
+}
+
+/// Eight processes, each asking over and over, on one Redis: exactly the limit is admitted in all, in every algorithm.
+#[test]
+fn several_processes_on_one_redis_admit_exactly_the_limit() {
+    let redis = Redis::start();
+    let url = redis.url();
+    let kinds = [
+        ("sliding-log", "sorted-set"),
+        ("sliding-log", "packed"),
+        ("sliding-counter", ""),
+        ("fixed-window", ""),
+        ("token-bucket", ""),
+        ("leaky-bucket", ""),
+    ];
+    for (algorithm, encoding) in kinds {
+        let mut processes = Vec::new();
+        for _ in 0..8 {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+            command.args(["acquire", "shared", "--limit", "300", "--window", LONG, "--count", "60", "--json"]);
+            command.args(["--algorithm", algorithm, "--redis", &url]);
+            if !encoding.is_empty() {
+                command.args(["--encoding", encoding]);
+            }
+            command.env_clear().stdout(Stdio::piped()).stderr(Stdio::piped());
+            processes.push(command.spawn().expect("the binary starts"));
+        }
+        let mut admitted = 0;
+        for process in processes {
+            let output = process.wait_with_output().expect("the binary ends");
+            assert_ne!(output.status.code(), Some(2), "{}", text(&output.stderr));
+            admitted += bodies(&output).iter().filter(|body| body["allowed"] == true).count();
+        }
+        assert_eq!(admitted, 300, "{algorithm} {encoding}");
+    }
+    redis.assert_every_key_expires();
+}

@@ -1,0 +1,353 @@
+//! The five algorithms: pure arithmetic, with the state and the time handed in. No clock, no I/O, no float.
+//!
+//! Each has a Lua twin beside it that does the same on Redis, with the same names:
+//!
+//! | algorithm | Rust | Lua |
+//! | --- | --- | --- |
+//! | `sliding-log` | `sliding_log.rs` | `sliding_log.lua`, and `sliding_log_packed.lua` |
+//! | `sliding-counter` | `sliding_counter.rs` | `sliding_counter.lua` |
+//! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
+//! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
+//!
+//! What they share: a state is *settled* to the present on a copy, questions are asked of it, and only what is spent or
+//! given back is written. A denied request writes nothing. The one exception is a clock that stepped back: stored times
+//! later than now count as now, and an acquire, even a denied one, writes that down, or they would stay "now" until the
+//! clock has caught up, and lock the key for so long.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::decision::{Decision, Source};
+use crate::quota::Quota;
+use crate::store::Action;
+
+mod bucket;
+mod fixed_window;
+mod sliding_counter;
+mod sliding_log;
+
+use bucket::Bucket;
+use fixed_window::Window;
+use sliding_counter::Counter;
+use sliding_log::Log;
+
+/// How units are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// Exact: at most the limit in any stretch of time as long as the window.
+    SlidingLog,
+    /// Two window counts, the older one weighed by how much of it is still in sight.
+    SlidingCounter,
+    /// A count for each window of the clock.
+    FixedWindow,
+    /// Tokens that come back continuously, and can be saved up to the burst.
+    TokenBucket,
+    /// A queue that drains evenly; what is admitted is told when its turn is.
+    LeakyBucket,
+}
+
+impl Algorithm {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::SlidingLog, Self::SlidingCounter, Self::FixedWindow, Self::TokenBucket, Self::LeakyBucket];
+
+    /// The name in configuration, API and documents.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::SlidingLog => "sliding-log",
+            Self::SlidingCounter => "sliding-counter",
+            Self::FixedWindow => "fixed-window",
+            Self::TokenBucket => "token-bucket",
+            Self::LeakyBucket => "leaky-bucket",
+        }
+    }
+}
+
+/// How Redis keeps a `sliding-log`. The answers are the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Encoding {
+    /// A sorted set: one member a request, its score the time. Readable with `ZRANGE`.
+    #[default]
+    SortedSet,
+    /// A string of packed timestamps: a fraction of the memory.
+    Packed,
+}
+
+impl Encoding {
+    /// Both of them.
+    pub const ALL: [Self; 2] = [Self::SortedSet, Self::Packed];
+
+    /// The name in configuration, API and documents.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::SortedSet => "sorted-set",
+            Self::Packed => "packed",
+        }
+    }
+}
+
+/// A name that is none of those allowed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown {what} {name:?}: it must be one of {allowed}")]
+pub struct UnknownName {
+    what: &'static str,
+    name: String,
+    allowed: String,
+}
+
+impl UnknownName {
+    fn new(what: &'static str, name: &str, allowed: &[&str]) -> Self {
+        Self { what, name: name.to_owned(), allowed: allowed.join(", ") }
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        let found = Self::ALL.into_iter().find(|algorithm| algorithm.as_str() == name);
+        found.ok_or_else(|| UnknownName::new("algorithm", name, &Self::ALL.map(Self::as_str)))
+    }
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Encoding {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        let found = Self::ALL.into_iter().find(|encoding| encoding.as_str() == name);
+        found.ok_or_else(|| UnknownName::new("encoding", name, &Self::ALL.map(Self::as_str)))
+    }
+}
+
+/// What every algorithm answers about its state. Times are microseconds; `now` is the time it was settled to.
+trait Count {
+    /// Brings the state to `now`. True if a stored time was later than `now`.
+    fn settle(&mut self, quota: &Quota, now: u64) -> bool;
+    /// Units that could be taken now.
+    fn remaining(&self, quota: &Quota) -> u64;
+    /// The shortest wait until `cost` units, more than there are now, could be taken.
+    fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64;
+    /// How long until nothing counts any more, if `extra` units were spent first.
+    fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64;
+    /// How long what is taken now has to wait for its turn.
+    fn delay(&self, _quota: &Quota) -> u64 {
+        0
+    }
+    /// Takes `cost` units; 0 only writes down what `settle` found.
+    fn spend(&mut self, quota: &Quota, now: u64, cost: u64);
+    /// Gives back `cost` units, the newest first.
+    fn refund(&mut self, quota: &Quota, now: u64, cost: u64);
+    /// Nothing counts any more.
+    fn is_empty(&self) -> bool;
+    /// From then on the state is as good as none.
+    fn expires_at(&self, quota: &Quota) -> u64;
+}
+
+/// What is kept for a key.
+#[derive(Debug)]
+pub(crate) enum State {
+    Log(Box<Log>),
+    Counter(Counter),
+    Window(Window),
+    Bucket(Bucket),
+}
+
+/// A decision in microseconds, before it is dressed for users.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    pub(crate) allowed: bool,
+    pub(crate) remaining: u64,
+    pub(crate) retry_after: u64,
+    pub(crate) reset_after: u64,
+    pub(crate) delay: u64,
+}
+
+/// What came of an action on a state.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Outcome {
+    pub(crate) verdict: Verdict,
+    pub(crate) written: bool,
+}
+
+impl State {
+    /// Nobody has been counted yet.
+    pub(crate) fn new(algorithm: Algorithm) -> Self {
+        match algorithm {
+            Algorithm::SlidingLog => Self::Log(Box::default()),
+            Algorithm::SlidingCounter => Self::Counter(Counter::default()),
+            Algorithm::FixedWindow => Self::Window(Window::default()),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => Self::Bucket(Bucket::default()),
+        }
+    }
+
+    /// Whether `algorithm` can read this state. A policy whose algorithm was changed starts anew.
+    pub(crate) fn is_of(&self, algorithm: Algorithm) -> bool {
+        match self {
+            Self::Log(_) => algorithm == Algorithm::SlidingLog,
+            Self::Counter(_) => algorithm == Algorithm::SlidingCounter,
+            Self::Window(_) => algorithm == Algorithm::FixedWindow,
+            Self::Bucket(_) => matches!(algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket),
+        }
+    }
+
+    /// Whether `cost` units could be taken now.
+    pub(crate) fn fits(&mut self, quota: &Quota, now: u64, cost: u64) -> bool {
+        fn fits(count: &mut impl Count, quota: &Quota, now: u64, cost: u64) -> bool {
+            count.settle(quota, now);
+            cost <= count.remaining(quota)
+        }
+        match self {
+            Self::Log(log) => fits(&mut **log, quota, now, cost),
+            Self::Counter(counter) => fits(&mut counter.clone(), quota, now, cost),
+            Self::Window(window) => fits(&mut window.clone(), quota, now, cost),
+            Self::Bucket(bucket) => fits(&mut bucket.clone(), quota, now, cost),
+        }
+    }
+
+    /// Decides, and writes what the action writes. `together` is false for a charge whose companions
+    /// (all or nothing) do not all fit.
+    pub(crate) fn apply(&mut self, action: Action, quota: &Quota, now: u64, cost: u64, together: bool) -> Outcome {
+        match self {
+            Self::Log(log) => apply(&mut **log, action, quota, now, cost, together),
+            Self::Counter(counter) => apply_to_copy(counter, action, quota, now, cost, together),
+            Self::Window(window) => apply_to_copy(window, action, quota, now, cost, together),
+            Self::Bucket(bucket) => apply_to_copy(bucket, action, quota, now, cost, together),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        match self {
+            Self::Log(log) => log.is_empty(),
+            Self::Counter(counter) => counter.is_empty(),
+            Self::Window(window) => window.is_empty(),
+            Self::Bucket(bucket) => bucket.is_empty(),
+        }
+    }
+
+    pub(crate) fn expires_at(&self, quota: &Quota) -> u64 {
+        match self {
+            Self::Log(log) => log.expires_at(quota),
+            Self::Counter(counter) => counter.expires_at(quota),
+            Self::Window(window) => window.expires_at(quota),
+            Self::Bucket(bucket) => bucket.expires_at(quota),
+        }
+    }
+}
+
+/// The small states are settled on a copy, which is kept only if something was written.
+/// (A log settles without changing what it holds.)
+fn apply_to_copy<C: Count + Clone>(
+    count: &mut C,
+    action: Action,
+    quota: &Quota,
+    now: u64,
+    cost: u64,
+    together: bool,
+) -> Outcome {
+    let mut copy = count.clone();
+    let outcome = apply(&mut copy, action, quota, now, cost, together);
+    if outcome.written {
+        *count = copy;
+    }
+    outcome
+}
+
+fn apply<C: Count>(count: &mut C, action: Action, quota: &Quota, now: u64, cost: u64, together: bool) -> Outcome {
+    let stepped_back = count.settle(quota, now);
+    if action == Action::Refund {
+        let written = !count.is_empty();
+        if written {
+            count.refund(quota, now, cost);
+        }
+        return Outcome { verdict: unspent(count, quota, now), written };
+    }
+    let remaining = count.remaining(quota);
+    let (verdict, spend) = if cost > remaining {
+        let counted = if quota.count_denied() { cost } else { 0 };
+        let verdict = Verdict {
+            allowed: false,
+            remaining: if counted > 0 { 0 } else { remaining },
+            retry_after: count.retry_after(quota, now, cost),
+            reset_after: count.reset_after(quota, now, counted),
+            delay: 0,
+        };
+        (verdict, counted)
+    } else if together {
+        let verdict = Verdict {
+            allowed: true,
+            remaining: remaining - cost,
+            retry_after: 0,
+            reset_after: count.reset_after(quota, now, cost),
+            delay: count.delay(quota),
+        };
+        (verdict, cost)
+    } else {
+        (unspent(count, quota, now), 0)
+    };
+    let written = action == Action::Acquire && (spend > 0 || stepped_back);
+    if written {
+        count.spend(quota, now, spend);
+    }
+    Outcome { verdict, written }
+}
+
+/// What is left when nothing is taken.
+fn unspent(count: &impl Count, quota: &Quota, now: u64) -> Verdict {
+    Verdict {
+        allowed: true,
+        remaining: count.remaining(quota),
+        retry_after: 0,
+        reset_after: count.reset_after(quota, now, 0),
+        delay: 0,
+    }
+}
+
+impl Verdict {
+    /// What there is once a key is forgotten.
+    pub(crate) fn untouched(quota: &Quota) -> Self {
+        Self { allowed: true, remaining: quota.burst(), retry_after: 0, reset_after: 0, delay: 0 }
+    }
+
+    pub(crate) fn into_decision(self, quota: &Quota, source: Source) -> Decision {
+        Decision {
+            allowed: self.allowed,
+            limit: quota.limit(),
+            remaining: self.remaining,
+            retry_after: Duration::from_micros(self.retry_after),
+            reset_after: Duration::from_micros(self.reset_after),
+            delay: Duration::from_micros(self.delay),
+            source,
+        }
+    }
+}
+
+/// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota` allows fits.
+fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
+    // Most products fit 64 bits, where a division costs a fraction of what it costs in 128.
+    if let Some(product) = a.checked_mul(b) {
+        return (product / m, product % m);
+    }
+    let (product, m) = (u128::from(a) * u128::from(b), u128::from(m));
+    (u64::try_from(product / m).unwrap_or(u64::MAX), u64::try_from(product % m).unwrap_or(u64::MAX))
+}
+
+/// `a * b / m`, rounded up: a wait that is too short by a microsecond ends in another denial.
+pub(crate) fn mul_div_ceil(a: u64, b: u64, m: u64) -> u64 {
+    let (quotient, rest) = mul_div_rem(a, b, m);
+    quotient + u64::from(rest > 0)
+}

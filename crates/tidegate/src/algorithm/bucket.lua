@@ -1,0 +1,90 @@
+-- token-bucket and leaky-bucket, the twin of bucket.rs: one level that drains at L/W, and admits when level + c <= B.
+-- For a token bucket the level is what is missing from it; for a leaky bucket it is the queue, and the delay of
+-- what is admitted is the time that the queue ahead of it takes.
+--
+-- Redis: a hash of the level in whole units, its part in W-ths of a unit, and the time in microseconds; expires when a
+-- full bucket would have drained.
+--   HGETALL rate_limit:{user123}:per-user   ->   level 7, part 12000000, time 1700000000123456
+
+-- How long to drain `units` and the part.
+local function drain_time(state, quota, units)
+  local quotient, rest = mul_div_rem(units, quota.window, quota.limit)
+  local parts = rest + state.part
+  local whole_parts = floor(parts / quota.limit)
+  return quotient + whole_parts + (parts > whole_parts * quota.limit and 1 or 0)
+end
+
+local function bucket(queues)
+  return {
+    load = function(key, quota)
+      local window, burst = quota.window, quota.option
+      local state = {level = 0, part = 0}
+      local stored = read('HMGET', key, 'level', 'part', 'time')
+      if not stored then
+        state.foreign = true
+        return state
+      end
+      if not (stored[1] and stored[2] and stored[3]) then return state end
+      local level, part, time = tonumber(stored[1]), tonumber(stored[2]), tonumber(stored[3])
+      -- A limit or window that was changed: no more than a full bucket.
+      if part >= window then level, part = level + 1, 0 end
+      if level >= burst then level, part = burst, 0 end
+      state.stepped_back = time > now
+      if time < now then
+        local units, parts = mul_div_rem(now - time, quota.limit, window)
+        if part < parts then
+          part = part + window
+          units = units + 1
+        end
+        if level < units then
+          level, part = 0, 0
+        else
+          level, part = level - units, part - parts
+        end
+      end
+      state.level, state.part = level, part
+      return state
+    end,
+
+    remaining = function(state, quota)
+      return quota.option - state.level - (state.part > 0 and 1 or 0)
+    end,
+
+    retry_after = function(state, quota, cost)
+      return drain_time(state, quota, state.level + cost - quota.option)
+    end,
+
+    reset_after = function(state, quota, extra)
+      return drain_time(state, quota, state.level + extra)
+    end,
+
+    delay = queues and function(state, quota)
+      return drain_time(state, quota, state.level)
+    end,
+
+    spend = function(state, quota, cost)
+      state.level = state.level + cost
+    end,
+
+    refund = function(state, quota, cost)
+      if state.level < cost then
+        state.level, state.part = 0, 0
+      else
+        state.level = state.level - cost
+      end
+    end,
+
+    is_empty = function(state)
+      return state.level == 0 and state.part == 0
+    end,
+
+    save = function(key, state, quota)
+      if state.foreign then call('DEL', key) end
+      call('HSET', key, 'level', state.level, 'part', state.part, 'time', now)
+      call('PEXPIREAT', key, expiry(now + mul_div_ceil(quota.option, quota.window, quota.limit)))
+    end,
+  }
+end
+
+algorithms['token-bucket'] = bucket(false)
+algorithms['leaky-bucket'] = bucket(true)

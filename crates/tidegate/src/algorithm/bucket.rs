@@ -1,0 +1,101 @@
+//! `token-bucket` and `leaky-bucket`: one level that drains at L/W, and admits when level + c ≤ B.
+//!
+//! For a token bucket the level is what is missing from it; tokens left = B − level. For a leaky bucket it is the queue,
+//! and what is ahead in the queue is the delay. Counting what was taken, rather than what is left, keeps the counts when
+//! a limit changes, and makes an absent key a full bucket.
+//!
+//! The level is a whole number of units and a part in W-ths of a unit. In a microsecond it drains by L/W of a unit, that is
+//! by L such parts: integers all the way, so nothing drifts.
+
+use super::{Count, mul_div_rem};
+use crate::algorithm::Algorithm;
+use crate::quota::Quota;
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Bucket {
+    /// When the level was as it is written here.
+    time: u64,
+    /// Whole units.
+    level: u64,
+    /// W-ths of a unit, fewer than W.
+    part: u64,
+}
+
+impl Bucket {
+    /// A part of a unit takes the room of a whole one.
+    fn occupied(&self) -> u64 {
+        self.level + u64::from(self.part > 0)
+    }
+
+    /// How long until `units` fewer whole units are in the bucket than its level now: to drain `units` and the part.
+    fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
+        let (quotient, rest) = mul_div_rem(units, quota.window_micros(), quota.limit());
+        quotient + (rest + self.part).div_ceil(quota.limit())
+    }
+}
+
+impl Count for Bucket {
+    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+        let window = quota.window_micros();
+        // A limit or window that was changed: no more than a full bucket.
+        if self.part >= window {
+            (self.level, self.part) = (self.level + 1, 0);
+        }
+        if self.level >= quota.burst() {
+            (self.level, self.part) = (quota.burst(), 0);
+        }
+        let stepped_back = self.time > now;
+        if self.time < now {
+            let (mut units, parts) = mul_div_rem(now - self.time, quota.limit(), window);
+            let mut part = self.part;
+            if part < parts {
+                part += window;
+                units = units.saturating_add(1);
+            }
+            (self.level, self.part) = match self.level.checked_sub(units) {
+                Some(level) => (level, part - parts),
+                None => (0, 0),
+            };
+        }
+        self.time = now;
+        stepped_back
+    }
+
+    fn remaining(&self, quota: &Quota) -> u64 {
+        quota.burst() - self.occupied()
+    }
+
+    fn retry_after(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
+        self.drain_time(quota, self.level + cost - quota.burst())
+    }
+
+    fn reset_after(&self, quota: &Quota, _now: u64, extra: u64) -> u64 {
+        self.drain_time(quota, self.level + extra)
+    }
+
+    fn delay(&self, quota: &Quota) -> u64 {
+        match quota.algorithm() {
+            Algorithm::LeakyBucket => self.drain_time(quota, self.level),
+            _ => 0,
+        }
+    }
+
+    fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+        self.level += cost;
+    }
+
+    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+        (self.level, self.part) = match self.level.checked_sub(cost) {
+            Some(level) => (level, self.part),
+            None => (0, 0),
+        };
+    }
+
+    fn is_empty(&self) -> bool {
+        self.level == 0 && self.part == 0
+    }
+
+    fn expires_at(&self, quota: &Quota) -> u64 {
+        self.time + quota.drain_micros()
+    }
+}

@@ -1,0 +1,48 @@
+-- fixed-window, the twin of fixed_window.rs: admits when the count in the window of the clock, plus the cost, is at most L.
+--
+-- Redis: a string "<count>:<start of the window in microseconds>" that expires at the window's end. The start is there
+-- because an expiry has only milliseconds, and because a clock may step back.
+--   GET rate_limit:{user123}:per-user   ->   "7:1700000000000000"
+
+algorithms['fixed-window'] = {
+  load = function(key, quota)
+    local start = now - now % quota.window
+    local state = {start = start, count = 0}
+    local value = read('GET', key)
+    local count, stored = string.match(value or '', '^(%d+):(%d+)$')
+    if count then
+      stored = tonumber(stored)
+      state.stepped_back = stored > start
+      if stored >= start then state.count = tonumber(count) end
+    end
+    return state
+  end,
+
+  remaining = function(state, quota)
+    return math.max(0, quota.limit - state.count)
+  end,
+
+  retry_after = function(state, quota)
+    return state.start + quota.window - now
+  end,
+
+  reset_after = function(state, quota, extra)
+    return state.count + extra == 0 and 0 or state.start + quota.window - now
+  end,
+
+  spend = function(state, quota, cost)
+    state.count = state.count + cost
+  end,
+
+  refund = function(state, quota, cost)
+    state.count = math.max(0, state.count - cost)
+  end,
+
+  is_empty = function(state)
+    return state.count == 0
+  end,
+
+  save = function(key, state, quota)
+    call('SET', key, whole(state.count) .. ':' .. whole(state.start), 'PXAT', expiry(state.start + quota.window))
+  end,
+}

@@ -1,0 +1,50 @@
+//! `fixed-window`: admits when the count in the window of the clock, plus the cost, is at most L.
+
+use super::Count;
+use crate::quota::Quota;
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Window {
+    start: u64,
+    count: u64,
+}
+
+impl Count for Window {
+    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+        let start = now - now % quota.window_micros();
+        let stepped_back = self.start > start;
+        if self.start < start {
+            self.count = 0;
+        }
+        self.start = start;
+        stepped_back
+    }
+
+    fn remaining(&self, quota: &Quota) -> u64 {
+        quota.limit().saturating_sub(self.count)
+    }
+
+    fn retry_after(&self, quota: &Quota, now: u64, _cost: u64) -> u64 {
+        self.start + quota.window_micros() - now
+    }
+
+    fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64 {
+        if self.count + extra == 0 { 0 } else { self.start + quota.window_micros() - now }
+    }
+
+    fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+        self.count += cost;
+    }
+
+    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+        self.count = self.count.saturating_sub(cost);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    fn expires_at(&self, quota: &Quota) -> u64 {
+        self.start + quota.window_micros()
+    }
+}

@@ -1,0 +1,74 @@
+-- sliding-counter, the twin of sliding_counter.rs: admits when cur + floor(prev * (W - e) / W) + c <= L, where windows are
+-- aligned to the epoch and e is how far the present one has come.
+--
+-- Redis: a hash of the two window counts and the start of the current one; expires when the second window is over.
+--   HGETALL rate_limit:{user123}:per-user   ->   start 1700000000000000, current 7, previous 93
+
+-- How far a window must have come until at most `room` of the `previous` units still count.
+local function elapsed_until(previous, room, window)
+  if previous <= room then return 0 end
+  return window - (mul_div_ceil(room + 1, window, previous) - 1)
+end
+
+algorithms['sliding-counter'] = {
+  load = function(key, quota)
+    local elapsed = now % quota.window
+    local start = now - elapsed
+    local state = {start = start, elapsed = elapsed, current = 0, previous = 0}
+    local stored = read('HMGET', key, 'start', 'current', 'previous')
+    if not stored then
+      state.foreign = true
+    elseif stored[1] and stored[2] and stored[3] then
+      local began = tonumber(stored[1])
+      if began >= start then
+        state.current, state.previous = tonumber(stored[2]), tonumber(stored[3])
+        state.stepped_back = began > start
+      elseif began + quota.window >= start then
+        state.previous = tonumber(stored[2])
+      end
+    end
+    return state
+  end,
+
+  remaining = function(state, quota)
+    local carried = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
+    return math.max(0, quota.limit - state.current - carried)
+  end,
+
+  retry_after = function(state, quota, cost)
+    local room = quota.limit - state.current - cost
+    if room >= 0 then
+      return elapsed_until(state.previous, room, quota.window) - state.elapsed
+    end
+    -- Not before the next window, in which what is current now is the previous.
+    return quota.window - state.elapsed + elapsed_until(state.current, quota.limit - cost, quota.window)
+  end,
+
+  reset_after = function(state, quota, extra)
+    local current = state.current + extra
+    if current == 0 then
+      return math.max(0, elapsed_until(state.previous, 0, quota.window) - state.elapsed)
+    end
+    return quota.window - state.elapsed + elapsed_until(current, 0, quota.window)
+  end,
+
+  spend = function(state, quota, cost)
+    state.current = state.current + cost
+  end,
+
+  refund = function(state, quota, cost)
+    local from_current = math.min(cost, state.current)
+    state.current = state.current - from_current
+    state.previous = math.max(0, state.previous - (cost - from_current))
+  end,
+
+  is_empty = function(state)
+    return state.current == 0 and state.previous == 0
+  end,
+
+  save = function(key, state, quota)
+    if state.foreign then call('DEL', key) end
+    call('HSET', key, 'start', state.start, 'current', state.current, 'previous', state.previous)
+    call('PEXPIREAT', key, expiry(state.start + 2 * quota.window))
+  end,
+}

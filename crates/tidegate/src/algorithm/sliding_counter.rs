@@ -1,0 +1,86 @@
+//! `sliding-counter`: admits when cur + floor(prev × (W − e)/W) + c ≤ L, where windows are aligned to the epoch and
+//! e is how far the present one has come.
+
+use super::{Count, mul_div_ceil, mul_div_rem};
+use crate::quota::Quota;
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Counter {
+    /// When the current window began.
+    start: u64,
+    current: u64,
+    previous: u64,
+    /// How far the window has come, as of the last `settle`.
+    elapsed: u64,
+}
+
+impl Counter {
+    /// What still counts of the previous window.
+    fn carried(&self, window: u64) -> u64 {
+        mul_div_rem(self.previous, window - self.elapsed, window).0
+    }
+}
+
+/// How far a window must have come until at most `room` of the `previous` units still count.
+fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
+    if previous <= room {
+        return 0;
+    }
+    // floor(previous × left / window) ≤ room  ⇔  left < (room + 1) × window / previous
+    window - (mul_div_ceil(room + 1, window, previous) - 1)
+}
+
+impl Count for Counter {
+    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+        let window = quota.window_micros();
+        self.elapsed = now % window;
+        let start = now - self.elapsed;
+        let stepped_back = self.start > start;
+        if self.start + window < start {
+            (self.previous, self.current) = (0, 0);
+        } else if self.start < start {
+            (self.previous, self.current) = (self.current, 0);
+        }
+        self.start = start;
+        stepped_back
+    }
+
+    fn remaining(&self, quota: &Quota) -> u64 {
+        quota.limit().saturating_sub(self.current + self.carried(quota.window_micros()))
+    }
+
+    fn retry_after(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
+        let window = quota.window_micros();
+        match quota.limit().checked_sub(self.current + cost) {
+            Some(room) => elapsed_until(self.previous, room, window) - self.elapsed,
+            // Not before the next window, in which what is current now is the previous.
+            None => window - self.elapsed + elapsed_until(self.current, quota.limit() - cost, window),
+        }
+    }
+
+    fn reset_after(&self, quota: &Quota, _now: u64, extra: u64) -> u64 {
+        let window = quota.window_micros();
+        match self.current + extra {
+            0 => elapsed_until(self.previous, 0, window).saturating_sub(self.elapsed),
+            current => window - self.elapsed + elapsed_until(current, 0, window),
+        }
+    }
+
+    fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+        self.current += cost;
+    }
+
+    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+        let from_current = cost.min(self.current);
+        self.current -= from_current;
+        self.previous = self.previous.saturating_sub(cost - from_current);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.current == 0 && self.previous == 0
+    }
+
+    fn expires_at(&self, quota: &Quota) -> u64 {
+        self.start + 2 * quota.window_micros()
+    }
+}

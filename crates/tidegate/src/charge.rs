@@ -1,0 +1,134 @@
+//! [`Charge`]: one (key, quota, cost) to be decided.
+
+use crate::key::{Key, KeyError};
+use crate::quota::Quota;
+
+/// The most charges that one call decides together.
+pub const MAX_CHARGES: usize = 128;
+
+/// One (key, quota, cost) to be decided, counted under a policy's name.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, Quota};
+///
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let charge = Charge::new("user123", &quota).policy("uploads").cost(5);
+/// assert_eq!(charge.units(), 5);
+/// # Ok::<(), tidegate::QuotaError>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Charge<'a> {
+    key: &'a str,
+    quota: &'a Quota,
+    policy: Option<&'a str>,
+    cost: u64,
+}
+
+/// Why this charge cannot be decided, whatever the counts are.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ChargeError {
+    /// The key is no key.
+    #[error("the key {0}")]
+    Key(KeyError),
+    /// The policy's name is no name.
+    #[error("the policy name {0}")]
+    Policy(KeyError),
+    /// Nothing to take.
+    #[error("cost 0 takes nothing: a cost is at least 1 (peek tells what is left)")]
+    ZeroCost,
+    /// More than could ever be admitted.
+    #[error("cost {cost} can never be admitted: this quota admits at most {most} at once")]
+    CostTooHigh {
+        /// The cost asked for.
+        cost: u64,
+        /// The most that one request can take.
+        most: u64,
+    },
+    /// Too many charges in one call.
+    #[error("{0} charges in one call: at most {MAX_CHARGES} are allowed")]
+    TooMany(usize),
+    /// Two charges of one call would count on the same count.
+    #[error("two charges of one call share key {key:?} and policy {policy:?}: give each a policy name of its own")]
+    Twice {
+        /// The key they share.
+        key: String,
+        /// The policy they share.
+        policy: String,
+    },
+}
+
+impl<'a> Charge<'a> {
+    /// One unit of `quota` for `key`. What is wrong with the key, if anything, the limiter says.
+    #[must_use]
+    pub fn new(key: &'a str, quota: &'a Quota) -> Self {
+        Self { key, quota, policy: None, cost: 1 }
+    }
+
+    /// Counts under this policy's name. Without it, the algorithm and the window are the name
+    /// ([`Quota::unnamed_policy`]).
+    #[must_use]
+    pub fn policy(mut self, name: &'a str) -> Self {
+        self.policy = Some(name);
+        self
+    }
+
+    /// Takes `units` instead of one.
+    #[must_use]
+    pub fn cost(mut self, units: u64) -> Self {
+        self.cost = units;
+        self
+    }
+
+    /// Whose count it is.
+    #[must_use]
+    pub fn key(&self) -> &'a str {
+        self.key
+    }
+
+    /// The quota.
+    #[must_use]
+    pub fn quota(&self) -> &'a Quota {
+        self.quota
+    }
+
+    /// The name it counts under.
+    #[must_use]
+    pub fn policy_name(&self) -> &'a str {
+        self.policy.unwrap_or_else(|| self.quota.unnamed_policy())
+    }
+
+    /// How many units it takes.
+    #[must_use]
+    pub fn units(&self) -> u64 {
+        self.cost
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ChargeError> {
+        Key::new(self.key).map_err(ChargeError::Key)?;
+        if let Some(policy) = self.policy {
+            Key::new(policy).map_err(ChargeError::Policy)?;
+        }
+        match self.cost {
+            0 => Err(ChargeError::ZeroCost),
+            cost if cost > self.quota.burst() => Err(ChargeError::CostTooHigh { cost, most: self.quota.burst() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// A set of charges to be decided together: each is sound, and no count is named twice.
+    pub(crate) fn check_all(charges: &[Charge<'_>]) -> Result<(), ChargeError> {
+        if charges.len() > MAX_CHARGES {
+            return Err(ChargeError::TooMany(charges.len()));
+        }
+        for (at, charge) in charges.iter().enumerate() {
+            charge.check()?;
+            let same = |other: &Charge<'_>| other.key == charge.key && other.policy_name() == charge.policy_name();
+            if charges[..at].iter().any(same) {
+                return Err(ChargeError::Twice { key: charge.key.to_owned(), policy: charge.policy_name().to_owned() });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,83 @@
+//! Tidegate decides, exactly and fast, whether a request may pass now: inside one process, or shared by a whole
+//! fleet through Redis.
+//!
+//! ```
+//! use std::time::Duration;
+//! use tidegate::{Charge, Limiter, MemoryStore, Quota};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let limiter = Limiter::new(MemoryStore::new());
+//! let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+//!
+//! let decision = limiter.acquire(&Charge::new("user123", &quota)).await?;
+//! assert!(decision.allowed);
+//! assert_eq!(decision.remaining, 99);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A denial is an answer, `Ok(Decision)`, never an error: an error means that nobody could decide.
+//!
+//! # The path of a request
+//!
+//! The modules below stand in the order in which a request meets them: a [`Quota`] (an algorithm with its numbers),
+//! a key (whose count it is) and a cost make a [`Charge`]; a [`Limiter`] checks it and hands it to a [`Store`], which
+//! applies the [`Algorithm`] and answers with a [`Decision`].
+//!
+//! # Which store
+//!
+//! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls without `async`.
+//! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic Lua scripts.
+//!
+//! # Time in tests
+//!
+//! [`ManualClock`] moves only when a test moves it, so no test has to sleep:
+//!
+//! ```
+//! use std::time::Duration;
+//! use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let clock = ManualClock::new();
+//! let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+//! let quota = Quota::fixed_window(1, Duration::from_secs(1))?;
+//! let charge = Charge::new("user123", &quota);
+//!
+//! assert!(limiter.blocking().acquire(&charge)?.allowed);
+//! let denied = limiter.blocking().acquire(&charge)?;
+//! assert!(!denied.allowed);
+//! clock.advance(denied.retry_after);
+//! assert!(limiter.blocking().acquire(&charge)?.allowed);
+//! # Ok(())
+//! # }
+//! ```
+
+mod algorithm;
+mod charge;
+mod clock;
+
+/// The README's examples compile and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+mod decision;
+mod key;
+mod limiter;
+mod quota;
+pub mod store;
+
+#[cfg(feature = "testing")]
+pub mod testing;
+
+pub use algorithm::{Algorithm, Encoding, UnknownName};
+pub use charge::{Charge, ChargeError, MAX_CHARGES};
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use decision::{Decision, Source};
+pub use key::{Key, KeyError, MAX_KEY_BYTES};
+pub use limiter::{Blocking, Error, Limiter};
+pub use quota::{Quota, QuotaError};
+pub use store::memory::MemoryStore;
+#[cfg(feature = "redis")]
+pub use store::redis::RedisStore;
+pub use store::{Action, Store, StoreError};

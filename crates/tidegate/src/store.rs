@@ -1,0 +1,71 @@
+//! [`Store`]: where counts live.
+
+use std::future::Future;
+use std::time::Duration;
+
+use crate::charge::Charge;
+use crate::clock::Clock;
+use crate::decision::Decision;
+
+pub mod memory;
+#[cfg(feature = "redis")]
+pub mod redis;
+
+/// Where counts live: memory or Redis, or a store of your own.
+///
+/// A store gets charges that the [`Limiter`](crate::Limiter) has checked. It decides atomically: no other decision on
+/// these counts happens between its look and its write. The feature `testing` has the suite that proves it.
+pub trait Store: Send + Sync + 'static {
+    /// Decides one charge.
+    fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send;
+
+    /// Decides several charges, in their order. With [`Action::Acquire`] all or nothing: if one denies, none is spent.
+    fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
+
+    /// The clock that a caller who waits for this store sleeps by.
+    fn clock(&self) -> &dyn Clock;
+}
+
+/// What is to be done with a charge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Decide and, if allowed, spend.
+    Acquire,
+    /// What acquire would answer; writes nothing.
+    Peek,
+    /// Give the units back, the newest first.
+    Refund,
+    /// Forget the key.
+    Reset,
+}
+
+/// Why nobody could decide.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// A memory store at its cap: each key it holds still counts for somebody.
+    #[error(
+        "the memory store is full: all {cap} keys are in use, and forgetting one would let its owner exceed a limit; \
+         raise the cap or wait until one expires"
+    )]
+    Full {
+        /// The cap on keys.
+        cap: usize,
+    },
+    /// No answer in time. Whether the charge was spent is not known.
+    #[error("no answer from the store within {0:?}")]
+    Timeout(Duration),
+    /// The store cannot be reached.
+    #[error("the store cannot be reached: {0}")]
+    Unreachable(String),
+    /// The store answered, but not with a decision.
+    #[error("the store refused: {0}")]
+    Refused(String),
+    /// The address or an option of the store is wrong.
+    #[error("{0}")]
+    Misconfigured(String),
+}

@@ -1,0 +1,276 @@
+//! The naive model: keeps every event, recomputes from scratch, and finds waits by trying times.
+//!
+//! It shares no arithmetic with the algorithms. All it knows of each is how many units count at a given time.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use crate::algorithm::Algorithm;
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::quota::Quota;
+use crate::store::Action;
+
+/// What a limiter must answer, worked out the slow way.
+#[derive(Debug, Default)]
+pub struct Model {
+    histories: HashMap<(String, String), History>,
+}
+
+#[derive(Debug, Default, Clone)]
+struct History {
+    /// In the order in which they happened.
+    events: Vec<Event>,
+    last_write: u64,
+}
+
+#[derive(Debug, Clone)]
+struct Event {
+    time: u64,
+    /// Negative: given back.
+    units: i128,
+    /// What was in force then; a bucket drained by it up to this event.
+    quota: Quota,
+}
+
+impl Model {
+    /// The decisions for these charges at this time (microseconds).
+    pub fn decide(&mut self, action: Action, charges: &[Charge<'_>], now: u64) -> Vec<Decision> {
+        let together = charges.iter().all(|charge| {
+            let history = self.history(charge).seen_from(charge.quota(), now);
+            history.counting(charge.quota(), now) + u128::from(charge.units()) <= u128::from(charge.quota().burst())
+        });
+        charges.iter().map(|charge| self.decide_one(action, charge, now, together)).collect()
+    }
+
+    /// Whether this charge's key could as well be forgotten.
+    #[must_use]
+    pub fn nothing_counts(&self, charge: &Charge<'_>, now: u64) -> bool {
+        self.history(charge).seen_from(charge.quota(), now).is_void(charge.quota(), now)
+    }
+
+    fn history(&self, charge: &Charge<'_>) -> History {
+        let name = (charge.key().to_owned(), charge.policy_name().to_owned());
+        self.histories.get(&name).cloned().unwrap_or_default()
+    }
+
+    fn decide_one(&mut self, action: Action, charge: &Charge<'_>, now: u64, together: bool) -> Decision {
+        let (quota, cost) = (charge.quota(), charge.units());
+        let name = (charge.key().to_owned(), charge.policy_name().to_owned());
+        let stored = self.history(charge);
+        let mut seen = stored.seen_from(quota, now);
+        let capacity = u128::from(quota.burst());
+        let fits = seen.counting(quota, now) + u128::from(cost) <= capacity;
+        let mut delay = 0;
+        let mut denied = false;
+        let stepped_back = stored.is_ahead_of(quota, now);
+        let written = match action {
+            Action::Reset => {
+                self.histories.remove(&name);
+                seen = History::default();
+                false
+            }
+            Action::Refund => {
+                let something = !seen.is_void(quota, now);
+                if something {
+                    seen.give_back(quota, now, cost);
+                }
+                something
+            }
+            Action::Acquire | Action::Peek => {
+                denied = !fits;
+                let spend = (fits && together) || (denied && quota.count_denied());
+                if fits && together && quota.algorithm() == Algorithm::LeakyBucket {
+                    delay = seen.first_time(now, |history, time| history.bucket_level(quota, time) == 0) - now;
+                }
+                if spend {
+                    seen.forget_what_is_gone(quota, now);
+                    seen.push(now, i128::from(cost), quota);
+                    if quota.count_denied() {
+                        seen.keep_newest(u128::from(quota.limit()));
+                    }
+                }
+                action == Action::Acquire && (spend || stepped_back)
+            }
+        };
+        if written {
+            let mut kept = seen.clone();
+            kept.forget_what_is_gone(quota, now);
+            kept.push(now, 0, quota);
+            self.histories.insert(name.clone(), kept);
+        }
+        let admits = |history: &History, time| history.counting(quota, time) + u128::from(cost) <= capacity;
+        let retry_after = if denied { seen.first_time(now, admits) - now } else { 0 };
+        let reset_after = seen.first_time(now, |history, time| history.counting(quota, time) == 0) - now;
+        let remaining = capacity.saturating_sub(seen.counting(quota, now));
+        if written && seen.is_void(quota, now) {
+            self.histories.remove(&name);
+        }
+        Decision {
+            allowed: !denied,
+            limit: quota.limit(),
+            remaining: u64::try_from(remaining).expect("no more than the burst"),
+            retry_after: Duration::from_micros(retry_after),
+            reset_after: Duration::from_micros(reset_after),
+            delay: Duration::from_micros(delay),
+            source: Source::Store,
+        }
+    }
+}
+
+fn window_start(time: u64, window: u64) -> u64 {
+    time / window * window
+}
+
+impl History {
+    /// Units that count at `time`, a part of a unit as a whole one.
+    fn counting(&self, quota: &Quota, time: u64) -> u128 {
+        let window = quota.window_micros();
+        let sum = |counts: &dyn Fn(&Event) -> bool| {
+            let units: i128 = self.events.iter().filter(|event| counts(event)).map(|event| event.units).sum();
+            u128::try_from(units).expect("never more given back than taken")
+        };
+        let start = window_start(time, window);
+        match quota.algorithm() {
+            Algorithm::SlidingLog => sum(&|event| event.time + window > time),
+            Algorithm::FixedWindow => sum(&|event| window_start(event.time, window) == start),
+            Algorithm::SlidingCounter => {
+                let current = sum(&|event| window_start(event.time, window) == start);
+                let previous = sum(&|event| window_start(event.time, window) + window == start);
+                current + previous * u128::from(window - (time - start)) / u128::from(window)
+            }
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                self.bucket_level(quota, time).div_ceil(u128::from(window))
+            }
+        }
+    }
+
+    /// Nothing counts, nor will it. (A sliding counter may round down to nothing and still hold some units.)
+    fn is_void(&self, quota: &Quota, now: u64) -> bool {
+        let window = quota.window_micros();
+        match quota.algorithm() {
+            Algorithm::SlidingCounter => {
+                let start = window_start(now, window);
+                self.events.iter().all(|event| window_start(event.time, window) + window < start)
+            }
+            _ => self.counting(quota, now) == 0,
+        }
+    }
+
+    /// The level of a bucket in W-ths of a unit, by living through all events again.
+    fn bucket_level(&self, quota: &Quota, time: u64) -> u128 {
+        let mut level = 0_u128;
+        let mut at = 0;
+        let drained = |level: u128, from: u64, to: u64, quota: &Quota| {
+            let full = u128::from(quota.burst()) * u128::from(quota.window_micros());
+            level.min(full).saturating_sub(u128::from(to.saturating_sub(from)) * u128::from(quota.limit()))
+        };
+        for event in &self.events {
+            level = drained(level, at, event.time, &event.quota);
+            let units = event.units.unsigned_abs() * u128::from(event.quota.window_micros());
+            level = if event.units < 0 { level.saturating_sub(units) } else { level + units };
+            at = event.time;
+        }
+        drained(level, at, time, quota)
+    }
+
+    /// A stored time later than now counts as now.
+    fn seen_from(&self, quota: &Quota, now: u64) -> Self {
+        let window = quota.window_micros();
+        let mut seen = self.clone();
+        if !self.is_ahead_of(quota, now) {
+            return seen;
+        }
+        match quota.algorithm() {
+            Algorithm::SlidingLog => seen.events.iter_mut().for_each(|event| event.time = event.time.min(now)),
+            // Counts of windows move by whole windows, a level as it was last written.
+            Algorithm::FixedWindow | Algorithm::SlidingCounter => {
+                let ahead = window_start(self.last_write, window) - window_start(now, window);
+                seen.events.iter_mut().for_each(|event| event.time -= ahead);
+            }
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                let ahead = self.last_write - now;
+                seen.events.iter_mut().for_each(|event| event.time -= ahead);
+            }
+        }
+        seen
+    }
+
+    fn is_ahead_of(&self, quota: &Quota, now: u64) -> bool {
+        let window = quota.window_micros();
+        match quota.algorithm() {
+            _ if self.events.is_empty() => false,
+            Algorithm::SlidingLog => self.events.iter().any(|event| event.time > now),
+            Algorithm::FixedWindow | Algorithm::SlidingCounter => {
+                window_start(self.last_write, window) > window_start(now, window)
+            }
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.last_write > now,
+        }
+    }
+
+    /// The first time from `now` on at which the test holds, as it does from then on.
+    fn first_time(&self, now: u64, test: impl Fn(&Self, u64) -> bool) -> u64 {
+        let mut step = 1;
+        while !test(self, now + step) {
+            step *= 2;
+        }
+        let (mut low, mut high) = (now, now + step);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if test(self, middle) {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        low
+    }
+
+    /// An event of no units still is a write: a bucket has drained by this quota up to it.
+    fn push(&mut self, now: u64, units: i128, quota: &Quota) {
+        if units != 0 || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+            self.events.push(Event { time: now, units, quota: quota.clone() });
+        }
+        self.last_write = now;
+    }
+
+    /// At a write, what no longer counts is forgotten for good, even if the clock should step back later.
+    fn forget_what_is_gone(&mut self, quota: &Quota, now: u64) {
+        let window = quota.window_micros();
+        let start = window_start(now, window);
+        match quota.algorithm() {
+            Algorithm::SlidingLog => self.events.retain(|event| event.time + window > now),
+            Algorithm::FixedWindow => self.events.retain(|event| window_start(event.time, window) == start),
+            Algorithm::SlidingCounter => {
+                self.events.retain(|event| window_start(event.time, window) + window >= start);
+            }
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {}
+        }
+    }
+
+    /// The newest units first.
+    fn give_back(&mut self, quota: &Quota, now: u64, cost: u64) {
+        self.forget_what_is_gone(quota, now);
+        if matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+            self.push(now, -i128::from(cost), quota);
+            return;
+        }
+        let mut left = i128::from(cost);
+        for event in self.events.iter_mut().rev() {
+            let taken = event.units.min(left);
+            event.units -= taken;
+            left -= taken;
+        }
+        self.events.retain(|event| event.units > 0);
+    }
+
+    /// Of more than `units`, the oldest are forgotten.
+    fn keep_newest(&mut self, units: u128) {
+        let mut room = i128::try_from(units).expect("a limit");
+        for event in self.events.iter_mut().rev() {
+            event.units = event.units.min(room);
+            room -= event.units;
+        }
+        self.events.retain(|event| event.units > 0);
+    }
+}

@@ -1,0 +1,218 @@
+//! The memory store: conformance, exactness under concurrency, the cap, and what it costs.
+
+mod support;
+
+use std::time::Duration;
+
+use support::{LONG, every_quota};
+use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::{Charge, Clock, Error, Limiter, ManualClock, MemoryStore, Quota, StoreError};
+
+/// Seeds that once showed a difference, on whichever store.
+const REGRESSIONS: [u64; 1] = [1381];
+const LONG_REGRESSIONS: [u64; 1] = [3];
+
+fn limiter_on(clock: &ManualClock) -> Limiter {
+    Limiter::new(MemoryStore::builder().clock(clock.clone()).build())
+}
+
+#[tokio::test]
+async fn the_memory_store_conforms_to_the_model() {
+    conformance((0..10_000).chain(REGRESSIONS), async |clock| limiter_on(&clock)).await;
+}
+
+#[tokio::test]
+async fn long_logs_in_memory_conform_to_the_model() {
+    conformance_of_long_logs((100..160).chain(LONG_REGRESSIONS), async |clock| limiter_on(&clock)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn exactly_the_limit_is_admitted_under_concurrency() {
+    support::assert_exact_under_concurrency(&Limiter::new(MemoryStore::new())).await;
+}
+
+#[test]
+fn exactly_the_limit_is_admitted_to_threads_without_a_runtime() {
+    let limiter = Limiter::new(MemoryStore::new());
+    let quota = Quota::token_bucket(1_000, LONG).expect("valid");
+    let count =
+        || (0..500).filter(|_| limiter.blocking().acquire(&Charge::new("k", &quota)).expect("decided").allowed).count();
+    let admitted: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(count)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+    });
+    assert_eq!(admitted, 1_000);
+}
+
+/// Two policies on one key, asked for together by many threads while others ask for one of them alone.
+#[test]
+fn all_or_nothing_holds_under_concurrency() {
+    let limiter = Limiter::new(MemoryStore::new());
+    let (narrow, wide) =
+        (Quota::fixed_window(300, LONG).expect("valid"), Quota::token_bucket(700, LONG).expect("valid"));
+    let together = || {
+        let charges = [Charge::new("k", &narrow), Charge::new("other", &wide)];
+        let admits = |_: &i32| limiter.blocking().acquire_all(&charges).expect("decided").iter().all(|d| d.allowed);
+        (0..300).filter(admits).count() as u64
+    };
+    let both: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(together)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+    });
+    assert_eq!(both, 300);
+    let left = |key, quota: &Quota| limiter.blocking().peek(&Charge::new(key, quota)).expect("decided").remaining;
+    assert_eq!(left("k", &narrow), 0);
+    assert_eq!(left("other", &wide), 700 - 300 - 1, "the denied ones spent nothing of the wide quota");
+}
+
+#[test]
+fn at_the_cap_an_expired_key_goes_and_a_counting_one_stays() {
+    let clock = ManualClock::new();
+    let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).max_keys(1_000).build());
+    let short = Quota::sliding_log(1, Duration::from_secs(1)).expect("valid");
+    let long = Quota::sliding_log(1, Duration::from_secs(3600)).expect("valid");
+    let acquire = |key: &str, quota| limiter.blocking().acquire(&Charge::new(key, quota));
+
+    assert!(acquire("victim", &long).expect("room").allowed);
+    for number in 0..999 {
+        assert!(acquire(&format!("key-{number}"), &short).expect("room").allowed);
+    }
+    let refused = acquire("one too many", &short).expect_err("no room");
+    assert_eq!(refused, Error::Store(StoreError::Full { cap: 1_000 }));
+    assert!(refused.to_string().contains("all 1000 keys are in use"), "{refused}");
+    assert!(!acquire("victim", &long).expect("known").allowed, "a flood of keys does not free an exhausted one");
+    let peeked = limiter.blocking().peek(&Charge::new("one too many", &short)).expect("a peek needs no room");
+    assert!(peeked.allowed);
+
+    clock.advance(Duration::from_secs(1));
+    for number in 0..999 {
+        assert!(acquire(&format!("new-{number}"), &short).expect("an expired key goes first").allowed, "{number}");
+    }
+    acquire("one too many", &short).expect_err("no room again");
+    assert!(!acquire("victim", &long).expect("known").allowed);
+    assert_eq!(limiter.store().keys(), 1_000);
+}
+
+#[test]
+fn an_acquire_of_several_new_keys_at_the_cap_takes_all_its_places_or_none() {
+    let clock = ManualClock::new();
+    let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).max_keys(3).build());
+    let quota = Quota::fixed_window(5, Duration::from_secs(1)).expect("valid");
+    let acquire = |keys: &[&str]| {
+        let charges: Vec<Charge<'_>> = keys.iter().map(|key| Charge::new(key, &quota)).collect();
+        limiter.blocking().acquire_all(&charges)
+    };
+    acquire(&["a", "b"]).expect("room for two");
+    acquire(&["c", "d"]).expect_err("room for one only");
+    assert_eq!(limiter.store().keys(), 2, "nothing was spent, and no place is lost");
+    acquire(&["a", "c"]).expect("one of them is known");
+    clock.advance(Duration::from_secs(1));
+    acquire(&["d", "e", "f"]).expect("all others have expired");
+    assert_eq!(limiter.store().keys(), 3);
+}
+
+#[test]
+fn expired_keys_are_swept_in_passing() {
+    let clock = ManualClock::new();
+    let limiter = limiter_on(&clock);
+    let quota = Quota::fixed_window(5, Duration::from_secs(1)).expect("valid");
+    let acquire = |key: &str| limiter.blocking().acquire(&Charge::new(key, &quota)).expect("decided");
+    for number in 0..20_000 {
+        acquire(&format!("old-{number}"));
+    }
+    clock.advance(Duration::from_secs(1));
+    for number in 0..20_000 {
+        acquire(&format!("new-{number}"));
+    }
+    let keys = limiter.store().keys();
+    assert!((20_000..24_000).contains(&keys), "{keys} keys are held, 20,000 count");
+}
+
+#[test]
+fn a_key_that_counts_for_nobody_is_not_kept() {
+    let limiter = limiter_on(&ManualClock::new());
+    for quota in every_quota(5, LONG) {
+        let charge = Charge::new("k", &quota).cost(2);
+        limiter.blocking().peek(&charge).expect("decided");
+        assert_eq!(limiter.store().keys(), 0, "a peek writes nothing");
+        limiter.blocking().acquire(&charge).expect("decided");
+        assert_eq!(limiter.store().keys(), 1);
+        limiter.blocking().refund(&charge).expect("decided");
+        assert_eq!(limiter.store().keys(), 0, "all is given back");
+        limiter.blocking().acquire(&charge).expect("decided");
+        limiter.blocking().reset(&charge).expect("decided");
+        assert_eq!(limiter.store().keys(), 0);
+    }
+}
+
+#[test]
+fn a_known_key_costs_no_allocation() {
+    let clock = ManualClock::new();
+    let limiter = limiter_on(&clock);
+    for quota in every_quota(100_000, LONG) {
+        let charge = Charge::new("user123", &quota).policy("per-user").cost(3);
+        // A log's deque grows by doubling: give it the room first.
+        for _ in 0..1_025 {
+            clock.advance(Duration::from_micros(1));
+            limiter.blocking().acquire(&charge).expect("decided");
+        }
+        let measured = allocation_counter::measure(|| {
+            for _ in 0..500 {
+                clock.advance(Duration::from_micros(1));
+                limiter.blocking().acquire(&charge).expect("decided");
+                limiter.blocking().peek(&charge).expect("decided");
+            }
+        });
+        assert_eq!(measured.count_total, 0, "{}", quota.unnamed_policy());
+    }
+}
+
+#[test]
+fn a_logs_memory_follows_its_window_and_not_its_limit() {
+    let clock = ManualClock::new();
+    let limiter = limiter_on(&clock);
+    let window = Duration::from_secs(60);
+    let quota = Quota::sliding_log(1_000_000, window).expect("valid");
+    let charge = Charge::new("user123", &quota);
+    let fresh = allocation_counter::measure(|| {
+        limiter.blocking().acquire(&charge).expect("decided");
+    });
+    assert!(fresh.bytes_total < 4_096, "{} bytes for a new key", fresh.bytes_total);
+    let busy = allocation_counter::measure(|| {
+        for _ in 0..10_000 {
+            clock.advance(Duration::from_micros(1));
+            limiter.blocking().acquire(&charge).expect("decided");
+        }
+    });
+    let calm = allocation_counter::measure(|| {
+        clock.advance(window);
+        limiter.blocking().acquire(&charge).expect("decided");
+    });
+    assert!(busy.bytes_current > 100_000, "a busy log holds its requests");
+    assert!(busy.bytes_current + calm.bytes_current < 4_096, "a calm one has given them back");
+}
+
+#[test]
+fn a_cost_of_ten_thousand_is_one_entry() {
+    let limiter = limiter_on(&ManualClock::new());
+    let quota = Quota::sliding_log(10_000_000, LONG).expect("valid");
+    let charge = Charge::new("user123", &quota).cost(10_000);
+    let measured = allocation_counter::measure(|| {
+        limiter.blocking().acquire(&charge).expect("decided");
+    });
+    assert!(measured.bytes_total < 4_096, "{} bytes", measured.bytes_total);
+}
+
+#[test]
+fn the_machines_clock_is_the_wall_clock_and_goes_on() {
+    let clock = tidegate::SystemClock::new();
+    let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_micros();
+    let first = clock.now();
+    assert!(u128::from(first).abs_diff(wall) < 60_000_000);
+    let mut last = first;
+    while last == first {
+        let now = clock.now();
+        assert!(now >= last);
+        last = now;
+    }
+}

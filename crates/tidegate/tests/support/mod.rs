@@ -1,0 +1,70 @@
+//! What the tests share: a real Redis, limiters on it, quotas of every kind.
+
+#![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
+
+mod server;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+pub(crate) use server::Redis;
+use tidegate::{Algorithm, Charge, Encoding, Limiter, ManualClock, Quota, RedisStore, Store};
+
+/// This machine may be slow; what takes this long hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+impl Redis {
+    /// A limiter on the server's own clock.
+    pub(crate) async fn limiter(&self) -> Limiter<RedisStore> {
+        let builder = RedisStore::builder(&self.url()).timeout(PATIENCE);
+        Limiter::new(builder.connect().await.expect("our own server answers"))
+    }
+
+    /// A limiter whose scripts get their time from this clock, with keys of its own.
+    pub(crate) async fn driven_limiter(&self, clock: ManualClock) -> Limiter<RedisStore> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let prefix = format!("test-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let builder = RedisStore::builder(&self.url()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
+        Limiter::new(builder.connect().await.expect("our own server answers"))
+    }
+}
+
+/// A quota of each algorithm, and of each encoding.
+pub(crate) fn every_quota(limit: u64, window: Duration) -> Vec<Quota> {
+    let mut quotas: Vec<Quota> =
+        Algorithm::ALL.iter().map(|algorithm| Quota::new(*algorithm, limit, window).expect("a valid quota")).collect();
+    quotas.push(packed(limit, window));
+    quotas
+}
+
+pub(crate) fn packed(limit: u64, window: Duration) -> Quota {
+    let quota = Quota::sliding_log(limit, window).expect("a valid quota");
+    quota.with_encoding(Encoding::Packed).expect("a log")
+}
+
+/// Long enough that a test never meets its end, and nothing comes back meanwhile.
+pub(crate) const LONG: Duration = Duration::from_secs(100 * 86_400);
+
+/// 64 tasks, each asking again and again for one key: exactly the limit is admitted.
+pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S>) {
+    for quota in every_quota(500, LONG) {
+        let tasks: Vec<_> = (0..64)
+            .map(|_| {
+                let (limiter, quota) = (limiter.clone(), quota.clone());
+                tokio::spawn(async move {
+                    let mut admitted = 0;
+                    for _ in 0..16 {
+                        let charge = Charge::new("contended", &quota);
+                        admitted += u64::from(limiter.acquire(&charge).await.expect("a decision").allowed);
+                    }
+                    admitted
+                })
+            })
+            .collect();
+        let mut admitted = 0;
+        for task in tasks {
+            admitted += task.await.expect("no panic");
+        }
+        assert_eq!(admitted, 500, "{}", quota.unnamed_policy());
+    }
+}
