@@ -14,11 +14,10 @@
 //! later than now count as now, and an acquire, even a denied one, writes that down, or they would stay "now" until the
 //! clock has caught up, and lock the key for so long.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use crate::decision::{Decision, Source};
+use crate::named::named;
 use crate::quota::Quota;
 use crate::store::Action;
 
@@ -47,23 +46,15 @@ pub enum Algorithm {
     LeakyBucket,
 }
 
-impl Algorithm {
-    /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::SlidingLog, Self::SlidingCounter, Self::FixedWindow, Self::TokenBucket, Self::LeakyBucket];
-
-    /// The name in configuration, API and documents.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::SlidingLog => "sliding-log",
-            Self::SlidingCounter => "sliding-counter",
-            Self::FixedWindow => "fixed-window",
-            Self::TokenBucket => "token-bucket",
-            Self::LeakyBucket => "leaky-bucket",
-        }
-    }
-}
+named!(
+    Algorithm,
+    "algorithm",
+    SlidingLog = "sliding-log",
+    SlidingCounter = "sliding-counter",
+    FixedWindow = "fixed-window",
+    TokenBucket = "token-bucket",
+    LeakyBucket = "leaky-bucket"
+);
 
 /// How Redis keeps a `sliding-log`. The answers are the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -75,64 +66,7 @@ pub enum Encoding {
     Packed,
 }
 
-impl Encoding {
-    /// Both of them.
-    pub const ALL: [Self; 2] = [Self::SortedSet, Self::Packed];
-
-    /// The name in configuration, API and documents.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::SortedSet => "sorted-set",
-            Self::Packed => "packed",
-        }
-    }
-}
-
-/// A name that is none of those allowed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown {what} {name:?}: it must be one of {allowed}")]
-pub struct UnknownName {
-    what: &'static str,
-    name: String,
-    allowed: String,
-}
-
-impl UnknownName {
-    fn new(what: &'static str, name: &str, allowed: &[&str]) -> Self {
-        Self { what, name: name.to_owned(), allowed: allowed.join(", ") }
-    }
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Algorithm {
-    type Err = UnknownName;
-
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
-        let found = Self::ALL.into_iter().find(|algorithm| algorithm.as_str() == name);
-        found.ok_or_else(|| UnknownName::new("algorithm", name, &Self::ALL.map(Self::as_str)))
-    }
-}
-
-impl fmt::Display for Encoding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Encoding {
-    type Err = UnknownName;
-
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
-        let found = Self::ALL.into_iter().find(|encoding| encoding.as_str() == name);
-        found.ok_or_else(|| UnknownName::new("encoding", name, &Self::ALL.map(Self::as_str)))
-    }
-}
+named!(Encoding, "encoding", SortedSet = "sorted-set", Packed = "packed");
 
 /// What every algorithm answers about its state. Times are microseconds; `now` is the time it was settled to.
 trait Count {

@@ -29,6 +29,12 @@ pub struct Decision {
 pub enum Source {
     /// The store that holds the counts.
     Store,
+    /// This process's memory, while the store cannot decide.
+    Local,
+    /// Let pass, for the store could not decide.
+    Allow,
+    /// Denied, for the store could not decide or the request lacks the key that it would count by.
+    Deny,
 }
 
 impl Source {
@@ -37,6 +43,9 @@ impl Source {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Store => "store",
+            Self::Local => "local",
+            Self::Allow => "allow",
+            Self::Deny => "deny",
         }
     }
 }

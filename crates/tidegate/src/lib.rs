@@ -53,29 +53,50 @@
 //! # }
 //! ```
 
-mod algorithm;
+// The path of a request. Which limits apply:
+mod policy;
+
+// What is to be decided:
+mod quota;
+
+mod key;
+
 mod charge;
+
+// Who decides, where the counts live, and how they are counted:
+mod limiter;
+
+pub mod store;
+
+mod algorithm;
+
+// The answer:
+mod decision;
+
+pub mod headers;
+
+// Beside the path:
 mod clock;
+mod named;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 /// The README's examples compile and run.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
-mod decision;
-mod key;
-mod limiter;
-mod quota;
-pub mod store;
 
-#[cfg(feature = "testing")]
-pub mod testing;
-
-pub use algorithm::{Algorithm, Encoding, UnknownName};
+pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use decision::{Decision, Source};
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
+pub use named::UnknownName;
+pub use policy::{
+    Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy, PolicyError, SelectError, Selected,
+    Selection, normal_path,
+};
 pub use quota::{Quota, QuotaError};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
