@@ -1,35 +1,109 @@
-//! The body of an answer, the same from the shell and over HTTP.
+//! Questions and answers as JSON, the same from the shell and over HTTP.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use serde::Serialize;
-use tidegate::Decision;
+use serde::{Deserialize, Serialize};
+use tidegate::{Algorithm, Decision, Encoding, Quota};
+
+use crate::engine::Answer;
+
+/// A question, in one of three forms: a policy and a key; attributes; a key and a quota.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AskBody {
+    /// The name of a policy; with `key`.
+    pub(crate) policy: Option<String>,
+    /// Whose count it is; with `policy` or `quota`.
+    #[schema(min_length = 1, max_length = 512)]
+    pub(crate) key: Option<String>,
+    /// What is known of the request; the policies that apply are found by it.
+    pub(crate) attributes: Option<BTreeMap<String, String>>,
+    /// A quota of the caller's own; with `key`.
+    pub(crate) quota: Option<QuotaBody>,
+    /// How many units it takes; as the policy says by default, otherwise 1.
+    #[schema(minimum = 1)]
+    pub(crate) cost: Option<u64>,
+}
+
+/// A quota of the caller's own.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct QuotaBody {
+    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    algorithm: Option<String>,
+    /// For sliding-log: sorted-set (default) or packed.
+    encoding: Option<String>,
+    /// For sliding-log: denied requests count as well.
+    count_denied: Option<bool>,
+    /// Units per window.
+    #[schema(minimum = 1)]
+    limit: u64,
+    /// Such as 500ms, 60s, 5m, 1h, 30d.
+    window: String,
+    /// What a bucket holds; the limit by default.
+    #[schema(minimum = 1)]
+    burst: Option<u64>,
+}
+
+impl QuotaBody {
+    /// The quota, or what is wrong with it.
+    pub(crate) fn quota(&self) -> Result<Quota, String> {
+        let algorithm: Algorithm = match &self.algorithm {
+            Some(name) => name.parse().map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
+            None => Algorithm::SlidingLog,
+        };
+        let window = crate::duration::parse(&self.window).map_err(|error| format!("quota.window: {error}"))?;
+        let in_quota = |error: tidegate::QuotaError| format!("quota: {error}");
+        let mut quota = Quota::new(algorithm, self.limit, window).map_err(in_quota)?;
+        if let Some(encoding) = &self.encoding {
+            let encoding: Encoding =
+                encoding.parse().map_err(|error: tidegate::UnknownName| format!("quota.encoding: {error}"))?;
+            quota = quota.with_encoding(encoding).map_err(in_quota)?;
+        }
+        if let Some(count_denied) = self.count_denied {
+            quota = quota.with_count_denied(count_denied).map_err(in_quota)?;
+        }
+        if let Some(burst) = self.burst {
+            quota = quota.with_burst(burst).map_err(in_quota)?;
+        }
+        Ok(quota)
+    }
+}
 
 /// What is decided, the most restrictive decision on top.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, utoipa::ToSchema)]
 pub(crate) struct Body<'a> {
     #[serde(flatten)]
-    leading: Line<'a>,
-    decisions: Vec<Line<'a>>,
+    leading: DecisionBody<'a>,
+    /// Each policy's decision. Empty if no policy applies.
+    decisions: Vec<DecisionBody<'a>>,
 }
 
 /// One decision, durations in milliseconds.
-#[derive(Debug, Clone, Copy, Serialize)]
-struct Line<'a> {
+#[derive(Debug, Clone, Copy, Serialize, utoipa::ToSchema)]
+pub(crate) struct DecisionBody<'a> {
+    /// May the request pass?
     allowed: bool,
+    /// The policy that decided; null if none applies.
     policy: Option<&'a str>,
+    /// Units per window.
     limit: u64,
+    /// Units that could be taken right after this decision.
     remaining: u64,
+    /// Who waits this long gets in.
     retry_after_ms: u64,
+    /// Until the full limit is back.
     reset_after_ms: u64,
+    /// How long an admitted request waits for its turn.
     delay_ms: u64,
+    /// Who decided: store, local, allow, deny.
     source: &'static str,
 }
 
-impl<'a> Body<'a> {
-    /// The body for the decision of one policy.
-    pub(crate) fn of_one(policy: &'a str, decision: &Decision) -> Self {
-        let line = Line {
+impl<'a> DecisionBody<'a> {
+    fn new(policy: &'a str, decision: &Decision) -> Self {
+        Self {
             allowed: decision.allowed,
             policy: Some(policy),
             limit: decision.limit,
@@ -38,8 +112,34 @@ impl<'a> Body<'a> {
             reset_after_ms: millis(decision.reset_after),
             delay_ms: millis(decision.delay),
             source: decision.source.as_str(),
-        };
+        }
+    }
+}
+
+impl<'a> Body<'a> {
+    /// The body for the decision of one policy.
+    pub(crate) fn of_one(policy: &'a str, decision: &Decision) -> Self {
+        let line = DecisionBody::new(policy, decision);
         Self { leading: line, decisions: vec![line] }
+    }
+
+    pub(crate) fn of_answer(answer: &'a Answer) -> Self {
+        let decisions = answer.lines.iter().map(|line| DecisionBody::new(&line.policy, &line.decision)).collect();
+        let leading = match answer.leading() {
+            // A policy in shadow mode may deny; the request passes all the same.
+            Some(line) => DecisionBody { allowed: answer.allowed(), ..DecisionBody::new(&line.policy, &line.decision) },
+            None => DecisionBody {
+                allowed: true,
+                policy: None,
+                limit: 0,
+                remaining: 0,
+                retry_after_ms: 0,
+                reset_after_ms: 0,
+                delay_ms: 0,
+                source: "store",
+            },
+        };
+        Self { leading, decisions }
     }
 }
 

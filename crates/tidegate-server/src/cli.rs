@@ -5,6 +5,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod acquire;
+mod config;
+mod serve;
 pub(crate) mod style;
 
 /// Decides, exactly and fast, whether a request may pass now.
@@ -17,13 +19,17 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Serve(serve::Serve),
     Acquire(acquire::Acquire),
+    Config(config::ConfigCommand),
 }
 
 impl Arguments {
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
+            Command::Serve(serve) => serve.run(),
             Command::Acquire(acquire) => acquire.run(),
+            Command::Config(config) => config.run(),
         }
     }
 }

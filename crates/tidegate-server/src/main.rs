@@ -4,9 +4,20 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+mod admin;
 mod body;
 mod cli;
+mod config;
 mod duration;
+mod engine;
+mod hot_keys;
+mod http;
+mod listener;
+mod metrics;
+mod problem;
+mod reload;
+mod serve;
+mod token;
 
 fn main() -> ExitCode {
     let arguments = cli::Arguments::parse();

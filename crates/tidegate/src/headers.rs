@@ -1,6 +1,6 @@
 //! What a client is told: `RateLimit-Policy`, `RateLimit`, `Retry-After`, and the older `X-RateLimit-*`.
 //!
-//! The first two follow the IETF draft "RateLimit header fields for HTTP": a list of items, each the policy's name as a
+//! The first two follow the IETF draft on rate limit header fields: a list of items, each the policy's name as a
 //! quoted string with its numbers as parameters. Seconds are rounded up, never down: who waits them gets in.
 
 use std::fmt::Write as _;

@@ -53,7 +53,9 @@
 //! # }
 //! ```
 
-// The path of a request. Which limits apply:
+// The path of a request. Who asks, and which limits apply:
+mod client_ip;
+
 mod policy;
 
 // What is to be decided:
@@ -88,6 +90,7 @@ struct Readme;
 
 pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
+pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use decision::{Decision, Source};
 pub use key::{Key, KeyError, MAX_KEY_BYTES};

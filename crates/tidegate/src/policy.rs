@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
+use std::hash::BuildHasher;
 
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
@@ -28,7 +29,7 @@ impl Attributes for BTreeMap<String, String> {
     }
 }
 
-impl Attributes for HashMap<String, String> {
+impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
     fn get(&self, name: &str) -> Option<Cow<'_, str>> {
         HashMap::get(self, name).map(|value| Cow::Borrowed(value.as_str()))
     }
@@ -378,7 +379,7 @@ impl<'a> Selected<'a> {
 /// A set of policies, indexed by what they match.
 #[derive(Debug, Default)]
 pub struct Policies {
-    policies: Vec<Policy>,
+    all: Vec<Policy>,
     by_name: HashMap<String, usize>,
     index: Index,
 }
@@ -393,18 +394,18 @@ impl Policies {
             }
         }
         let index = Index::new(&policies);
-        Ok(Self { policies, by_name, index })
+        Ok(Self { all: policies, by_name, index })
     }
 
     /// The policy of this name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Policy> {
-        self.by_name.get(name).map(|position| &self.policies[*position])
+        self.by_name.get(name).map(|position| &self.all[*position])
     }
 
     /// All of them, in the order of their definition.
     pub fn iter(&self) -> impl Iterator<Item = &Policy> {
-        self.policies.iter()
+        self.all.iter()
     }
 
     /// Which policies apply to a request, and what each charges. A `cost` that the request names itself goes before the
@@ -412,7 +413,7 @@ impl Policies {
     pub fn select(&self, attributes: &dyn Attributes, cost: Option<u64>) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
         for position in self.index.candidates(attributes) {
-            let policy = &self.policies[position];
+            let policy = &self.all[position];
             if !policy.applies_to(attributes) {
                 continue;
             }

@@ -1,6 +1,7 @@
 //! Patterns with `*` and `**`, and the one way to write a path.
 
 use std::borrow::Cow;
+use std::fmt::Write as _;
 
 /// Exact text, or text with `*` (anything but a slash) and `**` (anything).
 #[derive(Debug, Clone)]
@@ -147,7 +148,7 @@ fn decode_unreserved(path: &str) -> String {
             }
             // The rest is kept, with its digits in one case.
             Some(character) => {
-                decoded.push_str(&format!("%{:02X}", u32::from(character)));
+                let _ = write!(decoded, "%{:02X}", u32::from(character));
                 rest = &rest[at + 3..];
             }
             None => {

@@ -1,0 +1,138 @@
+//! The admin listener: health, metrics, policies, hot keys, reset.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use axum::extract::{Query, Request, State};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use http::{StatusCode, header};
+use serde::{Deserialize, Serialize};
+use tidegate::Action;
+
+use crate::engine::{Ask, Engine};
+use crate::http::{not_found, read_json, wrong_method};
+use crate::problem::Problem;
+use crate::token;
+
+#[derive(Clone)]
+pub(crate) struct Admin {
+    pub(crate) engine: Arc<Engine>,
+    /// False from the moment the process is asked to end.
+    pub(crate) ready: Arc<AtomicBool>,
+}
+
+pub(crate) fn router(admin: Admin) -> Router {
+    Router::new()
+        .route("/metrics", get(metrics))
+        .route("/v1/policies", get(policies))
+        .route("/v1/hot-keys", get(hot_keys))
+        .route("/v1/reset", post(reset))
+        .route_layer(middleware::from_fn_with_state(admin.clone(), authorize))
+        .route("/healthz", get(async || "ok\n"))
+        .route("/readyz", get(readyz))
+        .fallback(not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(admin)
+}
+
+async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> Response {
+    let live = admin.engine.live();
+    match token::check(live.admin_token.as_ref(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+/// Ready to decide; and whether the store is there, in the detail: without it decisions still come, by each policy's word.
+async fn readyz(State(admin): State<Admin>) -> Response {
+    #[derive(Serialize)]
+    struct Ready {
+        ready: bool,
+        store_up: bool,
+    }
+    let ready = admin.ready.load(Ordering::Relaxed);
+    let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(Ready { ready, store_up: admin.engine.metrics.store_is_up() })).into_response()
+}
+
+async fn metrics(State(admin): State<Admin>) -> Response {
+    let text = admin.engine.metrics.text(admin.engine.memory_keys());
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+async fn policies(State(admin): State<Admin>) -> Response {
+    #[derive(Serialize)]
+    struct PolicyBody<'a> {
+        name: &'a str,
+        algorithm: &'static str,
+        limit: u64,
+        window_ms: u128,
+        burst: u64,
+        key: &'a [String],
+        mode: &'static str,
+        on_store_failure: &'static str,
+        overrides: usize,
+    }
+    let live = admin.engine.live();
+    let all: Vec<PolicyBody<'_>> = live
+        .policies
+        .iter()
+        .map(|policy| PolicyBody {
+            name: policy.name(),
+            algorithm: policy.quota().algorithm().as_str(),
+            limit: policy.quota().limit(),
+            window_ms: policy.quota().window().as_millis(),
+            burst: policy.quota().burst(),
+            key: policy.key_attributes(),
+            mode: policy.mode().as_str(),
+            on_store_failure: policy.store_failure().as_str(),
+            overrides: policy.overrides(),
+        })
+        .collect();
+    Json(all).into_response()
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct HotKeysQuery {
+    limit: usize,
+}
+
+impl Default for HotKeysQuery {
+    fn default() -> Self {
+        Self { limit: 20 }
+    }
+}
+
+async fn hot_keys(
+    State(admin): State<Admin>,
+    query: Result<Query<HotKeysQuery>, axum::extract::rejection::QueryRejection>,
+) -> Result<Response, Problem> {
+    #[derive(Serialize)]
+    struct HotKeysBody {
+        allowed: Vec<crate::hot_keys::HotKey>,
+        denied: Vec<crate::hot_keys::HotKey>,
+    }
+    let Query(HotKeysQuery { limit }) = query.map_err(|error| Problem::bad_request(error.to_string()))?;
+    let limit = limit.min(1_000);
+    let (now, hot) = (admin.engine.uptime(), &admin.engine.hot_keys);
+    Ok(Json(HotKeysBody { allowed: hot.heaviest(now, true, limit), denied: hot.heaviest(now, false, limit) })
+        .into_response())
+}
+
+/// Which count to forget.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResetBody {
+    policy: String,
+    key: String,
+}
+
+async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
+    let ResetBody { policy, key } = read_json(request.into_body()).await?;
+    admin.engine.ask(Action::Reset, Ask::Policy { policy: &policy, key: &key, cost: None }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

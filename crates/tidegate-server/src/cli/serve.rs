@@ -1,0 +1,102 @@
+//! `tidegate serve`: the service.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+
+use crate::config::{self, Secret, StoreConfig};
+use crate::serve;
+
+/// Run the service: the HTTP API, metrics and health.
+///
+/// Needs no flags: without --config it runs a built-in sample on memory, on loopback addresses.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  Try it:
+    tidegate serve
+    curl -i -d '{\"policy\": \"per-user\", \"key\": \"user123\"}' http://127.0.0.1:8080/v1/acquire
+
+  With policies of your own, counts shared through Redis:
+    tidegate serve --config tidegate.yaml --redis redis://127.0.0.1:6379
+
+The file is watched: a changed one is taken without a restart, a bad one is refused and the old one goes on.")]
+pub(super) struct Serve {
+    /// The configuration; see `tidegate config`
+    #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
+    config: Option<PathBuf>,
+
+    /// Share the counts through this Redis, whatever the file says
+    #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
+    redis: Option<String>,
+
+    /// How logs are written
+    #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
+    log_format: LogFormat,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum LogFormat {
+    Text,
+    Json,
+}
+
+impl Serve {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let mut config = serve::configuration(self.config.as_deref())?;
+        if let Some(url) = &self.redis {
+            let (prefix, timeout) = match config.store {
+                StoreConfig::Redis { prefix, timeout, .. } => (prefix, timeout),
+                StoreConfig::Memory { .. } => ("rate_limit".to_owned(), std::time::Duration::from_millis(100)),
+            };
+            config.store = StoreConfig::Redis { url: Secret::new(url), prefix, timeout };
+        }
+        self.start_logs();
+        let source = config::describe(self.config.as_ref());
+        let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
+        let text = self.log_format == LogFormat::Text;
+        let announce = |http: SocketAddr, admin: SocketAddr| {
+            tracing::info!(%http, %admin, store, config = %source, "listening");
+            if text {
+                anstream::println!("{}", welcome(http, admin, store, &source, example.as_deref()));
+            }
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        runtime.block_on(serve::serve(config, self.config.clone(), announce))?;
+        // What is still asleep somewhere, such as a watch on a file, must not hold up the end.
+        runtime.shutdown_background();
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn start_logs(&self) {
+        use tracing_subscriber::EnvFilter;
+        let filter = EnvFilter::try_from_env("TIDEGATE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+        let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+        match self.log_format {
+            LogFormat::Json => builder.json().init(),
+            LogFormat::Text => {
+                builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).init();
+            }
+        }
+    }
+}
+
+fn welcome(http: SocketAddr, admin: SocketAddr, store: &str, source: &str, policy: Option<&str>) -> String {
+    let question = match policy {
+        Some(policy) => format!(r#"{{"policy": "{policy}", "key": "user123"}}"#),
+        None => r#"{"key": "user123", "quota": {"limit": 5, "window": "60s"}}"#.to_owned(),
+    };
+    format!(
+        "Tidegate {} on {store}, with {source}\n\
+         \n\
+         \x20 API    http://{http}\n\
+         \x20 admin  http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n\
+         \n\
+         Try it:\n\
+         \x20 curl -i -d '{question}' http://{http}/v1/acquire\n",
+        env!("CARGO_PKG_VERSION")
+    )
+}

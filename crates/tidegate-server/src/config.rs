@@ -1,0 +1,254 @@
+//! The configuration: raw YAML becomes a validated [`Config`], or an error that shows the place and what would be right.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ipnet::IpNet;
+use serde_saphyr::Spanned;
+use tidegate::{Algorithm, ClientIp, Cost, Policies, Policy, Quota};
+
+mod error;
+mod raw;
+
+pub(crate) use error::ConfigError;
+use error::Document;
+
+/// What `tidegate serve` runs with when no file is given.
+pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
+
+#[derive(Debug)]
+pub(crate) struct Config {
+    pub(crate) listen: Listen,
+    pub(crate) store: StoreConfig,
+    pub(crate) client_ip: ClientIp,
+    pub(crate) policies: Policies,
+    pub(crate) x_ratelimit_headers: bool,
+    pub(crate) api_token: Option<Secret>,
+    pub(crate) admin_token: Option<Secret>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Listen {
+    pub(crate) http: SocketAddr,
+    pub(crate) admin: SocketAddr,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum StoreConfig {
+    Memory { max_keys: usize },
+    Redis { url: Secret, prefix: String, timeout: Duration },
+}
+
+/// A text that is never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Secret(String);
+
+impl Secret {
+    pub(crate) fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// To be handed on, never to be shown.
+    pub(crate) fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(secret)")
+    }
+}
+
+impl Config {
+    /// Reads and validates a file.
+    pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError::unreadable(&path.display().to_string(), &error.to_string()))?;
+        Self::parse(&path.display().to_string(), &text)
+    }
+
+    /// Validates a text; `name` is what errors call it.
+    pub(crate) fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
+        let document = Document::new(name, text);
+        let raw: raw::Config = document.parse()?;
+        validate(&document, raw)
+    }
+
+    /// The JSON Schema, for editors.
+    pub(crate) fn schema() -> schemars::Schema {
+        schemars::schema_for!(raw::Config)
+    }
+}
+
+fn validate(document: &Document<'_>, raw: raw::Config) -> Result<Config, ConfigError> {
+    let listen =
+        Listen { http: address(document, raw.listen.http, 8080)?, admin: address(document, raw.listen.admin, 8082)? };
+    let admin_token = raw.auth.admin_token.map(Secret::new);
+    let api_token = raw.auth.api_token.map(Secret::new);
+    if !listen.admin.ip().is_loopback() && admin_token.is_none() {
+        return Err(document.plain(
+            "listen.admin is beyond loopback but auth.admin_token is not set: set a token, or listen on 127.0.0.1",
+        ));
+    }
+    let mut policies = Vec::with_capacity(raw.policies.len());
+    for policy in raw.policies {
+        policies.push(self::policy(document, policy)?);
+    }
+    let policies = Policies::new(policies).map_err(|error| document.plain(&error.to_string()))?;
+    let store = store(document, raw.store)?;
+    let client_ip = client_ip(document, &raw.client_ip)?;
+    Ok(Config {
+        listen,
+        store,
+        client_ip,
+        policies,
+        x_ratelimit_headers: raw.headers.x_ratelimit,
+        api_token,
+        admin_token,
+    })
+}
+
+fn address(document: &Document<'_>, raw: Option<Spanned<String>>, port: u16) -> Result<SocketAddr, ConfigError> {
+    let Some(text) = raw else { return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)) };
+    let wrong = || format!("{:?} is not an address: write it like 127.0.0.1:{port} or [::1]:{port}", text.value);
+    text.value.parse().map_err(|_| document.at(&text, &wrong()))
+}
+
+fn store(document: &Document<'_>, raw: raw::Store) -> Result<StoreConfig, ConfigError> {
+    let Some(url) = raw.redis else {
+        return Ok(StoreConfig::Memory { max_keys: raw.max_keys.unwrap_or(10_000_000) });
+    };
+    let timeout = match &raw.timeout {
+        Some(text) => duration(document, text)?,
+        None => Duration::from_millis(100),
+    };
+    if timeout.is_zero() {
+        return Err(document.plain("store.timeout must be more than 0: 100ms is a good start"));
+    }
+    let prefix = raw.prefix.unwrap_or_else(|| "rate_limit".to_owned());
+    Ok(StoreConfig::Redis { url: Secret::new(url), prefix, timeout })
+}
+
+fn client_ip(document: &Document<'_>, raw: &raw::ClientIp) -> Result<ClientIp, ConfigError> {
+    let network = |text: &Spanned<String>| -> Result<IpNet, ConfigError> {
+        let parsed = text.value.parse::<IpNet>().or_else(|_| text.value.parse::<IpAddr>().map(IpNet::from));
+        parsed.map_err(|_| {
+            let message = format!("{:?} is not a network: write it like 10.0.0.0/8 or 2001:db8::/32", text.value);
+            document.at(text, &message)
+        })
+    };
+    let networks = raw.trusted_proxies.iter().map(network).collect::<Result<_, _>>()?;
+    let prefix = raw.ipv6_prefix.as_ref().map_or(64, |prefix| prefix.value);
+    ClientIp::new(networks, prefix).map_err(|error| match &raw.ipv6_prefix {
+        Some(value) => document.at(value, &error.to_string()),
+        None => document.plain(&error.to_string()),
+    })
+}
+
+fn duration(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
+    crate::duration::parse(&text.value).map_err(|error| document.at(text, &error))
+}
+
+fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
+    document: &Document<'_>,
+    text: &Spanned<String>,
+) -> Result<T, ConfigError> {
+    text.value.parse().map_err(|error: tidegate::UnknownName| document.at_name(text, &error.to_string()))
+}
+
+fn policy(document: &Document<'_>, raw: raw::Policy) -> Result<Policy, ConfigError> {
+    let algorithm = match &raw.algorithm {
+        Some(name) => named(document, name)?,
+        None => Algorithm::SlidingLog,
+    };
+    let window = duration(document, &raw.window)?;
+    let quota = |limit: &Spanned<u64>, window: Duration, burst: Option<&Spanned<u64>>| {
+        let mut quota =
+            Quota::new(algorithm, limit.value, window).map_err(|error| document.at(limit, &error.to_string()))?;
+        if let Some(encoding) = &raw.encoding {
+            let kind = named(document, encoding)?;
+            quota = quota.with_encoding(kind).map_err(|error| document.at(encoding, &error.to_string()))?;
+        }
+        if let Some(count_denied) = &raw.count_denied {
+            let counted = quota.with_count_denied(count_denied.value);
+            quota = counted.map_err(|error| document.at(count_denied, &error.to_string()))?;
+        }
+        if let Some(burst) = burst {
+            quota = quota.with_burst(burst.value).map_err(|error| document.at(burst, &error.to_string()))?;
+        }
+        Ok::<Quota, ConfigError>(quota)
+    };
+    let name = &raw.name;
+    let wrong = |error: tidegate::PolicyError| document.at(name, &error.to_string());
+    let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?).map_err(wrong)?;
+    for (attribute, patterns) in &raw.matches {
+        policy = policy.matching(attribute, patterns.texts()).map_err(wrong)?;
+    }
+    policy = policy.counting(raw.key.texts()).map_err(wrong)?;
+    if let Some(missing) = &raw.missing_key {
+        policy = policy.on_missing_key(named(document, missing)?);
+    }
+    if let Some(mode) = &raw.mode {
+        policy = policy.in_mode(named(document, mode)?);
+    }
+    if let Some(failure) = &raw.on_store_failure {
+        policy = policy.on_store_failure(named(document, failure)?);
+    }
+    for entry in &raw.overrides {
+        let window = entry.window.as_ref().map_or(Ok(window), |text| duration(document, text))?;
+        let burst = entry.burst.as_ref().or(raw.burst.as_ref());
+        policy = policy.overriding(entry.key.texts(), quota(&entry.limit, window, burst)?).map_err(wrong)?;
+    }
+    let cost = match raw.cost {
+        None => Cost::Fixed(1),
+        Some(raw::Cost::Fixed(units)) => Cost::Fixed(units),
+        Some(raw::Cost::Attribute(cost)) => {
+            Cost::Attribute { name: cost.attribute, default: cost.default, max: cost.max.unwrap_or(raw.limit.value) }
+        }
+    };
+    policy.costing(cost).map_err(wrong)
+}
+
+/// The file that flags and environment name, if any.
+pub(crate) fn describe(path: Option<&PathBuf>) -> String {
+    path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_sample_is_valid() {
+        let config = Config::parse("sample.yaml", SAMPLE).expect("valid");
+        assert!(config.policies.iter().count() > 0);
+    }
+
+    #[test]
+    fn a_truncated_file_never_panics_and_never_half_loads() {
+        let policies = Config::parse("sample.yaml", SAMPLE).expect("valid").policies.iter().count();
+        for end in (0..SAMPLE.len()).filter(|end| SAMPLE.is_char_boundary(*end)) {
+            if let Ok(config) = Config::parse("sample.yaml", &SAMPLE[..end]) {
+                assert!(config.policies.iter().count() <= policies);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_config_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Config::parse("any", &String::from_utf8_lossy(&bytes));
+        }
+
+        #[test]
+        fn any_change_to_a_good_file_is_a_config_or_an_error(at in 0..SAMPLE.len(), text in "[ -~\n]{0,6}") {
+            prop_assume!(SAMPLE.is_char_boundary(at));
+            let _ = Config::parse("any", &format!("{}{text}{}", &SAMPLE[..at], &SAMPLE[at..]));
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! The configuration as it is written, field by field. What the fields mean is decided in `config.rs`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_saphyr::Spanned;
+
+/// Configuration of `tidegate serve`.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Config {
+    pub(super) listen: Listen,
+    pub(super) store: Store,
+    pub(super) client_ip: ClientIp,
+    pub(super) auth: Auth,
+    pub(super) headers: Headers,
+    /// What is limited: every policy that applies to a request must allow it.
+    pub(super) policies: Vec<Policy>,
+}
+
+/// Addresses to listen on.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Listen {
+    /// The HTTP API; 127.0.0.1:8080 by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) http: Option<Spanned<String>>,
+    /// Metrics and health; 127.0.0.1:8082 by default. Beyond loopback only with `auth.admin_token`.
+    #[schemars(with = "Option<String>")]
+    pub(super) admin: Option<Spanned<String>>,
+}
+
+/// Where counts live. Without `redis`: in memory.
+#[derive(Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Store {
+    /// `redis://[user:password@]host[:port][/database]`
+    pub(super) redis: Option<String>,
+    /// What every key in Redis begins with; `rate_limit` by default.
+    pub(super) prefix: Option<String>,
+    /// How long Redis may take to decide; 100ms by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) timeout: Option<Spanned<String>>,
+    /// The cap on keys in memory; 10,000,000 by default.
+    pub(super) max_keys: Option<usize>,
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").finish_non_exhaustive()
+    }
+}
+
+/// Which address a request comes from, where the caller does not say it.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct ClientIp {
+    /// Networks whose `X-Forwarded-For` (or `Forwarded`) is believed. They must set that header themselves: one that they
+    /// only pass on is the client's own. None: the peer's address.
+    #[schemars(with = "Vec<String>")]
+    pub(super) trusted_proxies: Vec<Spanned<String>>,
+    /// IPv6 clients count together by this many bits; 64 by default.
+    #[schemars(with = "u8")]
+    pub(super) ipv6_prefix: Option<Spanned<u8>>,
+}
+
+/// Who may ask.
+#[derive(Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Auth {
+    /// Callers of the API must send it as a bearer token.
+    pub(super) api_token: Option<String>,
+    /// Callers of the admin listener must send it as a bearer token (but for /healthz and /readyz).
+    pub(super) admin_token: Option<String>,
+}
+
+impl fmt::Debug for Auth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Auth").finish_non_exhaustive()
+    }
+}
+
+/// Which headers answers have.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Headers {
+    /// The older `X-RateLimit-Limit`, `-Remaining` and `-Reset`, beside `RateLimit`.
+    pub(super) x_ratelimit: bool,
+}
+
+impl Default for Headers {
+    fn default() -> Self {
+        Self { x_ratelimit: true }
+    }
+}
+
+/// A named limit.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Policy {
+    /// Its name in answers, metrics and Redis keys.
+    #[schemars(with = "String")]
+    pub(super) name: Spanned<String>,
+    /// Attributes that must match: a value or a list of some; `*` stands for anything but a slash, `**` for anything.
+    #[serde(default, rename = "match")]
+    pub(super) matches: BTreeMap<String, OneOrMany>,
+    /// The attributes whose values are counted separately. None: all requests together.
+    #[serde(default)]
+    pub(super) key: OneOrMany,
+    /// What to do with a request that lacks the key: skip (default) or deny.
+    #[schemars(with = "Option<String>")]
+    pub(super) missing_key: Option<Spanned<String>>,
+    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    #[schemars(with = "Option<String>")]
+    pub(super) algorithm: Option<Spanned<String>>,
+    /// For sliding-log: sorted-set (default) or packed.
+    #[schemars(with = "Option<String>")]
+    pub(super) encoding: Option<Spanned<String>>,
+    /// For sliding-log: denied requests count as well.
+    #[schemars(with = "Option<bool>")]
+    pub(super) count_denied: Option<Spanned<bool>>,
+    /// Units per window.
+    #[schemars(with = "u64")]
+    pub(super) limit: Spanned<u64>,
+    /// Such as 500ms, 60s, 5m, 1h, 30d.
+    #[schemars(with = "String")]
+    pub(super) window: Spanned<String>,
+    /// What a bucket holds; the limit by default.
+    #[schemars(with = "Option<u64>")]
+    pub(super) burst: Option<Spanned<u64>>,
+    /// Units that a request takes: a number, or from an attribute.
+    pub(super) cost: Option<Cost>,
+    /// enforce (default), or shadow: decide and count, but let through.
+    #[schemars(with = "Option<String>")]
+    pub(super) mode: Option<Spanned<String>>,
+    /// While the store cannot decide: local (default), allow or deny.
+    #[schemars(with = "Option<String>")]
+    pub(super) on_store_failure: Option<Spanned<String>>,
+    /// Other limits for some keys.
+    #[serde(default)]
+    pub(super) overrides: Vec<Override>,
+}
+
+/// Another limit for one key.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Override {
+    /// The value of the key; for a key of several attributes a list, in their order.
+    pub(super) key: OneOrMany,
+    #[schemars(with = "u64")]
+    pub(super) limit: Spanned<u64>,
+    #[schemars(with = "Option<String>")]
+    pub(super) window: Option<Spanned<String>>,
+    #[schemars(with = "Option<u64>")]
+    pub(super) burst: Option<Spanned<u64>>,
+}
+
+/// A text, or a list of texts.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub(super) enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    pub(super) fn texts(&self) -> &[String] {
+        match self {
+            Self::One(text) => std::slice::from_ref(text),
+            Self::Many(texts) => texts,
+        }
+    }
+}
+
+impl Default for OneOrMany {
+    fn default() -> Self {
+        Self::Many(Vec::new())
+    }
+}
+
+/// A number, or an attribute that has it.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub(super) enum Cost {
+    Fixed(u64),
+    Attribute(CostAttribute),
+}
+
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct CostAttribute {
+    pub(super) attribute: String,
+    /// If the attribute is absent or no whole number.
+    #[serde(default = "one")]
+    pub(super) default: u64,
+    /// More counts as this; the limit by default.
+    pub(super) max: Option<u64>,
+}
+
+fn one() -> u64 {
+    1
+}
+
+impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Texts;
+        impl<'de> Visitor<'de> for Texts {
+            type Value = OneOrMany;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text or a list of texts")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(text.to_owned()))
+            }
+
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(number.to_string()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut texts: A) -> Result<OneOrMany, A::Error> {
+                let mut all = Vec::new();
+                while let Some(text) = texts.next_element()? {
+                    all.push(text);
+                }
+                Ok(OneOrMany::Many(all))
+            }
+        }
+        deserializer.deserialize_any(Texts)
+    }
+}
+
+impl<'de> Deserialize<'de> for Cost {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Units;
+        impl<'de> Visitor<'de> for Units {
+            type Value = Cost;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a whole number, or {attribute: NAME, default: 1, max: 50}")
+            }
+
+            fn visit_u64<E: de::Error>(self, units: u64) -> Result<Cost, E> {
+                Ok(Cost::Fixed(units))
+            }
+
+            fn visit_i64<E: de::Error>(self, units: i64) -> Result<Cost, E> {
+                u64::try_from(units).map(Cost::Fixed).map_err(|_| E::custom("a cost is at least 1"))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Cost, A::Error> {
+                CostAttribute::deserialize(de::value::MapAccessDeserializer::new(map)).map(Cost::Attribute)
+            }
+        }
+        deserializer.deserialize_any(Units)
+    }
+}

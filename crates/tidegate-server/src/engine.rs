@@ -1,0 +1,388 @@
+//! The engine: what every front door asks. It selects the policies, asks the store, counts what came of it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+use tidegate::headers::Limited;
+use tidegate::{
+    Action, Charge, ChargeError, ClientIp, Clock, Decision, Error, Limiter, MemoryStore, Mode, OnStoreFailure,
+    Policies, Policy, Quota, QuotaError, RedisStore, SelectError, Selected, Source, Store, StoreError,
+};
+
+use crate::config::{Config, Secret, StoreConfig};
+use crate::hot_keys::HotKeys;
+use crate::metrics::{Metrics, Outcomes};
+
+pub(crate) struct Engine {
+    live: ArcSwap<Live>,
+    limiter: Limiter<AnyStore>,
+    /// Decides while the store cannot, for policies that say `local`.
+    local: Limiter<MemoryStore>,
+    pub(crate) metrics: Metrics,
+    pub(crate) hot_keys: HotKeys,
+    started: Instant,
+}
+
+/// What a reload replaces, whole.
+pub(crate) struct Live {
+    pub(crate) client_ip: ClientIp,
+    pub(crate) policies: Policies,
+    outcomes: HashMap<String, Arc<Outcomes>>,
+    pub(crate) x_ratelimit_headers: bool,
+    pub(crate) api_token: Option<Secret>,
+    pub(crate) admin_token: Option<Secret>,
+}
+
+/// A question, in one of its three forms.
+#[derive(Debug)]
+pub(crate) enum Ask<'a> {
+    Policy { policy: &'a str, key: &'a str, cost: Option<u64> },
+    Attributes { attributes: &'a BTreeMap<String, String>, cost: Option<u64> },
+    Quota { key: &'a str, quota: &'a Quota, cost: u64 },
+}
+
+/// The answer: each policy's decision, the most restrictive one leading.
+#[derive(Debug, Default)]
+pub(crate) struct Answer {
+    pub(crate) lines: Vec<Line>,
+    leading: Option<usize>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Line {
+    pub(crate) policy: String,
+    key: String,
+    quota: Quota,
+    pub(crate) decision: Decision,
+    shadow: bool,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AskError {
+    #[error("there is no policy {name:?}{}", suggestion(nearest.as_deref()))]
+    UnknownPolicy { name: String, nearest: Option<String> },
+    #[error(transparent)]
+    Charge(#[from] ChargeError),
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+fn suggestion(nearest: Option<&str>) -> String {
+    nearest.map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
+}
+
+impl From<Error> for AskError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Charge(error) => Self::Charge(error),
+            Error::Store(error) => Self::Store(error),
+            other => Self::Store(StoreError::Refused(other.to_string())),
+        }
+    }
+}
+
+impl Answer {
+    fn new(lines: Vec<Line>) -> Self {
+        let leads = |shadow: bool| {
+            let decisions: Vec<Decision> =
+                lines.iter().filter(|line| line.shadow == shadow).map(|line| line.decision).collect();
+            let leading = Decision::most_restrictive(&decisions)?;
+            lines.iter().position(|line| line.shadow == shadow && line.decision == *leading)
+        };
+        // What is only looked at leads only where nothing is enforced, and never denies.
+        let leading = leads(false).or_else(|| leads(true));
+        Self { lines, leading }
+    }
+
+    pub(crate) fn allowed(&self) -> bool {
+        self.lines.iter().all(|line| line.shadow || line.decision.allowed)
+    }
+
+    pub(crate) fn leading(&self) -> Option<&Line> {
+        self.leading.map(|index| &self.lines[index])
+    }
+
+    /// For the headers: what is enforced.
+    pub(crate) fn limited(&self) -> Vec<Limited<'_>> {
+        let enforced = self.lines.iter().filter(|line| !line.shadow);
+        enforced.map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision }).collect()
+    }
+}
+
+impl Engine {
+    /// Connects to the store and takes the configuration.
+    pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
+        let store = match &config.store {
+            StoreConfig::Memory { max_keys } => AnyStore::Memory(MemoryStore::builder().max_keys(*max_keys).build()),
+            StoreConfig::Redis { url, prefix, timeout } => {
+                let builder = RedisStore::builder(url.reveal()).prefix(prefix).timeout(*timeout);
+                AnyStore::Redis(builder.connect().await?)
+            }
+        };
+        let metrics = Metrics::default();
+        let live = Live::new(config, &metrics);
+        Ok(Self {
+            live: ArcSwap::from_pointee(live),
+            limiter: Limiter::new(store),
+            local: Limiter::new(MemoryStore::new()),
+            metrics,
+            hot_keys: HotKeys::new(),
+            started: Instant::now(),
+        })
+    }
+
+    /// Takes a new configuration. The counts stay.
+    pub(crate) fn reload(&self, config: Config) {
+        self.live.store(Arc::new(Live::new(config, &self.metrics)));
+    }
+
+    pub(crate) fn live(&self) -> Arc<Live> {
+        self.live.load_full()
+    }
+
+    pub(crate) fn memory_keys(&self) -> usize {
+        let kept = match self.limiter.store() {
+            AnyStore::Memory(store) => store.keys(),
+            AnyStore::Redis(_) => 0,
+        };
+        kept + self.local.store().keys()
+    }
+
+    /// Seconds since the start, the clock of the hot keys.
+    pub(crate) fn uptime(&self) -> u64 {
+        self.started.elapsed().as_secs()
+    }
+
+    pub(crate) async fn ask(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
+        let start = Instant::now();
+        let live = self.live.load();
+        let answer = match ask {
+            Ask::Policy { policy, key, cost } => {
+                let policy = live.policy(policy)?;
+                let charge = Charge::new(key, policy.quota_for(key))
+                    .policy(policy.name())
+                    .cost(cost.unwrap_or_else(|| policy.usual_cost()));
+                self.ask_policies(action, &live, &[(policy, charge)]).await?
+            }
+            Ask::Attributes { attributes, cost } => {
+                let selection = live.policies.select(attributes, cost)?;
+                if let Some(policy) = selection.key_missing_for {
+                    Answer::new(vec![without_key(policy)])
+                } else {
+                    let charges: Vec<(&Policy, Charge<'_>)> = selection
+                        .charges
+                        .iter()
+                        .map(|selected: &Selected<'_>| (selected.policy(), selected.charge()))
+                        .collect();
+                    self.ask_policies(action, &live, &charges).await?
+                }
+            }
+            Ask::Quota { key, quota, cost } => {
+                let charge = Charge::new(key, quota).cost(cost);
+                let decisions = self.ask_store(action, &[charge]).await?;
+                let policy = quota.unnamed_policy().to_owned();
+                let line = |decision| Line {
+                    policy: policy.clone(),
+                    key: key.to_owned(),
+                    quota: quota.clone(),
+                    decision,
+                    shadow: false,
+                };
+                Answer::new(decisions.into_iter().map(line).collect())
+            }
+        };
+        if action == Action::Acquire {
+            self.metrics.decision_seconds.observe(start.elapsed());
+        }
+        Ok(answer)
+    }
+
+    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and only if the request passes.
+    async fn ask_policies(
+        &self,
+        action: Action,
+        live: &Live,
+        charges: &[(&Policy, Charge<'_>)],
+    ) -> Result<Answer, AskError> {
+        let (shadow, enforced): (Vec<_>, Vec<_>) =
+            charges.iter().partition(|(policy, _)| policy.mode() == Mode::Shadow);
+        let mut lines = Vec::with_capacity(charges.len());
+        let enforced_charges: Vec<Charge<'_>> = enforced.iter().map(|(_, charge)| *charge).collect();
+        let decisions = match self.ask_store(action, &enforced_charges).await {
+            Ok(decisions) => decisions,
+            Err(AskError::Store(error)) => self.without_store(action, error, &enforced)?,
+            Err(error) => return Err(error),
+        };
+        let passes = decisions.iter().all(|decision| decision.allowed);
+        let line = |charge: &Charge<'_>, decision, shadow| Line {
+            policy: charge.policy_name().to_owned(),
+            key: charge.key().to_owned(),
+            quota: charge.quota().clone(),
+            decision,
+            shadow,
+        };
+        lines.extend(enforced.iter().zip(decisions).map(|((_, charge), decision)| line(charge, decision, false)));
+        for (_, charge) in shadow {
+            let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
+            // What is only looked at must not fail a request.
+            if let Ok(decisions) = self.ask_store(action, &[charge]).await {
+                lines.extend(decisions.into_iter().map(|decision| line(&charge, decision, true)));
+            }
+        }
+        if action == Action::Acquire {
+            for line in &lines {
+                self.metrics.count_source(line.decision.source);
+                if let Some(outcomes) = live.outcomes.get(&line.policy) {
+                    outcomes.count(line.decision.allowed, line.shadow);
+                }
+                self.hot_keys.record(self.uptime(), &line.policy, &line.key, line.decision.allowed);
+            }
+        }
+        Ok(Answer::new(lines))
+    }
+
+    async fn ask_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, AskError> {
+        if charges.is_empty() {
+            return Ok(Vec::new());
+        }
+        let start = Instant::now();
+        let result = match (action, charges) {
+            (Action::Acquire, [charge]) => self.limiter.acquire(charge).await.map(|decision| vec![decision]),
+            (Action::Acquire, charges) => self.limiter.acquire_all(charges).await,
+            (Action::Peek, charges) => self.limiter.peek_all(charges).await,
+            (Action::Refund | Action::Reset, charges) => {
+                let mut decisions = Vec::with_capacity(charges.len());
+                for charge in charges {
+                    decisions.push(match action {
+                        Action::Refund => self.limiter.refund(charge).await?,
+                        _ => self.limiter.reset(charge).await?,
+                    });
+                }
+                Ok(decisions)
+            }
+        };
+        let error = match &result {
+            Err(Error::Store(error)) => Some(error),
+            _ => None,
+        };
+        self.metrics.count_store_call(start.elapsed(), error);
+        Ok(result?)
+    }
+
+    /// Each policy's word for a store that cannot decide.
+    fn without_store(
+        &self,
+        action: Action,
+        error: StoreError,
+        charges: &[(&Policy, Charge<'_>)],
+    ) -> Result<Vec<Decision>, AskError> {
+        // To give back what was taken from a store that is away is not possible.
+        if !matches!(action, Action::Acquire | Action::Peek) {
+            return Err(error.into());
+        }
+        let local = |charge: &Charge<'_>| -> Result<Decision, AskError> {
+            // Memory that is full has no other memory to go to.
+            if matches!(error, StoreError::Full { .. }) {
+                return Err(error.clone().into());
+            }
+            let blocking = self.local.blocking();
+            let decision = if action == Action::Acquire { blocking.acquire(charge)? } else { blocking.peek(charge)? };
+            Ok(Decision { source: Source::Local, ..decision })
+        };
+        let fixed = |charge: &Charge<'_>, allowed: bool| Decision {
+            allowed,
+            limit: charge.quota().limit(),
+            remaining: if allowed { charge.quota().burst() } else { 0 },
+            retry_after: std::time::Duration::from_secs(u64::from(!allowed)),
+            reset_after: std::time::Duration::ZERO,
+            delay: std::time::Duration::ZERO,
+            source: if allowed { Source::Allow } else { Source::Deny },
+        };
+        let decide = |(policy, charge): &(&Policy, Charge<'_>)| match policy.store_failure() {
+            OnStoreFailure::Local => local(charge),
+            OnStoreFailure::Allow => Ok(fixed(charge, true)),
+            OnStoreFailure::Deny => Ok(fixed(charge, false)),
+        };
+        charges.iter().map(decide).collect()
+    }
+}
+
+/// The denial of a policy whose key the request lacks. No wait helps.
+fn without_key(policy: &Policy) -> Line {
+    let decision = Decision {
+        allowed: false,
+        limit: policy.quota().limit(),
+        remaining: 0,
+        retry_after: std::time::Duration::ZERO,
+        reset_after: std::time::Duration::ZERO,
+        delay: std::time::Duration::ZERO,
+        source: Source::Deny,
+    };
+    Line {
+        policy: policy.name().to_owned(),
+        key: String::new(),
+        quota: policy.quota().clone(),
+        decision,
+        shadow: false,
+    }
+}
+
+impl Live {
+    fn new(config: Config, metrics: &Metrics) -> Self {
+        let outcomes =
+            config.policies.iter().map(|policy| (policy.name().to_owned(), metrics.outcomes(policy.name()))).collect();
+        Self {
+            client_ip: config.client_ip,
+            policies: config.policies,
+            outcomes,
+            x_ratelimit_headers: config.x_ratelimit_headers,
+            api_token: config.api_token,
+            admin_token: config.admin_token,
+        }
+    }
+
+    pub(crate) fn policy(&self, name: &str) -> Result<&Policy, AskError> {
+        self.policies.get(name).ok_or_else(|| {
+            let distance = |policy: &Policy| strsim::damerau_levenshtein(name, policy.name());
+            let nearest = self.policies.iter().min_by_key(|policy| distance(policy));
+            let nearest = nearest.filter(|policy| distance(policy) <= 1 + name.chars().count() / 3);
+            AskError::UnknownPolicy { name: name.to_owned(), nearest: nearest.map(|policy| policy.name().to_owned()) }
+        })
+    }
+}
+
+/// The store that the configuration names.
+pub(crate) enum AnyStore {
+    Memory(MemoryStore),
+    Redis(RedisStore),
+}
+
+impl Store for AnyStore {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        match self {
+            Self::Memory(store) => store.decide(action, charge).await,
+            Self::Redis(store) => store.decide(action, charge).await,
+        }
+    }
+
+    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        match self {
+            Self::Memory(store) => store.decide_all(action, charges).await,
+            Self::Redis(store) => store.decide_all(action, charges).await,
+        }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        match self {
+            Self::Memory(store) => store.clock(),
+            Self::Redis(store) => store.clock(),
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The HTTP API: translates questions and answers, decides nothing.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body as HttpBody;
+use axum::extract::{Request, State};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::request::Parts;
+use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use http_body_util::{BodyExt, Limited};
+use tidegate::{Action, ClientIp, headers};
+use utoipa::OpenApi;
+
+use crate::body::{AskBody, Body, DecisionBody, QuotaBody};
+use crate::engine::{Ask, Engine};
+use crate::listener::Peer;
+use crate::problem::Problem;
+use crate::token;
+
+/// The largest body that is read.
+const MAX_BODY: usize = 64 * 1024;
+/// How long a client may take to send it.
+const BODY_TIME: Duration = Duration::from_secs(10);
+
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
+    paths(acquire, peek, refund),
+    components(schemas(AskBody, QuotaBody, Body<'static>, DecisionBody<'static>, Problem))
+)]
+struct Api;
+
+pub(crate) fn router(engine: Arc<Engine>) -> Router {
+    Router::new()
+        .route("/v1/acquire", post(acquire))
+        .route("/v1/peek", post(peek))
+        .route("/v1/refund", post(refund))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&engine), authorize))
+        .route("/openapi.json", get(async || axum::Json(Api::openapi())))
+        .fallback(not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(engine)
+}
+
+async fn authorize(State(engine): State<Arc<Engine>>, request: Request, next: Next) -> Response {
+    let live = engine.live();
+    match token::check(live.api_token.as_ref(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+pub(crate) async fn not_found(uri: Uri) -> Problem {
+    Problem::new(StatusCode::NOT_FOUND, format!("there is nothing at {}", uri.path()))
+}
+
+pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
+    Problem::new(StatusCode::METHOD_NOT_ALLOWED, format!("{} does not take {method}", uri.path()))
+}
+
+/// Decide and, if allowed, spend.
+#[utoipa::path(
+    post, path = "/v1/acquire", request_body = AskBody,
+    responses(
+        (status = 200, description = "Allowed", body = Body<'static>),
+        (status = 429, description = "Denied", body = Body<'static>),
+        (status = 400, description = "The question is wrong", body = Problem, content_type = "application/problem+json"),
+        (status = 401, description = "No token, or a wrong one", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
+        (status = 408, description = "The body took too long", body = Problem, content_type = "application/problem+json"),
+        (status = 413, description = "More than 64 KiB", body = Problem, content_type = "application/problem+json"),
+        (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+async fn acquire(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
+    answer(&engine, Action::Acquire, request).await
+}
+
+/// What acquire would answer; writes nothing.
+#[utoipa::path(
+    post, path = "/v1/peek", request_body = AskBody,
+    responses(
+        (status = 200, description = "Allowed or denied, as the body says", body = Body<'static>),
+        (status = 400, description = "The question is wrong", body = Problem, content_type = "application/problem+json"),
+        (status = 401, description = "No token, or a wrong one", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
+        (status = 408, description = "The body took too long", body = Problem, content_type = "application/problem+json"),
+        (status = 413, description = "More than 64 KiB", body = Problem, content_type = "application/problem+json"),
+        (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+async fn peek(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
+    answer(&engine, Action::Peek, request).await
+}
+
+/// Give units back, the newest first.
+#[utoipa::path(
+    post, path = "/v1/refund", request_body = AskBody,
+    responses(
+        (status = 200, description = "Given back; what is left now", body = Body<'static>),
+        (status = 400, description = "The question is wrong", body = Problem, content_type = "application/problem+json"),
+        (status = 401, description = "No token, or a wrong one", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
+        (status = 408, description = "The body took too long", body = Problem, content_type = "application/problem+json"),
+        (status = 413, description = "More than 64 KiB", body = Problem, content_type = "application/problem+json"),
+        (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+async fn refund(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
+    answer(&engine, Action::Refund, request).await
+}
+
+async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Response, Problem> {
+    let (head, body) = request.into_parts();
+    let mut body: AskBody = read_json(body).await?;
+    if let Some(attributes) = &mut body.attributes {
+        add_address(attributes, &engine.live().client_ip, &head)?;
+    }
+    let quota = body.quota.as_ref().map(QuotaBody::quota).transpose().map_err(Problem::bad_request)?;
+    let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
+        (Some(policy), Some(key), None, None) => Ask::Policy { policy, key, cost: body.cost },
+        (None, None, Some(attributes), None) => Ask::Attributes { attributes, cost: body.cost },
+        (None, Some(key), None, Some(quota)) => Ask::Quota { key, quota, cost: body.cost.unwrap_or(1) },
+        _ => {
+            return Err(Problem::bad_request(
+                "a question has one of three forms: policy and key; attributes alone; key and quota (each with an \
+                 optional cost)",
+            ));
+        }
+    };
+    let answer = engine.ask(action, ask).await?;
+    let denied = action == Action::Acquire && !answer.allowed();
+    let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+    let json = serde_json::to_vec(&Body::of_answer(&answer))
+        .map_err(|error| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    let mut response = Response::new(HttpBody::from(json));
+    *response.status_mut() = status;
+    let fields = response.headers_mut();
+    fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    for (name, value) in headers::all(&answer.limited(), engine.live().x_ratelimit_headers) {
+        // A peek or a refund tells of a wait in its body; the header is for a request that was turned away.
+        if name == "retry-after" && !denied {
+            continue;
+        }
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            fields.insert(HeaderName::from_static(name), value);
+        }
+    }
+    Ok(response)
+}
+
+/// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.
+fn add_address(attributes: &mut BTreeMap<String, String>, client_ip: &ClientIp, head: &Parts) -> Result<(), Problem> {
+    let address = match attributes.get("ip") {
+        Some(text) => text.parse::<IpAddr>().map_err(|_| {
+            let text: String = text.chars().take(60).collect();
+            Problem::bad_request(format!("attributes.ip: {text:?} is not an address, such as 192.0.2.1 or 2001:db8::1"))
+        })?,
+        None => {
+            let Some(Peer(peer)) = head.extensions.get::<Peer>() else { return Ok(()) };
+            let values = |name: &str| head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
+            let resolved = client_ip.resolve(peer.ip(), values("x-forwarded-for"), values("forwarded"));
+            if resolved.unparsable {
+                return Err(Problem::bad_request(
+                    "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",
+                ));
+            }
+            resolved.address
+        }
+    };
+    attributes.insert("ip".to_owned(), client_ip.group(address));
+    Ok(())
+}
+
+/// Reads a body of JSON, bounded in size and time.
+pub(crate) async fn read_json<T: serde::de::DeserializeOwned>(body: HttpBody) -> Result<T, Problem> {
+    let too_large = || Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {MAX_BODY} bytes"));
+    let read = tokio::time::timeout(BODY_TIME, Limited::new(body, MAX_BODY).collect()).await;
+    let Ok(read) = read else {
+        return Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"));
+    };
+    let bytes = match read {
+        Ok(bytes) => bytes.to_bytes(),
+        Err(error) if error.is::<http_body_util::LengthLimitError>() => return Err(too_large()),
+        Err(error) => return Err(Problem::bad_request(format!("the body could not be read: {error}"))),
+    };
+    serde_json::from_slice(&bytes).map_err(|error| {
+        let kind = if error.is_data() { "the body is not a question" } else { "the body is not JSON" };
+        Problem::bad_request(format!("{kind}: {error}"))
+    })
+}

@@ -1,0 +1,209 @@
+//! Counters of what was decided, in atomics of our own, written out in Prometheus's classic text format.
+//!
+//! Never a key as a label: their number has no bound.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tidegate::{Source, StoreError};
+
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    /// By policy, for all that there were since the start: a reload loses no counts.
+    outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
+    sources: [AtomicU64; SOURCES.len()],
+    pub(crate) decision_seconds: Histogram,
+    pub(crate) store_seconds: Histogram,
+    store_errors: [AtomicU64; ERROR_KINDS.len()],
+    store_down: AtomicBool,
+    reloads_taken: AtomicU64,
+    reloads_refused: AtomicU64,
+}
+
+/// What a policy's decisions came to.
+#[derive(Debug, Default)]
+pub(crate) struct Outcomes {
+    allowed: AtomicU64,
+    denied: AtomicU64,
+    shadow_denied: AtomicU64,
+}
+
+const SOURCES: [Source; 4] = [Source::Store, Source::Local, Source::Allow, Source::Deny];
+const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
+
+impl Outcomes {
+    pub(crate) fn count(&self, allowed: bool, shadow: bool) {
+        let counter = match (allowed, shadow) {
+            (true, _) => &self.allowed,
+            (false, false) => &self.denied,
+            (false, true) => &self.shadow_denied,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Metrics {
+    /// The counters of this policy.
+    pub(crate) fn outcomes(&self, policy: &str) -> Arc<Outcomes> {
+        let mut all = self.outcomes.write().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.entry(policy.to_owned()).or_default())
+    }
+
+    pub(crate) fn count_source(&self, source: Source) {
+        if let Some(index) = SOURCES.iter().position(|known| *known == source) {
+            self.sources[index].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the store could decide.
+    pub(crate) fn count_store_call(&self, took: Duration, error: Option<&StoreError>) {
+        self.store_seconds.observe(took);
+        // A full memory store is up: it refuses new keys only.
+        let down = error.is_some_and(|error| !matches!(error, StoreError::Full { .. }));
+        if self.store_down.load(Ordering::Relaxed) != down {
+            self.store_down.store(down, Ordering::Relaxed);
+        }
+        if let Some(error) = error {
+            let kind = match error {
+                StoreError::Full { .. } => 0,
+                StoreError::Timeout(_) => 1,
+                StoreError::Unreachable(_) => 2,
+                StoreError::Misconfigured(_) => 4,
+                _ => 3,
+            };
+            self.store_errors[kind].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn store_is_up(&self) -> bool {
+        !self.store_down.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_reload(&self, taken: bool) {
+        let counter = if taken { &self.reloads_taken } else { &self.reloads_refused };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The classic text format, version 0.0.4.
+    pub(crate) fn text(&self, memory_keys: usize) -> String {
+        let mut text = String::with_capacity(8 * 1024);
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        head(&mut text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
+        for (policy, outcomes) in self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            let policy = escaped(policy);
+            for (outcome, counter) in [
+                ("allowed", &outcomes.allowed),
+                ("denied", &outcomes.denied),
+                ("shadow_denied", &outcomes.shadow_denied),
+            ] {
+                let labels = format!("policy=\"{policy}\",outcome=\"{outcome}\"");
+                let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {}", load(counter));
+            }
+        }
+        head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by who decided.");
+        for (source, counter) in SOURCES.iter().zip(&self.sources) {
+            let _ = writeln!(text, "tidegate_decision_sources_total{{source=\"{source}\"}} {}", load(counter));
+        }
+        self.decision_seconds.write(&mut text, "tidegate_decision_seconds", "Time to decide a request.");
+        self.store_seconds.write(&mut text, "tidegate_store_seconds", "Time of a call to the store.");
+        head(&mut text, "tidegate_store_errors_total", "counter", "Calls that the store could not decide, by kind.");
+        for (kind, counter) in ERROR_KINDS.iter().zip(&self.store_errors) {
+            let _ = writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
+        }
+        head(&mut text, "tidegate_store_up", "gauge", "Whether the store answered its last call.");
+        let _ = writeln!(text, "tidegate_store_up {}", u8::from(self.store_is_up()));
+        head(&mut text, "tidegate_memory_keys", "gauge", "Keys held in this process's memory.");
+        let _ = writeln!(text, "tidegate_memory_keys {memory_keys}");
+        head(&mut text, "tidegate_config_reloads_total", "counter", "Reloads of the configuration, by outcome.");
+        for (outcome, counter) in [("taken", &self.reloads_taken), ("refused", &self.reloads_refused)] {
+            let _ = writeln!(text, "tidegate_config_reloads_total{{outcome=\"{outcome}\"}} {}", load(counter));
+        }
+        head(&mut text, "tidegate_build_info", "gauge", "The version that is running.");
+        let _ = writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+        text
+    }
+}
+
+fn head(text: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+/// A label's value may hold anything but these three as they are.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// How long things took, in buckets from 10 µs to 1 s.
+#[derive(Debug, Default)]
+pub(crate) struct Histogram {
+    buckets: [AtomicU64; BOUNDS.len() + 1],
+    nanos: AtomicU64,
+}
+
+const BOUNDS: [(u64, &str); 16] = [
+    (10, "1e-05"),
+    (25, "2.5e-05"),
+    (50, "5e-05"),
+    (100, "0.0001"),
+    (250, "0.00025"),
+    (500, "0.0005"),
+    (1_000, "0.001"),
+    (2_500, "0.0025"),
+    (5_000, "0.005"),
+    (10_000, "0.01"),
+    (25_000, "0.025"),
+    (50_000, "0.05"),
+    (100_000, "0.1"),
+    (250_000, "0.25"),
+    (500_000, "0.5"),
+    (1_000_000, "1"),
+];
+
+impl Histogram {
+    pub(crate) fn observe(&self, took: Duration) {
+        let micros = u64::try_from(took.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
+        let bucket = BOUNDS.partition_point(|(bound, _)| *bound < micros);
+        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
+        self.nanos.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn write(&self, text: &mut String, name: &str, help: &str) {
+        head(text, name, "histogram", help);
+        let mut count = 0;
+        for (bucket, bound) in self.buckets.iter().zip(BOUNDS.iter().map(|(_, bound)| *bound).chain(["+Inf"])) {
+            count += bucket.load(Ordering::Relaxed);
+            let _ = writeln!(text, "{name}_bucket{{le=\"{bound}\"}} {count}");
+        }
+        let seconds = Duration::from_nanos(self.nanos.load(Ordering::Relaxed)).as_secs_f64();
+        let _ = writeln!(text, "{name}_sum {seconds}\n{name}_count {count}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_add_up_and_a_bound_belongs_to_its_bucket() {
+        let histogram = Histogram::default();
+        for micros in [1, 10, 11, 1_000_000, 1_000_001] {
+            histogram.observe(Duration::from_micros(micros));
+        }
+        let mut text = String::new();
+        histogram.write(&mut text, "x", "y");
+        assert!(text.contains("x_bucket{le=\"1e-05\"} 2\n"), "{text}");
+        assert!(text.contains("x_bucket{le=\"2.5e-05\"} 3\n"), "{text}");
+        assert!(text.contains("x_bucket{le=\"1\"} 4\n") && text.contains("x_bucket{le=\"+Inf\"} 5\n"), "{text}");
+        assert!(text.contains("x_count 5\n") && text.contains("x_sum 2.000023\n"), "{text}");
+    }
+
+    #[test]
+    fn a_policys_name_cannot_break_out_of_its_label() {
+        let metrics = Metrics::default();
+        metrics.outcomes("a\"} 1\nb\\").count(true, false);
+        assert!(metrics.text(0).contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#));
+    }
+}

@@ -1,0 +1,59 @@
+//! Errors meet HTTP here: RFC 9457 problem details.
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde::Serialize;
+
+use crate::engine::AskError;
+
+/// What went wrong, for the client.
+#[derive(Debug, Serialize, utoipa::ToSchema)]
+pub(crate) struct Problem {
+    /// Always about:blank: the title is the status.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    title: &'static str,
+    status: u16,
+    /// What is wrong, and what would be right.
+    detail: String,
+}
+
+impl Problem {
+    pub(crate) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
+        let title = status.canonical_reason().unwrap_or("Error");
+        Self { kind: "about:blank", title, status: status.as_u16(), detail: detail.into() }
+    }
+
+    pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, detail)
+    }
+}
+
+impl From<AskError> for Problem {
+    fn from(error: AskError) -> Self {
+        let status = match &error {
+            AskError::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
+            AskError::Charge(_) | AskError::Quota(_) | AskError::Select(_) => StatusCode::BAD_REQUEST,
+            AskError::Store(store) => {
+                // The operator reads the reason; the client only that it was not its fault.
+                tracing::warn!(error = %store, "the store could not decide");
+                return Self::new(
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "the store cannot decide now; try again in a moment",
+                );
+            }
+        };
+        Self::new(status, error.to_string())
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let body = serde_json::to_vec(&self).unwrap_or_default();
+        let mut response = (status, body).into_response();
+        let kind = HeaderValue::from_static("application/problem+json");
+        response.headers_mut().insert(header::CONTENT_TYPE, kind);
+        response
+    }
+}

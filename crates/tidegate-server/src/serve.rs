@@ -1,0 +1,89 @@
+//! `tidegate serve`: wires the parts together, reloads, and drains.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use crate::admin::{self, Admin};
+use crate::config::{Config, Listen, StoreConfig};
+use crate::engine::Engine;
+use crate::{http, listener, reload};
+
+/// What is under way when the process is asked to end gets this long; then it ends all the same.
+const DRAIN: Duration = Duration::from_secs(8);
+
+/// What a running service cannot change without a restart.
+pub(crate) struct Fixed {
+    listen: Listen,
+    store: StoreConfig,
+}
+
+impl Fixed {
+    /// Says what a new configuration would change in vain.
+    pub(crate) fn differs(&self, config: &Config) -> Option<&'static str> {
+        if self.listen != config.listen {
+            return Some("listen");
+        }
+        (self.store != config.store).then_some("store")
+    }
+}
+
+/// Runs until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
+pub(crate) async fn serve(
+    config: Config,
+    file: Option<PathBuf>,
+    announce: impl FnOnce(SocketAddr, SocketAddr),
+) -> anyhow::Result<()> {
+    // Asked for before anything else: a signal that comes early is not lost.
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let fixed = Fixed { listen: config.listen.clone(), store: config.store.clone() };
+    let http_listener = bind(config.listen.http, "listen.http").await?;
+    let admin_listener = bind(config.listen.admin, "listen.admin").await?;
+    let (http_address, admin_address) = (http_listener.local_addr()?, admin_listener.local_addr()?);
+    let engine = Arc::new(Engine::start(config).await.context("store")?);
+
+    let (stop, stopped) = watch::channel(false);
+    let ready = Arc::new(AtomicBool::new(true));
+    if let Some(file) = file {
+        reload::watch(file, fixed, Arc::clone(&engine))?;
+    }
+    let http = tokio::spawn(listener::serve(http_listener, http::router(Arc::clone(&engine)), stopped.clone(), DRAIN));
+    let admin = Admin { engine, ready: Arc::clone(&ready) };
+    // The admin listener answers as long as anything is under way: it says that we are not ready any more.
+    let (admin_stop, admin_stopped) = watch::channel(false);
+    let admin_drain = Duration::from_secs(1);
+    let admin = tokio::spawn(listener::serve(admin_listener, admin::router(admin), admin_stopped, admin_drain));
+    announce(http_address, admin_address);
+
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    ready.store(false, Ordering::Relaxed);
+    tracing::info!("asked to end: answering what is under way");
+    let _ = stop.send(true);
+    let _ = http.await;
+    let _ = admin_stop.send(true);
+    let _ = admin.await;
+    tracing::info!("ended");
+    Ok(())
+}
+
+async fn bind(address: SocketAddr, field: &str) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("{field}: cannot listen on {address}"))
+}
+
+/// The configuration from a file, or the built-in sample.
+pub(crate) fn configuration(file: Option<&Path>) -> Result<Config, crate::config::ConfigError> {
+    match file {
+        Some(file) => Config::load(file),
+        None => Config::parse("sample.yaml", crate::config::SAMPLE),
+    }
+}

@@ -1,0 +1,562 @@
+//! `tidegate serve` over the wire: the API, policies, reload, life cycle.
+
+mod support;
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use support::{Redis, Service, raw, read_answer, request, with_free_ports};
+
+const POLICIES: &str = "
+policies:
+  - name: per-user
+    match: {path: /api/**}
+    key: [header.x-user-id]
+    limit: 3
+    window: 1h
+    overrides:
+      - {key: acme, limit: 1000}
+  - name: writes
+    match: {path: /api/**, method: [POST, PUT]}
+    key: [header.x-user-id]
+    algorithm: token-bucket
+    limit: 1
+    window: 1h
+  - name: watched
+    match: {path: /watched}
+    mode: shadow
+    limit: 1
+    window: 1h
+  - name: known-only
+    match: {path: /members}
+    key: header.x-member
+    missing_key: deny
+    limit: 5
+    window: 1h
+  - name: heavy
+    match: {path: /heavy}
+    cost: {attribute: header.x-cost, default: 2, max: 8}
+    limit: 10
+    window: 1h
+";
+
+fn attributes(pairs: &[(&str, &str)]) -> Value {
+    let attributes: serde_json::Map<String, Value> =
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();
+    json!({"attributes": attributes})
+}
+
+#[test]
+fn the_sample_runs_without_a_file_and_tells_what_to_try() {
+    let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    let help = process.args(["config", "sample"]).output().expect("the binary runs");
+    let sample = String::from_utf8(help.stdout).expect("UTF-8");
+    let sample = sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8082", "127.0.0.1:0");
+    let service = Service::start(&sample);
+    service.until("it says what to try", |service| service.output().contains("Try it:"));
+    let output = service.output();
+    let line = output.lines().find(|line| line.trim_start().starts_with("curl ")).expect("a line to try");
+    let answer = Command::new("sh").args(["-c", &line.replace("curl -i", "curl -s")]).output().expect("curl runs");
+    let body: Value = serde_json::from_slice(&answer.stdout).expect("an answer");
+    assert_eq!((&body["allowed"], &body["policy"]), (&json!(true), &json!("per-user")));
+}
+
+#[test]
+fn a_question_has_three_forms_and_the_answer_one() {
+    let service = Service::start(POLICIES);
+    let first = json!({
+        "allowed": true, "policy": "per-user", "limit": 3, "remaining": 2, "retry_after_ms": 0,
+        "reset_after_ms": 3_600_000, "delay_ms": 0, "source": "store",
+    });
+    let mut whole = first.clone();
+    whole["decisions"] = json!([first]);
+    let answer = service.acquire(&json!({"policy": "per-user", "key": "u1"}));
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.header("content-type"), Some("application/json"));
+    assert_eq!(answer.json(), whole);
+    assert_eq!(answer.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
+    assert_eq!(answer.header("ratelimit"), Some(r#""per-user";r=2;t=3600"#));
+    assert_eq!(answer.header("x-ratelimit-limit"), Some("3"));
+    assert_eq!(answer.header("x-ratelimit-remaining"), Some("2"));
+    assert_eq!(answer.header("x-ratelimit-reset"), Some("3600"));
+    assert_eq!(answer.header("retry-after"), None);
+
+    // The same count, by attributes.
+    let by_attributes = attributes(&[("path", "/api/items"), ("method", "GET"), ("header.x-user-id", "u1")]);
+    assert_eq!(service.acquire(&by_attributes).json()["remaining"], 1);
+    assert_eq!(service.acquire(&by_attributes).json()["remaining"], 0);
+    let denied = service.acquire(&by_attributes);
+    assert_eq!(denied.status, 429);
+    assert_eq!(denied.json()["allowed"], false);
+    let retry: u64 = denied.header("retry-after").expect("a wait").parse().expect("seconds");
+    let retry_ms = denied.json()["retry_after_ms"].as_u64().expect("a number");
+    assert!((3_500..=3_600).contains(&retry) && retry * 1_000 >= retry_ms, "{denied:?}");
+
+    // A quota of the caller's own.
+    let quota = json!({"key": "u1", "quota": {"algorithm": "token-bucket", "limit": 1, "window": "60s", "burst": 2}, "cost": 2});
+    assert_eq!(service.acquire(&quota).status, 200);
+    assert_eq!(service.acquire(&quota).status, 429);
+}
+
+#[test]
+fn peek_writes_nothing_and_refund_gives_back() {
+    let service = Service::start(POLICIES);
+    let ask = json!({"policy": "per-user", "key": "u1"}).to_string();
+    for _ in 0..5 {
+        let peeked = service.post("/v1/peek", &ask);
+        assert_eq!((peeked.status, &peeked.json()["remaining"]), (200, &json!(2)));
+    }
+    for _ in 0..3 {
+        assert_eq!(service.post("/v1/acquire", &ask).status, 200);
+    }
+    let peeked = service.post("/v1/peek", &ask);
+    assert_eq!((peeked.status, &peeked.json()["allowed"]), (200, &json!(false)));
+    assert_eq!(peeked.header("retry-after"), None, "a peek was not turned away");
+    let refunded = service.post("/v1/refund", &ask);
+    assert_eq!((refunded.status, &refunded.json()["remaining"]), (200, &json!(1)));
+    assert_eq!(service.post("/v1/acquire", &ask).status, 200);
+}
+
+#[test]
+fn policies_apply_as_they_say() {
+    let service = Service::start(POLICIES);
+    // All or nothing, the most restrictive on top.
+    let write = attributes(&[("path", "/api/items"), ("method", "POST"), ("header.x-user-id", "u1")]);
+    let answer = service.acquire(&write);
+    assert_eq!(answer.json()["policy"], "writes");
+    assert_eq!(answer.json()["decisions"].as_array().map(Vec::len), Some(2));
+    let denied = service.acquire(&write);
+    assert_eq!((denied.status, &denied.json()["policy"]), (429, &json!("writes")));
+    let peeked = service.post("/v1/peek", &json!({"policy": "per-user", "key": "u1"}).to_string());
+    assert_eq!(peeked.json()["remaining"], 1, "the denied write spent nothing of the other limit");
+    // An override by key.
+    let acme = attributes(&[("path", "/api/items"), ("header.x-user-id", "acme")]);
+    assert_eq!(service.acquire(&acme).json()["limit"], 1000);
+    // Shadow: counted, let through.
+    let watched = attributes(&[("path", "/watched")]);
+    assert_eq!(service.acquire(&watched).status, 200);
+    let shadowed = service.acquire(&watched);
+    assert_eq!((shadowed.status, &shadowed.json()["allowed"]), (200, &json!(true)));
+    assert_eq!(shadowed.json()["decisions"][0]["allowed"], false);
+    assert_eq!(shadowed.header("ratelimit"), None, "nothing is enforced");
+    // A missing key.
+    let stranger = service.acquire(&attributes(&[("path", "/members")]));
+    assert_eq!((stranger.status, &stranger.json()["source"]), (429, &json!("deny")));
+    assert_eq!(service.acquire(&attributes(&[("path", "/api/x")])).json()["policy"], Value::Null, "skipped");
+    // A cost from an attribute.
+    assert_eq!(service.acquire(&attributes(&[("path", "/heavy")])).json()["remaining"], 8);
+    assert_eq!(service.acquire(&attributes(&[("path", "/heavy"), ("header.x-cost", "3")])).json()["remaining"], 5);
+    // No policy.
+    let free = service.acquire(&attributes(&[("path", "/elsewhere")]));
+    assert_eq!((free.status, &free.json()["decisions"]), (200, &json!([])));
+    assert_eq!(free.header("ratelimit"), None);
+
+    let metrics = service.admin("/metrics").body;
+    for line in [
+        r#"tidegate_decisions_total{policy="writes",outcome="denied"} 1"#,
+        r#"tidegate_decisions_total{policy="watched",outcome="shadow_denied"} 1"#,
+        r#"tidegate_decisions_total{policy="watched",outcome="denied"} 0"#,
+        r#"tidegate_decision_sources_total{source="store"}"#,
+        "tidegate_store_up 1",
+        "tidegate_build_info{version=",
+    ] {
+        assert!(metrics.contains(line), "{line} in\n{metrics}");
+    }
+    assert!(!metrics.contains("acme"), "never a key as a label");
+    let policies = service.admin("/v1/policies").json();
+    assert_eq!(policies.as_array().map(Vec::len), Some(5));
+    assert_eq!(policies[1]["algorithm"], "token-bucket");
+}
+
+#[test]
+fn each_bad_question_gets_its_status_and_a_message_that_helps() {
+    let service = Service::start(POLICIES);
+    let long_key = json!({"policy": "per-user", "key": "k".repeat(513)}).to_string();
+    let with = |part: &str| format!(r#"{{"policy": "per-user", "key": "u", {part}}}"#);
+    let quota = |quota: &str| format!(r#"{{"key": "u", "quota": {quota}}}"#);
+    let cases = [
+        ("not json".to_owned(), 400, "not JSON"),
+        (String::new(), 400, "not JSON"),
+        ("[]".to_owned(), 400, "not a question"),
+        ("{}".to_owned(), 400, "one of three forms"),
+        (r#"{"policy": "per-user"}"#.to_owned(), 400, "one of three forms"),
+        (with(r#""attributes": {}"#), 400, "one of three forms"),
+        (with(r#""colour": 1"#), 400, "unknown field `colour`"),
+        (r#"{"policy": 5, "key": "u"}"#.to_owned(), 400, "expected a string"),
+        (r#"{"policy": "per-usr", "key": "u"}"#.to_owned(), 404, "did you mean \"per-user\"?"),
+        (with(r#""cost": 0"#), 400, "at least 1"),
+        (with(r#""cost": -1"#), 400, "expected u64"),
+        (with(r#""cost": 1.5"#), 400, "expected u64"),
+        (with(r#""cost": NaN"#), 400, "not JSON"),
+        (with(r#""cost": 4"#), 400, "at most 3 at once"),
+        (with(r#""cost": 99999999999999999999999"#), 400, "expected u64"),
+        (r#"{"policy": "per-user", "key": ""}"#.to_owned(), 400, "the key is empty"),
+        (r#"{"policy": "per-user", "key": "a\nb"}"#.to_owned(), 400, "control character"),
+        (long_key, 400, "at most 512"),
+        (quota(r#"{"limit": 5, "window": "60"}"#), 400, "write it like 500ms"),
+        (quota(r#"{"limit": 0, "window": "60s"}"#), 400, "from 1 to 1000000000000"),
+        (quota(r#"{"limit": 5, "window": "60s", "algorithm": "gcra"}"#), 400, "it must be one of sliding-log"),
+        (quota(r#"{"limit": 5, "window": "60s", "burst": 5}"#), 400, "has no burst"),
+        (
+            json!({"attributes": {"path": "/api/x", "header.x-user-id": "k".repeat(600)}}).to_string(),
+            400,
+            "counts by header.x-user-id",
+        ),
+        (format!("{}{}", " ".repeat(65 * 1024), "{}"), 413, "more than 65536 bytes"),
+    ];
+    for (body, status, message) in cases {
+        let answer = service.post("/v1/acquire", &body);
+        assert_eq!(answer.status, status, "{body}: {answer:?}");
+        assert_eq!(answer.header("content-type"), Some("application/problem+json"), "{body}");
+        let problem = answer.json();
+        let detail = problem["detail"].as_str().expect("a detail");
+        assert!(detail.contains(message), "{body}: {detail}");
+        assert_eq!(problem["status"], status);
+    }
+    assert_eq!(request(&service.http, "GET", "/v1/acquire", &[], b"").status, 405);
+    let nowhere = request(&service.http, "POST", "/v2/acquire", &[], b"{}");
+    assert_eq!((nowhere.status, nowhere.header("content-type")), (404, Some("application/problem+json")));
+    assert_eq!(service.acquire(&json!({"policy": "per-user", "key": "u"})).json()["remaining"], 2, "nothing was spent");
+}
+
+#[test]
+fn a_token_guards_the_api_and_another_the_admin_listener() {
+    let auth = "auth: {api_token: open-sesame, admin_token: hunter2}\n";
+    let service = Service::start(&format!("{auth}{POLICIES}"));
+    let body = br#"{"policy": "per-user", "key": "u1"}"#;
+    let ask = |token: &str| request(&service.http, "POST", "/v1/acquire", &[("Authorization", token)], body);
+    assert_eq!(service.post("/v1/acquire", "{}").status, 401);
+    assert_eq!(ask("Bearer wrong").status, 401);
+    assert_eq!(ask("Basic open-sesame").status, 401);
+    assert_eq!(ask("Bearer open-sesame").status, 200);
+    assert_eq!(ask("bearer open-sesame").status, 200);
+    for guarded in ["/metrics", "/v1/policies", "/v1/hot-keys"] {
+        assert_eq!(service.admin(guarded).status, 401, "{guarded}");
+        let told = request(&service.admin, "GET", guarded, &[("Authorization", "Bearer hunter2")], b"");
+        assert_eq!(told.status, 200, "{guarded}");
+        assert!(!told.body.contains("hunter2") && !told.body.contains("open-sesame"));
+    }
+    assert_eq!(service.admin("/healthz").status, 200);
+    assert_eq!(service.admin("/readyz").status, 200);
+    let output = service.output();
+    assert!(!output.contains("hunter2") && !output.contains("open-sesame"), "{output}");
+}
+
+#[test]
+fn the_admin_listener_resets_a_key_and_knows_the_hot_ones() {
+    let service = Service::start(POLICIES);
+    let ask = json!({"policy": "per-user", "key": "hot"});
+    for _ in 0..10 {
+        service.acquire(&ask);
+    }
+    let hot = service.admin("/v1/hot-keys?limit=5").json();
+    assert_eq!((&hot["denied"][0]["key"], &hot["denied"][0]["count"]), (&json!("hot"), &json!(7)));
+    assert_eq!((&hot["allowed"][0]["key"], &hot["allowed"][0]["count"]), (&json!("hot"), &json!(3)));
+    assert_eq!(service.admin("/v1/hot-keys?limit=many").status, 400);
+    let reset = |body: &str| request(&service.admin, "POST", "/v1/reset", &[], body.as_bytes());
+    assert_eq!(reset(r#"{"policy": "per-usr", "key": "hot"}"#).status, 404);
+    assert_eq!(reset(r#"{"policy": "per-user"}"#).status, 400);
+    assert_eq!(reset(r#"{"policy": "per-user", "key": "hot"}"#).status, 204);
+    assert_eq!(service.acquire(&ask).status, 200);
+}
+
+#[test]
+fn two_services_on_one_redis_share_their_counts() {
+    let redis = Redis::start();
+    let config = format!("store: {{redis: '{}'}}\n{POLICIES}", redis.url());
+    let services = [Service::start(&config), Service::start(&config)];
+    let ask = json!({"policy": "per-user", "key": "u1"});
+    let admitted = (0..10).filter(|number| services[number % 2].acquire(&ask).status == 200).count();
+    assert_eq!(admitted, 3);
+    redis.assert_every_key_expires();
+}
+
+#[test]
+fn a_store_that_is_gone_leaves_each_policy_its_word() {
+    let redis = Redis::start();
+    let config = format!(
+        "store: {{redis: '{}'}}
+policies:
+  - {{name: local, limit: 2, window: 1h}}
+  - {{name: allow, limit: 2, window: 1h, on_store_failure: allow}}
+  - {{name: deny, limit: 2, window: 1h, on_store_failure: deny}}
+",
+        redis.url()
+    );
+    let service = Service::start(&config);
+    let ask = |policy: &str| service.acquire(&json!({"policy": policy, "key": "u1"}));
+    assert_eq!(ask("local").json()["source"], "store");
+    drop(redis);
+    let sources: Vec<(u16, Value)> = ["local", "local", "local", "allow", "deny"]
+        .map(|policy| {
+            let answer = ask(policy);
+            (answer.status, answer.json()["source"].clone())
+        })
+        .to_vec();
+    assert_eq!(
+        sources,
+        [
+            (200, json!("local")),
+            (200, json!("local")),
+            (429, json!("local")),
+            (200, json!("allow")),
+            (429, json!("deny"))
+        ]
+    );
+    let quota = service.acquire(&json!({"key": "u1", "quota": {"limit": 5, "window": "60s"}}));
+    assert_eq!(quota.status, 503, "nobody's word for a quota of the caller's own");
+    assert!(service.admin("/metrics").body.contains("tidegate_store_up 0"));
+    assert_eq!(service.admin("/readyz").json(), json!({"ready": true, "store_up": false}));
+}
+
+#[test]
+fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
+    let service = Service::start(POLICIES);
+    let ask = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&ask).json()["remaining"], 2);
+    let reloads = |outcome: &str| format!("tidegate_config_reloads_total{{outcome=\"{outcome}\"}} ");
+    let count = |service: &Service, outcome: &str| -> u64 {
+        let metrics = service.admin("/metrics").body;
+        let line = metrics.lines().find_map(|line| line.strip_prefix(&reloads(outcome))).expect("the metric");
+        line.parse().expect("a number")
+    };
+    let listen = format!("listen: {{http: '{}', admin: '{}'}}\n", service.http, service.admin);
+    let raised = format!("{listen}{POLICIES}").replace("limit: 3", "limit: 10");
+    // In place, as `>` does.
+    std::fs::write(service.file(), &raised).expect("written");
+    service.until("the limit is raised", |service| service.acquire(&ask).json()["limit"] == 10);
+    assert!(count(&service, "taken") >= 1);
+    // A bad one: refused whole, said in the log.
+    std::fs::write(service.file(), raised.replace("window: 1h", "window: soon")).expect("written");
+    service.until("it is refused", |service| count(service, "refused") >= 1);
+    assert!(service.output().contains("soon") && service.output().contains("tidegate.yaml:"), "{}", service.output());
+    assert_eq!(service.acquire(&ask).json()["limit"], 10, "the old one goes on");
+    // By a rename, as editors do.
+    let lowered = raised.replace("limit: 10\n    window: 1h\n    overrides", "limit: 2\n    window: 1h\n    overrides");
+    let beside = service.folder().join("beside.yaml");
+    std::fs::write(&beside, &lowered).expect("written");
+    std::fs::rename(&beside, service.file()).expect("renamed");
+    service.until("the limit is lowered", |service| service.acquire(&ask).json()["limit"] == 2);
+    assert_eq!(service.acquire(&ask).status, 429, "the counts have stayed");
+    // By a signal, though nothing has changed.
+    let before = count(&service, "taken");
+    service.signal("HUP");
+    service.until("the signal is taken", |service| count(service, "taken") > before);
+}
+
+/// As Kubernetes does it: the file is a link to a link, of which one is swapped.
+#[test]
+fn the_swap_of_a_link_on_the_way_to_the_file_is_seen() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let place = |name: &str| folder.path().join(name);
+    let config = with_free_ports(POLICIES);
+    for (version, limit) in [("v1", "limit: 3"), ("v2", "limit: 7")] {
+        std::fs::create_dir(place(version)).expect("a folder");
+        std::fs::write(place(version).join("tidegate.yaml"), config.replace("limit: 3", limit)).expect("written");
+    }
+    std::os::unix::fs::symlink("v1", place("..data")).expect("a link");
+    std::os::unix::fs::symlink("..data/tidegate.yaml", place("tidegate.yaml")).expect("a link");
+    let file = place("tidegate.yaml");
+    let (temporary, data) = (place("..data_tmp"), place("..data"));
+    let service = Service::start_on(folder, &file, &[]);
+    let ask = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&ask).json()["limit"], 3);
+    std::os::unix::fs::symlink("v2", &temporary).expect("a link");
+    std::fs::rename(&temporary, &data).expect("swapped");
+    service.until("the new one is taken", |service| service.acquire(&ask).json()["limit"] == 7);
+}
+
+#[test]
+fn no_decision_is_dropped_while_it_reloads() {
+    let service = Service::start("policies:\n  - {name: p, limit: 1000000, window: 1h}\n");
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            let mut answers = 0;
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                assert_eq!(service.acquire(&json!({"policy": "p", "key": "u"})).status, 200);
+                answers += 1;
+            }
+            answers
+        });
+        for _ in 0..10 {
+            service.signal("HUP");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(asking.join().expect("no panic") > 0);
+    });
+}
+
+#[test]
+fn on_sigterm_it_is_unready_at_once_answers_what_is_under_way_and_ends_with_0() {
+    let mut service = Service::start(POLICIES);
+    // A request that is half sent.
+    let body = r#"{"policy": "per-user", "key": "u1"}"#;
+    let mut slow = TcpStream::connect(&service.http).expect("it listens");
+    let head = format!("POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n", body.len());
+    slow.write_all(head.as_bytes()).expect("sent");
+    slow.write_all(&body.as_bytes()[..10]).expect("sent");
+    // It has been taken up once a later one has been answered.
+    service.acquire(&json!({"policy": "per-user", "key": "other"}));
+    std::thread::sleep(Duration::from_millis(50));
+    service.signal("TERM");
+    service.until("it is not ready", |service| service.admin("/readyz").status == 503);
+    slow.write_all(&body.as_bytes()[10..]).expect("sent");
+    assert_eq!(read_answer(&mut slow).status, 200);
+    let start = Instant::now();
+    assert_eq!(service.ended().code(), Some(0));
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_thousand_slow_clients_do_not_stop_the_others() {
+    let service = Service::start(POLICIES);
+    let slow: Vec<TcpStream> = (0..1_000)
+        .map(|number| {
+            let mut stream = TcpStream::connect(&service.http).expect("it listens");
+            let part = if number % 2 == 0 {
+                "POST /v1/acq"
+            } else {
+                "POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: 50\r\n\r\n{"
+            };
+            stream.write_all(part.as_bytes()).expect("sent");
+            stream
+        })
+        .collect();
+    for _ in 0..20 {
+        assert_eq!(service.acquire(&json!({"policy": "heavy", "key": "u1", "cost": 1})).status, 200);
+        service.post("/v1/refund", &json!({"policy": "heavy", "key": "u1", "cost": 1}).to_string());
+    }
+    drop(slow);
+}
+
+#[test]
+fn a_client_that_sends_no_head_is_cut_off() {
+    let service = Service::start(POLICIES);
+    let mut silent = TcpStream::connect(&service.http).expect("it listens");
+    silent.write_all(b"POST /v1/acquire HT").expect("sent");
+    silent.set_read_timeout(Some(support::PATIENCE)).expect("a timeout");
+    let mut answer = String::new();
+    let _ = std::io::Read::read_to_string(&mut silent, &mut answer);
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{answer}");
+    assert_eq!(raw(&service.http, b"\0\0\0\0\r\n\r\n").status, 400);
+}
+
+#[test]
+fn no_secret_is_written_anywhere() {
+    let redis = Redis::start_with(&["--requirepass", "hunter2"]);
+    let url = redis.url().replace("//", "//:hunter2@");
+    let config = format!("store: {{redis: '{url}'}}\nauth: {{api_token: hunter2}}\n{POLICIES}");
+    let service = Service::start_with(&config, &["--log-format", "json"]);
+    let header = [("Authorization", "Bearer hunter2")];
+    let body = br#"{"policy": "per-user", "key": "u1"}"#;
+    assert_eq!(request(&service.http, "POST", "/v1/acquire", &header, body).status, 200);
+    drop(redis);
+    let failed = request(
+        &service.http,
+        "POST",
+        "/v1/acquire",
+        &header,
+        br#"{"key": "u", "quota": {"limit": 5, "window": "60s"}}"#,
+    );
+    assert_eq!(failed.status, 503);
+    std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]")).expect("written");
+    service.until("it is refused", |service| service.output().contains("refused"));
+    let seen = [service.output(), failed.body, service.admin("/metrics").body, service.admin("/v1/policies").body];
+    for text in seen {
+        assert!(!text.contains("hunter2"), "{text}");
+    }
+    for line in service.output().lines() {
+        serde_json::from_str::<Value>(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+    }
+}
+
+#[test]
+fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
+    let run = |config: &str| {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, config).expect("written");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let output = command.args(["serve", "--config"]).arg(&file).env_clear().output().expect("the binary runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    for (config, message) in [
+        ("listen: {admin: '0.0.0.0:0'}\n", "auth.admin_token"),
+        ("polices: []\n", "did you mean `policies`?"),
+        ("listen: {http: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: {redis: 'redis://127.0.0.1:1'}\n", "127.0.0.1:1"),
+        ("listen: {http: '192.0.2.1:1', admin: '127.0.0.1:0'}\n", "cannot listen on 192.0.2.1:1"),
+    ] {
+        let (code, error) = run(config);
+        assert_eq!(code, Some(2), "{error}");
+        assert!(error.contains(message), "{config}: {error}");
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    let output = command.args(["serve", "--config", "nowhere.yaml"]).output().expect("the binary runs");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("nowhere.yaml: cannot be read"));
+}
+
+#[test]
+fn config_check_and_schema_serve_editors_and_scripts() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("tidegate.yaml");
+    let tidegate = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_tidegate")).args(arguments).output().expect("the binary runs");
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        (output.status.code(), text[0].clone(), text[1].clone())
+    };
+    std::fs::write(&file, POLICIES).expect("written");
+    let path = file.to_str().expect("UTF-8");
+    let (code, text, _) = tidegate(&["config", "check", path]);
+    assert_eq!(code, Some(0));
+    assert!(text.contains("good, 5 policies"), "{text}");
+    std::fs::write(&file, POLICIES.replace("limit: 3", "limt: 3")).expect("written");
+    let (code, _, error) = tidegate(&["config", "check", path]);
+    assert_eq!(code, Some(2));
+    assert!(
+        error.contains("tidegate.yaml:6:5: unknown field `limt`") && error.contains("did you mean `limit`?"),
+        "{error}"
+    );
+    let (code, schema, _) = tidegate(&["config", "schema"]);
+    let schema: Value = serde_json::from_str(&schema).expect("JSON");
+    assert_eq!(code, Some(0));
+    assert!(schema["$defs"]["Policy"]["properties"]["on_store_failure"].is_object(), "{schema}");
+}
+
+#[test]
+fn the_clients_address_is_the_peers_unless_a_trusted_proxy_or_the_caller_says_otherwise() {
+    let policy = "policies:\n  - {name: per-ip, key: [ip], limit: 1000, window: 1h}\n";
+    let hot = |service: &Service| -> Vec<String> {
+        let hot = service.admin("/v1/hot-keys").json();
+        let keys = hot["allowed"].as_array().expect("a list").iter();
+        keys.map(|entry| entry["key"].as_str().expect("a key").to_owned()).collect()
+    };
+    let ask = |service: &Service, headers: &[(&str, &str)], attributes: &Value| {
+        let body = json!({"attributes": attributes}).to_string();
+        request(&service.http, "POST", "/v1/acquire", headers, body.as_bytes())
+    };
+    let forwarded = [("X-Forwarded-For", "203.0.113.66, 198.51.100.7")];
+    let direct = Service::start(policy);
+    ask(&direct, &forwarded, &json!({}));
+    assert_eq!(hot(&direct), ["127.0.0.1"], "nobody is believed");
+    ask(&direct, &[], &json!({"ip": "2001:db8:1:2:3::4"}));
+    assert!(hot(&direct).contains(&"2001:db8:1:2::/64".to_owned()));
+    let wrong = ask(&direct, &[], &json!({"ip": "nowhere"}));
+    assert_eq!(wrong.status, 400);
+    assert!(wrong.body.contains("is not an address"), "{wrong:?}");
+
+    let proxied = Service::start(&format!("client_ip: {{trusted_proxies: [127.0.0.0/8], ipv6_prefix: 48}}\n{policy}"));
+    ask(&proxied, &forwarded, &json!({}));
+    assert_eq!(hot(&proxied), ["198.51.100.7"], "the rightmost hop that is not trusted");
+    ask(&proxied, &[("Forwarded", "for=\"[2001:db8:1:2::3]:4711\"")], &json!({}));
+    assert!(hot(&proxied).contains(&"2001:db8:1::/48".to_owned()));
+    ask(&proxied, &[("X-Forwarded-For", "::ffff:192.0.2.1")], &json!({}));
+    assert!(hot(&proxied).contains(&"192.0.2.1".to_owned()), "IPv4-mapped is IPv4");
+    let garbage = ask(&proxied, &[("X-Forwarded-For", "198.51.100.7, <script>")], &json!({}));
+    assert_eq!(garbage.status, 400);
+    assert!(garbage.body.contains("X-Forwarded-For"), "{garbage:?}");
+}

@@ -1,0 +1,213 @@
+//! The real service for tests: started on free ports, asked over the wire, ended by its process id.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+#[path = "../../../tidegate/tests/support/server.rs"]
+mod server;
+#[allow(unused_imports, reason = "each test binary uses its own part")]
+pub(crate) use server::Redis;
+
+/// What takes this long hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) struct Service {
+    process: Child,
+    pub(crate) http: String,
+    pub(crate) grpc: Option<String>,
+    pub(crate) admin: String,
+    output: Arc<Mutex<String>>,
+    folder: tempfile::TempDir,
+}
+
+/// An answer over HTTP.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) body: String,
+}
+
+impl Answer {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+impl Service {
+    /// With these policies and other parts of a configuration, on free loopback ports.
+    pub(crate) fn start(config: &str) -> Self {
+        Self::start_with(config, &[])
+    }
+
+    pub(crate) fn start_with(config: &str, arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, with_free_ports(config)).expect("written");
+        Self::start_on(folder, &file, arguments)
+    }
+
+    pub(crate) fn start_on(folder: tempfile::TempDir, file: &Path, arguments: &[&str]) -> Self {
+        let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(["serve", "--config"])
+            .arg(file)
+            .args(arguments)
+            .env_clear()
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary starts");
+        let output = Arc::new(Mutex::new(String::new()));
+        collect(process.stderr.take().expect("piped"), Arc::clone(&output));
+        collect(process.stdout.take().expect("piped"), Arc::clone(&output));
+        let mut service = Self { process, http: String::new(), grpc: None, admin: String::new(), output, folder };
+        let address = |output: &str, name: &str| {
+            let (text, json) = (format!("{name}=127.0.0.1:"), format!("\"{name}\":\"127.0.0.1:"));
+            let (_, rest) = output.split_once(&text).or_else(|| output.split_once(&json))?;
+            Some(format!("127.0.0.1:{}", rest.split(|c: char| !c.is_ascii_digit()).next()?))
+        };
+        service.until("it listens", |service| service.output().contains("listening"));
+        let text = service.output();
+        service.http = address(&text, "http").expect("an address for http");
+        service.grpc = address(&text, "grpc");
+        service.admin = address(&text, "admin").expect("an address for admin");
+        service
+    }
+
+    pub(crate) fn folder(&self) -> PathBuf {
+        self.folder.path().to_owned()
+    }
+
+    pub(crate) fn file(&self) -> PathBuf {
+        self.folder.path().join("tidegate.yaml")
+    }
+
+    /// All that it has written so far.
+    pub(crate) fn output(&self) -> String {
+        self.output.lock().expect("no panic").clone()
+    }
+
+    /// Waits for something that the service does by itself.
+    pub(crate) fn until(&self, what: &str, happened: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !happened(self) {
+            assert!(Instant::now() < deadline, "waited in vain until {what}; it wrote:\n{}", self.output());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub(crate) fn acquire(&self, body: &Value) -> Answer {
+        self.post("/v1/acquire", &body.to_string())
+    }
+
+    pub(crate) fn post(&self, path: &str, body: &str) -> Answer {
+        request(&self.http, "POST", path, &[], body.as_bytes())
+    }
+
+    pub(crate) fn admin(&self, path: &str) -> Answer {
+        request(&self.admin, "GET", path, &[], b"")
+    }
+
+    pub(crate) fn signal(&self, name: &str) {
+        let sent = Command::new("kill").arg(format!("-{name}")).arg(self.process.id().to_string()).status();
+        assert!(sent.expect("kill runs").success());
+    }
+
+    /// Waits for its end.
+    pub(crate) fn ended(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.process.try_wait().expect("our own child") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it does not end; it wrote:\n{}", self.output());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Resident memory in KiB.
+    pub(crate) fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).expect("it runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
+        line.trim().trim_end_matches(" kB").parse().expect("a number")
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Listens on any free port, wherever the configuration does not say otherwise.
+pub(crate) fn with_free_ports(config: &str) -> String {
+    if config.contains("listen:") {
+        return config.to_owned();
+    }
+    format!("listen: {{http: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n{config}")
+}
+
+fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            let mut output = output.lock().expect("no panic");
+            output.push_str(&line);
+            output.push('\n');
+        }
+    });
+}
+
+/// One request on a connection of its own.
+pub(crate) fn request(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+    let mut text = format!("{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n");
+    for (name, value) in headers {
+        let _ = write!(text, "{name}: {value}\r\n");
+    }
+    let _ = write!(text, "Content-Length: {}\r\n\r\n", body.len());
+    let mut bytes = text.into_bytes();
+    bytes.extend_from_slice(body);
+    raw(address, &bytes)
+}
+
+/// Sends these bytes and reads the answer.
+pub(crate) fn raw(address: &str, bytes: &[u8]) -> Answer {
+    let mut stream = TcpStream::connect(address).expect("it listens");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    // It may answer, and close, before it has read all.
+    let _ = stream.write_all(bytes);
+    read_answer(&mut stream)
+}
+
+pub(crate) fn read_answer(stream: &mut TcpStream) -> Answer {
+    let mut all = Vec::new();
+    let mut buffer = [0; 8192];
+    loop {
+        match stream.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) => all.extend_from_slice(&buffer[..length]),
+            Err(error) if all.is_empty() => panic!("no answer: {error}"),
+            Err(_) => break,
+        }
+    }
+    let text = String::from_utf8_lossy(&all).into_owned();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {text:?}"));
+    let mut lines = head.lines();
+    let status = lines.next().and_then(|line| line.split(' ').nth(1)?.parse().ok()).expect("a status");
+    let header = |line: &str| line.split_once(": ").map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()));
+    Answer { status, headers: lines.filter_map(header).collect(), body: body.to_owned() }
+}
