@@ -1,5 +1,6 @@
 //! The configuration: raw YAML becomes a validated [`Config`], or an error that shows the place and what would be right.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -8,6 +9,8 @@ use std::time::Duration;
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
 use tidegate::{Algorithm, ClientIp, Cost, Policies, Policy, Quota};
+
+use crate::envoy::rules::Rules;
 
 mod error;
 mod raw;
@@ -24,6 +27,9 @@ pub(crate) struct Config {
     pub(crate) store: StoreConfig,
     pub(crate) client_ip: ClientIp,
     pub(crate) policies: Policies,
+    pub(crate) envoy: Envoy,
+    /// The file and all that it names: what to watch.
+    pub(crate) files: Vec<PathBuf>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
@@ -32,6 +38,7 @@ pub(crate) struct Config {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Listen {
     pub(crate) http: SocketAddr,
+    pub(crate) grpc: SocketAddr,
     pub(crate) admin: SocketAddr,
 }
 
@@ -39,6 +46,13 @@ pub(crate) struct Listen {
 pub(crate) enum StoreConfig {
     Memory { max_keys: usize },
     Redis { url: Secret, prefix: String, timeout: Duration },
+}
+
+/// Rules of envoyproxy/ratelimit, and how they count.
+#[derive(Debug)]
+pub(crate) struct Envoy {
+    pub(crate) rules: Rules,
+    pub(crate) algorithm: Algorithm,
 }
 
 /// A text that is never printed.
@@ -67,14 +81,21 @@ impl Config {
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| ConfigError::unreadable(&path.display().to_string(), &error.to_string()))?;
-        Self::parse(&path.display().to_string(), &text)
+        let folder = path.parent().unwrap_or_else(|| Path::new(""));
+        let mut config = Self::parse_in(folder, &path.display().to_string(), &text)?;
+        config.files.insert(0, path.to_owned());
+        Ok(config)
     }
 
     /// Validates a text; `name` is what errors call it.
     pub(crate) fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
+        Self::parse_in(Path::new(""), name, text)
+    }
+
+    fn parse_in(folder: &Path, name: &str, text: &str) -> Result<Self, ConfigError> {
         let document = Document::new(name, text);
         let raw: raw::Config = document.parse()?;
-        validate(&document, raw)
+        validate(folder, &document, raw)
     }
 
     /// The JSON Schema, for editors.
@@ -83,9 +104,12 @@ impl Config {
     }
 }
 
-fn validate(document: &Document<'_>, raw: raw::Config) -> Result<Config, ConfigError> {
-    let listen =
-        Listen { http: address(document, raw.listen.http, 8080)?, admin: address(document, raw.listen.admin, 8082)? };
+fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<Config, ConfigError> {
+    let listen = Listen {
+        http: address(document, raw.listen.http, 8080)?,
+        grpc: address(document, raw.listen.grpc, 8081)?,
+        admin: address(document, raw.listen.admin, 8082)?,
+    };
     let admin_token = raw.auth.admin_token.map(Secret::new);
     let api_token = raw.auth.api_token.map(Secret::new);
     if !listen.admin.ip().is_loopback() && admin_token.is_none() {
@@ -100,11 +124,15 @@ fn validate(document: &Document<'_>, raw: raw::Config) -> Result<Config, ConfigE
     let policies = Policies::new(policies).map_err(|error| document.plain(&error.to_string()))?;
     let store = store(document, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
+    let files: Vec<PathBuf> = raw.envoy.files.iter().map(|file| folder.join(file)).collect();
+    let envoy = envoy(document, &raw.envoy, &files)?;
     Ok(Config {
         listen,
         store,
         client_ip,
         policies,
+        envoy,
+        files,
         x_ratelimit_headers: raw.headers.x_ratelimit,
         api_token,
         admin_token,
@@ -130,6 +158,24 @@ fn store(document: &Document<'_>, raw: raw::Store) -> Result<StoreConfig, Config
     }
     let prefix = raw.prefix.unwrap_or_else(|| "rate_limit".to_owned());
     Ok(StoreConfig::Redis { url: Secret::new(url), prefix, timeout })
+}
+
+fn envoy(document: &Document<'_>, raw: &raw::Envoy, files: &[PathBuf]) -> Result<Envoy, ConfigError> {
+    let algorithm = raw.algorithm.as_ref().map_or(Ok(Algorithm::FixedWindow), |name| named(document, name))?;
+    let algorithms = raw
+        .algorithms
+        .iter()
+        .map(|(rule, name)| Ok((rule.clone(), named(document, name)?)))
+        .collect::<Result<BTreeMap<String, Algorithm>, ConfigError>>()?;
+    let mut texts = Vec::with_capacity(files.len());
+    for file in files {
+        let name = file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|error| ConfigError::unreadable(&name, &error.to_string()))?;
+        texts.push((name, text));
+    }
+    let rules =
+        Rules::load(&texts, algorithm, &algorithms).map_err(|error| document.plain(&format!("envoy: {error}")))?;
+    Ok(Envoy { rules, algorithm })
 }
 
 fn client_ip(document: &Document<'_>, raw: &raw::ClientIp) -> Result<ClientIp, ConfigError> {

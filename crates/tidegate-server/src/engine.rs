@@ -11,7 +11,7 @@ use tidegate::{
     Policies, Policy, Quota, QuotaError, RedisStore, SelectError, Selected, Source, Store, StoreError,
 };
 
-use crate::config::{Config, Secret, StoreConfig};
+use crate::config::{Config, Envoy, Secret, StoreConfig};
 use crate::hot_keys::HotKeys;
 use crate::metrics::{Metrics, Outcomes};
 
@@ -29,6 +29,7 @@ pub(crate) struct Engine {
 pub(crate) struct Live {
     pub(crate) client_ip: ClientIp,
     pub(crate) policies: Policies,
+    pub(crate) envoy: Envoy,
     outcomes: HashMap<String, Arc<Outcomes>>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
@@ -57,6 +58,32 @@ pub(crate) struct Line {
     quota: Quota,
     pub(crate) decision: Decision,
     shadow: bool,
+}
+
+/// What a descriptor of Envoy charges.
+#[derive(Debug)]
+pub(crate) struct EnvoyCharge {
+    pub(crate) policy: String,
+    /// What metrics call it.
+    pub(crate) metric: String,
+    pub(crate) key: String,
+    pub(crate) quota: Quota,
+    pub(crate) cost: u64,
+    /// Only a look.
+    pub(crate) peek: bool,
+    /// Not all or nothing with the others: it does not deny, or not by itself.
+    pub(crate) alone: bool,
+}
+
+impl EnvoyCharge {
+    /// The charge; what costs more than could ever be admitted is asked for at the most that can.
+    fn charge(&self) -> Charge<'_> {
+        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost.min(self.quota.burst()))
+    }
+
+    fn is_hopeless(&self) -> bool {
+        self.cost > self.quota.burst()
+    }
 }
 
 /// Why there is no answer.
@@ -248,6 +275,46 @@ impl Engine {
         Ok(Answer::new(lines))
     }
 
+    /// Decides the charges of one request of Envoy: one decision each, in their order. Those that deny by themselves are
+    /// all or nothing.
+    pub(crate) async fn ask_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
+        let start = Instant::now();
+        let mut decisions: Vec<Option<Decision>> = vec![None; charges.len()];
+        let same = |one: &EnvoyCharge, other: &EnvoyCharge| one.key == other.key && one.policy == other.policy;
+        let is_first = |at: usize| !charges[..at].iter().any(|earlier| same(earlier, charges[at]));
+        let joint: Vec<usize> =
+            (0..charges.len()).filter(|at| !charges[*at].alone && !charges[*at].peek && is_first(*at)).collect();
+        // One that can never fit denies the rest, which then only look.
+        let hopeless = charges.iter().any(|charge| !charge.alone && !charge.peek && charge.is_hopeless());
+        let action = if hopeless { Action::Peek } else { Action::Acquire };
+        let asked: Vec<Charge<'_>> = joint.iter().map(|at| charges[*at].charge()).collect();
+        for (at, decision) in joint.iter().zip(self.ask_store(action, &asked).await?) {
+            decisions[*at] = Some(decision);
+        }
+        let denied = hopeless || decisions.iter().flatten().any(|decision| !decision.allowed);
+        for (at, charge) in charges.iter().enumerate() {
+            if decisions[at].is_none() {
+                let looks = charge.peek || denied || charge.is_hopeless();
+                let action = if looks { Action::Peek } else { Action::Acquire };
+                decisions[at] = self.ask_store(action, &[charge.charge()]).await?.pop();
+            }
+            if let Some(decision) = decisions[at].as_mut().filter(|_| charge.is_hopeless()) {
+                // The peek spoke of less than was asked for.
+                decision.remaining += if decision.allowed { charge.quota.burst() } else { 0 };
+                decision.retry_after = decision.retry_after.max(decision.reset_after);
+                decision.allowed = false;
+            }
+        }
+        let decisions: Vec<Decision> = decisions.into_iter().flatten().collect();
+        for (charge, decision) in charges.iter().zip(&decisions).filter(|(charge, _)| !charge.peek) {
+            self.metrics.count_source(decision.source);
+            self.metrics.envoy_outcomes(&charge.metric, &charge.policy).count(decision.allowed, charge.alone);
+            self.hot_keys.record(self.uptime(), &charge.policy, &charge.key, decision.allowed);
+        }
+        self.metrics.decision_seconds.observe(start.elapsed());
+        Ok(decisions)
+    }
+
     async fn ask_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, AskError> {
         if charges.is_empty() {
             return Ok(Vec::new());
@@ -341,6 +408,7 @@ impl Live {
         Self {
             client_ip: config.client_ip,
             policies: config.policies,
+            envoy: config.envoy,
             outcomes,
             x_ratelimit_headers: config.x_ratelimit_headers,
             api_token: config.api_token,

@@ -10,6 +10,7 @@ mod cli;
 mod config;
 mod duration;
 mod engine;
+mod envoy;
 mod hot_keys;
 mod http;
 mod listener;

@@ -31,6 +31,8 @@ pub(crate) struct Outcomes {
     shadow_denied: AtomicU64,
 }
 
+/// The most policies and rules with counters of their own that requests can name.
+const MAX_NAMES: usize = 2_000;
 const SOURCES: [Source; 4] = [Source::Store, Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
 
@@ -50,6 +52,18 @@ impl Metrics {
     pub(crate) fn outcomes(&self, policy: &str) -> Arc<Outcomes> {
         let mut all = self.outcomes.write().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(all.entry(policy.to_owned()).or_default())
+    }
+
+    /// The counters of a rule by the name that its metrics have, which may hold values of requests: once there are too many
+    /// names, those of the rule itself.
+    pub(crate) fn envoy_outcomes(&self, metric: &str, rule: &str) -> Arc<Outcomes> {
+        let known = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(outcomes) = known.get(metric) {
+            return Arc::clone(outcomes);
+        }
+        let room = known.len() < MAX_NAMES;
+        drop(known);
+        self.outcomes(if room { metric } else { rule })
     }
 
     pub(crate) fn count_source(&self, source: Source) {

@@ -20,7 +20,7 @@ use crate::serve::Fixed;
 const SETTLE: Duration = Duration::from_millis(50);
 
 /// Watches until the process ends.
-pub(crate) fn watch(file: PathBuf, fixed: Fixed, engine: Arc<Engine>) -> anyhow::Result<()> {
+pub(crate) fn watch(file: PathBuf, mut files: Vec<PathBuf>, fixed: Fixed, engine: Arc<Engine>) -> anyhow::Result<()> {
     let (changed, mut changes) = mpsc::channel(1);
     let notice = move |event: notify::Result<notify::Event>| {
         // A read, such as our own, is no change.
@@ -29,13 +29,11 @@ pub(crate) fn watch(file: PathBuf, fixed: Fixed, engine: Arc<Engine>) -> anyhow:
             let _ = changed.try_send(());
         }
     };
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
     let mut watcher = notify::recommended_watcher(notice).context("the file cannot be watched")?;
-    watcher.watch(folder, RecursiveMode::NonRecursive).with_context(|| format!("watching {}", folder.display()))?;
+    watch_folders(&mut watcher, &files)?;
     let mut hangup = signal(SignalKind::hangup())?;
     tokio::spawn(async move {
-        let _watcher = watcher;
-        let mut last = tokio::fs::read(&file).await.ok();
+        let mut last = contents(&files).await;
         loop {
             let asked = tokio::select! {
                 _ = hangup.recv() => true,
@@ -43,32 +41,54 @@ pub(crate) fn watch(file: PathBuf, fixed: Fixed, engine: Arc<Engine>) -> anyhow:
             };
             tokio::time::sleep(SETTLE).await;
             while changes.try_recv().is_ok() {}
-            let text = tokio::fs::read(&file).await.ok();
+            let found = contents(&files).await;
             // Something else in the folder changed; but who sends a signal wants an answer.
-            if !asked && (text == last || text.is_none()) {
+            if !asked && (found == last || found.contains(&None)) {
                 continue;
             }
-            last = text;
-            take(&file, &fixed, &engine);
+            if let Some(named) = take(&file, &fixed, &engine) {
+                files = named;
+                let _ = watch_folders(&mut watcher, &files);
+            }
+            last = contents(&files).await;
         }
     });
     Ok(())
 }
 
-/// Whole or not at all.
-fn take(file: &Path, fixed: &Fixed, engine: &Engine) {
+fn watch_folders(watcher: &mut impl Watcher, files: &[PathBuf]) -> anyhow::Result<()> {
+    for file in files {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
+        watcher.watch(folder, RecursiveMode::NonRecursive).with_context(|| format!("watching {}", folder.display()))?;
+    }
+    Ok(())
+}
+
+async fn contents(files: &[PathBuf]) -> Vec<Option<Vec<u8>>> {
+    let mut all = Vec::with_capacity(files.len());
+    for file in files {
+        all.push(tokio::fs::read(file).await.ok());
+    }
+    all
+}
+
+/// Whole or not at all. The files that the new one names.
+fn take(file: &Path, fixed: &Fixed, engine: &Engine) -> Option<Vec<PathBuf>> {
     match Config::load(file) {
         Ok(config) => {
             if let Some(part) = fixed.differs(&config) {
                 tracing::warn!("{part} has changed, which takes a restart; the rest is taken");
             }
+            let files = config.files.clone();
             engine.reload(config);
             engine.metrics.count_reload(true);
             tracing::info!(file = %file.display(), "configuration reloaded");
+            Some(files)
         }
         Err(error) => {
             engine.metrics.count_reload(false);
             tracing::error!(error = %error.line(), "configuration refused, the old one goes on");
+            None
         }
     }
 }

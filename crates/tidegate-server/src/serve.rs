@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use crate::admin::{self, Admin};
 use crate::config::{Config, Listen, StoreConfig};
 use crate::engine::Engine;
-use crate::{http, listener, reload};
+use crate::{envoy, http, listener, reload};
 
 /// What is under way when the process is asked to end gets this long; then it ends all the same.
 const DRAIN: Duration = Duration::from_secs(8);
@@ -36,31 +36,35 @@ impl Fixed {
 }
 
 /// Runs until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
-pub(crate) async fn serve(
-    config: Config,
-    file: Option<PathBuf>,
-    announce: impl FnOnce(SocketAddr, SocketAddr),
-) -> anyhow::Result<()> {
+pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl FnOnce(&Listen)) -> anyhow::Result<()> {
     // Asked for before anything else: a signal that comes early is not lost.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let files = config.files.clone();
     let fixed = Fixed { listen: config.listen.clone(), store: config.store.clone() };
     let http_listener = bind(config.listen.http, "listen.http").await?;
+    let grpc_listener = bind(config.listen.grpc, "listen.grpc").await?;
     let admin_listener = bind(config.listen.admin, "listen.admin").await?;
-    let (http_address, admin_address) = (http_listener.local_addr()?, admin_listener.local_addr()?);
+    let bound = Listen {
+        http: http_listener.local_addr()?,
+        grpc: grpc_listener.local_addr()?,
+        admin: admin_listener.local_addr()?,
+    };
     let engine = Arc::new(Engine::start(config).await.context("store")?);
 
     let (stop, stopped) = watch::channel(false);
     let ready = Arc::new(AtomicBool::new(true));
     if let Some(file) = file {
-        reload::watch(file, fixed, Arc::clone(&engine))?;
+        reload::watch(file, files, fixed, Arc::clone(&engine))?;
     }
     let http = tokio::spawn(listener::serve(http_listener, http::router(Arc::clone(&engine)), stopped.clone(), DRAIN));
+    let grpc = envoy::router(Arc::clone(&engine)).await?;
+    let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, stopped, DRAIN));
     let admin = Admin { engine, ready: Arc::clone(&ready) };
     // The admin listener answers as long as anything is under way: it says that we are not ready any more.
     let (admin_stop, admin_stopped) = watch::channel(false);
     let admin_drain = Duration::from_secs(1);
     let admin = tokio::spawn(listener::serve(admin_listener, admin::router(admin), admin_stopped, admin_drain));
-    announce(http_address, admin_address);
+    announce(&bound);
 
     tokio::select! {
         _ = terminate.recv() => {}
@@ -70,6 +74,7 @@ pub(crate) async fn serve(
     tracing::info!("asked to end: answering what is under way");
     let _ = stop.send(true);
     let _ = http.await;
+    let _ = grpc.await;
     let _ = admin_stop.send(true);
     let _ = admin.await;
     tracing::info!("ended");

@@ -54,7 +54,8 @@ fn the_sample_runs_without_a_file_and_tells_what_to_try() {
     let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let help = process.args(["config", "sample"]).output().expect("the binary runs");
     let sample = String::from_utf8(help.stdout).expect("UTF-8");
-    let sample = sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8082", "127.0.0.1:0");
+    let sample = sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8081", "127.0.0.1:0");
+    let sample = sample.replace("127.0.0.1:8082", "127.0.0.1:0");
     let service = Service::start(&sample);
     service.until("it says what to try", |service| service.output().contains("Try it:"));
     let output = service.output();
@@ -323,7 +324,12 @@ fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
         let line = metrics.lines().find_map(|line| line.strip_prefix(&reloads(outcome))).expect("the metric");
         line.parse().expect("a number")
     };
-    let listen = format!("listen: {{http: '{}', admin: '{}'}}\n", service.http, service.admin);
+    let listen = format!(
+        "listen: {{http: '{}', grpc: '{}', admin: '{}'}}\n",
+        service.http,
+        service.grpc.as_deref().expect("an address"),
+        service.admin
+    );
     let raised = format!("{listen}{POLICIES}").replace("limit: 3", "limit: 10");
     // In place, as `>` does.
     std::fs::write(service.file(), &raised).expect("written");
@@ -488,8 +494,11 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
     for (config, message) in [
         ("listen: {admin: '0.0.0.0:0'}\n", "auth.admin_token"),
         ("polices: []\n", "did you mean `policies`?"),
-        ("listen: {http: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: {redis: 'redis://127.0.0.1:1'}\n", "127.0.0.1:1"),
-        ("listen: {http: '192.0.2.1:1', admin: '127.0.0.1:0'}\n", "cannot listen on 192.0.2.1:1"),
+        (
+            "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: {redis: 'redis://127.0.0.1:1'}\n",
+            "127.0.0.1:1",
+        ),
+        ("listen: {http: '192.0.2.1:1', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\n", "cannot listen on 192.0.2.1:1"),
     ] {
         let (code, error) = run(config);
         assert_eq!(code, Some(2), "{error}");

@@ -2,6 +2,7 @@
 
 use crate::key::{Key, KeyError};
 use crate::quota::Quota;
+use crate::store::Action;
 
 /// The most charges that one call decides together.
 pub const MAX_CHARGES: usize = 128;
@@ -105,25 +106,30 @@ impl<'a> Charge<'a> {
         self.cost
     }
 
-    pub(crate) fn check(&self) -> Result<(), ChargeError> {
+    /// Whether it can be decided at all. What was once taken can be given back even if a lower limit would not admit it
+    /// now, and to forget a key costs nothing.
+    pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
         Key::new(self.key).map_err(ChargeError::Key)?;
         if let Some(policy) = self.policy {
             Key::new(policy).map_err(ChargeError::Policy)?;
         }
-        match self.cost {
-            0 => Err(ChargeError::ZeroCost),
-            cost if cost > self.quota.burst() => Err(ChargeError::CostTooHigh { cost, most: self.quota.burst() }),
+        match (action, self.cost) {
+            (Action::Reset, _) => Ok(()),
+            (_, 0) => Err(ChargeError::ZeroCost),
+            (Action::Acquire | Action::Peek, cost) if cost > self.quota.burst() => {
+                Err(ChargeError::CostTooHigh { cost, most: self.quota.burst() })
+            }
             _ => Ok(()),
         }
     }
 
     /// A set of charges to be decided together: each is sound, and no count is named twice.
-    pub(crate) fn check_all(charges: &[Charge<'_>]) -> Result<(), ChargeError> {
+    pub(crate) fn check_all(action: Action, charges: &[Charge<'_>]) -> Result<(), ChargeError> {
         if charges.len() > MAX_CHARGES {
             return Err(ChargeError::TooMany(charges.len()));
         }
         for (at, charge) in charges.iter().enumerate() {
-            charge.check()?;
+            charge.check(action)?;
             let same = |other: &Charge<'_>| other.key == charge.key && other.policy_name() == charge.policy_name();
             if charges[..at].iter().any(same) {
                 return Err(ChargeError::Twice { key: charge.key.to_owned(), policy: charge.policy_name().to_owned() });

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Where time comes from: microseconds since the Unix epoch, and how to wait for them.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
@@ -24,8 +24,7 @@ pub trait Clock: Send + Sync + fmt::Debug + 'static {
 /// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with its timer on.
 #[derive(Clone)]
 pub struct SystemClock {
-    monotonic: quanta::Clock,
-    start: quanta::Instant,
+    start: Instant,
     start_micros: u64,
 }
 
@@ -33,10 +32,8 @@ impl SystemClock {
     /// A clock set by the wall clock now.
     #[must_use]
     pub fn new() -> Self {
-        let monotonic = quanta::Clock::new();
-        let start = monotonic.now();
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { monotonic, start, start_micros: micros(since_epoch) }
+        Self { start: Instant::now(), start_micros: micros(since_epoch) }
     }
 }
 
@@ -54,7 +51,7 @@ impl fmt::Debug for SystemClock {
 
 impl Clock for SystemClock {
     fn now(&self) -> u64 {
-        self.start_micros + micros(self.monotonic.now().duration_since(self.start))
+        self.start_micros + micros(self.start.elapsed())
     }
 
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
@@ -111,18 +108,28 @@ impl ManualClock {
 
     /// Moves on.
     pub fn advance(&self, duration: Duration) {
-        self.set(self.now().saturating_add(micros(duration)));
+        self.change(|now| now.saturating_add(micros(duration)));
     }
 
     /// Steps back, as a clock does that was set wrong.
     pub fn step_back(&self, duration: Duration) {
-        self.set(self.now().saturating_sub(micros(duration)));
+        self.change(|now| now.saturating_sub(micros(duration)));
     }
 
     /// Jumps to this time (microseconds since the epoch).
     pub fn set(&self, now: u64) {
+        self.change(|_| now);
+    }
+
+    /// How many callers are asleep on this clock: a test that moves it may want to know that somebody waits.
+    #[must_use]
+    pub fn sleepers(&self) -> usize {
+        self.lock().sleepers.len()
+    }
+
+    fn change(&self, next: impl FnOnce(u64) -> u64) {
         let mut state = self.lock();
-        state.now = now;
+        state.now = next(state.now);
         let sleepers = std::mem::take(&mut state.sleepers);
         drop(state);
         self.shared.moved.notify_all();

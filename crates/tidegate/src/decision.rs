@@ -76,8 +76,8 @@ impl Decision {
     #[must_use]
     pub fn most_restrictive(decisions: &[Decision]) -> Option<&Decision> {
         decisions.iter().min_by_key(|decision| {
-            let wait = std::cmp::Reverse((decision.retry_after, decision.delay));
-            (decision.allowed, wait, decision.remaining, std::cmp::Reverse(decision.reset_after))
+            let longest = std::cmp::Reverse((decision.delay, decision.reset_after));
+            (decision.allowed, std::cmp::Reverse(decision.retry_after), decision.remaining, longest)
         })
     }
 }

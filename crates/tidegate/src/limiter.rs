@@ -7,6 +7,7 @@ use crate::algorithm::Algorithm;
 use crate::charge::{Charge, ChargeError};
 use crate::clock::Clock;
 use crate::decision::Decision;
+use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store, StoreError};
 
@@ -85,39 +86,48 @@ impl<S: Store> Limiter<S> {
     /// timeout, the answer is a denial at once, with nothing spent. For a `leaky-bucket` whose queue has room but
     /// whose turn would come too late, `retry_after` is how long until the turn would come in time.
     ///
-    /// Cancel-safe: a future that is dropped while it waits has spent nothing. (Once admitted to a `leaky-bucket`, its
-    /// place in the queue is spent, and drains by itself.)
+    /// Cancel-safe: a future that is dropped while it sleeps has spent nothing, but for two cases that nobody can undo:
+    /// dropped in the middle of a call to Redis, the call may have been heard; and once admitted to a `leaky-bucket`, its
+    /// place in the queue is spent, and drains by itself.
+    ///
+    /// Who waits does not hammer: denials along the way do not count, whatever the quota says of denied requests.
     pub async fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
-        charge.check()?;
+        charge.check(Action::Acquire)?;
         let clock = self.store.clock();
-        let mut wait = Wait::new(charge, clock, timeout);
+        let quota = quiet(charge.quota());
+        let charge = Charge::new(charge.key(), &quota).policy(charge.policy_name()).cost(charge.units());
+        let mut wait = Wait::new(&charge, clock, timeout);
         loop {
-            let decision = self.store.decide(wait.action, charge).await?;
-            match wait.next(decision) {
+            let decision = self.store.decide(wait.action, &charge).await?;
+            match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep(duration).await,
                 Next::Ask => {}
-                Next::GiveBack(decision) => {
-                    self.store.decide(Action::Refund, charge).await?;
+                Next::Turn(decision) => {
+                    clock.sleep(decision.delay).await;
                     return Ok(decision);
                 }
-                Next::Done(decision) => {
-                    if !decision.delay.is_zero() && decision.allowed {
-                        clock.sleep(decision.delay).await;
-                    }
-                    return Ok(decision);
-                }
+                Next::Done(decision) => return Ok(decision),
             }
         }
     }
 
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        charge.check()?;
+        charge.check(action)?;
         Ok(self.store.decide(action, charge).await?)
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        Charge::check_all(charges)?;
+        Charge::check_all(action, charges)?;
         Ok(self.store.decide_all(action, charges).await?)
+    }
+}
+
+/// The quota of somebody who waits: a denial along the way is no attempt to get in.
+fn quiet(quota: &Quota) -> Quota {
+    match quota.clone().with_count_denied(false) {
+        Ok(quota) => quota,
+        // Only a log counts denials.
+        Err(_) => quota.clone(),
     }
 }
 
@@ -125,51 +135,69 @@ impl<S: Store> Limiter<S> {
 struct Wait<'a> {
     clock: &'a dyn Clock,
     deadline: u64,
-    /// A queue may have room but a turn that is too late: there a look comes before the step.
-    queued: bool,
+    /// What to ask the store for next.
     action: Action,
+    /// Admitted to a queue, but with a turn that is too late: the place is being given back.
+    too_late: Option<Decision>,
 }
 
 enum Next {
     Sleep(Duration),
     Ask,
-    GiveBack(Decision),
+    /// Admitted; its turn comes after its delay.
+    Turn(Decision),
     Done(Decision),
 }
 
 impl<'a> Wait<'a> {
     fn new(charge: &Charge<'_>, clock: &'a dyn Clock, timeout: Duration) -> Self {
         let timeout = u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX);
-        let queued = charge.quota().algorithm() == Algorithm::LeakyBucket;
-        let action = if queued { Action::Peek } else { Action::Acquire };
-        Self { clock, deadline: clock.now().saturating_add(timeout), queued, action }
+        let deadline = clock.now().saturating_add(timeout);
+        Self { clock, deadline, action: first_look(charge), too_late: None }
     }
 
-    fn next(&mut self, decision: Decision) -> Next {
+    fn next(&mut self, charge: &Charge<'_>, decision: Decision) -> Next {
         let left = Duration::from_micros(self.deadline.saturating_sub(self.clock.now()));
-        let asked = std::mem::replace(&mut self.action, if self.queued { Action::Peek } else { Action::Acquire });
+        if let Some(too_late) = self.too_late {
+            let Decision { remaining, reset_after, .. } = decision;
+            return Next::Done(Decision { remaining, reset_after, ..too_late });
+        }
+        let queued = charge.quota().algorithm() == Algorithm::LeakyBucket;
         if !decision.allowed {
-            return match decision.retry_after {
-                wait if wait > left => Next::Done(decision),
-                wait => Next::Sleep(wait),
-            };
+            self.action = first_look(charge);
+            // In a queue its turn comes only when all that is in it now has drained.
+            let until_through = if queued { decision.reset_after } else { decision.retry_after };
+            let in_time = until_through <= left;
+            return if in_time { Next::Sleep(decision.retry_after) } else { Next::Done(decision) };
         }
         if decision.delay > left {
             let too_late = Decision {
                 allowed: false,
+                remaining: decision.remaining + charge.units(),
                 retry_after: decision.delay.saturating_sub(left),
+                reset_after: decision.delay,
                 delay: Duration::ZERO,
                 ..decision
             };
-            // Admitted between our look and our step, others went ahead.
-            return if asked == Action::Acquire { Next::GiveBack(too_late) } else { Next::Done(too_late) };
+            if self.action == Action::Peek {
+                return Next::Done(too_late);
+            }
+            // Others went ahead between our look and our step.
+            self.action = Action::Refund;
+            self.too_late = Some(too_late);
+            return Next::Ask;
         }
-        if asked == Action::Peek {
+        if self.action == Action::Peek {
             self.action = Action::Acquire;
             return Next::Ask;
         }
-        Next::Done(decision)
+        if decision.delay.is_zero() { Next::Done(decision) } else { Next::Turn(decision) }
     }
+}
+
+/// A queue may have room but a turn that is too late: there a look comes before the step.
+fn first_look(charge: &Charge<'_>) -> Action {
+    if charge.quota().algorithm() == Algorithm::LeakyBucket { Action::Peek } else { Action::Acquire }
 }
 
 impl Limiter<MemoryStore> {
@@ -194,7 +222,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::acquire_all`].
     pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        Charge::check_all(charges)?;
+        Charge::check_all(Action::Acquire, charges)?;
         Ok(self.store.decide_all_now(Action::Acquire, charges)?)
     }
 
@@ -205,7 +233,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::peek_all`].
     pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        Charge::check_all(charges)?;
+        Charge::check_all(Action::Peek, charges)?;
         Ok(self.store.decide_all_now(Action::Peek, charges)?)
     }
 
@@ -221,30 +249,27 @@ impl Blocking<'_> {
 
     /// See [`Limiter::wait`]; blocks the thread.
     pub fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
-        charge.check()?;
+        charge.check(Action::Acquire)?;
         let clock = self.store.clock();
-        let mut wait = Wait::new(charge, clock, timeout);
+        let quota = quiet(charge.quota());
+        let charge = Charge::new(charge.key(), &quota).policy(charge.policy_name()).cost(charge.units());
+        let mut wait = Wait::new(&charge, clock, timeout);
         loop {
-            let decision = self.store.decide_now(wait.action, charge)?;
-            match wait.next(decision) {
+            let decision = self.store.decide_now(wait.action, &charge)?;
+            match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep_blocking(duration),
                 Next::Ask => {}
-                Next::GiveBack(decision) => {
-                    self.store.decide_now(Action::Refund, charge)?;
+                Next::Turn(decision) => {
+                    clock.sleep_blocking(decision.delay);
                     return Ok(decision);
                 }
-                Next::Done(decision) => {
-                    if !decision.delay.is_zero() && decision.allowed {
-                        clock.sleep_blocking(decision.delay);
-                    }
-                    return Ok(decision);
-                }
+                Next::Done(decision) => return Ok(decision),
             }
         }
     }
 
     fn decide(self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        charge.check()?;
+        charge.check(action)?;
         Ok(self.store.decide_now(action, charge)?)
     }
 }

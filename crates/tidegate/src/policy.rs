@@ -307,6 +307,13 @@ impl Policy {
         &self.key
     }
 
+    /// Whether a condition or the key is about such an attribute.
+    #[must_use]
+    pub fn speaks_of(&self, is_such: impl Fn(&str) -> bool) -> bool {
+        let conditions = self.conditions.iter().map(|condition| &condition.attribute);
+        conditions.chain(&self.key).any(|name| is_such(name))
+    }
+
     /// What a request costs that says nothing of it.
     #[must_use]
     pub fn usual_cost(&self) -> u64 {

@@ -49,8 +49,8 @@ pub enum Action {
 pub enum StoreError {
     /// A memory store at its cap: each key it holds still counts for somebody.
     #[error(
-        "the memory store is full: all {cap} keys are in use, and forgetting one would let its owner exceed a limit; \
-         raise the cap or wait until one expires"
+        "the memory store is full: it holds {cap} keys, and to forget one that counts would let its owner exceed a limit; \
+         raise the cap or wait until some expire"
     )]
     Full {
         /// The cap on keys.

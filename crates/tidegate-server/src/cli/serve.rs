@@ -1,15 +1,14 @@
 //! `tidegate serve`: the service.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 
-use crate::config::{self, Secret, StoreConfig};
+use crate::config::{self, Listen, Secret, StoreConfig};
 use crate::serve;
 
-/// Run the service: the HTTP API, metrics and health.
+/// Run the service: the HTTP API, Envoy's rate limit service, metrics and health.
 ///
 /// Needs no flags: without --config it runs a built-in sample on memory, on loopback addresses.
 #[derive(Debug, Args)]
@@ -58,10 +57,11 @@ impl Serve {
         let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let text = self.log_format == LogFormat::Text;
-        let announce = |http: SocketAddr, admin: SocketAddr| {
-            tracing::info!(%http, %admin, store, config = %source, "listening");
+        let announce = |bound: &Listen| {
+            let Listen { http, grpc, admin } = bound;
+            tracing::info!(%http, %grpc, %admin, store, config = %source, "listening");
             if text {
-                anstream::println!("{}", welcome(http, admin, store, &source, example.as_deref()));
+                anstream::println!("{}", welcome(bound, store, &source, example.as_deref()));
             }
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -84,7 +84,7 @@ impl Serve {
     }
 }
 
-fn welcome(http: SocketAddr, admin: SocketAddr, store: &str, source: &str, policy: Option<&str>) -> String {
+fn welcome(Listen { http, grpc, admin }: &Listen, store: &str, source: &str, policy: Option<&str>) -> String {
     let question = match policy {
         Some(policy) => format!(r#"{{"policy": "{policy}", "key": "user123"}}"#),
         None => r#"{"key": "user123", "quota": {"limit": 5, "window": "60s"}}"#.to_owned(),
@@ -93,6 +93,7 @@ fn welcome(http: SocketAddr, admin: SocketAddr, store: &str, source: &str, polic
         "Tidegate {} on {store}, with {source}\n\
          \n\
          \x20 API    http://{http}\n\
+         \x20 Envoy  grpc://{grpc}\n\
          \x20 admin  http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n\
          \n\
          Try it:\n\

@@ -16,6 +16,7 @@ pub(super) struct Config {
     pub(super) client_ip: ClientIp,
     pub(super) auth: Auth,
     pub(super) headers: Headers,
+    pub(super) envoy: Envoy,
     /// What is limited: every policy that applies to a request must allow it.
     pub(super) policies: Vec<Policy>,
 }
@@ -27,6 +28,9 @@ pub(super) struct Listen {
     /// The HTTP API; 127.0.0.1:8080 by default.
     #[schemars(with = "Option<String>")]
     pub(super) http: Option<Spanned<String>>,
+    /// Envoy's rate limit service; 127.0.0.1:8081 by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) grpc: Option<Spanned<String>>,
     /// Metrics and health; 127.0.0.1:8082 by default. Beyond loopback only with `auth.admin_token`.
     #[schemars(with = "Option<String>")]
     pub(super) admin: Option<Spanned<String>>,
@@ -94,6 +98,20 @@ impl Default for Headers {
     fn default() -> Self {
         Self { x_ratelimit: true }
     }
+}
+
+/// Rules of envoyproxy/ratelimit, for Envoy's rate limit service.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Envoy {
+    /// Its YAML files, unmodified; from the folder of this file.
+    pub(super) files: Vec<String>,
+    /// How their rules count; fixed-window by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) algorithm: Option<Spanned<String>>,
+    /// The same for single rules, by their names.
+    #[schemars(with = "BTreeMap<String, String>")]
+    pub(super) algorithms: BTreeMap<String, Spanned<String>>,
 }
 
 /// A named limit.

@@ -159,7 +159,7 @@ pub(crate) fn with_free_ports(config: &str) -> String {
     if config.contains("listen:") {
         return config.to_owned();
     }
-    format!("listen: {{http: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n{config}")
+    format!("listen: {{http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n{config}")
 }
 
 fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {

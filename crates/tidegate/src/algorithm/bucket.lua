@@ -3,8 +3,10 @@
 -- what is admitted is the time that the queue ahead of it takes.
 --
 -- Redis: a hash of the level in whole units, its part in W-ths of a unit, and the time in microseconds; expires when a
--- full bucket would have drained.
---   HGETALL rate_limit:{user123}:per-user   ->   level 7, part 12000000, time 1700000000123456
+-- full bucket would have drained, at `until`. (The kind tells it from the hash of a sliding counter, should a policy's
+-- algorithm change.)
+--   HGETALL rate_limit:{user123}:per-user
+--   ->   kind bucket, level 7, part 12000000, time 1700000000123456, until 1700000060123456
 
 -- How long to drain `units` and the part.
 local function drain_time(state, quota, units)
@@ -14,18 +16,25 @@ local function drain_time(state, quota, units)
   return quotient + whole_parts + (parts > whole_parts * quota.limit and 1 or 0)
 end
 
+-- How long a full bucket takes to drain.
+local function drain_micros(quota)
+  return mul_div_ceil(quota.option, quota.window, quota.limit)
+end
+
 local function bucket(queues)
   return {
     load = function(key, quota)
       local window, burst = quota.window, quota.option
       local state = {level = 0, part = 0}
-      local stored = read('HMGET', key, 'level', 'part', 'time')
+      local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'until')
       if not stored then
         state.foreign = true
         return state
       end
-      if not (stored[1] and stored[2] and stored[3]) then return state end
-      local level, part, time = tonumber(stored[1]), tonumber(stored[2]), tonumber(stored[3])
+      if stored[1] ~= 'bucket' then return state end
+      local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
+      -- A limit was lowered, and the key would expire before it has drained.
+      state.short_lived = tonumber(stored[5]) < time + drain_micros(quota)
       -- A limit or window that was changed: no more than a full bucket.
       if part >= window then level, part = level + 1, 0 end
       if level >= burst then level, part = burst, 0 end
@@ -80,8 +89,9 @@ local function bucket(queues)
 
     save = function(key, state, quota)
       if state.foreign then call('DEL', key) end
-      call('HSET', key, 'level', state.level, 'part', state.part, 'time', now)
-      call('PEXPIREAT', key, expiry(now + mul_div_ceil(quota.option, quota.window, quota.limit)))
+      local drained = now + drain_micros(quota)
+      call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', now, 'until', drained)
+      call('PEXPIREAT', key, expiry(drained))
     end,
   }
 end

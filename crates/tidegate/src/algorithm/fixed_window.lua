@@ -1,19 +1,18 @@
 -- fixed-window, the twin of fixed_window.rs: admits when the count in the window of the clock, plus the cost, is at most L.
 --
 -- Redis: a string "<count>:<start of the window in microseconds>" that expires at the window's end. The start is there
--- because an expiry has only milliseconds, and because a clock may step back.
+-- because an expiry has only milliseconds, and because a clock may step back: then a window begins at the step.
 --   GET rate_limit:{user123}:per-user   ->   "7:1700000000000000"
 
 algorithms['fixed-window'] = {
   load = function(key, quota)
-    local start = now - now % quota.window
-    local state = {start = start, count = 0}
+    local state = {start = now - now % quota.window, count = 0}
     local value = read('GET', key)
-    local count, stored = string.match(value or '', '^(%d+):(%d+)$')
-    if count then
-      stored = tonumber(stored)
-      state.stepped_back = stored > start
-      if stored >= start then state.count = tonumber(count) end
+    local count, start = string.match(value or '', '^(%d+):(%d+)$')
+    start = tonumber(start)
+    if start and start + quota.window > now then
+      state.stepped_back = start > now
+      state.start, state.count = math.min(start, now), tonumber(count)
     end
     return state
   end,

@@ -1,4 +1,7 @@
 //! `fixed-window`: admits when the count in the window of the clock, plus the cost, is at most L.
+//!
+//! Windows are aligned to the epoch. Only after a clock has stepped back does a key get one window that is not: it begins
+//! at the step, so that what counted goes on counting for one window, no more and no less.
 
 use super::Count;
 use crate::quota::Quota;
@@ -11,12 +14,13 @@ pub(crate) struct Window {
 
 impl Count for Window {
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
-        let start = now - now % quota.window_micros();
-        let stepped_back = self.start > start;
-        if self.start < start {
-            self.count = 0;
+        let window = quota.window_micros();
+        let stepped_back = self.start > now;
+        if stepped_back {
+            self.start = now;
+        } else if self.start + window <= now {
+            *self = Self { start: now - now % window, count: 0 };
         }
-        self.start = start;
         stepped_back
     }
 

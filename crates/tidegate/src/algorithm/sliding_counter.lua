@@ -2,7 +2,8 @@
 -- aligned to the epoch and e is how far the present one has come.
 --
 -- Redis: a hash of the two window counts and the start of the current one; expires when the second window is over.
---   HGETALL rate_limit:{user123}:per-user   ->   start 1700000000000000, current 7, previous 93
+-- (The kind tells it from the hash of a bucket, should a policy's algorithm change.)
+--   HGETALL rate_limit:{user123}:per-user   ->   kind counter, start 1700000000000000, current 7, previous 93
 
 -- How far a window must have come until at most `room` of the `previous` units still count.
 local function elapsed_until(previous, room, window)
@@ -12,21 +13,21 @@ end
 
 algorithms['sliding-counter'] = {
   load = function(key, quota)
-    local elapsed = now % quota.window
-    local start = now - elapsed
-    local state = {start = start, elapsed = elapsed, current = 0, previous = 0}
-    local stored = read('HMGET', key, 'start', 'current', 'previous')
+    local window = quota.window
+    local state = {start = now - now % window, current = 0, previous = 0}
+    local stored = read('HMGET', key, 'kind', 'start', 'current', 'previous')
     if not stored then
       state.foreign = true
-    elseif stored[1] and stored[2] and stored[3] then
-      local began = tonumber(stored[1])
-      if began >= start then
-        state.current, state.previous = tonumber(stored[2]), tonumber(stored[3])
-        state.stepped_back = began > start
-      elseif began + quota.window >= start then
-        state.previous = tonumber(stored[2])
+    elseif stored[1] == 'counter' then
+      local start, current = tonumber(stored[2]), tonumber(stored[3])
+      if start + window > now then
+        state.stepped_back = start > now
+        state.start, state.current, state.previous = math.min(start, now), current, tonumber(stored[4])
+      elseif start + 2 * window > now and current > 0 then
+        state.start, state.previous = start + window, current
       end
     end
+    state.elapsed = now - state.start
     return state
   end,
 
@@ -68,7 +69,7 @@ algorithms['sliding-counter'] = {
 
   save = function(key, state, quota)
     if state.foreign then call('DEL', key) end
-    call('HSET', key, 'start', state.start, 'current', state.current, 'previous', state.previous)
+    call('HSET', key, 'kind', 'counter', 'start', state.start, 'current', state.current, 'previous', state.previous)
     call('PEXPIREAT', key, expiry(state.start + 2 * quota.window))
   end,
 }

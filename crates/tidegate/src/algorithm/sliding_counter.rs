@@ -1,5 +1,8 @@
 //! `sliding-counter`: admits when cur + floor(prev × (W − e)/W) + c ≤ L, where windows are aligned to the epoch and
 //! e is how far the present one has come.
+//!
+//! Only after a clock has stepped back are a key's windows not aligned: they begin at the step, with both counts in full,
+//! and keep that rhythm until nothing counts any more. Any other rhythm would let more through.
 
 use super::{Count, mul_div_ceil, mul_div_rem};
 use crate::quota::Quota;
@@ -33,15 +36,19 @@ fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
 impl Count for Counter {
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
-        self.elapsed = now % window;
-        let start = now - self.elapsed;
-        let stepped_back = self.start > start;
-        if self.start + window < start {
+        let stepped_back = self.start > now;
+        if stepped_back {
+            self.start = now;
+        } else if self.start + 2 * window <= now {
             (self.previous, self.current) = (0, 0);
-        } else if self.start < start {
+        } else if self.start + window <= now {
             (self.previous, self.current) = (self.current, 0);
+            self.start += window;
         }
-        self.start = start;
+        if self.is_empty() {
+            self.start = now - now % window;
+        }
+        self.elapsed = now - self.start;
         stepped_back
     }
 

@@ -102,13 +102,19 @@ algorithms['sliding-log'] = {
 
   save = function(key, state, quota)
     if state.foreign then call('DEL', key) end
+    -- The member first: a Redis that is out of memory refuses it, but would take whatever follows a removal.
+    local total = state.total
+    if state.spent > 0 then
+      state.total = total + state.spent
+      call('ZADD', key, now, member(state.total, state.spent))
+    end
     call('ZREMRANGEBYSCORE', key, '-inf', now - quota.window)
     if state.stepped_back then
       -- What lies in the future becomes one member at now.
       local after = '(' .. whole(now)
       local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
       call('ZREMRANGEBYSCORE', key, after, '+inf')
-      call('ZADD', key, now, member(state.total, state.total - before))
+      call('ZADD', key, now, member(total, total - before))
       state.newest = now
     end
     if state.refunded > 0 then
@@ -123,10 +129,7 @@ algorithms['sliding-log'] = {
       end
       state.total, state.newest = target, tonumber(newest[2])
     end
-    if state.spent > 0 then
-      state.total, state.newest = state.total + state.spent, now
-      call('ZADD', key, now, member(state.total, state.spent))
-    end
+    if state.spent > 0 then state.newest = now end
     -- Only denials that count get here with more than the limit. The newest L units say all that matters.
     if state.spent > 0 and quota.count_denied and state.units > quota.limit then
       local base = state.total - quota.limit

@@ -50,6 +50,7 @@ pub struct MemoryStore {
     next_expiry: AtomicU64,
     /// The shard where the next search for room begins.
     hand: AtomicUsize,
+    searching: Mutex<()>,
 }
 
 /// On cache lines of its own, or a lock on one shard would slow its neighbours.
@@ -112,6 +113,7 @@ impl Builder {
             max_keys: self.max_keys,
             next_expiry: AtomicU64::new(u64::MAX),
             hand: AtomicUsize::new(0),
+            searching: Mutex::new(()),
         }
     }
 }
@@ -150,10 +152,11 @@ impl MemoryStore {
             // Read under the lock: then times come in the order of decisions.
             let now = self.clock.now();
             if let Some(verdict) = self.apply(shard, &mut table, action, charge, fingerprint, now, true, &mut room) {
+                self.sweep(&mut table, now);
                 return Ok(verdict.into_decision(charge.quota(), Source::Store));
             }
             drop(table);
-            self.make_room(now)?;
+            self.make_room(now, 1)?;
         }
     }
 
@@ -183,7 +186,7 @@ impl MemoryStore {
             // All the room that may be needed, before anything is written.
             if action == Action::Acquire && together && !room.reserve(missing) {
                 drop(locked);
-                self.make_room(now)?;
+                self.make_room(now, missing)?;
                 continue;
             }
             let decide = |(charge, &fingerprint): (&Charge<'_>, &u128)| {
@@ -194,6 +197,10 @@ impl MemoryStore {
             };
             let decisions: Option<Vec<Decision>> = charges.iter().zip(&fingerprints).map(decide).collect();
             if let Some(decisions) = decisions {
+                // Only now: a sweep in between could take away what a later charge has counted on.
+                for (_, table) in &mut locked.0 {
+                    self.sweep(table, now);
+                }
                 return Ok(decisions);
             }
         }
@@ -229,7 +236,6 @@ impl MemoryStore {
                 let entry = Entry { fingerprint, expires_at: state.expires_at(quota), state };
                 self.expires_no_later_than(shard, entry.expires_at);
                 table.entries.insert_unique(hash, entry, |entry| bucket_hash(entry.fingerprint));
-                self.sweep(table, now);
             }
             return Some(outcome.verdict);
         };
@@ -252,7 +258,9 @@ impl MemoryStore {
         let outcome = act(&mut entry.state);
         if outcome.written {
             self.written(shard, found, quota);
-            self.sweep(table, now);
+        } else if action == Action::Acquire {
+            // A limit was lowered, and the entry would expire before its bucket has drained.
+            entry.expires_at = entry.expires_at.max(entry.state.expires_at(quota));
         }
         Some(outcome.verdict)
     }
@@ -272,42 +280,45 @@ impl MemoryStore {
         entry.expires_at = expires_at;
     }
 
-    /// Keeps the bounds below every expiry.
+    /// Keeps the bounds below every expiry. The shard's first: a search takes up the common bound before it looks at the
+    /// shards, so it sees the one or is lowered by the other.
     fn expires_no_later_than(&self, shard: &Shard, expires_at: u64) {
-        for bound in [&shard.next_expiry, &self.next_expiry] {
-            if expires_at < bound.load(Ordering::Relaxed) {
-                bound.fetch_min(expires_at, Ordering::Relaxed);
-            }
-        }
+        shard.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
+        self.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
     }
 
     /// Drops expired keys to make room for new ones. Called with no lock held.
-    fn make_room(&self, now: u64) -> Result<(), StoreError> {
+    fn make_room(&self, now: u64, places: usize) -> Result<(), StoreError> {
         let full = Err(StoreError::Full { cap: self.max_keys });
-        if self.next_expiry.load(Ordering::Relaxed) > now {
+        // One at a time: who comes during a search would see its bound half made.
+        let _searching = self.searching.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.keys() + places <= self.max_keys {
+            return Ok(());
+        }
+        if self.next_expiry.load(Ordering::SeqCst) > now {
             return full;
         }
-        let before = self.keys();
         // Taken up before the search, so that what is inserted meanwhile lowers it again.
-        self.next_expiry.store(u64::MAX, Ordering::Relaxed);
+        self.next_expiry.store(u64::MAX, Ordering::SeqCst);
+        let mut made = false;
         let mut bound = u64::MAX;
         let mut searched = 0;
         for _ in 0..SHARDS {
             let shard = &self.shards[self.hand.fetch_add(1, Ordering::Relaxed) % SHARDS];
-            if shard.next_expiry.load(Ordering::Relaxed) <= now {
+            if shard.next_expiry.load(Ordering::SeqCst) <= now {
                 let (seen, dropped) = shard.drop_expired(now);
                 searched += seen;
                 if dropped > 0 || searched > SEARCHED_AT_THE_CAP {
                     self.keys.fetch_sub(dropped, Ordering::Relaxed);
+                    made = dropped > 0;
                     bound = now;
                     break;
                 }
             }
-            bound = bound.min(shard.next_expiry.load(Ordering::Relaxed));
+            bound = bound.min(shard.next_expiry.load(Ordering::SeqCst));
         }
-        self.next_expiry.fetch_min(bound, Ordering::Relaxed);
-        // Another thread may have made the room.
-        if self.keys() < before { Ok(()) } else { full }
+        self.next_expiry.fetch_min(bound, Ordering::SeqCst);
+        if made { Ok(()) } else { full }
     }
 
     /// Now and then some steps of the hand that goes round and drops what has expired.
@@ -319,6 +330,12 @@ impl MemoryStore {
         let buckets = table.entries.num_buckets();
         for _ in 0..BUCKETS_A_SWEEP.min(buckets) {
             table.hand = if table.hand + 1 < buckets { table.hand + 1 } else { 0 };
+            // Once round: a flood that is over gives its memory back.
+            if table.hand == 0 && table.entries.len() < table.entries.capacity() / 8 {
+                let room = 2 * table.entries.len();
+                table.entries.shrink_to(room, |entry| bucket_hash(entry.fingerprint));
+                break;
+            }
             if let Ok(found) = table.entries.get_bucket_entry(table.hand)
                 && found.get().expires_at <= now
             {
@@ -379,7 +396,7 @@ impl Shard {
             }
             keep
         });
-        self.next_expiry.store(next, Ordering::Relaxed);
+        self.next_expiry.store(next, Ordering::SeqCst);
         (seen, seen - table.entries.len())
     }
 }

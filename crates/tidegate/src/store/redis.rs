@@ -80,6 +80,10 @@ impl Builder {
                 self.prefix
             )));
         }
+        if self.url.starts_with("rediss://") {
+            let message = "rediss:// (TLS) is not supported yet: use redis://, on a network that you trust";
+            return Err(StoreError::Misconfigured(message.to_owned()));
+        }
         // The URL may hold a password: no error repeats it.
         let info = self.url.as_str().into_connection_info().map_err(|_| {
             StoreError::Misconfigured(
@@ -150,8 +154,14 @@ impl RedisStore {
         redis_key(&self.prefix, charge.key(), charge.policy_name())
     }
 
-    /// Decides independent requests in one call.
+    /// Decides independent requests in one call, within the timeout: a connection that must be made first, and a script
+    /// that must be sent again, have no time of their own.
     async fn run(&self, requests: &[Request<'_>]) -> Result<Vec<Verdict>, StoreError> {
+        let call = tokio::time::timeout(self.timeout, self.call(requests)).await;
+        call.unwrap_or(Err(StoreError::Timeout(self.timeout)))
+    }
+
+    async fn call(&self, requests: &[Request<'_>]) -> Result<Vec<Verdict>, StoreError> {
         let script = Script::for_requests(requests);
         let time = self.driven_time();
         let key = |charge: &Charge<'_>| self.redis_key(charge);
@@ -211,8 +221,13 @@ fn failure(error: &RedisError, timeout: Duration) -> StoreError {
     if error.is_timeout() {
         StoreError::Timeout(timeout)
     } else if error.is_io_error() {
-        StoreError::Unreachable(error.to_string())
+        StoreError::Unreachable(one_line(error))
     } else {
-        StoreError::Refused(error.to_string())
+        StoreError::Refused(one_line(error))
     }
+}
+
+/// Some errors quote what they could not read, line breaks and all.
+fn one_line(error: &RedisError) -> String {
+    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }

@@ -22,6 +22,9 @@ struct History {
     /// In the order in which they happened.
     events: Vec<Event>,
     last_write: u64,
+    /// Of `fixed-window` and `sliding-counter`: when the window began that was current at the last write. Its events,
+    /// and those of the one before, have the beginning of their window for their time.
+    window_start: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -118,10 +121,6 @@ impl Model {
     }
 }
 
-fn window_start(time: u64, window: u64) -> u64 {
-    time / window * window
-}
-
 impl History {
     /// Units that count at `time`, a part of a unit as a whole one.
     fn counting(&self, quota: &Quota, time: u64) -> u128 {
@@ -130,13 +129,12 @@ impl History {
             let units: i128 = self.events.iter().filter(|event| counts(event)).map(|event| event.units).sum();
             u128::try_from(units).expect("never more given back than taken")
         };
-        let start = window_start(time, window);
         match quota.algorithm() {
-            Algorithm::SlidingLog => sum(&|event| event.time + window > time),
-            Algorithm::FixedWindow => sum(&|event| window_start(event.time, window) == start),
+            Algorithm::SlidingLog | Algorithm::FixedWindow => sum(&|event| event.time + window > time),
             Algorithm::SlidingCounter => {
-                let current = sum(&|event| window_start(event.time, window) == start);
-                let previous = sum(&|event| window_start(event.time, window) + window == start);
+                let start = self.window_start + (time - self.window_start) / window * window;
+                let current = sum(&|event| event.time == start);
+                let previous = sum(&|event| event.time + window == start);
                 current + previous * u128::from(window - (time - start)) / u128::from(window)
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
@@ -149,10 +147,7 @@ impl History {
     fn is_void(&self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         match quota.algorithm() {
-            Algorithm::SlidingCounter => {
-                let start = window_start(now, window);
-                self.events.iter().all(|event| window_start(event.time, window) + window < start)
-            }
+            Algorithm::SlidingCounter => self.events.iter().all(|event| event.time + 2 * window <= now),
             _ => self.counting(quota, now) == 0,
         }
     }
@@ -176,17 +171,17 @@ impl History {
 
     /// A stored time later than now counts as now.
     fn seen_from(&self, quota: &Quota, now: u64) -> Self {
-        let window = quota.window_micros();
         let mut seen = self.clone();
         if !self.is_ahead_of(quota, now) {
             return seen;
         }
         match quota.algorithm() {
             Algorithm::SlidingLog => seen.events.iter_mut().for_each(|event| event.time = event.time.min(now)),
-            // Counts of windows move by whole windows, a level as it was last written.
+            // Counts of windows move with the current one, which begins now; a level as it was last written.
             Algorithm::FixedWindow | Algorithm::SlidingCounter => {
-                let ahead = window_start(self.last_write, window) - window_start(now, window);
+                let ahead = self.window_start - now;
                 seen.events.iter_mut().for_each(|event| event.time -= ahead);
+                seen.window_start = now;
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 let ahead = self.last_write - now;
@@ -197,13 +192,10 @@ impl History {
     }
 
     fn is_ahead_of(&self, quota: &Quota, now: u64) -> bool {
-        let window = quota.window_micros();
         match quota.algorithm() {
             _ if self.events.is_empty() => false,
             Algorithm::SlidingLog => self.events.iter().any(|event| event.time > now),
-            Algorithm::FixedWindow | Algorithm::SlidingCounter => {
-                window_start(self.last_write, window) > window_start(now, window)
-            }
+            Algorithm::FixedWindow | Algorithm::SlidingCounter => self.window_start > now,
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.last_write > now,
         }
     }
@@ -228,8 +220,10 @@ impl History {
 
     /// An event of no units still is a write: a bucket has drained by this quota up to it.
     fn push(&mut self, now: u64, units: i128, quota: &Quota) {
+        let windowed = matches!(quota.algorithm(), Algorithm::FixedWindow | Algorithm::SlidingCounter);
+        let time = if windowed { self.window_start } else { now };
         if units != 0 || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
-            self.events.push(Event { time: now, units, quota: quota.clone() });
+            self.events.push(Event { time, units, quota: quota.clone() });
         }
         self.last_write = now;
     }
@@ -237,12 +231,22 @@ impl History {
     /// At a write, what no longer counts is forgotten for good, even if the clock should step back later.
     fn forget_what_is_gone(&mut self, quota: &Quota, now: u64) {
         let window = quota.window_micros();
-        let start = window_start(now, window);
         match quota.algorithm() {
             Algorithm::SlidingLog => self.events.retain(|event| event.time + window > now),
-            Algorithm::FixedWindow => self.events.retain(|event| window_start(event.time, window) == start),
+            Algorithm::FixedWindow => {
+                self.events.retain(|event| event.time + window > now);
+                if self.events.is_empty() {
+                    self.window_start = now / window * window;
+                }
+            }
             Algorithm::SlidingCounter => {
-                self.events.retain(|event| window_start(event.time, window) + window >= start);
+                self.window_start += (now - self.window_start) / window * window;
+                let start = self.window_start;
+                self.events.retain(|event| event.time + window >= start);
+                // Nothing counts any more: aligned to the epoch again.
+                if self.events.is_empty() {
+                    self.window_start = now / window * window;
+                }
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {}
         }

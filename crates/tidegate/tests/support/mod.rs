@@ -11,7 +11,7 @@ pub(crate) use server::Redis;
 use tidegate::{Algorithm, Charge, Encoding, Limiter, ManualClock, Quota, RedisStore, Store};
 
 /// This machine may be slow; what takes this long hangs.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Redis {
     /// A limiter on the server's own clock.

@@ -99,7 +99,9 @@ fn launch(port: u16, folder: &Path, options: &[&str]) -> Option<Child> {
             return None;
         }
         if TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok() {
-            return Some(process);
+            // Another program may have got the port: then ours has ended, or soon will.
+            std::thread::sleep(Duration::from_millis(20));
+            return process.try_wait().expect("our own child").is_none().then_some(process);
         }
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -51,7 +51,8 @@ local function decide(charge, writes, together)
   else
     answer_unspent(charge)
   end
-  if writes and (spend > 0 or state.stepped_back) then
+  -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
+  if writes and (spend > 0 or state.stepped_back or state.short_lived) then
     algorithm.spend(state, quota, spend)
     save(charge)
   end

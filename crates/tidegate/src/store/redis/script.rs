@@ -98,7 +98,12 @@ fn arguments(command: &mut Cmd, requests: &[Request<'_>], key: impl Fn(&Charge<'
                 }
                 (algorithm, _) => (algorithm.as_str(), 0),
             };
-            command.arg(name).arg(quota.limit()).arg(quota.window_micros()).arg(option).arg(charge.units());
+            command
+                .arg(name)
+                .arg(quota.limit())
+                .arg(quota.window_micros())
+                .arg(option)
+                .arg(charge.units().min(Quota::MAX_LIMIT));
         }
     }
     std::mem::replace(command, Cmd::new())

@@ -1,0 +1,16 @@
+//! Makes the messages of Envoy's rate limit service from `proto/`, without protoc.
+
+use std::path::PathBuf;
+
+use prost::Message as _;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo::rerun-if-changed=proto");
+    let descriptors = protox::compile(["envoy/service/ratelimit/v3/rls.proto"], ["proto"])?;
+    let set = PathBuf::from(std::env::var("OUT_DIR")?).join("rls.bin");
+    // What gRPC reflection answers with.
+    std::fs::write(set, descriptors.encode_to_vec())?;
+    // The client is for the tests.
+    tonic_prost_build::configure().build_transport(false).compile_fds(descriptors)?;
+    Ok(())
+}

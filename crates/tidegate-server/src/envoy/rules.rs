@@ -1,0 +1,614 @@
+//! envoyproxy/ratelimit's rules: loads its YAML files unmodified and finds the rule for a descriptor.
+//!
+//! A domain is a tree. Each node stands under its *composite*: `key_value`, or `key` alone for any value. A descriptor
+//! walks down, one entry a level, by the exact composite, else the first wildcard of the file that matches, else the
+//! key alone. It never turns back, and only the node where its last entry ends can limit it.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
+use serde_saphyr::{Localizer, Location, Spanned, UserMessageFormatter};
+use siphasher::sip128::SipHasher24;
+use tidegate::{Algorithm, MAX_KEY_BYTES, Quota, QuotaError};
+
+#[cfg(test)]
+mod tests;
+
+/// The rules of all domains.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    domains: BTreeMap<String, Level>,
+    /// In the order of the files. Nodes point here.
+    rules: Vec<Rule>,
+}
+
+/// A node that has a limit.
+#[derive(Debug)]
+pub(crate) struct Rule {
+    /// Its name in ratelimit's statistics: the domain and each composite, `edge.message_type_marketing.to_number`.
+    /// Fit for the name of a policy.
+    pub(crate) path: String,
+    pub(crate) name: Option<String>,
+    /// While this rule applies to one descriptor of a request, rules of these names are left out for the others.
+    pub(crate) replaces: Vec<String>,
+    pub(crate) limit: Limit,
+    /// Decide and count, but let through.
+    pub(crate) shadow_mode: bool,
+    /// Over the limit, it denies only together with all the others of the request that are in this mode.
+    pub(crate) quota_mode: bool,
+    detailed_metric: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Limit {
+    Unlimited,
+    /// 0 a unit, which no [`Quota`] can be.
+    Never(Unit),
+    Quota(Unit, Quota),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unit {
+    Second,
+    Minute,
+    Hour,
+    Day,
+    Week,
+    Month,
+    Year,
+}
+
+/// The rule for a descriptor, and where it counts.
+#[derive(Debug)]
+pub(crate) struct Found<'a> {
+    pub(crate) rule: &'a Rule,
+    /// What metrics call it: the rule's path, with the descriptor's values where `value_to_metric` or `detailed_metric`
+    /// ask for them.
+    pub(crate) metric: Cow<'a, str>,
+    /// Whose count it is: see [`counter_key`].
+    pub(crate) key: String,
+}
+
+/// Why the files cannot be loaded: where, what, and what would be right.
+#[derive(Debug, thiserror::Error)]
+#[error("{place}: {problem}")]
+pub(crate) struct RulesError {
+    place: String,
+    problem: Problem,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Problem {
+    #[error("has {0} bytes: at most {MAX_FILE_BYTES} are allowed")]
+    TooLarge(usize),
+    #[error("{field}{message}")]
+    Yaml { field: String, message: String },
+    #[error("domain is missing or empty: write the domain that Envoy's rate limit filter sends")]
+    NoDomain,
+    #[error("domain {domain:?} is in {first} already: keep each domain in one file")]
+    DomainTwice { domain: String, first: String },
+    #[error("key is missing or empty: a descriptor needs the key of an entry")]
+    NoKey,
+    #[error("descriptor {0:?} is there already: merge the two")]
+    DescriptorTwice(String),
+    #[error("share_threshold needs a wildcard to share: write a value with a *, such as files/*")]
+    NothingToShare,
+    #[error("rate_limit.unit is missing: it must be one of {}", Unit::names())]
+    NoUnit,
+    #[error("rate_limit.requests_per_unit is missing: write 0 to deny every request")]
+    NoRequests,
+    #[error("rate_limit has both unlimited and the unit {}: take one of them out", .0.as_str())]
+    UnlimitedUnit(Unit),
+    #[error("rate_limit.requests_per_unit: {0}")]
+    Quota(QuotaError),
+    #[error("rate_limit.replaces has an entry without a name: write the name of the rule to replace")]
+    ReplacesNothing,
+    #[error("rate_limit.replaces has the rule's own name {0:?}: a rule cannot replace itself")]
+    ReplacesItself(String),
+    #[error("no rule is named {name:?}: {known}")]
+    NoSuchRule { name: String, known: String },
+}
+
+impl Rules {
+    /// Each file with its text. `algorithm` is for all rules but those whose name is in `algorithms`.
+    pub(crate) fn load(
+        files: &[(String, String)],
+        algorithm: Algorithm,
+        algorithms: &BTreeMap<String, Algorithm>,
+    ) -> Result<Self, RulesError> {
+        let mut all = Self { domains: BTreeMap::new(), rules: Vec::new() };
+        let mut file_of_domain = BTreeMap::new();
+        for (file, text) in files {
+            let place = Place { file, location: Location::UNKNOWN };
+            let RawFile { domain, descriptors } = RawFile::read(file, text)?;
+            if domain.is_empty() {
+                return Err(place.error(Problem::NoDomain));
+            }
+            if let Some(first) = file_of_domain.insert(domain.clone(), file) {
+                return Err(place.error(Problem::DomainTwice { domain, first: first.clone() }));
+            }
+            let mut loader = Loader { file, algorithm, algorithms, rules: &mut all.rules };
+            let level = loader.level(&domain, descriptors)?;
+            all.domains.insert(domain, level);
+        }
+        all.check_named(algorithms)?;
+        Ok(all)
+    }
+
+    /// An algorithm for a rule that is not there is a typing error, or a rule that has been renamed.
+    fn check_named(&self, algorithms: &BTreeMap<String, Algorithm>) -> Result<(), RulesError> {
+        let mut names: Vec<&str> = self.rules.iter().filter_map(|rule| rule.name.as_deref()).collect();
+        let Some(name) = algorithms.keys().find(|name| !names.contains(&name.as_str())) else { return Ok(()) };
+        names.sort_unstable();
+        names.dedup();
+        let known = match names.as_slice() {
+            [] => "no rule of the files has a rate_limit.name".to_owned(),
+            names => format!("the names in the files are {}", names.join(", ")),
+        };
+        let problem = Problem::NoSuchRule { name: name.clone(), known };
+        Err(RulesError { place: "envoy.algorithms".to_owned(), problem })
+    }
+
+    /// The rule for a descriptor, given by its entries' keys and values. `None`: nothing limits it.
+    pub(crate) fn find(&self, domain: &str, entries: &[(&str, &str)]) -> Option<Found<'_>> {
+        let mut level = self.domains.get(domain)?;
+        let mut steps = Vec::new();
+        for &(key, value) in entries {
+            let step = level.step(key, value)?;
+            level = &step.node.below;
+            steps.push(step);
+        }
+        let rule = &self.rules[steps.last()?.node.rule?];
+        let counted = steps.iter().map(|step| (step.key, step.counted));
+        let metric = if rule.detailed_metric {
+            Cow::Owned(metric_name(domain, counted.clone()))
+        } else if steps.iter().any(|step| step.node.value_to_metric) {
+            Cow::Owned(metric_name(domain, steps.iter().map(|step| (step.key, step.shown))))
+        } else {
+            Cow::Borrowed(rule.path.as_str())
+        };
+        Some(Found { rule, metric, key: counter_key(domain, counted) })
+    }
+
+    pub(crate) fn domains(&self) -> impl Iterator<Item = &str> {
+        self.domains.keys().map(String::as_str)
+    }
+
+    pub(crate) fn rules(&self) -> impl Iterator<Item = &Rule> {
+        self.rules.iter()
+    }
+}
+
+impl Limit {
+    pub(crate) fn new(algorithm: Algorithm, requests_per_unit: u32, unit: Unit) -> Result<Self, QuotaError> {
+        match requests_per_unit {
+            0 => Ok(Self::Never(unit)),
+            requests => Ok(Self::Quota(unit, Quota::new(algorithm, requests.into(), unit.window())?)),
+        }
+    }
+}
+
+impl Unit {
+    pub(crate) const ALL: [Self; 7] =
+        [Self::Second, Self::Minute, Self::Hour, Self::Day, Self::Week, Self::Month, Self::Year];
+
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Second => "second",
+            Self::Minute => "minute",
+            Self::Hour => "hour",
+            Self::Day => "day",
+            Self::Week => "week",
+            Self::Month => "month",
+            Self::Year => "year",
+        }
+    }
+
+    /// Fixed lengths as in ratelimit: a month is 30 days and a year 365, whatever the calendar says.
+    pub(crate) fn window(self) -> Duration {
+        const DAY: u64 = 86_400;
+        Duration::from_secs(match self {
+            Self::Second => 1,
+            Self::Minute => 60,
+            Self::Hour => 3_600,
+            Self::Day => DAY,
+            Self::Week => 7 * DAY,
+            Self::Month => 30 * DAY,
+            Self::Year => 365 * DAY,
+        })
+    }
+
+    fn names() -> String {
+        Self::ALL.map(Self::as_str).join(", ")
+    }
+}
+
+/// Names the count of a descriptor, fit for a key of the store. What separates the parts is escaped inside them, so two
+/// different descriptors never get the same one, whichever domains and rules they belong to.
+pub(crate) fn counter_key<'a>(domain: &str, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+    const SEPARATORS: [char; 3] = ['%', '|', '='];
+    let mut text = String::new();
+    push_escaped(&mut text, domain, &SEPARATORS);
+    for (key, value) in entries {
+        text.push('|');
+        push_escaped(&mut text, key, &SEPARATORS);
+        text.push('=');
+        push_escaped(&mut text, value, &SEPARATORS);
+    }
+    shortened(text)
+}
+
+/// As ratelimit names its statistics: `domain.key_value.key`.
+pub(crate) fn metric_name<'a>(domain: &str, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+    let mut path = domain.to_owned();
+    for (key, value) in entries {
+        path.push('.');
+        path.push_str(&composite(key, value));
+    }
+    printable(&path)
+}
+
+fn printable(path: &str) -> String {
+    let mut text = String::new();
+    push_escaped(&mut text, path, &[]);
+    shortened(text)
+}
+
+fn push_escaped(text: &mut String, part: &str, separators: &[char]) {
+    for character in part.chars() {
+        if character.is_control() || separators.contains(&character) {
+            for byte in character.encode_utf8(&mut [0; 4]).bytes() {
+                let _ = write!(text, "%{byte:02X}");
+            }
+        } else {
+            text.push(character);
+        }
+    }
+}
+
+/// Keeps what fits of a text that is too long, and a hash of all of it. `%~` is no escape, so no other key looks alike.
+fn shortened(text: String) -> String {
+    if text.len() <= MAX_KEY_BYTES {
+        return text;
+    }
+    // No secret seeds it: all processes that share a store must come to the same key.
+    let hash = SipHasher24::new().hash(text.as_bytes()).as_u128();
+    let mut end = MAX_KEY_BYTES - "%~".len() - 32;
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!("{}%~{hash:032x}", &text[..end])
+}
+
+/// The nodes below a domain or another node.
+#[derive(Debug, Default)]
+struct Level {
+    nodes: HashMap<String, Node>,
+    /// In the order of the file.
+    wildcards: Vec<Wildcard>,
+}
+
+#[derive(Debug)]
+struct Node {
+    /// Its place in [`Rules::rules`].
+    rule: Option<usize>,
+    below: Level,
+    value_to_metric: bool,
+    share_threshold: bool,
+}
+
+/// A composite with one `*` or more, each of which matches any text or none.
+#[derive(Debug)]
+struct Wildcard {
+    composite: String,
+    start: String,
+    middle: Vec<String>,
+    end: String,
+}
+
+/// One entry of a descriptor, and the node that it has led to.
+struct Step<'a> {
+    node: &'a Node,
+    key: &'a str,
+    /// The value that the count is for: with `share_threshold`, the wildcard stands for all that match it.
+    counted: &'a str,
+    /// The value that metrics show, if the rule has no `detailed_metric`.
+    shown: &'a str,
+}
+
+impl Level {
+    fn step<'a>(&'a self, key: &'a str, value: &'a str) -> Option<Step<'a>> {
+        let exact = format!("{key}_{value}");
+        if let Some(node) = self.nodes.get(&exact) {
+            return Some(Step { node, key, counted: value, shown: value });
+        }
+        if let Some(wildcard) = self.wildcards.iter().find(|wildcard| wildcard.matches(&exact)) {
+            let node = self.nodes.get(&wildcard.composite)?;
+            let pattern = wildcard.value_for(key);
+            let counted = if node.share_threshold { pattern } else { value };
+            let shown = if node.value_to_metric { counted } else { pattern };
+            return Some(Step { node, key, counted, shown });
+        }
+        let node = self.nodes.get(key)?;
+        let shown = if node.value_to_metric { value } else { "" };
+        Some(Step { node, key, counted: value, shown })
+    }
+}
+
+impl Wildcard {
+    fn new(composite: &str) -> Option<Self> {
+        let (start, rest) = composite.split_once('*')?;
+        let (middle, end) = rest.rsplit_once('*').unwrap_or(("", rest));
+        Some(Self {
+            composite: composite.to_owned(),
+            start: start.to_owned(),
+            middle: middle.split('*').map(str::to_owned).collect(),
+            end: end.to_owned(),
+        })
+    }
+
+    fn matches(&self, text: &str) -> bool {
+        let inner = text.strip_prefix(&self.start).and_then(|rest| rest.strip_suffix(&self.end));
+        let Some(mut rest) = inner else { return false };
+        // The earliest place of each part leaves the most room for the next, so there is nothing to try again.
+        for part in &self.middle {
+            let Some((_, after)) = rest.split_once(part.as_str()) else { return false };
+            rest = after;
+        }
+        true
+    }
+
+    /// The composite without the entry's key (which is not its beginning where the `*` stands in the key).
+    fn value_for(&self, key: &str) -> &str {
+        let value = self.composite.strip_prefix(key).and_then(|rest| rest.strip_prefix('_'));
+        value.unwrap_or(&self.composite)
+    }
+}
+
+fn composite(key: &str, value: &str) -> String {
+    if value.is_empty() { key.to_owned() } else { format!("{key}_{value}") }
+}
+
+/// Raw to validated, one file at a time.
+struct Loader<'a> {
+    file: &'a str,
+    algorithm: Algorithm,
+    algorithms: &'a BTreeMap<String, Algorithm>,
+    rules: &'a mut Vec<Rule>,
+}
+
+impl Loader<'_> {
+    fn level(&mut self, path: &str, descriptors: Vec<Spanned<RawDescriptor>>) -> Result<Level, RulesError> {
+        let mut level = Level::default();
+        for Spanned { value: raw, referenced: location, .. } in descriptors {
+            let place = Place { file: self.file, location };
+            if raw.key.is_empty() {
+                return Err(place.error(Problem::NoKey));
+            }
+            let composite = composite(&raw.key, &raw.value);
+            let path = format!("{path}.{composite}");
+            if level.nodes.contains_key(&composite) {
+                return Err(place.error(Problem::DescriptorTwice(path)));
+            }
+            match Wildcard::new(&composite) {
+                Some(wildcard) => level.wildcards.push(wildcard),
+                None if raw.share_threshold => return Err(place.error(Problem::NothingToShare)),
+                None => {}
+            }
+            let node = self.node(&path, raw)?;
+            level.nodes.insert(composite, node);
+        }
+        Ok(level)
+    }
+
+    fn node(&mut self, path: &str, raw: RawDescriptor) -> Result<Node, RulesError> {
+        let mut rule = None;
+        if let Some(Spanned { value: limit, referenced: location, .. }) = &raw.rate_limit {
+            let place = Place { file: self.file, location: *location };
+            rule = Some(self.rules.len());
+            self.rules.push(self.rule(path, &raw, limit).map_err(|problem| place.error(problem))?);
+        }
+        Ok(Node {
+            rule,
+            below: self.level(path, raw.descriptors)?,
+            value_to_metric: raw.value_to_metric,
+            share_threshold: raw.share_threshold,
+        })
+    }
+
+    fn rule(&self, path: &str, raw: &RawDescriptor, limit: &RawLimit) -> Result<Rule, Problem> {
+        let name = Some(limit.name.clone()).filter(|name| !name.is_empty());
+        let algorithm = name.as_ref().and_then(|name| self.algorithms.get(name)).copied().unwrap_or(self.algorithm);
+        let replaces: Vec<String> = limit.replaces.iter().map(|replaced| replaced.name.clone()).collect();
+        if replaces.iter().any(String::is_empty) {
+            return Err(Problem::ReplacesNothing);
+        }
+        if let Some(itself) = name.as_ref().filter(|name| replaces.contains(name)) {
+            return Err(Problem::ReplacesItself(itself.clone()));
+        }
+        Ok(Rule {
+            path: printable(path),
+            name,
+            replaces,
+            limit: limit.validated(algorithm)?,
+            shadow_mode: raw.shadow_mode,
+            quota_mode: raw.quota_mode,
+            detailed_metric: raw.detailed_metric,
+        })
+    }
+}
+
+/// The file as it is written. Go reads null like a missing field; so do we.
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawFile {
+    #[serde(default, deserialize_with = "text")]
+    domain: String,
+    #[serde(default, deserialize_with = "or_default")]
+    descriptors: Vec<Spanned<RawDescriptor>>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "the file's fields, as they are")]
+struct RawDescriptor {
+    #[serde(default, deserialize_with = "text")]
+    key: String,
+    #[serde(default, deserialize_with = "text")]
+    value: String,
+    rate_limit: Option<Spanned<RawLimit>>,
+    #[serde(default, deserialize_with = "or_default")]
+    descriptors: Vec<Spanned<RawDescriptor>>,
+    #[serde(default, deserialize_with = "flag")]
+    shadow_mode: bool,
+    #[serde(default, deserialize_with = "flag")]
+    quota_mode: bool,
+    #[serde(default, deserialize_with = "flag")]
+    detailed_metric: bool,
+    #[serde(default, deserialize_with = "flag")]
+    value_to_metric: bool,
+    #[serde(default, deserialize_with = "flag")]
+    share_threshold: bool,
+    /// For Envoy's dynamic metadata, which ratelimit only sends if it is switched on; we send none.
+    #[serde(rename = "metadata")]
+    _metadata: Option<IgnoredAny>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawLimit {
+    #[serde(default, deserialize_with = "unit")]
+    unit: Option<Unit>,
+    #[serde(default, deserialize_with = "requests")]
+    requests_per_unit: Option<u32>,
+    #[serde(default, deserialize_with = "flag")]
+    unlimited: bool,
+    #[serde(default, deserialize_with = "text")]
+    name: String,
+    #[serde(default, deserialize_with = "or_default")]
+    replaces: Vec<RawReplaced>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawReplaced {
+    #[serde(default, deserialize_with = "text")]
+    name: String,
+}
+
+// Far more than rules need, far less than would hurt. Aliases multiply what is in a file: hence the bound on a text.
+const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
+const MAX_TEXT_BYTES: usize = 4 * 1024;
+const MAX_NODES: usize = 1_000_000;
+const MAX_EVENTS_FROM_ALIASES: usize = 50_000;
+/// Lists and maps in each other; a level of descriptors is one of each.
+const MAX_DEPTH: usize = 64;
+
+impl RawFile {
+    fn read(file: &str, text: &str) -> Result<Self, RulesError> {
+        if text.len() > MAX_FILE_BYTES {
+            return Err(Place { file, location: Location::UNKNOWN }.error(Problem::TooLarge(text.len())));
+        }
+        let options = serde_saphyr::options! {
+            budget: serde_saphyr::budget! {
+                max_depth: MAX_DEPTH,
+                max_nodes: MAX_NODES,
+                max_events: 2 * MAX_NODES,
+                // One limit that a thousand rules repeat is how aliases are meant.
+                enforce_alias_anchor_ratio: false,
+            },
+            alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_EVENTS_FROM_ALIASES },
+            legacy_octal_numbers: true,
+            with_snippet: false,
+        };
+        serde_saphyr::from_str_with_options(text, options).map_err(|error| {
+            let location = error.location().unwrap_or(Location::UNKNOWN);
+            let message = error.render_with_formatter(&UserMessageFormatter.with_localizer(&LocationApart));
+            let field = field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
+            Place { file, location }.error(Problem::Yaml { field, message })
+        })
+    }
+}
+
+impl RawLimit {
+    fn validated(&self, algorithm: Algorithm) -> Result<Limit, Problem> {
+        match (self.unlimited, self.unit) {
+            (true, None) => Ok(Limit::Unlimited),
+            (true, Some(unit)) => Err(Problem::UnlimitedUnit(unit)),
+            (false, None) => Err(Problem::NoUnit),
+            (false, Some(unit)) => {
+                let requests = self.requests_per_unit.ok_or(Problem::NoRequests)?;
+                Limit::new(algorithm, requests, unit).map_err(Problem::Quota)
+            }
+        }
+    }
+}
+
+fn or_default<'de, T: Deserialize<'de> + Default, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+fn flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    or_default(deserializer).map_err(|_| D::Error::custom("must be true or false"))
+}
+
+fn text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let text: String = or_default(deserializer)?;
+    if text.len() > MAX_TEXT_BYTES {
+        return Err(D::Error::custom(format!("has {} bytes: at most {MAX_TEXT_BYTES} are allowed", text.len())));
+    }
+    Ok(text)
+}
+
+fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::Error> {
+    let name = text(deserializer)?;
+    let found = Unit::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(&name));
+    match found {
+        None if !name.is_empty() => {
+            Err(D::Error::custom(format!("{name:?} is no unit: it must be one of {}", Unit::names())))
+        }
+        found => Ok(found),
+    }
+}
+
+fn requests<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    Option::deserialize(deserializer)
+        .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
+}
+
+/// Where in the files something is wrong.
+struct Place<'a> {
+    file: &'a str,
+    location: Location,
+}
+
+impl Place<'_> {
+    fn error(&self, problem: Problem) -> RulesError {
+        let place = match self.location.line() {
+            0 => self.file.to_owned(),
+            line => format!("{}:{line}", self.file),
+        };
+        RulesError { place, problem }
+    }
+}
+
+/// The name of the field whose value stands at a location.
+fn field_before(text: &str, location: Location) -> Option<&str> {
+    let line = text.lines().nth(usize::try_from(location.line().checked_sub(1)?).ok()?)?;
+    let column = usize::try_from(location.column().checked_sub(1)?).ok()?;
+    let (start, _) = line.char_indices().nth(column)?;
+    let before = line[..start].trim_end().strip_suffix(':')?;
+    before.rsplit(|character: char| !(character.is_ascii_lowercase() || character == '_')).next()
+}
+
+/// The line stands before the message, as in all our errors, and not once more behind it.
+struct LocationApart;
+
+impl Localizer for LocationApart {
+    fn attach_location<'a>(&self, message: Cow<'a, str>, _: Location) -> Cow<'a, str> {
+        message
+    }
+}
