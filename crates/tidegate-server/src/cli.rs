@@ -33,3 +33,12 @@ impl Arguments {
         }
     }
 }
+
+/// What is wrong with the flags, and what would be right, in one line.
+pub(crate) fn one_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
+    let told = lines.filter(|line| !line.is_empty() && !line.starts_with("For more information"));
+    let told = told.collect::<Vec<_>>().join(" ");
+    format!("{}error:{}{} (--help tells more)", style::ERROR, style::RESET, told.trim_start_matches("error:"))
+}

@@ -11,40 +11,7 @@ use crate::engine::{AskError, Engine, EnvoyCharge, Live};
 
 pub(crate) mod rules;
 
-#[expect(clippy::all, clippy::pedantic, missing_docs, unreachable_pub, reason = "made by tonic-prost-build")]
-mod proto {
-    pub mod envoy {
-        pub mod service {
-            pub mod ratelimit {
-                pub mod v3 {
-                    tonic::include_proto!("envoy.service.ratelimit.v3");
-                }
-            }
-        }
-        pub mod extensions {
-            pub mod common {
-                pub mod ratelimit {
-                    pub mod v3 {
-                        tonic::include_proto!("envoy.extensions.common.ratelimit.v3");
-                    }
-                }
-            }
-        }
-        pub mod r#type {
-            pub mod v3 {
-                tonic::include_proto!("envoy.r#type.v3");
-            }
-        }
-        pub mod config {
-            pub mod core {
-                pub mod v3 {
-                    tonic::include_proto!("envoy.config.core.v3");
-                }
-            }
-        }
-    }
-    pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
-}
+mod proto;
 
 use proto::envoy::config::core::v3::HeaderValue;
 use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;

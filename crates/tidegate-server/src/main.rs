@@ -21,7 +21,15 @@ mod serve;
 mod token;
 
 fn main() -> ExitCode {
-    let arguments = cli::Arguments::parse();
+    let arguments = match cli::Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        // Help and the version are no errors, and have their own form.
+        Err(error) if !error.use_stderr() => error.exit(),
+        Err(error) => {
+            anstream::eprintln!("{}", cli::one_line(&error));
+            return ExitCode::from(2);
+        }
+    };
     match arguments.run() {
         Ok(code) => code,
         // Who reads our output has had enough, as `head` does: no error of ours.

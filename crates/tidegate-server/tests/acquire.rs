@@ -26,10 +26,10 @@ fn bodies(output: &Output) -> Vec<Value> {
 
 #[test]
 fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
-    let output = tidegate(&["acquire", "user123", "--limit", "2", "--window", "60s", "--count", "3"]);
-    let expected = "allowed  1 of 2 left, all back in 1m\n\
-                    allowed  0 of 2 left, all back in 1m\n\
-                    denied   0 of 2 left, retry in 1m\n";
+    let output = tidegate(&["acquire", "user123", "--limit", "2", "--window", "1d", "--count", "3"]);
+    let expected = "allowed  1 of 2 left, all back in 1d\n\
+                    allowed  0 of 2 left, all back in 1d\n\
+                    denied   0 of 2 left, retry in 1d\n";
     assert_eq!(text(&output.stdout), expected);
     assert_eq!(output.status.code(), Some(1), "one was denied");
     let queue = ["acquire", "u", "--algorithm", "leaky-bucket", "--limit", "2", "--window", LONG, "--count", "2"];
@@ -96,6 +96,7 @@ fn each_mistake_gets_exit_code_2_and_a_line_that_says_what_would_be_right() {
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
         assert!(error.starts_with("error: ") && error.contains(message), "{arguments:?}: {error}");
+        assert_eq!(error.lines().count(), 1, "{arguments:?}: {error}");
         assert!(output.stdout.is_empty(), "{arguments:?}");
         assert!(!error.contains('\u{1b}'), "no colours without a terminal");
     }
@@ -139,7 +140,7 @@ fn several_processes_on_one_redis_admit_exactly_the_limit() {
         for _ in 0..8 {
             let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
             command.args(["acquire", "shared", "--limit", "300", "--window", LONG, "--count", "60", "--json"]);
-            command.args(["--algorithm", algorithm, "--redis", &url]);
+            command.args(["--algorithm", algorithm, "--redis", &url, "--timeout", "20s"]);
             if !encoding.is_empty() {
                 command.args(["--encoding", encoding]);
             }

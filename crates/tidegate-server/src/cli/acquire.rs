@@ -71,6 +71,10 @@ pub(super) struct Acquire {
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
+    /// How long Redis may take to decide
+    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "1s", value_parser = duration::parse)]
+    timeout: Duration,
+
     /// How many decisions to ask for, one after the other
     #[arg(long, value_name = "N", env = "TIDEGATE_COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
@@ -92,7 +96,7 @@ impl Acquire {
             match &self.redis {
                 None => self.decide(&Limiter::new(MemoryStore::new()), &charge).await,
                 Some(url) => {
-                    let store = RedisStore::connect(url).await.context("--redis")?;
+                    let store = RedisStore::builder(url).timeout(self.timeout).connect().await.context("--redis")?;
                     self.decide(&Limiter::new(store), &charge).await
                 }
             }

@@ -38,7 +38,12 @@ impl ConfigCommand {
         match self.command {
             Command::Check { file } => {
                 let config = Config::load(&file)?;
-                anstream::println!("{}: good, {} policies", file.display(), config.policies.iter().count());
+                let (policies, rules) = (config.policies.iter().count(), &config.envoy.rules);
+                let envoy = match rules.rules().count() {
+                    0 => String::new(),
+                    count => format!(", {count} rules for Envoy in {} domains", rules.domains().count()),
+                };
+                anstream::println!("{}: good, {policies} policies{envoy}", file.display());
             }
             Command::Schema => anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?),
             Command::Sample => anstream::print!("{}", crate::config::SAMPLE),
