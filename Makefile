@@ -1,5 +1,6 @@
 # `make test` is all that CI runs. On a bare Debian with Rust and a C compiler it installs what it needs first.
 
+APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint test-code test bench deny
@@ -7,10 +8,19 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-setup: ## Install what the tests need and is not there yet (redis-server, by apt)
-	@command -v redis-server >/dev/null && command -v redis-cli >/dev/null || { \
-	  $(SUDO) apt-get update -q && \
-	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends redis-server redis-tools; }
+# What the tests run, by the package that has it.
+TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl
+MISSING = $(foreach tool,$(TOOLS),$(shell command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
+PYTHON_TOOLS := schemathesis==4.*
+
+setup: .venv/installed ## Install what the tests need and is not there yet (by apt, and into .venv)
+	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
+
+.venv/installed: Makefile
+	@python3 -c 'import ensurepip, venv' 2>/dev/null || { $(SUDO) apt-get update -q && $(APT) python3-venv; }
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check '$(PYTHON_TOOLS)'
+	@touch $@
 
 format: ## Check the format (cargo fmt mends it)
 	cargo fmt --all --check

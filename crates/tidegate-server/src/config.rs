@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
@@ -11,6 +12,7 @@ use serde_saphyr::Spanned;
 use tidegate::{Algorithm, ClientIp, Cost, Policies, Policy, Quota};
 
 use crate::envoy::rules::Rules;
+use crate::tls;
 
 mod error;
 mod raw;
@@ -30,6 +32,7 @@ pub(crate) struct Config {
     pub(crate) envoy: Envoy,
     /// The file and all that it names: what to watch.
     pub(crate) files: Vec<PathBuf>,
+    pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
@@ -124,8 +127,19 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
     let policies = Policies::new(policies).map_err(|error| document.plain(&error.to_string()))?;
     let store = store(document, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
-    let files: Vec<PathBuf> = raw.envoy.files.iter().map(|file| folder.join(file)).collect();
+    let mut files: Vec<PathBuf> = raw.envoy.files.iter().map(|file| folder.join(file)).collect();
     let envoy = envoy(document, &raw.envoy, &files)?;
+    let tls = raw.tls.map(|tls| {
+        let named = tls::Files {
+            certificate: folder.join(tls.certificate),
+            key: folder.join(tls.key),
+            client_ca: tls.client_ca.map(|file| folder.join(file)),
+        };
+        files.extend([named.certificate.clone(), named.key.clone()]);
+        files.extend(named.client_ca.clone());
+        tls::load(&named).map_err(|error| document.plain(&format!("tls: {error}")))
+    });
+    let tls = tls.transpose()?;
     Ok(Config {
         listen,
         store,
@@ -133,6 +147,7 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
         policies,
         envoy,
         files,
+        tls,
         x_ratelimit_headers: raw.headers.x_ratelimit,
         api_token,
         admin_token,

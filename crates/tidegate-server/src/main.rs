@@ -18,6 +18,7 @@ mod metrics;
 mod problem;
 mod reload;
 mod serve;
+mod tls;
 mod token;
 
 fn main() -> ExitCode {

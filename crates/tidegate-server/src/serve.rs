@@ -56,14 +56,21 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     if let Some(file) = file {
         reload::watch(file, files, fixed, Arc::clone(&engine))?;
     }
-    let http = tokio::spawn(listener::serve(http_listener, http::router(Arc::clone(&engine)), stopped.clone(), DRAIN));
+    let http = tokio::spawn(listener::serve(
+        http_listener,
+        http::router(Arc::clone(&engine)),
+        secured(&engine),
+        stopped.clone(),
+        DRAIN,
+    ));
     let grpc = envoy::router(Arc::clone(&engine)).await?;
-    let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, stopped, DRAIN));
+    let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(&engine), stopped, DRAIN));
     let admin = Admin { engine, ready: Arc::clone(&ready) };
     // The admin listener answers as long as anything is under way: it says that we are not ready any more.
     let (admin_stop, admin_stopped) = watch::channel(false);
     let admin_drain = Duration::from_secs(1);
-    let admin = tokio::spawn(listener::serve(admin_listener, admin::router(admin), admin_stopped, admin_drain));
+    let admin =
+        tokio::spawn(listener::serve(admin_listener, admin::router(admin), || None, admin_stopped, admin_drain));
     announce(&bound);
 
     tokio::select! {
@@ -79,6 +86,12 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let _ = admin.await;
     tracing::info!("ended");
     Ok(())
+}
+
+/// TLS as it is configured now: certificates are taken anew without a restart.
+fn secured(engine: &Arc<Engine>) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
+    let engine = Arc::clone(engine);
+    move || engine.live().tls.clone()
 }
 
 async fn bind(address: SocketAddr, field: &str) -> anyhow::Result<TcpListener> {

@@ -15,6 +15,7 @@ pub(super) struct Config {
     pub(super) store: Store,
     pub(super) client_ip: ClientIp,
     pub(super) auth: Auth,
+    pub(super) tls: Option<Tls>,
     pub(super) headers: Headers,
     pub(super) envoy: Envoy,
     /// What is limited: every policy that applies to a request must allow it.
@@ -84,6 +85,18 @@ impl fmt::Debug for Auth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Auth").finish_non_exhaustive()
     }
+}
+
+/// TLS on http and grpc. Files are from the folder of this one, and taken anew when they change.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Tls {
+    /// The certificate, and those that lead to its root, in PEM.
+    pub(super) certificate: String,
+    /// Its private key, in PEM.
+    pub(super) key: String,
+    /// If given, clients must show a certificate that one of these has signed.
+    pub(super) client_ca: Option<String>,
 }
 
 /// Which headers answers have.

@@ -1,6 +1,14 @@
 //! The messages of Envoy's rate limit service, as the build script makes them from `proto/`.
 
-#![allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub, dead_code, reason = "made by tonic-prost-build")]
+#![allow(
+    clippy::all,
+    clippy::pedantic,
+    clippy::allow_attributes_without_reason,
+    missing_docs,
+    unreachable_pub,
+    dead_code,
+    reason = "made by tonic-prost-build"
+)]
 
 pub mod envoy {
     pub mod service {
