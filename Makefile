@@ -3,7 +3,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test bench deny
+.PHONY: help setup format lint test-code test bench bench-http deny
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ test: setup format lint test-code ## Everything that must hold on main
 
 bench: ## Criterion: nanoseconds a decision in memory
 	cargo bench -p tidegate --locked
+
+bench-http: ## The service against servers that do nothing, with wrk and h2load (apt: wrk, nghttp2-client)
+	bench/http.sh
 
 deny: ## Licences, sources and duplicates by cargo-deny, for who has it
 	cargo deny check bans licenses sources

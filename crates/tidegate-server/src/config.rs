@@ -291,6 +291,23 @@ mod tests {
     }
 
     #[test]
+    fn what_the_documents_show_is_valid() {
+        for document in [include_str!("../../../docs/configuration.md"), include_str!("../../../README.md")] {
+            let blocks: Vec<&str> =
+                document.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+            assert!(!blocks.is_empty());
+            for block in blocks {
+                // Files that they name are the reader's own.
+                let block = block.replace("files: [ratelimit.yaml]", "files: []");
+                match Config::parse("the document", &block) {
+                    Err(error) if error.to_string().contains(".pem: no certificate can be read") => {}
+                    result => assert!(result.is_ok(), "{block}\n{}", result.expect_err("wrong")),
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_truncated_file_never_panics_and_never_half_loads() {
         let policies = Config::parse("sample.yaml", SAMPLE).expect("valid").policies.iter().count();
         for end in (0..SAMPLE.len()).filter(|end| SAMPLE.is_char_boundary(*end)) {

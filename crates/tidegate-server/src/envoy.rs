@@ -24,6 +24,8 @@ use rules::{Limit, Rule, Unit};
 /// More descriptors in one request are a mistake, or an attack.
 const MAX_DESCRIPTORS: usize = 100;
 const MAX_MESSAGE: usize = 256 * 1024;
+/// What reflection answers with.
+const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
 /// The service, with gRPC health and reflection.
 pub(crate) async fn router(engine: Arc<Engine>) -> anyhow::Result<Router> {
@@ -31,7 +33,7 @@ pub(crate) async fn router(engine: Arc<Engine>) -> anyhow::Result<Router> {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_serving::<RateLimitServiceServer<Envoy>>().await;
     let reflection =
-        || tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(proto::DESCRIPTORS);
+        || tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(DESCRIPTORS);
     let routes = tonic::service::Routes::new(service)
         .add_service(health)
         .add_service(reflection().build_v1()?)

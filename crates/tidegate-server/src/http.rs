@@ -8,8 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body as HttpBody;
 use axum::extract::{Request, State};
-use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
@@ -41,19 +40,10 @@ pub(crate) fn router(engine: Arc<Engine>) -> Router {
         .route("/v1/acquire", post(acquire))
         .route("/v1/peek", post(peek))
         .route("/v1/refund", post(refund))
-        .route_layer(middleware::from_fn_with_state(Arc::clone(&engine), authorize))
         .route("/openapi.json", get(async || axum::Json(Api::openapi())))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
         .with_state(engine)
-}
-
-async fn authorize(State(engine): State<Arc<Engine>>, request: Request, next: Next) -> Response {
-    let live = engine.live();
-    match token::check(live.api_token.as_ref(), request.headers()) {
-        Ok(()) => next.run(request).await,
-        Err(problem) => problem.into_response(),
-    }
 }
 
 pub(crate) async fn not_found(uri: Uri) -> Problem {
@@ -117,10 +107,12 @@ async fn refund(State(engine): State<Arc<Engine>>, request: Request) -> Result<R
 }
 
 async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Response, Problem> {
+    let live = engine.live();
     let (head, body) = request.into_parts();
+    token::check(live.api_token.as_ref(), &head.headers)?;
     let mut body: AskBody = read_json(body).await?;
     if let Some(attributes) = &mut body.attributes {
-        add_address(attributes, &engine.live().client_ip, &head)?;
+        add_address(attributes, &live.client_ip, &head)?;
     }
     let quota = body.quota.as_ref().map(QuotaBody::quota).transpose().map_err(Problem::bad_request)?;
     let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
@@ -143,7 +135,7 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
     *response.status_mut() = status;
     let fields = response.headers_mut();
     fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    for (name, value) in headers::all(&answer.limited(), engine.live().x_ratelimit_headers) {
+    for (name, value) in headers::all(&answer.limited(), live.x_ratelimit_headers) {
         // A peek or a refund tells of a wait in its body; the header is for a request that was turned away.
         if name == "retry-after" && !denied {
             continue;

@@ -60,6 +60,8 @@ fn the_sample_runs_without_a_file_and_tells_what_to_try() {
     service.until("it says what to try", |service| service.output().contains("Try it:"));
     let output = service.output();
     let line = output.lines().find(|line| line.trim_start().starts_with("curl ")).expect("a line to try");
+    let shown = line.trim().replace(&service.http, "127.0.0.1:8080");
+    assert!(include_str!("../../../README.md").contains(&shown), "the README shows the same: {shown}");
     let answer = Command::new("sh").args(["-c", &line.replace("curl -i", "curl -s")]).output().expect("curl runs");
     let body: Value = serde_json::from_slice(&answer.stdout).expect("an answer");
     assert_eq!((&body["allowed"], &body["policy"]), (&json!(true), &json!("per-user")));

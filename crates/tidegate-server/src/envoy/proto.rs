@@ -40,4 +40,3 @@ pub mod envoy {
         }
     }
 }
-pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));

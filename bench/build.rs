@@ -1,0 +1,9 @@
+//! The messages of Envoy's rate limit service, for the server that does nothing.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let proto = "../crates/tidegate-server/proto";
+    println!("cargo::rerun-if-changed={proto}");
+    let descriptors = protox::compile(["envoy/service/ratelimit/v3/rls.proto"], [proto])?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    Ok(())
+}
