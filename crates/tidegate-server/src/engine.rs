@@ -10,9 +10,11 @@ use tidegate::{
     Action, Charge, ChargeError, ClientIp, Clock, Decision, Error, Limiter, MemoryStore, Mode, OnStoreFailure,
     Policies, Policy, Quota, QuotaError, RedisStore, SelectError, Selected, Source, Store, StoreError,
 };
+use tracing::Instrument as _;
 
 use crate::config::{Config, Envoy, Secret, StoreConfig};
 use crate::hot_keys::HotKeys;
+use crate::logs::TRACE;
 use crate::metrics::{Metrics, Outcomes};
 
 pub(crate) struct Engine {
@@ -189,6 +191,15 @@ impl Engine {
     }
 
     pub(crate) async fn ask(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
+        let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
+        let answer = self.answer(action, ask).instrument(span.clone()).await;
+        if let Ok(answer) = &answer {
+            span.record("allowed", answer.allowed());
+        }
+        answer
+    }
+
+    async fn answer(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
         let start = Instant::now();
         let live = self.live.load();
         let answer = match ask {
@@ -279,6 +290,11 @@ impl Engine {
     /// Decides the charges of one request of Envoy: one decision each, in their order. Those that deny by themselves are
     /// all or nothing.
     pub(crate) async fn ask_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
+        let span = tracing::debug_span!(target: TRACE, "decide", descriptors = charges.len());
+        self.answer_envoy(charges).instrument(span).await
+    }
+
+    async fn answer_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
         let start = Instant::now();
         let mut decisions: Vec<Option<Decision>> = vec![None; charges.len()];
         let same = |one: &EnvoyCharge, other: &EnvoyCharge| one.key == other.key && one.policy == other.policy;
@@ -321,7 +337,18 @@ impl Engine {
             return Ok(Vec::new());
         }
         let start = Instant::now();
-        let result = match (action, charges) {
+        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges = charges.len());
+        let result = self.call_store(action, charges).instrument(span).await;
+        let error = match &result {
+            Err(Error::Store(error)) => Some(error),
+            _ => None,
+        };
+        self.metrics.count_store_call(start.elapsed(), error);
+        Ok(result?)
+    }
+
+    async fn call_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+        match (action, charges) {
             (Action::Acquire, [charge]) => self.limiter.acquire(charge).await.map(|decision| vec![decision]),
             (Action::Acquire, charges) => self.limiter.acquire_all(charges).await,
             (Action::Peek, charges) => self.limiter.peek_all(charges).await,
@@ -335,13 +362,7 @@ impl Engine {
                 }
                 Ok(decisions)
             }
-        };
-        let error = match &result {
-            Err(Error::Store(error)) => Some(error),
-            _ => None,
-        };
-        self.metrics.count_store_call(start.elapsed(), error);
-        Ok(result?)
+        }
     }
 
     /// Each policy's word for a store that cannot decide.

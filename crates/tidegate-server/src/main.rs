@@ -14,6 +14,7 @@ mod envoy;
 mod hot_keys;
 mod http;
 mod listener;
+mod logs;
 mod metrics;
 mod problem;
 mod reload;

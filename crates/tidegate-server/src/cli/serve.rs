@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use crate::config::{self, Listen, Secret, StoreConfig};
+use crate::logs::{self, LogFormat};
 use crate::serve;
 
 /// Run the service: the HTTP API, Envoy's rate limit service, metrics and health.
@@ -21,6 +22,7 @@ Examples:
   With policies of your own, counts shared through Redis:
     tidegate serve --config tidegate.yaml --redis redis://127.0.0.1:6379
 
+Traces go to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, by gRPC.
 The file is watched: a changed one is taken without a restart, a bad one is refused and the old one goes on.")]
 pub(super) struct Serve {
     /// The configuration; see `tidegate config`
@@ -36,12 +38,6 @@ pub(super) struct Serve {
     log_format: LogFormat,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum LogFormat {
-    Text,
-    Json,
-}
-
 impl Serve {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
@@ -52,7 +48,6 @@ impl Serve {
             };
             config.store = StoreConfig::Redis { url: Secret::new(url), prefix, timeout };
         }
-        self.start_logs();
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
@@ -65,22 +60,12 @@ impl Serve {
             }
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let traces = runtime.block_on(async { logs::start(self.log_format) })?;
         runtime.block_on(serve::serve(config, self.config.clone(), announce))?;
+        drop(traces);
         // What is still asleep somewhere, such as a watch on a file, must not hold up the end.
         runtime.shutdown_background();
         Ok(ExitCode::SUCCESS)
-    }
-
-    fn start_logs(&self) {
-        use tracing_subscriber::EnvFilter;
-        let filter = EnvFilter::try_from_env("TIDEGATE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-        let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-        match self.log_format {
-            LogFormat::Json => builder.json().init(),
-            LogFormat::Text => {
-                builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).init();
-            }
-        }
     }
 }
 

@@ -60,12 +60,25 @@ impl Service {
         Self::start_on(folder, &file, arguments)
     }
 
+    /// With these variables in its environment, which has no others.
+    pub(crate) fn start_in(config: &str, environment: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, with_free_ports(config)).expect("written");
+        Self::launch(folder, &file, &[], environment)
+    }
+
     pub(crate) fn start_on(folder: tempfile::TempDir, file: &Path, arguments: &[&str]) -> Self {
+        Self::launch(folder, file, arguments, &[])
+    }
+
+    fn launch(folder: tempfile::TempDir, file: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
         let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"))
             .args(["serve", "--config"])
             .arg(file)
             .args(arguments)
             .env_clear()
+            .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
