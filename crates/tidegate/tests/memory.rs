@@ -18,12 +18,12 @@ fn limiter_on(clock: &ManualClock) -> Limiter {
 
 #[tokio::test]
 async fn the_memory_store_conforms_to_the_model() {
-    conformance((0..10_000).chain(REGRESSIONS), async |clock| limiter_on(&clock)).await;
+    conformance(support::seeds(10_000).chain(REGRESSIONS), async |clock| limiter_on(&clock)).await;
 }
 
 #[tokio::test]
 async fn long_logs_in_memory_conform_to_the_model() {
-    conformance_of_long_logs((100..160).chain(LONG_REGRESSIONS), async |clock| limiter_on(&clock)).await;
+    conformance_of_long_logs(support::seeds(60).chain(LONG_REGRESSIONS), async |clock| limiter_on(&clock)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

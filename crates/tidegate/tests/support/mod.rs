@@ -68,3 +68,9 @@ pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S
         assert_eq!(admitted, 500, "{}", quota.unnamed_policy());
     }
 }
+
+/// So many seeds, or as many as `TIDEGATE_SEEDS` says, for a longer look than CI takes.
+pub(crate) fn seeds(usual: u64) -> std::ops::Range<u64> {
+    let wanted = std::env::var("TIDEGATE_SEEDS").ok();
+    0..wanted.map_or(usual, |count| count.parse().expect("TIDEGATE_SEEDS is a number"))
+}
