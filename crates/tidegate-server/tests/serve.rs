@@ -340,7 +340,10 @@ fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
     // A bad one: refused whole, said in the log.
     std::fs::write(service.file(), raised.replace("window: 1h", "window: soon")).expect("written");
     service.until("it is refused", |service| count(service, "refused") >= 1);
-    assert!(service.output().contains("soon") && service.output().contains("tidegate.yaml:"), "{}", service.output());
+    service.until("the log says why", |service| {
+        let output = service.output();
+        output.contains("soon") && output.contains("tidegate.yaml:")
+    });
     assert_eq!(service.acquire(&ask).json()["limit"], 10, "the old one goes on");
     // By a rename, as editors do.
     let lowered = raised.replace("limit: 10\n    window: 1h\n    overrides", "limit: 2\n    window: 1h\n    overrides");
