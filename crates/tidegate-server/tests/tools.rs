@@ -16,8 +16,11 @@ fn run(program: impl AsRef<Path>, arguments: &[&str], input: &str) -> Output {
     use std::io::Write;
     use std::process::Stdio;
     let program = program.as_ref();
+    // What a program leaves behind goes with this folder.
+    let folder = tempfile::tempdir().expect("a temporary folder");
     let mut child = Command::new(program)
         .args(arguments)
+        .current_dir(folder.path())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
