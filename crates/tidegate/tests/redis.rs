@@ -365,6 +365,23 @@ async fn a_full_redis_is_an_error_and_admits_nobody() {
     }
 }
 
+/// On the server's own clock, where keys do expire: a lowered limit makes a key live as long as its bucket now takes to drain.
+#[tokio::test]
+async fn a_denial_under_a_lowered_limit_makes_the_key_live_longer() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let with_limit = |limit| {
+        let quota = Quota::token_bucket(limit, Duration::from_secs(30)).expect("valid");
+        quota.with_burst(100).expect("a bucket")
+    };
+    let (high, low) = (with_limit(100), with_limit(1));
+    let charge = |quota| Charge::new("u", quota).policy("p");
+    assert!(limiter.acquire(&charge(&high).cost(100)).await.expect("decided").allowed);
+    assert!(!limiter.acquire(&charge(&low).cost(100)).await.expect("decided").allowed);
+    let expires_in: i64 = redis.query(&["PTTL", &limiter.store().redis_key(&charge(&low))]);
+    assert!(expires_in > 2_000_000, "100 units at 1 in 30 s take 3,000 s, not {expires_in} ms");
+}
+
 #[tokio::test]
 async fn running_totals_start_again_before_they_lose_digits() {
     let redis = Redis::start();
