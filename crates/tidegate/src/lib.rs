@@ -104,4 +104,4 @@ pub use quota::{Quota, QuotaError};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;
-pub use store::{Action, Store, StoreError};
+pub use store::{Action, Part, Store, StoreError};

@@ -28,6 +28,30 @@ pub trait Store: Send + Sync + 'static {
 
     /// The clock that a caller who waits for this store sleeps by.
     fn clock(&self) -> &dyn Clock;
+
+    /// Which part of the store decides this charge. Parts, such as the nodes of a cluster, fail apart from each other.
+    fn part(&self, _charge: &Charge<'_>) -> Part {
+        Part::WHOLE
+    }
+
+    /// Whether this part could decide now, writes and all. Spends nothing of anybody's.
+    fn probe(&self, _part: Part) -> impl Future<Output = Result<(), StoreError>> + Send {
+        std::future::ready(Ok(()))
+    }
+
+    /// Says that this instance is alive, and hears which are: itself, and those that said so in the last seconds.
+    fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
+        std::future::ready(Ok(vec![instance.to_owned()]))
+    }
+}
+
+/// A part of a store that fails, and comes back, apart from the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Part(pub u64);
+
+impl Part {
+    /// A store of one part.
+    pub const WHOLE: Self = Self(0);
 }
 
 /// What is to be done with a charge.
