@@ -42,7 +42,7 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     let live = admin.engine.live();
     match token::check(live.admin_token.as_ref(), request.headers()) {
         Ok(()) => next.run(request).await,
-        Err(problem) => problem.into_response(),
+        Err(reason) => Problem::unauthorized(reason).into_response(),
     }
 }
 

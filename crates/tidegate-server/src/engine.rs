@@ -57,7 +57,6 @@ pub(crate) struct Answer {
 #[derive(Debug)]
 pub(crate) struct Line {
     pub(crate) policy: String,
-    key: String,
     quota: Quota,
     pub(crate) decision: Decision,
     shadow: bool,
@@ -120,14 +119,9 @@ impl From<Error> for AskError {
 
 impl Answer {
     fn new(lines: Vec<Line>) -> Self {
-        let leads = |shadow: bool| {
-            let decisions: Vec<Decision> =
-                lines.iter().filter(|line| line.shadow == shadow).map(|line| line.decision).collect();
-            let leading = Decision::most_restrictive(&decisions)?;
-            lines.iter().position(|line| line.shadow == shadow && line.decision == *leading)
-        };
         // What is only looked at leads only where nothing is enforced, and never denies.
-        let leading = leads(false).or_else(|| leads(true));
+        let rank = |at: &usize| (lines[*at].shadow, lines[*at].decision.rank());
+        let leading = (0..lines.len()).min_by_key(rank);
         Self { lines, leading }
     }
 
@@ -140,9 +134,15 @@ impl Answer {
     }
 
     /// For the headers: what is enforced.
-    pub(crate) fn limited(&self) -> Vec<Limited<'_>> {
+    pub(crate) fn limited(&self) -> impl Iterator<Item = Limited<'_>> + Clone {
         let enforced = self.lines.iter().filter(|line| !line.shadow);
-        enforced.map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision }).collect()
+        enforced.map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
+    }
+}
+
+impl Line {
+    fn new(charge: &Charge<'_>, decision: Decision, shadow: bool) -> Self {
+        Self { policy: charge.policy_name().to_owned(), quota: charge.quota().clone(), decision, shadow }
     }
 }
 
@@ -192,6 +192,9 @@ impl Engine {
 
     pub(crate) async fn ask(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
+        if span.is_disabled() {
+            return self.answer(action, ask).await;
+        }
         let answer = self.answer(action, ask).instrument(span.clone()).await;
         if let Ok(answer) = &answer {
             span.record("allowed", answer.allowed());
@@ -225,16 +228,8 @@ impl Engine {
             }
             Ask::Quota { key, quota, cost } => {
                 let charge = Charge::new(key, quota).cost(cost);
-                let decisions = self.ask_store(action, &[charge]).await?;
-                let policy = quota.unnamed_policy().to_owned();
-                let line = |decision| Line {
-                    policy: policy.clone(),
-                    key: key.to_owned(),
-                    quota: quota.clone(),
-                    decision,
-                    shadow: false,
-                };
-                Answer::new(decisions.into_iter().map(line).collect())
+                let decision = self.ask_store(action, &charge).await?;
+                Answer::new(vec![Line::new(&charge, decision, false)])
             }
         };
         if action == Action::Acquire {
@@ -250,48 +245,67 @@ impl Engine {
         live: &Live,
         charges: &[(&Policy, Charge<'_>)],
     ) -> Result<Answer, AskError> {
-        let (shadow, enforced): (Vec<_>, Vec<_>) =
-            charges.iter().partition(|(policy, _)| policy.mode() == Mode::Shadow);
+        let is_shadow = |policy: &Policy| policy.mode() == Mode::Shadow;
         let mut lines = Vec::with_capacity(charges.len());
-        let enforced_charges: Vec<Charge<'_>> = enforced.iter().map(|(_, charge)| *charge).collect();
-        let decisions = match self.ask_store(action, &enforced_charges).await {
-            Ok(decisions) => decisions,
-            Err(AskError::Store(error)) => self.without_store(action, error, &enforced)?,
-            Err(error) => return Err(error),
-        };
-        let passes = decisions.iter().all(|decision| decision.allowed);
-        let line = |charge: &Charge<'_>, decision, shadow| Line {
-            policy: charge.policy_name().to_owned(),
-            key: charge.key().to_owned(),
-            quota: charge.quota().clone(),
-            decision,
-            shadow,
-        };
-        lines.extend(enforced.iter().zip(decisions).map(|((_, charge), decision)| line(charge, decision, false)));
-        for (_, charge) in shadow {
+        match charges {
+            // Nearly every request: no list but that of the answer.
+            [(policy, charge)] if !is_shadow(policy) => {
+                let decision = match self.ask_store(action, charge).await {
+                    Err(AskError::Store(error)) => self.without_store(action, &error, policy, charge)?,
+                    decided => decided?,
+                };
+                lines.push(Line::new(charge, decision, false));
+            }
+            charges => {
+                let enforced = || charges.iter().filter(|(policy, _)| !is_shadow(policy));
+                let together: Vec<Charge<'_>> = enforced().map(|(_, charge)| *charge).collect();
+                let decisions = match self.ask_store_together(action, &together).await {
+                    Err(AskError::Store(error)) => enforced()
+                        .map(|(policy, charge)| self.without_store(action, &error, policy, charge))
+                        .collect::<Result<_, _>>()?,
+                    decided => decided?,
+                };
+                lines.extend(
+                    together.iter().zip(decisions).map(|(charge, decision)| Line::new(charge, decision, false)),
+                );
+            }
+        }
+        let passes = lines.iter().all(|line| line.decision.allowed);
+        for (_, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
             let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
             // What is only looked at must not fail a request.
-            if let Ok(decisions) = self.ask_store(action, &[charge]).await {
-                lines.extend(decisions.into_iter().map(|decision| line(&charge, decision, true)));
+            if let Ok(decision) = self.ask_store(action, charge).await {
+                lines.push(Line::new(charge, decision, true));
             }
         }
         if action == Action::Acquire {
-            for line in &lines {
-                self.metrics.count_source(line.decision.source);
-                if let Some(outcomes) = live.outcomes.get(&line.policy) {
-                    outcomes.count(line.decision.allowed, line.shadow);
-                }
-                self.hot_keys.record(self.uptime(), &line.policy, &line.key, line.decision.allowed);
-            }
+            self.count(live, charges, &lines);
         }
         Ok(Answer::new(lines))
+    }
+
+    fn count(&self, live: &Live, charges: &[(&Policy, Charge<'_>)], lines: &[Line]) {
+        let now = self.uptime();
+        for line in lines {
+            self.metrics.count_source(line.decision.source);
+            if let Some(outcomes) = live.outcomes.get(&line.policy) {
+                outcomes.count(line.decision.allowed, line.shadow);
+            }
+            if let Some((_, charge)) = charges.iter().find(|(policy, _)| policy.name() == line.policy) {
+                self.hot_keys.record(now, &line.policy, charge.key(), line.decision.allowed);
+            }
+        }
     }
 
     /// Decides the charges of one request of Envoy: one decision each, in their order. Those that deny by themselves are
     /// all or nothing.
     pub(crate) async fn ask_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", descriptors = charges.len());
-        self.answer_envoy(charges).instrument(span).await
+        if span.is_disabled() {
+            self.answer_envoy(charges).await
+        } else {
+            self.answer_envoy(charges).instrument(span).await
+        }
     }
 
     async fn answer_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
@@ -305,7 +319,7 @@ impl Engine {
         let hopeless = charges.iter().any(|charge| !charge.alone && !charge.peek && charge.is_hopeless());
         let action = if hopeless { Action::Peek } else { Action::Acquire };
         let asked: Vec<Charge<'_>> = joint.iter().map(|at| charges[*at].charge()).collect();
-        for (at, decision) in joint.iter().zip(self.ask_store(action, &asked).await?) {
+        for (at, decision) in joint.iter().zip(self.ask_store_together(action, &asked).await?) {
             decisions[*at] = Some(decision);
         }
         let denied = hopeless || decisions.iter().flatten().any(|decision| !decision.allowed);
@@ -313,7 +327,7 @@ impl Engine {
             if decisions[at].is_none() {
                 let looks = charge.peek || denied || charge.is_hopeless();
                 let action = if looks { Action::Peek } else { Action::Acquire };
-                decisions[at] = self.ask_store(action, &[charge.charge()]).await?.pop();
+                decisions[at] = Some(self.ask_store(action, &charge.charge()).await?);
             }
             if let Some(decision) = decisions[at].as_mut().filter(|_| charge.is_hopeless()) {
                 // The peek spoke of less than was asked for.
@@ -332,13 +346,44 @@ impl Engine {
         Ok(decisions)
     }
 
-    async fn ask_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, AskError> {
-        if charges.is_empty() {
-            return Ok(Vec::new());
+    async fn ask_store(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, AskError> {
+        let call = async {
+            match action {
+                Action::Acquire => self.limiter.acquire(charge).await,
+                Action::Peek => self.limiter.peek(charge).await,
+                Action::Refund => self.limiter.refund(charge).await,
+                Action::Reset => self.limiter.reset(charge).await,
+            }
+        };
+        self.observed(action, 1, call).await
+    }
+
+    /// One decision for each charge. With acquire, all or nothing.
+    async fn ask_store_together(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, AskError> {
+        match (action, charges) {
+            (_, []) => Ok(Vec::new()),
+            (Action::Acquire, charges) => self.observed(action, charges.len(), self.limiter.acquire_all(charges)).await,
+            (Action::Peek, charges) => self.observed(action, charges.len(), self.limiter.peek_all(charges)).await,
+            (Action::Refund | Action::Reset, charges) => {
+                let mut decisions = Vec::with_capacity(charges.len());
+                for charge in charges {
+                    decisions.push(self.ask_store(action, charge).await?);
+                }
+                Ok(decisions)
+            }
         }
+    }
+
+    /// A call to the store, in metrics and traces.
+    async fn observed<T>(
+        &self,
+        action: Action,
+        charges: usize,
+        call: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, AskError> {
         let start = Instant::now();
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges = charges.len());
-        let result = self.call_store(action, charges).instrument(span).await;
+        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
         let error = match &result {
             Err(Error::Store(error)) => Some(error),
             _ => None,
@@ -347,45 +392,19 @@ impl Engine {
         Ok(result?)
     }
 
-    async fn call_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        match (action, charges) {
-            (Action::Acquire, [charge]) => self.limiter.acquire(charge).await.map(|decision| vec![decision]),
-            (Action::Acquire, charges) => self.limiter.acquire_all(charges).await,
-            (Action::Peek, charges) => self.limiter.peek_all(charges).await,
-            (Action::Refund | Action::Reset, charges) => {
-                let mut decisions = Vec::with_capacity(charges.len());
-                for charge in charges {
-                    decisions.push(match action {
-                        Action::Refund => self.limiter.refund(charge).await?,
-                        _ => self.limiter.reset(charge).await?,
-                    });
-                }
-                Ok(decisions)
-            }
-        }
-    }
-
-    /// Each policy's word for a store that cannot decide.
+    /// A policy's word for a store that cannot decide.
     fn without_store(
         &self,
         action: Action,
-        error: StoreError,
-        charges: &[(&Policy, Charge<'_>)],
-    ) -> Result<Vec<Decision>, AskError> {
+        error: &StoreError,
+        policy: &Policy,
+        charge: &Charge<'_>,
+    ) -> Result<Decision, AskError> {
         // To give back what was taken from a store that is away is not possible.
         if !matches!(action, Action::Acquire | Action::Peek) {
-            return Err(error.into());
+            return Err(error.clone().into());
         }
-        let local = |charge: &Charge<'_>| -> Result<Decision, AskError> {
-            // Memory that is full has no other memory to go to.
-            if matches!(error, StoreError::Full { .. }) {
-                return Err(error.clone().into());
-            }
-            let blocking = self.local.blocking();
-            let decision = if action == Action::Acquire { blocking.acquire(charge)? } else { blocking.peek(charge)? };
-            Ok(Decision { source: Source::Local, ..decision })
-        };
-        let fixed = |charge: &Charge<'_>, allowed: bool| Decision {
+        let fixed = |allowed: bool| Decision {
             allowed,
             limit: charge.quota().limit(),
             remaining: if allowed { charge.quota().burst() } else { 0 },
@@ -394,12 +413,18 @@ impl Engine {
             delay: std::time::Duration::ZERO,
             source: if allowed { Source::Allow } else { Source::Deny },
         };
-        let decide = |(policy, charge): &(&Policy, Charge<'_>)| match policy.store_failure() {
-            OnStoreFailure::Local => local(charge),
-            OnStoreFailure::Allow => Ok(fixed(charge, true)),
-            OnStoreFailure::Deny => Ok(fixed(charge, false)),
-        };
-        charges.iter().map(decide).collect()
+        match policy.store_failure() {
+            // Memory that is full has no other memory to go to.
+            OnStoreFailure::Local if matches!(error, StoreError::Full { .. }) => Err(error.clone().into()),
+            OnStoreFailure::Local => {
+                let blocking = self.local.blocking();
+                let decision =
+                    if action == Action::Acquire { blocking.acquire(charge)? } else { blocking.peek(charge)? };
+                Ok(Decision { source: Source::Local, ..decision })
+            }
+            OnStoreFailure::Allow => Ok(fixed(true)),
+            OnStoreFailure::Deny => Ok(fixed(false)),
+        }
     }
 }
 
@@ -414,13 +439,7 @@ fn without_key(policy: &Policy) -> Line {
         delay: std::time::Duration::ZERO,
         source: Source::Deny,
     };
-    Line {
-        policy: policy.name().to_owned(),
-        key: String::new(),
-        quota: policy.quota().clone(),
-        decision,
-        shadow: false,
-    }
+    Line { policy: policy.name().to_owned(), quota: policy.quota().clone(), decision, shadow: false }
 }
 
 impl Live {

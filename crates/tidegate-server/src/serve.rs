@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -39,6 +40,7 @@ impl Fixed {
 pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl FnOnce(&Listen)) -> anyhow::Result<()> {
     // Asked for before anything else: a signal that comes early is not lost.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    raise_file_limit();
     let files = config.files.clone();
     let fixed = Fixed { listen: config.listen.clone(), store: config.store.clone() };
     let http_listener = bind(config.listen.http, "listen.http").await?;
@@ -86,6 +88,16 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let _ = admin.await;
     tracing::info!("ended");
     Ok(())
+}
+
+/// Every connection is a file. Many systems start a process with 1,024 of them, and let it ask for more.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|current| limit.maximum.is_none_or(|maximum| current < maximum))
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
+    {
+        tracing::warn!(%error, limit = limit.current, "the limit on open files stays as it is");
+    }
 }
 
 /// TLS as it is configured now: certificates are taken anew without a restart.

@@ -121,8 +121,7 @@ impl Acquire {
             let decision = limiter.acquire(charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
-                serde_json::to_writer(&mut output, &Body::of_one(charge.policy_name(), &decision))
-                    .map_err(std::io::Error::from)?;
+                output.write_all(&Body::of_one(charge.policy_name(), &decision).to_json())?;
                 writeln!(output)?;
             } else {
                 writeln!(output, "{}", line(&decision))?;

@@ -75,7 +75,7 @@ pub(super) struct ClientIp {
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Auth {
-    /// Callers of the API must send it as a bearer token.
+    /// Callers of the API, over HTTP and gRPC, must send it as a bearer token (`authorization: Bearer …`).
     pub(super) api_token: Option<String>,
     /// Callers of the admin listener must send it as a bearer token (but for /healthz and /readyz).
     pub(super) admin_token: Option<String>,
