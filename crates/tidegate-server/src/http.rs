@@ -17,7 +17,7 @@ use http_body_util::BodyExt as _;
 use tidegate::{Action, ClientIp, headers};
 use utoipa::OpenApi;
 
-use crate::body::{AskBody, Body, DecisionBody, QuotaBody};
+use crate::body::{self, AskBody, Body, DecisionBody, QuotaBody};
 use crate::engine::{Ask, Engine};
 use crate::listener::Peer;
 use crate::problem::Problem;
@@ -138,7 +138,7 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
     };
     let answer = engine.ask(action, ask).await?;
     let denied = action == Action::Acquire && !answer.allowed();
-    let mut response = Response::new(HttpBody::from(Body::of_answer(&answer).to_json()));
+    let mut response = Response::new(HttpBody::from(body::of_answer(&answer)));
     *response.status_mut() = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     // With room for those that the server adds, and none to grow.
     let mut fields = HeaderMap::with_capacity(12);
@@ -155,22 +155,21 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
     Ok(response)
 }
 
-/// Known at compile time: to look at each name's letters again would take as long as the decision.
+/// Known at compile time: to look at each letter of a name again would take as long as the decision.
 fn header_name(name: &'static str) -> HeaderName {
-    const KNOWN: [(&str, HeaderName); 6] = {
-        const fn known(name: &'static str) -> (&'static str, HeaderName) {
-            (name, HeaderName::from_static(name))
-        }
-        [
-            known("ratelimit-policy"),
-            known("ratelimit"),
-            known("retry-after"),
-            known("x-ratelimit-limit"),
-            known("x-ratelimit-remaining"),
-            known("x-ratelimit-reset"),
-        ]
-    };
-    KNOWN.into_iter().find(|(known, _)| *known == name).map_or_else(|| HeaderName::from_static(name), |(_, name)| name)
+    const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+    const STATE: HeaderName = HeaderName::from_static("ratelimit");
+    const LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
+    const REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
+    const RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+    match name {
+        "ratelimit-policy" => POLICY,
+        "ratelimit" => STATE,
+        "x-ratelimit-limit" => LIMIT,
+        "x-ratelimit-remaining" => REMAINING,
+        "x-ratelimit-reset" => RESET,
+        other => HeaderName::from_static(other),
+    }
 }
 
 /// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.

@@ -10,7 +10,7 @@ use clap::builder::PossibleValuesParser;
 use tidegate::{Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, RedisStore, Store};
 
 use super::style;
-use crate::body::Body;
+use crate::body;
 use crate::duration::{self, readable};
 
 /// Decide from a shell whether a request may pass now.
@@ -121,7 +121,7 @@ impl Acquire {
             let decision = limiter.acquire(charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
-                output.write_all(&Body::of_one(charge.policy_name(), &decision).to_json())?;
+                output.write_all(&body::of_one(charge.policy_name(), &decision))?;
                 writeln!(output)?;
             } else {
                 writeln!(output, "{}", line(&decision))?;
