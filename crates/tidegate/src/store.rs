@@ -7,6 +7,8 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 
+#[cfg(feature = "redis")]
+pub(crate) mod in_order;
 pub mod memory;
 #[cfg(feature = "redis")]
 pub mod redis;
