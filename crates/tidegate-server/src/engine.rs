@@ -151,10 +151,7 @@ impl Engine {
     pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
         let store = match &config.store {
             StoreConfig::Memory { max_keys } => AnyStore::Memory(MemoryStore::builder().max_keys(*max_keys).build()),
-            StoreConfig::Redis { url, prefix, timeout } => {
-                let builder = RedisStore::builder(url.reveal()).prefix(prefix).timeout(*timeout);
-                AnyStore::Redis(builder.connect().await?)
-            }
+            StoreConfig::Redis(redis) => AnyStore::Redis(redis.builder().connect().await?),
         };
         let metrics = Metrics::default();
         let live = Live::new(config, &metrics);
