@@ -207,7 +207,8 @@ impl Engine {
                 let policy = live.policy(policy)?;
                 let charge = Charge::new(key, policy.quota_for(key))
                     .policy(policy.name())
-                    .cost(cost.unwrap_or_else(|| policy.usual_cost()));
+                    .cost(cost.unwrap_or_else(|| policy.usual_cost()))
+                    .on_store_failure(policy.store_failure());
                 self.ask_policies(action, &live, &[(policy, charge)]).await?
             }
             Ask::Attributes { attributes, cost } => {
@@ -352,6 +353,7 @@ impl Engine {
             (Action::Acquire, [charge]) => self.limiter.acquire(charge).await.map(|decision| vec![decision]),
             (Action::Acquire, charges) => self.limiter.acquire_all(charges).await,
             (Action::Peek, charges) => self.limiter.peek_all(charges).await,
+            (Action::Take, charges) => Ok(self.limiter.store().decide_all(action, charges).await?),
             (Action::Refund | Action::Reset, charges) => {
                 let mut decisions = Vec::with_capacity(charges.len());
                 for charge in charges {

@@ -3,7 +3,7 @@
 -- KEYS   one a charge, in the order of the charges
 -- ARGV   1        the time in microseconds, from tests only; '' in production: the server's TIME
 --        then, for each request:
---          action   acquire | peek | refund | reset
+--          action   acquire | peek | refund | reset | take
 --          charges  how many charges follow
 --          then, for each charge: algorithm, limit, window (microseconds), option, cost
 --          option is a bucket's burst; 1 for a log that counts denied requests, else 0
@@ -38,7 +38,7 @@ local function save(charge)
 end
 
 -- `together`: every charge of this request fits.
-local function decide(charge, writes, together)
+local function decide(charge, action, together)
   local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
   local remaining, spend = charge.remaining, 0
   if cost > remaining then
@@ -46,13 +46,14 @@ local function decide(charge, writes, together)
     answer(0, remaining, algorithm.retry_after(state, quota, cost), algorithm.reset_after(state, quota, spend), 0)
   elseif together then
     spend = cost
-    local delay = algorithm.delay and algorithm.delay(state, quota) or 0
+    -- What is taken afterwards has had its turn.
+    local delay = algorithm.delay and action ~= 'take' and algorithm.delay(state, quota) or 0
     answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
   else
     answer_unspent(charge)
   end
   -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
-  if writes and (spend > 0 or state.stepped_back or state.short_lived) then
+  if action ~= 'peek' and (spend > 0 or state.stepped_back or state.short_lived) then
     algorithm.spend(state, quota, spend)
     save(charge)
   end
@@ -76,6 +77,7 @@ while at <= last do
     if action ~= 'reset' then
       charge.state = algorithm.load(charge.key, quota)
       charge.remaining = algorithm.remaining(charge.state, quota)
+      if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
       together = together and charge.cost <= charge.remaining
     end
     charges[i] = charge
@@ -93,7 +95,7 @@ while at <= last do
       end
       answer_unspent(charge)
     else
-      decide(charge, action == 'acquire', together)
+      decide(charge, action, together)
     end
   end
 end

@@ -86,6 +86,7 @@ fn arguments(command: &mut Cmd, requests: &[Request<'_>], key: impl Fn(&Charge<'
             Action::Peek => "peek",
             Action::Refund => "refund",
             Action::Reset => "reset",
+            Action::Take => "take",
         });
         command.arg(request.charges.len());
         for charge in request.charges {
