@@ -67,11 +67,13 @@ struct Trouble {
     /// From the first failure until all is calm.
     on: AtomicBool,
     failures: AtomicU64,
-    /// When the last one was, by the local clock; 0: there was none.
+    /// When an answer was last given in the store's place, by the local clock; 0: never.
     last: AtomicU64,
     /// The part that failed last.
     part: AtomicU64,
     repaying: AtomicBool,
+    /// How often what is owed was gone through.
+    passes: AtomicU64,
     episode: Mutex<Episode>,
 }
 
@@ -156,6 +158,7 @@ impl<S: Store> Builder<S> {
             last: AtomicU64::new(0),
             part: AtomicU64::new(0),
             repaying: AtomicBool::new(false),
+            passes: AtomicU64::new(0),
             episode: Mutex::new(episode),
         };
         let inner = Inner {
@@ -236,21 +239,29 @@ impl<S: Store> Inner<S> {
             return self.store.decide_all(action, charges).await;
         }
         let mut with_debts = charges.to_vec();
+        let mut fits = true;
         for (place, debt) in &mut claims.debts {
             let charge = &charges[*place];
             debt.units = self.still_counting(debt);
-            let paying = debt.units.min(charge.quota().burst().saturating_sub(charge.units()));
-            with_debts[*place] = charge.cost(charge.units() + paying);
+            with_debts[*place] = charge.cost(charge.units().saturating_add(debt.units));
+            fits &= with_debts[*place].units() <= charge.quota().burst();
+        }
+        if !fits {
+            // Whatever the store counts: what was admitted here leaves no room. The local counts know it, and until when.
+            let denied = self.by_their_word(Action::Peek, charges)?;
+            self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
+            self.count(action, &denied);
+            return Ok(denied);
         }
         let mut decisions = self.store.decide_all(action, &with_debts).await?;
         let spent = decisions.iter().all(|decision| decision.allowed);
         for (place, debt) in &mut claims.debts {
             let (charge, decision) = (&charges[*place], &mut decisions[*place]);
-            let paying = with_debts[*place].units() - charge.units();
+            let paying = debt.units;
             // A denial that counts has counted the debt, too.
             let paid = spent || (!decision.allowed && charge.quota().count_denied());
             if action == Action::Acquire && paid {
-                debt.units -= paying;
+                debt.units = 0;
                 self.counters.repaid.fetch_add(paying, Ordering::Relaxed);
             } else {
                 decision.remaining = decision.remaining.saturating_sub(paying);
@@ -271,7 +282,7 @@ impl<S: Store> Inner<S> {
         self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
     }
 
-    /// While a failure is less than two windows old, what the store admits takes from the local share, too. Otherwise a store
+    /// For two windows after an answer in the store's place, what the store admits takes from the local share, too. Otherwise a store
     /// that fails once a window would admit twice the limit in each.
     fn mirror(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
         let last = self.trouble.last.load(Ordering::Relaxed);

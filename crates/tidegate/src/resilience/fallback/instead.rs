@@ -49,26 +49,28 @@ impl<S: Store> Inner<S> {
             return Err(error);
         }
         let decisions = self.by_their_word(action, charges)?;
-        if action == Action::Acquire {
-            let admitted = decisions.iter().all(|decision| decision.allowed);
+        self.count(action, &decisions);
+        if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
             let now = self.local.clock().now();
-            for (charge, decision) in charges.iter().zip(&decisions) {
-                let counter = match decision.source {
-                    Source::Allow => &self.counters.allow,
-                    Source::Deny => &self.counters.deny,
-                    _ => &self.counters.local,
-                };
-                counter.fetch_add(1, Ordering::Relaxed);
-                if admitted && decision.source == Source::Local {
-                    self.owed.add(charge, now);
-                }
-            }
+            let local = charges.iter().zip(&decisions).filter(|(_, decision)| decision.source == Source::Local);
+            local.for_each(|(charge, _)| self.owed.add(charge, now));
         }
         Ok(decisions)
     }
 
+    pub(super) fn count(&self, action: Action, decisions: &[Decision]) {
+        for decision in decisions.iter().filter(|_| action == Action::Acquire) {
+            let counter = match decision.source {
+                Source::Allow => &self.counters.allow,
+                Source::Deny => &self.counters.deny,
+                _ => &self.counters.local,
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     /// Each charge's word, all or nothing: a denial of any kind leaves the others unspent.
-    fn by_their_word(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    pub(super) fn by_their_word(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         let shares: Vec<Option<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
         let is_local = |charge: &Charge<'_>| charge.store_failure() == OnStoreFailure::Local;
         let fits =

@@ -9,6 +9,7 @@ use hashbrown::hash_table::Entry;
 
 use crate::algorithm::Algorithm;
 use crate::charge::Charge;
+use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::Part;
 
@@ -35,6 +36,8 @@ pub(super) struct Debt {
     until: u64,
     /// There is no use in trying before.
     pub(super) not_before: u64,
+    /// The pass in which it was last tried.
+    tried_in: u64,
 }
 
 impl Debt {
@@ -130,6 +133,7 @@ impl Owed {
             units: charge.units(),
             until,
             not_before: 0,
+            tried_in: 0,
         };
         table.insert_unique(hash, debt, |debt| self.hash_of(debt));
         self.keys.fetch_add(1, Ordering::Relaxed);
@@ -137,16 +141,18 @@ impl Owed {
 
     /// The debts of these charges.
     pub(super) fn claim(&self, charges: &[Charge<'_>]) -> Claims<'_> {
-        let take = |(place, charge): (usize, &Charge<'_>)| self.remove(charge).map(|debt| (place, debt));
-        Claims { owed: self, debts: charges.iter().enumerate().filter_map(take).collect() }
+        let local = charges.iter().enumerate().filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
+        let debts = local.filter_map(|(place, charge)| self.remove(charge).map(|debt| (place, debt))).collect();
+        Claims { owed: self, debts }
     }
 
-    /// Some debts of a shard that may be tried now. What has expired is dropped on the way.
-    pub(super) fn claim_due(&self, shard: usize, most: usize, now: u64) -> Claims<'_> {
+    /// Some debts of a shard that may be tried now, and were not yet in this pass. What has expired is dropped on the way.
+    pub(super) fn claim_due(&self, shard: usize, pass: u64, most: usize, now: u64) -> Claims<'_> {
         let mut table = self.lock(shard);
         self.drop_expired(&mut table, now);
-        let due = table.extract_if(|debt| debt.not_before <= now).take(most);
-        let debts: Vec<(usize, Debt)> = due.enumerate().collect();
+        let due = table.extract_if(|debt| debt.not_before <= now && debt.tried_in != pass).take(most);
+        let mut debts: Vec<(usize, Debt)> = due.enumerate().collect();
+        debts.iter_mut().for_each(|(_, debt)| debt.tried_in = pass);
         self.keys.fetch_sub(debts.len(), Ordering::Relaxed);
         Claims { owed: self, debts }
     }

@@ -58,17 +58,16 @@ impl<S: Store> Inner<S> {
             return pass;
         }
         let _done = Done(self);
+        let number = self.trouble.passes.fetch_add(1, Ordering::Relaxed) + 1;
         for shard in Owed::shards() {
             loop {
                 let now = self.local.clock().now();
-                let mut claims = self.owed.claim_due(shard, MAX_CHARGES, now);
+                let mut claims = self.owed.claim_due(shard, number, MAX_CHARGES, now);
                 if claims.debts.is_empty() {
                     break;
                 }
                 for (_, debt) in &mut claims.debts {
                     debt.units = self.still_counting(debt);
-                    // Whatever is left of it is not tried again in this pass.
-                    debt.not_before = now.saturating_add(100_000);
                 }
                 // Parts fail apart: one that is away keeps nobody from paying to another.
                 for (part, mut group) in claims.by_part(|debt| self.store.part(&debt.charge())) {
