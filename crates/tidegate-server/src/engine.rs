@@ -207,7 +207,8 @@ impl Engine {
                 let policy = live.policy(policy)?;
                 let charge = Charge::new(key, policy.quota_for(key))
                     .policy(policy.name())
-                    .cost(cost.unwrap_or_else(|| policy.usual_cost()));
+                    .cost(cost.unwrap_or_else(|| policy.usual_cost()))
+                    .on_store_failure(policy.store_failure());
                 self.ask_policies(action, &live, &[(policy, charge)]).await?
             }
             Ask::Attributes { attributes, cost } => {
@@ -350,6 +351,7 @@ impl Engine {
                 Action::Peek => self.limiter.peek(charge).await,
                 Action::Refund => self.limiter.refund(charge).await,
                 Action::Reset => self.limiter.reset(charge).await,
+                Action::Take => Ok(self.limiter.store().decide(action, charge).await?),
             }
         };
         self.observed(action, 1, call).await
@@ -361,7 +363,7 @@ impl Engine {
             (_, []) => Ok(Vec::new()),
             (Action::Acquire, charges) => self.observed(action, charges.len(), self.limiter.acquire_all(charges)).await,
             (Action::Peek, charges) => self.observed(action, charges.len(), self.limiter.peek_all(charges)).await,
-            (Action::Refund | Action::Reset, charges) => {
+            (Action::Refund | Action::Reset | Action::Take, charges) => {
                 let mut decisions = Vec::with_capacity(charges.len());
                 for charge in charges {
                     decisions.push(self.ask_store(action, charge).await?);

@@ -95,7 +95,7 @@ impl<S: Store> Limiter<S> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
         let quota = quiet(charge.quota());
-        let charge = Charge::new(charge.key(), &quota).policy(charge.policy_name()).cost(charge.units());
+        let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
             let decision = self.store.decide(wait.action, &charge).await?;
@@ -252,7 +252,7 @@ impl Blocking<'_> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
         let quota = quiet(charge.quota());
-        let charge = Charge::new(charge.key(), &quota).policy(charge.policy_name()).cost(charge.units());
+        let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
             let decision = self.store.decide_now(wait.action, &charge)?;

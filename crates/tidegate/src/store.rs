@@ -22,6 +22,7 @@ pub trait Store: Send + Sync + 'static {
     fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
     /// Decides several charges, in their order. With [`Action::Acquire`] all or nothing: if one denies, none is spent.
+    /// (And with [`Action::Peek`] as if.) The other actions are done on each charge for itself.
     fn decide_all(
         &self,
         action: Action,
@@ -67,6 +68,10 @@ pub enum Action {
     Refund,
     /// Forget the key.
     Reset,
+    /// Take as much of the cost as there is room for, which may be nothing: for what has already happened, and is charged
+    /// afterwards. Always answers `allowed`, and what is left then. A cost of 0 only looks; one above the burst is fine.
+    /// Several charges are taken each for itself.
+    Take,
 }
 
 /// Why nobody could decide.
@@ -91,6 +96,9 @@ pub enum StoreError {
     /// The store answered, but not with a decision.
     #[error("the store refused: {0}")]
     Refused(String),
+    /// The store was not asked, for it has failed and is not back yet: a `Breaker` is open.
+    #[error("the store was not asked, for it is failing: {0}")]
+    Open(std::sync::Arc<StoreError>),
     /// The address or an option of the store is wrong.
     #[error("{0}")]
     Misconfigured(String),

@@ -5,7 +5,7 @@
 --        2        the server's time in microseconds after which nothing is done any more: by then the caller has gone,
 --                 and what is spent for it is lost; '' for none
 --        then, for each request:
---          action   acquire | peek | refund | reset
+--          action   acquire | peek | refund | reset | take
 --                   forgo: as acquire, when a charge on another node has denied, so nothing is spent
 --          charges  how many charges follow
 --          then, for each charge: algorithm, limit, window (microseconds), option, cost
@@ -44,7 +44,7 @@ local function save(charge)
 end
 
 -- `together`: every charge of this request fits.
-local function decide(charge, writes, together)
+local function decide(charge, action, together)
   local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
   local remaining, spend = charge.remaining, 0
   if cost > remaining then
@@ -52,13 +52,14 @@ local function decide(charge, writes, together)
     answer(0, remaining, algorithm.retry_after(state, quota, cost), algorithm.reset_after(state, quota, spend), 0)
   elseif together then
     spend = cost
-    local delay = algorithm.delay and algorithm.delay(state, quota) or 0
+    -- What is taken afterwards has had its turn.
+    local delay = algorithm.delay and action ~= 'take' and algorithm.delay(state, quota) or 0
     answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
   else
     answer_unspent(charge)
   end
   -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
-  if writes and (spend > 0 or state.stepped_back or state.short_lived) then
+  if action ~= 'peek' and (spend > 0 or state.stepped_back or state.short_lived) then
     algorithm.spend(state, quota, spend)
     save(charge)
   end
@@ -82,6 +83,7 @@ while at <= last do
     if action ~= 'reset' then
       charge.state = algorithm.load(charge.key, quota)
       charge.remaining = algorithm.remaining(charge.state, quota)
+      if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
       together = together and charge.cost <= charge.remaining
     end
     charges[i] = charge
@@ -99,7 +101,7 @@ while at <= last do
       end
       answer_unspent(charge)
     else
-      decide(charge, action ~= 'peek', together)
+      decide(charge, action, together)
     end
   end
 end

@@ -142,6 +142,7 @@ fn arguments(command: &mut Cmd, requests: &[Request<'_>]) {
             Verb::Do(Action::Peek) => "peek",
             Verb::Do(Action::Refund) => "refund",
             Verb::Do(Action::Reset) => "reset",
+            Verb::Do(Action::Take) => "take",
             Verb::Forgo => "forgo",
         });
         command.arg(request.charges.len());
