@@ -7,22 +7,21 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 use tidegate::headers::Limited;
 use tidegate::{
-    Action, Charge, ChargeError, ClientIp, Clock, Decision, Error, Limiter, MemoryStore, Mode, OnStoreFailure,
-    Policies, Policy, Quota, QuotaError, RedisStore, SelectError, Selected, Source, Store, StoreError,
+    Action, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy, Quota, QuotaError, SelectError,
+    Selected, Source, StoreError,
 };
 use tracing::Instrument as _;
 
-use crate::config::{Config, Envoy, Secret, StoreConfig};
+use crate::config::{Config, Envoy, Secret};
+use crate::counts::Counts;
 use crate::hot_keys::HotKeys;
 use crate::logs::TRACE;
 use crate::metrics::{Metrics, Outcomes};
 
 pub(crate) struct Engine {
     live: ArcSwap<Live>,
-    limiter: Limiter<AnyStore>,
-    /// Decides while the store cannot, for policies that say `local`.
-    local: Limiter<MemoryStore>,
-    pub(crate) metrics: Metrics,
+    pub(crate) counts: Counts,
+    pub(crate) metrics: Arc<Metrics>,
     pub(crate) hot_keys: HotKeys,
     started: Instant,
 }
@@ -149,16 +148,12 @@ impl Line {
 impl Engine {
     /// Connects to the store and takes the configuration.
     pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
-        let store = match &config.store {
-            StoreConfig::Memory { max_keys } => AnyStore::Memory(MemoryStore::builder().max_keys(*max_keys).build()),
-            StoreConfig::Redis(redis) => AnyStore::Redis(redis.builder().connect().await?),
-        };
-        let metrics = Metrics::default();
+        let metrics = Arc::new(Metrics::default());
+        let counts = Counts::start(&config.store, &metrics).await?;
         let live = Live::new(config, &metrics);
         Ok(Self {
             live: ArcSwap::from_pointee(live),
-            limiter: Limiter::new(store),
-            local: Limiter::new(MemoryStore::new()),
+            counts,
             metrics,
             hot_keys: HotKeys::new(),
             started: Instant::now(),
@@ -172,14 +167,6 @@ impl Engine {
 
     pub(crate) fn live(&self) -> Arc<Live> {
         self.live.load_full()
-    }
-
-    pub(crate) fn memory_keys(&self) -> usize {
-        let kept = match self.limiter.store() {
-            AnyStore::Memory(store) => store.keys(),
-            AnyStore::Redis(_) => 0,
-        };
-        kept + self.local.store().keys()
     }
 
     /// Seconds since the start, the clock of the hot keys.
@@ -214,6 +201,12 @@ impl Engine {
             Ask::Attributes { attributes, cost } => {
                 let selection = live.policies.select(attributes, cost)?;
                 if let Some(policy) = selection.key_missing_for {
+                    if action == Action::Acquire {
+                        self.metrics.count_source(Source::Deny);
+                        if let Some(outcomes) = live.outcomes.get(policy.name()) {
+                            outcomes.count(false, false);
+                        }
+                    }
                     Answer::new(vec![without_key(policy)])
                 } else {
                     let charges: Vec<(&Policy, Charge<'_>)> = selection
@@ -226,7 +219,7 @@ impl Engine {
             }
             Ask::Quota { key, quota, cost } => {
                 let charge = Charge::new(key, quota).cost(cost);
-                let decision = self.ask_store(action, &charge).await?;
+                let decision = self.counts.decide(action, &charge).await?;
                 Answer::new(vec![Line::new(&charge, decision, false)])
             }
         };
@@ -248,31 +241,21 @@ impl Engine {
         match charges {
             // Nearly every request: no list but that of the answer.
             [(policy, charge)] if !is_shadow(policy) => {
-                let decision = match self.ask_store(action, charge).await {
-                    Err(AskError::Store(error)) => self.without_store(action, &error, policy, charge)?,
-                    decided => decided?,
-                };
-                lines.push(Line::new(charge, decision, false));
+                lines.push(Line::new(charge, self.counts.decide(action, charge).await?, false));
             }
             charges => {
-                let enforced = || charges.iter().filter(|(policy, _)| !is_shadow(policy));
-                let together: Vec<Charge<'_>> = enforced().map(|(_, charge)| *charge).collect();
-                let decisions = match self.ask_store_together(action, &together).await {
-                    Err(AskError::Store(error)) => enforced()
-                        .map(|(policy, charge)| self.without_store(action, &error, policy, charge))
-                        .collect::<Result<_, _>>()?,
-                    decided => decided?,
-                };
-                lines.extend(
-                    together.iter().zip(decisions).map(|(charge, decision)| Line::new(charge, decision, false)),
-                );
+                let enforced = charges.iter().filter(|(policy, _)| !is_shadow(policy));
+                let together: Vec<Charge<'_>> = enforced.map(|(_, charge)| *charge).collect();
+                let decisions = self.counts.decide_all(action, &together).await?;
+                let line = |(charge, decision): (&Charge<'_>, Decision)| Line::new(charge, decision, false);
+                lines.extend(together.iter().zip(decisions).map(line));
             }
         }
         let passes = lines.iter().all(|line| line.decision.allowed);
         for (_, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
             let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
             // What is only looked at must not fail a request.
-            if let Ok(decision) = self.ask_store(action, charge).await {
+            if let Ok(decision) = self.counts.decide(action, charge).await {
                 lines.push(Line::new(charge, decision, true));
             }
         }
@@ -288,6 +271,7 @@ impl Engine {
             self.metrics.count_source(line.decision.source);
             if let Some(outcomes) = live.outcomes.get(&line.policy) {
                 outcomes.count(line.decision.allowed, line.shadow);
+                outcomes.count_source(line.decision.source);
             }
             if let Some((_, charge)) = charges.iter().find(|(policy, _)| policy.name() == line.policy) {
                 self.hot_keys.record(now, &line.policy, charge.key(), line.decision.allowed);
@@ -317,7 +301,7 @@ impl Engine {
         let hopeless = charges.iter().any(|charge| !charge.alone && !charge.peek && charge.is_hopeless());
         let action = if hopeless { Action::Peek } else { Action::Acquire };
         let asked: Vec<Charge<'_>> = joint.iter().map(|at| charges[*at].charge()).collect();
-        for (at, decision) in joint.iter().zip(self.ask_store_together(action, &asked).await?) {
+        for (at, decision) in joint.iter().zip(self.counts.decide_all_or_fail(action, &asked).await?) {
             decisions[*at] = Some(decision);
         }
         let denied = hopeless || decisions.iter().flatten().any(|decision| !decision.allowed);
@@ -325,7 +309,7 @@ impl Engine {
             if decisions[at].is_none() {
                 let looks = charge.peek || denied || charge.is_hopeless();
                 let action = if looks { Action::Peek } else { Action::Acquire };
-                decisions[at] = Some(self.ask_store(action, &charge.charge()).await?);
+                decisions[at] = Some(self.counts.decide_or_fail(action, &charge.charge()).await?);
             }
             if let Some(decision) = decisions[at].as_mut().filter(|_| charge.is_hopeless()) {
                 // The peek spoke of less than was asked for.
@@ -342,88 +326,6 @@ impl Engine {
         }
         self.metrics.decision_seconds.observe(start.elapsed());
         Ok(decisions)
-    }
-
-    async fn ask_store(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, AskError> {
-        let call = async {
-            match action {
-                Action::Acquire => self.limiter.acquire(charge).await,
-                Action::Peek => self.limiter.peek(charge).await,
-                Action::Refund => self.limiter.refund(charge).await,
-                Action::Reset => self.limiter.reset(charge).await,
-                Action::Take => Ok(self.limiter.store().decide(action, charge).await?),
-            }
-        };
-        self.observed(action, 1, call).await
-    }
-
-    /// One decision for each charge. With acquire, all or nothing.
-    async fn ask_store_together(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, AskError> {
-        match (action, charges) {
-            (_, []) => Ok(Vec::new()),
-            (Action::Acquire, charges) => self.observed(action, charges.len(), self.limiter.acquire_all(charges)).await,
-            (Action::Peek, charges) => self.observed(action, charges.len(), self.limiter.peek_all(charges)).await,
-            (Action::Refund | Action::Reset | Action::Take, charges) => {
-                let mut decisions = Vec::with_capacity(charges.len());
-                for charge in charges {
-                    decisions.push(self.ask_store(action, charge).await?);
-                }
-                Ok(decisions)
-            }
-        }
-    }
-
-    /// A call to the store, in metrics and traces.
-    async fn observed<T>(
-        &self,
-        action: Action,
-        charges: usize,
-        call: impl Future<Output = Result<T, Error>>,
-    ) -> Result<T, AskError> {
-        let start = Instant::now();
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
-        let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
-        let error = match &result {
-            Err(Error::Store(error)) => Some(error),
-            _ => None,
-        };
-        self.metrics.count_store_call(start.elapsed(), error);
-        Ok(result?)
-    }
-
-    /// A policy's word for a store that cannot decide.
-    fn without_store(
-        &self,
-        action: Action,
-        error: &StoreError,
-        policy: &Policy,
-        charge: &Charge<'_>,
-    ) -> Result<Decision, AskError> {
-        // To give back what was taken from a store that is away is not possible.
-        if !matches!(action, Action::Acquire | Action::Peek) {
-            return Err(error.clone().into());
-        }
-        let fixed = |allowed: bool| Decision {
-            allowed,
-            limit: charge.quota().limit(),
-            remaining: if allowed { charge.quota().burst() } else { 0 },
-            retry_after: std::time::Duration::from_secs(u64::from(!allowed)),
-            reset_after: std::time::Duration::ZERO,
-            delay: std::time::Duration::ZERO,
-            source: if allowed { Source::Allow } else { Source::Deny },
-        };
-        match policy.store_failure() {
-            // Memory that is full has no other memory to go to.
-            OnStoreFailure::Local if matches!(error, StoreError::Full { .. }) => Err(error.clone().into()),
-            OnStoreFailure::Local => {
-                let blocking = self.local.blocking();
-                let decision =
-                    if action == Action::Acquire { blocking.acquire(charge)? } else { blocking.peek(charge)? };
-                Ok(Decision { source: Source::Local, ..decision })
-            }
-            OnStoreFailure::Allow => Ok(fixed(true)),
-            OnStoreFailure::Deny => Ok(fixed(false)),
-        }
     }
 }
 
@@ -464,34 +366,5 @@ impl Live {
             let nearest = nearest.filter(|policy| distance(policy) <= 1 + name.chars().count() / 3);
             AskError::UnknownPolicy { name: name.to_owned(), nearest: nearest.map(|policy| policy.name().to_owned()) }
         })
-    }
-}
-
-/// The store that the configuration names.
-pub(crate) enum AnyStore {
-    Memory(MemoryStore),
-    Redis(RedisStore),
-}
-
-impl Store for AnyStore {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        match self {
-            Self::Memory(store) => store.decide(action, charge).await,
-            Self::Redis(store) => store.decide(action, charge).await,
-        }
-    }
-
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        match self {
-            Self::Memory(store) => store.decide_all(action, charges).await,
-            Self::Redis(store) => store.decide_all(action, charges).await,
-        }
-    }
-
-    fn clock(&self) -> &dyn Clock {
-        match self {
-            Self::Memory(store) => store.clock(),
-            Self::Redis(store) => store.clock(),
-        }
     }
 }

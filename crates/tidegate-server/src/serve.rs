@@ -67,6 +67,7 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     ));
     let grpc = envoy::router(Arc::clone(&engine)).await?;
     let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(&engine), stopped, DRAIN));
+    let counting = Arc::clone(&engine);
     let admin = Admin { engine, ready: Arc::clone(&ready) };
     // The admin listener answers as long as anything is under way: it says that we are not ready any more.
     let (admin_stop, admin_stopped) = watch::channel(false);
@@ -84,6 +85,10 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let _ = stop.send(true);
     let _ = http.await;
     let _ = grpc.await;
+    if let Some(redis) = counting.counts.redis() {
+        // What was admitted in its place is not forgotten with this process.
+        let _ = tokio::time::timeout(Duration::from_millis(500), redis.fallback().repay()).await;
+    }
     let _ = admin_stop.send(true);
     let _ = admin.await;
     tracing::info!("ended");

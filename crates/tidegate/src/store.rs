@@ -1,6 +1,7 @@
 //! [`Store`]: where counts live.
 
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::charge::Charge;
@@ -45,6 +46,37 @@ pub trait Store: Send + Sync + 'static {
     /// Says that this instance is alive, and hears which are: itself, and those that said so in the last seconds.
     fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
         std::future::ready(Ok(vec![instance.to_owned()]))
+    }
+}
+
+/// A store that several own: some behind a fallback, say, and some who want its errors.
+impl<S: Store> Store for Arc<S> {
+    fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send {
+        S::decide(self, action, charge)
+    }
+
+    fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send {
+        S::decide_all(self, action, charges)
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        S::clock(self)
+    }
+
+    fn part(&self, charge: &Charge<'_>) -> Part {
+        S::part(self, charge)
+    }
+
+    fn probe(&self, part: Part) -> impl Future<Output = Result<(), StoreError>> + Send {
+        S::probe(self, part)
+    }
+
+    fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
+        S::announce(self, instance)
     }
 }
 
