@@ -373,7 +373,9 @@ impl<S: Store> Store for Fallback<S> {
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
         if action == Action::Reset {
-            charges.iter().for_each(|charge| inner.forget(charge));
+            for charge in charges {
+                inner.forget(charge);
+            }
         }
         match inner.ask(action, charges).await {
             Ok(decisions) => {

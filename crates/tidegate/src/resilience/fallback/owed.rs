@@ -152,7 +152,9 @@ impl Owed {
         self.drop_expired(&mut table, now);
         let due = table.extract_if(|debt| debt.not_before <= now && debt.tried_in != pass).take(most);
         let mut debts: Vec<(usize, Debt)> = due.enumerate().collect();
-        debts.iter_mut().for_each(|(_, debt)| debt.tried_in = pass);
+        for (_, debt) in &mut debts {
+            debt.tried_in = pass;
+        }
         self.keys.fetch_sub(debts.len(), Ordering::Relaxed);
         Claims { owed: self, debts }
     }
@@ -217,8 +219,7 @@ impl Owed {
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, HashTable<Debt>> {
         // Not the bits that choose the bucket.
-        #[expect(clippy::cast_possible_truncation, reason = "less than the number of shards")]
-        self.lock(((hash >> 32) % SHARDS as u64) as usize)
+        self.lock((hash >> 32) as usize % SHARDS)
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, HashTable<Debt>> {
