@@ -36,7 +36,6 @@ fn random() -> u64 {
 
 /// From half the duration to one and a half: many instances must not come all at once.
 fn jittered(duration: Duration) -> Duration {
-    #[expect(clippy::cast_possible_truncation, reason = "less than 1,024")]
-    let thousandths = (random() % 1_024) as u32;
-    duration / 2 + duration * thousandths / 1_024
+    let [byte, ..] = random().to_le_bytes();
+    duration / 2 + duration * u32::from(byte) / 256
 }

@@ -263,7 +263,8 @@ impl<S: Store> Inner<S> {
             if action == Action::Acquire && paid {
                 debt.units = 0;
                 self.counters.repaid.fetch_add(paying, Ordering::Relaxed);
-            } else {
+            }
+            if !spent {
                 decision.remaining = decision.remaining.saturating_sub(paying);
             }
         }
@@ -282,8 +283,8 @@ impl<S: Store> Inner<S> {
         self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
     }
 
-    /// For two windows after an answer in the store's place, what the store admits takes from the local share, too. Otherwise a store
-    /// that fails once a window would admit twice the limit in each.
+    /// For two windows after an answer in the store's place, what the store admits takes from the local share, too.
+    /// Otherwise a store that fails once a window would admit twice the limit in each.
     fn mirror(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
         let last = self.trouble.last.load(Ordering::Relaxed);
         if last == 0 || action != Action::Acquire || decisions.iter().any(|decision| !decision.allowed) {
@@ -373,7 +374,9 @@ impl<S: Store> Store for Fallback<S> {
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
         if action == Action::Reset {
-            charges.iter().for_each(|charge| inner.forget(charge));
+            for charge in charges {
+                inner.forget(charge);
+            }
         }
         match inner.ask(action, charges).await {
             Ok(decisions) => {

@@ -235,7 +235,9 @@ mod tests {
             size in 1..10_usize, expected in 1..20_usize, limit in 1..50_u64, key in "[a-z]{1,8}",
         ) {
             let quota = Quota::sliding_log(limit, Duration::from_secs(60)).expect("valid");
-            let agreed: u64 = fleet(size, expected).iter().filter_map(|one| one.share(&quota, "p", &key)).map(|q| q.limit()).sum();
+            let fleet = fleet(size, expected);
+            let shares = fleet.iter().filter_map(|one| one.share(&quota, "p", &key));
+            let agreed: u64 = shares.map(|share| share.limit()).sum();
             prop_assert!(agreed <= limit);
             // Strangers to each other, as many as were expected.
             let strangers = (0..expected).map(|number| Fleet::with_instance(format!("i-{number}")).expecting(expected));

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Action, Breaker, Charge, Decision, Limiter, ManualClock, MemoryStore, Part, Quota, Store, StoreError};
+use tidegate::{
+    Action, Breaker, Charge, Decision, Fallback, Limiter, ManualClock, MemoryStore, Part, Quota, Store, StoreError,
+};
 use tokio::time::{Instant, advance, sleep};
 
 use crate::flaky::{Flaky, Mood, gone};
@@ -248,15 +250,15 @@ async fn exactly_the_limit_is_admitted_through_it() {
 }
 
 #[test]
-fn a_closed_one_allocates_nothing() {
+fn around_a_healthy_store_nothing_is_allocated() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let breaker = Breaker::new(MemoryStore::new());
+    let store = Fallback::new(Breaker::new(MemoryStore::new()));
     let quota = Quota::token_bucket(1_000_000, LONG).expect("valid");
     let charge = Charge::new("user123", &quota);
     let ask = || {
         runtime.block_on(async {
             for _ in 0..100 {
-                breaker.decide(Action::Acquire, &charge).await.expect("decided");
+                store.decide(Action::Acquire, &charge).await.expect("decided");
             }
         });
     };

@@ -73,10 +73,12 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
         let decision = fallback.decide(Action::Acquire, &charge.cost(5)).await.expect("decided");
         assert_eq!((decision.allowed, decision.source), (false, Source::Local), "with six taken here, five never fit");
         assert!(decision.retry_after > Duration::ZERO);
+        let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
         let decision = fallback.decide(Action::Acquire, &charge).await.expect("decided");
         assert_eq!((decision.allowed, decision.remaining), (true, 1));
+        assert_eq!((peeked.allowed, peeked.remaining), (true, 1), "{quota:?}");
         assert_eq!((store.left(&charge).await, fallback.stats().repaid_units), (1, 6));
-        assert_eq!((store.calls(), fallback.stats().owed_keys), (calls + 3, 0), "paid in the same call");
+        assert_eq!((store.calls(), fallback.stats().owed_keys), (calls + 4, 0), "paid in the same call");
     }
 }
 

@@ -11,7 +11,7 @@ use crate::store::{Part, StoreError};
 
 const CHAINS: usize = 64;
 /// A second of the past is kept in so many slots.
-const SLOTS: u64 = 8;
+const SLOTS: usize = 8;
 const SLOT: Duration = Duration::from_millis(125);
 
 /// The circuits of all parts that were ever asked. Only grows: by one for each node of a cluster. Looked up without a lock.
@@ -32,8 +32,8 @@ impl Circuits {
     }
 
     pub(super) fn of(&self, part: Part) -> &Circuit {
-        #[expect(clippy::cast_possible_truncation, reason = "less than the number of chains")]
-        let mut place = &self.chains[(part.0 % CHAINS as u64) as usize];
+        #[expect(clippy::cast_possible_truncation, reason = "the low bits choose the chain")]
+        let mut place = &self.chains[part.0 as usize % CHAINS];
         loop {
             let link = place.get_or_init(|| Box::new(Link { circuit: Circuit::new(part), next: OnceLock::new() }));
             if link.circuit.part == part {
@@ -132,7 +132,7 @@ impl Circuit {
 #[derive(Debug)]
 struct Recent {
     start: Instant,
-    slots: [AtomicU64; SLOTS as usize],
+    slots: [AtomicU64; SLOTS],
 }
 
 const COUNT_BITS: u32 = 20;
@@ -141,7 +141,7 @@ const NUMBERS: u64 = 1 << (64 - 2 * COUNT_BITS);
 
 impl Recent {
     fn new() -> Self {
-        Self { start: Instant::now(), slots: [const { AtomicU64::new(0) }; SLOTS as usize] }
+        Self { start: Instant::now(), slots: [const { AtomicU64::new(0) }; SLOTS] }
     }
 
     /// The number of the present slot, from 1 on: 0 is none.
@@ -161,8 +161,8 @@ impl Recent {
                     | (failures + u64::from(failed)).min(MOST),
             )
         };
-        #[expect(clippy::cast_possible_truncation, reason = "less than the number of slots")]
-        let slot = &self.slots[(number % SLOTS) as usize];
+        #[expect(clippy::cast_possible_truncation, reason = "the low bits choose the slot")]
+        let slot = &self.slots[number as usize % SLOTS];
         // The closure always has a new value.
         let _ = slot.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
     }
@@ -170,7 +170,7 @@ impl Recent {
     fn sum(&self) -> (u64, u64) {
         let present = self.present();
         let slots = self.slots.iter().map(|slot| unpack(slot.load(Ordering::Relaxed)));
-        let lately = slots.filter(|(number, ..)| *number > 0 && present.wrapping_sub(*number) < SLOTS);
+        let lately = slots.filter(|(number, ..)| *number > 0 && present.wrapping_sub(*number) < SLOTS as u64);
         lately.fold((0, 0), |sum, (_, calls, failures)| (sum.0 + calls, sum.1 + failures))
     }
 

@@ -129,7 +129,7 @@ impl<S: Store> Inner<S> {
 
     /// Nothing counts for this charge's key here any more, and nothing is owed.
     pub(super) fn forget(&self, charge: &Charge<'_>) {
-        self.owed.remove(charge);
+        self.owed.forget(charge);
         // A memory store has no error for a reset.
         let _ = self.local.decide_now(Action::Reset, charge);
     }

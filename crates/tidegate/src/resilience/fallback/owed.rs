@@ -20,6 +20,7 @@ const SHARDS: usize = 16;
 pub(super) struct Owed {
     shards: [Mutex<HashTable<Debt>>; SHARDS],
     hasher: RandomState,
+    /// Those that are claimed among them.
     keys: AtomicUsize,
     max_keys: usize,
     dropped: AtomicU64,
@@ -142,7 +143,7 @@ impl Owed {
     /// The debts of these charges.
     pub(super) fn claim(&self, charges: &[Charge<'_>]) -> Claims<'_> {
         let local = charges.iter().enumerate().filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
-        let debts = local.filter_map(|(place, charge)| self.remove(charge).map(|debt| (place, debt))).collect();
+        let debts = local.filter_map(|(place, charge)| self.take_out(charge).map(|debt| (place, debt))).collect();
         Claims { owed: self, debts }
     }
 
@@ -152,8 +153,9 @@ impl Owed {
         self.drop_expired(&mut table, now);
         let due = table.extract_if(|debt| debt.not_before <= now && debt.tried_in != pass).take(most);
         let mut debts: Vec<(usize, Debt)> = due.enumerate().collect();
-        debts.iter_mut().for_each(|(_, debt)| debt.tried_in = pass);
-        self.keys.fetch_sub(debts.len(), Ordering::Relaxed);
+        for (_, debt) in &mut debts {
+            debt.tried_in = pass;
+        }
         Claims { owed: self, debts }
     }
 
@@ -162,17 +164,22 @@ impl Owed {
     }
 
     /// Forgets the debt of this charge's key.
-    pub(super) fn remove(&self, charge: &Charge<'_>) -> Option<Debt> {
+    pub(super) fn forget(&self, charge: &Charge<'_>) {
+        if self.take_out(charge).is_some() {
+            self.keys.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// What comes out goes back by `put_back`, or is counted off.
+    fn take_out(&self, charge: &Charge<'_>) -> Option<Debt> {
         let hash = self.hash(charge.key(), charge.policy_name());
         let mut table = self.lock_of(hash);
-        let (debt, _) = table.find_entry(hash, |debt| debt.is_of(charge)).ok()?.remove();
-        self.keys.fetch_sub(1, Ordering::Relaxed);
-        Some(debt)
+        Some(table.find_entry(hash, |debt| debt.is_of(charge)).ok()?.remove().0)
     }
 
     /// Takes the charge's units off the debt of its key, if it has so many.
     pub(super) fn forgive(&self, charge: &Charge<'_>) -> bool {
-        let Some(mut debt) = self.remove(charge) else { return false };
+        let Some(mut debt) = self.take_out(charge) else { return false };
         let enough = debt.units >= charge.units();
         if enough {
             debt.units -= charge.units();
@@ -183,6 +190,7 @@ impl Owed {
 
     fn put_back(&self, debt: Debt) {
         if debt.units == 0 {
+            self.keys.fetch_sub(1, Ordering::Relaxed);
             return;
         }
         let hash = self.hash_of(&debt);
@@ -193,10 +201,10 @@ impl Owed {
                 let newer = newer.get_mut();
                 newer.units = newer.units.saturating_add(debt.units);
                 newer.until = newer.until.max(debt.until);
+                self.keys.fetch_sub(1, Ordering::Relaxed);
             }
             Entry::Vacant(place) => {
                 place.insert(debt);
-                self.keys.fetch_add(1, Ordering::Relaxed);
             }
         }
     }
@@ -217,8 +225,7 @@ impl Owed {
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, HashTable<Debt>> {
         // Not the bits that choose the bucket.
-        #[expect(clippy::cast_possible_truncation, reason = "less than the number of shards")]
-        self.lock(((hash >> 32) % SHARDS as u64) as usize)
+        self.lock((hash >> 32) as usize % SHARDS)
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, HashTable<Debt>> {

@@ -86,23 +86,22 @@ impl<S: Store> Inner<S> {
     }
 
     /// Takes what fits, and leaves in each debt what did not.
-    async fn pay(&self, debts: &mut Vec<(usize, Debt)>, now: u64) -> Result<u64, StoreError> {
-        debts.retain(|(_, debt)| debt.units > 0);
+    async fn pay(&self, debts: &mut [(usize, Debt)], now: u64) -> Result<u64, StoreError> {
+        let mut debts: Vec<&mut Debt> = debts.iter_mut().map(|(_, debt)| debt).filter(|debt| debt.units > 0).collect();
         if debts.is_empty() {
             return Ok(0);
         }
         // A take does not tell how much it took, so a look comes first. Who takes in between makes us charge too little by as
         // much: a little, once.
-        let looks: Vec<Charge<'_>> = debts.iter().map(|(_, debt)| debt.charge().cost(0)).collect();
+        let looks: Vec<Charge<'_>> = debts.iter().map(|debt| debt.charge().cost(0)).collect();
         let rooms = self.store.decide_all(Action::Take, &looks).await?;
-        let payments: Vec<u64> =
-            debts.iter().zip(&rooms).map(|((_, debt), room)| debt.units.min(room.remaining)).collect();
-        let takes = debts.iter().zip(&payments).map(|((_, debt), units)| debt.charge().cost(*units));
+        let payments: Vec<u64> = debts.iter().zip(&rooms).map(|(debt, room)| debt.units.min(room.remaining)).collect();
+        let takes = debts.iter().zip(&payments).map(|(debt, units)| debt.charge().cost(*units));
         let takes: Vec<Charge<'_>> = takes.filter(|charge| charge.units() > 0).collect();
         if !takes.is_empty() {
             self.store.decide_all(Action::Take, &takes).await?;
         }
-        for ((_, debt), units) in debts.iter_mut().zip(&payments) {
+        for (debt, units) in debts.iter_mut().zip(&payments) {
             debt.units -= units;
             // The store has no room for the rest now, and gets some as its window goes on.
             debt.not_before = now.saturating_add((debt.quota.window_micros() / 10).clamp(100_000, 10_000_000));
