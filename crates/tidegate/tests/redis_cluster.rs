@@ -54,9 +54,7 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
 async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_took() {
     let cluster = Cluster::start();
     let limiter = limiter(&cluster).await;
-    for quota in every_quota(100, LONG) {
-        let narrow = Quota::new(quota.algorithm(), 40, LONG).expect("valid");
-        let wide = quota;
+    for (wide, narrow) in every_quota(100, LONG).into_iter().zip(every_quota(40, LONG)) {
         let admitted = Arc::new(AtomicU64::new(0));
         let tasks: Vec<_> = (0..16)
             .map(|task| {

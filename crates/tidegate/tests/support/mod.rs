@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
+mod certificates;
 mod cluster;
 mod sentinel;
 mod server;
@@ -9,6 +10,7 @@ mod server;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+pub(crate) use certificates::Authority;
 pub(crate) use cluster::Cluster;
 pub(crate) use sentinel::{NAME, Sentinels};
 pub(crate) use server::{Redis, free_port, redis_6, valkey_9};
