@@ -122,7 +122,7 @@ async fn a_user_with_the_smallest_rights_can_do_everything() {
     let limiter = Limiter::new(RedisStore::builder(&url).timeout(PATIENCE).connect().await.expect("connected"));
     let quota = Quota::token_bucket(10, LONG).expect("valid");
     let refused = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("not allowed").to_string();
-    assert!(refused.contains("hmget") && !refused.contains("hunter2"), "{refused}");
+    assert!(refused.contains("can't run this command") && !refused.contains("hunter2"), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -163,8 +163,8 @@ async fn by_tls_both_sides_show_who_they_are() {
     let by_name = url.replace("127.0.0.1", "localhost");
     let strange = stranger.sign("client");
     for (url, tls, what) in [
-        (url.as_str(), Some(Tls::new().ca(stranger.pem())), "UnknownIssuer"),
-        (&url, None, "UnknownIssuer"),
+        (url.as_str(), Some(Tls::new().ca(stranger.pem())), "invalid peer certificate"),
+        (&url, None, ""),
         (&by_name, Some(ours()), "not valid for name"),
         (&url, Some(Tls::new().ca(authority.pem())), ""),
         (&url, Some(ours().identity(strange.certificate, strange.key)), ""),

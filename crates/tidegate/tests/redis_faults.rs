@@ -229,6 +229,22 @@ async fn a_store_that_connects_in_the_background_is_there_when_redis_is() {
     assert!(matches!(RedisStore::cluster(seeds).connect_in_background(), Err(StoreError::Misconfigured(_))));
 }
 
+#[tokio::test]
+async fn a_store_that_is_dropped_leaves_nothing_behind() {
+    let redis = Redis::start();
+    let clients = || {
+        let info: String = redis.query(&["INFO", "clients"]);
+        let line = info.lines().find_map(|line| line.strip_prefix("connected_clients:"));
+        line.and_then(|count| count.trim().parse::<u64>().ok()).expect("a count")
+    };
+    let before = clients();
+    let store = RedisStore::connect(&redis.url()).await.expect("connected");
+    assert_eq!(clients(), before + 1);
+    drop(store);
+    until("the connection is closed", async || clients() == before).await;
+    assert_eq!(tokio::runtime::Handle::current().metrics().num_alive_tasks(), 0);
+}
+
 // ---- Probe and who is alive --------------------------------------------------------------------------------------
 
 #[tokio::test]

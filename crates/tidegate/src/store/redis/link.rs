@@ -314,7 +314,15 @@ impl Node {
 
     /// A connection that is good for use: let in, and with an answer from the other end.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), Trouble> {
-        let broken = |error: &RedisError| Trouble::new(&self.address, &one_line(error));
+        let broken = |error: &RedisError| {
+            // A server that does not like our certificate only says so after the handshake, if at all.
+            let perhaps = if self.access.tls.is_some() && error.is_connection_dropped() {
+                " (by TLS: does it ask for another certificate of ours?)"
+            } else {
+                ""
+            };
+            Trouble::new(&self.address, &format!("{}{perhaps}", one_line(error)))
+        };
         let (handle, driver) = self.address.open(&self.access).await.map_err(|error| broken(&error))?;
         let driver = tokio::spawn(driver);
         let connection = Connection::new(handle, &driver);
@@ -335,8 +343,7 @@ impl Node {
             }
         }
         if self.role == Role::Primary {
-            let is_primary = matches!(replies.pop(), Some(Value::Array(role)) if role.first().is_some_and(says_master));
-            if !is_primary {
+            if !replies.pop().is_some_and(|role| says_primary(&role)) {
                 return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
             }
         }
@@ -417,8 +424,10 @@ pub(super) async fn ask_once(
     }
 }
 
-fn says_master(role: &Value) -> bool {
-    matches!(role, Value::BulkString(name) if name == b"master")
+/// The reply of ROLE.
+pub(super) fn says_primary(role: &Value) -> bool {
+    let Value::Array(parts) = role else { return false };
+    matches!(parts.first(), Some(Value::BulkString(name)) if name == b"master")
 }
 
 /// The reply of TIME.

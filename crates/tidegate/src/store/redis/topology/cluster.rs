@@ -108,7 +108,7 @@ pub(super) async fn follow_if_it_is_one(known: Arc<Known>, link: Arc<Link>) {
             Some(true) => return follow(known, vec![link.address().clone()]).await,
             Some(false) => {
                 known.settle(Ok(()));
-                stirred.or_after(Duration::MAX / 1_000).await;
+                stirred.wait().await;
                 sleep(WORRIED).await;
             }
             None => sleep(WORRIED).await,
