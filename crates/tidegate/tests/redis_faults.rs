@@ -106,6 +106,32 @@ async fn a_call_that_comes_too_late_does_nothing() {
     }
 }
 
+/// The server's clock is set, forward and back, while calls go on: each decides at once, and a late one still does nothing.
+#[tokio::test]
+async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
+    let (redis, clock) = support::redis_with_a_clock_to_set();
+    let timeout = Duration::from_millis(400);
+    let hasty = limiter_with(&redis, timeout).await;
+    for seconds in [3_600, -3_600, 86_400, 1, -1, 0, -86_400, 5, -5] {
+        let quota = Quota::sliding_log(100, LONG).expect("valid");
+        let name = format!("after {seconds}");
+        let charge = Charge::new(&name, &quota);
+        hasty.acquire(&charge).await.expect("decided");
+        clock.set(seconds);
+        for count in 2..=4 {
+            let decision = hasty.acquire(&charge).await.expect("decided, whatever the clock says");
+            assert_eq!(decision.remaining, 100 - count, "{name}");
+        }
+        let before = calls_of(&redis, "evalsha");
+        redis.signal("STOP");
+        assert_eq!(hasty.acquire(&charge).await, Err(Error::Store(StoreError::Timeout(timeout))), "{name}");
+        redis.signal("CONT");
+        until("the server has run what waited", async || calls_of(&redis, "evalsha") > before).await;
+        until("connected", async || hasty.peek(&charge).await.is_ok()).await;
+        assert_eq!(hasty.peek(&charge).await.expect("decided").remaining, 95, "{name}");
+    }
+}
+
 // ---- Servers and connections that hang ---------------------------------------------------------------------------
 
 /// A wire between the store and the server that can be made to swallow everything, as a dead route does.

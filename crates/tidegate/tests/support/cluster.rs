@@ -97,6 +97,12 @@ impl Cluster {
         panic!("nobody serves slot {slot}")
     }
 
+    /// How many nodes say themselves that they are primaries, one left out.
+    pub(crate) fn primaries_but(&self, index: usize) -> usize {
+        let others = self.nodes.iter().enumerate().filter(|(at, _)| *at != index);
+        others.filter(|(_, node)| is_primary(node)).count()
+    }
+
     pub(crate) fn node_mut(&mut self, index: usize) -> &mut Redis {
         &mut self.nodes[index]
     }
@@ -122,10 +128,12 @@ impl Cluster {
     }
 
     pub(crate) fn assert_every_key_expires(&self) {
-        let primaries =
-            self.nodes.iter().filter(|node| node.query::<String>(&["INFO", "replication"]).contains("role:master"));
-        primaries.for_each(Redis::assert_every_key_expires);
+        self.nodes.iter().filter(|node| is_primary(node)).for_each(Redis::assert_every_key_expires);
     }
+}
+
+fn is_primary(node: &Redis) -> bool {
+    node.query::<String>(&["INFO", "replication"]).contains("role:master")
 }
 
 /// A node's second port, for the other nodes, is 10,000 above its first.

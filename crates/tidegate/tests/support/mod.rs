@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
 mod certificates;
+mod clock;
 mod cluster;
 mod sentinel;
 mod server;
@@ -11,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub(crate) use certificates::Authority;
+pub(crate) use clock::redis_with_a_clock_to_set;
 pub(crate) use cluster::Cluster;
 pub(crate) use sentinel::{NAME, Sentinels};
 pub(crate) use server::{Redis, free_port, redis_6, valkey_9};

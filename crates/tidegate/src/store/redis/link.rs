@@ -342,10 +342,8 @@ impl Node {
                 return Err(Trouble::at_the_door(&self.address, &RedisError::from(error.clone())));
             }
         }
-        if self.role == Role::Primary {
-            if !replies.pop().is_some_and(|role| says_primary(&role)) {
-                return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
-            }
+        if self.role == Role::Primary && !replies.pop().is_some_and(|role| says_primary(&role)) {
+            return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
         }
         if let Some(now) = replies.last().and_then(server_micros) {
             connection.clock.heard(now, sent, Instant::now());

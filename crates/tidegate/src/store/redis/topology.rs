@@ -275,7 +275,7 @@ impl Known {
             self.routes.store(Arc::new(Routes::Unknown(trouble.clone())));
         }
         self.settled.send_if_modified(|settled| {
-            let news = settled.as_ref().is_none_or(|settled| settled.is_err());
+            let news = settled.as_ref().is_none_or(Result::is_err);
             if news {
                 *settled = Some(how);
             }
