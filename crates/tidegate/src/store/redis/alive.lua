@@ -13,7 +13,7 @@ local silence, most = tonumber(ARGV[2]), tonumber(ARGV[3])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - silence)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], now + silence, '+inf')
 redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('PEXPIRE', KEYS[1], math.ceil(silence / 1000) + 1)
+redis.call('PEXPIREAT', KEYS[1], math.ceil((now + silence) / 1000) + 1)
 local alive = redis.call('ZRANGE', KEYS[1], 0, most - 2)
 local listed = false
 for i = 1, #alive do listed = listed or alive[i] == ARGV[1] end

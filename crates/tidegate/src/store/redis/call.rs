@@ -127,9 +127,8 @@ impl Call<'_> {
                     return Err(Setback::Apart);
                 }
                 Fault::Said(Said::NotNow(_)) => {
-                    known.does_not_write(&link);
                     refusals += 1;
-                    refusals <= MOST_REFUSALS && self.pause(refusals + 1).await
+                    known.does_not_write(&link) && refusals <= MOST_REFUSALS && self.pause(refusals + 1).await
                 }
                 Fault::Retired => {
                     refusals += 1;

@@ -125,7 +125,11 @@ fn named(address: &Address, error: &RedisError) -> String {
     format!("{address}: {}", one_line(error))
 }
 
-/// Some errors quote what they could not read, line breaks and all.
+/// As the server said it, or as the connection failed. Some errors quote what they could not read, line breaks and all.
 pub(super) fn one_line(error: &RedisError) -> String {
-    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+    let text = match (error.code(), error.detail()) {
+        (Some(code), Some(detail)) => format!("{code} {detail}"),
+        _ => error.to_string(),
+    };
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

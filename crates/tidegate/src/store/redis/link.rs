@@ -67,6 +67,7 @@ enum State {
 pub(super) struct Connection {
     handle: MultiplexedConnection,
     driver: AbortHandle,
+    made: Instant,
     /// Of the server at the other end of this very connection: the next may lead to another.
     clock: ServerClock,
 }
@@ -139,9 +140,11 @@ impl Link {
         }
     }
 
-    /// Makes the connection anew: its address may lead to another server now.
+    /// Makes the connection anew, unless it is new: its address may lead to another server now.
     pub(super) fn reconnect(&self) {
-        if let State::Up(connection) = &*self.node.state.borrow() {
+        if let State::Up(connection) = &*self.node.state.borrow()
+            && connection.made.elapsed() >= SHORT_LIFE
+        {
             connection.driver.abort();
         }
     }
@@ -220,6 +223,10 @@ impl Drop for Link {
 }
 
 impl Connection {
+    fn new(handle: MultiplexedConnection, driver: &JoinHandle<()>) -> Self {
+        Self { handle, driver: driver.abort_handle(), made: Instant::now(), clock: ServerClock::new() }
+    }
+
     pub(super) fn clock(&self) -> &ServerClock {
         &self.clock
     }
@@ -274,18 +281,16 @@ impl Node {
             let silent = |_| Err(Trouble::new(&self.address, &format!("no answer within {:?}", self.patience)));
             match timeout(self.patience, self.connect()).await.unwrap_or_else(silent) {
                 Ok((connection, driver)) => {
-                    let since = Instant::now();
                     self.connections.fetch_add(1, Ordering::Relaxed);
                     self.become_(State::Up(Arc::clone(&connection)));
                     if std::mem::take(&mut told) {
                         tracing::info!(node = %self.address, "Redis is back");
                     }
                     let trouble = self.watch(&connection, driver).await;
-                    drop(connection);
                     tracing::warn!(node = %self.address, reason = %trouble.reason, "the connection to Redis is lost");
                     told = true;
                     self.remember(&trouble);
-                    let lasting = since.elapsed() >= SHORT_LIFE;
+                    let lasting = connection.made.elapsed() >= SHORT_LIFE;
                     self.become_(if lasting { State::Connecting } else { State::Down(trouble) });
                     self.lost.stir();
                     if lasting {
@@ -309,10 +314,18 @@ impl Node {
 
     /// A connection that is good for use: let in, and with an answer from the other end.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), Trouble> {
-        let broken = |error: &RedisError| Trouble::new(&self.address, &one_line(error));
+        let broken = |error: &RedisError| {
+            // A server that does not like our certificate only says so after the handshake, if at all.
+            let perhaps = if self.access.tls.is_some() && error.is_connection_dropped() {
+                " (by TLS: does it ask for another certificate of ours?)"
+            } else {
+                ""
+            };
+            Trouble::new(&self.address, &format!("{}{perhaps}", one_line(error)))
+        };
         let (handle, driver) = self.address.open(&self.access).await.map_err(|error| broken(&error))?;
         let driver = tokio::spawn(driver);
-        let connection = Connection { handle, driver: driver.abort_handle(), clock: ServerClock::new() };
+        let connection = Connection::new(handle, &driver);
         let mut greeting = Pipeline::new();
         for command in self.access.greeting() {
             greeting.add_command(command);
@@ -329,11 +342,8 @@ impl Node {
                 return Err(Trouble::at_the_door(&self.address, &RedisError::from(error.clone())));
             }
         }
-        if self.role == Role::Primary {
-            let is_primary = matches!(replies.pop(), Some(Value::Array(role)) if role.first().is_some_and(says_master));
-            if !is_primary {
-                return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
-            }
+        if self.role == Role::Primary && !replies.pop().is_some_and(|role| says_primary(&role)) {
+            return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
         }
         if let Some(now) = replies.last().and_then(server_micros) {
             connection.clock.heard(now, sent, Instant::now());
@@ -394,8 +404,7 @@ pub(super) async fn ask_once(
     let ask = async {
         let (mut handle, driver) = address.open(access).await?;
         let driver = tokio::spawn(driver);
-        let _connection =
-            Connection { handle: handle.clone(), driver: driver.abort_handle(), clock: ServerClock::new() };
+        let _connection = Connection::new(handle.clone(), &driver);
         let mut all = Pipeline::new();
         for command in access.greeting().into_iter().chain([command]) {
             all.add_command(command);
@@ -413,8 +422,10 @@ pub(super) async fn ask_once(
     }
 }
 
-fn says_master(role: &Value) -> bool {
-    matches!(role, Value::BulkString(name) if name == b"master")
+/// The reply of ROLE.
+pub(super) fn says_primary(role: &Value) -> bool {
+    let Value::Array(parts) = role else { return false };
+    matches!(parts.first(), Some(Value::BulkString(name)) if name == b"master")
 }
 
 /// The reply of TIME.

@@ -24,9 +24,14 @@ impl Stir {
 }
 
 impl Stirred {
+    /// Until somebody stirs, or has stirred since the last look.
+    pub(super) async fn wait(&mut self) {
+        let stirred = self.0.changed().await;
+        debug_assert!(stirred.is_ok(), "who watches holds what stirs");
+    }
+
     /// Until somebody stirs, or has stirred since the last look; `longest` at most.
     pub(super) async fn or_after(&mut self, longest: Duration) {
-        let stirred = tokio::time::timeout(longest, self.0.changed()).await;
-        debug_assert!(!matches!(stirred, Ok(Err(_))), "who watches holds what stirs");
+        let _ = tokio::time::timeout(longest, self.wait()).await;
     }
 }

@@ -211,13 +211,15 @@ impl Known {
         self.stir.stir();
     }
 
-    /// This node does not write: another one will.
-    pub(super) fn does_not_write(&self, link: &Link) {
-        // One address may lead to another server now. Elsewhere another address will be told.
-        if matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty() {
+    /// This node does not write. True if another one may be told soon.
+    pub(super) fn does_not_write(&self, link: &Link) -> bool {
+        self.stir.stir();
+        let alone = matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty();
+        if alone {
+            // Its address may lead to another server now.
             link.reconnect();
         }
-        self.stir.stir();
+        !alone
     }
 
     pub(super) fn redirects(&self) -> u64 {
@@ -273,7 +275,7 @@ impl Known {
             self.routes.store(Arc::new(Routes::Unknown(trouble.clone())));
         }
         self.settled.send_if_modified(|settled| {
-            let news = settled.as_ref().is_none_or(|settled| settled.is_err());
+            let news = settled.as_ref().is_none_or(Result::is_err);
             if news {
                 *settled = Some(how);
             }

@@ -70,11 +70,13 @@ pub(super) async fn follow(known: Arc<Known>, seeds: Vec<Address>) {
     loop {
         let looked = Instant::now();
         let told = ask_around(&known, &others).await;
-        known.settle(told.as_ref().map(|_| ()).map_err(Clone::clone));
-        if let Ok(told) = told {
-            others = told.replicas.iter().chain(&seeds).cloned().collect();
-            others.dedup();
-            adopt(&known, &told);
+        match told {
+            Ok(told) => {
+                others = told.replicas.iter().chain(&seeds).cloned().collect();
+                adopt(&known, &told);
+                known.settle(Ok(()));
+            }
+            Err(trouble) => known.settle(Err(trouble)),
         }
         let well = || known.is_cluster() && known.primaries().iter().all(|link| link.is_up());
         stirred.or_after(if well() { CALM } else { WORRIED }).await;
@@ -106,7 +108,7 @@ pub(super) async fn follow_if_it_is_one(known: Arc<Known>, link: Arc<Link>) {
             Some(true) => return follow(known, vec![link.address().clone()]).await,
             Some(false) => {
                 known.settle(Ok(()));
-                stirred.or_after(Duration::MAX / 1_000).await;
+                stirred.wait().await;
                 sleep(WORRIED).await;
             }
             None => sleep(WORRIED).await,

@@ -1,6 +1,7 @@
 //! Sentinels: which server is the primary, as they tell. Each is asked by a task of its own, so one that hangs holds up nobody.
 //!
-//! They do not all learn of a failover at once. The one that has seen the highest configuration epoch knows best.
+//! They do not all learn of a failover at once. The one that has seen the highest configuration epoch knows best. And even that
+//! one looks at the server it promotes but once a second: while the sentinels agree that the primary is down, we look ourselves.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,8 +13,16 @@ use tokio::time::sleep;
 
 use super::super::access::Address;
 use super::super::fault::{Fault, Trouble};
-use super::super::link::Link;
+use super::super::link::{Link, ask_once, says_primary};
 use super::{Known, Routes};
+
+/// What one sentinel tells.
+struct Told {
+    primary: Address,
+    epoch: u64,
+    /// Enough sentinels agree that the primary is down.
+    down: bool,
+}
 
 /// What the sentinels have told so far.
 #[derive(Default)]
@@ -51,7 +60,14 @@ async fn listen(known: Arc<Known>, council: Arc<Council>, sentinel: Arc<Link>, n
     loop {
         let asked = Instant::now();
         match ask(&sentinel, &name).await {
-            Ok((primary, epoch)) => council.told(&known, primary, epoch),
+            Ok(told) => {
+                council.told(&known, told.primary, told.epoch);
+                if told.down
+                    && let Some(promoted) = promoted(&known, &sentinel, &name).await
+                {
+                    council.told(&known, promoted, told.epoch + 1);
+                }
+            }
             Err(trouble) if std::mem::take(&mut first) => {
                 let failed = council.failed.fetch_add(1, Ordering::Relaxed) + 1;
                 // A wrong name or password is wrong everywhere; otherwise another sentinel may know.
@@ -67,8 +83,7 @@ async fn listen(known: Arc<Known>, council: Arc<Council>, sentinel: Arc<Link>, n
     }
 }
 
-/// The primary's address, and the epoch of this sentinel's configuration.
-async fn ask(sentinel: &Link, name: &str) -> Result<(Address, u64), Trouble> {
+async fn ask(sentinel: &Link, name: &str) -> Result<Told, Trouble> {
     sentinel.ready().await?;
     // In one go, so that both are of one moment. While a failover is under way only the first tells of the new primary.
     let mut both = Pipeline::with_capacity(2);
@@ -84,7 +99,9 @@ async fn ask(sentinel: &Link, name: &str) -> Result<(Address, u64), Trouble> {
             let [host, port] = parts.as_slice() else { return Err(unknown(sentinel, name)) };
             let address = text(host).zip(text(port).and_then(|port| port.parse().ok()));
             let Some((host, port)) = address else { return Err(unknown(sentinel, name)) };
-            Ok((Address::tcp(host, port), epoch(details).unwrap_or(0)))
+            let epoch = field(details, "config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
+            let down = field(details, "flags").is_some_and(|flags| flags.split(',').any(|flag| flag == "o_down"));
+            Ok(Told { primary: Address::tcp(host, port), epoch, down })
         }
         Value::Nil => Err(unknown(sentinel, name)),
         Value::ServerError(error) => {
@@ -106,11 +123,27 @@ fn text(value: &Value) -> Option<&str> {
     }
 }
 
-/// From the list of names and values that `SENTINEL MASTER` answers with.
-fn epoch(details: &Value) -> Option<u64> {
+/// A replica that is none any more: it is being promoted.
+async fn promoted(known: &Known, sentinel: &Link, name: &str) -> Option<Address> {
+    let replicas = sentinel.ask(redis::cmd("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + ASK).await.ok()?;
+    let Value::Array(replicas) = replicas else { return None };
+    for replica in &replicas {
+        let port = field(replica, "port").and_then(|port| port.parse().ok());
+        let Some((host, port)) = field(replica, "ip").zip(port) else { continue };
+        let address = Address::tcp(host, port);
+        let role = ask_once(&address, &known.access, redis::cmd("ROLE"), ASK).await;
+        if role.is_ok_and(|role| says_primary(&role)) {
+            return Some(address);
+        }
+    }
+    None
+}
+
+/// From a list of names and values.
+fn field<'a>(details: &'a Value, name: &str) -> Option<&'a str> {
     let Value::Array(parts) = details else { return None };
     let (pairs, _) = parts.as_chunks::<2>();
-    pairs.iter().find(|[name, _]| text(name) == Some("config-epoch")).and_then(|[_, value]| text(value)?.parse().ok())
+    pairs.iter().find(|[key, _]| text(key) == Some(name)).and_then(|[_, value]| text(value))
 }
 
 impl Council {
