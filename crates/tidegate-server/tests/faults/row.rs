@@ -1,7 +1,7 @@
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::check::{Run, Sample, Source};
@@ -10,6 +10,10 @@ use crate::monitor::Monitor;
 use crate::servers::Server;
 
 static TURN: Mutex<()> = Mutex::new(());
+
+const ATTEMPTS: usize = 3;
+/// A machine that stands still for so long makes calls miss a deadline of 100 ms that would have kept it.
+const TOO_LATE: Duration = Duration::from_millis(30);
 
 /// No answer may be later than the deadline and this.
 const GRACE: Duration = Duration::from_millis(50);
@@ -31,18 +35,30 @@ pub(crate) struct Row {
     started: Instant,
     figures: Vec<String>,
     failures: Vec<String>,
+    /// The longest that the machine was late by itself.
+    late: Duration,
     done: bool,
-    _turn: MutexGuard<'static, ()>,
+}
+
+/// Measures a row when its turn has come. What fails on a machine that was late itself proves nothing, and is measured
+/// again; what fails on a quiet one, or three times, has failed.
+pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
+    // A row that failed does not stop the next one.
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    for attempt in 1..=ATTEMPTS {
+        let (started, late) = (Instant::now(), Duration::ZERO);
+        let mut row = Row { name, started, figures: Vec::new(), failures: Vec::new(), late, done: false };
+        measure(&mut row);
+        if row.failures.is_empty() || row.late < TOO_LATE || attempt == ATTEMPTS {
+            return row.finish();
+        }
+        row.done = true;
+        row.write("void");
+        println!("- {}", row.failures.join("\n- "));
+    }
 }
 
 impl Row {
-    /// Waits for its turn.
-    pub(crate) fn begin(name: &'static str) -> Self {
-        // A row that failed does not stop the next one.
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        Self { name, started: Instant::now(), figures: Vec::new(), failures: Vec::new(), done: false, _turn: turn }
-    }
-
     /// Something measured, for the table.
     pub(crate) fn figure(&mut self, what: &str, value: impl std::fmt::Display) {
         self.figures.push(format!("{what} {value}"));
@@ -73,6 +89,8 @@ impl Row {
         self.require(unanswered.is_empty(), || format!("{} requests without an answer: {example}", unanswered.len()));
         let odd = run.records.iter().filter(|record| !matches!(record.status, 200 | 429)).count();
         self.require(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
+        self.late = run.lateness();
+        self.figure("machine late", format_args!("{} ms", self.late.as_millis()));
         let slowest = run.slowest();
         self.within("slowest", slowest.map(|(took, _)| took), TIMEOUT + GRACE);
         for (name, limit) in [("hot", LIMIT), ("few", FEW), ("pair", PAIR)] {
@@ -137,6 +155,8 @@ impl Row {
 
     /// An old primary that is awake again is left alone: what lay in its socket writes nothing, and no more calls come.
     pub(crate) fn check_old_primary(&mut self, monitor: &Monitor, awake: Instant) {
+        let seen = monitor.written_after(self.started).len();
+        self.require(seen > 0, || "the old primary was not listened to".to_owned());
         let written = monitor.written_after(awake);
         self.figure("written to the old primary", written.len());
         self.require(written.is_empty(), || format!("{} writes to the old primary: {}", written.len(), written[0]));
@@ -163,7 +183,7 @@ impl Row {
     }
 
     /// Writes the row's line, and fails if something did not hold.
-    pub(crate) fn finish(mut self) {
+    fn finish(mut self) {
         self.done = true;
         self.write(if self.failures.is_empty() { "ok" } else { "FAILED" });
         assert!(self.failures.is_empty(), "{}:\n- {}", self.name, self.failures.join("\n- "));

@@ -47,7 +47,12 @@ impl Watched {
 
     /// Asks for a failover, and waits until the replica is the primary. The moment when it was.
     pub(crate) fn fail_over(&self) -> Instant {
-        let _: () = self.sentinels[0].query(&["SENTINEL", "FAILOVER", "mymaster"]);
+        // As long as it has not looked at the replica closely, it finds none that is fit.
+        self.sentinels[0].until("the Sentinel begins", |sentinel| {
+            let begun: redis::RedisResult<()> =
+                redis::cmd("SENTINEL").arg(&["FAILOVER", "mymaster"]).query(&mut sentinel.connection());
+            begun.is_ok()
+        });
         self.promotion()
     }
 

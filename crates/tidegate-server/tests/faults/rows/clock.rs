@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::fleet::{Fleet, WINDOW, usual_streams};
 use crate::load::{Load, Stream};
-use crate::row::{Row, SECOND, WARM_UP, let_pass};
+use crate::row::{Row, SECOND, WARM_UP, let_pass, row};
 use crate::sentinel::Watched;
 use crate::servers::Launch;
 
@@ -13,25 +13,25 @@ const ALGORITHMS: [&str; 6] = ["hot", "packed", "counter", "fixed", "token", "le
 
 #[test]
 fn the_new_primary_is_5_s_ahead() {
-    fail_over_to("+5", Row::begin("clock +5 s on the new primary"));
+    row("clock +5 s on the new primary", |row| fail_over_to("+5", row));
 }
 
 #[test]
 fn the_new_primary_is_5_s_behind() {
-    fail_over_to("-5", Row::begin("clock -5 s on the new primary"));
+    row("clock -5 s on the new primary", |row| fail_over_to("-5", row));
 }
 
 #[test]
 fn the_new_primary_is_an_hour_ahead() {
-    fail_over_to("+3600", Row::begin("clock +1 h on the new primary"));
+    row("clock +1 h on the new primary", |row| fail_over_to("+3600", row));
 }
 
 #[test]
 fn the_new_primary_is_an_hour_behind() {
-    fail_over_to("-3600", Row::begin("clock -1 h on the new primary"));
+    row("clock -1 h on the new primary", |row| fail_over_to("-3600", row));
 }
 
-fn fail_over_to(clock: &'static str, mut row: Row) {
+fn fail_over_to(clock: &'static str, row: &mut Row) {
     let watched = Watched::start(Launch::new().clock(clock), 1);
     let difference = seconds(&watched.replica) - seconds(&watched.primary);
     let expected: i64 = clock.parse().expect("a number");
@@ -61,7 +61,6 @@ fn fail_over_to(clock: &'static str, mut row: Row) {
     }
     // Who is asked for 20 times a second hears of it 50 ms later, and the answer takes its time.
     row.within("locked", longest, WINDOW + Duration::from_millis(100));
-    row.finish();
 }
 
 fn seconds(redis: &crate::servers::Server) -> i64 {
