@@ -1,0 +1,270 @@
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+
+use crate::load::Stream;
+
+/// Who decided, by the answer's own word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Source {
+    Store,
+    /// As good as the store's word, by the design.
+    DenyCache,
+    Local,
+    Allow,
+    Deny,
+    #[serde(skip)]
+    None,
+}
+
+/// One request and its answer.
+#[derive(Debug, Clone)]
+pub(crate) struct Record {
+    pub(crate) stream: usize,
+    pub(crate) instance: usize,
+    pub(crate) sent: Instant,
+    pub(crate) answered: Instant,
+    pub(crate) status: u16,
+    pub(crate) allowed: bool,
+    pub(crate) source: Source,
+    /// Why there is no answer, or one that could not be understood.
+    pub(crate) trouble: Option<String>,
+}
+
+/// A request to the service without Redis, from when it should have been sent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Probe {
+    pub(crate) scheduled: Instant,
+    pub(crate) answered: Instant,
+}
+
+/// What the hypervisor has taken of each processor's time so far.
+#[derive(Debug)]
+pub(crate) struct Stolen {
+    pub(crate) at: Instant,
+    pub(crate) each: Vec<Duration>,
+}
+
+/// An instance's metrics at a moment, each added up over its labels.
+#[derive(Debug)]
+pub(crate) struct Sample {
+    pub(crate) at: Instant,
+    pub(crate) instance: usize,
+    pub(crate) sums: BTreeMap<String, f64>,
+}
+
+/// All that was recorded.
+pub(crate) struct Run {
+    pub(crate) streams: Vec<Stream>,
+    pub(crate) records: Vec<Record>,
+    canary: Vec<Probe>,
+    usual: Duration,
+    stolen: Vec<Stolen>,
+    pub(crate) samples: Vec<Sample>,
+}
+
+impl Record {
+    pub(crate) fn by_store(&self) -> bool {
+        matches!(self.source, Source::Store | Source::DenyCache)
+    }
+
+    fn took(&self) -> Duration {
+        self.answered - self.sent
+    }
+}
+
+impl Run {
+    pub(crate) fn new(
+        streams: Vec<Stream>,
+        mut records: Vec<Record>,
+        mut canary: Vec<Probe>,
+        mut samples: Vec<Sample>,
+        stolen: Vec<Stolen>,
+    ) -> Self {
+        records.sort_by_key(|record| record.sent);
+        canary.sort_by_key(|probe| probe.scheduled);
+        samples.sort_by_key(|sample| sample.at);
+        let mut delays: Vec<Duration> = canary.iter().map(|probe| probe.answered - probe.scheduled).collect();
+        delays.sort_unstable();
+        let usual = delays.get(delays.len() / 2).copied().unwrap_or_default();
+        Self { streams, records, canary, usual, stolen, samples }
+    }
+
+    pub(crate) fn stream(&self, record: &Record) -> &Stream {
+        &self.streams[record.stream]
+    }
+
+    pub(crate) fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Record> + 'a {
+        self.records.iter().filter(move |record| self.stream(record).name == name)
+    }
+
+    /// What was sent in this time.
+    pub(crate) fn sent_between(&self, from: Instant, to: Instant) -> impl Iterator<Item = &Record> {
+        self.records.iter().filter(move |record| (from..to).contains(&record.sent))
+    }
+
+    /// The most that were admitted in any window of this length that lies between the two moments.
+    ///
+    /// An admission happened at some time between the request and its answer. Counted are those that surely fall into
+    /// the window, so the true number may be higher, but nobody is accused of what did not happen.
+    pub(crate) fn most_admitted(&self, name: &str, window: Duration, from: Instant, to: Instant) -> usize {
+        let within = |record: &&Record| record.allowed && record.sent >= from && record.answered <= to;
+        let admitted: Vec<&Record> = self.of(name).filter(within).collect();
+        let count = |(first, start): (usize, &&Record)| {
+            let end = start.sent + window;
+            // An event exactly a window old is out.
+            let inside = admitted[first..].iter().take_while(|record| record.sent < end);
+            inside.filter(|record| record.answered < end).count()
+        };
+        admitted.iter().enumerate().map(count).max().unwrap_or(0)
+    }
+
+    pub(crate) fn most_admitted_ever(&self, name: &str, window: Duration) -> usize {
+        let Some((first, last)) = self.span() else { return 0 };
+        self.most_admitted(name, window, first, last)
+    }
+
+    pub(crate) fn span(&self) -> Option<(Instant, Instant)> {
+        let last = self.records.iter().map(|record| record.answered).max()?;
+        Some((self.records.first()?.sent, last))
+    }
+
+    /// How long an answer took, without what this machine was late by itself meanwhile: the canary's excess over its own
+    /// median, at the worst during this request. On a quiet machine nothing is taken off.
+    pub(crate) fn own_time(&self, record: &Record) -> Duration {
+        // A probe is at most a few seconds under way: those long before need no look.
+        let from = self.canary.partition_point(|probe| probe.scheduled + Duration::from_secs(6) < record.sent);
+        let meanwhile = self.canary[from..].iter().take_while(|probe| probe.scheduled < record.answered);
+        let overlapping = meanwhile.filter(|probe| probe.answered > record.sent);
+        let late = overlapping.map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual)).max();
+        record.took().saturating_sub(late.unwrap_or_default())
+    }
+
+    /// The longest that this machine stood still: by its canary, or by what was stolen from one of its processors in a tenth
+    /// of a second (the canary may have been on the other one).
+    pub(crate) fn lateness(&self) -> Duration {
+        let canary =
+            self.canary.iter().map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual)).max();
+        let tenth = |(first, start): (usize, &Stolen)| {
+            let end = self.stolen[first..].iter().take_while(|later| later.at < start.at + Duration::from_millis(110));
+            let end = end.last().unwrap_or(start);
+            start.each.iter().zip(&end.each).map(|(before, after)| after.saturating_sub(*before)).max()
+        };
+        let stolen = self.stolen.iter().enumerate().filter_map(tenth).max();
+        canary.unwrap_or_default().max(stolen.unwrap_or_default())
+    }
+
+    /// The longest that an answer took.
+    pub(crate) fn slowest(&self) -> Option<(Duration, &Record)> {
+        let timed = self.records.iter().map(|record| (self.own_time(record), record));
+        timed.max_by_key(|(took, _)| *took)
+    }
+
+    /// 99 of 100 answers to what was sent in this time were as fast as this.
+    pub(crate) fn p99(&self, from: Instant, to: Instant) -> Duration {
+        let mut times: Vec<Duration> = self.sent_between(from, to).map(|record| self.own_time(record)).collect();
+        times.sort_unstable();
+        times.get((times.len() * 99).div_ceil(100).saturating_sub(1)).copied().unwrap_or(Duration::MAX)
+    }
+
+    /// How long after this moment the last of the instances had an admission from the store, for a request of these
+    /// streams that was sent after it. A denial would prove less: it writes nothing.
+    pub(crate) fn back_after(&self, moment: Instant, streams: impl Fn(&Stream) -> bool) -> Option<Duration> {
+        let instances = self.records.iter().map(|record| record.instance).max()? + 1;
+        let first = |instance: usize| {
+            let fit = |record: &&Record| record.instance == instance && record.sent >= moment;
+            let good = |record: &&Record| record.by_store() && record.allowed && streams(self.stream(record));
+            self.records.iter().filter(fit).filter(good).map(|record| record.answered - moment).min()
+        };
+        (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
+    }
+
+    /// How long after this moment the last of the instances first showed this in its metrics.
+    pub(crate) fn shown_after(&self, moment: Instant, shows: impl Fn(&Sample) -> bool) -> Option<Duration> {
+        let instances = self.records.iter().map(|record| record.instance).max()? + 1;
+        let first = |instance: usize| {
+            let fit = |sample: &&Sample| sample.instance == instance && sample.at >= moment;
+            self.samples.iter().filter(fit).find(|sample| shows(sample)).map(|sample| sample.at - moment)
+        };
+        (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
+    }
+}
+
+impl Sample {
+    pub(crate) fn value(&self, metric: &str) -> f64 {
+        self.sums.get(metric).copied().unwrap_or(0.0)
+    }
+
+    pub(crate) fn breaker_is_open(&self) -> bool {
+        self.value("tidegate_store_breaker_open") > 0.0
+    }
+
+    pub(crate) fn store_is_down(&self) -> bool {
+        self.sums.get("tidegate_store_up").is_some_and(|up| *up < 1.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn run(start: Instant, requests: &[(u32, u32, bool)], canary: &[(u32, u32)]) -> Run {
+        let record = |(sent, answered, allowed): &(u32, u32, bool)| Record {
+            stream: 0,
+            instance: 0,
+            sent: start + MS * *sent,
+            answered: start + MS * *answered,
+            status: if *allowed { 200 } else { 429 },
+            allowed: *allowed,
+            source: Source::Store,
+            trouble: None,
+        };
+        let probe = |(scheduled, answered): &(u32, u32)| Probe {
+            scheduled: start + MS * *scheduled,
+            answered: start + MS * *answered,
+        };
+        let (records, canary) = (requests.iter().map(record).collect(), canary.iter().map(probe).collect());
+        Run::new(vec![Stream::policy("hot", "k", 1)], records, canary, Vec::new(), Vec::new())
+    }
+
+    #[test]
+    fn admissions_count_where_they_surely_fall_into_one_window() {
+        let start = Instant::now();
+        let all = run(start, &[(0, 1, true), (10, 11, true), (20, 21, false), (99, 99, true), (100, 101, true)], &[]);
+        assert_eq!(all.most_admitted_ever("hot", MS * 100), 3, "the denied one and the one a window later are out");
+        assert_eq!(all.most_admitted_ever("hot", MS * 102), 4);
+        assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
+        assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
+        let slow = run(start, &[(0, 1, true), (50, 150, true)], &[]);
+        assert_eq!(slow.most_admitted_ever("hot", MS * 100), 1, "it may have happened later");
+    }
+
+    #[test]
+    fn only_what_the_machine_was_late_is_taken_off() {
+        let start = Instant::now();
+        let calm: Vec<(u32, u32)> = (0..30).map(|n| (n * 10, n * 10 + 1)).collect();
+        let requests = [(0, 200, false), (205, 206, false)];
+        let all = run(start, &requests, &calm);
+        assert_eq!(all.own_time(&all.records[0]), MS * 200, "nothing on a quiet machine");
+        assert_eq!(all.slowest().map(|(took, _)| took), Some(MS * 200));
+        let mut stalled = calm.clone();
+        stalled[10] = (100, 171);
+        let all = run(start, &requests, &stalled);
+        assert_eq!(all.own_time(&all.records[0]), MS * 130);
+        assert_eq!(all.own_time(&all.records[1]), MS, "a stall at another time excuses nothing");
+    }
+
+    #[test]
+    fn the_slowest_hundredth_is_what_p99_leaves_out() {
+        let start = Instant::now();
+        let mut requests: Vec<(u32, u32, bool)> = (0..99).map(|n| (n, n + 2, true)).collect();
+        requests.push((99, 999, true));
+        assert_eq!(run(start, &requests, &[]).p99(start, start + MS * 1000), MS * 2);
+        requests.push((100, 999, true));
+        assert_eq!(run(start, &requests, &[]).p99(start, start + MS * 1000), MS * 899);
+    }
+}

@@ -1,0 +1,78 @@
+use std::process::Command;
+
+/// A network namespace at the other end of a cable, whose packets can be dropped. Needs root.
+pub(crate) struct Hole {
+    pub(crate) namespace: String,
+    /// The address in there.
+    pub(crate) inside: String,
+    cable: String,
+    far_end: String,
+}
+
+impl Hole {
+    pub(crate) fn new() -> Self {
+        let id = std::process::id();
+        let net = format!("10.213.{}", id % 250);
+        let hole = Self {
+            namespace: format!("tidegate-{id}"),
+            inside: format!("{net}.2"),
+            cable: format!("tga{id}"),
+            far_end: format!("tgb{id}"),
+        };
+        let Self { namespace, inside, cable, far_end } = &hole;
+        ip(&["netns", "add", namespace]);
+        ip(&["link", "add", cable, "type", "veth", "peer", "name", far_end, "netns", namespace]);
+        ip(&["addr", "add", &format!("{net}.1/30"), "dev", cable]);
+        ip(&["-n", namespace, "addr", "add", &format!("{inside}/30"), "dev", far_end]);
+        ip(&["link", "set", cable, "up"]);
+        ip(&["-n", namespace, "link", "set", far_end, "up"]);
+        // Both ends know each other's hardware address for good. Otherwise a lost answer to the question for it would tell
+        // a client in a second or three that nobody is there, and a black hole tells nothing.
+        let (near, far) = (hardware(&[], cable), hardware(&["-n", namespace], far_end));
+        let forever = |address: &str, hardware: &str, device: &str| {
+            ["neigh", "replace", address, "lladdr", hardware, "nud", "permanent", "dev", device].map(str::to_owned)
+        };
+        ip(&forever(inside, &far, cable).each_ref().map(String::as_str));
+        let there = forever(&format!("{net}.1"), &near, far_end);
+        let there: Vec<&str> = ["-n", namespace].into_iter().chain(there.iter().map(String::as_str)).collect();
+        ip(&there);
+        hole
+    }
+
+    /// Drops every packet, in both directions: a queue with no room.
+    pub(crate) fn open(&self) {
+        run("tc", &["qdisc", "replace", "dev", &self.cable, "root", "pfifo", "limit", "0"]);
+        run("tc", &["-n", &self.namespace, "qdisc", "replace", "dev", &self.far_end, "root", "pfifo", "limit", "0"]);
+    }
+
+    pub(crate) fn close(&self) {
+        run("tc", &["qdisc", "del", "dev", &self.cable, "root"]);
+        run("tc", &["-n", &self.namespace, "qdisc", "del", "dev", &self.far_end, "root"]);
+    }
+}
+
+impl Drop for Hole {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["link", "del", &self.cable]).status();
+        let _ = Command::new("ip").args(["netns", "del", &self.namespace]).status();
+    }
+}
+
+/// The hardware address of a device.
+fn hardware(place: &[&str], device: &str) -> String {
+    let words: Vec<&str> = place.iter().copied().chain(["-br", "link", "show", device]).collect();
+    let text = run("ip", &words);
+    text.split_whitespace().nth(2).expect("name, state, address").to_owned()
+}
+
+fn ip(words: &[&str]) {
+    run("ip", words);
+}
+
+fn run(program: &str, words: &[&str]) -> String {
+    let output = Command::new(program).args(words).output();
+    let output = output.unwrap_or_else(|error| panic!("{program} ({error}): install iproute2 with `make setup`"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {words:?}: {errors} (a network namespace needs root)");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}

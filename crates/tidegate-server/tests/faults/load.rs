@@ -1,0 +1,245 @@
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use serde_json::json;
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
+
+use crate::check::{Probe, Record, Run, Sample, Source, Stolen};
+use crate::fleet::Fleet;
+use crate::http::{self, Connection, Response};
+
+/// Whoever has no answer by then gets none.
+const PATIENCE: Duration = Duration::from_secs(5);
+const CANARY_EVERY: Duration = Duration::from_millis(10);
+const SAMPLE_EVERY: Duration = Duration::from_millis(50);
+
+/// Questions about one key, at a fixed rate, in turn to each instance.
+#[derive(Debug, Clone)]
+pub(crate) struct Stream {
+    pub(crate) name: String,
+    pub(crate) key: String,
+    body: String,
+    per_second: u32,
+}
+
+impl Stream {
+    /// The stream has the policy's name.
+    pub(crate) fn policy(policy: &str, key: &str, per_second: u32) -> Self {
+        let body = json!({"policy": policy, "key": key}).to_string();
+        Self { name: policy.to_owned(), key: key.to_owned(), body, per_second }
+    }
+
+    /// For every policy that applies to this path, by the attribute `header.user` and, if there is one, `header.team`.
+    pub(crate) fn path(name: &str, user: &str, team: &str, per_second: u32) -> Self {
+        let attributes = json!({"path": format!("/{name}"), "header.user": user, "header.team": team});
+        let body = json!({"attributes": attributes}).to_string();
+        Self { name: name.to_owned(), key: user.to_owned(), body, per_second }
+    }
+}
+
+/// Requests by the clock, whatever becomes of them.
+pub(crate) struct Load {
+    runtime: Runtime,
+    stop: Arc<AtomicBool>,
+    streams: Vec<Stream>,
+    records: UnboundedReceiver<Record>,
+    canary: UnboundedReceiver<Probe>,
+    samples: UnboundedReceiver<Sample>,
+    stolen: UnboundedReceiver<Stolen>,
+}
+
+/// Connections to one address; a request takes one that is free, or opens another.
+struct Pool {
+    address: String,
+    free: Mutex<Vec<Connection>>,
+}
+
+impl Load {
+    pub(crate) fn start(fleet: &Fleet, streams: Vec<Stream>) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime for the client");
+        let stop = Arc::new(AtomicBool::new(false));
+        let pools: Vec<Arc<Pool>> = fleet.instances.iter().map(|service| Pool::new(&service.http)).collect();
+        let (record, records) = mpsc::unbounded_channel();
+        for (number, stream) in streams.iter().enumerate() {
+            let request = http::post("/v1/acquire", &stream.body).into();
+            let period = Duration::from_secs(1) / stream.per_second;
+            runtime.spawn(drive(number, request, period, pools.clone(), Arc::clone(&stop), record.clone()));
+        }
+        let (probe, canary) = mpsc::unbounded_channel();
+        runtime.spawn(sing(Pool::new(&fleet.canary.http), Arc::clone(&stop), probe));
+        let (sample, samples) = mpsc::unbounded_channel();
+        for (instance, service) in fleet.instances.iter().enumerate() {
+            runtime.spawn(watch(instance, service.admin.clone(), Arc::clone(&stop), sample.clone()));
+        }
+        let (theft, stolen) = mpsc::unbounded_channel();
+        runtime.spawn(count_what_is_stolen(Arc::clone(&stop), theft));
+        Self { runtime, stop, streams, records, canary, samples, stolen }
+    }
+
+    /// Lets what is under way end, and hands out all that was recorded.
+    pub(crate) fn finish(mut self) -> Run {
+        self.stop.store(true, Ordering::Relaxed);
+        // The channels close when the last request has its answer or has given up.
+        let records = self.runtime.block_on(all(&mut self.records));
+        let canary = self.runtime.block_on(all(&mut self.canary));
+        let samples = self.runtime.block_on(all(&mut self.samples));
+        let stolen = self.runtime.block_on(all(&mut self.stolen));
+        self.runtime.shutdown_background();
+        Run::new(self.streams, records, canary, samples, stolen)
+    }
+}
+
+async fn all<T>(channel: &mut UnboundedReceiver<T>) -> Vec<T> {
+    let mut all = Vec::new();
+    let everything = async {
+        while let Some(one) = channel.recv().await {
+            all.push(one);
+        }
+    };
+    tokio::time::timeout(2 * PATIENCE, everything).await.expect("every request ends");
+    all
+}
+
+/// One stream: a request is sent when its time has come, not when the last one was answered.
+async fn drive(
+    stream: usize,
+    request: Arc<[u8]>,
+    period: Duration,
+    pools: Vec<Arc<Pool>>,
+    stop: Arc<AtomicBool>,
+    sink: UnboundedSender<Record>,
+) {
+    // Streams of one rate must not send all at one moment.
+    let start = Instant::now() + period * u32::try_from(stream % 16).expect("small") / 16;
+    for (number, instance) in (0..).zip((0..pools.len()).cycle().skip(stream)) {
+        let scheduled = start + period * number;
+        tokio::time::sleep_until(scheduled.into()).await;
+        if stop.load(Ordering::Relaxed) {
+            return;
+        }
+        let (pool, request, sink) = (Arc::clone(&pools[instance]), Arc::clone(&request), sink.clone());
+        tokio::spawn(async move {
+            let sent = Instant::now();
+            let said = pool.ask(&request).await;
+            let answered = Instant::now();
+            let record = match said.and_then(|response| understand(&response)) {
+                Ok((status, allowed, source)) => {
+                    Record { stream, instance, sent, answered, status, allowed, source, trouble: None }
+                }
+                Err(trouble) => Record {
+                    stream,
+                    instance,
+                    sent,
+                    answered,
+                    status: 0,
+                    allowed: false,
+                    source: Source::None,
+                    trouble: Some(trouble),
+                },
+            };
+            let _ = sink.send(record);
+        });
+    }
+}
+
+fn understand(response: &Response) -> Result<(u16, bool, Source), String> {
+    #[derive(Deserialize)]
+    struct Body {
+        allowed: bool,
+        source: Option<Source>,
+    }
+    match serde_json::from_slice::<Body>(&response.body) {
+        Ok(body) => Ok((response.status, body.allowed, body.source.unwrap_or(Source::None))),
+        Err(_) => Err(format!("{} {}", response.status, String::from_utf8_lossy(&response.body))),
+    }
+}
+
+/// How late the machine is by itself: from when a request should have been sent to the answer of a service without Redis.
+async fn sing(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Probe>) {
+    let request: Arc<[u8]> = http::post("/v1/acquire", r#"{"policy": "canary", "key": "canary"}"#).into();
+    let start = Instant::now();
+    for number in 0.. {
+        let scheduled = start + CANARY_EVERY * number;
+        tokio::time::sleep_until(scheduled.into()).await;
+        if stop.load(Ordering::Relaxed) {
+            return;
+        }
+        let (pool, request, sink) = (Arc::clone(&pool), Arc::clone(&request), sink.clone());
+        tokio::spawn(async move {
+            if pool.ask(&request).await.is_ok_and(|response| response.status == 200) {
+                let _ = sink.send(Probe { scheduled, answered: Instant::now() });
+            }
+        });
+    }
+}
+
+/// What an instance says of itself, every now and then.
+async fn watch(instance: usize, admin: String, stop: Arc<AtomicBool>, sink: UnboundedSender<Sample>) {
+    let pool = Pool::new(&admin);
+    let request = http::get("/metrics");
+    while !stop.load(Ordering::Relaxed) {
+        if let Ok(response) = pool.ask(&request).await {
+            let sums = sums(&String::from_utf8_lossy(&response.body));
+            let _ = sink.send(Sample { at: Instant::now(), instance, sums });
+        }
+        tokio::time::sleep(SAMPLE_EVERY).await;
+    }
+}
+
+/// What the hypervisor takes of each processor's time, as the kernel counts it: in hundredths of a second.
+async fn count_what_is_stolen(stop: Arc<AtomicBool>, sink: UnboundedSender<Stolen>) {
+    while !stop.load(Ordering::Relaxed) {
+        let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+        let processors = text.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu "));
+        let ticks = |line: &str| line.split_whitespace().nth(8)?.parse().ok();
+        let each = processors.filter_map(ticks).map(|ticks: u32| Duration::from_millis(10) * ticks).collect();
+        let _ = sink.send(Stolen { at: Instant::now(), each });
+        tokio::time::sleep(SAMPLE_EVERY).await;
+    }
+}
+
+/// Each metric's samples, added up over their labels.
+pub(crate) fn sums(text: &str) -> BTreeMap<String, f64> {
+    let mut sums = BTreeMap::new();
+    for line in text.lines().filter(|line| !line.starts_with('#') && !line.contains("_bucket{")) {
+        let Some((metric, value)) = line.rsplit_once(' ') else { continue };
+        let name = metric.split('{').next().unwrap_or(metric);
+        *sums.entry(name.to_owned()).or_default() += value.parse::<f64>().unwrap_or(0.0);
+    }
+    sums
+}
+
+impl Pool {
+    fn new(address: &str) -> Arc<Self> {
+        Arc::new(Self { address: address.to_owned(), free: Mutex::default() })
+    }
+
+    async fn ask(&self, request: &[u8]) -> Result<Response, String> {
+        let answered = tokio::time::timeout(PATIENCE, async {
+            let free = {
+                let mut free = self.free.lock().expect("no panic");
+                free.retain(Connection::is_fresh);
+                free.pop()
+            };
+            let mut connection = match free {
+                Some(connection) => connection,
+                None => Connection::open(&self.address).await?,
+            };
+            let response = connection.ask(request).await?;
+            self.free.lock().expect("no panic").push(connection);
+            Ok::<_, std::io::Error>(response)
+        });
+        match answered.await {
+            Ok(response) => response.map_err(|error| error.to_string()),
+            Err(_) => Err(format!("no answer within {PATIENCE:?}")),
+        }
+    }
+}

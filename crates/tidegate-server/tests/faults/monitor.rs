@@ -1,0 +1,73 @@
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use crate::servers::Server;
+
+/// Commands that read: a script may use these where it must not write.
+const READS: [&str; 18] = [
+    "time",
+    "get",
+    "mget",
+    "hget",
+    "hmget",
+    "hgetall",
+    "zcard",
+    "zrange",
+    "zscore",
+    "zcount",
+    "zrangebyscore",
+    "zrevrange",
+    "zrank",
+    "type",
+    "exists",
+    "strlen",
+    "getrange",
+    "pttl",
+];
+
+/// All that a server executes from now on, by its MONITOR.
+pub(crate) struct Monitor {
+    lines: Arc<Mutex<Vec<(Instant, String)>>>,
+}
+
+impl Monitor {
+    pub(crate) fn of(server: &Server) -> Self {
+        let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("our own server listens");
+        stream.write_all(b"MONITOR\r\n").expect("sent");
+        let mut reader = BufReader::new(stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).expect("an answer");
+        assert_eq!(line, "+OK\r\n");
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&lines);
+        // Ends with the server.
+        std::thread::spawn(move || {
+            for line in reader.lines().map_while(Result::ok) {
+                sink.lock().expect("no panic").push((Instant::now(), line));
+            }
+        });
+        Self { lines }
+    }
+
+    /// What scripts wrote after this moment.
+    pub(crate) fn written_after(&self, moment: Instant) -> Vec<String> {
+        let lines = self.lines.lock().expect("no panic");
+        let after = lines.iter().filter(|(at, _)| *at >= moment).map(|(_, line)| line);
+        after.filter(|line| line.contains(" lua] ") && !READS.contains(&command(line).as_str())).cloned().collect()
+    }
+
+    /// Calls of scripts that were executed after this moment.
+    pub(crate) fn calls_after(&self, moment: Instant) -> usize {
+        let lines = self.lines.lock().expect("no panic");
+        let after = lines.iter().filter(|(at, _)| *at >= moment);
+        after.filter(|(_, line)| matches!(command(line).as_str(), "evalsha" | "eval" | "fcall")).count()
+    }
+}
+
+/// `1700000000.123456 [0 lua] "ZADD" …` is a zadd.
+fn command(line: &str) -> String {
+    let word = line.split_once("] \"").and_then(|(_, rest)| rest.split('"').next());
+    word.unwrap_or_default().to_ascii_lowercase()
+}

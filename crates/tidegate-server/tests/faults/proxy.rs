@@ -1,0 +1,104 @@
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
+
+/// Stands between a client and a server: answers come later by a settable time, or connections say nothing any more.
+pub(crate) struct Proxy {
+    _runtime: Runtime,
+    pub(crate) address: SocketAddr,
+    state: Arc<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Microseconds.
+    latency: AtomicU64,
+    /// What comes on connections with a smaller number is swallowed, in both directions.
+    swallow_below: AtomicUsize,
+    connections: AtomicUsize,
+    bytes: AtomicU64,
+}
+
+impl Proxy {
+    pub(crate) fn to(port: u16) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("a runtime for the proxy");
+        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).expect("a free port");
+        let (address, state) = (listener.local_addr().expect("bound"), Arc::<State>::default());
+        runtime.spawn(accept(listener, port, Arc::clone(&state)));
+        Self { _runtime: runtime, address, state }
+    }
+
+    /// As a store in a configuration.
+    pub(crate) fn store(&self) -> String {
+        format!("redis: 'redis://{}'", self.address)
+    }
+
+    /// From now on, what the server says arrives later by this.
+    pub(crate) fn set_latency(&self, latency: Duration) {
+        self.state.latency.store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
+    }
+
+    /// Every connection that there is says nothing any more, and looks alive. New ones work.
+    pub(crate) fn swallow_what_there_is(&self) {
+        self.state.swallow_below.store(self.connections(), Ordering::SeqCst);
+    }
+
+    /// How many there have been.
+    pub(crate) fn connections(&self) -> usize {
+        self.state.connections.load(Ordering::SeqCst)
+    }
+
+    /// How many have passed, in both directions.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.state.bytes.load(Ordering::SeqCst)
+    }
+}
+
+async fn accept(listener: TcpListener, port: u16, state: Arc<State>) {
+    while let Ok((client, _)) = listener.accept().await {
+        let number = state.connections.fetch_add(1, Ordering::SeqCst);
+        let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { continue };
+        let _ = (client.set_nodelay(true), server.set_nodelay(true));
+        let ((from_client, to_client), (from_server, to_server)) = (client.into_split(), server.into_split());
+        tokio::spawn(carry(from_client, to_server, number, Arc::clone(&state), false));
+        tokio::spawn(carry(from_server, to_client, number, Arc::clone(&state), true));
+    }
+}
+
+/// One direction. Reading goes on while earlier bytes wait for their time, so latency does not become throughput.
+async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, number: usize, state: Arc<State>, delayed: bool) {
+    let (sender, mut receiver) = mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
+    let write = async move {
+        while let Some((due, bytes)) = receiver.recv().await {
+            tokio::time::sleep_until(due.into()).await;
+            if to.write_all(&bytes).await.is_err() {
+                return;
+            }
+        }
+    };
+    let read = async move {
+        let mut buffer = vec![0; 16 * 1024];
+        while let Ok(length @ 1..) = from.read(&mut buffer).await {
+            if number < state.swallow_below.load(Ordering::SeqCst) {
+                continue;
+            }
+            state.bytes.fetch_add(length as u64, Ordering::Relaxed);
+            let latency = if delayed { state.latency.load(Ordering::SeqCst) } else { 0 };
+            if sender.send((Instant::now() + Duration::from_micros(latency), buffer[..length].to_vec())).is_err() {
+                return;
+            }
+        }
+    };
+    tokio::join!(read, write);
+}

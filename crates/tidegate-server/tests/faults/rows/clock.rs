@@ -1,0 +1,69 @@
+//! The new primary has another idea of what time it is.
+
+use std::time::{Duration, Instant};
+
+use crate::fleet::{Fleet, WINDOW, usual_streams};
+use crate::load::{Load, Stream};
+use crate::row::{Row, SECOND, WARM_UP, let_pass, row};
+use crate::sentinel::Watched;
+use crate::servers::Launch;
+
+/// Every algorithm, asked for more than its limit.
+const ALGORITHMS: [&str; 6] = ["hot", "packed", "counter", "fixed", "token", "leaky"];
+
+#[test]
+fn the_new_primary_is_5_s_ahead() {
+    row("clock +5 s on the new primary", |row| fail_over_to("+5", row));
+}
+
+#[test]
+fn the_new_primary_is_5_s_behind() {
+    row("clock -5 s on the new primary", |row| fail_over_to("-5", row));
+}
+
+#[test]
+fn the_new_primary_is_an_hour_ahead() {
+    row("clock +1 h on the new primary", |row| fail_over_to("+3600", row));
+}
+
+#[test]
+fn the_new_primary_is_an_hour_behind() {
+    row("clock -1 h on the new primary", |row| fail_over_to("-3600", row));
+}
+
+fn fail_over_to(clock: &'static str, row: &mut Row) {
+    let watched = Watched::start(Launch::new().clock(clock), 1);
+    let difference = seconds(&watched.replica) - seconds(&watched.primary);
+    let expected: i64 = clock.parse().expect("a number");
+    assert!((difference - expected).abs() <= 1, "the clock is off by {difference} s and should be by {expected}");
+    let fleet = Fleet::start(&watched.store());
+    let mut streams = usual_streams();
+    streams.extend(ALGORITHMS[1..].iter().map(|policy| Stream::policy(policy, "hot", 20)));
+    let load = Load::start(&fleet, streams);
+    let_pass(WARM_UP);
+    let promoted = watched.fail_over();
+    let_pass(3 * WINDOW + SECOND);
+    let run = load.finish();
+
+    // A clock that is behind loses no counts. One that is ahead by more than a window has none left that count.
+    let limits = if expected < 0 { 2 } else { 3 };
+    row.check(&run, &fleet, limits, &[&watched.replica]);
+    row.within("following", run.back_after(promoted, |_| true), SECOND);
+    row.check_store_decides(&run, promoted + 2 * SECOND, Instant::now());
+    let mut longest = Some(Duration::ZERO);
+    for policy in ALGORITHMS {
+        let by_store = |record: &&crate::check::Record| record.by_store() && record.sent >= promoted;
+        let first = run.of(policy).find(by_store).map(|record| record.sent);
+        let admitted = run.of(policy).filter(by_store).find(|record| record.allowed);
+        let locked = first.zip(admitted).map(|(first, admitted)| admitted.answered - first);
+        longest = longest.zip(locked).map(|(longest, locked)| longest.max(locked));
+        row.require(locked.is_some(), || format!("{policy}: nothing was admitted after the failover"));
+    }
+    // Who is asked for 20 times a second hears of it 50 ms later, and the answer takes its time.
+    row.within("locked", longest, WINDOW + Duration::from_millis(100));
+}
+
+fn seconds(redis: &crate::servers::Server) -> i64 {
+    let (seconds, _): (i64, i64) = redis.query(&["TIME"]);
+    seconds
+}

@@ -1,0 +1,97 @@
+//! A flood of random keys, on memory.
+
+use std::fmt::Write as _;
+
+use crate::http::{self, Connection};
+use crate::row::row;
+use crate::support::Service;
+
+const KEYS: usize = 1_000_000;
+const CAP: usize = 100_000;
+/// Each request asks for so many keys, each by a policy of its own: a debug build answers some thousand requests a second.
+const KEYS_A_REQUEST: usize = 20;
+/// Connections, each with so many requests under way.
+const CONNECTIONS: usize = 4;
+const PIPELINED: usize = 25;
+
+#[test]
+fn a_million_random_keys_on_memory() {
+    row("1,000,000 random keys on memory", |row| {
+        let mut config = format!(
+            "store: {{max_keys: {CAP}}}\npolicies:\n  - {{name: victim, match: {{path: /victim}}, limit: 5, window: 1h}}\n"
+        );
+        for n in 0..KEYS_A_REQUEST {
+            // Half of them expire during the flood, and make room for others.
+            let window = if n % 2 == 0 { "1h" } else { "1s" };
+            let policy =
+                format!("name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 5, window: {window}");
+            let _ = writeln!(config, "  - {{{policy}, on_store_failure: deny}}");
+        }
+        let service = Service::start(&config);
+        let exhausted = r#"{"policy": "victim", "key": "exhausted"}"#;
+        for _ in 0..5 {
+            assert_eq!(service.post("/v1/acquire", exhausted).status, 200);
+        }
+        assert_eq!(service.post("/v1/acquire", exhausted).status, 429);
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+        let mut memory = Vec::new();
+        let mut cap_held = true;
+        let (mut odd, mut leaked) = (0, 0);
+        for tenth in 0..10 {
+            let floods: Vec<_> =
+                (0..CONNECTIONS).map(|n| runtime.spawn(flood(service.http.clone(), tenth * CONNECTIONS + n))).collect();
+            for flood in floods {
+                odd += runtime.block_on(flood).expect("no panic");
+            }
+            let keys = crate::load::sums(&service.admin("/metrics").body)["tidegate_memory_keys"];
+            #[expect(clippy::cast_precision_loss, reason = "small enough")]
+            let cap = CAP as f64;
+            cap_held &= keys <= cap;
+            leaked += usize::from(service.post("/v1/acquire", exhausted).status != 429);
+            memory.push(service.memory());
+        }
+        row.figure("memory", format_args!("{} MiB, then {} MiB", memory[4] / 1024, memory[9] / 1024));
+        row.require(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
+        row.require(cap_held, || "more keys than the cap".to_owned());
+        row.require(leaked == 0, || format!("the exhausted key was let through {leaked} times"));
+        // Long full by then; what comes costs nothing.
+        row.require(memory[9] <= memory[4] + memory[4] / 10, || format!("memory grows: {memory:?} KiB"));
+        row.require(memory[9] < 200 * 1024, || format!("{} KiB for {CAP} keys", memory[9]));
+        let output = service.output();
+        row.require(!output.contains("panicked"), || output.clone());
+    });
+}
+
+/// A share of a tenth of the keys, each with a name of its own. How many answers were neither 200 nor 429.
+async fn flood(address: String, part: usize) -> usize {
+    let mut connection = Connection::open(&address).await.expect("it listens");
+    let mut odd = 0;
+    let mut number = (part * KEYS) as u64;
+    for _ in 0..KEYS / 10 / CONNECTIONS / PIPELINED / KEYS_A_REQUEST {
+        let mut requests = Vec::new();
+        for _ in 0..PIPELINED {
+            let mut body = r#"{"attributes": {"path": "/random""#.to_owned();
+            for n in 0..KEYS_A_REQUEST {
+                number += 1;
+                let _ = write!(body, r#", "header.k{n}": "{:016x}""#, scattered(number));
+            }
+            body.push_str("}}");
+            requests.extend(http::post("/v1/acquire", &body));
+        }
+        connection.send(&requests).await.expect("sent");
+        for _ in 0..PIPELINED {
+            let response = connection.receive().await.expect("an answer");
+            odd += usize::from(!matches!(response.status, 200 | 429));
+        }
+    }
+    odd
+}
+
+/// A number that nobody guesses from the last one, and different for each (the finalizer of `SplitMix64`).
+fn scattered(number: u64) -> u64 {
+    let mut z = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

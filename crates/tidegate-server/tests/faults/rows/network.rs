@@ -1,0 +1,138 @@
+//! The network between a service and its store: packets lost, connections that say nothing, answers that take their time.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use crate::check::{Run, Sample};
+use crate::fleet::{Fleet, usual_streams};
+use crate::hole::Hole;
+use crate::load::Load;
+use crate::proxy::Proxy;
+use crate::row::{AT_ONCE, SECOND, WARM_UP, let_pass, row};
+use crate::servers::{Launch, Server};
+
+#[test]
+fn packets_dropped_in_a_network_namespace() {
+    row("black hole, in a namespace", |row| {
+        let hole = Hole::new();
+        let redis = Launch::new().inside(&hole).start();
+        let fleet = Fleet::start(&redis.store());
+        let load = Load::start(&fleet, usual_streams());
+        let_pass(WARM_UP);
+        let before = script_callers(&redis);
+        hole.open();
+        let cut = Instant::now();
+        let_pass(6 * SECOND);
+        let healed = Instant::now();
+        hole.close();
+        let_pass(4 * SECOND);
+        let run = load.finish();
+
+        row.check(&run, &fleet, 2, &[&redis]);
+        row.check_outage(&run, cut, healed);
+        // The old connections would come back by themselves, but later: after six seconds TCP sends again every six or so.
+        row.within("back", run.back_after(healed, |_| true), 2 * SECOND);
+        let replaced = script_callers(&redis).difference(&before).count();
+        row.figure("new connections", replaced);
+        row.require(replaced >= 3, || format!("{replaced} new connections of three instances"));
+    });
+}
+
+#[test]
+fn connections_that_say_nothing_any_more() {
+    row("black hole, old connections only", |row| {
+        let redis = Server::start();
+        let proxy = Proxy::to(redis.port);
+        let fleet = Fleet::start(&proxy.store());
+        let load = Load::start(&fleet, usual_streams());
+        let_pass(WARM_UP);
+        let before = proxy.connections();
+        proxy.swallow_what_there_is();
+        let cut = Instant::now();
+        let_pass(5 * SECOND);
+        let run = load.finish();
+
+        row.check(&run, &fleet, 2, &[&redis]);
+        row.within("replaced", run.back_after(cut, |_| true), 2 * SECOND);
+        row.figure("new connections", proxy.connections() - before);
+        row.check_store_decides(&run, cut + 3 * SECOND, Instant::now());
+    });
+}
+
+#[test]
+fn answers_50_ms_later() {
+    row("latency +50 ms", |row| {
+        let redis = Server::start();
+        let proxy = Proxy::to(redis.port);
+        let fleet = Fleet::start(&proxy.store());
+        let load = Load::start(&fleet, usual_streams());
+        let_pass(WARM_UP);
+        let slow = Instant::now();
+        proxy.set_latency(Duration::from_millis(50));
+        let_pass(5 * SECOND);
+        let run = load.finish();
+
+        row.check(&run, &fleet, 1, &[&redis]);
+        row.check_store_decides(&run, slow, Instant::now());
+        row.check_ledger(&run, fleet.charged("hot"), None);
+        let median = median(&run, slow);
+        row.figure("median", format_args!("{} ms", median.as_millis()));
+        row.require(median >= Duration::from_millis(50), || format!("the proxy adds nothing: {median:?}"));
+    });
+}
+
+#[test]
+fn answers_300_ms_later() {
+    row("latency +300 ms", |row| {
+        let redis = Server::start();
+        let proxy = Proxy::to(redis.port);
+        let fleet = Fleet::start(&proxy.store());
+        let load = Load::start(&fleet, usual_streams());
+        let_pass(WARM_UP);
+        let slow = Instant::now();
+        proxy.set_latency(Duration::from_millis(300));
+        let_pass(2 * SECOND);
+        let carried = proxy.bytes();
+        let_pass(4 * SECOND);
+        let carried = proxy.bytes() - carried;
+        let fast = Instant::now();
+        proxy.set_latency(Duration::ZERO);
+        let_pass(4 * SECOND);
+        let run = load.finish();
+
+        row.check(&run, &fleet, 2, &[&redis]);
+        row.within("p99 after 1 s", Some(run.p99(slow + SECOND, fast)), AT_ONCE);
+        row.check_failure_modes(&run, slow + SECOND, fast);
+        let during = run.samples.iter().filter(|sample| (slow + SECOND..fast).contains(&sample.at));
+        let closed = during.filter(|sample| !sample.breaker_is_open()).count();
+        row.require(closed == 0, || format!("the breaker was seen closed {closed} times while the store was slow"));
+        for instance in 0..3 {
+            let changes = changes_of_the_breaker(&run, instance);
+            row.require(changes == 2, || {
+                format!("the breaker of instance {instance} changed {changes} times: it flaps")
+            });
+        }
+        row.within("back", run.back_after(fast, |_| true), 2 * SECOND);
+        row.figure("meanwhile asked", format_args!("{} B/s", carried / 4));
+    });
+}
+
+/// Who has called scripts last, by connection.
+fn script_callers(redis: &Server) -> BTreeSet<String> {
+    let list: String = redis.query(&["CLIENT", "LIST"]);
+    let callers = list.lines().filter(|line| line.contains(" cmd=eval"));
+    callers.filter_map(|line| line.split(' ').next().map(str::to_owned)).collect()
+}
+
+fn median(run: &Run, from: Instant) -> Duration {
+    let sent = run.sent_between(from, Instant::now());
+    let mut times: Vec<Duration> = sent.map(|record| record.answered - record.sent).collect();
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+fn changes_of_the_breaker(run: &Run, instance: usize) -> usize {
+    let own = run.samples.iter().filter(|sample| sample.instance == instance);
+    let states: Vec<bool> = own.map(Sample::breaker_is_open).collect();
+    states.windows(2).filter(|pair| pair[0] != pair[1]).count()
+}

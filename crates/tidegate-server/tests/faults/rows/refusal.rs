@@ -1,0 +1,166 @@
+//! The store is there and refuses: no memory, no access, still loading, busy with another script, no room for a connection.
+
+use std::time::Instant;
+
+use crate::check::{Run, Sample};
+use crate::fleet::{Fleet, usual_streams};
+use crate::load::Load;
+use crate::row::{Row, SECOND, WARM_UP, let_pass, row};
+use crate::servers::{Launch, Server, tell};
+
+/// A password that must not be written anywhere.
+const SECRET: &str = "open-sesame-4711";
+
+/// A store that refuses for four seconds: decisions by each policy's word, one warning that names the reason, metrics that
+/// tell it, and back by itself.
+fn refuse(
+    row: &mut Row,
+    redis: &Server,
+    store: &str,
+    reason: &[&str],
+    limits: usize,
+    refuse: impl FnOnce(&mut redis::Connection),
+    mend: impl FnOnce(&mut redis::Connection),
+) -> Run {
+    let fleet = Fleet::start(store);
+    let mut connection = redis.connection();
+    let load = Load::start(&fleet, usual_streams());
+    let_pass(WARM_UP);
+    let written = fleet.written();
+    let refused = Instant::now();
+    refuse(&mut connection);
+    let_pass(4 * SECOND);
+    let warnings = fleet.warnings_since(&written);
+    let mended = Instant::now();
+    mend(&mut connection);
+    let_pass(4 * SECOND);
+    let run = load.finish();
+
+    row.check(&run, &fleet, limits, &[redis]);
+    row.check_failure_modes(&run, refused + SECOND, mended);
+    let shown = run.shown_after(refused, |sample| sample.store_is_down() && sample.breaker_is_open());
+    row.within("metric", shown, 5 * SECOND);
+    let counted = run.shown_after(refused, |sample: &Sample| sample.value("tidegate_fallback_decisions_total") > 0.0);
+    row.within("counted", counted, 5 * SECOND);
+    for (instance, lines) in warnings.iter().enumerate() {
+        let named = |line: &&String| reason.iter().any(|word| line.to_lowercase().contains(word));
+        let clear = lines.iter().filter(named).count();
+        row.require(clear == 1, || format!("instance {instance} names the reason {clear} times: {lines:#?}"));
+    }
+    row.within("back", run.back_after(mended, |_| true), 3 * SECOND);
+    row.check_store_decides(&run, mended + 3 * SECOND, Instant::now());
+    let told = fleet.instances.iter().any(|service| service.output().contains(SECRET));
+    row.require(!told, || "the password is in the log".to_owned());
+    run
+}
+
+#[test]
+fn maxmemory_reached() {
+    row("maxmemory reached", |row| {
+        let redis = Launch::new().with("maxmemory-policy", "noeviction").with("enable-debug-command", "yes").start();
+        let full = |connection: &mut redis::Connection| {
+            // Junk of 20 MB, and a limit 10 MB below what is used: what expires meanwhile makes no room.
+            let () = tell(connection, &["DEBUG", "POPULATE", "20000", "junk", "1000"]);
+            let used: u64 = redis.info("used_memory").parse().expect("a number");
+            let () = tell(connection, &["CONFIG", "SET", "maxmemory", &(used - 10_000_000).to_string()]);
+        };
+        let mend = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["CONFIG", "SET", "maxmemory", "0"]);
+        };
+        refuse(row, &redis, &redis.store(), &["oom", "memory"], 2, full, mend);
+    });
+}
+
+#[test]
+fn the_password_is_changed() {
+    row("AUTH revoked, password", |row| {
+        let redis = Server::start();
+        let () = redis.query(&["ACL", "SETUSER", "tide", "on", &format!(">{SECRET}"), "~*", "&*", "+@all"]);
+        let store = format!("redis: 'redis://tide:{SECRET}@127.0.0.1:{}'", redis.port);
+        let revoke = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["ACL", "SETUSER", "tide", "resetpass", ">another"]);
+            let _: usize = tell(connection, &["CLIENT", "KILL", "USER", "tide"]);
+        };
+        let mend = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["ACL", "SETUSER", "tide", "resetpass", &format!(">{SECRET}")]);
+        };
+        refuse(row, &redis, &store, &["wrongpass", "password", "noauth"], 2, revoke, mend);
+    });
+}
+
+#[test]
+fn the_permission_is_withdrawn_from_a_live_connection() {
+    row("AUTH revoked, permission", |row| {
+        let redis = Server::start();
+        let () = redis.query(&["ACL", "SETUSER", "tide", "on", &format!(">{SECRET}"), "~*", "&*", "+@all"]);
+        let store = format!("redis: 'redis://tide:{SECRET}@127.0.0.1:{}'", redis.port);
+        let revoke = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["ACL", "SETUSER", "tide", "-@scripting"]);
+        };
+        let mend = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["ACL", "SETUSER", "tide", "+@scripting"]);
+        };
+        refuse(row, &redis, &store, &["noperm", "permission"], 2, revoke, mend);
+    });
+}
+
+#[test]
+fn the_server_is_loading() {
+    row("LOADING", |row| {
+        let redis = Launch::new()
+            .with("enable-debug-command", "yes")
+            // While it loads, it looks at its clients after each kilobyte: after each key here.
+            .with("loading-process-events-interval-bytes", "1024")
+            .start();
+        let () = redis.query(&["DEBUG", "POPULATE", "2000", "junk", "2000"]);
+        let loader = redis.connection();
+        let load = move |connection: &mut redis::Connection| {
+            // 2,000 keys of 2 ms each; the connections stay.
+            let () = tell(connection, &["CONFIG", "SET", "key-load-delay", "2000"]);
+            let mut loader = loader;
+            std::thread::spawn(move || {
+                let () = tell(&mut loader, &["DEBUG", "RELOAD"]);
+            });
+        };
+        let mend = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["CONFIG", "SET", "key-load-delay", "0"]);
+            redis.until("it has loaded", |redis| redis.info("loading") == "0");
+        };
+        refuse(row, &redis, &redis.store(), &["loading"], 2, load, mend);
+    });
+}
+
+#[test]
+fn another_client_runs_an_endless_script() {
+    row("BUSY script", |row| {
+        let redis = Launch::new().with("busy-reply-threshold", "20").start();
+        let mut other = redis.connection();
+        let run = move |_: &mut redis::Connection| {
+            std::thread::spawn(move || {
+                let ended: redis::RedisResult<()> =
+                    redis::cmd("EVAL").arg("while true do end").arg(0).query(&mut other);
+                assert!(ended.is_err(), "it was killed");
+            });
+        };
+        let mend = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["SCRIPT", "KILL"]);
+        };
+        refuse(row, &redis, &redis.store(), &["busy"], 2, run, mend);
+    });
+}
+
+#[test]
+fn no_room_for_another_client() {
+    row("maxclients", |row| {
+        let redis = Server::start();
+        let fill = |connection: &mut redis::Connection| {
+            // The one that says so is the one.
+            let () = tell(connection, &["CONFIG", "SET", "maxclients", "1"]);
+            let _: usize = tell(connection, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+        };
+        let mend = |connection: &mut redis::Connection| {
+            let () = tell(connection, &["CONFIG", "SET", "maxclients", "1000"]);
+        };
+        refuse(row, &redis, &redis.store(), &["max number of clients", "maxclients"], 2, fill, mend);
+    });
+}

@@ -1,0 +1,32 @@
+//! The store forgets the scripts.
+
+use std::time::Instant;
+
+use crate::fleet::{Fleet, usual_streams};
+use crate::load::Load;
+use crate::row::{SECOND, WARM_UP, let_pass, row};
+use crate::servers::{Server, tell};
+
+#[test]
+fn scripts_flushed_every_100_ms() {
+    row("SCRIPT FLUSH every 100 ms", |row| {
+        let redis = Server::start();
+        let fleet = Fleet::start(&redis.store());
+        let load = Load::start(&fleet, usual_streams());
+        let_pass(WARM_UP);
+        let (mut connection, start) = (redis.connection(), Instant::now());
+        let errors_before = fleet.metric("tidegate_store_errors_total");
+        for turn in 0..50 {
+            let () = tell(&mut connection, &["SCRIPT", "FLUSH"]);
+            let_pass((start + turn * SECOND / 10).saturating_duration_since(Instant::now()));
+        }
+        let_pass(SECOND);
+        let run = load.finish();
+
+        row.check(&run, &fleet, 1, &[&redis]);
+        row.check_store_decides(&run, start, Instant::now());
+        row.check_ledger(&run, fleet.charged("hot"), None);
+        let errors = fleet.metric("tidegate_store_errors_total");
+        row.require(errors == errors_before, || format!("errors of the store: {errors_before:?}, then {errors:?}"));
+    });
+}

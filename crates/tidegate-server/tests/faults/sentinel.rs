@@ -1,0 +1,78 @@
+use std::time::Instant;
+
+use crate::servers::{Launch, Server};
+
+/// A primary and a replica that Sentinels watch.
+pub(crate) struct Watched {
+    pub(crate) primary: Server,
+    pub(crate) replica: Server,
+    sentinels: Vec<Server>,
+}
+
+impl Watched {
+    /// The replica is started like this, and so many Sentinels look after both.
+    pub(crate) fn start(replica: Launch, sentinels: usize) -> Self {
+        let primary = Server::start();
+        let replica = replica.replica_of(&primary).start();
+        replica.until("the replica follows", |replica| replica.info("master_link_status") == "up");
+        let quorum = sentinels / 2 + 1;
+        let lines = format!(
+            "sentinel monitor mymaster 127.0.0.1 {} {quorum}\n\
+             sentinel down-after-milliseconds mymaster 500\n\
+             sentinel failover-timeout mymaster 4000\n",
+            primary.port
+        );
+        let sentinels: Vec<Server> = (0..sentinels).map(|_| Launch::new().sentinel(&lines).start()).collect();
+        let watched = Self { primary, replica, sentinels };
+        watched.until_all_know_each_other();
+        watched
+    }
+
+    fn until_all_know_each_other(&self) {
+        let others = (self.sentinels.len() - 1).to_string();
+        for sentinel in &self.sentinels {
+            sentinel.until("the Sentinels know each other and the replica", |sentinel| {
+                let facts: Vec<String> = sentinel.query(&["SENTINEL", "MASTER", "mymaster"]);
+                let fact = |name: &str| facts.iter().position(|fact| fact == name).map(|at| facts[at + 1].clone());
+                fact("num-slaves").as_deref() == Some("1") && fact("num-other-sentinels") == Some(others.clone())
+            });
+        }
+    }
+
+    /// As a store in a configuration.
+    pub(crate) fn store(&self) -> String {
+        let nodes: Vec<String> = self.sentinels.iter().map(|sentinel| format!("'{}'", sentinel.url())).collect();
+        format!("sentinel: {{master: mymaster, nodes: [{}]}}", nodes.join(", "))
+    }
+
+    /// Asks for a failover, and waits until the replica is the primary. The moment when it was.
+    pub(crate) fn fail_over(&self) -> Instant {
+        // As long as it has not looked at the replica closely, it finds none that is fit.
+        self.sentinels[0].until("the Sentinel begins", |sentinel| {
+            let begun: redis::RedisResult<()> =
+                redis::cmd("SENTINEL").arg(&["FAILOVER", "mymaster"]).query(&mut sentinel.connection());
+            begun.is_ok()
+        });
+        self.promotion()
+    }
+
+    /// Waits until the replica is the primary. The moment when it was.
+    pub(crate) fn promotion(&self) -> Instant {
+        self.replica.until("the replica is promoted", Server::is_primary)
+    }
+
+    /// Makes the replica the primary and the primary its replica, without a word to their clients: every connection stays.
+    /// The moment when all Sentinels knew.
+    pub(crate) fn swap_silently(&self) -> Instant {
+        for sentinel in &self.sentinels {
+            let _: () = sentinel.query(&["SENTINEL", "REMOVE", "mymaster"]);
+        }
+        let (port, quorum) = (self.replica.port.to_string(), (self.sentinels.len() / 2 + 1).to_string());
+        let _: () = self.replica.query(&["REPLICAOF", "NO", "ONE"]);
+        let _: () = self.primary.query(&["REPLICAOF", "127.0.0.1", &port]);
+        for sentinel in &self.sentinels {
+            let _: () = sentinel.query(&["SENTINEL", "MONITOR", "mymaster", "127.0.0.1", &port, &quorum]);
+        }
+        Instant::now()
+    }
+}

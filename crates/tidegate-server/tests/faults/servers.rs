@@ -1,0 +1,243 @@
+use std::io::{BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::hole::Hole;
+
+/// What takes this long hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A Redis process, ended by its id.
+pub(crate) struct Server {
+    process: Child,
+    pub(crate) port: u16,
+    launch: Launch,
+    folder: tempfile::TempDir,
+}
+
+/// How a server is to be started.
+#[derive(Clone)]
+pub(crate) struct Launch {
+    host: String,
+    options: Vec<String>,
+    /// Seconds that its clock is off, with a sign.
+    clock: Option<&'static str>,
+    namespace: Option<String>,
+    /// The lines of a Sentinel's file.
+    sentinel: Option<String>,
+}
+
+impl Launch {
+    pub(crate) fn new() -> Self {
+        Self { host: "127.0.0.1".to_owned(), options: Vec::new(), clock: None, namespace: None, sentinel: None }
+    }
+
+    pub(crate) fn with(mut self, option: &str, value: &str) -> Self {
+        self.options.extend([format!("--{option}"), value.to_owned()]);
+        self
+    }
+
+    pub(crate) fn replica_of(self, primary: &Server) -> Self {
+        self.with("replicaof", &format!("127.0.0.1 {}", primary.port))
+    }
+
+    /// With a clock that is off by so many seconds.
+    pub(crate) fn clock(mut self, seconds: &'static str) -> Self {
+        self.clock = Some(seconds);
+        self
+    }
+
+    pub(crate) fn inside(mut self, hole: &Hole) -> Self {
+        self.namespace = Some(hole.namespace.clone());
+        self.host.clone_from(&hole.inside);
+        self.with("protected-mode", "no")
+    }
+
+    pub(crate) fn sentinel(mut self, lines: &str) -> Self {
+        self.sentinel = Some(lines.to_owned());
+        self
+    }
+
+    pub(crate) fn start(self) -> Server {
+        // Another program may take the port between our look and the server's start.
+        for _ in 0..5 {
+            let (port, folder) = (free_port(), tempfile::tempdir().expect("a temporary folder"));
+            if let Some(process) = self.run(port, folder.path()) {
+                return Server { process, port, launch: self, folder };
+            }
+        }
+        panic!("redis-server did not start in five tries");
+    }
+
+    /// The running server, once it answers; `None` if it ended.
+    fn run(&self, port: u16, folder: &Path) -> Option<Child> {
+        let mut process = self.command(port, folder).spawn().unwrap_or_else(|error| {
+            panic!("redis-server cannot be started ({error}): install it with `make setup`");
+        });
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            if process.try_wait().expect("our own child").is_some() {
+                return None;
+            }
+            if self.answers(port) {
+                return process.try_wait().expect("our own child").is_none().then_some(process);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = process.kill();
+        let _ = process.wait();
+        None
+    }
+
+    fn command(&self, port: u16, folder: &Path) -> Command {
+        let mut command = match &self.namespace {
+            Some(namespace) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", namespace, "redis-server"]);
+                command
+            }
+            None => Command::new("redis-server"),
+        };
+        if let Some(lines) = &self.sentinel {
+            let file = folder.join("sentinel.conf");
+            std::fs::write(&file, lines).expect("written");
+            command.arg(file).arg("--sentinel");
+        } else {
+            command.args(["--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0"]);
+        }
+        command.args(["--bind", &self.host, "--port", &port.to_string(), "--dir"]).arg(folder).args(&self.options);
+        if let Some(seconds) = self.clock {
+            // The tool of the same name hangs with Debian's Redis: its library asks for memory while jemalloc, which Redis
+            // uses, asks it for the time. So the C library's own malloc goes first.
+            let library = faketime();
+            let c = library.parent().and_then(Path::parent).expect("/usr/lib/…/faketime").join("libc.so.6");
+            command.env("LD_PRELOAD", format!("{} {}", library.display(), c.display()));
+            command.env("FAKETIME", seconds).env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+
+    fn answers(&self, port: u16) -> bool {
+        let ask = || {
+            let mut stream = TcpStream::connect((self.host.as_str(), port))?;
+            stream.set_read_timeout(Some(Duration::from_secs(1)))?;
+            stream.write_all(b"PING\r\n")?;
+            let mut line = String::new();
+            BufReader::new(stream).read_line(&mut line)
+        };
+        ask().is_ok_and(|read| read > 0)
+    }
+}
+
+impl Server {
+    pub(crate) fn start() -> Self {
+        Launch::new().start()
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("redis://{}:{}", self.launch.host, self.port)
+    }
+
+    /// As a store in a configuration.
+    pub(crate) fn store(&self) -> String {
+        format!("redis: '{}'", self.url())
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    pub(crate) fn signal(&self, name: &str) {
+        let sent = Command::new("kill").arg(format!("-{name}")).arg(self.pid().to_string()).status();
+        assert!(sent.expect("kill runs").success());
+    }
+
+    /// Without a warning to anybody.
+    pub(crate) fn kill(&mut self) {
+        self.process.kill().expect("our own child");
+        self.process.wait().expect("our own child");
+    }
+
+    /// Again on the same port, with nothing in it.
+    pub(crate) fn start_again(&mut self) {
+        self.process = self.launch.run(self.port, self.folder.path()).expect("the port is free again");
+    }
+
+    pub(crate) fn connection(&self) -> redis::Connection {
+        let client = redis::Client::open(self.url()).expect("a URL");
+        let connection = client.get_connection_with_timeout(PATIENCE).expect("our own server answers");
+        connection.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        connection
+    }
+
+    pub(crate) fn query<T: redis::FromRedisValue>(&self, words: &[&str]) -> T {
+        tell(&mut self.connection(), words)
+    }
+
+    /// The value of a line of INFO.
+    pub(crate) fn info(&self, name: &str) -> String {
+        let text: String = self.query(&["INFO", "everything"]);
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':').map(str::to_owned));
+        line.unwrap_or_default()
+    }
+
+    pub(crate) fn is_primary(&self) -> bool {
+        self.info("role") == "master"
+    }
+
+    pub(crate) fn keys_without_expiry(&self, pattern: &str) -> Vec<String> {
+        let mut connection = self.connection();
+        let keys: Vec<String> = tell(&mut connection, &["KEYS", pattern]);
+        keys.into_iter().filter(|key| tell::<i64>(&mut connection, &["PTTL", key]) == -1).collect()
+    }
+
+    /// Waits for something that happens by itself, looking often. The moment when it was seen.
+    pub(crate) fn until(&self, what: &str, happened: impl Fn(&Self) -> bool) -> Instant {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if happened(self) {
+                return Instant::now();
+            }
+            assert!(Instant::now() < deadline, "waited in vain until {what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+pub(crate) fn tell<T: redis::FromRedisValue>(connection: &mut redis::Connection, words: &[&str]) -> T {
+    let mut command = redis::cmd(words[0]);
+    command.arg(&words[1..]);
+    command.query(connection).unwrap_or_else(|error| panic!("{words:?}: {error}"))
+}
+
+/// A port that is free, and so is the one 10,000 above it, where a cluster's nodes talk. Both are below those that the
+/// system hands out by itself.
+fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let start = u16::try_from(std::process::id() % 100).expect("small") * 100;
+    for _ in 0..10_000 {
+        let port = 11_000 + (start + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000;
+        if free(port) && free(port + 10_000) {
+            return port;
+        }
+    }
+    panic!("no free port");
+}
+
+fn faketime() -> PathBuf {
+    let folders = std::fs::read_dir("/usr/lib").expect("a folder").flatten();
+    let library = folders.map(|folder| folder.path().join("faketime/libfaketime.so.1")).find(|file| file.exists());
+    library.expect("libfaketime: install it with `make setup`")
+}
