@@ -8,6 +8,7 @@ mod admin;
 mod body;
 mod cli;
 mod config;
+mod doctor;
 mod duration;
 mod engine;
 mod envoy;
