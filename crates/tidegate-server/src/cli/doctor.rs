@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::bail;
 use clap::Args;
 use clap::builder::styling::Style;
 
@@ -16,7 +17,7 @@ use crate::duration;
 /// Examine a Redis: is it fit to hold counts?
 ///
 /// Looks at its version, topology, replicas, eviction policy, memory, ACL, clock, scripts, latency, and keys without expiry,
-/// and says what would be right. It changes nothing but two short-lived keys of its own.
+/// and says what would be right. It leaves nothing there but scripts in the cache and a key that expires within seconds.
 /// Exit code: 0 if all is well (notes are no worry), 1 on warnings, 2 on errors, such as a Redis that cannot be reached.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -32,7 +33,7 @@ Examples:
     tidegate doctor --config tidegate.yaml --json")]
 pub(super) struct Doctor {
     /// The configuration, of which the store is examined; see `tidegate config`
-    #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG", required_unless_present = "redis")]
+    #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
     /// Examine this Redis, whatever the file says; nodes of a cluster with commas between them
@@ -60,11 +61,12 @@ impl Doctor {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let store = match &self.config {
             Some(file) => Config::load(file)?.store,
+            None if self.redis.is_none() => bail!("which Redis? Give --redis URL, or --config FILE that has one"),
             None => StoreConfig::Memory { max_keys: 0 },
         };
         let report = match self.redis.as_ref().map_or(store.clone(), |urls| store.on_redis(urls)) {
             StoreConfig::Memory { .. } => {
-                let message = "there is no Redis to examine: the counts live in this configuration's memory store";
+                let message = "there is no Redis to examine: this configuration keeps its counts in memory";
                 Report::of(Finding::note("store", message))
             }
             StoreConfig::Redis(redis) => {

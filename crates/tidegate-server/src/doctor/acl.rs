@@ -179,6 +179,15 @@ mod tests {
     }
 
     #[test]
+    fn the_guide_has_the_smallest_lines() {
+        let guide = include_str!("../../../../docs/redis.md");
+        for kind in [Kind::Single, Kind::Sentinel, Kind::Cluster] {
+            let line = smallest("rate_limit", kind);
+            assert!(guide.contains(&line), "docs/redis.md lacks: {line}");
+        }
+    }
+
+    #[test]
     fn what_is_lacking_is_named() {
         let lacks = |error: &str| lacking("hset", error, "rate_limit");
         assert_eq!(lacks("NOPERM this user has no permissions to run the 'hset' command").as_deref(), Some("hset"));

@@ -42,7 +42,7 @@ pub(super) async fn check(subject: &Subject<'_>, primaries: usize, report: &mut 
     }
     match subject.setting("cluster-require-full-coverage").await.as_deref() {
         Some("no") => {
-            report.add(Finding::ok("full-coverage", "if the nodes of some slots are lost, the others go on deciding"))
+            report.add(Finding::ok("full-coverage", "if the nodes of some slots are lost, the others go on deciding"));
         }
         Some(_) => {
             let message = "if the nodes of one slot are lost, the whole cluster refuses to decide";

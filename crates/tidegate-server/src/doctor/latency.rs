@@ -9,6 +9,7 @@ use tidegate::store::Part;
 
 use super::{Examination, Finding, Report, Subject};
 
+const CHECK: &str = "latency";
 /// All nodes together take no longer than this, as long as one probe does not.
 const MOST_TIME: Duration = Duration::from_secs(6);
 
@@ -69,35 +70,32 @@ pub(super) async fn check(
             break;
         }
     }
-    let timeout = examination.timeout;
-    let Some(latency) = Percentiles::of(samples) else {
-        let message = format!("none of {failed} probes was answered within {timeout:?}");
-        return subject.found(report, Finding::error("latency", message));
-    };
-    let Percentiles { p50, p90, p99, max, samples, .. } = &latency;
-    let message = format!(
-        "p50 {}, p90 {}, p99 {}, max {} of {samples} probes; a decision may take {timeout:?}",
-        readable(*p50),
-        readable(*p90),
-        readable(*p99),
-        readable(*max)
-    );
-    let slow = Duration::from_micros(*p99) > timeout / 2;
-    subject.found(
-        report,
-        if failed > 0 {
-            let message = format!("{failed} probes failed or were late; {message}");
-            Finding::warning("latency", message).advice("look for slow commands (SLOWLOG GET), forks and the network")
-        } else if slow {
-            let advice = "move Redis closer, look for slow commands (SLOWLOG GET), or raise store.timeout";
-            Finding::warning("latency", format!("p99 is near the timeout: {message}")).advice(advice)
-        } else {
-            Finding::ok("latency", message)
-        },
-    );
+    let latency = Percentiles::of(samples);
+    subject.found(report, judged(latency.as_ref(), failed, examination.timeout));
     let mut all = report.latency_us.take().map_or_else(Vec::new, |latency| latency.sorted);
-    all.extend(latency.sorted);
+    all.extend(latency.map_or_else(Vec::new, |latency| latency.sorted));
     report.latency_us = Percentiles::of(all);
+}
+
+/// Whether decisions that may take so long come in time.
+fn judged(latency: Option<&Percentiles>, failed: usize, timeout: Duration) -> Finding {
+    let Some(Percentiles { p50, p90, p99, max, samples, .. }) = latency else {
+        return Finding::error(CHECK, format!("none of {failed} probes was answered within {timeout:?}"));
+    };
+    let [p50, p90, highest] = [p50, p90, max].map(|micros| readable(*micros));
+    let message = format!(
+        "p50 {p50}, p90 {p90}, p99 {}, max {highest} of {samples} probes; a decision may take {timeout:?}",
+        readable(*p99)
+    );
+    if failed > 0 {
+        let message = format!("{failed} probes failed or were late; {message}");
+        Finding::warning(CHECK, message).advice("look for slow commands (SLOWLOG GET), forks and the network")
+    } else if Duration::from_micros(*p99) > timeout / 2 {
+        let advice = "move Redis closer, look for slow commands (SLOWLOG GET), or raise store.timeout";
+        Finding::warning(CHECK, format!("p99 is near the timeout: {message}")).advice(advice)
+    } else {
+        Finding::ok(CHECK, message)
+    }
 }
 
 fn readable(micros: u64) -> String {
@@ -106,7 +104,24 @@ fn readable(micros: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Level;
     use super::*;
+
+    #[test]
+    fn latency_is_judged_by_the_timeout() {
+        let timeout = Duration::from_millis(100);
+        let slow_tail = |slow| Percentiles::of([vec![200; 100], vec![slow; 2]].concat());
+        for (latency, failed, level, says) in [
+            (slow_tail(50_000), 0, Level::Ok, "p50 0.20 ms, p90 0.20 ms, p99 50.00 ms, max 50.00 ms of 102 probes"),
+            (slow_tail(50_001), 0, Level::Warning, "p99 is near the timeout"),
+            (slow_tail(200), 1, Level::Warning, "1 probes failed or were late"),
+            (None, 3, Level::Error, "none of 3 probes was answered within 100ms"),
+        ] {
+            let finding = judged(latency.as_ref(), failed, timeout);
+            assert_eq!(finding.level, level, "{finding:?}");
+            assert!(finding.message.contains(says), "{finding:?}");
+        }
+    }
 
     #[test]
     fn percentiles_are_samples_that_so_many_do_not_exceed() {

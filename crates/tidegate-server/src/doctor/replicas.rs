@@ -86,6 +86,8 @@ async fn split_brain(subject: &Subject<'_>, replicas: &[Replica], report: &mut R
         return subject.unknown(report, CHECK, "CONFIG GET");
     };
     let lag = subject.setting("min-replicas-max-lag").await.unwrap_or_else(|| "10".to_owned());
+    // So it is switched off, too.
+    let wanted = if lag == "0" { 0 } else { wanted };
     let in_step = replicas.iter().filter(|replica| replica.online).count();
     subject.found(
         report,

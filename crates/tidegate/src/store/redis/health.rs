@@ -112,6 +112,9 @@ impl RedisStore {
     /// place, errors too; an error of the whole means that there is no answer.
     #[doc(hidden)]
     pub async fn ask_node_all(&self, address: &str, commands: &[&[&str]]) -> Result<Vec<Reply>, StoreError> {
+        if commands.is_empty() {
+            return Ok(Vec::new());
+        }
         let known = self.shared.topology.known();
         let patience = self.shared.timeout.max(PLAIN);
         let commands = commands.iter().filter_map(|words| command(words));
