@@ -274,7 +274,11 @@ mod tests {
 
     #[test]
     fn what_the_documents_show_is_valid() {
-        for document in [include_str!("../../../docs/configuration.md"), include_str!("../../../README.md")] {
+        for document in [
+            include_str!("../../../docs/configuration.md"),
+            include_str!("../../../docs/redis.md"),
+            include_str!("../../../README.md"),
+        ] {
             let blocks: Vec<&str> =
                 document.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
             assert!(!blocks.is_empty());

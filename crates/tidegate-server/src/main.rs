@@ -9,6 +9,7 @@ mod body;
 mod cli;
 mod config;
 mod counts;
+mod doctor;
 mod duration;
 mod engine;
 mod envoy;

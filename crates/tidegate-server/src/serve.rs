@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use crate::admin::{self, Admin};
 use crate::config::{Config, Listen, StoreConfig};
 use crate::engine::Engine;
-use crate::{envoy, http, listener, reload};
+use crate::{doctor, envoy, http, listener, reload};
 
 /// What is under way when the process is asked to end gets this long; then it ends all the same.
 const DRAIN: Duration = Duration::from_secs(8);
@@ -52,6 +52,9 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
         admin: admin_listener.local_addr()?,
     };
     let engine = Arc::new(Engine::start(config).await.context("store")?);
+    if let StoreConfig::Redis(redis) = &fixed.store {
+        tokio::spawn(doctor::warn_at_start(redis.clone()));
+    }
 
     let (stop, stopped) = watch::channel(false);
     let ready = Arc::new(AtomicBool::new(true));

@@ -336,7 +336,7 @@ fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
     assert!(service.output().contains("Redis is away"), "{}", service.output());
     let ask = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&ask).json()["source"], "local");
-    let _redis = Redis::start_on(port.port());
+    let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[]).expect("the port is still free");
     service.until("Redis decides", |service| service.acquire(&ask).json()["source"] == "store");
     service.until("it says so", |service| service.admin("/metrics").body.contains("tidegate_store_up 1\n"));
 }

@@ -87,6 +87,11 @@ impl RedisConfig {
         &self.prefix
     }
 
+    /// How long a decision may take.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     /// A store that is not connected yet.
     pub(crate) fn builder(&self) -> Builder {
         let mut builder = match &self.servers {

@@ -166,6 +166,11 @@ impl Known {
         &self.sentinels
     }
 
+    /// What it takes to be let in by a data node.
+    pub(super) fn access(&self) -> &Access {
+        &self.access
+    }
+
     /// A slot that this node decides for.
     pub(super) fn is_owner(&self, slot: u16, link: &Arc<Link>) -> bool {
         matches!(&**self.routes.load(), Routes::Slots(map) if map.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, link)))
