@@ -27,7 +27,6 @@ const BY_SCRIPTS: [(&str, &[&str]); 17] = [
     ("ZREM", &["member"]),
     ("ZREMRANGEBYRANK", &["0", "0"]),
     ("ZREMRANGEBYSCORE", &["0", "0"]),
-    ("PEXPIRE", &["1000"]),
     // Long past: the key goes, which is what comes next anyway.
     ("PEXPIREAT", &["1"]),
     ("DEL", &[]),
