@@ -47,6 +47,9 @@ impl Counts {
     }
 
     /// A decision by whoever can make it.
+    ///
+    /// What waits for Redis is large, and on the heap: inside of a request's future it would be copied with every
+    /// request, on memory too, and take longer than the decision.
     pub(crate) async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         match self {
             Self::Memory { limiter, metrics } => {
@@ -55,7 +58,7 @@ impl Counts {
                 metrics.count_store_call(start.elapsed(), store_error(&decided));
                 decided.or_else(|error| when_full(action, charge, error))
             }
-            Self::Redis(redis) => redis.limiter.decide(action, charge).await,
+            Self::Redis(redis) => Box::pin(redis.limiter.decide(action, charge)).await,
         }
     }
 
@@ -69,7 +72,7 @@ impl Counts {
                 metrics.count_store_call(start.elapsed(), store_error(&decided));
                 decided.or_else(|error| charges.iter().map(|charge| when_full(action, charge, error.clone())).collect())
             }
-            Self::Redis(redis) => redis.limiter.decide_all(action, charges).await,
+            Self::Redis(redis) => Box::pin(redis.limiter.decide_all(action, charges)).await,
         }
     }
 
@@ -80,7 +83,7 @@ impl Counts {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, Error> {
         match self {
-            Self::Redis(redis) if !charges.is_empty() => redis.strict.decide_all(action, charges).await,
+            Self::Redis(redis) if !charges.is_empty() => Box::pin(redis.strict.decide_all(action, charges)).await,
             _ => self.decide_all(action, charges).await,
         }
     }
@@ -88,7 +91,7 @@ impl Counts {
     /// As [`Self::decide`], but a store that cannot decide is an error.
     pub(crate) async fn decide_or_fail(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         match self {
-            Self::Redis(redis) => redis.strict.decide(action, charge).await,
+            Self::Redis(redis) => Box::pin(redis.strict.decide(action, charge)).await,
             Self::Memory { .. } => self.decide(action, charge).await,
         }
     }
@@ -212,4 +215,18 @@ fn when_full(action: Action, charge: &Charge<'_>, error: Error) -> Result<Decisi
         delay: Duration::ZERO,
         source: if allowed { Source::Allow } else { Source::Deny },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_request_carries_along_is_small() {
+        let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let charge = Charge::new("k", &quota);
+        let counts = Counts::Memory { limiter: Limiter::new(MemoryStore::new()), metrics: Arc::default() };
+        assert!(size_of_val(&counts.decide(Action::Acquire, &charge)) <= 256);
+        assert!(size_of_val(&counts.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 256);
+    }
 }

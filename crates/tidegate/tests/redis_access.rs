@@ -5,7 +5,7 @@ mod support;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use support::{Authority, Cluster, LONG, PATIENCE, Redis, every_quota, free_port, redis_6, valkey_9};
+use support::{Authority, Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, free_port, redis_6, valkey_9};
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{Charge, Limiter, Part, Quota, RedisStore, Store, StoreError};
@@ -70,39 +70,12 @@ async fn clusters_of_redis_6_2_and_valkey_9_are_followed() {
     }
 }
 
-/// What `docs` tell operators to grant: everything that is used, and nothing that is not.
-const SMALLEST: [&str; 20] = [
-    "evalsha",
-    "script|load",
-    "time",
-    "del",
-    "get",
-    "getrange",
-    "hmget",
-    "hset",
-    "pexpireat",
-    "set",
-    "setrange",
-    "zadd",
-    "zcard",
-    "zcount",
-    "zrange",
-    "zrangebyscore",
-    "zrem",
-    "zremrangebyrank",
-    "zremrangebyscore",
-    "cluster|slots",
-];
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_user_with_the_smallest_rights_can_do_everything() {
     let redis = Redis::start();
-    let mut rule = vec!["ACL", "SETUSER", "tidegate", "on", ">hunter2", "~rate_limit:*"];
-    let grants: Vec<String> = SMALLEST.iter().map(|command| format!("+{command}")).collect();
-    rule.extend(grants.iter().map(String::as_str));
-    redis.query::<()>(&rule);
+    redis.grant(&RIGHTS);
     redis.query::<()>(&["CONFIG", "RESETSTAT"]);
-    let url = redis.url().replace("//", "//tidegate:hunter2@");
+    let url = redis.url_of_user();
     assert_all_works(&redis, &url, support::seeds(100).end).await;
     let stats: String = redis.query(&["INFO", "commandstats"]);
     let name = |line: &str| Some(line.strip_prefix("cmdstat_")?.split_once(':')?.0.to_owned());
@@ -111,10 +84,10 @@ async fn a_user_with_the_smallest_rights_can_do_everything() {
     let used: BTreeSet<String> = stats.lines().filter_map(name).collect();
     // Of our own: the tests' look at the keys.
     let tests = ["auth", "config|resetstat", "info", "keys", "pttl", "client|setinfo", "select", "acl|setuser"];
-    let unused: Vec<&&str> = SMALLEST.iter().filter(|command| !used.contains(**command)).collect();
+    let unused: Vec<&&str> = RIGHTS.iter().filter(|command| !used.contains(**command)).collect();
     assert!(unused.is_empty(), "granted and not used: {unused:?}");
     let more: Vec<&String> =
-        used.iter().filter(|name| !SMALLEST.contains(&name.as_str()) && !tests.contains(&name.as_str())).collect();
+        used.iter().filter(|name| !RIGHTS.contains(&name.as_str()) && !tests.contains(&name.as_str())).collect();
     assert!(more.is_empty(), "used and not granted: {more:?}");
 
     // One right less, and it is said which.

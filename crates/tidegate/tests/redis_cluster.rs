@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{Cluster, LONG, PATIENCE, every_quota, until};
+use support::{Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, until};
 use tidegate::testing::conformance;
 use tidegate::{Charge, Limiter, ManualClock, Part, Quota, RedisStore, Store};
 
@@ -116,8 +116,11 @@ async fn what_was_spent_is_given_back_when_the_next_node_does_not_answer() {
 async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
     let mut cluster = Cluster::start();
     cluster.add_empty_primary();
-    let cluster = Arc::new(cluster);
-    let limiter = limiter(&cluster).await;
+    // As a user who may do no more than a cluster takes.
+    cluster.nodes().iter().for_each(|node| node.grant(&[&RIGHTS[..], &["asking"]].concat()));
+    let urls: Vec<String> = cluster.nodes().iter().map(Redis::url_of_user).collect();
+    let store = RedisStore::cluster(urls).timeout(PATIENCE).connect().await.expect("our own cluster answers");
+    let limiter = Limiter::new(store);
     let quota = Quota::sliding_log(300, LONG).expect("valid");
     // Policies of one key share its slot.
     let policies: Vec<String> = (0..6).map(|number| format!("policy-{number}")).collect();

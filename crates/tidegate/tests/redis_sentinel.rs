@@ -4,15 +4,19 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use support::{LONG, NAME, Sentinels, until};
+use support::{LONG, NAME, RIGHTS, Sentinels, until};
 use tidegate::{Charge, Limiter, Quota, RedisStore, StoreError};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_failover_is_followed_within_a_second_and_the_old_primary_gets_no_more_calls() {
-    let sentinels = Sentinels::start();
+    // As users who may do no more than it takes.
+    let user = "user watcher on >hunter3 +ping +sentinel|get-master-addr-by-name +sentinel|master +sentinel|replicas";
+    let sentinels = Sentinels::start_with(&[], user, None);
+    sentinels.servers().iter().for_each(|server| server.grant(&[&RIGHTS[..], &["role"]].concat()));
+    let urls = sentinels.urls().into_iter().map(|url| url.replace("//", "//watcher:hunter3@"));
     let timeout = Duration::from_millis(500);
-    let store = RedisStore::sentinel(NAME, sentinels.urls()).timeout(timeout).connect().await.expect("connected");
-    let limiter = Limiter::new(store);
+    let builder = RedisStore::sentinel(NAME, urls).credentials(Some("tidegate"), "hunter2").timeout(timeout);
+    let limiter = Limiter::new(builder.connect().await.expect("connected"));
     let quota = Quota::sliding_log(1_000_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
     for _ in 0..5 {

@@ -12,6 +12,19 @@
 //! No call takes longer than its timeout. A call that may have run is never sent again, and a script that comes to run after
 //! its caller's deadline spends nothing. While a node is away its calls fail at once; it is connected to again
 //! as soon as it is back.
+//!
+//! # What a Redis user must be allowed
+//!
+//! Nothing but this, for the prefix `rate_limit`; of the last three, `cluster|slots` and `asking` only on a cluster, `role` only behind
+//! sentinels:
+//!
+//! ```text
+//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +del +get +getrange +hmget +hset
+//!     +pexpireat +set +setrange +zadd +zcard +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
+//!     +cluster|slots +asking +role
+//! ```
+//!
+//! A user of the sentinels: `+ping +sentinel|get-master-addr-by-name +sentinel|master +sentinel|replicas`.
 
 use std::fmt;
 use std::sync::Arc;

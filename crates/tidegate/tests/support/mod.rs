@@ -37,6 +37,44 @@ impl Redis {
     }
 }
 
+/// What the documentation of `store::redis` says that a user must be allowed on one server.
+pub(crate) const RIGHTS: [&str; 20] = [
+    "evalsha",
+    "script|load",
+    "time",
+    "del",
+    "get",
+    "getrange",
+    "hmget",
+    "hset",
+    "pexpireat",
+    "set",
+    "setrange",
+    "zadd",
+    "zcard",
+    "zcount",
+    "zrange",
+    "zrangebyscore",
+    "zrem",
+    "zremrangebyrank",
+    "zremrangebyscore",
+    "cluster|slots",
+];
+
+impl Redis {
+    /// A user who may do this and no more, on keys of the usual prefix.
+    pub(crate) fn grant(&self, rights: &[&str]) {
+        let grants: Vec<String> = rights.iter().map(|command| format!("+{command}")).collect();
+        let mut rule = vec!["ACL", "SETUSER", "tidegate", "on", ">hunter2", "~rate_limit:*"];
+        rule.extend(grants.iter().map(String::as_str));
+        self.query::<()>(&rule);
+    }
+
+    pub(crate) fn url_of_user(&self) -> String {
+        self.url().replace("//", "//tidegate:hunter2@")
+    }
+}
+
 /// A quota of each algorithm, and of each encoding.
 pub(crate) fn every_quota(limit: u64, window: Duration) -> Vec<Quota> {
     let mut quotas: Vec<Quota> =
