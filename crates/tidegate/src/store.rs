@@ -8,7 +8,7 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 
-#[cfg(feature = "redis")]
+#[cfg(feature = "resilience")]
 pub(crate) mod in_order;
 pub mod memory;
 #[cfg(feature = "redis")]

@@ -15,6 +15,7 @@ use super::jittered;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
+use crate::store::in_order::{Groups, Owned, Step, group_by, in_order, in_places, untake};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod circuit;
@@ -160,34 +161,15 @@ impl<S: Store> Breaker<S> {
     /// Decides charges of several parts, part by part.
     async fn decide_parts(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
-        let groups = by_part(&inner.store, charges);
-        if let Some(open) = groups.iter().map(|group| inner.circuits.of(group.part)).find(|circuit| circuit.is_open()) {
+        let groups = group_by(charges, |charge| inner.store.part(charge));
+        let members: Vec<Vec<Charge<'_>>> =
+            groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
+        let parts = Parts { inner, groups: members };
+        let mut circuits = (0..parts.count()).map(|group| parts.circuit(group));
+        if let Some(open) = circuits.find(|circuit| circuit.is_open()) {
             return Err(inner.refusal(open));
         }
-        let mut answers: Vec<Vec<Decision>> = Vec::with_capacity(groups.len());
-        let mut first_denial = None;
-        for group in &groups {
-            // Once a part has denied, the others only look.
-            let step = if first_denial.is_some() && action == Action::Acquire { Action::Peek } else { action };
-            let found =
-                inner.guarded(inner.circuits.of(group.part), inner.store.decide_all(step, &group.charges)).await;
-            let denies = found.as_ref().is_ok_and(|found| found.iter().any(|decision| !decision.allowed));
-            if step == Action::Acquire && (denies || found.is_err()) {
-                inner.give_back(&groups, &mut answers).await;
-            }
-            if denies && first_denial.is_none() {
-                first_denial = Some(answers.len());
-            }
-            answers.push(found?);
-        }
-        if let Some(first_denial) = first_denial {
-            let peeked = if action == Action::Peek { 0 } else { first_denial + 1 };
-            groups.iter().zip(&mut answers).skip(peeked).for_each(|(group, answer)| group.untake(answer));
-        }
-        let mut decisions: Vec<(usize, Decision)> =
-            groups.iter().zip(answers).flat_map(|(group, answer)| group.places.iter().copied().zip(answer)).collect();
-        decisions.sort_unstable_by_key(|(place, _)| *place);
-        Ok(decisions.into_iter().map(|(_, decision)| decision).collect())
+        Ok(in_places(groups, in_order(&parts, action).await?))
     }
 }
 
@@ -248,17 +230,6 @@ impl<S: Store> Inner<S> {
         let prober = runtime.spawn(probe_until_back(Arc::downgrade(self), part, self.options));
         history.prober = Some(prober.abort_handle());
     }
-
-    /// Gives back what the answered groups took. Their decisions are then those of charges that would have fitted.
-    async fn give_back(self: &Arc<Self>, groups: &[Group<'_>], answers: &mut [Vec<Decision>]) {
-        for (group, answer) in groups.iter().zip(answers) {
-            let refund = self.store.decide_all(Action::Refund, &group.charges);
-            // What cannot be given back counts until it expires: too much refused, never too much admitted.
-            if let Ok(refunded) = self.guarded(self.circuits.of(group.part), refund).await {
-                *answer = refunded;
-            }
-        }
-    }
 }
 
 async fn probe_until_back<S: Store>(inner: Weak<Inner<S>>, part: Part, options: Options) {
@@ -301,38 +272,56 @@ fn is_failure(error: &StoreError) -> bool {
     }
 }
 
-/// The charges of one part, and where they stand among all.
-struct Group<'a> {
-    part: Part,
-    places: Vec<usize>,
-    charges: Vec<Charge<'a>>,
+/// Charges that several parts decide, each with its circuit.
+struct Parts<'a, S> {
+    inner: &'a Arc<Inner<S>>,
+    groups: Vec<Vec<Charge<'a>>>,
 }
 
-/// In the order in which the parts first appear.
-fn by_part<'a, S: Store>(store: &S, charges: &[Charge<'a>]) -> Vec<Group<'a>> {
-    let mut groups: Vec<Group<'a>> = Vec::new();
-    for (place, charge) in charges.iter().enumerate() {
-        let part = store.part(charge);
-        let at = groups.iter().position(|group| group.part == part).unwrap_or_else(|| {
-            groups.push(Group { part, places: Vec::new(), charges: Vec::new() });
-            groups.len() - 1
-        });
-        groups[at].places.push(place);
-        groups[at].charges.push(*charge);
+impl<S: Store> Parts<'_, S> {
+    fn circuit(&self, group: usize) -> &Circuit {
+        // A group has at least one charge.
+        let part = self.groups[group].first().map_or(Part::WHOLE, |charge| self.inner.store.part(charge));
+        self.inner.circuits.of(part)
     }
-    groups
 }
 
-impl Group<'_> {
-    /// A look said what would be left if all were taken, but another part denies. (A group that itself denies has said so
-    /// already.)
-    fn untake(&self, answer: &mut [Decision]) {
-        if answer.iter().all(|decision| decision.allowed) {
-            for (charge, decision) in self.charges.iter().zip(answer) {
-                decision.remaining += charge.units();
-                decision.delay = Duration::ZERO;
-            }
+impl<S: Store> Groups for Parts<'_, S> {
+    fn count(&self) -> usize {
+        self.groups.len()
+    }
+
+    fn charges(&self, group: usize) -> &[Charge<'_>] {
+        &self.groups[group]
+    }
+
+    async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
+        let charges = &self.groups[group];
+        let action = match step {
+            Step::Do(action) => action,
+            Step::Forgo => Action::Peek,
+        };
+        let call = self.inner.store.decide_all(action, charges);
+        let mut decisions = self.inner.guarded(self.circuit(group), call).await?;
+        if step == Step::Forgo {
+            untake(charges, &mut decisions);
         }
+        Ok(decisions)
+    }
+
+    fn refund(&self, group: usize) -> impl Future<Output = Option<Vec<Decision>>> + Send {
+        let owned: Vec<Owned> = self.groups[group].iter().map(Owned::of).collect();
+        let inner = Arc::clone(self.inner);
+        let part = self.circuit(group).part;
+        let task = Handle::try_current().ok().map(|runtime| {
+            runtime.spawn(async move {
+                let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
+                let refund = inner.store.decide_all(Action::Refund, &charges);
+                // What cannot be given back counts until it expires: too much refused, never too much admitted.
+                inner.guarded(inner.circuits.of(part), refund).await.ok()
+            })
+        });
+        async move { task?.await.ok()? }
     }
 }
 

@@ -11,8 +11,7 @@ use super::script::{Request, Verb};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
-use crate::quota::Quota;
-use crate::store::in_order::{Groups, Step, in_order};
+use crate::store::in_order::{Groups, Owned, Step, group_by, in_order, in_places};
 use crate::store::{Action, StoreError};
 
 /// Charges that live apart.
@@ -20,14 +19,6 @@ struct Apart<'a> {
     shared: &'a Arc<Shared>,
     started: Instant,
     groups: Vec<Vec<Charge<'a>>>,
-}
-
-/// A charge that outlives its caller.
-struct Owned {
-    key: String,
-    policy: String,
-    quota: Quota,
-    cost: u64,
 }
 
 pub(super) async fn decide_all(
@@ -64,22 +55,7 @@ async fn apart(
 ) -> Result<Vec<Decision>, StoreError> {
     let members = groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
     let decided = in_order(&Apart { shared, started, groups: members }, action).await?;
-    let mut placed: Vec<(usize, Decision)> = groups.into_iter().flatten().zip(decided.into_iter().flatten()).collect();
-    placed.sort_unstable_by_key(|(at, _)| *at);
-    Ok(placed.into_iter().map(|(_, decision)| decision).collect())
-}
-
-/// The positions of those that belong together, in the order in which each group first appears.
-fn group_by<K: PartialEq>(charges: &[Charge<'_>], kind: impl Fn(&Charge<'_>) -> K) -> Vec<Vec<usize>> {
-    let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
-    for (at, charge) in charges.iter().enumerate() {
-        let kind = kind(charge);
-        match groups.iter_mut().find(|(known, _)| *known == kind) {
-            Some((_, group)) => group.push(at),
-            None => groups.push((kind, vec![at])),
-        }
-    }
-    groups.into_iter().map(|(_, group)| group).collect()
+    Ok(in_places(groups, decided))
 }
 
 fn dress(verdicts: Vec<Verdict>, charges: &[Charge<'_>]) -> Vec<Decision> {
@@ -90,6 +66,10 @@ fn dress(verdicts: Vec<Verdict>, charges: &[Charge<'_>]) -> Vec<Decision> {
 impl Groups for Apart<'_> {
     fn count(&self) -> usize {
         self.groups.len()
+    }
+
+    fn charges(&self, group: usize) -> &[Charge<'_>] {
+        &self.groups[group]
     }
 
     async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
@@ -121,25 +101,5 @@ impl Groups for Apart<'_> {
             })
         });
         async move { timeout_at(deadline.into(), task?).await.ok()?.ok()? }
-    }
-
-    fn unasked(&self, group: usize) -> Vec<Decision> {
-        let charges = &self.groups[group];
-        dress(charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect(), charges)
-    }
-}
-
-impl Owned {
-    fn of(charge: &Charge<'_>) -> Self {
-        Self {
-            key: charge.key().to_owned(),
-            policy: charge.policy_name().to_owned(),
-            quota: charge.quota().clone(),
-            cost: charge.units(),
-        }
-    }
-
-    fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost)
     }
 }
