@@ -206,7 +206,8 @@ impl<S: Store> Inner<S> {
         if !circuit.is_open() {
             circuit.set_open(&mut history, error);
             self.start_prober(&runtime, circuit.part, &mut history);
-            tracing::warn!(part = circuit.part.0, %error, "the store is failing, and is not asked until it is back");
+            // The callers have the error, and warn of it where they have to do without the store.
+            tracing::debug!(part = circuit.part.0, %error, "the store is failing, and is not asked until it is back");
         }
     }
 
@@ -248,7 +249,7 @@ async fn probe_until_back<S: Store>(inner: Weak<Inner<S>>, part: Part, options: 
         }
         if good == GOOD_PROBES {
             let open_for = inner.circuits.of(part).close();
-            tracing::info!(part = part.0, ?open_for, "the store is back");
+            tracing::debug!(part = part.0, ?open_for, "the store is back");
             return;
         }
     }
