@@ -56,9 +56,15 @@ impl Watched {
         self.promotion()
     }
 
-    /// Waits until the replica is the primary. The moment when it was.
+    /// Waits until the replica is the primary, and one of the Sentinels says so: who asks them could know. That moment.
     pub(crate) fn promotion(&self) -> Instant {
-        self.replica.until("the replica is promoted", Server::is_primary)
+        self.replica.until("the replica is promoted", |replica| {
+            let names = |sentinel: &Server| {
+                let (_, port): (String, u16) = sentinel.query(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster"]);
+                port == replica.port
+            };
+            replica.is_primary() && self.sentinels.iter().any(names)
+        })
     }
 
     /// Makes the replica the primary and the primary its replica, without a word to their clients: every connection stays.
