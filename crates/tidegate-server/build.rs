@@ -1,4 +1,7 @@
 //! Makes the messages of Envoy's rate limit service from `proto/`, without protoc.
+//!
+//! Four small files instead of the crate `envoy-types`, which has every message of Envoy: 34 seconds of processor time in
+//! a release build against 77.
 
 use std::path::PathBuf;
 

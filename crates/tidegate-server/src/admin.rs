@@ -8,10 +8,12 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use http::{StatusCode, header};
+use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
 use tidegate::Action;
+use tidegate::store::redis::NodeHealth;
 
+use crate::counts::Redis;
 use crate::engine::{Ask, Engine};
 use crate::http::{not_found, read_json, wrong_method};
 use crate::problem::Problem;
@@ -42,24 +44,75 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     let live = admin.engine.live();
     match token::check(live.admin_token.as_ref(), request.headers()) {
         Ok(()) => next.run(request).await,
-        Err(problem) => problem.into_response(),
+        Err(reason) => Problem::unauthorized(reason).into_response(),
     }
 }
 
-/// Ready to decide; and whether the store is there, in the detail: without it decisions still come, by each policy's word.
-async fn readyz(State(admin): State<Admin>) -> Response {
+/// Ready to decide; and how the store does, in the detail: without it decisions still come, by each policy's word.
+/// Probes need no token; who has none where one is set sees no addresses.
+async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     #[derive(Serialize)]
     struct Ready {
         ready: bool,
+        store: &'static str,
         store_up: bool,
+        #[serde(flatten)]
+        redis: Option<RedisDetail>,
     }
     let ready = admin.ready.load(Ordering::Relaxed);
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, Json(Ready { ready, store_up: admin.engine.metrics.store_is_up() })).into_response()
+    let redis = admin.engine.counts.redis();
+    let may_see = token::check(admin.engine.live().admin_token.as_ref(), &headers).is_ok();
+    let body = Ready {
+        ready,
+        store: if redis.is_some() { "redis" } else { "memory" },
+        store_up: redis.is_none_or(Redis::is_up),
+        redis: redis.filter(|_| may_see).map(RedisDetail::of),
+    };
+    (status, Json(body)).into_response()
+}
+
+/// How Redis does, and what stands in for it.
+#[derive(Serialize)]
+struct RedisDetail {
+    nodes: Vec<NodeDetail>,
+    /// Parts of the store that are not asked because they fail, each with the last error.
+    breaker_open: Vec<String>,
+    /// Instances that share the limits while Redis is away.
+    instances: usize,
+    /// Units admitted in its place, to be charged to it.
+    owed_units: u64,
+}
+
+#[derive(Serialize)]
+struct NodeDetail {
+    address: String,
+    connected: bool,
+    last_error: Option<String>,
+}
+
+impl RedisDetail {
+    fn of(redis: &Redis) -> Self {
+        let node = |node: NodeHealth| NodeDetail {
+            address: node.address,
+            connected: node.connected,
+            last_error: node.last_error.filter(|_| !node.connected),
+        };
+        let open = redis.breaker().states().into_iter().filter(|part| part.open);
+        let fallback = redis.fallback();
+        Self {
+            nodes: redis.store().nodes().into_iter().map(node).collect(),
+            breaker_open: open
+                .map(|part| part.last_error.map_or_else(String::new, |error| error.to_string()))
+                .collect(),
+            instances: fallback.fleet().size(),
+            owed_units: fallback.stats().owed_units,
+        }
+    }
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    let text = admin.engine.metrics.text(admin.engine.memory_keys());
+    let text = admin.engine.metrics.text(&admin.engine.counts);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 

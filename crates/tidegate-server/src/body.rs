@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use tidegate::{Algorithm, Decision, Encoding, Quota};
 
 use crate::engine::Answer;
@@ -72,7 +72,8 @@ impl QuotaBody {
 }
 
 /// What is decided, the most restrictive decision on top.
-#[derive(Debug, Serialize, utoipa::ToSchema)]
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "it describes the API; `to_json` writes it")]
 pub(crate) struct Body<'a> {
     #[serde(flatten)]
     leading: DecisionBody<'a>,
@@ -81,7 +82,7 @@ pub(crate) struct Body<'a> {
 }
 
 /// One decision, durations in milliseconds.
-#[derive(Debug, Clone, Copy, Serialize, utoipa::ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, utoipa::ToSchema)]
 pub(crate) struct DecisionBody<'a> {
     /// May the request pass?
     allowed: bool,
@@ -114,33 +115,84 @@ impl<'a> DecisionBody<'a> {
             source: decision.source.as_str(),
         }
     }
+
+    /// The fields, without braces.
+    fn push_json(&self, json: &mut Vec<u8>) {
+        json.extend_from_slice(if self.allowed {
+            br#""allowed":true,"policy":"#
+        } else {
+            br#""allowed":false,"policy":"#
+        });
+        match self.policy {
+            None => json.extend_from_slice(b"null"),
+            Some(name) if name.bytes().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) => {
+                json.push(b'"');
+                json.extend_from_slice(name.as_bytes());
+                json.push(b'"');
+            }
+            Some(name) => json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes()),
+        }
+        for (name, number) in [
+            (",\"limit\":", self.limit),
+            (",\"remaining\":", self.remaining),
+            (",\"retry_after_ms\":", self.retry_after_ms),
+            (",\"reset_after_ms\":", self.reset_after_ms),
+            (",\"delay_ms\":", self.delay_ms),
+        ] {
+            json.extend_from_slice(name.as_bytes());
+            json.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+        }
+        json.extend_from_slice(b",\"source\":\"");
+        json.extend_from_slice(self.source.as_bytes());
+        json.push(b'"');
+    }
 }
 
-impl<'a> Body<'a> {
-    /// The body for the decision of one policy.
-    pub(crate) fn of_one(policy: &'a str, decision: &Decision) -> Self {
-        let line = DecisionBody::new(policy, decision);
-        Self { leading: line, decisions: vec![line] }
-    }
+/// The body for the decision of one policy.
+pub(crate) fn of_one(policy: &str, decision: &Decision) -> Vec<u8> {
+    let line = DecisionBody::new(policy, decision);
+    to_json(&line, [line].into_iter())
+}
 
-    pub(crate) fn of_answer(answer: &'a Answer) -> Self {
-        let decisions = answer.lines.iter().map(|line| DecisionBody::new(&line.policy, &line.decision)).collect();
-        let leading = match answer.leading() {
-            // A policy in shadow mode may deny; the request passes all the same.
-            Some(line) => DecisionBody { allowed: answer.allowed(), ..DecisionBody::new(&line.policy, &line.decision) },
-            None => DecisionBody {
-                allowed: true,
-                policy: None,
-                limit: 0,
-                remaining: 0,
-                retry_after_ms: 0,
-                reset_after_ms: 0,
-                delay_ms: 0,
-                source: "store",
-            },
-        };
-        Self { leading, decisions }
+/// The body for an answer.
+pub(crate) fn of_answer(answer: &Answer) -> Vec<u8> {
+    let decisions = answer.lines.iter().map(|line| DecisionBody::new(&line.policy, &line.decision));
+    let leading = match answer.leading() {
+        // A policy in shadow mode may deny; the request passes all the same.
+        Some(line) => DecisionBody { allowed: answer.allowed(), ..DecisionBody::new(&line.policy, &line.decision) },
+        None => DecisionBody {
+            allowed: true,
+            policy: None,
+            limit: 0,
+            remaining: 0,
+            retry_after_ms: 0,
+            reset_after_ms: 0,
+            delay_ms: 0,
+            source: "store",
+        },
+    };
+    to_json(&leading, decisions)
+}
+
+/// A [`Body`]. By hand: this is most of the work of an answer, and serde takes several times as long.
+fn to_json<'a>(leading: &DecisionBody<'a>, decisions: impl ExactSizeIterator<Item = DecisionBody<'a>>) -> Vec<u8> {
+    let mut json = Vec::with_capacity(256 * (1 + decisions.len()));
+    json.push(b'{');
+    leading.push_json(&mut json);
+    let fields = 1..json.len();
+    json.extend_from_slice(b",\"decisions\":[");
+    for (number, decision) in decisions.enumerate() {
+        json.extend_from_slice(if number == 0 { b"{" } else { b",{" });
+        // Nearly always there is one decision, and it leads.
+        if decision == *leading {
+            json.extend_from_within(fields.clone());
+        } else {
+            decision.push_json(&mut json);
+        }
+        json.push(b'}');
     }
+    json.extend_from_slice(b"]}");
+    json
 }
 
 /// Rounded up, never down: who waits this long gets in.
@@ -158,5 +210,28 @@ mod tests {
         assert_eq!(millis(Duration::from_micros(1)), 1);
         assert_eq!(millis(Duration::from_millis(5)), 5);
         assert_eq!(millis(Duration::from_micros(5_001)), 6);
+    }
+
+    #[test]
+    fn what_is_written_by_hand_is_json_whatever_the_policys_name() {
+        let decision = Decision {
+            allowed: false,
+            limit: 10,
+            remaining: 3,
+            retry_after: Duration::from_millis(1_500),
+            reset_after: Duration::from_secs(60),
+            delay: Duration::ZERO,
+            source: tidegate::Source::Local,
+        };
+        for policy in ["p", "with \"quotes\" and \\", "naïve", "🌊 tide", "\u{7f}"] {
+            let json: serde_json::Value = serde_json::from_slice(&of_one(policy, &decision)).expect("JSON");
+            let line = serde_json::json!({
+                "allowed": false, "policy": policy, "limit": 10, "remaining": 3, "retry_after_ms": 1_500,
+                "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
+            });
+            let mut whole = line.clone();
+            whole["decisions"] = serde_json::json!([line]);
+            assert_eq!(json, whole);
+        }
     }
 }

@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod acquire;
 mod config;
+mod doctor;
 mod serve;
 pub(crate) mod style;
 
@@ -22,6 +23,7 @@ enum Command {
     Serve(serve::Serve),
     Acquire(acquire::Acquire),
     Config(config::ConfigCommand),
+    Doctor(doctor::Doctor),
 }
 
 impl Arguments {
@@ -30,6 +32,7 @@ impl Arguments {
             Command::Serve(serve) => serve.run(),
             Command::Acquire(acquire) => acquire.run(),
             Command::Config(config) => config.run(),
+            Command::Doctor(doctor) => doctor.run(),
         }
     }
 }

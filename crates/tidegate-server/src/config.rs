@@ -16,9 +16,11 @@ use crate::tls;
 
 mod error;
 mod raw;
+mod store;
 
 pub(crate) use error::ConfigError;
 use error::Document;
+pub(crate) use store::{RedisConfig, StoreConfig};
 
 /// What `tidegate serve` runs with when no file is given.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
@@ -43,12 +45,6 @@ pub(crate) struct Listen {
     pub(crate) http: SocketAddr,
     pub(crate) grpc: SocketAddr,
     pub(crate) admin: SocketAddr,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum StoreConfig {
-    Memory { max_keys: usize },
-    Redis { url: Secret, prefix: String, timeout: Duration },
 }
 
 /// Rules of envoyproxy/ratelimit, and how they count.
@@ -125,7 +121,7 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
         policies.push(self::policy(document, policy)?);
     }
     let policies = Policies::new(policies).map_err(|error| document.plain(&error.to_string()))?;
-    let store = store(document, raw.store)?;
+    let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
     let mut files: Vec<PathBuf> = raw.envoy.files.iter().map(|file| folder.join(file)).collect();
     let envoy = envoy(document, &raw.envoy, &files)?;
@@ -140,6 +136,7 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
         tls::load(&named).map_err(|error| document.plain(&format!("tls: {error}")))
     });
     let tls = tls.transpose()?;
+    files.extend(store_files);
     Ok(Config {
         listen,
         store,
@@ -158,21 +155,6 @@ fn address(document: &Document<'_>, raw: Option<Spanned<String>>, port: u16) -> 
     let Some(text) = raw else { return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)) };
     let wrong = || format!("{:?} is not an address: write it like 127.0.0.1:{port} or [::1]:{port}", text.value);
     text.value.parse().map_err(|_| document.at(&text, &wrong()))
-}
-
-fn store(document: &Document<'_>, raw: raw::Store) -> Result<StoreConfig, ConfigError> {
-    let Some(url) = raw.redis else {
-        return Ok(StoreConfig::Memory { max_keys: raw.max_keys.unwrap_or(10_000_000) });
-    };
-    let timeout = match &raw.timeout {
-        Some(text) => duration(document, text)?,
-        None => Duration::from_millis(100),
-    };
-    if timeout.is_zero() {
-        return Err(document.plain("store.timeout must be more than 0: 100ms is a good start"));
-    }
-    let prefix = raw.prefix.unwrap_or_else(|| "rate_limit".to_owned());
-    Ok(StoreConfig::Redis { url: Secret::new(url), prefix, timeout })
 }
 
 fn envoy(document: &Document<'_>, raw: &raw::Envoy, files: &[PathBuf]) -> Result<Envoy, ConfigError> {
@@ -292,7 +274,11 @@ mod tests {
 
     #[test]
     fn what_the_documents_show_is_valid() {
-        for document in [include_str!("../../../docs/configuration.md"), include_str!("../../../README.md")] {
+        for document in [
+            include_str!("../../../docs/configuration.md"),
+            include_str!("../../../docs/redis.md"),
+            include_str!("../../../README.md"),
+        ] {
             let blocks: Vec<&str> =
                 document.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
             assert!(!blocks.is_empty());

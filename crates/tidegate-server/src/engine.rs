@@ -7,22 +7,21 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 use tidegate::headers::Limited;
 use tidegate::{
-    Action, Charge, ChargeError, ClientIp, Clock, Decision, Error, Limiter, MemoryStore, Mode, OnStoreFailure,
-    Policies, Policy, Quota, QuotaError, RedisStore, SelectError, Selected, Source, Store, StoreError,
+    Action, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy, Quota, QuotaError, SelectError,
+    Selected, Source, StoreError,
 };
 use tracing::Instrument as _;
 
-use crate::config::{Config, Envoy, Secret, StoreConfig};
+use crate::config::{Config, Envoy, Secret};
+use crate::counts::Counts;
 use crate::hot_keys::HotKeys;
 use crate::logs::TRACE;
 use crate::metrics::{Metrics, Outcomes};
 
 pub(crate) struct Engine {
     live: ArcSwap<Live>,
-    limiter: Limiter<AnyStore>,
-    /// Decides while the store cannot, for policies that say `local`.
-    local: Limiter<MemoryStore>,
-    pub(crate) metrics: Metrics,
+    pub(crate) counts: Counts,
+    pub(crate) metrics: Arc<Metrics>,
     pub(crate) hot_keys: HotKeys,
     started: Instant,
 }
@@ -57,7 +56,6 @@ pub(crate) struct Answer {
 #[derive(Debug)]
 pub(crate) struct Line {
     pub(crate) policy: String,
-    key: String,
     quota: Quota,
     pub(crate) decision: Decision,
     shadow: bool,
@@ -120,14 +118,9 @@ impl From<Error> for AskError {
 
 impl Answer {
     fn new(lines: Vec<Line>) -> Self {
-        let leads = |shadow: bool| {
-            let decisions: Vec<Decision> =
-                lines.iter().filter(|line| line.shadow == shadow).map(|line| line.decision).collect();
-            let leading = Decision::most_restrictive(&decisions)?;
-            lines.iter().position(|line| line.shadow == shadow && line.decision == *leading)
-        };
         // What is only looked at leads only where nothing is enforced, and never denies.
-        let leading = leads(false).or_else(|| leads(true));
+        let rank = |at: &usize| (lines[*at].shadow, lines[*at].decision.rank());
+        let leading = (0..lines.len()).min_by_key(rank);
         Self { lines, leading }
     }
 
@@ -140,28 +133,27 @@ impl Answer {
     }
 
     /// For the headers: what is enforced.
-    pub(crate) fn limited(&self) -> Vec<Limited<'_>> {
+    pub(crate) fn limited(&self) -> impl Iterator<Item = Limited<'_>> + Clone {
         let enforced = self.lines.iter().filter(|line| !line.shadow);
-        enforced.map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision }).collect()
+        enforced.map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
+    }
+}
+
+impl Line {
+    fn new(charge: &Charge<'_>, decision: Decision, shadow: bool) -> Self {
+        Self { policy: charge.policy_name().to_owned(), quota: charge.quota().clone(), decision, shadow }
     }
 }
 
 impl Engine {
     /// Connects to the store and takes the configuration.
     pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
-        let store = match &config.store {
-            StoreConfig::Memory { max_keys } => AnyStore::Memory(MemoryStore::builder().max_keys(*max_keys).build()),
-            StoreConfig::Redis { url, prefix, timeout } => {
-                let builder = RedisStore::builder(url.reveal()).prefix(prefix).timeout(*timeout);
-                AnyStore::Redis(builder.connect().await?)
-            }
-        };
-        let metrics = Metrics::default();
+        let metrics = Arc::new(Metrics::default());
+        let counts = Counts::start(&config.store, &metrics).await?;
         let live = Live::new(config, &metrics);
         Ok(Self {
             live: ArcSwap::from_pointee(live),
-            limiter: Limiter::new(store),
-            local: Limiter::new(MemoryStore::new()),
+            counts,
             metrics,
             hot_keys: HotKeys::new(),
             started: Instant::now(),
@@ -177,14 +169,6 @@ impl Engine {
         self.live.load_full()
     }
 
-    pub(crate) fn memory_keys(&self) -> usize {
-        let kept = match self.limiter.store() {
-            AnyStore::Memory(store) => store.keys(),
-            AnyStore::Redis(_) => 0,
-        };
-        kept + self.local.store().keys()
-    }
-
     /// Seconds since the start, the clock of the hot keys.
     pub(crate) fn uptime(&self) -> u64 {
         self.started.elapsed().as_secs()
@@ -192,6 +176,9 @@ impl Engine {
 
     pub(crate) async fn ask(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
+        if span.is_disabled() {
+            return self.answer(action, ask).await;
+        }
         let answer = self.answer(action, ask).instrument(span.clone()).await;
         if let Ok(answer) = &answer {
             span.record("allowed", answer.allowed());
@@ -207,12 +194,19 @@ impl Engine {
                 let policy = live.policy(policy)?;
                 let charge = Charge::new(key, policy.quota_for(key))
                     .policy(policy.name())
-                    .cost(cost.unwrap_or_else(|| policy.usual_cost()));
+                    .cost(cost.unwrap_or_else(|| policy.usual_cost()))
+                    .on_store_failure(policy.store_failure());
                 self.ask_policies(action, &live, &[(policy, charge)]).await?
             }
             Ask::Attributes { attributes, cost } => {
                 let selection = live.policies.select(attributes, cost)?;
                 if let Some(policy) = selection.key_missing_for {
+                    if action == Action::Acquire {
+                        self.metrics.count_source(Source::Deny);
+                        if let Some(outcomes) = live.outcomes.get(policy.name()) {
+                            outcomes.count(false, false);
+                        }
+                    }
                     Answer::new(vec![without_key(policy)])
                 } else {
                     let charges: Vec<(&Policy, Charge<'_>)> = selection
@@ -225,16 +219,8 @@ impl Engine {
             }
             Ask::Quota { key, quota, cost } => {
                 let charge = Charge::new(key, quota).cost(cost);
-                let decisions = self.ask_store(action, &[charge]).await?;
-                let policy = quota.unnamed_policy().to_owned();
-                let line = |decision| Line {
-                    policy: policy.clone(),
-                    key: key.to_owned(),
-                    quota: quota.clone(),
-                    decision,
-                    shadow: false,
-                };
-                Answer::new(decisions.into_iter().map(line).collect())
+                let decision = self.counts.decide(action, &charge).await?;
+                Answer::new(vec![Line::new(&charge, decision, false)])
             }
         };
         if action == Action::Acquire {
@@ -250,48 +236,58 @@ impl Engine {
         live: &Live,
         charges: &[(&Policy, Charge<'_>)],
     ) -> Result<Answer, AskError> {
-        let (shadow, enforced): (Vec<_>, Vec<_>) =
-            charges.iter().partition(|(policy, _)| policy.mode() == Mode::Shadow);
+        let is_shadow = |policy: &Policy| policy.mode() == Mode::Shadow;
         let mut lines = Vec::with_capacity(charges.len());
-        let enforced_charges: Vec<Charge<'_>> = enforced.iter().map(|(_, charge)| *charge).collect();
-        let decisions = match self.ask_store(action, &enforced_charges).await {
-            Ok(decisions) => decisions,
-            Err(AskError::Store(error)) => self.without_store(action, error, &enforced)?,
-            Err(error) => return Err(error),
-        };
-        let passes = decisions.iter().all(|decision| decision.allowed);
-        let line = |charge: &Charge<'_>, decision, shadow| Line {
-            policy: charge.policy_name().to_owned(),
-            key: charge.key().to_owned(),
-            quota: charge.quota().clone(),
-            decision,
-            shadow,
-        };
-        lines.extend(enforced.iter().zip(decisions).map(|((_, charge), decision)| line(charge, decision, false)));
-        for (_, charge) in shadow {
+        match charges {
+            // Nearly every request: no list but that of the answer.
+            [(policy, charge)] if !is_shadow(policy) => {
+                lines.push(Line::new(charge, self.counts.decide(action, charge).await?, false));
+            }
+            charges => {
+                let enforced = charges.iter().filter(|(policy, _)| !is_shadow(policy));
+                let together: Vec<Charge<'_>> = enforced.map(|(_, charge)| *charge).collect();
+                let decisions = self.counts.decide_all(action, &together).await?;
+                let line = |(charge, decision): (&Charge<'_>, Decision)| Line::new(charge, decision, false);
+                lines.extend(together.iter().zip(decisions).map(line));
+            }
+        }
+        let passes = lines.iter().all(|line| line.decision.allowed);
+        for (_, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
             let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
             // What is only looked at must not fail a request.
-            if let Ok(decisions) = self.ask_store(action, &[charge]).await {
-                lines.extend(decisions.into_iter().map(|decision| line(&charge, decision, true)));
+            if let Ok(decision) = self.counts.decide(action, charge).await {
+                lines.push(Line::new(charge, decision, true));
             }
         }
         if action == Action::Acquire {
-            for line in &lines {
-                self.metrics.count_source(line.decision.source);
-                if let Some(outcomes) = live.outcomes.get(&line.policy) {
-                    outcomes.count(line.decision.allowed, line.shadow);
-                }
-                self.hot_keys.record(self.uptime(), &line.policy, &line.key, line.decision.allowed);
-            }
+            self.count(live, charges, &lines);
         }
         Ok(Answer::new(lines))
+    }
+
+    fn count(&self, live: &Live, charges: &[(&Policy, Charge<'_>)], lines: &[Line]) {
+        let now = self.uptime();
+        for line in lines {
+            self.metrics.count_source(line.decision.source);
+            if let Some(outcomes) = live.outcomes.get(&line.policy) {
+                outcomes.count(line.decision.allowed, line.shadow);
+                outcomes.count_source(line.decision.source);
+            }
+            if let Some((_, charge)) = charges.iter().find(|(policy, _)| policy.name() == line.policy) {
+                self.hot_keys.record(now, &line.policy, charge.key(), line.decision.allowed);
+            }
+        }
     }
 
     /// Decides the charges of one request of Envoy: one decision each, in their order. Those that deny by themselves are
     /// all or nothing.
     pub(crate) async fn ask_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", descriptors = charges.len());
-        self.answer_envoy(charges).instrument(span).await
+        if span.is_disabled() {
+            self.answer_envoy(charges).await
+        } else {
+            self.answer_envoy(charges).instrument(span).await
+        }
     }
 
     async fn answer_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
@@ -305,7 +301,7 @@ impl Engine {
         let hopeless = charges.iter().any(|charge| !charge.alone && !charge.peek && charge.is_hopeless());
         let action = if hopeless { Action::Peek } else { Action::Acquire };
         let asked: Vec<Charge<'_>> = joint.iter().map(|at| charges[*at].charge()).collect();
-        for (at, decision) in joint.iter().zip(self.ask_store(action, &asked).await?) {
+        for (at, decision) in joint.iter().zip(self.counts.decide_all_or_fail(action, &asked).await?) {
             decisions[*at] = Some(decision);
         }
         let denied = hopeless || decisions.iter().flatten().any(|decision| !decision.allowed);
@@ -313,7 +309,7 @@ impl Engine {
             if decisions[at].is_none() {
                 let looks = charge.peek || denied || charge.is_hopeless();
                 let action = if looks { Action::Peek } else { Action::Acquire };
-                decisions[at] = self.ask_store(action, &[charge.charge()]).await?.pop();
+                decisions[at] = Some(self.counts.decide_or_fail(action, &charge.charge()).await?);
             }
             if let Some(decision) = decisions[at].as_mut().filter(|_| charge.is_hopeless()) {
                 // The peek spoke of less than was asked for.
@@ -331,76 +327,6 @@ impl Engine {
         self.metrics.decision_seconds.observe(start.elapsed());
         Ok(decisions)
     }
-
-    async fn ask_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, AskError> {
-        if charges.is_empty() {
-            return Ok(Vec::new());
-        }
-        let start = Instant::now();
-        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges = charges.len());
-        let result = self.call_store(action, charges).instrument(span).await;
-        let error = match &result {
-            Err(Error::Store(error)) => Some(error),
-            _ => None,
-        };
-        self.metrics.count_store_call(start.elapsed(), error);
-        Ok(result?)
-    }
-
-    async fn call_store(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        match (action, charges) {
-            (Action::Acquire, [charge]) => self.limiter.acquire(charge).await.map(|decision| vec![decision]),
-            (Action::Acquire, charges) => self.limiter.acquire_all(charges).await,
-            (Action::Peek, charges) => self.limiter.peek_all(charges).await,
-            (Action::Refund | Action::Reset, charges) => {
-                let mut decisions = Vec::with_capacity(charges.len());
-                for charge in charges {
-                    decisions.push(match action {
-                        Action::Refund => self.limiter.refund(charge).await?,
-                        _ => self.limiter.reset(charge).await?,
-                    });
-                }
-                Ok(decisions)
-            }
-        }
-    }
-
-    /// Each policy's word for a store that cannot decide.
-    fn without_store(
-        &self,
-        action: Action,
-        error: StoreError,
-        charges: &[(&Policy, Charge<'_>)],
-    ) -> Result<Vec<Decision>, AskError> {
-        // To give back what was taken from a store that is away is not possible.
-        if !matches!(action, Action::Acquire | Action::Peek) {
-            return Err(error.into());
-        }
-        let local = |charge: &Charge<'_>| -> Result<Decision, AskError> {
-            // Memory that is full has no other memory to go to.
-            if matches!(error, StoreError::Full { .. }) {
-                return Err(error.clone().into());
-            }
-            let blocking = self.local.blocking();
-            let decision = if action == Action::Acquire { blocking.acquire(charge)? } else { blocking.peek(charge)? };
-            Ok(Decision { source: Source::Local, ..decision })
-        };
-        let fixed = |charge: &Charge<'_>, allowed: bool| Decision {
-            allowed,
-            limit: charge.quota().limit(),
-            remaining: if allowed { charge.quota().burst() } else { 0 },
-            retry_after: std::time::Duration::from_secs(u64::from(!allowed)),
-            reset_after: std::time::Duration::ZERO,
-            delay: std::time::Duration::ZERO,
-            source: if allowed { Source::Allow } else { Source::Deny },
-        };
-        let decide = |(policy, charge): &(&Policy, Charge<'_>)| match policy.store_failure() {
-            OnStoreFailure::Local => local(charge),
-            OnStoreFailure::Allow => Ok(fixed(charge, true)),
-            OnStoreFailure::Deny => Ok(fixed(charge, false)),
-        };
-        charges.iter().map(decide).collect()
-    }
 }
 
 /// The denial of a policy whose key the request lacks. No wait helps.
@@ -414,13 +340,7 @@ fn without_key(policy: &Policy) -> Line {
         delay: std::time::Duration::ZERO,
         source: Source::Deny,
     };
-    Line {
-        policy: policy.name().to_owned(),
-        key: String::new(),
-        quota: policy.quota().clone(),
-        decision,
-        shadow: false,
-    }
+    Line { policy: policy.name().to_owned(), quota: policy.quota().clone(), decision, shadow: false }
 }
 
 impl Live {
@@ -446,34 +366,5 @@ impl Live {
             let nearest = nearest.filter(|policy| distance(policy) <= 1 + name.chars().count() / 3);
             AskError::UnknownPolicy { name: name.to_owned(), nearest: nearest.map(|policy| policy.name().to_owned()) }
         })
-    }
-}
-
-/// The store that the configuration names.
-pub(crate) enum AnyStore {
-    Memory(MemoryStore),
-    Redis(RedisStore),
-}
-
-impl Store for AnyStore {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        match self {
-            Self::Memory(store) => store.decide(action, charge).await,
-            Self::Redis(store) => store.decide(action, charge).await,
-        }
-    }
-
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        match self {
-            Self::Memory(store) => store.decide_all(action, charges).await,
-            Self::Redis(store) => store.decide_all(action, charges).await,
-        }
-    }
-
-    fn clock(&self) -> &dyn Clock {
-        match self {
-            Self::Memory(store) => store.clock(),
-            Self::Redis(store) => store.clock(),
-        }
     }
 }

@@ -8,6 +8,7 @@ use tidegate::Decision;
 use tonic::{Request, Response, Status};
 
 use crate::engine::{AskError, Engine, EnvoyCharge, Live};
+use crate::token;
 
 pub(crate) mod rules;
 
@@ -72,6 +73,10 @@ impl RateLimitService for Envoy {
         &self,
         request: Request<RateLimitRequest>,
     ) -> Result<Response<RateLimitResponse>, Status> {
+        let live = self.engine.live();
+        if let Err(reason) = token::check(live.api_token.as_ref(), request.metadata().as_ref()) {
+            return Err(Status::unauthenticated(reason));
+        }
         let request = request.into_inner();
         if request.domain.is_empty() {
             return Err(Status::invalid_argument("the domain is empty: it must be that of the rules to apply"));
@@ -82,7 +87,6 @@ impl RateLimitService for Envoy {
                 request.descriptors.len()
             )));
         }
-        let live = self.engine.live();
         let parts = parts(&live, &request)?;
         let charges: Vec<&EnvoyCharge> = parts.iter().flat_map(Part::charges).collect();
         let mut decisions = self

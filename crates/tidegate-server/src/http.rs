@@ -6,17 +6,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body as HttpBody;
+use axum::body::{Body as HttpBody, Bytes};
 use axum::extract::{Request, State};
 use axum::response::Response;
 use axum::routing::{get, post};
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
-use http_body_util::{BodyExt, Limited};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
 use tidegate::{Action, ClientIp, headers};
 use utoipa::OpenApi;
 
-use crate::body::{AskBody, Body, DecisionBody, QuotaBody};
+use crate::body::{self, AskBody, Body, DecisionBody, QuotaBody};
 use crate::engine::{Ask, Engine};
 use crate::listener::Peer;
 use crate::problem::Problem;
@@ -34,6 +35,30 @@ const BODY_TIME: Duration = Duration::from_secs(10);
     components(schemas(AskBody, QuotaBody, Body<'static>, DecisionBody<'static>, Problem))
 )]
 struct Api;
+
+/// What each question may be answered with instead of a decision.
+#[derive(utoipa::IntoResponses)]
+#[expect(dead_code, reason = "it describes the API; Problem itself is what is sent")]
+enum Problems {
+    /// The question is wrong
+    #[response(status = 400, content_type = "application/problem+json")]
+    Wrong(#[to_schema] Problem),
+    /// No token, or a wrong one
+    #[response(status = 401, content_type = "application/problem+json")]
+    NoToken(#[to_schema] Problem),
+    /// No such policy
+    #[response(status = 404, content_type = "application/problem+json")]
+    NoPolicy(#[to_schema] Problem),
+    /// The body took too long
+    #[response(status = 408, content_type = "application/problem+json")]
+    Slow(#[to_schema] Problem),
+    /// More than 64 KiB
+    #[response(status = 413, content_type = "application/problem+json")]
+    TooLarge(#[to_schema] Problem),
+    /// Nobody could decide
+    #[response(status = 503, content_type = "application/problem+json")]
+    NoDecision(#[to_schema] Problem),
+}
 
 pub(crate) fn router(engine: Arc<Engine>) -> Router {
     Router::new()
@@ -60,12 +85,7 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
     responses(
         (status = 200, description = "Allowed", body = Body<'static>),
         (status = 429, description = "Denied", body = Body<'static>),
-        (status = 400, description = "The question is wrong", body = Problem, content_type = "application/problem+json"),
-        (status = 401, description = "No token, or a wrong one", body = Problem, content_type = "application/problem+json"),
-        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
-        (status = 408, description = "The body took too long", body = Problem, content_type = "application/problem+json"),
-        (status = 413, description = "More than 64 KiB", body = Problem, content_type = "application/problem+json"),
-        (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
+        Problems,
     )
 )]
 async fn acquire(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
@@ -77,12 +97,7 @@ async fn acquire(State(engine): State<Arc<Engine>>, request: Request) -> Result<
     post, path = "/v1/peek", request_body = AskBody,
     responses(
         (status = 200, description = "Allowed or denied, as the body says", body = Body<'static>),
-        (status = 400, description = "The question is wrong", body = Problem, content_type = "application/problem+json"),
-        (status = 401, description = "No token, or a wrong one", body = Problem, content_type = "application/problem+json"),
-        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
-        (status = 408, description = "The body took too long", body = Problem, content_type = "application/problem+json"),
-        (status = 413, description = "More than 64 KiB", body = Problem, content_type = "application/problem+json"),
-        (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
+        Problems,
     )
 )]
 async fn peek(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
@@ -94,12 +109,7 @@ async fn peek(State(engine): State<Arc<Engine>>, request: Request) -> Result<Res
     post, path = "/v1/refund", request_body = AskBody,
     responses(
         (status = 200, description = "Given back; what is left now", body = Body<'static>),
-        (status = 400, description = "The question is wrong", body = Problem, content_type = "application/problem+json"),
-        (status = 401, description = "No token, or a wrong one", body = Problem, content_type = "application/problem+json"),
-        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
-        (status = 408, description = "The body took too long", body = Problem, content_type = "application/problem+json"),
-        (status = 413, description = "More than 64 KiB", body = Problem, content_type = "application/problem+json"),
-        (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
+        Problems,
     )
 )]
 async fn refund(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
@@ -109,7 +119,7 @@ async fn refund(State(engine): State<Arc<Engine>>, request: Request) -> Result<R
 async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Response, Problem> {
     let live = engine.live();
     let (head, body) = request.into_parts();
-    token::check(live.api_token.as_ref(), &head.headers)?;
+    token::check(live.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
     let mut body: AskBody = read_json(body).await?;
     if let Some(attributes) = &mut body.attributes {
         add_address(attributes, &live.client_ip, &head)?;
@@ -128,23 +138,38 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
     };
     let answer = engine.ask(action, ask).await?;
     let denied = action == Action::Acquire && !answer.allowed();
-    let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    let json = serde_json::to_vec(&Body::of_answer(&answer))
-        .map_err(|error| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
-    let mut response = Response::new(HttpBody::from(json));
-    *response.status_mut() = status;
-    let fields = response.headers_mut();
+    let mut response = Response::new(HttpBody::from(body::of_answer(&answer)));
+    *response.status_mut() = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+    // With room for those that the server adds, and none to grow.
+    let mut fields = HeaderMap::with_capacity(12);
     fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    for (name, value) in headers::all(&answer.limited(), live.x_ratelimit_headers) {
+    headers::each(answer.limited(), live.x_ratelimit_headers, |name, value| {
         // A peek or a refund tells of a wait in its body; the header is for a request that was turned away.
-        if name == "retry-after" && !denied {
-            continue;
+        if (name != "retry-after" || denied)
+            && let Ok(value) = HeaderValue::from_str(value)
+        {
+            fields.insert(header_name(name), value);
         }
-        if let Ok(value) = HeaderValue::from_str(&value) {
-            fields.insert(HeaderName::from_static(name), value);
-        }
-    }
+    });
+    *response.headers_mut() = fields;
     Ok(response)
+}
+
+/// Known at compile time: to look at each letter of a name again would take as long as the decision.
+fn header_name(name: &'static str) -> HeaderName {
+    const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+    const STATE: HeaderName = HeaderName::from_static("ratelimit");
+    const LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
+    const REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
+    const RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+    match name {
+        "ratelimit-policy" => POLICY,
+        "ratelimit" => STATE,
+        "x-ratelimit-limit" => LIMIT,
+        "x-ratelimit-remaining" => REMAINING,
+        "x-ratelimit-reset" => RESET,
+        other => HeaderName::from_static(other),
+    }
 }
 
 /// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.
@@ -172,18 +197,36 @@ fn add_address(attributes: &mut BTreeMap<String, String>, client_ip: &ClientIp, 
 
 /// Reads a body of JSON, bounded in size and time.
 pub(crate) async fn read_json<T: serde::de::DeserializeOwned>(body: HttpBody) -> Result<T, Problem> {
-    let too_large = || Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {MAX_BODY} bytes"));
-    let read = tokio::time::timeout(BODY_TIME, Limited::new(body, MAX_BODY).collect()).await;
-    let Ok(read) = read else {
+    let Ok(read) = tokio::time::timeout(BODY_TIME, read(body)).await else {
         return Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"));
     };
-    let bytes = match read {
-        Ok(bytes) => bytes.to_bytes(),
-        Err(error) if error.is::<http_body_util::LengthLimitError>() => return Err(too_large()),
-        Err(error) => return Err(Problem::bad_request(format!("the body could not be read: {error}"))),
-    };
-    serde_json::from_slice(&bytes).map_err(|error| {
+    serde_json::from_slice(&read?).map_err(|error| {
         let kind = if error.is_data() { "the body is not a question" } else { "the body is not JSON" };
         Problem::bad_request(format!("{kind}: {error}"))
     })
+}
+
+async fn read(mut body: HttpBody) -> Result<Bytes, Problem> {
+    // Nearly every body comes in one piece, which is not copied.
+    let first = next_piece(&mut body, 0).await?.unwrap_or_default();
+    if body.is_end_stream() {
+        return Ok(first);
+    }
+    let mut all = first.to_vec();
+    while let Some(piece) = next_piece(&mut body, all.len()).await? {
+        all.extend_from_slice(&piece);
+    }
+    Ok(all.into())
+}
+
+async fn next_piece(body: &mut HttpBody, before: usize) -> Result<Option<Bytes>, Problem> {
+    let Some(frame) = body.frame().await else { return Ok(None) };
+    let frame = frame.map_err(|error| Problem::bad_request(format!("the body could not be read: {error}")))?;
+    // Trailers say nothing here.
+    let piece = frame.into_data().unwrap_or_default();
+    if before + piece.len() > MAX_BODY {
+        let reason = format!("the body has more than {MAX_BODY} bytes");
+        return Err(Problem::new(StatusCode::PAYLOAD_TOO_LARGE, reason));
+    }
+    Ok(Some(piece))
 }

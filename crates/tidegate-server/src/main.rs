@@ -8,6 +8,8 @@ mod admin;
 mod body;
 mod cli;
 mod config;
+mod counts;
+mod doctor;
 mod duration;
 mod engine;
 mod envoy;

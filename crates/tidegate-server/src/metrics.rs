@@ -4,11 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use tidegate::{Source, StoreError};
+
+use crate::counts::{Counts, Redis};
 
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
@@ -18,7 +20,6 @@ pub(crate) struct Metrics {
     pub(crate) decision_seconds: Histogram,
     pub(crate) store_seconds: Histogram,
     store_errors: [AtomicU64; ERROR_KINDS.len()],
-    store_down: AtomicBool,
     reloads_taken: AtomicU64,
     reloads_refused: AtomicU64,
 }
@@ -29,11 +30,15 @@ pub(crate) struct Outcomes {
     allowed: AtomicU64,
     denied: AtomicU64,
     shadow_denied: AtomicU64,
+    /// Those that the store did not make, by who did.
+    fallback: [AtomicU64; FALLBACKS.len()],
 }
 
 /// The most policies and rules with counters of their own that requests can name.
 const MAX_NAMES: usize = 2_000;
 const SOURCES: [Source; 4] = [Source::Store, Source::Local, Source::Allow, Source::Deny];
+/// Who decides while the store cannot.
+const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
 
 impl Outcomes {
@@ -44,6 +49,12 @@ impl Outcomes {
             (false, true) => &self.shadow_denied,
         };
         counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_source(&self, source: Source) {
+        if let Some(index) = FALLBACKS.iter().position(|known| *known == source) {
+            self.fallback[index].fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -72,14 +83,8 @@ impl Metrics {
         }
     }
 
-    /// Whether the store could decide.
     pub(crate) fn count_store_call(&self, took: Duration, error: Option<&StoreError>) {
         self.store_seconds.observe(took);
-        // A full memory store is up: it refuses new keys only.
-        let down = error.is_some_and(|error| !matches!(error, StoreError::Full { .. }));
-        if self.store_down.load(Ordering::Relaxed) != down {
-            self.store_down.store(down, Ordering::Relaxed);
-        }
         if let Some(error) = error {
             let kind = match error {
                 StoreError::Full { .. } => 0,
@@ -92,17 +97,13 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn store_is_up(&self) -> bool {
-        !self.store_down.load(Ordering::Relaxed)
-    }
-
     pub(crate) fn count_reload(&self, taken: bool) {
         let counter = if taken { &self.reloads_taken } else { &self.reloads_refused };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The classic text format, version 0.0.4.
-    pub(crate) fn text(&self, memory_keys: usize) -> String {
+    pub(crate) fn text(&self, counts: &Counts) -> String {
         let mut text = String::with_capacity(8 * 1024);
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         head(&mut text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
@@ -117,6 +118,14 @@ impl Metrics {
                 let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {}", load(counter));
             }
         }
+        head(&mut text, "tidegate_fallback_decisions_total", "counter", "Decisions in the store's place, by policy.");
+        for (policy, outcomes) in self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            let policy = escaped(policy);
+            for (source, counter) in FALLBACKS.iter().zip(&outcomes.fallback) {
+                let labels = format!("policy=\"{policy}\",source=\"{source}\"");
+                let _ = writeln!(text, "tidegate_fallback_decisions_total{{{labels}}} {}", load(counter));
+            }
+        }
         head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by who decided.");
         for (source, counter) in SOURCES.iter().zip(&self.sources) {
             let _ = writeln!(text, "tidegate_decision_sources_total{{source=\"{source}\"}} {}", load(counter));
@@ -127,10 +136,13 @@ impl Metrics {
         for (kind, counter) in ERROR_KINDS.iter().zip(&self.store_errors) {
             let _ = writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
         }
-        head(&mut text, "tidegate_store_up", "gauge", "Whether the store answered its last call.");
-        let _ = writeln!(text, "tidegate_store_up {}", u8::from(self.store_is_up()));
         head(&mut text, "tidegate_memory_keys", "gauge", "Keys held in this process's memory.");
-        let _ = writeln!(text, "tidegate_memory_keys {memory_keys}");
+        let _ = writeln!(text, "tidegate_memory_keys {}", counts.memory_keys());
+        head(&mut text, "tidegate_store_up", "gauge", "Whether the store decides.");
+        let _ = writeln!(text, "tidegate_store_up {}", u8::from(counts.redis().is_none_or(Redis::is_up)));
+        if let Some(redis) = counts.redis() {
+            write_redis(&mut text, redis);
+        }
         head(&mut text, "tidegate_config_reloads_total", "counter", "Reloads of the configuration, by outcome.");
         for (outcome, counter) in [("taken", &self.reloads_taken), ("refused", &self.reloads_refused)] {
             let _ = writeln!(text, "tidegate_config_reloads_total{{outcome=\"{outcome}\"}} {}", load(counter));
@@ -138,6 +150,57 @@ impl Metrics {
         head(&mut text, "tidegate_build_info", "gauge", "The version that is running.");
         let _ = writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
         text
+    }
+}
+
+/// How Redis does, and what stands in for it.
+fn write_redis(text: &mut String, redis: &Redis) {
+    let (parts, fallback, store) = (redis.breaker().states(), redis.fallback().stats(), redis.store());
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let numbers = [
+        (
+            "tidegate_store_breaker_open",
+            "gauge",
+            "Parts of the store (nodes of a cluster) that are not asked because they fail.",
+            count(parts.iter().filter(|part| part.open).count()),
+        ),
+        (
+            "tidegate_store_breaker_opened_total",
+            "counter",
+            "How often a part of the store was given up for a while.",
+            parts.iter().map(|part| part.opened).sum(),
+        ),
+        (
+            "tidegate_fleet_instances",
+            "gauge",
+            "Instances that share the limits while the store is away.",
+            count(redis.fallback().fleet().size()),
+        ),
+        (
+            "tidegate_owed_units",
+            "gauge",
+            "Units admitted in the store's place, to be charged to it.",
+            fallback.owed_units,
+        ),
+        ("tidegate_repaid_units_total", "counter", "Units charged to the store afterwards.", fallback.repaid_units),
+        (
+            "tidegate_dropped_units_total",
+            "counter",
+            "Units admitted in the store's place that were too many to be charged to it.",
+            fallback.dropped_units,
+        ),
+        ("tidegate_redis_script_loads_total", "counter", "Scripts sent to Redis.", store.script_loads()),
+        ("tidegate_redis_reconnects_total", "counter", "Connections to Redis made anew.", store.reconnects()),
+        (
+            "tidegate_redis_redirects_total",
+            "counter",
+            "Calls that a cluster sent on to another node.",
+            store.redirects(),
+        ),
+    ];
+    for (name, kind, help, number) in numbers {
+        head(text, name, kind, help);
+        let _ = writeln!(text, "{name} {number}");
     }
 }
 
@@ -214,10 +277,17 @@ mod tests {
         assert!(text.contains("x_count 5\n") && text.contains("x_sum 2.000023\n"), "{text}");
     }
 
+    fn memory() -> Counts {
+        Counts::Memory { limiter: tidegate::Limiter::new(tidegate::MemoryStore::new()), metrics: Arc::default() }
+    }
+
     #[test]
     fn a_policys_name_cannot_break_out_of_its_label() {
         let metrics = Metrics::default();
         metrics.outcomes("a\"} 1\nb\\").count(true, false);
-        assert!(metrics.text(0).contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#));
+        let counts = memory();
+        assert!(
+            metrics.text(&counts).contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#)
+        );
     }
 }

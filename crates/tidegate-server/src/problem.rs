@@ -24,6 +24,10 @@ impl Problem {
         Self { kind: "about:blank", title, status: status.as_u16(), detail: detail.into() }
     }
 
+    pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, detail)
+    }
+
     pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, detail)
     }

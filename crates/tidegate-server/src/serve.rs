@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -14,7 +15,7 @@ use tokio::sync::watch;
 use crate::admin::{self, Admin};
 use crate::config::{Config, Listen, StoreConfig};
 use crate::engine::Engine;
-use crate::{envoy, http, listener, reload};
+use crate::{doctor, envoy, http, listener, reload};
 
 /// What is under way when the process is asked to end gets this long; then it ends all the same.
 const DRAIN: Duration = Duration::from_secs(8);
@@ -39,6 +40,7 @@ impl Fixed {
 pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl FnOnce(&Listen)) -> anyhow::Result<()> {
     // Asked for before anything else: a signal that comes early is not lost.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    raise_file_limit();
     let files = config.files.clone();
     let fixed = Fixed { listen: config.listen.clone(), store: config.store.clone() };
     let http_listener = bind(config.listen.http, "listen.http").await?;
@@ -50,6 +52,9 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
         admin: admin_listener.local_addr()?,
     };
     let engine = Arc::new(Engine::start(config).await.context("store")?);
+    if let StoreConfig::Redis(redis) = &fixed.store {
+        tokio::spawn(doctor::warn_at_start(redis.clone()));
+    }
 
     let (stop, stopped) = watch::channel(false);
     let ready = Arc::new(AtomicBool::new(true));
@@ -65,6 +70,7 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     ));
     let grpc = envoy::router(Arc::clone(&engine)).await?;
     let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(&engine), stopped, DRAIN));
+    let counting = Arc::clone(&engine);
     let admin = Admin { engine, ready: Arc::clone(&ready) };
     // The admin listener answers as long as anything is under way: it says that we are not ready any more.
     let (admin_stop, admin_stopped) = watch::channel(false);
@@ -82,10 +88,24 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let _ = stop.send(true);
     let _ = http.await;
     let _ = grpc.await;
+    if let Some(redis) = counting.counts.redis() {
+        // What was admitted in its place is not forgotten with this process.
+        let _ = tokio::time::timeout(Duration::from_millis(500), redis.fallback().repay()).await;
+    }
     let _ = admin_stop.send(true);
     let _ = admin.await;
     tracing::info!("ended");
     Ok(())
+}
+
+/// Every connection is a file. Many systems start a process with 1,024 of them, and let it ask for more.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|current| limit.maximum.is_none_or(|maximum| current < maximum))
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
+    {
+        tracing::warn!(%error, limit = limit.current, "the limit on open files stays as it is");
+    }
 }
 
 /// TLS as it is configured now: certificates are taken anew without a restart.

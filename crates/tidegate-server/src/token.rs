@@ -1,13 +1,12 @@
 //! Bearer tokens, compared in constant time.
 
-use http::{HeaderMap, StatusCode, header};
+use http::{HeaderMap, header};
 use subtle::ConstantTimeEq;
 
 use crate::config::Secret;
-use crate::problem::Problem;
 
-/// Whether a request may ask: always if no token is set.
-pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), Problem> {
+/// Whether a request may ask, or why not: always if no token is set.
+pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), &'static str> {
     let Some(token) = token else { return Ok(()) };
     let given = headers.get(header::AUTHORIZATION).and_then(|value| {
         let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
@@ -15,7 +14,7 @@ pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), P
     });
     match given {
         Some(given) if bool::from(given.as_bytes().ct_eq(token.reveal().as_bytes())) => Ok(()),
-        Some(_) => Err(Problem::new(StatusCode::UNAUTHORIZED, "the bearer token is not the right one")),
-        None => Err(Problem::new(StatusCode::UNAUTHORIZED, "a bearer token is needed: Authorization: Bearer …")),
+        Some(_) => Err("the bearer token is not the right one"),
+        None => Err("a bearer token is needed: Authorization: Bearer …"),
     }
 }

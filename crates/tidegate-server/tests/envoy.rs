@@ -266,6 +266,25 @@ async fn a_request_that_makes_no_sense_is_refused() {
 
 /// Never UNKNOWN in a status: then Envoy's `failure_mode_deny` decides.
 #[tokio::test]
+async fn the_token_of_the_api_guards_grpc_as_well() {
+    let (_service, mut client) = start("auth: {api_token: open-sesame}\n").await;
+    let mut ask = async |token: Option<&str>| {
+        let mut request = tonic::Request::new(RateLimitRequest {
+            domain: "edge".to_owned(),
+            descriptors: vec![descriptor(&[("nobody", "limits")])],
+            hits_addend: 0,
+        });
+        if let Some(token) = token {
+            request.metadata_mut().insert("authorization", token.parse().expect("ascii"));
+        }
+        client.0.should_rate_limit(request).await.map_err(|status| status.code())
+    };
+    assert_eq!(ask(None).await.err(), Some(GrpcCode::Unauthenticated));
+    assert_eq!(ask(Some("Bearer wrong")).await.err(), Some(GrpcCode::Unauthenticated));
+    assert!(ask(Some("Bearer open-sesame")).await.is_ok());
+}
+
+#[tokio::test]
 async fn a_store_that_is_gone_is_unavailable() {
     let redis = Redis::start();
     let (_service, mut client) = start(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url())).await;

@@ -310,9 +310,35 @@ policies:
         ]
     );
     let quota = service.acquire(&json!({"key": "u1", "quota": {"limit": 5, "window": "60s"}}));
-    assert_eq!(quota.status, 503, "nobody's word for a quota of the caller's own");
-    assert!(service.admin("/metrics").body.contains("tidegate_store_up 0"));
-    assert_eq!(service.admin("/readyz").json(), json!({"ready": true, "store_up": false}));
+    assert_eq!((quota.status, &quota.json()["source"]), (200, &json!("local")), "a quota of the caller's own");
+    let refund = service.post("/v1/refund", &json!({"policy": "allow", "key": "u1"}).to_string());
+    assert_eq!(refund.status, 503, "what is in Redis cannot be given back now: {refund:?}");
+    let metrics = service.admin("/metrics").body;
+    for line in [
+        "tidegate_store_up 0",
+        r#"tidegate_fallback_decisions_total{policy="local",source="local"} 3"#,
+        r#"tidegate_fallback_decisions_total{policy="allow",source="allow"} 1"#,
+        r#"tidegate_fallback_decisions_total{policy="deny",source="deny"} 1"#,
+        "tidegate_fleet_instances 1",
+    ] {
+        assert!(metrics.contains(&format!("{line}\n")), "{line} is not in {metrics}");
+    }
+    let ready = service.admin("/readyz").json();
+    assert_eq!((&ready["ready"], &ready["store_up"], &ready["store"]), (&json!(true), &json!(false), &json!("redis")));
+    assert_eq!(ready["nodes"][0]["connected"], false, "{ready}");
+}
+
+#[test]
+fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port");
+    let config = format!("store: {{redis: 'redis://{port}'}}\n{POLICIES}");
+    let service = Service::start(&config);
+    assert!(service.output().contains("Redis is away"), "{}", service.output());
+    let ask = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&ask).json()["source"], "local");
+    let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[]).expect("the port is still free");
+    service.until("Redis decides", |service| service.acquire(&ask).json()["source"] == "store");
+    service.until("it says so", |service| service.admin("/metrics").body.contains("tidegate_store_up 1\n"));
 }
 
 #[test]
@@ -443,6 +469,9 @@ fn a_thousand_slow_clients_do_not_stop_the_others() {
         service.post("/v1/refund", &json!({"policy": "heavy", "key": "u1", "cost": 1}).to_string());
     }
     drop(slow);
+    // More than the usual 1,024 connections fit, where the system allows it.
+    let (soft, hard) = service.file_limits();
+    assert_eq!(soft, hard);
 }
 
 #[test]
@@ -467,17 +496,11 @@ fn no_secret_is_written_anywhere() {
     let body = br#"{"policy": "per-user", "key": "u1"}"#;
     assert_eq!(request(&service.http, "POST", "/v1/acquire", &header, body).status, 200);
     drop(redis);
-    let failed = request(
-        &service.http,
-        "POST",
-        "/v1/acquire",
-        &header,
-        br#"{"key": "u", "quota": {"limit": 5, "window": "60s"}}"#,
-    );
+    let failed = request(&service.http, "POST", "/v1/refund", &header, br#"{"policy": "per-user", "key": "u2"}"#);
     assert_eq!(failed.status, 503);
     std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]")).expect("written");
     service.until("it is refused", |service| service.output().contains("refused"));
-    let seen = [service.output(), failed.body, service.admin("/metrics").body, service.admin("/v1/policies").body];
+    let seen = [service.output(), failed.body, service.admin("/metrics").body, service.admin("/readyz").body, service.admin("/v1/policies").body];
     for text in seen {
         assert!(!text.contains("hunter2"), "{text}");
     }
@@ -500,9 +523,13 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         ("listen: {admin: '0.0.0.0:0'}\n", "auth.admin_token"),
         ("polices: []\n", "did you mean `policies`?"),
         (
-            "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: {redis: 'redis://127.0.0.1:1'}\n",
-            "127.0.0.1:1",
+            "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: {redis: 'http://127.0.0.1:1'}\n",
+            "it must look like redis://",
         ),
+        ("store: {redis: []}\n", "store.redis is empty"),
+        ("store: {sentinel: {master: m, nodes: []}}\n", "store.sentinel.nodes is empty"),
+        ("store: {redis: 'redis://127.0.0.1:1', sentinel: {master: m, nodes: [a]}}\n", "both redis and sentinel"),
+        ("store: {redis: 'rediss://127.0.0.1:1', tls: {key: a.pem}}\n", "certificate and key together"),
         ("listen: {http: '192.0.2.1:1', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\n", "cannot listen on 192.0.2.1:1"),
     ] {
         let (code, error) = run(config);

@@ -211,6 +211,8 @@ fn apply<C: Count>(count: &mut C, action: Action, quota: &Quota, now: u64, cost:
         return Outcome { verdict: unspent(count, quota, now), written };
     }
     let remaining = count.remaining(quota);
+    let takes = action == Action::Take;
+    let cost = if takes { cost.min(remaining) } else { cost };
     let (verdict, spend) = if cost > remaining {
         let counted = if quota.count_denied() { cost } else { 0 };
         let verdict = Verdict {
@@ -227,13 +229,14 @@ fn apply<C: Count>(count: &mut C, action: Action, quota: &Quota, now: u64, cost:
             remaining: remaining - cost,
             retry_after: 0,
             reset_after: count.reset_after(quota, now, cost),
-            delay: count.delay(quota),
+            // What is taken afterwards has had its turn.
+            delay: if takes { 0 } else { count.delay(quota) },
         };
         (verdict, cost)
     } else {
         (unspent(count, quota, now), 0)
     };
-    let written = action == Action::Acquire && (spend > 0 || stepped_back);
+    let written = action != Action::Peek && (spend > 0 || stepped_back);
     if written {
         count.spend(quota, now, spend);
     }

@@ -1,6 +1,7 @@
 //! [`Charge`]: one (key, quota, cost) to be decided.
 
 use crate::key::{Key, KeyError};
+use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::Action;
 
@@ -24,6 +25,7 @@ pub struct Charge<'a> {
     quota: &'a Quota,
     policy: Option<&'a str>,
     cost: u64,
+    on_store_failure: OnStoreFailure,
 }
 
 /// Why this charge cannot be decided, whatever the counts are.
@@ -64,7 +66,7 @@ impl<'a> Charge<'a> {
     /// One unit of `quota` for `key`. What is wrong with the key, if anything, the limiter says.
     #[must_use]
     pub fn new(key: &'a str, quota: &'a Quota) -> Self {
-        Self { key, quota, policy: None, cost: 1 }
+        Self { key, quota, policy: None, cost: 1, on_store_failure: OnStoreFailure::default() }
     }
 
     /// Counts under this policy's name. Without it, the algorithm and the window are the name
@@ -80,6 +82,22 @@ impl<'a> Charge<'a> {
     pub fn cost(mut self, units: u64) -> Self {
         self.cost = units;
         self
+    }
+
+    /// What to answer while the store cannot decide, if a `Fallback` (feature `resilience`) stands around it. By default
+    /// this process decides.
+    #[must_use]
+    pub fn on_store_failure(mut self, failure: OnStoreFailure) -> Self {
+        self.on_store_failure = failure;
+        self
+    }
+
+    /// The same for another quota.
+    pub(crate) fn with_quota<'b>(&self, quota: &'b Quota) -> Charge<'b>
+    where
+        'a: 'b,
+    {
+        Charge { key: self.key, quota, policy: Some(self.policy_name()), ..*self }
     }
 
     /// Whose count it is.
@@ -98,6 +116,12 @@ impl<'a> Charge<'a> {
     #[must_use]
     pub fn policy_name(&self) -> &'a str {
         self.policy.unwrap_or_else(|| self.quota.unnamed_policy())
+    }
+
+    /// What to answer while the store cannot decide.
+    #[must_use]
+    pub fn store_failure(&self) -> OnStoreFailure {
+        self.on_store_failure
     }
 
     /// How many units it takes.

@@ -1,5 +1,6 @@
 //! [`Decision`]: the answer, with its evidence.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::time::Duration;
 
@@ -75,10 +76,14 @@ impl Decision {
     /// ```
     #[must_use]
     pub fn most_restrictive(decisions: &[Decision]) -> Option<&Decision> {
-        decisions.iter().min_by_key(|decision| {
-            let longest = std::cmp::Reverse((decision.delay, decision.reset_after));
-            (decision.allowed, std::cmp::Reverse(decision.retry_after), decision.remaining, longest)
-        })
+        decisions.iter().min_by_key(|decision| decision.rank())
+    }
+
+    /// The lowest rank of several decisions has the one that binds the request.
+    #[must_use]
+    pub fn rank(&self) -> impl Ord + use<> {
+        let longest = Reverse((self.delay, self.reset_after));
+        (self.allowed, Reverse(self.retry_after), self.remaining, longest)
     }
 }
 

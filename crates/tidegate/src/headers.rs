@@ -3,7 +3,6 @@
 //! The first two follow the IETF draft on rate limit header fields: a list of items, each the policy's name as a
 //! quoted string with its numbers as parameters. Seconds are rounded up, never down: who waits them gets in.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::decision::Decision;
@@ -37,25 +36,42 @@ pub struct Limited<'a> {
 /// ```
 #[must_use]
 pub fn all(limited: &[Limited<'_>], with_x_headers: bool) -> Vec<(&'static str, String)> {
-    let decisions: Vec<Decision> = limited.iter().map(|limited| limited.decision).collect();
-    let Some(leading) = Decision::most_restrictive(&decisions) else { return Vec::new() };
-    let (mut policies, mut states) = (String::new(), String::new());
-    for Limited { policy, quota, decision } in limited {
-        let separator = if policies.is_empty() { "" } else { ", " };
-        let name = quoted(policy);
-        let _ = write!(policies, "{separator}{name};q={};w={}", quota.limit(), seconds(quota.window()));
-        let _ = write!(states, "{separator}{name};r={};t={}", decision.remaining, seconds(decision.reset_after));
+    let mut headers = Vec::with_capacity(6);
+    each(limited.iter().copied(), with_x_headers, |name, value| headers.push((name, value.to_owned())));
+    headers
+}
+
+/// The same, one by one in a buffer that they share: for front doors that answer many requests.
+pub fn each<'a>(
+    limited: impl Iterator<Item = Limited<'a>> + Clone,
+    with_x_headers: bool,
+    mut header: impl FnMut(&'static str, &str),
+) {
+    let leading = limited.clone().map(|limited| limited.decision).min_by_key(Decision::rank);
+    let Some(leading) = leading else { return };
+    let mut value = String::with_capacity(64);
+    for Limited { policy, quota, .. } in limited.clone() {
+        push_quoted(&mut value, policy);
+        push_number(&mut value, ";q=", quota.limit());
+        push_number(&mut value, ";w=", seconds(quota.window()));
     }
-    let mut headers = vec![("ratelimit-policy", policies), ("ratelimit", states)];
+    header("ratelimit-policy", &value);
+    value.clear();
+    for Limited { policy, decision, .. } in limited {
+        push_quoted(&mut value, policy);
+        push_number(&mut value, ";r=", decision.remaining);
+        push_number(&mut value, ";t=", seconds(decision.reset_after));
+    }
+    header("ratelimit", &value);
+    let mut digits = itoa::Buffer::new();
     if !leading.allowed {
-        headers.push(("retry-after", seconds(leading.retry_after).max(1).to_string()));
+        header("retry-after", digits.format(seconds(leading.retry_after).max(1)));
     }
     if with_x_headers {
-        headers.push(("x-ratelimit-limit", leading.limit.to_string()));
-        headers.push(("x-ratelimit-remaining", leading.remaining.to_string()));
-        headers.push(("x-ratelimit-reset", seconds(leading.reset_after).to_string()));
+        header("x-ratelimit-limit", digits.format(leading.limit));
+        header("x-ratelimit-remaining", digits.format(leading.remaining));
+        header("x-ratelimit-reset", digits.format(seconds(leading.reset_after)));
     }
-    headers
 }
 
 /// Whole seconds, rounded up.
@@ -63,19 +79,26 @@ fn seconds(duration: Duration) -> u64 {
     duration.as_secs() + u64::from(duration.subsec_nanos() > 0)
 }
 
-/// A string of structured fields has only printable ASCII.
-fn quoted(text: &str) -> String {
-    let mut quoted = String::with_capacity(text.len() + 2);
-    quoted.push('"');
-    for character in text.chars() {
-        match character {
-            '"' | '\\' => quoted.extend(['\\', character]),
-            ' '..='~' => quoted.push(character),
-            _ => quoted.push('?'),
+fn push_number(value: &mut String, name: &str, number: u64) {
+    value.push_str(name);
+    value.push_str(itoa::Buffer::new().format(number));
+}
+
+/// The next item of a list. A string of structured fields has only printable ASCII.
+fn push_quoted(value: &mut String, text: &str) {
+    value.push_str(if value.is_empty() { "\"" } else { ", \"" });
+    if text.bytes().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) {
+        value.push_str(text);
+    } else {
+        for character in text.chars() {
+            match character {
+                '"' | '\\' => value.extend(['\\', character]),
+                ' '..='~' => value.push(character),
+                _ => value.push('?'),
+            }
         }
     }
-    quoted.push('"');
-    quoted
+    value.push('"');
 }
 
 #[cfg(test)]
@@ -117,6 +140,9 @@ mod tests {
 
     #[test]
     fn a_policys_name_cannot_break_out_of_its_header() {
-        assert_eq!(quoted("a\"b\\c\r\né"), r#""a\"b\\c???""#);
+        let mut value = String::new();
+        push_quoted(&mut value, "a\"b\\c\r\né");
+        push_quoted(&mut value, "plain");
+        assert_eq!(value, r#""a\"b\\c???", "plain""#);
     }
 }

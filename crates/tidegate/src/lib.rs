@@ -29,6 +29,8 @@
 //!
 //! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls without `async`.
 //! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic Lua scripts.
+//! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for it, and decisions come
+//!   from this process's share until it is back.
 //!
 //! # Time in tests
 //!
@@ -70,6 +72,9 @@ mod limiter;
 
 pub mod store;
 
+#[cfg(feature = "resilience")]
+pub mod resilience;
+
 mod algorithm;
 
 // The answer:
@@ -101,6 +106,8 @@ pub use policy::{
     Selection, normal_path,
 };
 pub use quota::{Quota, QuotaError};
+#[cfg(feature = "resilience")]
+pub use resilience::{Breaker, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;

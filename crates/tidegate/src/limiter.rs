@@ -95,7 +95,7 @@ impl<S: Store> Limiter<S> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
         let quota = quiet(charge.quota());
-        let charge = Charge::new(charge.key(), &quota).policy(charge.policy_name()).cost(charge.units());
+        let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
             let decision = self.store.decide(wait.action, &charge).await?;
@@ -111,12 +111,14 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
+    /// Any of the actions on one charge.
+    pub async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check(action)?;
         Ok(self.store.decide(action, charge).await?)
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    /// Any of the actions on several charges; see [`Store::decide_all`].
+    pub async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
         Charge::check_all(action, charges)?;
         Ok(self.store.decide_all(action, charges).await?)
     }
@@ -222,8 +224,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::acquire_all`].
     pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        Charge::check_all(Action::Acquire, charges)?;
-        Ok(self.store.decide_all_now(Action::Acquire, charges)?)
+        self.decide_all(Action::Acquire, charges)
     }
 
     /// See [`Limiter::peek`].
@@ -233,8 +234,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::peek_all`].
     pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
-        Charge::check_all(Action::Peek, charges)?;
-        Ok(self.store.decide_all_now(Action::Peek, charges)?)
+        self.decide_all(Action::Peek, charges)
     }
 
     /// See [`Limiter::refund`].
@@ -252,7 +252,7 @@ impl Blocking<'_> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
         let quota = quiet(charge.quota());
-        let charge = Charge::new(charge.key(), &quota).policy(charge.policy_name()).cost(charge.units());
+        let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
             let decision = self.store.decide_now(wait.action, &charge)?;
@@ -268,8 +268,15 @@ impl Blocking<'_> {
         }
     }
 
-    fn decide(self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
+    /// See [`Limiter::decide`].
+    pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check(action)?;
         Ok(self.store.decide_now(action, charge)?)
+    }
+
+    /// See [`Limiter::decide_all`].
+    pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+        Charge::check_all(action, charges)?;
+        Ok(self.store.decide_all_now(action, charges)?)
     }
 }

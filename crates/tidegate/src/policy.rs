@@ -379,7 +379,8 @@ impl<'a> Selected<'a> {
     /// What is to be decided.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, self.quota).policy(&self.policy.name).cost(self.cost)
+        let charge = Charge::new(&self.key, self.quota).policy(&self.policy.name).cost(self.cost);
+        charge.on_store_failure(self.policy.on_store_failure)
     }
 }
 

@@ -221,6 +221,15 @@ impl Quota {
         &self.unnamed_policy
     }
 
+    /// The same with other numbers, no larger than these and at least 1. The name it counts under stays.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn with_share(&self, limit: u64, burst: u64) -> Self {
+        let drain = mul_div_ceil(burst, self.window, limit);
+        // A part of a unit more to drain than in the whole quota, and that was at the edge already.
+        let (burst, drain) = if drain > MAX_DRAIN { (limit, self.window) } else { (burst, drain) };
+        Self { limit, burst, drain, ..self.clone() }
+    }
+
     pub(crate) fn window_micros(&self) -> u64 {
         self.window
     }

@@ -1,12 +1,15 @@
 //! [`Store`]: where counts live.
 
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 
+#[cfg(feature = "redis")]
+pub(crate) mod in_order;
 pub mod memory;
 #[cfg(feature = "redis")]
 pub mod redis;
@@ -20,6 +23,7 @@ pub trait Store: Send + Sync + 'static {
     fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
     /// Decides several charges, in their order. With [`Action::Acquire`] all or nothing: if one denies, none is spent.
+    /// (And with [`Action::Peek`] as if.) The other actions are done on each charge for itself.
     fn decide_all(
         &self,
         action: Action,
@@ -45,6 +49,37 @@ pub trait Store: Send + Sync + 'static {
     }
 }
 
+/// A store that several own: some behind a fallback, say, and some who want its errors.
+impl<S: Store> Store for Arc<S> {
+    fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send {
+        S::decide(self, action, charge)
+    }
+
+    fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send {
+        S::decide_all(self, action, charges)
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        S::clock(self)
+    }
+
+    fn part(&self, charge: &Charge<'_>) -> Part {
+        S::part(self, charge)
+    }
+
+    fn probe(&self, part: Part) -> impl Future<Output = Result<(), StoreError>> + Send {
+        S::probe(self, part)
+    }
+
+    fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
+        S::announce(self, instance)
+    }
+}
+
 /// A part of a store that fails, and comes back, apart from the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Part(pub u64);
@@ -65,6 +100,10 @@ pub enum Action {
     Refund,
     /// Forget the key.
     Reset,
+    /// Take as much of the cost as there is room for, which may be nothing: for what has already happened, and is charged
+    /// afterwards. Always answers `allowed`, and what is left then. A cost of 0 only looks; one above the burst is fine.
+    /// Several charges are taken each for itself.
+    Take,
 }
 
 /// Why nobody could decide.
@@ -89,6 +128,9 @@ pub enum StoreError {
     /// The store answered, but not with a decision.
     #[error("the store refused: {0}")]
     Refused(String),
+    /// The store was not asked, for it has failed and is not back yet: a `Breaker` is open.
+    #[error("the store was not asked, for it is failing: {0}")]
+    Open(std::sync::Arc<StoreError>),
     /// The address or an option of the store is wrong.
     #[error("{0}")]
     Misconfigured(String),

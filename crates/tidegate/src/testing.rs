@@ -1,6 +1,6 @@
 //! The conformance suite: drives any [`Store`] against a naive model, and tells the first difference.
 //!
-//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset; time that passes by interesting amounts;
+//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset, take; time that passes by interesting amounts;
 //! a clock that steps back; limits that change). Every field of every decision must equal the model's. A sequence that
 //! fails is shortened to the steps that matter before it is shown.
 //!
@@ -143,6 +143,9 @@ async fn decide<S: Store>(
         (Action::Peek, [charge]) => single(limiter.peek(charge).await),
         (Action::Refund, [charge]) => single(limiter.refund(charge).await),
         (Action::Reset, [charge]) => single(limiter.reset(charge).await),
+        // Not for users of a limiter: only of a store.
+        (Action::Take, [charge]) => single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store)),
+        (Action::Take, charges) => limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store),
         (Action::Peek, charges) => limiter.peek_all(charges).await,
         (_, charges) => limiter.acquire_all(charges).await,
     };

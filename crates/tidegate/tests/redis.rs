@@ -445,8 +445,8 @@ async fn a_wrong_address_or_option_says_what_would_be_right_and_keeps_the_secret
     let no_url = refused(RedisStore::builder("http://:hunter2@127.0.0.1")).await;
     assert!(no_url.contains("redis://[user:password@]host[:port][/database]"), "{no_url}");
     assert!(!no_url.contains("hunter2"), "{no_url}");
-    let tls = refused(RedisStore::builder("rediss://:hunter2@127.0.0.1:1")).await;
-    assert!(tls.contains("TLS") && !tls.contains("hunter2"), "{tls}");
+    let insecure = refused(RedisStore::builder("rediss://:hunter2@127.0.0.1:1/#insecure")).await;
+    assert!(insecure.contains("#insecure") && !insecure.contains("hunter2"), "{insecure}");
     let braces = refused(RedisStore::builder("redis://127.0.0.1:1").prefix("a{b}")).await;
     assert!(braces.contains("no braces"), "{braces}");
     let debug = format!("{:?}", RedisStore::builder("redis://user:hunter2@127.0.0.1:1"));

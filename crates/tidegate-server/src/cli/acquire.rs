@@ -7,10 +7,11 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
-use tidegate::{Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, RedisStore, Store};
+use tidegate::{Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
 
 use super::style;
-use crate::body::Body;
+use crate::body;
+use crate::config::RedisConfig;
 use crate::duration::{self, readable};
 
 /// Decide from a shell whether a request may pass now.
@@ -67,7 +68,8 @@ pub(super) struct Acquire {
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
     policy: Option<String>,
 
-    /// Share the counts through this Redis: redis://[user:password@]host[:port][/database]
+    /// Share the counts through this Redis: redis://[user:password@]host[:port][/database] (rediss:// for TLS; nodes of a
+    /// cluster with commas between them)
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
@@ -96,7 +98,8 @@ impl Acquire {
             match &self.redis {
                 None => self.decide(&Limiter::new(MemoryStore::new()), &charge).await,
                 Some(url) => {
-                    let store = RedisStore::builder(url).timeout(self.timeout).connect().await.context("--redis")?;
+                    let store =
+                        RedisConfig::at(url).with_timeout(self.timeout).builder().connect().await.context("--redis")?;
                     self.decide(&Limiter::new(store), &charge).await
                 }
             }
@@ -121,8 +124,7 @@ impl Acquire {
             let decision = limiter.acquire(charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
-                serde_json::to_writer(&mut output, &Body::of_one(charge.policy_name(), &decision))
-                    .map_err(std::io::Error::from)?;
+                output.write_all(&body::of_one(charge.policy_name(), &decision))?;
                 writeln!(output)?;
             } else {
                 writeln!(output, "{}", line(&decision))?;

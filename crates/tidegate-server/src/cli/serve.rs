@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use crate::config::{self, Listen, Secret, StoreConfig};
+use crate::config::{self, Listen, StoreConfig};
 use crate::logs::{self, LogFormat};
 use crate::serve;
 
@@ -29,7 +29,7 @@ pub(super) struct Serve {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share the counts through this Redis, whatever the file says
+    /// Share the counts through this Redis, whatever the file says; nodes of a cluster with commas between them
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
@@ -42,11 +42,7 @@ impl Serve {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
         if let Some(url) = &self.redis {
-            let (prefix, timeout) = match config.store {
-                StoreConfig::Redis { prefix, timeout, .. } => (prefix, timeout),
-                StoreConfig::Memory { .. } => ("rate_limit".to_owned(), std::time::Duration::from_millis(100)),
-            };
-            config.store = StoreConfig::Redis { url: Secret::new(url), prefix, timeout };
+            config.store = config.store.on_redis(url);
         }
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };

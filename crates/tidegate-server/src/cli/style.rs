@@ -5,6 +5,9 @@ use clap::builder::styling::{AnsiColor, Reset, Style, Styles};
 pub(crate) const ALLOWED: Style = AnsiColor::Green.on_default().bold();
 pub(crate) const DENIED: Style = AnsiColor::Red.on_default().bold();
 pub(crate) const ERROR: Style = AnsiColor::Red.on_default().bold();
+pub(crate) const WARNING: Style = AnsiColor::Yellow.on_default().bold();
+pub(crate) const NOTE: Style = AnsiColor::Cyan.on_default();
+pub(crate) const HEADING: Style = Style::new().bold();
 pub(crate) const RESET: Reset = Reset;
 
 pub(crate) const HELP: Styles = Styles::styled()

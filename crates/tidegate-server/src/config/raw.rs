@@ -37,19 +37,51 @@ pub(super) struct Listen {
     pub(super) admin: Option<Spanned<String>>,
 }
 
-/// Where counts live. Without `redis`: in memory.
+/// Where counts live. Without `redis` or `sentinel`: in memory.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Store {
-    /// `redis://[user:password@]host[:port][/database]`
-    pub(super) redis: Option<String>,
+    /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some nodes for a cluster.
+    pub(super) redis: Option<OneOrMany>,
+    pub(super) sentinel: Option<Sentinel>,
+    /// Certificates for `rediss://`; without them the system's are trusted, and none is shown.
+    pub(super) tls: Option<StoreTls>,
     /// What every key in Redis begins with; `rate_limit` by default.
     pub(super) prefix: Option<String>,
     /// How long Redis may take to decide; 100ms by default.
     #[schemars(with = "Option<String>")]
     pub(super) timeout: Option<Spanned<String>>,
+    /// How many instances of Tidegate there are at least. While Redis is away each takes its share of the limits; normally
+    /// they know their number through Redis, and this is for those that start while it is away. 1 by default.
+    pub(super) instances: Option<usize>,
     /// The cap on keys in memory; 10,000,000 by default.
     pub(super) max_keys: Option<usize>,
+}
+
+/// Redis behind Sentinels: the primary that they know by a name.
+#[derive(serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Sentinel {
+    /// The name of the primary, as in `sentinel monitor NAME …`.
+    pub(super) master: String,
+    /// The Sentinels, `redis://[user:password@]host[:port]`.
+    pub(super) nodes: Vec<String>,
+    /// For the servers that hold the counts, if not the same as for the Sentinels.
+    pub(super) username: Option<String>,
+    /// For the servers that hold the counts, if not the same as for the Sentinels.
+    pub(super) password: Option<String>,
+}
+
+/// TLS to Redis. Files are from the folder of this one.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct StoreTls {
+    /// Who signs the servers' certificates, in PEM; the system's roots by default.
+    pub(super) ca: Option<String>,
+    /// The certificate to show, in PEM; with `key`.
+    pub(super) certificate: Option<String>,
+    /// Its private key, in PEM.
+    pub(super) key: Option<String>,
 }
 
 impl fmt::Debug for Store {
@@ -75,7 +107,7 @@ pub(super) struct ClientIp {
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Auth {
-    /// Callers of the API must send it as a bearer token.
+    /// Callers of the API, over HTTP and gRPC, must send it as a bearer token (`authorization: Bearer …`).
     pub(super) api_token: Option<String>,
     /// Callers of the admin listener must send it as a bearer token (but for /healthz and /readyz).
     pub(super) admin_token: Option<String>,

@@ -6,13 +6,17 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt::Write as _;
 use std::time::Duration;
 
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
-use serde_saphyr::{Localizer, Location, Spanned, UserMessageFormatter};
-use siphasher::sip128::SipHasher24;
-use tidegate::{Algorithm, MAX_KEY_BYTES, Quota, QuotaError};
+use serde_saphyr::{Location, Spanned};
+use tidegate::{Algorithm, Quota, QuotaError};
+
+mod names;
+mod raw;
+
+use names::{composite, printable};
+pub(crate) use names::{counter_key, metric_name};
+use raw::{MAX_FILE_BYTES, RawDescriptor, RawFile, RawLimit};
 
 #[cfg(test)]
 mod tests;
@@ -226,63 +230,6 @@ impl Unit {
     }
 }
 
-/// Names the count of a descriptor, fit for a key of the store. What separates the parts is escaped inside them, so two
-/// different descriptors never get the same one, whichever domains and rules they belong to.
-pub(crate) fn counter_key<'a>(domain: &str, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
-    const SEPARATORS: [char; 3] = ['%', '|', '='];
-    let mut text = String::new();
-    push_escaped(&mut text, domain, &SEPARATORS);
-    for (key, value) in entries {
-        text.push('|');
-        push_escaped(&mut text, key, &SEPARATORS);
-        text.push('=');
-        push_escaped(&mut text, value, &SEPARATORS);
-    }
-    shortened(text)
-}
-
-/// As ratelimit names its statistics: `domain.key_value.key`.
-pub(crate) fn metric_name<'a>(domain: &str, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
-    let mut path = domain.to_owned();
-    for (key, value) in entries {
-        path.push('.');
-        path.push_str(&composite(key, value));
-    }
-    printable(&path)
-}
-
-fn printable(path: &str) -> String {
-    let mut text = String::new();
-    push_escaped(&mut text, path, &[]);
-    shortened(text)
-}
-
-fn push_escaped(text: &mut String, part: &str, separators: &[char]) {
-    for character in part.chars() {
-        if character.is_control() || separators.contains(&character) {
-            for byte in character.encode_utf8(&mut [0; 4]).bytes() {
-                let _ = write!(text, "%{byte:02X}");
-            }
-        } else {
-            text.push(character);
-        }
-    }
-}
-
-/// Keeps what fits of a text that is too long, and a hash of all of it. `%~` is no escape, so no other key looks alike.
-fn shortened(text: String) -> String {
-    if text.len() <= MAX_KEY_BYTES {
-        return text;
-    }
-    // No secret seeds it: all processes that share a store must come to the same key.
-    let hash = SipHasher24::new().hash(text.as_bytes()).as_u128();
-    let mut end = MAX_KEY_BYTES - "%~".len() - 32;
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    format!("{}%~{hash:032x}", &text[..end])
-}
-
 /// The nodes below a domain or another node.
 #[derive(Debug, Default)]
 struct Level {
@@ -368,10 +315,6 @@ impl Wildcard {
     }
 }
 
-fn composite(key: &str, value: &str) -> String {
-    if value.is_empty() { key.to_owned() } else { format!("{key}_{value}") }
-}
-
 /// Raw to validated, one file at a time.
 struct Loader<'a> {
     file: &'a str,
@@ -441,144 +384,6 @@ impl Loader<'_> {
     }
 }
 
-/// The file as it is written. Go reads null like a missing field; so do we.
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawFile {
-    #[serde(default, deserialize_with = "text")]
-    domain: String,
-    #[serde(default, deserialize_with = "or_default")]
-    descriptors: Vec<Spanned<RawDescriptor>>,
-}
-
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-#[expect(clippy::struct_excessive_bools, reason = "the file's fields, as they are")]
-struct RawDescriptor {
-    #[serde(default, deserialize_with = "text")]
-    key: String,
-    #[serde(default, deserialize_with = "text")]
-    value: String,
-    rate_limit: Option<Spanned<RawLimit>>,
-    #[serde(default, deserialize_with = "or_default")]
-    descriptors: Vec<Spanned<RawDescriptor>>,
-    #[serde(default, deserialize_with = "flag")]
-    shadow_mode: bool,
-    #[serde(default, deserialize_with = "flag")]
-    quota_mode: bool,
-    #[serde(default, deserialize_with = "flag")]
-    detailed_metric: bool,
-    #[serde(default, deserialize_with = "flag")]
-    value_to_metric: bool,
-    #[serde(default, deserialize_with = "flag")]
-    share_threshold: bool,
-    /// For Envoy's dynamic metadata, which ratelimit only sends if it is switched on; we send none.
-    #[serde(rename = "metadata")]
-    _metadata: Option<IgnoredAny>,
-}
-
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawLimit {
-    #[serde(default, deserialize_with = "unit")]
-    unit: Option<Unit>,
-    #[serde(default, deserialize_with = "requests")]
-    requests_per_unit: Option<u32>,
-    #[serde(default, deserialize_with = "flag")]
-    unlimited: bool,
-    #[serde(default, deserialize_with = "text")]
-    name: String,
-    #[serde(default, deserialize_with = "or_default")]
-    replaces: Vec<RawReplaced>,
-}
-
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawReplaced {
-    #[serde(default, deserialize_with = "text")]
-    name: String,
-}
-
-// Far more than rules need, far less than would hurt. Aliases multiply what is in a file: hence the bound on a text.
-const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
-const MAX_TEXT_BYTES: usize = 4 * 1024;
-const MAX_NODES: usize = 1_000_000;
-const MAX_EVENTS_FROM_ALIASES: usize = 50_000;
-/// Lists and maps in each other; a level of descriptors is one of each.
-const MAX_DEPTH: usize = 64;
-
-impl RawFile {
-    fn read(file: &str, text: &str) -> Result<Self, RulesError> {
-        if text.len() > MAX_FILE_BYTES {
-            return Err(Place { file, location: Location::UNKNOWN }.error(Problem::TooLarge(text.len())));
-        }
-        let options = serde_saphyr::options! {
-            budget: serde_saphyr::budget! {
-                max_depth: MAX_DEPTH,
-                max_nodes: MAX_NODES,
-                max_events: 2 * MAX_NODES,
-                // One limit that a thousand rules repeat is how aliases are meant.
-                enforce_alias_anchor_ratio: false,
-            },
-            alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_EVENTS_FROM_ALIASES },
-            legacy_octal_numbers: true,
-            with_snippet: false,
-        };
-        serde_saphyr::from_str_with_options(text, options).map_err(|error| {
-            let location = error.location().unwrap_or(Location::UNKNOWN);
-            let message = error.render_with_formatter(&UserMessageFormatter.with_localizer(&LocationApart));
-            let field = field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
-            Place { file, location }.error(Problem::Yaml { field, message })
-        })
-    }
-}
-
-impl RawLimit {
-    fn validated(&self, algorithm: Algorithm) -> Result<Limit, Problem> {
-        match (self.unlimited, self.unit) {
-            (true, None) => Ok(Limit::Unlimited),
-            (true, Some(unit)) => Err(Problem::UnlimitedUnit(unit)),
-            (false, None) => Err(Problem::NoUnit),
-            (false, Some(unit)) => {
-                let requests = self.requests_per_unit.ok_or(Problem::NoRequests)?;
-                Limit::new(algorithm, requests, unit).map_err(Problem::Quota)
-            }
-        }
-    }
-}
-
-fn or_default<'de, T: Deserialize<'de> + Default, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
-}
-
-fn flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
-    or_default(deserializer).map_err(|_| D::Error::custom("must be true or false"))
-}
-
-fn text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
-    let text: String = or_default(deserializer)?;
-    if text.len() > MAX_TEXT_BYTES {
-        return Err(D::Error::custom(format!("has {} bytes: at most {MAX_TEXT_BYTES} are allowed", text.len())));
-    }
-    Ok(text)
-}
-
-fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::Error> {
-    let name = text(deserializer)?;
-    let found = Unit::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(&name));
-    match found {
-        None if !name.is_empty() => {
-            Err(D::Error::custom(format!("{name:?} is no unit: it must be one of {}", Unit::names())))
-        }
-        found => Ok(found),
-    }
-}
-
-fn requests<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
-    Option::deserialize(deserializer)
-        .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
-}
-
 /// Where in the files something is wrong.
 struct Place<'a> {
     file: &'a str,
@@ -592,23 +397,5 @@ impl Place<'_> {
             line => format!("{}:{line}", self.file),
         };
         RulesError { place, problem }
-    }
-}
-
-/// The name of the field whose value stands at a location.
-fn field_before(text: &str, location: Location) -> Option<&str> {
-    let line = text.lines().nth(usize::try_from(location.line().checked_sub(1)?).ok()?)?;
-    let column = usize::try_from(location.column().checked_sub(1)?).ok()?;
-    let (start, _) = line.char_indices().nth(column)?;
-    let before = line[..start].trim_end().strip_suffix(':')?;
-    before.rsplit(|character: char| !(character.is_ascii_lowercase() || character == '_')).next()
-}
-
-/// The line stands before the message, as in all our errors, and not once more behind it.
-struct LocationApart;
-
-impl Localizer for LocationApart {
-    fn attach_location<'a>(&self, message: Cow<'a, str>, _: Location) -> Cow<'a, str> {
-        message
     }
 }

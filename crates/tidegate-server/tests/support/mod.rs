@@ -152,6 +152,14 @@ impl Service {
         }
     }
 
+    /// How many files it may have open: the limit, and the most that it may ask for.
+    pub(crate) fn file_limits(&self) -> (String, String) {
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", self.process.id())).expect("it runs");
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("its limit");
+        let mut words = line.split_whitespace().map(str::to_owned);
+        (words.next().expect("soft"), words.next().expect("hard"))
+    }
+
     /// Resident memory in KiB.
     pub(crate) fn memory(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).expect("it runs");

@@ -184,7 +184,7 @@ impl MemoryStore {
                 }
             }
             // All the room that may be needed, before anything is written.
-            if action == Action::Acquire && together && !room.reserve(missing) {
+            if matches!(action, Action::Acquire | Action::Take) && together && !room.reserve(missing) {
                 drop(locked);
                 self.make_room(now, missing)?;
                 continue;
@@ -258,7 +258,7 @@ impl MemoryStore {
         let outcome = act(&mut entry.state);
         if outcome.written {
             self.written(shard, found, quota);
-        } else if action == Action::Acquire {
+        } else if matches!(action, Action::Acquire | Action::Take) {
             // A limit was lowered, and the entry would expire before its bucket has drained.
             entry.expires_at = entry.expires_at.max(entry.state.expires_at(quota));
         }

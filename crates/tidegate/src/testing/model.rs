@@ -80,6 +80,15 @@ impl Model {
                 }
                 something
             }
+            Action::Take => {
+                let room = capacity.saturating_sub(seen.counting(quota, now));
+                let taken = u128::from(cost).min(room);
+                if taken > 0 {
+                    seen.forget_what_is_gone(quota, now);
+                    seen.push(now, i128::try_from(taken).expect("no more than the burst"), quota);
+                }
+                taken > 0 || stepped_back
+            }
             Action::Acquire | Action::Peek => {
                 denied = !fits;
                 let spend = (fits && together) || (denied && quota.count_denied());

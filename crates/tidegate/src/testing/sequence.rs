@@ -62,7 +62,7 @@ impl Sequence {
             let step = sequence.step(random);
             sequence.steps.push(step);
         }
-        sequence
+        sequence.with_takes(seed)
     }
 
     /// One log that grows to hundreds of requests and keeps turning over.
@@ -90,7 +90,24 @@ impl Sequence {
                 _ => Step::Decide(Action::Acquire, part(cost)),
             });
         }
-        sequence
+        sequence.with_takes(seed)
+    }
+
+    /// Turns some acquires into takes, which may cost more than could ever be admitted, or nothing. Only for even seeds:
+    /// what the odd ones once showed, they go on showing.
+    fn with_takes(mut self, seed: u64) -> Self {
+        let random = &mut Random(!seed);
+        for step in self.steps.iter_mut().filter(|_| seed.is_multiple_of(2)) {
+            if let Step::Decide(action @ Action::Acquire, parts) = step
+                && random.one_in(6)
+            {
+                *action = Action::Take;
+                for part in parts {
+                    part.cost = random.pick(&[0, part.cost, part.cost, 2 * part.cost, Quota::MAX_LIMIT]);
+                }
+            }
+        }
+        self
     }
 
     pub(super) fn charge(&self, part: &Part) -> Charge<'_> {

@@ -2,12 +2,20 @@
 
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
+mod certificates;
+mod clock;
+mod cluster;
+mod sentinel;
 mod server;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub(crate) use server::Redis;
+pub(crate) use certificates::Authority;
+pub(crate) use clock::redis_with_a_clock_to_set;
+pub(crate) use cluster::Cluster;
+pub(crate) use sentinel::{NAME, Sentinels};
+pub(crate) use server::{Redis, free_port, redis_6, valkey_9};
 use tidegate::{Algorithm, Charge, Encoding, Limiter, ManualClock, Quota, RedisStore, Store};
 
 /// This machine may be slow; what takes this long hangs.
@@ -73,4 +81,14 @@ pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S
 pub(crate) fn seeds(usual: u64) -> std::ops::Range<u64> {
     let wanted = std::env::var("TIDEGATE_SEEDS").ok();
     0..wanted.map_or(usual, |count| count.parse().expect("TIDEGATE_SEEDS is a number"))
+}
+
+/// Asks again and again until it is so; what takes longer than [`PATIENCE`] will never be.
+pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) -> Duration {
+    let start = std::time::Instant::now();
+    while !is_so().await {
+        assert!(start.elapsed() < PATIENCE, "{what} in {PATIENCE:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    start.elapsed()
 }

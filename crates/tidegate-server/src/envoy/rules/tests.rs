@@ -2,6 +2,11 @@
 
 use tidegate::Key;
 
+use std::fmt::Write as _;
+
+use tidegate::MAX_KEY_BYTES;
+
+use super::raw::MAX_TEXT_BYTES;
 use super::*;
 
 const SAMPLE: &str = include_str!("../../../tests/data/envoy-ratelimit.yaml");

@@ -2,20 +2,26 @@
 --
 -- KEYS   one a charge, in the order of the charges
 -- ARGV   1        the time in microseconds, from tests only; '' in production: the server's TIME
+--        2        the server's time in microseconds after which nothing is done any more: by then the caller has gone,
+--                 and what is spent for it is lost; '' for none
 --        then, for each request:
---          action   acquire | peek | refund | reset
+--          action   acquire | peek | refund | reset | take
+--                   forgo: as acquire, when a charge on another node has denied, so nothing is spent
 --          charges  how many charges follow
 --          then, for each charge: algorithm, limit, window (microseconds), option, cost
 --          option is a bucket's burst; 1 for a log that counts denied requests, else 0
--- reply  five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
+-- reply  the server's time in microseconds; 1, or 0 if it was too late, and nothing was done: then that is all
+--        then five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
 --        (for a reset they say nothing: the caller knows what a forgotten key has left)
 --
 -- The charges of one acquire are all or nothing: all are read and asked, then all are written or none.
 -- For example, one unit of 100 a minute for one key:
---   EVALSHA <sha> 1 rate_limit:{user123}:per-user '' acquire 1 sliding-log 100 60000000 0 1
---   -> 1 99 0 60000000 0
+--   EVALSHA <sha> 1 rate_limit:{user123}:per-user '' 1700000000100000 acquire 1 sliding-log 100 60000000 0 1
+--   -> 1700000000000250 1 1 99 0 60000000 0
 
-local reply, replied = {}, 0
+if ARGV[2] ~= '' and server_time > tonumber(ARGV[2]) then return {server_time, 0} end
+
+local reply, replied = {server_time, 1}, 2
 
 local function answer(allowed, remaining, retry_after, reset_after, delay)
   reply[replied + 1], reply[replied + 2], reply[replied + 3] = allowed, remaining, retry_after
@@ -38,7 +44,7 @@ local function save(charge)
 end
 
 -- `together`: every charge of this request fits.
-local function decide(charge, writes, together)
+local function decide(charge, action, together)
   local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
   local remaining, spend = charge.remaining, 0
   if cost > remaining then
@@ -46,23 +52,24 @@ local function decide(charge, writes, together)
     answer(0, remaining, algorithm.retry_after(state, quota, cost), algorithm.reset_after(state, quota, spend), 0)
   elseif together then
     spend = cost
-    local delay = algorithm.delay and algorithm.delay(state, quota) or 0
+    -- What is taken afterwards has had its turn.
+    local delay = algorithm.delay and action ~= 'take' and algorithm.delay(state, quota) or 0
     answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
   else
     answer_unspent(charge)
   end
   -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
-  if writes and (spend > 0 or state.stepped_back or state.short_lived) then
+  if action ~= 'peek' and (spend > 0 or state.stepped_back or state.short_lived) then
     algorithm.spend(state, quota, spend)
     save(charge)
   end
 end
 
-local next_key, at, last = 1, 2, #ARGV
+local next_key, at, last = 1, 3, #ARGV
 while at <= last do
   local action, count = ARGV[at], tonumber(ARGV[at + 1])
   at = at + 2
-  local charges, together = {}, true
+  local charges, together = {}, action ~= 'forgo'
   for i = 1, count do
     local name, option = ARGV[at], tonumber(ARGV[at + 3])
     local algorithm = algorithms[name]
@@ -76,6 +83,7 @@ while at <= last do
     if action ~= 'reset' then
       charge.state = algorithm.load(charge.key, quota)
       charge.remaining = algorithm.remaining(charge.state, quota)
+      if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
       together = together and charge.cost <= charge.remaining
     end
     charges[i] = charge
@@ -93,7 +101,7 @@ while at <= last do
       end
       answer_unspent(charge)
     else
-      decide(charge, action == 'acquire', together)
+      decide(charge, action, together)
     end
   end
 end

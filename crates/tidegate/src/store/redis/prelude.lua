@@ -43,8 +43,8 @@ end
 
 -- Tests hand the time in; in production it is always the server's.
 local clock = call('TIME')
-local now = clock[1] * 1000000 + clock[2]
-local expiry_shift = 0
+local server_time = clock[1] * 1000000 + clock[2]
+local now, expiry_shift = server_time, 0
 if ARGV[1] ~= '' then
   -- Their time stands still while real time goes on: keys live an hour longer on the real clock.
   expiry_shift = now - ARGV[1] + 3600000000

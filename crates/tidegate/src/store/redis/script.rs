@@ -1,6 +1,6 @@
 //! The script of a call: assembled from the algorithms that its charges need, its arguments, and its reply.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use redis::{Cmd, Value};
 
@@ -9,20 +9,39 @@ use crate::algorithm::{Algorithm, Encoding, Verdict};
 use crate::charge::Charge;
 use crate::quota::Quota;
 
-/// An action on some charges, all or nothing; independent of the other requests in its call.
+/// A verb on some charges, all or nothing; independent of the other requests in its call.
+#[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
-    pub(super) action: Action,
+    pub(super) verb: Verb,
     pub(super) charges: &'a [Charge<'a>],
+}
+
+/// What decide.lua is to do with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verb {
+    Do(Action),
+    /// As acquire, when a charge on another node has denied: spends nothing, and counts what counts denials.
+    Forgo,
 }
 
 /// A Lua script with its name by hash.
 pub(super) struct Script {
+    index: usize,
     text: String,
     sha: String,
 }
 
+/// What a call of decide.lua brings.
+pub(super) struct Answer {
+    /// The server's time in microseconds.
+    pub(super) now: i64,
+    /// One a charge, in their order; `None` if the call came too late, and nothing was done.
+    pub(super) verdicts: Option<Vec<Verdict>>,
+}
+
 const PRELUDE: &str = include_str!("prelude.lua");
 const DECIDE: &str = include_str!("decide.lua");
+const ALIVE: &str = include_str!("alive.lua");
 const PIECES: [&str; 5] = [
     include_str!("../../algorithm/sliding_log.lua"),
     include_str!("../../algorithm/sliding_log_packed.lua"),
@@ -30,7 +49,8 @@ const PIECES: [&str; 5] = [
     include_str!("../../algorithm/fixed_window.lua"),
     include_str!("../../algorithm/bucket.lua"),
 ];
-const INTEGERS_A_CHARGE: usize = 5;
+/// decide.lua with each choice of pieces, and alive.lua.
+pub(super) const SCRIPTS: usize = (1 << PIECES.len()) + 1;
 
 /// Which of the pieces a quota needs.
 fn piece(quota: &Quota) -> usize {
@@ -58,34 +78,72 @@ impl Script {
     fn assemble(needed: usize) -> Self {
         let chosen = PIECES.iter().enumerate().filter(|(index, _)| needed & (1 << index) != 0).map(|(_, piece)| piece);
         let text = [&PRELUDE].into_iter().chain(chosen).chain([&DECIDE]).copied().collect::<Vec<_>>().join("\n");
+        Self::named(needed, text)
+    }
+
+    fn named(index: usize, text: String) -> Self {
         let sha = redis::Script::new(&text).get_hash().to_owned();
-        Self { text, sha }
+        Self { index, text, sha }
     }
 
-    pub(super) fn evalsha(&self, requests: &[Request<'_>], key: impl Fn(&Charge<'_>) -> String, time: &str) -> Cmd {
-        arguments(redis::cmd("EVALSHA").arg(&self.sha), requests, key, time)
+    /// Who is alive.
+    pub(super) fn alive() -> &'static Self {
+        static SCRIPT: OnceLock<Script> = OnceLock::new();
+        SCRIPT.get_or_init(|| Self::named(SCRIPTS - 1, ALIVE.to_owned()))
     }
 
-    /// Sends the text along, which also loads it.
-    pub(super) fn eval(&self, requests: &[Request<'_>], key: impl Fn(&Charge<'_>) -> String, time: &str) -> Cmd {
-        arguments(redis::cmd("EVAL").arg(&self.text), requests, key, time)
+    /// Its number among [`SCRIPTS`].
+    pub(super) fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// EVALSHA, up to where the keys begin.
+    pub(super) fn evalsha(&self, keys: usize) -> Cmd {
+        let mut command = redis::cmd("EVALSHA");
+        command.arg(&self.sha).arg(keys);
+        command
+    }
+
+    /// A call of decide.lua: KEYS and ARGV as it describes them.
+    pub(super) fn decide(
+        &self,
+        requests: &[Request<'_>],
+        key: impl Fn(&Charge<'_>) -> String,
+        driven_time: Option<u64>,
+        deadline: Option<i64>,
+    ) -> Cmd {
+        let charges = || requests.iter().flat_map(|request| request.charges);
+        let mut command = self.evalsha(charges().count());
+        for charge in charges() {
+            command.arg(key(charge));
+        }
+        or_empty(&mut command, driven_time);
+        or_empty(&mut command, deadline);
+        arguments(&mut command, requests);
+        command
     }
 }
 
-/// KEYS and ARGV, as decide.lua describes them.
-fn arguments(command: &mut Cmd, requests: &[Request<'_>], key: impl Fn(&Charge<'_>) -> String, time: &str) -> Cmd {
-    let charges = || requests.iter().flat_map(|request| request.charges);
-    command.arg(charges().count());
-    for charge in charges() {
-        command.arg(key(charge));
-    }
-    command.arg(time);
+fn or_empty(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
+    match number {
+        Some(number) => command.arg(number),
+        None => command.arg(""),
+    };
+}
+
+fn arguments(command: &mut Cmd, requests: &[Request<'_>]) {
     for request in requests {
-        command.arg(match request.action {
-            Action::Acquire => "acquire",
-            Action::Peek => "peek",
-            Action::Refund => "refund",
-            Action::Reset => "reset",
+        command.arg(match request.verb {
+            Verb::Do(Action::Acquire) => "acquire",
+            Verb::Do(Action::Peek) => "peek",
+            Verb::Do(Action::Refund) => "refund",
+            Verb::Do(Action::Reset) => "reset",
+            Verb::Do(Action::Take) => "take",
+            Verb::Forgo => "forgo",
         });
         command.arg(request.charges.len());
         for charge in request.charges {
@@ -106,29 +164,33 @@ fn arguments(command: &mut Cmd, requests: &[Request<'_>], key: impl Fn(&Charge<'
                 .arg(charge.units().min(Quota::MAX_LIMIT));
         }
     }
-    std::mem::replace(command, Cmd::new())
 }
 
-/// The reply, decoded once: a verdict for each charge, in their order.
-pub(super) fn verdicts(requests: &[Request<'_>], reply: Value) -> Result<Vec<Verdict>, StoreError> {
-    let charges = requests.iter().flat_map(|request| request.charges.iter().map(|charge| (request.action, charge)));
+/// The reply, decoded once.
+pub(super) fn answer(requests: &[Request<'_>], reply: Value) -> Result<Answer, StoreError> {
     let unexpected = |what: &str| StoreError::Refused(format!("unexpected reply of the script: {what}"));
     let Value::Array(values) = reply else { return Err(unexpected("not an array")) };
-    let mut integers = Vec::with_capacity(values.len());
-    for value in values {
-        let Value::Int(integer) = value else { return Err(unexpected("not integers")) };
-        integers.push(u64::try_from(integer).map_err(|_| unexpected("a negative number"))?);
+    let mut integers = values.into_iter().map(|value| match value {
+        Value::Int(integer) => u64::try_from(integer).map_err(|_| unexpected("a negative number")),
+        _ => Err(unexpected("not integers")),
+    });
+    let mut next = || integers.next().unwrap_or_else(|| Err(unexpected("a wrong length")));
+    let now = next()?.cast_signed();
+    let in_time = next()? == 1;
+    if !in_time {
+        return Ok(Answer { now, verdicts: None });
     }
-    let (groups, []) = integers.as_chunks::<INTEGERS_A_CHARGE>() else { return Err(unexpected("a wrong length")) };
-    if groups.len() != charges.clone().count() {
+    let charges = || requests.iter().flat_map(|request| request.charges.iter().map(|charge| (request.verb, charge)));
+    let mut verdicts = Vec::with_capacity(charges().count());
+    for (verb, charge) in charges() {
+        let [allowed, remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?, next()?];
+        verdicts.push(match verb {
+            Verb::Do(Action::Reset) => Verdict::untouched(charge.quota()),
+            _ => Verdict { allowed: allowed == 1, remaining, retry_after, reset_after, delay },
+        });
+    }
+    if integers.next().is_some() {
         return Err(unexpected("a wrong length"));
     }
-    let decode = |((action, charge), group): ((Action, &Charge<'_>), &[u64; INTEGERS_A_CHARGE])| {
-        let &[allowed, remaining, retry_after, reset_after, delay] = group;
-        match action {
-            Action::Reset => Verdict::untouched(charge.quota()),
-            _ => Verdict { allowed: allowed == 1, remaining, retry_after, reset_after, delay },
-        }
-    };
-    Ok(charges.zip(groups).map(decode).collect())
+    Ok(Answer { now, verdicts: Some(verdicts) })
 }

@@ -1,0 +1,195 @@
+//! Where counts live: which servers, and how they are reached.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tidegate::RedisStore;
+use tidegate::store::redis::{Builder, Tls};
+
+use super::error::Document;
+use super::{ConfigError, Secret, duration, raw};
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum StoreConfig {
+    Memory { max_keys: usize },
+    Redis(RedisConfig),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RedisConfig {
+    servers: Servers,
+    prefix: String,
+    timeout: Duration,
+    tls: Option<RedisTls>,
+    /// How many instances share the limits while Redis is away, before they could agree on it.
+    pub(crate) instances: usize,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Servers {
+    One(Secret),
+    Cluster(Vec<Secret>),
+    Sentinel { master: String, nodes: Vec<Secret>, credentials: Option<(Option<String>, Secret)> },
+}
+
+/// In PEM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct RedisTls {
+    ca: Option<String>,
+    /// A certificate and its key.
+    identity: Option<(String, Secret)>,
+}
+
+impl StoreConfig {
+    /// The servers that a flag names instead of the file's; everything else stays.
+    pub(crate) fn on_redis(self, urls: &str) -> Self {
+        let redis = match self {
+            Self::Redis(redis) => redis,
+            Self::Memory { .. } => RedisConfig::at(urls),
+        };
+        Self::Redis(RedisConfig { servers: Servers::of_urls(urls), ..redis })
+    }
+}
+
+impl Servers {
+    /// One URL, or several of a cluster with commas between them.
+    fn of_urls(urls: &str) -> Self {
+        let list: Vec<Secret> = urls.split(',').map(|url| Secret::new(url.trim())).collect();
+        match <[Secret; 1]>::try_from(list) {
+            Ok([url]) => Self::One(url),
+            Err(list) => Self::Cluster(list),
+        }
+    }
+}
+
+impl RedisConfig {
+    /// With the usual options.
+    pub(crate) fn at(urls: &str) -> Self {
+        Self {
+            servers: Servers::of_urls(urls),
+            prefix: "rate_limit".to_owned(),
+            timeout: Duration::from_millis(100),
+            tls: None,
+            instances: 1,
+        }
+    }
+
+    pub(crate) fn with_timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// What every key begins with.
+    pub(crate) fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    /// How long a decision may take.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// A store that is not connected yet.
+    pub(crate) fn builder(&self) -> Builder {
+        let mut builder = match &self.servers {
+            Servers::One(url) => RedisStore::builder(url.reveal()),
+            Servers::Cluster(urls) => RedisStore::cluster(urls.iter().map(Secret::reveal)),
+            Servers::Sentinel { master, nodes, credentials } => {
+                let builder = RedisStore::sentinel(master, nodes.iter().map(Secret::reveal));
+                match credentials {
+                    Some((user, password)) => builder.credentials(user.as_deref(), password.reveal()),
+                    None => builder,
+                }
+            }
+        };
+        if let Some(files) = &self.tls {
+            let mut tls = Tls::new();
+            if let Some(ca) = &files.ca {
+                tls = tls.ca(ca.as_bytes());
+            }
+            if let Some((certificate, key)) = &files.identity {
+                tls = tls.identity(certificate.as_bytes(), key.reveal().as_bytes());
+            }
+            builder = builder.tls(tls);
+        }
+        builder.prefix(&self.prefix).timeout(self.timeout)
+    }
+}
+
+/// The store, and the files that it names.
+pub(super) fn validate(
+    document: &Document<'_>,
+    folder: &Path,
+    raw: raw::Store,
+) -> Result<(StoreConfig, Vec<PathBuf>), ConfigError> {
+    let servers = match (raw.redis, raw.sentinel) {
+        (Some(_), Some(_)) => return Err(document.plain("store has both redis and sentinel: take one of them out")),
+        (None, None) => {
+            let max_keys = raw.max_keys.unwrap_or(10_000_000);
+            return Ok((StoreConfig::Memory { max_keys }, Vec::new()));
+        }
+        (Some(raw::OneOrMany::One(url)), None) => Servers::One(Secret::new(url)),
+        (Some(raw::OneOrMany::Many(urls)), None) => {
+            Servers::Cluster(some(document, urls, "store.redis", "redis://10.0.0.1:6379")?)
+        }
+        (None, Some(sentinel)) => Servers::Sentinel {
+            nodes: some(document, sentinel.nodes, "store.sentinel.nodes", "redis://10.0.0.1:26379")?,
+            credentials: match (sentinel.username, sentinel.password) {
+                (Some(_), None) => {
+                    return Err(document.plain("store.sentinel has a username but no password: write both, or neither"));
+                }
+                (user, password) => password.map(|password| (user, Secret::new(password))),
+            },
+            master: sentinel.master,
+        },
+    };
+    let timeout = match &raw.timeout {
+        Some(text) => duration(document, text)?,
+        None => Duration::from_millis(100),
+    };
+    if timeout.is_zero() {
+        return Err(document.plain("store.timeout must be more than 0: 100ms is a good start"));
+    }
+    let (tls, files) = tls(document, folder, raw.tls)?;
+    let redis = RedisConfig {
+        servers,
+        prefix: raw.prefix.unwrap_or_else(|| "rate_limit".to_owned()),
+        timeout,
+        tls,
+        instances: raw.instances.unwrap_or(1).max(1),
+    };
+    Ok((StoreConfig::Redis(redis), files))
+}
+
+fn some(document: &Document<'_>, urls: Vec<String>, field: &str, such_as: &str) -> Result<Vec<Secret>, ConfigError> {
+    if urls.is_empty() {
+        return Err(document.plain(&format!("{field} is empty: write at least one address, such as {such_as}")));
+    }
+    Ok(urls.into_iter().map(Secret::new).collect())
+}
+
+fn tls(
+    document: &Document<'_>,
+    folder: &Path,
+    raw: Option<raw::StoreTls>,
+) -> Result<(Option<RedisTls>, Vec<PathBuf>), ConfigError> {
+    let Some(raw) = raw else { return Ok((None, Vec::new())) };
+    let mut files = Vec::new();
+    let mut read = |name: &str| {
+        let file = folder.join(name);
+        let text = std::fs::read_to_string(&file)
+            .map_err(|error| ConfigError::unreadable(&file.display().to_string(), &error.to_string()))?;
+        files.push(file);
+        Ok::<String, ConfigError>(text)
+    };
+    let ca = raw.ca.as_deref().map(&mut read).transpose()?;
+    let identity = match (raw.certificate, raw.key) {
+        (Some(certificate), Some(key)) => Some((read(&certificate)?, Secret::new(read(&key)?))),
+        (None, None) => None,
+        _ => return Err(document.plain("store.tls needs certificate and key together, or neither")),
+    };
+    Ok((Some(RedisTls { ca, identity }), files))
+}

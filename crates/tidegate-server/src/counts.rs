@@ -1,0 +1,215 @@
+//! Where counts live: in memory, or in Redis behind a breaker and a fallback.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tidegate::{
+    Action, Breaker, Charge, Clock, Decision, Error, Fallback, Fleet, Limiter, MemoryStore, OnStoreFailure, Part,
+    RedisStore, Source, Store, StoreError,
+};
+use tracing::Instrument as _;
+
+use crate::config::{RedisConfig, StoreConfig};
+use crate::logs::TRACE;
+use crate::metrics::Metrics;
+
+pub(crate) enum Counts {
+    Memory { limiter: Limiter<MemoryStore>, metrics: Arc<Metrics> },
+    Redis(Redis),
+}
+
+/// From the outside in: what decides in Redis's place, what stops asking while it fails, what counts the calls, Redis.
+pub(crate) struct Redis {
+    limiter: Limiter<Fallback<Guarded>>,
+    /// Without what decides in its place: for callers who have their own word for that.
+    strict: Limiter<Guarded>,
+}
+
+type Guarded = Arc<Breaker<Observed>>;
+
+/// Redis, each call in metrics and traces.
+pub(crate) struct Observed {
+    store: RedisStore,
+    metrics: Arc<Metrics>,
+}
+
+impl Counts {
+    /// Connects. Redis may be away: it is used from when it is there.
+    pub(crate) async fn start(config: &StoreConfig, metrics: &Arc<Metrics>) -> Result<Self, StoreError> {
+        let metrics = Arc::clone(metrics);
+        match config {
+            StoreConfig::Memory { max_keys } => {
+                let store = MemoryStore::builder().max_keys(*max_keys).build();
+                Ok(Self::Memory { limiter: Limiter::new(store), metrics })
+            }
+            StoreConfig::Redis(config) => Ok(Self::Redis(Redis::start(config, metrics).await?)),
+        }
+    }
+
+    /// A decision by whoever can make it.
+    pub(crate) async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
+        match self {
+            Self::Memory { limiter, metrics } => {
+                let start = Instant::now();
+                let decided = limiter.blocking().decide(action, charge);
+                metrics.count_store_call(start.elapsed(), store_error(&decided));
+                decided.or_else(|error| when_full(action, charge, error))
+            }
+            Self::Redis(redis) => redis.limiter.decide(action, charge).await,
+        }
+    }
+
+    /// One decision for each charge. With acquire, all or nothing.
+    pub(crate) async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+        match self {
+            _ if charges.is_empty() => Ok(Vec::new()),
+            Self::Memory { limiter, metrics } => {
+                let start = Instant::now();
+                let decided = limiter.blocking().decide_all(action, charges);
+                metrics.count_store_call(start.elapsed(), store_error(&decided));
+                decided.or_else(|error| charges.iter().map(|charge| when_full(action, charge, error.clone())).collect())
+            }
+            Self::Redis(redis) => redis.limiter.decide_all(action, charges).await,
+        }
+    }
+
+    /// As [`Self::decide_all`], but a store that cannot decide is an error.
+    pub(crate) async fn decide_all_or_fail(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, Error> {
+        match self {
+            Self::Redis(redis) if !charges.is_empty() => redis.strict.decide_all(action, charges).await,
+            _ => self.decide_all(action, charges).await,
+        }
+    }
+
+    /// As [`Self::decide`], but a store that cannot decide is an error.
+    pub(crate) async fn decide_or_fail(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
+        match self {
+            Self::Redis(redis) => redis.strict.decide(action, charge).await,
+            Self::Memory { .. } => self.decide(action, charge).await,
+        }
+    }
+
+    pub(crate) fn memory_keys(&self) -> usize {
+        match self {
+            Self::Memory { limiter, .. } => limiter.store().keys(),
+            Self::Redis(redis) => redis.limiter.store().local().keys(),
+        }
+    }
+
+    pub(crate) fn redis(&self) -> Option<&Redis> {
+        match self {
+            Self::Redis(redis) => Some(redis),
+            Self::Memory { .. } => None,
+        }
+    }
+}
+
+impl Redis {
+    async fn start(config: &RedisConfig, metrics: Arc<Metrics>) -> Result<Self, StoreError> {
+        let store = match config.builder().connect().await {
+            Ok(store) => store,
+            Err(error @ StoreError::Misconfigured(_)) => return Err(error),
+            Err(error) => {
+                // A fleet must be able to start, or to start again, while its Redis is away.
+                tracing::warn!(%error, "Redis is away: decisions come from each policy's on_store_failure until it is there");
+                config.builder().connect_in_background()?
+            }
+        };
+        let probe_deadline = config.timeout();
+        let guarded = Arc::new(Breaker::builder(Observed { store, metrics }).probe_deadline(probe_deadline).build());
+        let fleet = Fleet::new().expecting(config.instances);
+        let fallback = Fallback::builder(Arc::clone(&guarded)).fleet(fleet).build();
+        Ok(Self { limiter: Limiter::new(fallback), strict: Limiter::new(guarded) })
+    }
+
+    pub(crate) fn fallback(&self) -> &Fallback<Guarded> {
+        self.limiter.store()
+    }
+
+    pub(crate) fn breaker(&self) -> &Breaker<Observed> {
+        self.strict.store()
+    }
+
+    pub(crate) fn store(&self) -> &RedisStore {
+        &self.breaker().store().store
+    }
+
+    /// Whether decisions come from Redis: no part of it is given up, and none failed just now.
+    pub(crate) fn is_up(&self) -> bool {
+        !self.fallback().stats().falling_back && self.breaker().states().iter().all(|part| !part.open)
+    }
+}
+
+impl Observed {
+    async fn observed<T>(
+        &self,
+        action: Action,
+        charges: usize,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        let start = Instant::now();
+        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
+        self.metrics.count_store_call(start.elapsed(), result.as_ref().err());
+        result
+    }
+}
+
+impl Store for Observed {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        self.observed(action, 1, self.store.decide(action, charge)).await
+    }
+
+    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        self.observed(action, charges.len(), self.store.decide_all(action, charges)).await
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.store.clock()
+    }
+
+    fn part(&self, charge: &Charge<'_>) -> Part {
+        self.store.part(charge)
+    }
+
+    async fn probe(&self, part: Part) -> Result<(), StoreError> {
+        self.store.probe(part).await
+    }
+
+    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.store.announce(instance).await
+    }
+}
+
+fn store_error<T>(result: &Result<T, Error>) -> Option<&StoreError> {
+    match result {
+        Err(Error::Store(error)) => Some(error),
+        _ => None,
+    }
+}
+
+/// Memory that is full has no other memory to go to: only `allow` and `deny` say something then.
+fn when_full(action: Action, charge: &Charge<'_>, error: Error) -> Result<Decision, Error> {
+    let full = matches!(error, Error::Store(StoreError::Full { .. }));
+    let allowed = match charge.store_failure() {
+        OnStoreFailure::Allow if full => true,
+        OnStoreFailure::Deny if full => false,
+        _ => return Err(error),
+    };
+    if !matches!(action, Action::Acquire | Action::Peek) {
+        return Err(error);
+    }
+    Ok(Decision {
+        allowed,
+        limit: charge.quota().limit(),
+        remaining: if allowed { charge.quota().burst() } else { 0 },
+        retry_after: Duration::from_secs(u64::from(!allowed)),
+        reset_after: Duration::ZERO,
+        delay: Duration::ZERO,
+        source: if allowed { Source::Allow } else { Source::Deny },
+    })
+}

@@ -1,0 +1,136 @@
+//! What servers say of themselves, read.
+
+use tidegate::store::redis::Reply;
+
+/// The reply of INFO: lines of `name:value` under headings.
+#[derive(Debug, Default)]
+pub(super) struct Info(Vec<(String, String)>);
+
+/// A replica as its primary knows it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Replica {
+    pub(super) address: String,
+    pub(super) online: bool,
+    /// Seconds since it was last heard of.
+    pub(super) lag: u64,
+}
+
+impl Info {
+    pub(super) fn parse(text: &str) -> Self {
+        let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('#'));
+        let pair = |line: &str| line.split_once(':').map(|(name, value)| (name.to_owned(), value.to_owned()));
+        Self(lines.filter_map(pair).collect())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn text(&self, name: &str) -> Option<&str> {
+        self.0.iter().find(|(found, _)| found == name).map(|(_, value)| value.as_str())
+    }
+
+    pub(super) fn number(&self, name: &str) -> Option<u64> {
+        self.text(name)?.parse().ok()
+    }
+
+    /// Kind and version for people.
+    pub(super) fn server(&self) -> Option<String> {
+        match self.text("valkey_version") {
+            Some(version) => Some(format!("Valkey {version}")),
+            None => self.text("redis_version").map(|version| format!("Redis {version}")),
+        }
+    }
+
+    /// Major and minor version of the Redis that it is, or is compatible with.
+    pub(super) fn version(&self) -> Option<(u32, u32)> {
+        let mut numbers = self.text("redis_version")?.split('.').map(str::parse);
+        Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+    }
+
+    /// From lines such as `slave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1`.
+    pub(super) fn replicas(&self) -> Vec<Replica> {
+        let numbered = |name: &str| {
+            name.strip_prefix("slave").is_some_and(|number| !number.is_empty() && number.parse::<u32>().is_ok())
+        };
+        let replica = |text: &str| {
+            let field = |name: &str| text.split(',').find_map(|part| part.strip_prefix(name)?.strip_prefix('='));
+            let (host, port) = (field("ip")?, field("port")?);
+            let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+            let lag = field("lag").and_then(|lag| lag.parse().ok()).unwrap_or(0);
+            Some(Replica { address, online: field("state") == Some("online"), lag })
+        };
+        self.0.iter().filter(|(name, _)| numbered(name)).filter_map(|(_, text)| replica(text)).collect()
+    }
+}
+
+/// A list of names and values, as CONFIG GET, ACL GETUSER and SENTINEL MASTERS answer with.
+pub(super) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
+    let Reply::List(parts) = reply else { return Vec::new() };
+    let (pairs, _) = parts.as_chunks::<2>();
+    pairs.iter().filter_map(|[name, value]| Some((text(name)?, text(value)?))).collect()
+}
+
+fn text(reply: &Reply) -> Option<&str> {
+    if let Reply::Text(text) = reply { Some(text) } else { None }
+}
+
+/// Bytes for people.
+pub(super) fn bytes(count: u64) -> String {
+    let mut size = (count, "B");
+    for unit in ["KiB", "MiB", "GiB", "TiB"] {
+        if size.0 < 10 * 1_024 {
+            break;
+        }
+        size = (size.0 / 1_024, unit);
+    }
+    format!("{} {}", size.0, size.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REDIS: &str = "# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\n\r\n# Replication\r\nrole:master\r\n\
+                         connected_slaves:2\r\nslave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1\r\n\
+                         slave1:ip=2001:db8::2,port=6380,state=wait_bgsave,offset=0,lag=0\r\nslave_expires:3\r\n\
+                         executable:/usr/bin/redis:server\r\n";
+
+    #[test]
+    fn info_is_read_by_names() {
+        let info = Info::parse(REDIS);
+        assert_eq!(info.server().as_deref(), Some("Redis 7.0.15"));
+        assert_eq!(info.version(), Some((7, 0)));
+        assert_eq!(info.number("connected_slaves"), Some(2));
+        assert_eq!(info.text("executable"), Some("/usr/bin/redis:server"));
+        assert_eq!(info.text("# Server"), None);
+        assert_eq!(info.number("redis_mode"), None);
+    }
+
+    #[test]
+    fn replicas_are_found_with_their_state() {
+        let replica = |address: &str, online, lag| Replica { address: address.to_owned(), online, lag };
+        let expected = [replica("10.0.0.2:6379", true, 1), replica("[2001:db8::2]:6380", false, 0)];
+        assert_eq!(Info::parse(REDIS).replicas(), expected);
+    }
+
+    #[test]
+    fn a_valkey_is_one_and_tells_which_redis_it_is_like() {
+        let info = Info::parse("redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.0\r\n");
+        assert_eq!(info.server().as_deref(), Some("Valkey 9.1.0"));
+        assert_eq!(info.version(), Some((7, 2)));
+    }
+
+    #[test]
+    fn nonsense_is_nothing() {
+        for text in ["", "no colon", "slave0:ip=", "slave0:port=6379", ":\r\n::", "redis_version:seven"] {
+            let info = Info::parse(text);
+            assert_eq!((info.version(), info.replicas()), (None, Vec::new()), "{text}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_readable() {
+        assert_eq!([0, 9_999, 20_480, 3 << 30].map(bytes), ["0 B", "9999 B", "20 KiB", "3072 MiB"]);
+    }
+}

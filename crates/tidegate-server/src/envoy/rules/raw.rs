@@ -1,0 +1,165 @@
+//! envoyproxy/ratelimit's file as it is written, field by field.
+
+use std::borrow::Cow;
+
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
+use serde_saphyr::{Localizer, Location, Spanned, UserMessageFormatter};
+use tidegate::Algorithm;
+
+use super::{Limit, Place, Problem, RulesError, Unit};
+
+/// The file as it is written. Go reads null like a missing field; so do we.
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RawFile {
+    #[serde(default, deserialize_with = "text")]
+    pub(super) domain: String,
+    #[serde(default, deserialize_with = "or_default")]
+    pub(super) descriptors: Vec<Spanned<RawDescriptor>>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "the file's fields, as they are")]
+pub(super) struct RawDescriptor {
+    #[serde(default, deserialize_with = "text")]
+    pub(super) key: String,
+    #[serde(default, deserialize_with = "text")]
+    pub(super) value: String,
+    pub(super) rate_limit: Option<Spanned<RawLimit>>,
+    #[serde(default, deserialize_with = "or_default")]
+    pub(super) descriptors: Vec<Spanned<RawDescriptor>>,
+    #[serde(default, deserialize_with = "flag")]
+    pub(super) shadow_mode: bool,
+    #[serde(default, deserialize_with = "flag")]
+    pub(super) quota_mode: bool,
+    #[serde(default, deserialize_with = "flag")]
+    pub(super) detailed_metric: bool,
+    #[serde(default, deserialize_with = "flag")]
+    pub(super) value_to_metric: bool,
+    #[serde(default, deserialize_with = "flag")]
+    pub(super) share_threshold: bool,
+    /// For Envoy's dynamic metadata, which ratelimit only sends if it is switched on; we send none.
+    #[serde(rename = "metadata")]
+    _metadata: Option<IgnoredAny>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RawLimit {
+    #[serde(default, deserialize_with = "unit")]
+    pub(super) unit: Option<Unit>,
+    #[serde(default, deserialize_with = "requests")]
+    pub(super) requests_per_unit: Option<u32>,
+    #[serde(default, deserialize_with = "flag")]
+    pub(super) unlimited: bool,
+    #[serde(default, deserialize_with = "text")]
+    pub(super) name: String,
+    #[serde(default, deserialize_with = "or_default")]
+    pub(super) replaces: Vec<RawReplaced>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RawReplaced {
+    #[serde(default, deserialize_with = "text")]
+    pub(super) name: String,
+}
+
+// Far more than rules need, far less than would hurt. Aliases multiply what is in a file: hence the bound on a text.
+pub(super) const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
+pub(super) const MAX_TEXT_BYTES: usize = 4 * 1024;
+const MAX_NODES: usize = 1_000_000;
+const MAX_EVENTS_FROM_ALIASES: usize = 50_000;
+/// Lists and maps in each other; a level of descriptors is one of each.
+const MAX_DEPTH: usize = 64;
+
+impl RawFile {
+    pub(super) fn read(file: &str, text: &str) -> Result<Self, RulesError> {
+        if text.len() > MAX_FILE_BYTES {
+            return Err(Place { file, location: Location::UNKNOWN }.error(Problem::TooLarge(text.len())));
+        }
+        let options = serde_saphyr::options! {
+            budget: serde_saphyr::budget! {
+                max_depth: MAX_DEPTH,
+                max_nodes: MAX_NODES,
+                max_events: 2 * MAX_NODES,
+                // One limit that a thousand rules repeat is how aliases are meant.
+                enforce_alias_anchor_ratio: false,
+            },
+            alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_EVENTS_FROM_ALIASES },
+            legacy_octal_numbers: true,
+            with_snippet: false,
+        };
+        serde_saphyr::from_str_with_options(text, options).map_err(|error| {
+            let location = error.location().unwrap_or(Location::UNKNOWN);
+            let message = error.render_with_formatter(&UserMessageFormatter.with_localizer(&LocationApart));
+            let field = field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
+            Place { file, location }.error(Problem::Yaml { field, message })
+        })
+    }
+}
+
+impl RawLimit {
+    pub(super) fn validated(&self, algorithm: Algorithm) -> Result<Limit, Problem> {
+        match (self.unlimited, self.unit) {
+            (true, None) => Ok(Limit::Unlimited),
+            (true, Some(unit)) => Err(Problem::UnlimitedUnit(unit)),
+            (false, None) => Err(Problem::NoUnit),
+            (false, Some(unit)) => {
+                let requests = self.requests_per_unit.ok_or(Problem::NoRequests)?;
+                Limit::new(algorithm, requests, unit).map_err(Problem::Quota)
+            }
+        }
+    }
+}
+
+fn or_default<'de, T: Deserialize<'de> + Default, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+fn flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    or_default(deserializer).map_err(|_| D::Error::custom("must be true or false"))
+}
+
+fn text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let text: String = or_default(deserializer)?;
+    if text.len() > MAX_TEXT_BYTES {
+        return Err(D::Error::custom(format!("has {} bytes: at most {MAX_TEXT_BYTES} are allowed", text.len())));
+    }
+    Ok(text)
+}
+
+fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::Error> {
+    let name = text(deserializer)?;
+    let found = Unit::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(&name));
+    match found {
+        None if !name.is_empty() => {
+            Err(D::Error::custom(format!("{name:?} is no unit: it must be one of {}", Unit::names())))
+        }
+        found => Ok(found),
+    }
+}
+
+fn requests<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    Option::deserialize(deserializer)
+        .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
+}
+
+/// The name of the field whose value stands at a location.
+fn field_before(text: &str, location: Location) -> Option<&str> {
+    let line = text.lines().nth(usize::try_from(location.line().checked_sub(1)?).ok()?)?;
+    let column = usize::try_from(location.column().checked_sub(1)?).ok()?;
+    let (start, _) = line.char_indices().nth(column)?;
+    let before = line[..start].trim_end().strip_suffix(':')?;
+    before.rsplit(|character: char| !(character.is_ascii_lowercase() || character == '_')).next()
+}
+
+/// The line stands before the message, as in all our errors, and not once more behind it.
+struct LocationApart;
+
+impl Localizer for LocationApart {
+    fn attach_location<'a>(&self, message: Cow<'a, str>, _: Location) -> Cow<'a, str> {
+        message
+    }
+}

@@ -1,0 +1,46 @@
+//! Nanoseconds to find the policies that apply to a request, among 10, 100 and 1,000 policies: a thousand must cost no
+//! more than ten, or nearly.
+//!
+//! `cargo bench -p tidegate --bench policies`
+
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use tidegate::{Policies, Policy, Quota};
+
+/// Services with three policies each: a subtree by user, one path by address, a domain of Envoy.
+fn policies(count: usize) -> Policies {
+    let quota = Quota::token_bucket(100, Duration::from_secs(60)).expect("valid");
+    let policy = |number: usize| {
+        let policy = Policy::new(format!("policy-{number}"), quota.clone()).expect("a name");
+        let service = number / 3;
+        let policy = match number % 3 {
+            0 => policy.matching("path", &[format!("/service-{service}/**")]),
+            1 => policy.matching("path", &[format!("/service-{service}/items/*")]),
+            _ => policy.matching("domain", &[format!("service-{service}")]),
+        };
+        policy.and_then(|policy| policy.counting(&["ip"])).expect("valid")
+    };
+    Policies::new((0..count).map(policy).collect()).expect("names of their own")
+}
+
+fn select(criterion: &mut Criterion) {
+    let request =
+        [("ip", "203.0.113.9"), ("method", "GET"), ("path", "/service-2/items/7"), ("header.x-user-id", "u1")];
+    let request = BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    let mut group = criterion.benchmark_group("select");
+    group.sample_size(30).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
+    for count in [10, 100, 1_000] {
+        let policies = policies(count);
+        assert_eq!(policies.select(&request, None).expect("sound").charges.len(), 2);
+        group.bench_function(BenchmarkId::from_parameter(count), |bencher| {
+            bencher.iter(|| black_box(policies.select(black_box(&request), None)).is_ok());
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, select);
+criterion_main!(benches);

@@ -1,0 +1,414 @@
+//! [`Fallback`]: decides in the place of a store that cannot, by each charge's own word for that case.
+//!
+//! `local` is this process's memory with this instance's share of the quota. What it admits is owed to the store, and charged
+//! to it when it is back, so that a store which comes and goes is no loophole: a key that owes has to find room for
+//! its debt and its request; and for a window after a failure, what the store admits to this instance takes from
+//! its share, too.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use self::owed::{Debt, Owed};
+use super::fleet::{Fleet, Heartbeat};
+use super::jittered;
+use crate::charge::Charge;
+use crate::clock::Clock;
+use crate::decision::Decision;
+use crate::policy::OnStoreFailure;
+use crate::quota::Quota;
+use crate::store::memory::MemoryStore;
+use crate::store::{Action, Part, Store, StoreError};
+
+mod instead;
+mod owed;
+mod repay;
+
+/// A store around a store that answers when the inner one cannot: by [`Charge::on_store_failure`].
+///
+/// | the charge says | answer while the store fails | [`Source`](crate::Source) |
+/// | --- | --- | --- |
+/// | `local` | by this instance's [share](Fleet::share), in memory | `Local` |
+/// | `allow` | allowed | `Allow` |
+/// | `deny` | denied, to be tried again in a second | `Deny` |
+///
+/// Several charges stay all or nothing, whatever each says. A cost above the instance's share is denied.
+///
+/// * A refund of what was admitted locally, and is not yet charged to the store, is made locally. Any other is the
+///   store's error.
+/// * A reset also forgets what is kept here. If the store fails, it is the store's error, for the count is still there.
+/// * [`StoreError::Full`] is the error of memory, which other memory is no help for: only `allow` and `deny` are answered.
+///   [`StoreError::Misconfigured`] is returned.
+///
+/// It announces this instance to the store each second, and charges what is owed, on the Tokio runtime that it is made and used
+/// in. Outside of one it does neither.
+#[derive(Debug)]
+pub struct Fallback<S: Store> {
+    inner: Arc<Inner<S>>,
+    _heartbeat: Option<Heartbeat>,
+}
+
+#[derive(Debug)]
+struct Inner<S> {
+    store: Arc<S>,
+    local: MemoryStore,
+    fleet: Fleet,
+    owed: Owed,
+    trouble: Trouble,
+    counters: Counters,
+}
+
+/// What is known of the store's failures.
+#[derive(Debug)]
+struct Trouble {
+    /// From the first failure until all is calm.
+    on: AtomicBool,
+    failures: AtomicU64,
+    /// When an answer was last given in the store's place, by the local clock; 0: never.
+    last: AtomicU64,
+    /// The part that failed last.
+    part: AtomicU64,
+    repaying: AtomicBool,
+    /// How often what is owed was gone through.
+    passes: AtomicU64,
+    episode: Mutex<Episode>,
+}
+
+#[derive(Debug)]
+struct Episode {
+    since: Instant,
+    local_before: u64,
+    repaid_before: u64,
+    recovery: Option<AbortHandle>,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    local: AtomicU64,
+    allow: AtomicU64,
+    deny: AtomicU64,
+    repaid: AtomicU64,
+}
+
+/// What a [`Fallback`] has done so far, and does now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Whether the store fails, or has failed within the last second.
+    pub falling_back: bool,
+    /// Acquires decided by this instance's share.
+    pub local: u64,
+    /// Acquires let pass.
+    pub allow: u64,
+    /// Acquires denied by the word of their charge.
+    pub deny: u64,
+    /// Keys that owe units to the store.
+    pub owed_keys: usize,
+    /// The units that they owe at most; what has left its window meanwhile is not charged.
+    pub owed_units: u64,
+    /// Units charged to the store afterwards.
+    pub repaid_units: u64,
+    /// Units admitted beyond the cap on keys that may owe. They are never charged.
+    pub dropped_units: u64,
+}
+
+/// Options of a [`Fallback`].
+#[derive(Debug)]
+pub struct Builder<S> {
+    store: S,
+    local: Option<MemoryStore>,
+    fleet: Option<Fleet>,
+    max_owed: usize,
+}
+
+impl<S: Store> Builder<S> {
+    /// The memory to decide in; an empty one by default.
+    #[must_use]
+    pub fn local(mut self, memory: MemoryStore) -> Self {
+        self.local = Some(memory);
+        self
+    }
+
+    /// The instances to share with. By default they are found through the store, from one on.
+    #[must_use]
+    pub fn fleet(mut self, fleet: Fleet) -> Self {
+        self.fleet = Some(fleet);
+        self
+    }
+
+    /// How many keys may owe; 100,000 by default.
+    #[must_use]
+    pub fn max_owed(mut self, keys: usize) -> Self {
+        self.max_owed = keys;
+        self
+    }
+
+    /// The store, with its heart beating if there is a Tokio runtime.
+    #[must_use]
+    pub fn build(self) -> Fallback<S> {
+        let store = Arc::new(self.store);
+        let fleet = self.fleet.unwrap_or_default();
+        let heartbeat = Handle::try_current().ok().map(|runtime| fleet.keep_alive_on(&runtime, &store));
+        let episode = Episode { since: Instant::now(), local_before: 0, repaid_before: 0, recovery: None };
+        let trouble = Trouble {
+            on: AtomicBool::new(false),
+            failures: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+            part: AtomicU64::new(0),
+            repaying: AtomicBool::new(false),
+            passes: AtomicU64::new(0),
+            episode: Mutex::new(episode),
+        };
+        let inner = Inner {
+            store,
+            local: self.local.unwrap_or_default(),
+            fleet,
+            owed: Owed::new(self.max_owed),
+            trouble,
+            counters: Counters::default(),
+        };
+        Fallback { inner: Arc::new(inner), _heartbeat: heartbeat }
+    }
+}
+
+impl<S: Store> Fallback<S> {
+    /// A fallback around this store, with the default options.
+    #[must_use]
+    pub fn new(store: S) -> Self {
+        Self::builder(store).build()
+    }
+
+    /// A fallback with options.
+    #[must_use]
+    pub fn builder(store: S) -> Builder<S> {
+        Builder { store, local: None, fleet: None, max_owed: 100_000 }
+    }
+
+    /// The store within.
+    #[must_use]
+    pub fn store(&self) -> &S {
+        &self.inner.store
+    }
+
+    /// The memory that decides in its place.
+    #[must_use]
+    pub fn local(&self) -> &MemoryStore {
+        &self.inner.local
+    }
+
+    /// The instances that it shares with.
+    #[must_use]
+    pub fn fleet(&self) -> &Fleet {
+        &self.inner.fleet
+    }
+
+    /// What it has done so far, and does now.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let Inner { owed, trouble, counters, .. } = &*self.inner;
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Stats {
+            falling_back: trouble.on.load(Ordering::Relaxed),
+            local: load(&counters.local),
+            allow: load(&counters.allow),
+            deny: load(&counters.deny),
+            owed_keys: owed.keys(),
+            owed_units: owed.units(),
+            repaid_units: load(&counters.repaid),
+            dropped_units: owed.dropped(),
+        }
+    }
+
+    /// Charges to the store what is owed and fits, without waiting for the background to do so: before a shutdown, say.
+    /// How many units that were.
+    pub async fn repay(&self) -> u64 {
+        self.inner.repay().await.repaid
+    }
+}
+
+impl<S: Store> Inner<S> {
+    /// Asks the store. A key that owes has to find room for its debt as well, and pays it by the way.
+    async fn ask(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        if self.owed.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
+            return self.store.decide_all(action, charges).await;
+        }
+        let mut claims = self.owed.claim(charges);
+        if claims.debts.is_empty() {
+            return self.store.decide_all(action, charges).await;
+        }
+        let mut with_debts = charges.to_vec();
+        let mut fits = true;
+        for (place, debt) in &mut claims.debts {
+            let charge = &charges[*place];
+            debt.units = self.still_counting(debt);
+            with_debts[*place] = charge.cost(charge.units().saturating_add(debt.units));
+            fits &= with_debts[*place].units() <= charge.quota().burst();
+        }
+        if !fits {
+            // Whatever the store counts: what was admitted here leaves no room. The local counts know it, and until when.
+            let denied = self.by_their_word(Action::Peek, charges)?;
+            self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
+            self.count(action, &denied);
+            return Ok(denied);
+        }
+        let mut decisions = self.store.decide_all(action, &with_debts).await?;
+        let spent = decisions.iter().all(|decision| decision.allowed);
+        for (place, debt) in &mut claims.debts {
+            let (charge, decision) = (&charges[*place], &mut decisions[*place]);
+            let paying = debt.units;
+            // A denial that counts has counted the debt, too.
+            let paid = spent || (!decision.allowed && charge.quota().count_denied());
+            if action == Action::Acquire && paid {
+                debt.units = 0;
+                self.counters.repaid.fetch_add(paying, Ordering::Relaxed);
+            }
+            if !spent {
+                decision.remaining = decision.remaining.saturating_sub(paying);
+            }
+        }
+        Ok(decisions)
+    }
+
+    /// How much of a debt the local count still knows: what has left the window, or drained, is owed no more.
+    fn still_counting(&self, debt: &Debt) -> u64 {
+        let charge = debt.charge();
+        let Some(share) = self.share(&charge) else { return debt.units };
+        let look = self.local.decide_now(Action::Take, &charge.with_quota(&share).cost(0));
+        look.map_or(debt.units, |found| debt.units.min(share.burst() - found.remaining))
+    }
+
+    fn share(&self, charge: &Charge<'_>) -> Option<Quota> {
+        self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
+    }
+
+    /// For two windows after an answer in the store's place, what the store admits takes from the local share, too.
+    /// Otherwise a store that fails once a window would admit twice the limit in each.
+    fn mirror(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
+        let last = self.trouble.last.load(Ordering::Relaxed);
+        if last == 0 || action != Action::Acquire || decisions.iter().any(|decision| !decision.allowed) {
+            return;
+        }
+        let now = self.local.clock().now();
+        for charge in charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local) {
+            let quota = charge.quota();
+            let recent = now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
+            if let Some(share) = self.share(charge).filter(|_| recent) {
+                // Memory that is full forgets this one: that can only admit what a first failure could.
+                let _ = self.local.decide_now(Action::Take, &charge.with_quota(&share));
+            }
+        }
+    }
+
+    /// The store could not decide.
+    fn failed(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {
+        let trouble = &self.trouble;
+        trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
+        trouble.part.store(self.store.part(charge).0, Ordering::Relaxed);
+        let failures = trouble.failures.fetch_add(1, Ordering::SeqCst);
+        let begins = !trouble.on.swap(true, Ordering::SeqCst);
+        // Now and then: the runtime that the recovery ran on may have ended.
+        if !begins && !failures.is_multiple_of(1_024) {
+            return;
+        }
+        let mut episode = trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
+        if begins {
+            episode.since = Instant::now();
+            episode.local_before = self.counters.local.load(Ordering::Relaxed);
+            episode.repaid_before = self.counters.repaid.load(Ordering::Relaxed);
+            let instances = self.fleet.size();
+            tracing::warn!(%error, instances, "the store cannot decide: falling back");
+        }
+        if episode.recovery.as_ref().is_none_or(AbortHandle::is_finished)
+            && let Ok(runtime) = Handle::try_current()
+        {
+            episode.recovery = Some(runtime.spawn(repay::recover(Arc::downgrade(self))).abort_handle());
+        }
+    }
+
+    /// All is calm, unless there was a failure that the caller has not seen. True if nothing is left to do.
+    fn end_episode(&self, failures_seen: u64) -> bool {
+        let mut episode = self.trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
+        let was_on = self.trouble.on.swap(false, Ordering::SeqCst);
+        // Who fails counts first and looks at the flag after, so one of us two sees the other.
+        if self.trouble.failures.load(Ordering::SeqCst) != failures_seen {
+            self.trouble.on.store(was_on, Ordering::SeqCst);
+            return false;
+        }
+        if was_on {
+            let lasted = episode.since.elapsed();
+            let local = self.counters.local.load(Ordering::Relaxed) - episode.local_before;
+            let repaid = self.counters.repaid.load(Ordering::Relaxed) - episode.repaid_before;
+            tracing::info!(?lasted, local, repaid, owed = self.owed.units(), "the store decides again");
+        }
+        let done = self.owed.is_empty();
+        if done {
+            // Told by this and not by whether the task has ended: that is a moment later.
+            episode.recovery = None;
+        }
+        done
+    }
+}
+
+impl<S: Store> Store for Fallback<S> {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let inner = &self.inner;
+        if action == Action::Reset {
+            inner.forget(charge);
+        }
+        let answer = if inner.owed.is_empty() {
+            inner.store.decide(action, charge).await
+        } else {
+            inner.ask(action, std::slice::from_ref(charge)).await.map(|decisions| decisions[0])
+        };
+        match answer {
+            Ok(decision) => {
+                inner.mirror(action, std::slice::from_ref(charge), std::slice::from_ref(&decision));
+                Ok(decision)
+            }
+            Err(error) => inner.decide_instead(action, charge, error),
+        }
+    }
+
+    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        let inner = &self.inner;
+        if action == Action::Reset {
+            for charge in charges {
+                inner.forget(charge);
+            }
+        }
+        match inner.ask(action, charges).await {
+            Ok(decisions) => {
+                inner.mirror(action, charges, &decisions);
+                Ok(decisions)
+            }
+            Err(error) => inner.decide_all_instead(action, charges, error),
+        }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.inner.store.clock()
+    }
+
+    fn part(&self, charge: &Charge<'_>) -> Part {
+        self.inner.store.part(charge)
+    }
+
+    async fn probe(&self, part: Part) -> Result<(), StoreError> {
+        self.inner.store.probe(part).await
+    }
+
+    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.inner.store.announce(instance).await
+    }
+}
+
+impl<S: Store> Drop for Fallback<S> {
+    fn drop(&mut self) {
+        let mut episode = self.inner.trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(recovery) = episode.recovery.take() {
+            recovery.abort();
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Why a call to a node did not bring an answer, and what may be done about it.
+
+use std::time::Duration;
+
+use redis::RedisError;
+
+use super::access::Address;
+use crate::store::StoreError;
+
+/// Why a node cannot be used. Holds no secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Trouble {
+    /// The node's address and what is wrong.
+    pub(super) reason: String,
+    /// Trying again will not help: somebody has to change an option.
+    pub(super) misconfigured: bool,
+}
+
+/// Why one attempt of a call failed.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// There is no connection. The call was not sent.
+    Down(Trouble),
+    /// This node is no longer the one to ask. The call was not sent.
+    Retired,
+    /// No answer in time. It may have run, or may run yet: not to be sent again.
+    TimedOut,
+    /// The connection broke while the call was under way. It may have run: not to be sent again.
+    Lost(Trouble),
+    /// The server answered with an error. The call did not run.
+    Said(Said),
+}
+
+/// An error that a server answered with.
+#[derive(Debug)]
+pub(super) enum Said {
+    /// The slot lives there now.
+    Moved(Address),
+    /// This key of a migrating slot is there already.
+    Ask(Address),
+    /// Some keys of a migrating slot are here, some there.
+    TryAgain,
+    /// The keys belong to different slots: this is a cluster, and we did not know.
+    CrossSlot,
+    /// The script is not in its cache.
+    NoScript,
+    /// It does not write now: a replica, or a cluster without a majority.
+    NotNow(String),
+    /// Anything else.
+    No(String),
+}
+
+impl Trouble {
+    pub(super) fn new(address: &Address, reason: &str) -> Self {
+        Self { reason: format!("{address}: {reason}"), misconfigured: false }
+    }
+
+    pub(super) fn misconfigured(address: &Address, reason: &str) -> Self {
+        Self { misconfigured: true, ..Self::new(address, reason) }
+    }
+
+    /// What a server said, or how it failed to, while a connection to it was made.
+    pub(super) fn at_the_door(address: &Address, error: &RedisError) -> Self {
+        let reason = match error.code() {
+            Some("WRONGPASS") => "WRONGPASS: the user or the password is wrong".to_owned(),
+            Some("NOAUTH") => "NOAUTH: it asks for a password, and none was given".to_owned(),
+            _ => one_line(error),
+        };
+        let misconfigured = match error.code() {
+            Some("WRONGPASS" | "NOAUTH" | "NOPERM" | "DENIED") => true,
+            // A database that is not there, a password for a server without one, a command that only a Redis knows.
+            Some("ERR") => !reason.contains("max number of clients"),
+            _ => false,
+        };
+        Self { misconfigured, ..Self::new(address, &reason) }
+    }
+
+    /// For who asks for a decision.
+    pub(super) fn unreachable(self) -> StoreError {
+        StoreError::Unreachable(self.reason)
+    }
+
+    /// For who starts a store.
+    pub(super) fn at_start(self) -> StoreError {
+        if self.misconfigured { StoreError::Misconfigured(self.reason) } else { self.unreachable() }
+    }
+}
+
+impl Fault {
+    /// What the node at `address` answered, or how it failed to.
+    pub(super) fn new(address: &Address, error: &RedisError) -> Self {
+        let Some(code) = error.code() else { return Self::Lost(Trouble::new(address, &one_line(error))) };
+        let target = || error.redirect_node().and_then(|(node, _)| address.told_by(node));
+        // Redis 6 wraps what a script's command met: `ERR Error running script …: -READONLY You can't write …`.
+        let inside = |name: &str| error.detail().is_some_and(|detail| detail.contains(name));
+        Self::Said(match code {
+            "MOVED" => target().map_or_else(|| Said::No(named(address, error)), Said::Moved),
+            "ASK" => target().map_or_else(|| Said::No(named(address, error)), Said::Ask),
+            "TRYAGAIN" => Said::TryAgain,
+            "CROSSSLOT" => Said::CrossSlot,
+            "NOSCRIPT" => Said::NoScript,
+            "READONLY" | "CLUSTERDOWN" => Said::NotNow(named(address, error)),
+            "ERR" if inside("-READONLY ") => Said::NotNow(named(address, error)),
+            _ => Said::No(named(address, error)),
+        })
+    }
+
+    pub(super) fn into_store_error(self, timeout: Duration) -> StoreError {
+        match self {
+            Self::Down(trouble) | Self::Lost(trouble) => trouble.unreachable(),
+            Self::Retired => StoreError::Unreachable("the primary has just changed".to_owned()),
+            Self::TimedOut => StoreError::Timeout(timeout),
+            Self::Said(said) => StoreError::Refused(match said {
+                Said::Moved(address) | Said::Ask(address) => format!("sent on too often, at last to {address}"),
+                Said::TryAgain => "TRYAGAIN: the keys are on their way to another node".to_owned(),
+                Said::CrossSlot => "CROSSSLOT: the keys belong to different slots".to_owned(),
+                Said::NoScript => "NOSCRIPT: the scripts are flushed as soon as they are loaded".to_owned(),
+                Said::NotNow(reason) | Said::No(reason) => reason,
+            }),
+        }
+    }
+}
+
+fn named(address: &Address, error: &RedisError) -> String {
+    format!("{address}: {}", one_line(error))
+}
+
+/// As the server said it, or as the connection failed. Some errors quote what they could not read, line breaks and all.
+pub(super) fn one_line(error: &RedisError) -> String {
+    let text = match (error.code(), error.detail()) {
+        (Some(code), Some(detail)) => format!("{code} {detail}"),
+        _ => error.to_string(),
+    };
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,89 @@
+//! Whether a node could decide now, and which instances are alive.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use redis::Value;
+
+use super::Shared;
+use super::call::{Call, Reply, Setback};
+use super::link::Link;
+use super::script::{self, Request, Script, Verb};
+use super::slot::{SLOTS, slot_of};
+use crate::charge::Charge;
+use crate::quota::Quota;
+use crate::store::{Action, Part, StoreError};
+
+/// After so long a silence an instance counts as gone.
+const SILENCE: Duration = Duration::from_secs(5);
+/// The most instances that are told.
+const MOST_INSTANCES: usize = 10_000;
+/// How many tags are tried to find one that lives on a node: enough for a node of one slot, but for one chance in e^20.
+const MOST_TAGS: usize = 20 * SLOTS;
+
+impl Shared {
+    pub(super) fn part(&self, charge: &Charge<'_>) -> Part {
+        let known = self.topology.known();
+        if !known.is_cluster() {
+            return Part::WHOLE;
+        }
+        known.route(Self::slot(charge)).map_or(Part::WHOLE, |link| link.part())
+    }
+
+    /// Spends a unit of a count that nobody else has, by the script that decides: what would stop a decision stops this.
+    pub(super) async fn probe(&self, part: Part) -> Result<(), StoreError> {
+        let known = self.topology.known();
+        let key = if known.is_cluster() && part != Part::WHOLE {
+            // A node that is no longer in the cluster decides nothing, so nothing is wrong with it.
+            let Some(link) = known.primaries().into_iter().find(|link| link.part() == part) else { return Ok(()) };
+            let Some(key) = self.probe_key_on(&link) else { return Ok(()) };
+            key
+        } else {
+            self.own_key("probe-0")
+        };
+        let quota = Quota::fixed_window(Quota::MAX_LIMIT, Duration::from_secs(1));
+        let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
+        let charge = [Charge::new("probe", &quota)];
+        let requests = [Request { verb: Verb::Do(Action::Acquire), charges: &charge }];
+        let script = Script::for_requests(&requests);
+        let call = self.call(&script, &key);
+        let command = |deadline| script.decide(&requests, |_: &Charge<'_>| key.clone(), self.driven_time(), deadline);
+        let read = |reply: Value| {
+            let answer = script::answer(&requests, reply)?;
+            Ok((Some(answer.now), answer.verdicts.map_or(Reply::Late, |_| Reply::Answer(()))))
+        };
+        call.run(known, command, read).await.map_err(Setback::into_store_error)
+    }
+
+    /// By alive.lua, which has the contract.
+    pub(super) async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        let (script, key) = (Script::alive(), self.own_key("alive"));
+        let command = |_| {
+            let mut command = script.evalsha(1);
+            let silence = u64::try_from(SILENCE.as_micros()).unwrap_or(u64::MAX);
+            command.arg(&key).arg(instance).arg(silence).arg(MOST_INSTANCES);
+            command
+        };
+        let read = |reply: Value| match redis::from_redis_value::<Vec<String>>(reply) {
+            Ok(alive) => Ok((None, Reply::Answer(alive))),
+            Err(_) => Err(StoreError::Refused("unexpected reply of the script: not a list of instances".to_owned())),
+        };
+        let call = self.call(script, &key);
+        call.run(self.topology.known(), command, read).await.map_err(Setback::into_store_error)
+    }
+
+    fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {
+        Call { script, slot: slot_of(key), started: Instant::now(), timeout: self.timeout }
+    }
+
+    /// In a user's key a percent sign is escaped: a tag that begins with a bare one is nobody's.
+    fn own_key(&self, name: &str) -> String {
+        format!("{}:{{%{name}}}", self.prefix)
+    }
+
+    fn probe_key_on(&self, link: &Arc<Link>) -> Option<String> {
+        let known = self.topology.known();
+        let key = |number| self.own_key(&format!("probe-{number}"));
+        (0..MOST_TAGS).map(key).find(|key| known.is_owner(slot_of(key), link))
+    }
+}

@@ -1,0 +1,80 @@
+//! [`ServerClock`]: what a server's clock shows, as far as its replies tell.
+//!
+//! A script that waited too long must not spend: its caller has gone. So each call carries its deadline in the server's
+//! time. Every reply brings that time `s`. It was read after the call left (`t0`) and before the reply came (`t1`), so the
+//! server's clock is ahead of ours by at least `s - t1` and at most `s - t0`. We keep the highest lower bound: by it a
+//! deadline is early rather than late. A reply that contradicts it shows that the server's clock was set back (or drifts),
+//! and replaces it.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::Instant;
+
+pub(super) struct ServerClock {
+    /// How far the server's clock is ahead of [`local_micros`], at least. No reply yet: `NOTHING_KNOWN`.
+    ahead: AtomicI64,
+}
+
+const NOTHING_KNOWN: i64 = i64::MIN;
+
+impl ServerClock {
+    pub(super) fn new() -> Self {
+        Self { ahead: AtomicI64::new(NOTHING_KNOWN) }
+    }
+
+    /// A reply to what left at `sent` and came back at `received` says that it was `server_micros`.
+    pub(super) fn heard(&self, server_micros: i64, sent: Instant, received: Instant) {
+        let (most, least) = (server_micros - local_micros(sent), server_micros - local_micros(received));
+        let ahead = self.ahead.load(Ordering::Relaxed);
+        if ahead < least || ahead > most {
+            self.ahead.store(least, Ordering::Relaxed);
+        }
+    }
+
+    /// What the server's clock shows at `instant`, or a little less; `None` before the first reply.
+    pub(super) fn at(&self, instant: Instant) -> Option<i64> {
+        let ahead = self.ahead.load(Ordering::Relaxed);
+        (ahead != NOTHING_KNOWN).then(|| local_micros(instant) + ahead)
+    }
+}
+
+/// Microseconds on a monotonic clock of this process.
+fn local_micros(instant: Instant) -> i64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    let start = *START.get_or_init(Instant::now);
+    match instant.checked_duration_since(start) {
+        Some(after) => i64::try_from(after.as_micros()).unwrap_or(i64::MAX / 4),
+        None => -i64::try_from(start.duration_since(instant).as_micros()).unwrap_or(i64::MAX / 4),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const NOON: i64 = 1_700_000_000_000_000;
+
+    #[test]
+    fn the_quickest_reply_tells_most_and_a_contradiction_starts_anew() {
+        let clock = ServerClock::new();
+        let start = Instant::now();
+        let after = |millis| start + Duration::from_millis(millis);
+        assert_eq!(clock.at(start), None);
+        // Sent at 0, received at 10 ms: the server's noon was then, or up to 10 ms earlier.
+        clock.heard(NOON, after(0), after(10));
+        assert_eq!(clock.at(after(10)), Some(NOON));
+        // A quicker reply: noon was at 5 ms at the latest.
+        clock.heard(NOON, after(4), after(5));
+        assert_eq!(clock.at(after(5)), Some(NOON));
+        // A slower one tells nothing new.
+        clock.heard(NOON + 15_000, after(10), after(90));
+        assert_eq!(clock.at(after(5)), Some(NOON));
+        // Set back by a minute, then forward by an hour.
+        clock.heard(NOON - 60_000_000, after(100), after(101));
+        assert_eq!(clock.at(after(101)), Some(NOON - 60_000_000));
+        clock.heard(NOON + 3_600_000_000, after(200), after(201));
+        assert_eq!(clock.at(after(201)), Some(NOON + 3_600_000_000));
+    }
+}

@@ -1,0 +1,228 @@
+//! The Redis store on a real cluster: conformance, charges that live apart, moving slots, failover.
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use support::{Cluster, LONG, PATIENCE, every_quota, until};
+use tidegate::testing::conformance;
+use tidegate::{Charge, Limiter, ManualClock, Part, Quota, RedisStore, Store};
+
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+async fn limiter(cluster: &Cluster) -> Limiter<RedisStore> {
+    let builder = RedisStore::cluster(&cluster.urls()[..2]).timeout(PATIENCE);
+    Limiter::new(builder.connect().await.expect("our own cluster answers"))
+}
+
+async fn driven(cluster: &Cluster, clock: ManualClock) -> Limiter<RedisStore> {
+    let prefix = format!("test-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+    let builder = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
+    Limiter::new(builder.connect().await.expect("our own cluster answers"))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
+    let cluster = Cluster::start();
+    conformance(support::seeds(150), async |clock| driven(&cluster, clock).await).await;
+    support::assert_exact_under_concurrency(&limiter(&cluster).await).await;
+
+    // One URL that turns out to be a node of a cluster will do.
+    let one = RedisStore::builder(&cluster.urls()[0]).timeout(PATIENCE).connect().await.expect("connected");
+    assert_eq!(one.nodes().len(), 3, "{:?}", one.nodes());
+    let quota = Quota::fixed_window(10, LONG).expect("valid");
+    let one = Limiter::new(one);
+    let names: Vec<String> = (0..20).map(|number| format!("user-{number}")).collect();
+    let charges: Vec<Charge<'_>> = names.iter().map(|name| Charge::new(name, &quota)).collect();
+    let decisions = one.acquire_all(&charges).await.expect("decided");
+    assert!(decisions.iter().all(|decision| decision.allowed && decision.remaining == 9), "{decisions:?}");
+
+    let parts: std::collections::HashSet<Part> = charges.iter().map(|charge| one.store().part(charge)).collect();
+    assert_eq!(parts.len(), 3);
+    for part in parts {
+        one.store().probe(part).await.expect("each node could decide");
+    }
+    one.store().announce("a").await.expect("said");
+    assert_eq!(one.store().announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
+    cluster.assert_every_key_expires();
+}
+
+/// Pairs of keys on different nodes, in both orders, from many tasks: a denial of one gives the other back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_took() {
+    let cluster = Cluster::start();
+    let limiter = limiter(&cluster).await;
+    for (wide, narrow) in every_quota(100, LONG).into_iter().zip(every_quota(40, LONG)) {
+        let admitted = Arc::new(AtomicU64::new(0));
+        let tasks: Vec<_> = (0..16)
+            .map(|task| {
+                let (limiter, wide, narrow, admitted) =
+                    (limiter.clone(), wide.clone(), narrow.clone(), Arc::clone(&admitted));
+                tokio::spawn(async move {
+                    for _ in 0..8 {
+                        let (one, other) = (Charge::new("wide", &wide), Charge::new("narrow", &narrow));
+                        let charges = if task % 2 == 0 { [one, other] } else { [other, one] };
+                        let decisions = limiter.acquire_all(&charges).await.expect("decided");
+                        assert_eq!(decisions.len(), 2);
+                        if decisions.iter().all(|decision| decision.allowed) {
+                            admitted.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                })
+            })
+            .collect();
+        for task in tasks {
+            task.await.expect("no panic");
+        }
+        let admitted = admitted.load(Ordering::Relaxed);
+        assert_eq!(admitted, 40, "{}", wide.unnamed_policy());
+        let left = limiter.peek(&Charge::new("wide", &wide)).await.expect("decided");
+        assert_eq!(left.remaining + 1, 60, "what denied requests took was given back: {}", wide.unnamed_policy());
+    }
+    cluster.assert_every_key_expires();
+}
+
+/// Its caller goes away, or its time is up, while the second node does not answer: the first gives back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_spent_is_given_back_when_the_next_node_does_not_answer() {
+    let cluster = Cluster::start();
+    let patient = limiter(&cluster).await;
+    let quota = Quota::sliding_log(10, LONG).expect("valid");
+    let key = |name: &str| patient.store().redis_key(&Charge::new(name, &quota));
+    let here = cluster.owner_of(&key("here"));
+    let there = (0..1_000).map(|number| format!("there-{number}")).find(|name| cluster.owner_of(&key(name)) != here);
+    let there = there.expect("a key elsewhere");
+    let hasty = RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(300)).connect().await;
+    let hasty = Limiter::new(hasty.expect("connected"));
+    let charges = [Charge::new("here", &quota), Charge::new(&there, &quota)];
+    assert!(hasty.acquire_all(&charges).await.expect("decided").iter().all(|decision| decision.allowed));
+
+    let silent = cluster.owner_of(&key(&there));
+    cluster.nodes()[silent].signal("STOP");
+    let start = Instant::now();
+    hasty.acquire_all(&charges).await.expect_err("no answer");
+    assert!(start.elapsed() < Duration::from_millis(900), "{:?}", start.elapsed());
+    // Dropped in the middle.
+    let _ = tokio::time::timeout(Duration::from_millis(100), hasty.acquire_all(&charges)).await;
+    let left = async || patient.peek(&charges[0]).await.expect("decided").remaining + 1;
+    until("it is given back", async || left().await == 9).await;
+    cluster.nodes()[silent].signal("CONT");
+}
+
+/// A slot moves, key by key, to a node that had none; all the while its keys are charged.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
+    let mut cluster = Cluster::start();
+    cluster.add_empty_primary();
+    let cluster = Arc::new(cluster);
+    let limiter = limiter(&cluster).await;
+    let quota = Quota::sliding_log(300, LONG).expect("valid");
+    // Policies of one key share its slot.
+    let policies: Vec<String> = (0..6).map(|number| format!("policy-{number}")).collect();
+    let redis_key = limiter.store().redis_key(&Charge::new("moving", &quota).policy("policy-0"));
+    let (slot, from) = (cluster.slot_of(&redis_key), cluster.owner_of(&redis_key));
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tasks = Vec::new();
+    for task in 0..4 {
+        let (limiter, quota, policies, stop) = (limiter.clone(), quota.clone(), policies.clone(), Arc::clone(&stop));
+        tasks.push(tokio::spawn(async move {
+            let mut admitted = vec![0_u64; policies.len()];
+            let mut asked = 0;
+            while !stop.load(Ordering::Relaxed) {
+                asked += 1;
+                if asked % 4 == 0 {
+                    // Together: all or none, even while some have moved and some have not.
+                    let pair = [1, 4].map(|at: usize| Charge::new("moving", &quota).policy(&policies[at]));
+                    let decisions = limiter.acquire_all(&pair).await.expect("no error");
+                    if decisions.iter().all(|decision| decision.allowed) {
+                        admitted[1] += 1;
+                        admitted[4] += 1;
+                    }
+                } else {
+                    let at = (asked + task) % policies.len();
+                    let charge = Charge::new("moving", &quota).policy(&policies[at]);
+                    admitted[at] += u64::from(limiter.acquire(&charge).await.expect("no error").allowed);
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            admitted
+        }));
+    }
+    let pause = async || tokio::time::sleep(Duration::from_millis(120)).await;
+    pause().await;
+    cluster.move_slot(slot, &cluster.nodes()[from], &cluster.nodes()[6], pause).await;
+    pause().await;
+    stop.store(true, Ordering::Relaxed);
+    let mut admitted = vec![0; policies.len()];
+    for task in tasks {
+        for (sum, count) in admitted.iter_mut().zip(task.await.expect("no panic")) {
+            *sum += count;
+        }
+    }
+    assert!(limiter.store().redirects() > 0);
+    assert_eq!(cluster.owner_of(&redis_key), 6);
+    for (policy, admitted) in policies.iter().zip(admitted) {
+        let left = limiter.peek(&Charge::new("moving", &quota).policy(policy)).await.expect("decided");
+        let left = left.remaining + u64::from(left.allowed);
+        assert_eq!(left, 300 - admitted, "{policy}: {admitted} were admitted");
+    }
+    cluster.assert_every_key_expires();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failover_is_followed_and_the_other_nodes_do_not_notice() {
+    assert_failover_is_followed(false).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failover_from_a_node_that_hangs_is_followed_too() {
+    assert_failover_is_followed(true).await;
+}
+
+/// The replica takes over, and calls go there. The other nodes never notice.
+async fn assert_failover_is_followed(hangs: bool) {
+    let mut cluster = Cluster::start();
+    let store = RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(500)).connect().await;
+    let limiter = Limiter::new(store.expect("connected"));
+    let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
+    let key = |name: &str| limiter.store().redis_key(&Charge::new(name, &quota));
+    let dying = cluster.owner_of(&key("dying"));
+    let other = (0..1_000).map(|number| format!("other-{number}")).find(|name| cluster.owner_of(&key(name)) != dying);
+    let other = other.expect("a key elsewhere");
+    for name in ["dying", &other] {
+        limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
+    }
+    let before = limiter.store().part(&Charge::new("dying", &quota));
+    if hangs {
+        cluster.nodes()[dying].signal("STOP");
+    } else {
+        cluster.node_mut(dying).end();
+    }
+    let (mut promoted, mut slowest) = (None, Duration::ZERO);
+    until("the replica decides", async || {
+        if promoted.is_none() && cluster.primaries_but(dying) == 3 {
+            promoted = Some(Instant::now());
+        }
+        limiter.acquire(&Charge::new(&other, &quota)).await.expect("the other nodes go on");
+        let asked = Instant::now();
+        let decided = limiter.acquire(&Charge::new("dying", &quota)).await.is_ok();
+        slowest = slowest.max(asked.elapsed());
+        decided
+    })
+    .await;
+    let followed = promoted.map_or(Duration::ZERO, |promoted| promoted.elapsed());
+    assert!(followed < Duration::from_secs(1), "{followed:?} after the promotion");
+    assert!(slowest < Duration::from_millis(900), "{slowest:?}");
+    assert_ne!(limiter.store().part(&Charge::new("dying", &quota)), before);
+    limiter.store().probe(before).await.expect("a node that is gone has nothing left to fail");
+    if hangs {
+        // It wakes up, and what waited in its buffers is too late.
+        cluster.nodes()[dying].signal("CONT");
+        for _ in 0..50 {
+            limiter.acquire(&Charge::new("dying", &quota)).await.expect("decided");
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! The Redis store when things go wrong: lost scripts, servers that hang, connections that swallow everything.
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use support::{LONG, PATIENCE, Redis, every_quota, free_port, until};
+use tidegate::{Action, Charge, Error, Limiter, Part, Quota, RedisStore, Store, StoreError};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
+    let store = RedisStore::builder(&redis.url()).timeout(timeout).connect().await;
+    Limiter::new(store.expect("our own server answers"))
+}
+
+fn calls_of(redis: &Redis, command: &str) -> u64 {
+    let stats: String = redis.query(&["INFO", "commandstats"]);
+    let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+    line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
+}
+
+// ---- Lost scripts -----------------------------------------------------------------------------------------------
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_calls_that_miss_a_script_load_it_once() {
+    let redis = Redis::start();
+    let limiter = limiter_with(&redis, PATIENCE).await;
+    let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
+    for round in 1..=3 {
+        redis.query::<()>(&["SCRIPT", "FLUSH"]);
+        let tasks: Vec<_> = (0..1_000)
+            .map(|_| {
+                let (limiter, quota) = (limiter.clone(), quota.clone());
+                tokio::spawn(async move { limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").allowed })
+            })
+            .collect();
+        for task in tasks {
+            assert!(task.await.expect("no panic"));
+        }
+        assert_eq!(limiter.store().script_loads(), round);
+        assert_eq!(calls_of(&redis, "script|load"), round);
+        let left = limiter.peek(&Charge::new("u", &quota)).await.expect("decided").remaining + 1;
+        assert_eq!(left, 1_000_000 - 1_000 * round);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn scripts_flushed_all_the_time_are_no_error() {
+    let redis = Arc::new(Redis::start());
+    let limiter = limiter_with(&redis, Duration::from_secs(2)).await;
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tasks = Vec::new();
+    for task in 0..8 {
+        let (limiter, stop) = (limiter.clone(), Arc::clone(&stop));
+        tasks.push(tokio::spawn(async move {
+            let (quotas, name) = (every_quota(1_000_000, LONG), format!("user-{task}"));
+            let mut count = 0_u64;
+            while !stop.load(Ordering::Relaxed) {
+                for quota in &quotas {
+                    let decision = limiter.acquire(&Charge::new(&name, quota)).await.expect("no error");
+                    assert_eq!(decision.remaining, 1_000_000 - count - 1);
+                }
+                count += 1;
+            }
+            count
+        }));
+    }
+    for _ in 0..20 {
+        redis.query::<()>(&["SCRIPT", "FLUSH"]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    for task in tasks {
+        assert!(task.await.expect("no panic") > 0);
+    }
+    assert!(limiter.store().script_loads() >= 20, "{}", limiter.store().script_loads());
+}
+
+// ---- Too late ---------------------------------------------------------------------------------------------------
+
+/// Calls wait in the buffers of a server that stands still. When it goes on, their callers have gone: nothing is done.
+#[tokio::test]
+async fn a_call_that_comes_too_late_does_nothing() {
+    let redis = Redis::start();
+    let patient = redis.limiter().await;
+    let timeout = Duration::from_millis(200);
+    for quota in every_quota(100, LONG) {
+        let hasty = limiter_with(&redis, timeout).await;
+        let charge = Charge::new("u", &quota);
+        hasty.acquire(&charge.cost(10)).await.expect("decided");
+        let before = calls_of(&redis, "evalsha");
+        redis.signal("STOP");
+        for action in [Action::Acquire, Action::Refund, Action::Reset] {
+            let start = Instant::now();
+            let late = hasty.store().decide(action, &charge).await;
+            assert_eq!(late, Err(StoreError::Timeout(timeout)), "{action:?}");
+            assert!(start.elapsed() < timeout + Duration::from_millis(100), "{:?}", start.elapsed());
+        }
+        redis.signal("CONT");
+        until("the server has run what waited", async || calls_of(&redis, "evalsha") >= before + 3).await;
+        let left = patient.peek(&charge).await.expect("decided").remaining + 1;
+        assert_eq!(left, 90, "{}", quota.unnamed_policy());
+    }
+}
+
+/// The server's clock is set, forward and back, while calls go on: each decides at once, and a late one still does nothing.
+#[tokio::test]
+async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
+    let (redis, clock) = support::redis_with_a_clock_to_set();
+    let timeout = Duration::from_millis(400);
+    let hasty = limiter_with(&redis, timeout).await;
+    for seconds in [3_600, -3_600, 86_400, 1, -1, 0, -86_400, 5, -5] {
+        let quota = Quota::sliding_log(100, LONG).expect("valid");
+        let name = format!("after {seconds}");
+        let charge = Charge::new(&name, &quota);
+        hasty.acquire(&charge).await.expect("decided");
+        clock.set(seconds);
+        for count in 2..=4 {
+            let decision = hasty.acquire(&charge).await.expect("decided, whatever the clock says");
+            assert_eq!(decision.remaining, 100 - count, "{name}");
+        }
+        let before = calls_of(&redis, "evalsha");
+        redis.signal("STOP");
+        assert_eq!(hasty.acquire(&charge).await, Err(Error::Store(StoreError::Timeout(timeout))), "{name}");
+        redis.signal("CONT");
+        until("the server has run what waited", async || calls_of(&redis, "evalsha") > before).await;
+        until("connected", async || hasty.peek(&charge).await.is_ok()).await;
+        assert_eq!(hasty.peek(&charge).await.expect("decided").remaining, 95, "{name}");
+    }
+}
+
+// ---- Servers and connections that hang ---------------------------------------------------------------------------
+
+/// A wire between the store and the server that can be made to swallow everything, as a dead route does.
+struct Wire {
+    port: u16,
+    swallows: Arc<AtomicBool>,
+}
+
+impl Wire {
+    async fn to(port: u16) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
+        let wire = Self { port: listener.local_addr().expect("bound").port(), swallows: Arc::default() };
+        let swallows = Arc::clone(&wire.swallows);
+        tokio::spawn(async move {
+            while let Ok((near, _)) = listener.accept().await {
+                // A connection that was made while all was well is lost once it was swallowed from; a later one works.
+                let far = TcpStream::connect(("127.0.0.1", port)).await.expect("our own server");
+                let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+                let dead = Arc::new(AtomicBool::new(false));
+                let pass = |mut from: tokio::net::tcp::OwnedReadHalf, mut to: tokio::net::tcp::OwnedWriteHalf| {
+                    let (swallows, dead) = (Arc::clone(&swallows), Arc::clone(&dead));
+                    tokio::spawn(async move {
+                        let mut buffer = [0; 4096];
+                        while let Ok(count @ 1..) = from.read(&mut buffer).await {
+                            if swallows.load(Ordering::Relaxed) {
+                                dead.store(true, Ordering::Relaxed);
+                            }
+                            if !dead.load(Ordering::Relaxed) && to.write_all(&buffer[..count]).await.is_err() {
+                                break;
+                            }
+                        }
+                    })
+                };
+                pass(near_in, far_out);
+                pass(far_in, near_out);
+            }
+        });
+        wire
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_swallows_everything_is_replaced_within_two_seconds() {
+    let redis = Redis::start();
+    let wire = Wire::to(redis.port()).await;
+    let url = format!("redis://127.0.0.1:{}", wire.port);
+    let limiter = Limiter::new(RedisStore::connect(&url).await.expect("connected"));
+    let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    limiter.acquire(&charge).await.expect("decided");
+    // For one moment: what is sent now is gone, and that connection with it.
+    wire.swallows.store(true, Ordering::Relaxed);
+    let start = Instant::now();
+    limiter.acquire(&charge).await.expect_err("swallowed");
+    assert!(start.elapsed() < Duration::from_millis(250), "{:?}", start.elapsed());
+    wire.swallows.store(false, Ordering::Relaxed);
+    until("a new connection", async || limiter.acquire(&charge).await.is_ok()).await;
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    assert_eq!(limiter.store().reconnects(), 1);
+
+    // And when nobody asks at all, it is noticed too.
+    wire.swallows.store(true, Ordering::Relaxed);
+    until("noticed", async || !limiter.store().nodes()[0].connected).await;
+    wire.swallows.store(false, Ordering::Relaxed);
+    until("back", async || limiter.store().nodes()[0].connected).await;
+    limiter.acquire(&charge).await.expect("decided");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_the_server_is_away_calls_fail_at_once_and_say_why() {
+    let mut redis = Redis::start();
+    let limiter = limiter_with(&redis, Duration::from_millis(100)).await;
+    let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    limiter.acquire(&charge).await.expect("decided");
+    redis.end();
+    until("the loss is known", async || !limiter.store().nodes()[0].connected).await;
+    let mut quick = 0;
+    until("calls fail at once", async || {
+        let start = Instant::now();
+        let error = limiter.acquire(&charge).await.expect_err("nobody is there");
+        assert!(start.elapsed() < Duration::from_millis(200), "{:?}", start.elapsed());
+        let named = matches!(&error, Error::Store(StoreError::Unreachable(reason)) if reason.contains("refused"));
+        quick += u32::from(named && start.elapsed() < Duration::from_millis(20));
+        quick >= 20
+    })
+    .await;
+    assert!(limiter.store().probe(Part::WHOLE).await.is_err());
+    assert!(limiter.store().announce("a").await.is_err());
+    redis.restart();
+    until("it is back", async || limiter.acquire(&charge).await.is_ok()).await;
+    limiter.store().probe(Part::WHOLE).await.expect("it could decide");
+}
+
+/// A connection that the server closes is made anew at once: who calls meanwhile waits for it, within the timeout.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_brief_interruption_is_no_error() {
+    let redis = Redis::start();
+    let limiter = limiter_with(&redis, Duration::from_secs(2)).await;
+    let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    tokio::time::sleep(Duration::from_millis(1_100)).await; // A connection of a second has proved itself.
+    redis.query::<i64>(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+    until("the loss is known", async || limiter.store().reconnects() == 1 || !limiter.store().nodes()[0].connected)
+        .await;
+    limiter.acquire(&charge).await.expect("on the new connection");
+}
+
+/// A service starts while its Redis is away.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_connects_in_the_background_is_there_when_redis_is() {
+    let port = free_port();
+    let store = RedisStore::builder(&format!("redis://127.0.0.1:{port}")).connect_in_background().expect("valid");
+    let limiter = Limiter::new(store);
+    let quota = Quota::fixed_window(10, LONG).expect("valid");
+    let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("nobody is there yet");
+    assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}");
+    let _redis = Redis::try_start(std::path::Path::new("redis-server"), port, &[]).expect("the port is free");
+    until("connected", async || limiter.acquire(&Charge::new("u", &quota)).await.is_ok()).await;
+    let seeds = ["http://127.0.0.1"];
+    assert!(matches!(RedisStore::cluster(seeds).connect_in_background(), Err(StoreError::Misconfigured(_))));
+}
+
+#[tokio::test]
+async fn a_store_that_is_dropped_leaves_nothing_behind() {
+    let redis = Redis::start();
+    let clients = || {
+        let info: String = redis.query(&["INFO", "clients"]);
+        let line = info.lines().find_map(|line| line.strip_prefix("connected_clients:"));
+        line.and_then(|count| count.trim().parse::<u64>().ok()).expect("a count")
+    };
+    let before = clients();
+    let store = RedisStore::connect(&redis.url()).await.expect("connected");
+    assert_eq!(clients(), before + 1);
+    drop(store);
+    until("the connection is closed", async || clients() == before).await;
+    assert_eq!(tokio::runtime::Handle::current().metrics().num_alive_tasks(), 0);
+}
+
+// ---- Probe and who is alive --------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_probe_meets_what_a_decision_would_meet() {
+    let redis = Redis::start();
+    let limiter = limiter_with(&redis, PATIENCE).await;
+    let store = limiter.store();
+    store.probe(Part::WHOLE).await.expect("all is well");
+    redis.assert_every_key_expires();
+    let ours: Vec<String> = redis.query(&["KEYS", "*"]);
+    assert_eq!(ours, ["rate_limit:{%probe-0}"]);
+    redis.query::<()>(&["CONFIG", "SET", "maxmemory", "1"]);
+    let full = store.probe(Part::WHOLE).await.expect_err("no memory").to_string();
+    assert!(full.contains("OOM"), "{full}");
+    redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
+    let nowhere = free_port().to_string();
+    redis.query::<()>(&["REPLICAOF", "127.0.0.1", &nowhere]);
+    let replica = store.probe(Part::WHOLE).await.expect_err("a replica").to_string();
+    assert!(replica.contains("READONLY") || replica.contains("MASTERDOWN"), "{replica}");
+    redis.query::<()>(&["REPLICAOF", "NO", "ONE"]);
+    until("a primary again", async || store.probe(Part::WHOLE).await.is_ok()).await;
+}
+
+#[tokio::test]
+async fn who_is_silent_for_five_seconds_is_no_longer_alive() {
+    let redis = Redis::start();
+    let store = RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+    store.announce("a").await.expect("said");
+    assert_eq!(store.announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
+    redis.assert_every_key_expires();
+    // As if a had been silent for six seconds, and c had spoken before the clock was set back.
+    let time: Vec<i64> = redis.query(&["TIME"]);
+    let at = |seconds: i64| ((time[0] + seconds) * 1_000_000).to_string();
+    redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &at(-6), "a", &at(60), "c"]);
+    assert_eq!(store.announce("b").await, Ok(vec!["b".to_owned()]));
+}

@@ -1,0 +1,334 @@
+//! What is answered in the place of a store that fails.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use tidegate::resilience::fallback::Stats;
+use tidegate::testing::{conformance, conformance_of_long_logs};
+use tidegate::{
+    Action, Algorithm, Breaker, Charge, Decision, Fallback, Fleet, Limiter, ManualClock, MemoryStore, OnStoreFailure,
+    Quota, Source, Store, StoreError,
+};
+use tokio::time::sleep;
+
+use crate::flaky::{Flaky, Mood, gone};
+use crate::support::{LONG, assert_exact_under_concurrency, every_quota, seeds};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// A fallback around this store, with its memory on this clock.
+pub(crate) fn fallback_on(clock: &ManualClock, store: &Flaky, fleet: Fleet) -> Fallback<Flaky> {
+    let local = MemoryStore::builder().clock(clock.clone()).build();
+    Fallback::builder(store.clone()).local(local).fleet(fleet).build()
+}
+
+/// Instances that know each other.
+pub(crate) fn fleet_of(size: usize) -> Vec<Fleet> {
+    let names: Vec<String> = (0..size).map(|number| format!("instance-{number}")).collect();
+    let join = |name: &String| {
+        let fleet = Fleet::with_instance(name).expecting(size);
+        fleet.agree(names.clone());
+        fleet
+    };
+    names.iter().map(join).collect()
+}
+
+fn allowed(decisions: &[Decision]) -> Vec<bool> {
+    decisions.iter().map(|decision| decision.allowed).collect()
+}
+
+fn sources(decisions: &[Decision]) -> Vec<Source> {
+    decisions.iter().map(|decision| decision.source).collect()
+}
+
+#[tokio::test]
+async fn each_charge_has_its_word() {
+    let store = Flaky::new();
+    let limiter = Limiter::new(Fallback::new(store.clone()));
+    let quota = Quota::sliding_log(3, LONG).expect("valid");
+    let charge = |failure| Charge::new("u", &quota).on_store_failure(failure);
+    let decision = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
+    assert_eq!((decision.source, decision.remaining), (Source::Store, 2));
+    store.is(gone());
+
+    for left in [2, 1, 0] {
+        let peeked = limiter.peek(&charge(OnStoreFailure::Local)).await.expect("decided");
+        let local = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
+        assert_eq!((local.allowed, local.source, local.remaining), (true, Source::Local, left));
+        assert_eq!(Decision { reset_after: local.reset_after, ..peeked }, local);
+    }
+    let local = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
+    assert!(!local.allowed && local.retry_after > MINUTE, "{local:?}");
+    let allow = limiter.acquire(&charge(OnStoreFailure::Allow)).await.expect("decided");
+    assert_eq!((allow.allowed, allow.source, allow.remaining), (true, Source::Allow, 3));
+    let deny = limiter.acquire(&charge(OnStoreFailure::Deny)).await.expect("decided");
+    assert_eq!((deny.allowed, deny.source, deny.remaining), (false, Source::Deny, 0));
+    assert_eq!(deny.retry_after, Duration::from_secs(1));
+    let waited = limiter.wait(&charge(OnStoreFailure::Deny), Duration::ZERO).await.expect("decided");
+    assert_eq!(waited.source, Source::Deny, "who waits keeps its word");
+
+    let stats = limiter.store().stats();
+    let expected = Stats {
+        falling_back: true,
+        local: 4,
+        allow: 1,
+        deny: 2,
+        owed_keys: 1,
+        owed_units: 3,
+        repaid_units: 0,
+        dropped_units: 0,
+    };
+    assert_eq!(stats, expected);
+}
+
+#[tokio::test]
+async fn mixed_words_stay_all_or_nothing() {
+    let store = Flaky::new();
+    let fallback = Fallback::new(store.clone());
+    let (wide, narrow) = (Quota::token_bucket(10, LONG).expect("valid"), Quota::fixed_window(1, LONG).expect("valid"));
+    let [a, b] = [Charge::new("a", &wide).cost(4), Charge::new("b", &narrow)];
+    let allow = Charge::new("c", &wide).on_store_failure(OnStoreFailure::Allow);
+    let deny = Charge::new("d", &wide).on_store_failure(OnStoreFailure::Deny);
+    let ask = async |charges: &[Charge<'_>]| fallback.decide_all(Action::Acquire, charges).await.expect("decided");
+    store.is(gone());
+
+    let decisions = ask(&[a, deny, allow]).await;
+    assert_eq!(allowed(&decisions), [true, false, true]);
+    assert_eq!(sources(&decisions), [Source::Local, Source::Deny, Source::Allow]);
+    assert_eq!(decisions[0].remaining, 10, "a denial spends nothing");
+    let decisions = ask(&[a, b, allow]).await;
+    assert_eq!((allowed(&decisions), decisions[0].remaining), (vec![true; 3], 6));
+    let decisions = ask(&[a, b, allow]).await;
+    assert_eq!((allowed(&decisions), decisions[0].remaining), (vec![true, false, true], 6));
+    assert_eq!((fallback.stats().owed_keys, fallback.stats().owed_units), (2, 5));
+}
+
+#[tokio::test]
+async fn what_memory_cannot_help_stays_an_error() {
+    let store = Flaky::new();
+    let fallback = Fallback::new(store.clone());
+    let quota = Quota::fixed_window(5, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    let full = StoreError::Full { cap: 1 };
+    store.is(Mood::Fails(full.clone()));
+    assert_eq!(fallback.decide(Action::Acquire, &charge).await, Err(full.clone()));
+    let [allow, deny] = [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|word| charge.on_store_failure(word));
+    assert!(fallback.decide(Action::Acquire, &allow).await.expect("its word").allowed);
+    assert!(!fallback.decide(Action::Acquire, &deny).await.expect("its word").allowed);
+    let misconfigured = StoreError::Misconfigured("no".to_owned());
+    store.is(Mood::Fails(misconfigured.clone()));
+    assert_eq!(fallback.decide(Action::Acquire, &allow).await, Err(misconfigured));
+    assert!(!fallback.stats().falling_back);
+}
+
+#[tokio::test]
+async fn a_refund_is_made_where_the_units_were_taken() {
+    let store = Flaky::new();
+    let fallback = Fallback::new(store.clone());
+    let quota = Quota::sliding_log(5, LONG).expect("valid");
+    let charge = Charge::new("u", &quota).cost(2);
+    fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    store.is(gone());
+    let error = Err(StoreError::Unreachable("gone".to_owned()));
+    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "the store has taken them");
+    fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    let refunded = fallback.decide(Action::Refund, &charge).await.expect("taken here");
+    assert_eq!((refunded.remaining, refunded.source), (5, Source::Local));
+    assert_eq!(fallback.stats().owed_units, 0);
+    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "given back already");
+    assert_eq!(fallback.decide(Action::Take, &charge).await, error);
+
+    fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    assert_eq!(fallback.decide(Action::Reset, &charge).await, error, "the store's count is still there");
+    assert_eq!(fallback.stats().owed_keys, 0);
+    assert_eq!(fallback.decide(Action::Peek, &charge).await.expect("decided").remaining, 3, "forgotten here");
+    store.is(Mood::Well);
+    fallback.decide(Action::Reset, &charge).await.expect("decided");
+    assert_eq!(store.left(&charge).await, 5);
+}
+
+#[tokio::test]
+async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    store.is(gone());
+    let fleet: Vec<_> = fleet_of(4).into_iter().map(|fleet| fallback_on(&clock, &store, fleet)).collect();
+    for quota in every_quota(10, MINUTE) {
+        let charge = Charge::new("u", &quota);
+        let mut total = 0;
+        for instance in &fleet {
+            let mut admitted = 0;
+            loop {
+                let decision = instance.decide(Action::Acquire, &charge).await.expect("decided");
+                assert_eq!((decision.limit, decision.source), (10, Source::Local));
+                if !decision.allowed {
+                    assert!(decision.retry_after > Duration::ZERO);
+                    break;
+                }
+                admitted += 1;
+            }
+            assert!(admitted == 2 || admitted == 3, "{admitted}");
+            total += admitted;
+            let costly = instance.decide(Action::Acquire, &charge.cost(7)).await.expect("decided");
+            assert_eq!((costly.allowed, costly.retry_after), (false, Duration::from_secs(1)), "only the store could");
+        }
+        assert_eq!(total, 10, "{quota:?}");
+    }
+    // Fewer units than instances: one of them has it all.
+    let scarce = Quota::sliding_log(3, MINUTE).expect("valid");
+    let mut admitted = Vec::new();
+    for instance in &fleet {
+        let charge = Charge::new("scarce", &scarce).cost(3);
+        let decision = instance.decide(Action::Acquire, &charge).await.expect("decided");
+        assert!(decision.allowed || decision.retry_after == Duration::from_secs(1));
+        admitted.push(decision.allowed);
+    }
+    admitted.sort_unstable();
+    assert_eq!(admitted, [false, false, false, true]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn instances_find_each_other_through_the_store_and_remember_it_when_it_is_gone() {
+    let store = Flaky::new();
+    let three: Vec<_> = (0..3).map(|_| Fallback::new(store.clone())).collect();
+    let sizes = || three.iter().map(|one| one.fleet().size()).collect::<Vec<_>>();
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(sizes(), [3, 3, 3]);
+    assert_eq!(three[0].fleet().members(), three[2].fleet().members());
+    store.is(gone());
+    sleep(MINUTE).await;
+    assert_eq!(sizes(), [3, 3, 3], "as last agreed");
+    store.is(Mood::Well);
+    let mut three = three;
+    drop(three.pop());
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(three[0].fleet().size(), 2);
+    drop(three);
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(store.holders(), 1, "no task is left");
+}
+
+// ---- Never more than the limit, whatever fails ---------------------------------------------------------------------
+
+/// When units were admitted, and by whom.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger(Vec<(u64, u64, Source)>);
+
+impl Ledger {
+    pub(crate) fn note(&mut self, at: u64, charge: &Charge<'_>, decision: &Decision) {
+        if decision.allowed {
+            self.0.push((at, charge.units(), decision.source));
+        }
+    }
+
+    /// Units of these admissions, for each stretch of time that the quota speaks of, are at most `times` what it allows.
+    pub(crate) fn assert_within(&self, quota: &Quota, times: u64, counts: impl Fn(Source) -> bool) {
+        let window = u64::try_from(quota.window().as_micros()).expect("short");
+        let events: Vec<(u64, u64)> =
+            self.0.iter().filter(|(_, _, source)| counts(*source)).map(|(at, units, _)| (*at, *units)).collect();
+        for (first, (from, _)) in events.iter().enumerate() {
+            let mut units = 0;
+            for (at, more) in &events[first..] {
+                units += more;
+                let most = match quota.algorithm() {
+                    Algorithm::SlidingLog if at - from >= window => break,
+                    Algorithm::FixedWindow | Algorithm::SlidingCounter if at / window != from / window => break,
+                    Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                        // In W-ths of a unit, to be exact.
+                        let most = (quota.burst() * window + quota.limit() * (at - from)) * times;
+                        assert!(units * window <= most, "{units} units in {} of {quota:?}", at - from);
+                        continue;
+                    }
+                    _ => quota.limit() * times,
+                };
+                assert!(units <= most, "{units} units from {from} to {at} of {quota:?}: {:?}", self.0);
+            }
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) enum Step {
+    Mood(Mood),
+    /// Hundredths of the window.
+    Pass(u64),
+    /// Which instance, cost.
+    Ask(usize, u64),
+}
+
+pub(crate) fn steps(instances: usize, moods: &'static [fn() -> Mood]) -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        1 => proptest::sample::select(moods).prop_map(|mood| Step::Mood(mood())),
+        3 => (0..40_u64).prop_map(Step::Pass),
+        9 => (0..instances, prop_oneof![4 => Just(1_u64), 1 => 1..4_u64]).prop_map(|(who, cost)| Step::Ask(who, cost)),
+    ];
+    proptest::collection::vec(step, 50..150)
+}
+
+pub(crate) fn any_quota() -> impl Strategy<Value = Quota> {
+    (proptest::sample::select(Algorithm::ALL.to_vec()), 1..30_u64, 1..40_u64).prop_map(|(algorithm, limit, burst)| {
+        let quota = Quota::new(algorithm, limit, MINUTE).expect("valid");
+        quota.clone().with_burst(burst).unwrap_or(quota)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    /// However many instances, and however the store comes and goes: together they admit at most the quota without the
+    /// store, and at most twice the quota with what the store admits.
+    #[test]
+    fn a_fleet_cut_off_admits_at_most_the_quota(
+        quota in any_quota(),
+        (instances, steps) in (1..6_usize).prop_flat_map(|instances| {
+            (Just(instances), steps(instances, &[|| Mood::Well, gone, gone, || Mood::LosesAnswers]))
+        }),
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let clock = ManualClock::new();
+            let store = Flaky::on(&clock);
+            let fleet: Vec<_> =
+                fleet_of(instances).into_iter().map(|fleet| fallback_on(&clock, &store, fleet)).collect();
+            let mut ledger = Ledger::default();
+            for step in steps {
+                match step {
+                    Step::Mood(mood) => store.is(mood),
+                    Step::Pass(hundredths) => clock.advance(MINUTE * u32::try_from(hundredths).expect("few") / 100),
+                    Step::Ask(who, cost) => {
+                        let charge = Charge::new("u", &quota).cost(cost.min(quota.burst()));
+                        let decision = fleet[who].decide(Action::Acquire, &charge).await.expect("decided");
+                        ledger.note(tidegate::Clock::now(&clock), &charge, &decision);
+                    }
+                }
+            }
+            ledger.assert_within(&quota, 1, |source| source == Source::Local);
+            ledger.assert_within(&quota, 1, |source| source == Source::Store);
+            ledger.assert_within(&quota, 2, |_| true);
+        });
+    }
+}
+
+// ---- Transparent around a healthy store ------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn around_a_healthy_store_it_conforms_to_the_model() {
+    let make = |clock: ManualClock| {
+        let memory = MemoryStore::builder().clock(clock).build();
+        Limiter::new(Fallback::new(Breaker::new(memory)))
+    };
+    conformance(seeds(1_000), async |clock| make(clock)).await;
+    conformance_of_long_logs(seeds(4), async |clock| make(clock)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn exactly_the_limit_is_admitted_through_it() {
+    assert_exact_under_concurrency(&Limiter::new(Fallback::new(MemoryStore::new()))).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn exactly_the_limit_is_admitted_in_place_of_a_store_that_is_gone() {
+    let store = Flaky::new();
+    store.is(gone());
+    assert_exact_under_concurrency(&Limiter::new(Fallback::new(Breaker::new(store)))).await;
+}

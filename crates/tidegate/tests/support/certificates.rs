@@ -1,0 +1,47 @@
+//! An authority for one test, and what it has signed.
+
+use std::path::{Path, PathBuf};
+
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+
+pub(crate) struct Authority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+}
+
+pub(crate) struct Identity {
+    pub(crate) certificate: String,
+    pub(crate) key: String,
+}
+
+impl Authority {
+    pub(crate) fn new() -> Self {
+        let mut params = CertificateParams::new(Vec::<String>::new()).expect("no names");
+        params.distinguished_name.push(DnType::CommonName, "the authority of a test");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().expect("a key");
+        Self { issuer: CertifiedIssuer::self_signed(params, key).expect("signed") }
+    }
+
+    pub(crate) fn pem(&self) -> String {
+        self.issuer.pem()
+    }
+
+    /// For a server of this name, or for a client.
+    pub(crate) fn sign(&self, name: &str) -> Identity {
+        let mut params = CertificateParams::new([name.to_owned()]).expect("a name");
+        params.distinguished_name.push(DnType::CommonName, name);
+        let key = KeyPair::generate().expect("a key");
+        let certificate = params.signed_by(&key, &self.issuer).expect("signed");
+        Identity { certificate: certificate.pem(), key: key.serialize_pem() }
+    }
+}
+
+impl Identity {
+    /// Writes the certificate and the key into a folder.
+    pub(crate) fn write(&self, folder: &Path) -> (PathBuf, PathBuf) {
+        let (certificate, key) = (folder.join("certificate.pem"), folder.join("key.pem"));
+        std::fs::write(&certificate, &self.certificate).expect("written");
+        std::fs::write(&key, &self.key).expect("written");
+        (certificate, key)
+    }
+}

@@ -1,0 +1,42 @@
+//! A real server whose clock can be set, by a library of ours between it and the system.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::server::Redis;
+
+/// How many seconds the server's clock is ahead of ours.
+pub(crate) struct ServerClock {
+    folder: tempfile::TempDir,
+}
+
+pub(crate) fn redis_with_a_clock_to_set() -> (Redis, ServerClock) {
+    let clock = ServerClock { folder: tempfile::tempdir().expect("a temporary folder") };
+    clock.set(0);
+    let (library, program) = (clock.path("clock.so"), clock.path("redis-server"));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/clock.c");
+    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).status();
+    assert!(compiled.expect("a C compiler").success());
+    let script = format!(
+        "#!/bin/sh\nexport TIDEGATE_TEST_CLOCK='{}' LD_PRELOAD='{}'\nexec redis-server \"$@\"\n",
+        clock.path("ahead").display(),
+        library.display()
+    );
+    std::fs::write(&program, script).expect("written");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("ours");
+    (Redis::start_program(&program, &[]), clock)
+}
+
+impl ServerClock {
+    pub(crate) fn set(&self, seconds_ahead: i64) {
+        // Renamed into place: a reader finds the old number or the new one, never half of it.
+        let new = self.path("new");
+        std::fs::write(&new, seconds_ahead.to_string()).expect("written");
+        std::fs::rename(new, self.path("ahead")).expect("renamed");
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+}
