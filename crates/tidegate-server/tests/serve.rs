@@ -4,6 +4,7 @@ mod support;
 
 use std::io::Write;
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -500,7 +501,13 @@ fn no_secret_is_written_anywhere() {
     assert_eq!(failed.status, 503);
     std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]")).expect("written");
     service.until("it is refused", |service| service.output().contains("refused"));
-    let seen = [service.output(), failed.body, service.admin("/metrics").body, service.admin("/readyz").body, service.admin("/v1/policies").body];
+    let seen = [
+        service.output(),
+        failed.body,
+        service.admin("/metrics").body,
+        service.admin("/readyz").body,
+        service.admin("/v1/policies").body,
+    ];
     for text in seen {
         assert!(!text.contains("hunter2"), "{text}");
     }

@@ -78,10 +78,6 @@ impl RedisConfig {
         Self { timeout, ..self }
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
     /// What every key begins with.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
