@@ -52,7 +52,7 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
 /// Probes need no token; who has none where one is set sees no addresses.
 async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     #[derive(Serialize)]
-    struct Ready {
+    struct Readiness {
         ready: bool,
         store: &'static str,
         store_up: bool,
@@ -63,7 +63,7 @@ async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let redis = admin.engine.counts.redis();
     let may_see = token::check(admin.engine.live().admin_token.as_ref(), &headers).is_ok();
-    let body = Ready {
+    let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
         store_up: redis.is_none_or(Redis::is_up),

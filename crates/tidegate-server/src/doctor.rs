@@ -10,7 +10,6 @@ use tidegate::RedisStore;
 use tidegate::store::redis::Reply;
 
 use self::info::Info;
-use crate::config::RedisConfig;
 
 mod acl;
 mod clock;
@@ -146,14 +145,6 @@ pub(crate) async fn examine(store: &RedisStore, examination: &Examination<'_>) -
     }
     clocks.compare(&mut report);
     report
-}
-
-/// Logs what a service on this Redis should know, by connections of its own, which end with it. If Redis is not there,
-/// the service's own connections say so.
-pub(crate) async fn warn_at_start(redis: RedisConfig) {
-    if let Ok(store) = redis.builder().connect().await {
-        warn_of(&store, redis.prefix(), redis.timeout()).await;
-    }
 }
 
 /// Logs each warning and each error once.

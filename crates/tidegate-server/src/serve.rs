@@ -13,7 +13,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::admin::{self, Admin};
-use crate::config::{Config, Listen, StoreConfig};
+use crate::config::{Config, Listen, RedisConfig, StoreConfig};
 use crate::engine::Engine;
 use crate::{doctor, envoy, http, listener, reload};
 
@@ -52,8 +52,8 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
         admin: admin_listener.local_addr()?,
     };
     let engine = Arc::new(Engine::start(config).await.context("store")?);
-    if let StoreConfig::Redis(redis) = &fixed.store {
-        tokio::spawn(doctor::warn_at_start(redis.clone()));
+    if let StoreConfig::Redis(config) = &fixed.store {
+        tokio::spawn(examine(Arc::clone(&engine), RedisConfig::clone(config)));
     }
 
     let (stop, stopped) = watch::channel(false);
@@ -96,6 +96,15 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let _ = admin.await;
     tracing::info!("ended");
     Ok(())
+}
+
+/// Warns of what is wrong with Redis, as soon as it is there.
+async fn examine(engine: Arc<Engine>, config: RedisConfig) {
+    let Some(redis) = engine.counts.redis() else { return };
+    while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    doctor::warn_of(redis.store(), config.prefix(), config.timeout()).await;
 }
 
 /// Every connection is a file. Many systems start a process with 1,024 of them, and let it ask for more.

@@ -118,6 +118,9 @@ async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
         let charge = Charge::new(&name, &quota);
         hasty.acquire(&charge).await.expect("decided");
         clock.set(seconds);
+        let time: Vec<i64> = redis.query(&["TIME"]);
+        let ours = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
+        assert!((time[0] - seconds - ours.cast_signed()).abs() <= 1, "the server's clock is set");
         for count in 2..=4 {
             let decision = hasty.acquire(&charge).await.expect("decided, whatever the clock says");
             assert_eq!(decision.remaining, 100 - count, "{name}");

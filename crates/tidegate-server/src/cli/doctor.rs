@@ -72,7 +72,7 @@ impl Doctor {
             StoreConfig::Redis(redis) => {
                 let redis = match self.timeout {
                     Some(timeout) => redis.with_timeout(timeout),
-                    None => redis,
+                    None => *redis,
                 };
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
                 runtime.block_on(self.examine(&redis))?

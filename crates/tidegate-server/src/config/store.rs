@@ -12,7 +12,7 @@ use super::{ConfigError, Secret, duration, raw};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StoreConfig {
     Memory { max_keys: usize },
-    Redis(RedisConfig),
+    Redis(Box<RedisConfig>),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,10 +44,10 @@ impl StoreConfig {
     /// The servers that a flag names instead of the file's; everything else stays.
     pub(crate) fn on_redis(self, urls: &str) -> Self {
         let redis = match self {
-            Self::Redis(redis) => redis,
+            Self::Redis(redis) => *redis,
             Self::Memory { .. } => RedisConfig::at(urls),
         };
-        Self::Redis(RedisConfig { servers: Servers::of_urls(urls), ..redis })
+        Self::Redis(Box::new(RedisConfig { servers: Servers::of_urls(urls), ..redis }))
     }
 }
 
@@ -157,7 +157,7 @@ pub(super) fn validate(
         tls,
         instances: raw.instances.unwrap_or(1).max(1),
     };
-    Ok((StoreConfig::Redis(redis), files))
+    Ok((StoreConfig::Redis(Box::new(redis)), files))
 }
 
 fn some(document: &Document<'_>, urls: Vec<String>, field: &str, such_as: &str) -> Result<Vec<Secret>, ConfigError> {
