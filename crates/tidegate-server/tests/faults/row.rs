@@ -55,7 +55,6 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
         }
         row.done = true;
         row.write("void");
-        println!("- {}", row.failures.join("\n- "));
     }
 }
 
@@ -216,7 +215,10 @@ impl Row {
 
     fn write(&self, verdict: &str) {
         let seconds = self.started.elapsed().as_secs();
-        let line = format!("{verdict:<6} {:<34} {seconds:>3} s  {}", self.name, self.figures.join(", "));
+        let mut line = format!("{verdict:<6} {:<34} {seconds:>3} s  {}", self.name, self.figures.join(", "));
+        for failure in &self.failures {
+            let _ = write!(line, "\n       - {}", failure.lines().next().unwrap_or_default());
+        }
         println!("{line}");
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("faults.txt");
         let file = std::fs::OpenOptions::new().create(true).append(true).open(file);
