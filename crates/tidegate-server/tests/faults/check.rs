@@ -40,13 +40,6 @@ pub(crate) struct Probe {
     pub(crate) answered: Instant,
 }
 
-/// What the hypervisor has taken of each processor's time so far.
-#[derive(Debug)]
-pub(crate) struct Stolen {
-    pub(crate) at: Instant,
-    pub(crate) each: Vec<Duration>,
-}
-
 /// An instance's metrics at a moment, each added up over its labels.
 #[derive(Debug)]
 pub(crate) struct Sample {
@@ -61,7 +54,6 @@ pub(crate) struct Run {
     pub(crate) records: Vec<Record>,
     canary: Vec<Probe>,
     usual: Duration,
-    stolen: Vec<Stolen>,
     pub(crate) samples: Vec<Sample>,
 }
 
@@ -81,7 +73,6 @@ impl Run {
         mut records: Vec<Record>,
         mut canary: Vec<Probe>,
         mut samples: Vec<Sample>,
-        stolen: Vec<Stolen>,
     ) -> Self {
         records.sort_by_key(|record| record.sent);
         canary.sort_by_key(|probe| probe.scheduled);
@@ -89,7 +80,7 @@ impl Run {
         let mut delays: Vec<Duration> = canary.iter().map(|probe| probe.answered - probe.scheduled).collect();
         delays.sort_unstable();
         let usual = delays.get(delays.len() / 2).copied().unwrap_or_default();
-        Self { streams, records, canary, usual, stolen, samples }
+        Self { streams, records, canary, usual, samples }
     }
 
     pub(crate) fn stream(&self, record: &Record) -> &Stream {
@@ -142,18 +133,10 @@ impl Run {
         record.took().saturating_sub(late.unwrap_or_default())
     }
 
-    /// The longest that this machine stood still: by its canary, or by what was stolen from one of its processors in a tenth
-    /// of a second (the canary may have been on the other one).
+    /// The longest that this machine was late by itself, by its canary.
     pub(crate) fn lateness(&self) -> Duration {
-        let canary =
-            self.canary.iter().map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual)).max();
-        let tenth = |(first, start): (usize, &Stolen)| {
-            let end = self.stolen[first..].iter().take_while(|later| later.at < start.at + Duration::from_millis(110));
-            let end = end.last().unwrap_or(start);
-            start.each.iter().zip(&end.each).map(|(before, after)| after.saturating_sub(*before)).max()
-        };
-        let stolen = self.stolen.iter().enumerate().filter_map(tenth).max();
-        canary.unwrap_or_default().max(stolen.unwrap_or_default())
+        let late = self.canary.iter().map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual));
+        late.max().unwrap_or_default()
     }
 
     /// The longest that an answer took.
@@ -228,7 +211,7 @@ mod tests {
             answered: start + MS * *answered,
         };
         let (records, canary) = (requests.iter().map(record).collect(), canary.iter().map(probe).collect());
-        Run::new(vec![Stream::policy("hot", "k", 1)], records, canary, Vec::new(), Vec::new())
+        Run::new(vec![Stream::policy("hot", "k", 1)], records, canary, Vec::new())
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde_json::json;
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
-use crate::check::{Probe, Record, Run, Sample, Source, Stolen};
+use crate::check::{Probe, Record, Run, Sample, Source};
 use crate::fleet::Fleet;
 use crate::http::{self, Connection, Response};
 
@@ -49,7 +49,6 @@ pub(crate) struct Load {
     records: UnboundedReceiver<Record>,
     canary: UnboundedReceiver<Probe>,
     samples: UnboundedReceiver<Sample>,
-    stolen: UnboundedReceiver<Stolen>,
 }
 
 /// Connections to one address; a request takes one that is free, or opens another.
@@ -79,9 +78,7 @@ impl Load {
         for (instance, service) in fleet.instances.iter().enumerate() {
             runtime.spawn(watch(instance, service.admin.clone(), Arc::clone(&stop), sample.clone()));
         }
-        let (theft, stolen) = mpsc::unbounded_channel();
-        runtime.spawn(count_what_is_stolen(Arc::clone(&stop), theft));
-        Self { runtime, stop, streams, records, canary, samples, stolen }
+        Self { runtime, stop, streams, records, canary, samples }
     }
 
     /// Lets what is under way end, and hands out all that was recorded.
@@ -91,9 +88,8 @@ impl Load {
         let records = self.runtime.block_on(all(&mut self.records));
         let canary = self.runtime.block_on(all(&mut self.canary));
         let samples = self.runtime.block_on(all(&mut self.samples));
-        let stolen = self.runtime.block_on(all(&mut self.stolen));
         self.runtime.shutdown_background();
-        Run::new(self.streams, records, canary, samples, stolen)
+        Run::new(self.streams, records, canary, samples)
     }
 }
 
@@ -190,18 +186,6 @@ async fn watch(instance: usize, admin: String, stop: Arc<AtomicBool>, sink: Unbo
             let sums = sums(&String::from_utf8_lossy(&response.body));
             let _ = sink.send(Sample { at: Instant::now(), instance, sums });
         }
-        tokio::time::sleep(SAMPLE_EVERY).await;
-    }
-}
-
-/// What the hypervisor takes of each processor's time, as the kernel counts it: in hundredths of a second.
-async fn count_what_is_stolen(stop: Arc<AtomicBool>, sink: UnboundedSender<Stolen>) {
-    while !stop.load(Ordering::Relaxed) {
-        let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
-        let processors = text.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu "));
-        let ticks = |line: &str| line.split_whitespace().nth(8)?.parse().ok();
-        let each = processors.filter_map(ticks).map(|ticks: u32| Duration::from_millis(10) * ticks).collect();
-        let _ = sink.send(Stolen { at: Instant::now(), each });
         tokio::time::sleep(SAMPLE_EVERY).await;
     }
 }

@@ -51,18 +51,28 @@ impl Monitor {
         Self { lines }
     }
 
-    /// What scripts wrote after this moment.
+    /// What scripts wrote after this moment, but for signs of life, which count for nobody.
     pub(crate) fn written_after(&self, moment: Instant) -> Vec<String> {
         let lines = self.lines.lock().expect("no panic");
         let after = lines.iter().filter(|(at, _)| *at >= moment).map(|(_, line)| line);
-        after.filter(|line| line.contains(" lua] ") && !READS.contains(&command(line).as_str())).cloned().collect()
+        let counts = after.filter(|line| line.contains(" lua] ") && !line.contains("{%alive}"));
+        counts.filter(|line| !READS.contains(&command(line).as_str())).cloned().collect()
+    }
+
+    /// When each call of a script was executed.
+    fn calls(&self) -> Vec<Instant> {
+        let lines = self.lines.lock().expect("no panic");
+        let is_call = |line: &str| matches!(command(line).as_str(), "evalsha" | "eval" | "fcall");
+        lines.iter().filter(|(_, line)| is_call(line)).map(|(at, _)| *at).collect()
     }
 
     /// Calls of scripts that were executed after this moment.
     pub(crate) fn calls_after(&self, moment: Instant) -> usize {
-        let lines = self.lines.lock().expect("no panic");
-        let after = lines.iter().filter(|(at, _)| *at >= moment);
-        after.filter(|(_, line)| matches!(command(line).as_str(), "evalsha" | "eval" | "fcall")).count()
+        self.calls().iter().filter(|at| **at >= moment).count()
+    }
+
+    pub(crate) fn last_call(&self) -> Option<Instant> {
+        self.calls().last().copied()
     }
 }
 

@@ -45,25 +45,44 @@ impl Watched {
         format!("sentinel: {{master: mymaster, nodes: [{}]}}", nodes.join(", "))
     }
 
-    /// Asks for a failover, and waits until the replica is the primary. The moment when it was.
+    /// Asks for a failover, and waits until the replica is the primary. The moment when who asks the Sentinels could know.
     pub(crate) fn fail_over(&self) -> Instant {
+        self.ask_for_failover();
+        self.promotion()
+    }
+
+    /// The same, but the old primary follows the new one at once. Its connections stay, and hear `READONLY`.
+    pub(crate) fn fail_over_and_demote(&self) -> Instant {
+        self.ask_for_failover();
+        self.replica.until("the replica is promoted", Server::is_primary);
+        let _: () = self.primary.query(&["REPLICAOF", "127.0.0.1", &self.replica.port.to_string()]);
+        self.promotion()
+    }
+
+    fn ask_for_failover(&self) {
         // As long as it has not looked at the replica closely, it finds none that is fit.
         self.sentinels[0].until("the Sentinel begins", |sentinel| {
             let begun: redis::RedisResult<()> =
                 redis::cmd("SENTINEL").arg(&["FAILOVER", "mymaster"]).query(&mut sentinel.connection());
             begun.is_ok()
         });
-        self.promotion()
     }
 
-    /// Waits until the replica is the primary. The moment when it was.
+    /// Waits until the replica is the primary, and one of the Sentinels says so: who asks them could know. That moment.
     pub(crate) fn promotion(&self) -> Instant {
-        self.replica.until("the replica is promoted", Server::is_primary)
+        self.replica.until("the replica is promoted", |replica| {
+            let names = |sentinel: &Server| {
+                let (_, port): (String, u16) = sentinel.query(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster"]);
+                port == replica.port
+            };
+            replica.is_primary() && self.sentinels.iter().any(names)
+        })
     }
 
-    /// Makes the replica the primary and the primary its replica, without a word to their clients: every connection stays.
-    /// The moment when all Sentinels knew.
-    pub(crate) fn swap_silently(&self) -> Instant {
+    /// Makes the replica the primary and the primary its replica by hand, without a word to their clients: every connection
+    /// stays. The Sentinels are told to watch the other one now, as their guide says; no failover, so no newer epoch. The
+    /// moment when all knew.
+    pub(crate) fn swap_by_hand(&self) -> Instant {
         for sentinel in &self.sentinels {
             let _: () = sentinel.query(&["SENTINEL", "REMOVE", "mymaster"]);
         }

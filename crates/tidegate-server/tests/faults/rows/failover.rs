@@ -6,7 +6,7 @@ use crate::cluster::Cluster;
 use crate::fleet::{Fleet, usual_streams};
 use crate::load::{Load, Stream};
 use crate::monitor::Monitor;
-use crate::row::{SECOND, WARM_UP, let_pass, row};
+use crate::row::{Row, SECOND, WARM_UP, let_pass, row};
 use crate::sentinel::Watched;
 use crate::servers::{Launch, Server};
 
@@ -78,22 +78,29 @@ fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
 
 #[test]
 fn a_live_connection_turns_read_only() {
-    row("READONLY on a live connection", |row| {
-        let watched = Watched::start(Launch::new(), 3);
-        let fleet = Fleet::start(&watched.store());
-        let load = Load::start(&fleet, usual_streams());
-        let monitor = Monitor::of(&watched.primary);
-        let_pass(WARM_UP);
-        let swapped = watched.swap_silently();
-        let_pass(4 * SECOND);
-        let run = load.finish();
+    row("READONLY on a live connection", |row| turn_read_only(row, Watched::fail_over_and_demote));
+}
 
-        row.check(&run, &fleet, 2, &[&watched.replica]);
-        row.within("rediscovered", run.back_after(swapped, |_| true), SECOND);
-        row.check_store_decides(&run, swapped + 2 * SECOND, Instant::now());
-        let calls = monitor.calls_after(swapped + SECOND);
-        row.require(calls == 0, || format!("{calls} calls to the old primary after a second"));
-    });
+#[test]
+fn a_live_connection_turns_read_only_by_hand() {
+    row("READONLY, roles swapped by hand", |row| turn_read_only(row, Watched::swap_by_hand));
+}
+
+fn turn_read_only(row: &mut Row, swap: impl Fn(&Watched) -> Instant) {
+    let watched = Watched::start(Launch::new(), 3);
+    let fleet = Fleet::start(&watched.store());
+    let load = Load::start(&fleet, usual_streams());
+    let monitor = Monitor::of(&watched.primary);
+    let_pass(WARM_UP);
+    let swapped = swap(&watched);
+    let_pass(4 * SECOND);
+    let run = load.finish();
+
+    row.check(&run, &fleet, 2, &[&watched.replica]);
+    row.within("rediscovered", run.back_after(swapped, |_| true), SECOND);
+    row.check_store_decides(&run, swapped + 2 * SECOND, Instant::now());
+    let calls = monitor.calls_after(swapped + SECOND);
+    row.require(calls == 0, || format!("{calls} calls to the old primary after a second"));
 }
 
 #[test]

@@ -37,9 +37,10 @@ fn refuse(
     let run = load.finish();
 
     row.check(&run, &fleet, limits, &[redis]);
-    row.check_failure_modes(&run, refused + SECOND, mended);
     let shown = run.shown_after(refused, |sample| sample.store_is_down() && sample.breaker_is_open());
     row.within("metric", shown, 5 * SECOND);
+    // Until then the store may decide what it can without a write: a denial.
+    row.check_failure_modes(&run, refused + shown.unwrap_or(SECOND), mended);
     let counted = run.shown_after(refused, |sample: &Sample| sample.value("tidegate_fallback_decisions_total") > 0.0);
     row.within("counted", counted, 5 * SECOND);
     for (instance, lines) in warnings.iter().enumerate() {
