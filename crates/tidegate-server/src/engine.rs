@@ -32,6 +32,7 @@ pub(crate) struct Live {
     pub(crate) policies: Policies,
     pub(crate) envoy: Envoy,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
+    /// By policy and by rule: found without a lock.
     outcomes: HashMap<String, Arc<Outcomes>>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
@@ -281,16 +282,16 @@ impl Engine {
 
     /// Decides the charges of one request of Envoy: one decision each, in their order. Those that deny by themselves are
     /// all or nothing.
-    pub(crate) async fn ask_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
+    pub(crate) async fn ask_envoy(&self, live: &Live, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", descriptors = charges.len());
         if span.is_disabled() {
-            self.answer_envoy(charges).await
+            self.answer_envoy(live, charges).await
         } else {
-            self.answer_envoy(charges).instrument(span).await
+            self.answer_envoy(live, charges).instrument(span).await
         }
     }
 
-    async fn answer_envoy(&self, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
+    async fn answer_envoy(&self, live: &Live, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
         let start = Instant::now();
         let mut decisions: Vec<Option<Decision>> = vec![None; charges.len()];
         let same = |one: &EnvoyCharge, other: &EnvoyCharge| one.key == other.key && one.policy == other.policy;
@@ -321,7 +322,13 @@ impl Engine {
         let decisions: Vec<Decision> = decisions.into_iter().flatten().collect();
         for (charge, decision) in charges.iter().zip(&decisions).filter(|(charge, _)| !charge.peek) {
             self.metrics.count_source(decision.source);
-            self.metrics.envoy_outcomes(&charge.metric, &charge.policy).count(decision.allowed, charge.alone);
+            match live.outcomes.get(&charge.metric) {
+                Some(outcomes) => outcomes.count(decision.allowed, charge.alone),
+                None => {
+                    let outcomes = self.metrics.envoy_outcomes(&charge.metric, &charge.policy);
+                    outcomes.count(decision.allowed, charge.alone);
+                }
+            }
             self.hot_keys.record(self.uptime(), &charge.policy, &charge.key, decision.allowed);
         }
         self.metrics.decision_seconds.observe(start.elapsed());
@@ -345,8 +352,9 @@ fn without_key(policy: &Policy) -> Line {
 
 impl Live {
     fn new(config: Config, metrics: &Metrics) -> Self {
-        let outcomes =
-            config.policies.iter().map(|policy| (policy.name().to_owned(), metrics.outcomes(policy.name()))).collect();
+        let rules = config.envoy.rules.rules().map(|rule| rule.path.as_str());
+        let names = config.policies.iter().map(Policy::name).chain(rules);
+        let outcomes = names.map(|name| (name.to_owned(), metrics.outcomes(name))).collect();
         Self {
             client_ip: config.client_ip,
             policies: config.policies,

@@ -91,7 +91,7 @@ impl RateLimitService for Envoy {
         let charges: Vec<&EnvoyCharge> = parts.iter().flat_map(Part::charges).collect();
         let mut decisions = self
             .engine
-            .ask_envoy(&charges)
+            .ask_envoy(&live, &charges)
             .await
             .map_err(|error| match error {
                 // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
