@@ -82,8 +82,13 @@ struct Episode {
     since: Instant,
     local_before: u64,
     repaid_before: u64,
+    /// The reasons that were logged.
+    told: Vec<String>,
     recovery: Option<AbortHandle>,
 }
+
+/// So many different reasons of one episode are logged, each once.
+const REASONS_TOLD: usize = 4;
 
 #[derive(Debug, Default)]
 struct Counters {
@@ -151,7 +156,8 @@ impl<S: Store> Builder<S> {
         let store = Arc::new(self.store);
         let fleet = self.fleet.unwrap_or_default();
         let heartbeat = Handle::try_current().ok().map(|runtime| fleet.keep_alive_on(&runtime, &store));
-        let episode = Episode { since: Instant::now(), local_before: 0, repaid_before: 0, recovery: None };
+        let episode =
+            Episode { since: Instant::now(), local_before: 0, repaid_before: 0, told: Vec::new(), recovery: None };
         let trouble = Trouble {
             on: AtomicBool::new(false),
             failures: AtomicU64::new(0),
@@ -308,8 +314,14 @@ impl<S: Store> Inner<S> {
         trouble.part.store(self.store.part(charge).0, Ordering::Relaxed);
         let failures = trouble.failures.fetch_add(1, Ordering::SeqCst);
         let begins = !trouble.on.swap(true, Ordering::SeqCst);
-        // Now and then: the runtime that the recovery ran on may have ended.
-        if !begins && !failures.is_multiple_of(1_024) {
+        let reason = match error {
+            StoreError::Open(reason) => reason,
+            error => error,
+        };
+        // Of the many calls that a breaker answers, only some have to be looked at. (The reason may have become another; and
+        // the runtime that the recovery ran on may have ended.)
+        let told_already = matches!(error, StoreError::Open(_)) && !failures.is_multiple_of(64);
+        if !begins && told_already {
             return;
         }
         let mut episode = trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
@@ -317,8 +329,14 @@ impl<S: Store> Inner<S> {
             episode.since = Instant::now();
             episode.local_before = self.counters.local.load(Ordering::Relaxed);
             episode.repaid_before = self.counters.repaid.load(Ordering::Relaxed);
+            episode.told.clear();
+        }
+        let reason = reason.to_string();
+        if episode.told.len() < REASONS_TOLD && !episode.told.contains(&reason) {
             let instances = self.fleet.size();
-            tracing::warn!(%error, instances, "the store cannot decide: falling back");
+            let still = if begins { "" } else { "still " };
+            tracing::warn!(reason, instances, "the store {still}cannot decide: falling back");
+            episode.told.push(reason);
         }
         if episode.recovery.as_ref().is_none_or(AbortHandle::is_finished)
             && let Ok(runtime) = Handle::try_current()

@@ -5,7 +5,7 @@
 //! A connection from which nothing comes back, though asked, is replaced; who still waits on it waits in peace.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -47,6 +47,8 @@ struct Node {
     state: watch::Sender<State>,
     /// Told when there is no connection: the topology may have changed.
     lost: Stir,
+    /// It says that it is a replica, or has refused to write.
+    demoted: AtomicBool,
     doubt: Notify,
     replies: AtomicU64,
     connections: AtomicU64,
@@ -96,6 +98,7 @@ impl Link {
             patience: timeout.clamp(PATIENCE.0, PATIENCE.1),
             state: watch::Sender::new(State::Connecting),
             lost: lost.clone(),
+            demoted: AtomicBool::new(false),
             doubt: Notify::new(),
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
@@ -147,6 +150,16 @@ impl Link {
         {
             connection.driver.abort();
         }
+    }
+
+    /// It has refused to write: it is not used again before it has said that it is a primary.
+    pub(super) fn demote(&self) {
+        self.node.demoted.store(true, Ordering::Relaxed);
+        self.reconnect();
+    }
+
+    pub(super) fn is_demoted(&self) -> bool {
+        self.node.demoted.load(Ordering::Relaxed)
     }
 
     /// Until there is a connection, or the first attempt to make one has failed.
@@ -342,8 +355,12 @@ impl Node {
                 return Err(Trouble::at_the_door(&self.address, &RedisError::from(error.clone())));
             }
         }
-        if self.role == Role::Primary && !replies.pop().is_some_and(|role| says_primary(&role)) {
-            return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
+        if self.role == Role::Primary {
+            let demoted = !replies.pop().is_some_and(|role| says_primary(&role));
+            self.demoted.store(demoted, Ordering::Relaxed);
+            if demoted {
+                return Err(Trouble::new(&self.address, "it is a replica, not a primary"));
+            }
         }
         if let Some(now) = replies.last().and_then(server_micros) {
             connection.clock.heard(now, sent, Instant::now());

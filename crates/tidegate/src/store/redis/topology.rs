@@ -219,10 +219,13 @@ impl Known {
     /// This node does not write. True if another one may be told soon.
     pub(super) fn does_not_write(&self, link: &Link) -> bool {
         self.stir.stir();
-        let alone = matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty();
+        let one = matches!(**self.routes.load(), Routes::One(_));
+        let alone = one && self.sentinels.is_empty();
         if alone {
             // Its address may lead to another server now.
             link.reconnect();
+        } else if one {
+            link.demote();
         }
         !alone
     }

@@ -151,10 +151,13 @@ impl Council {
         let mut believed = self.believed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(current) = &mut *believed {
             let now = Instant::now();
-            if known.primaries().iter().any(|link| link.is_up()) {
+            let primaries = known.primaries();
+            // Roles that were swapped by hand have no newer epoch.
+            let demoted = primaries.iter().all(|link| link.is_demoted());
+            if !demoted && primaries.iter().any(|link| link.is_up()) {
                 current.good = now;
             }
-            let newer = epoch > current.epoch;
+            let newer = demoted || epoch > current.epoch;
             current.epoch = current.epoch.max(if current.primary == primary { epoch } else { 0 });
             if current.primary == primary || !(newer || now - current.good >= PATIENCE) {
                 return;
