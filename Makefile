@@ -41,7 +41,7 @@ test-faults: ## Stop, kill, move and cut off Redis under load; needs root (a net
 	@cargo test -p tidegate-server --locked --test faults -- --test-threads=1; status=$$?; \
 		echo; cat $(FAULTS); exit $$status
 
-test: setup format lint test-code ## Everything that must hold on main
+test: setup format lint test-code test-faults ## Everything that must hold on main
 
 bench: ## Criterion: nanoseconds a decision in memory
 	cargo bench -p tidegate --locked

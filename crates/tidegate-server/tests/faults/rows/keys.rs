@@ -52,15 +52,15 @@ fn a_million_random_keys_on_memory() {
             memory.push(service.memory());
         }
         row.figure("memory", format_args!("{} MiB, then {} MiB", memory[1] / 1024, memory[9] / 1024));
-        row.require(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
-        row.require(cap_held, || "more keys than the cap".to_owned());
-        row.require(leaked == 0, || format!("the exhausted key was let through {leaked} times"));
+        row.insist(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
+        row.insist(cap_held, || "more keys than the cap".to_owned());
+        row.insist(leaked == 0, || format!("the exhausted key was let through {leaked} times"));
         // Full in the second tenth at the latest. From then on, what comes costs nothing; pages come and go.
         let (full, most) = (memory[1], memory[2..].iter().max().copied().unwrap_or(0));
-        row.require(most <= full + full / 4, || format!("memory grows: {memory:?} KiB"));
-        row.require(most < 128 * 1024, || format!("{most} KiB for {CAP} keys"));
+        row.insist(most <= full + full / 4, || format!("memory grows: {memory:?} KiB"));
+        row.insist(most < 128 * 1024, || format!("{most} KiB for {CAP} keys"));
         let output = service.output();
-        row.require(!output.contains("panicked"), || output.clone());
+        row.insist(!output.contains("panicked"), || output.clone());
     });
 }
 

@@ -60,12 +60,12 @@ fn redis_killed_and_restarted_empty() {
         let seen =
             run.records.iter().filter(|record| record.trouble.as_deref().is_some_and(|text| text.contains("NOSCRIPT")));
         let seen = seen.count();
-        row.require(seen == 0, || format!("{seen} clients saw NOSCRIPT"));
+        row.insist(seen == 0, || format!("{seen} clients saw NOSCRIPT"));
 
         let scripts = scripts_sent(&redis);
         let most = scripts.values().max().copied().unwrap_or(0);
         row.figure("loads", format_args!("{most} a script"));
-        row.require(!scripts.is_empty() && most <= 3, || format!("three instances sent scripts so often: {scripts:?}"));
+        row.insist(!scripts.is_empty() && most <= 3, || format!("three instances sent scripts so often: {scripts:?}"));
         let loads = fleet.metric("tidegate_redis_script_loads_total");
         for (before, after) in loads_before.iter().zip(&loads) {
             #[expect(clippy::cast_precision_loss, reason = "a handful")]

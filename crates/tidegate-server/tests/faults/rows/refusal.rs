@@ -51,7 +51,7 @@ fn refuse(
     row.within("back", run.back_after(mended, |_| true), 3 * SECOND);
     row.check_store_decides(&run, mended + 3 * SECOND, Instant::now());
     let told = fleet.instances.iter().any(|service| service.output().contains(SECRET));
-    row.require(!told, || "the password is in the log".to_owned());
+    row.insist(!told, || "the password is in the log".to_owned());
     run
 }
 

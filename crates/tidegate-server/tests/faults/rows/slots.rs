@@ -39,8 +39,8 @@ fn the_hot_slot_moves_under_load() {
         row.check_store_decides(&run, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
         let across = run.most_admitted_ever("across", WINDOW);
-        row.require(across <= PAIR, || format!("{across} admitted across slots, and {PAIR} is the limit"));
+        row.insist(across <= PAIR, || format!("{across} admitted across slots, and {PAIR} is the limit"));
         row.figure("keys moved", moved);
-        row.require(moved >= 9, || format!("only {moved} keys were there to move"));
+        row.insist(moved >= 9, || format!("only {moved} keys were there to move"));
     });
 }

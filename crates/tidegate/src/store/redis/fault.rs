@@ -131,5 +131,7 @@ pub(super) fn one_line(error: &RedisError) -> String {
         (Some(code), Some(detail)) => format!("{code} {detail}"),
         _ => error.to_string(),
     };
+    // Where in the script it happened tells nobody anything, and makes two of one reason.
+    let text = text.split_once(" script: ").map_or(text.as_str(), |(reason, _)| reason);
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
