@@ -11,6 +11,7 @@ use tower_service::Service;
 
 use super::body::Body;
 use super::gate::{Admission, Gate};
+use super::reply::Denial;
 use super::{Shared, grpc};
 
 /// A service that lets requests pass to the one inside if the gate admits them.
@@ -74,10 +75,12 @@ where
 {
     let (head, body) = request.into_parts();
     let admission = match shared.gate.admit(&head).await {
-        Ok(admission) if admission.passes() => admission,
-        Ok(denied) => return Ok(shared.replies.denied(&head, &denied)),
+        Ok(admission) => admission,
         Err(error) => return Ok(shared.replies.undecided(&head, &error)),
     };
+    if let Some(line) = admission.denied_by() {
+        return Ok(shared.replies.denied(&Denial { head: &head, admission: &admission, line }));
+    }
     let admission = turn(&shared, admission).await;
     let answer = ready.call(Request::from_parts(head, body)).await;
     if shared.refunds(&answer) {
