@@ -1,5 +1,6 @@
 //! [`RateLimit`]: the service around a service.
 
+use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -26,6 +27,12 @@ pub struct RateLimit<S, G> {
 impl<S, G> RateLimit<S, G> {
     pub(super) fn new(inner: S, shared: Arc<Shared<G>>) -> Self {
         Self { inner, shared }
+    }
+}
+
+impl<S: fmt::Debug, G> fmt::Debug for RateLimit<S, G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit").field("inner", &self.inner).finish_non_exhaustive()
     }
 }
 

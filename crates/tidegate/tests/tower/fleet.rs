@@ -32,8 +32,8 @@ impl Instance {
             .stdout(Stdio::piped())
             .spawn()
             .expect("started");
-        let lines = BufReader::new(process.stdout.take().expect("piped")).lines().map_while(Result::ok);
-        let address = lines.filter_map(|line| line.split_once(READY)?.1.parse().ok()).next();
+        let mut lines = BufReader::new(process.stdout.take().expect("piped")).lines().map_while(Result::ok);
+        let address = lines.find_map(|line| line.split_once(READY)?.1.parse().ok());
         Self { process, address: address.expect("it says where it listens") }
     }
 }
