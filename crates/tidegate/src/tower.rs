@@ -202,6 +202,10 @@ impl<G: Gate> RateLimitLayer<G> {
 
     /// Gives back what a request took if its response has such a status. A gRPC status in the headers counts as the HTTP
     /// status that says the same; a service that fails without a response, as 500.
+    ///
+    /// What has come back by itself before the response is there (the bucket drained, the window over) is not given back
+    /// again: that would be from others' counts. Of a log the newest units are given back, which may be another request's:
+    /// they leave it earlier by the time that the response took.
     #[must_use]
     pub fn refund_on(self, refund_on: impl Fn(StatusCode) -> bool + Send + Sync + 'static) -> Self {
         self.with(|shared| shared.refund_on = Some(Arc::new(refund_on)))

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use http::request::Parts;
 
+use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::headers::Limited;
@@ -29,6 +30,8 @@ pub trait Gate: Clone + Send + Sync + 'static {
 /// What was decided about one request: a line for each limit that applied to it.
 #[derive(Debug, Clone, Default)]
 pub struct Admission {
+    /// Microseconds by the gate's clock.
+    asked: u64,
     lines: Vec<Line>,
 }
 
@@ -46,10 +49,11 @@ pub struct Line {
 }
 
 impl Admission {
-    /// What these limits decided, all or nothing: the request passes if each that is enforced allows it.
+    /// What these limits decided, all or nothing: the request passes if each that is enforced allows it. `asked` is the time
+    /// just before the store was asked, in microseconds by the gate's clock, whichever that is.
     #[must_use]
-    pub fn new(lines: Vec<Line>) -> Self {
-        Self { lines }
+    pub fn new(asked: u64, lines: Vec<Line>) -> Self {
+        Self { asked, lines }
     }
 
     /// No limit applies.
@@ -93,13 +97,13 @@ impl Admission {
         self.enforced().map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
     }
 
-    /// What the request has spent, and a refund would give back.
-    pub fn spent(&self) -> impl Iterator<Item = Charge<'_>> {
+    /// What the request has spent, and a refund would give back at the time `now` by the gate's clock. What has come back by
+    /// itself since is not in it: to give it back again would take it from others' counts, and let one too many pass.
+    pub fn spent(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
         let passes = self.passes();
-        // Without a store's word nothing was counted.
-        let is_counted = |line: &&Line| matches!(line.decision.source, Source::Store | Source::Local);
-        let allowed = self.lines.iter().filter(move |line| passes && line.decision.allowed);
-        allowed.filter(is_counted).map(Line::charge)
+        let since = Duration::from_micros(now.saturating_sub(self.asked));
+        let spent = self.lines.iter().filter(move |line| passes && line.is_spent() && since < line.keeps());
+        spent.map(Line::charge)
     }
 
     fn enforced(&self) -> impl Iterator<Item = &Line> + Clone {
@@ -182,10 +186,84 @@ impl Line {
         self.shadow
     }
 
+    /// Without a store's word nothing was counted.
+    fn is_spent(&self) -> bool {
+        self.decision.allowed && matches!(self.decision.source, Source::Store | Source::Local)
+    }
+
+    /// For how long there surely is something of this charge in the count.
+    fn keeps(&self) -> Duration {
+        match self.quota.algorithm() {
+            // Until this window ends: in the next one, others' units go first. It ends as much before the reset as a count,
+            // which is at most all that is taken, needs in the next window to weigh less than one.
+            Algorithm::SlidingCounter => {
+                let window = self.quota.window_micros();
+                let taken = self.decision.limit.saturating_sub(self.decision.remaining).max(1);
+                self.decision.reset_after.saturating_sub(Duration::from_micros(window - window / taken + 1))
+            }
+            // Until a bucket has drained, a window has ended, a log's newest entry has left.
+            _ => self.decision.reset_after,
+        }
+    }
+
     /// What was to be decided.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
         let charge = Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost);
         charge.on_store_failure(self.on_store_failure)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::{Clock as _, ManualClock};
+    use crate::limiter::Limiter;
+    use crate::store::memory::MemoryStore;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// How long after a first request, and then a second of another, what the second took can be given back.
+    fn keeps(quota: &Quota) -> Vec<u64> {
+        let clock = ManualClock::new();
+        let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+        let charge = Charge::new("key", quota);
+        let line = || {
+            let decision = limiter.blocking().acquire(&charge).expect("decided");
+            Admission::new(clock.now(), vec![Line::new(&charge, decision)])
+        };
+        line();
+        let (admission, taken) = (line(), clock.now());
+        (0..40).filter(|second| admission.spent(taken + second * 1_000_000).next().is_some()).collect()
+    }
+
+    #[test]
+    fn what_has_come_back_by_itself_is_not_given_back_again() {
+        let until = |end| (0..end).collect::<Vec<u64>>();
+        // The manual clock stands at the beginning of a window.
+        let ten = |make: fn(u64, Duration) -> Result<Quota, crate::QuotaError>| make(5, 10 * SECOND).expect("valid");
+        assert_eq!(keeps(&ten(Quota::sliding_log)), until(10));
+        assert_eq!(keeps(&ten(Quota::fixed_window)), until(10));
+        assert_eq!(keeps(&ten(Quota::sliding_counter)), until(10));
+        // Each of the two units takes two seconds to come back.
+        assert_eq!(keeps(&ten(Quota::token_bucket)), until(4));
+        assert_eq!(keeps(&ten(Quota::leaky_bucket)), until(4));
+    }
+
+    #[test]
+    fn who_was_denied_or_not_counted_has_spent_nothing() {
+        let quota = Quota::token_bucket(5, SECOND).expect("valid");
+        let charge = Charge::new("key", &quota);
+        let limiter = Limiter::new(MemoryStore::new());
+        let allowed = limiter.blocking().acquire(&charge).expect("decided");
+        let spent = |decisions: &[Decision]| {
+            let lines = decisions.iter().map(|decision| Line::new(&charge, *decision)).collect();
+            Admission::new(0, lines).spent(0).count()
+        };
+        assert_eq!(spent(&[allowed]), 1);
+        assert_eq!(spent(&[allowed, Decision { allowed: false, ..allowed }]), 0, "all or nothing");
+        assert_eq!(spent(&[allowed, Decision { source: Source::Allow, ..allowed }]), 1);
+        let shadow = Line::new(&charge, Decision { allowed: false, ..allowed }).in_shadow();
+        assert_eq!(Admission::new(0, vec![Line::new(&charge, allowed), shadow]).spent(0).count(), 1);
     }
 }

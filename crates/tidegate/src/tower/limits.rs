@@ -120,8 +120,9 @@ impl<S: Store> Gate for QuotaGate<S> {
         }
         let charge = Charge::new(&key, &self.quota).cost(cost).on_store_failure(self.on_store_failure);
         let charge = self.policy.as_deref().map_or(charge, |policy| charge.policy(policy));
+        let asked = now(&self.limiter);
         let decision = self.limiter.acquire(&charge).await?;
-        Ok(Admission::new(vec![Line::new(&charge, decision)]))
+        Ok(Admission::new(asked, vec![Line::new(&charge, decision)]))
     }
 
     async fn refund(&self, admission: &Admission) {
@@ -148,8 +149,9 @@ impl<S: Store> Gate for PolicyGate<S> {
             selection
         };
         if let Some(policy) = selection.key_missing_for {
-            return Ok(Admission::new(vec![Line::without_key(policy)]));
+            return Ok(Admission::new(now(&self.limiter), vec![Line::without_key(policy)]));
         }
+        let asked = now(&self.limiter);
         let of_mode = |mode| selection.charges.iter().filter(move |selected| selected.policy().mode() == mode);
         let enforced: Vec<Charge<'_>> = of_mode(Mode::Enforce).map(|selected| selected.charge()).collect();
         let decisions = match enforced.as_slice() {
@@ -168,7 +170,7 @@ impl<S: Store> Gate for PolicyGate<S> {
                 lines.push(Line::new(&charge, decision).in_shadow());
             }
         }
-        Ok(Admission::new(lines))
+        Ok(Admission::new(asked, lines))
     }
 
     async fn refund(&self, admission: &Admission) {
@@ -180,8 +182,12 @@ impl<S: Store> Gate for PolicyGate<S> {
     }
 }
 
+fn now<S: Store>(limiter: &Limiter<S>) -> u64 {
+    limiter.store().clock().now()
+}
+
 async fn refund<S: Store>(limiter: &Limiter<S>, admission: &Admission) {
-    let charges: Vec<Charge<'_>> = admission.spent().collect();
+    let charges: Vec<Charge<'_>> = admission.spent(now(limiter)).collect();
     if let Err(error) = limiter.decide_all(Action::Refund, &charges).await {
         tracing::warn!(%error, "what a request had taken could not be given back");
     }

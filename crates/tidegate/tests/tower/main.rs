@@ -1,6 +1,7 @@
 //! The layer in front of real services: axum, tonic and hyper, over HTTP on the loopback.
 
 mod axum_app;
+mod examples;
 mod failures;
 mod fleet;
 mod grpc;

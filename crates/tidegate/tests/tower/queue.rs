@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::routing::get;
 use http::{Request, StatusCode};
 use tidegate::tower::RateLimitLayer;
-use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Store};
+use tidegate::{Charge, Clock as _, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Store};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tower::ServiceExt as _;
@@ -129,4 +129,37 @@ async fn a_client_who_hangs_up_gives_its_place_back() {
     drop(connection);
     queue.until_room_is(room).await;
     assert_eq!(queue.calls(), 1);
+}
+
+#[tokio::test]
+async fn what_came_back_while_the_service_worked_is_not_given_back_again() {
+    let clock = ManualClock::new();
+    let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    let quota = Quota::fixed_window(2, Duration::from_secs(1)).expect("valid");
+    let works_for = |time: Duration| {
+        let clock = clock.clone();
+        get(async move || {
+            clock.sleep(time).await;
+            StatusCode::BAD_GATEWAY
+        })
+    };
+    let layer = RateLimitLayer::new(limiter, quota).refund_on(|status| status.is_server_error());
+    let app = Router::new()
+        .route("/", get(async || "served"))
+        .route("/slow", works_for(Duration::from_secs(1)))
+        .route("/quick", works_for(Duration::ZERO))
+        .layer(layer);
+    let ask = |path: &str| app.clone().oneshot(Request::get(path).body(Body::empty()).expect("a request"));
+    let slow = tokio::spawn(ask("/slow"));
+    until("the slow one works", async || clock.sleepers() == 1).await;
+    for _ in 0..3 {
+        assert_eq!(ask("/quick").await.expect("infallible").status(), StatusCode::BAD_GATEWAY, "given back in time");
+    }
+    clock.advance(Duration::from_secs(1));
+    // In the next window.
+    for status in [StatusCode::OK, StatusCode::OK, StatusCode::TOO_MANY_REQUESTS] {
+        assert_eq!(ask("/").await.expect("infallible").status(), status);
+    }
+    assert_eq!(slow.await.expect("no panic").expect("infallible").status(), StatusCode::BAD_GATEWAY);
+    assert_eq!(ask("/").await.expect("infallible").status(), StatusCode::TOO_MANY_REQUESTS, "others' units stay");
 }

@@ -1,0 +1,81 @@
+//! The examples run, and say what their first lines promise. (Cargo builds them before the tests, but for a single `--test`.)
+
+use std::io::{BufRead as _, BufReader};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use http::StatusCode;
+
+use crate::site::Asker;
+use crate::support::Redis;
+
+fn example(name: &str) -> Command {
+    let this = std::env::current_exe().expect("this program");
+    let folder: PathBuf = this.ancestors().nth(2).expect("target/…").join("examples");
+    assert!(folder.join(name).exists(), "build it first: cargo build -p tidegate --example {name}");
+    Command::new(folder.join(name))
+}
+
+/// An example that listens. It ends with this.
+struct Server {
+    process: Child,
+    asker: Asker,
+}
+
+impl Server {
+    fn start(mut example: Command) -> Self {
+        let mut process = example.arg("0").stdout(Stdio::piped()).spawn().expect("started");
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().expect("piped")).read_line(&mut line).expect("it says what to try");
+        let address = line.split("http://").nth(1).and_then(|rest| rest.trim_end().strip_suffix('/'));
+        let address: SocketAddr = address.and_then(|address| address.parse().ok()).expect("an address");
+        Self { process, asker: Asker::of(address) }
+    }
+
+    /// How many of so many requests pass.
+    async fn admits(&self, requests: usize, headers: &[(&str, &str)]) -> usize {
+        let mut admitted = 0;
+        for _ in 0..requests {
+            admitted += usize::from(self.asker.get("/", headers).await.status == StatusCode::OK);
+        }
+        admitted
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[tokio::test]
+async fn axum_in_memory_and_as_two_processes_on_one_redis() {
+    let alone = Server::start(example("axum"));
+    assert_eq!(alone.admits(12, &[]).await, 10);
+    let redis = Redis::start();
+    let shared = || {
+        let mut command = example("axum");
+        command.env("REDIS_URL", redis.url());
+        Server::start(command)
+    };
+    let (one, other) = (shared(), shared());
+    assert_eq!((one.admits(7, &[]).await, other.admits(7, &[]).await), (7, 3));
+}
+
+#[tokio::test]
+async fn hyper_counts_by_api_key() {
+    let server = Server::start(example("hyper"));
+    assert_eq!(server.admits(7, &[("x-api-key", "k1")]).await, 5);
+    assert_eq!(server.admits(1, &[("x-api-key", "k2")]).await, 1);
+}
+
+#[test]
+fn tonic_shows_a_client_that_is_told_to_come_again() {
+    let output = example("tonic").output().expect("runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert_eq!(text.matches("passes").count(), 3, "{text}");
+    assert!(text.contains("ResourceExhausted") && text.contains("come again in Some("), "{text}");
+}
