@@ -73,7 +73,6 @@ pub(crate) async fn forward_auth(
     let live = engine.live();
     let (mut head, _) = request.into_parts();
     take_token(live.api_token.as_ref(), &mut head.headers)?;
-    let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let address = api::client_address(&live.client_ip, &head)?;
     let forwarded = Forwarded {
         ip: address.map(|address| live.client_ip.group(address)),
@@ -82,6 +81,14 @@ pub(crate) async fn forward_auth(
         host: told(&head.headers, &HOST, Some)?.map(plain_host),
         headers: &head.headers,
     };
+    // A proxy that hands on the client's query would let it choose its policy.
+    if head.uri.query().is_some_and(|query| !query.is_empty() && forwarded.whole_query() == Some(query)) {
+        return Err(Problem::bad_request(
+            "this query is that of the held back request: the proxy must send its own, if only a question mark \
+             (Caddy: uri /v1/forward-auth?)",
+        ));
+    }
+    let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let ask = Ask::Attributes { attributes: &forwarded, only: parameters.policy.as_deref(), cost: None };
     let answer = engine.ask(Action::Acquire, ask).await?;
     let denied = !answer.allowed();
@@ -204,10 +211,13 @@ impl Forwarded<'_> {
         Some(values.fold(first, |all, value| Cow::Owned(format!("{all}, {value}"))))
     }
 
+    fn whole_query(&self) -> Option<&str> {
+        self.uri?.split('#').next()?.split_once('?').map(|(_, query)| query)
+    }
+
     /// The first of this name.
     fn query(&self, name: &str) -> Option<Cow<'_, str>> {
-        let (_, query) = self.uri?.split('#').next()?.split_once('?')?;
-        let pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+        let pairs = self.whole_query()?.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
         pairs.map(|(key, value)| (decoded(key), value)).find(|(key, _)| key == name).map(|(_, value)| decoded(value))
     }
 

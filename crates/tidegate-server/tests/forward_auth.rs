@@ -159,6 +159,19 @@ fn a_client_cannot_speak_for_the_proxy() {
     }
 }
 
+/// Caddy rewrites `uri /v1/forward-auth` with the client's query behind it; with `uri /v1/forward-auth?` it does not.
+#[test]
+fn a_client_cannot_choose_its_policy_by_its_own_query() {
+    let service = Service::start("policies: [{name: lenient, limit: 1000, window: 1h}]");
+    for query in ["policy=lenient", "x=1"] {
+        let answer = ask(&service, &format!("?{query}"), &[("X-Forwarded-Uri", &format!("/a?{query}"))]);
+        assert_eq!(answer.status, 400);
+        assert!(answer.body.contains("uri /v1/forward-auth?"), "{}", answer.body);
+    }
+    assert_eq!(ask(&service, "?policy=lenient", &[("X-Forwarded-Uri", "/a?policy=strict")]).status, 200);
+    assert_eq!(ask(&service, "?", &[("X-Forwarded-Uri", "/a?")]).status, 200);
+}
+
 #[test]
 fn a_token_is_asked_for_and_never_becomes_a_key() {
     let service = Service::start(
