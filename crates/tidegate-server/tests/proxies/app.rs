@@ -71,7 +71,7 @@ fn read(stream: &TcpStream) -> Option<String> {
                 if name == "content-length" {
                     length = value.trim().parse().ok()?;
                 }
-                request.push_str(&format!("{name}: {value}"));
+                request.extend([name.as_str(), ": ", value]);
             }
             None => request.push_str(&line),
         }
