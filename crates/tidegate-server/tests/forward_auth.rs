@@ -4,8 +4,9 @@ mod support;
 
 use support::{Answer, Redis, Service, request};
 
-/// What nginx, Caddy and Traefik send besides the client's own headers.
-const GET: (&str, &str) = ("X-Forwarded-Method", "GET");
+type Header = (&'static str, &'static str);
+
+const GET: Header = ("X-Forwarded-Method", "GET");
 
 fn ask(service: &Service, question: &str, headers: &[(&str, &str)]) -> Answer {
     request(&service.http, "GET", &format!("/v1/forward-auth{question}"), headers, b"")
@@ -73,7 +74,7 @@ fn questions_that_are_none_are_refused_and_spend_nothing() {
 
 #[test]
 fn each_attribute_of_the_held_back_request_can_be_the_key() {
-    let cases: [(&str, (&str, &str), (&str, &str)); 9] = [
+    let cases: [(&str, Header, Header); 9] = [
         ("header.x-user-id", ("X-User-Id", "u1"), ("X-User-Id", "u2")),
         ("cookie.sid", ("Cookie", "a=b; sid=1"), ("Cookie", "a=b; sid=2")),
         ("query.api_key", ("X-Forwarded-Uri", "/?api_key=k%31"), ("X-Forwarded-Uri", "/?api_key=k2")),

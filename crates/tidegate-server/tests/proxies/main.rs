@@ -9,7 +9,7 @@ mod support;
 mod app;
 /// One of several clients, by its address.
 mod client;
-/// nginx, Caddy, Traefik and HAProxy, which ask `/v1/forward-auth`.
+/// The four that ask `/v1/forward-auth`.
 mod forward_auth;
 /// A proxy's files and process.
 mod proxy;
