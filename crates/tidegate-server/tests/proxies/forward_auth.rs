@@ -128,6 +128,8 @@ impl Stage {
             assert_eq!(denied.status, 429, "{headers:?}: {denied:?}");
             let wait: u64 = denied.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds");
             assert!((3_500..=3_600).contains(&wait), "{wait}");
+            let otherwise_written = client.post(address, "//x/../%6Cogin/?next=/", headers, "name=ann");
+            assert_eq!(otherwise_written.status, 429, "{headers:?}: {otherwise_written:?}");
             assert_eq!(client.get(address, "/login", &[]).status, 200, "only POST is limited so, and a denial is free");
             let reached = self.app.requests("/login?next=/");
             assert!(reached.iter().all(|request| request.ends_with("\r\n\r\nname=ann")), "{reached:?}");

@@ -100,6 +100,8 @@ fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
     let login = || Client(43).post(envoy.address, "/login", &[], "name=ann");
     assert_eq!([login().status, login().status], [200, 200]);
     assert!((30..=60).contains(&wait_of(&login())));
+    let otherwise_written = Client(43).post(envoy.address, "//x/../%6Cogin", &[], "name=ann");
+    assert!((30..=60).contains(&wait_of(&otherwise_written)));
     assert_eq!(Client(44).post(envoy.address, "/login", &[], "name=bob").status, 200);
     assert_eq!(app.requests("/login").len(), 3);
 
