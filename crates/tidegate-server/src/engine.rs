@@ -1,14 +1,14 @@
 //! The engine: what every front door asks. It selects the policies, asks the store, counts what came of it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use tidegate::headers::Limited;
 use tidegate::{
-    Action, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy, Quota, QuotaError, SelectError,
-    Selected, Source, StoreError,
+    Action, Attributes, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy, Quota, QuotaError,
+    SelectError, Selected, Source, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -40,11 +40,23 @@ pub(crate) struct Live {
 }
 
 /// A question, in one of its three forms.
-#[derive(Debug)]
 pub(crate) enum Ask<'a> {
-    Policy { policy: &'a str, key: &'a str, cost: Option<u64> },
-    Attributes { attributes: &'a BTreeMap<String, String>, cost: Option<u64> },
-    Quota { key: &'a str, quota: &'a Quota, cost: u64 },
+    Policy {
+        policy: &'a str,
+        key: &'a str,
+        cost: Option<u64>,
+    },
+    /// All policies that apply; or `only` this one, whatever it matches.
+    Attributes {
+        attributes: &'a (dyn Attributes + Sync),
+        only: Option<&'a str>,
+        cost: Option<u64>,
+    },
+    Quota {
+        key: &'a str,
+        quota: &'a Quota,
+        cost: u64,
+    },
 }
 
 /// The answer: each policy's decision, the most restrictive one leading.
@@ -199,8 +211,11 @@ impl Engine {
                     .on_store_failure(policy.store_failure());
                 self.ask_policies(action, start, &live, &[(policy, charge)]).await?
             }
-            Ask::Attributes { attributes, cost } => {
-                let selection = live.policies.select(attributes, cost)?;
+            Ask::Attributes { attributes, only, cost } => {
+                let selection = match only {
+                    Some(name) => live.policy(name)?.select(attributes, cost)?,
+                    None => live.policies.select(attributes, cost)?,
+                };
                 if let Some(policy) = selection.key_missing_for {
                     if action == Action::Acquire {
                         self.metrics.count_source(Source::Deny);

@@ -18,7 +18,8 @@ use tidegate::{Action, ClientIp, headers};
 use utoipa::OpenApi;
 
 use crate::body::{self, AskBody, Body, DecisionBody, QuotaBody};
-use crate::engine::{Ask, Engine};
+use crate::engine::{Answer, Ask, Engine};
+use crate::forward_auth;
 use crate::listener::Peer;
 use crate::problem::Problem;
 use crate::token;
@@ -31,7 +32,7 @@ const BODY_TIME: Duration = Duration::from_secs(10);
 #[derive(OpenApi)]
 #[openapi(
     info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
-    paths(acquire, peek, refund),
+    paths(acquire, peek, refund, forward_auth::forward_auth),
     components(schemas(AskBody, QuotaBody, Body<'static>, DecisionBody<'static>, Problem))
 )]
 struct Api;
@@ -65,6 +66,7 @@ pub(crate) fn router(engine: Arc<Engine>) -> Router {
         .route("/v1/acquire", post(acquire))
         .route("/v1/peek", post(peek))
         .route("/v1/refund", post(refund))
+        .route("/v1/forward-auth", get(forward_auth::forward_auth))
         .route("/openapi.json", get(async || axum::Json(Api::openapi())))
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
@@ -127,7 +129,7 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
     let quota = body.quota.as_ref().map(QuotaBody::quota).transpose().map_err(Problem::bad_request)?;
     let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
         (Some(policy), Some(key), None, None) => Ask::Policy { policy, key, cost: body.cost },
-        (None, None, Some(attributes), None) => Ask::Attributes { attributes, cost: body.cost },
+        (None, None, Some(attributes), None) => Ask::Attributes { attributes, only: None, cost: body.cost },
         (None, Some(key), None, Some(quota)) => Ask::Quota { key, quota, cost: body.cost.unwrap_or(1) },
         _ => {
             return Err(Problem::bad_request(
@@ -143,16 +145,21 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
     // With room for those that the server adds, and none to grow.
     let mut fields = HeaderMap::with_capacity(12);
     fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    headers::each(answer.limited(), live.x_ratelimit_headers, |name, value| {
-        // A peek or a refund tells of a wait in its body; the header is for a request that was turned away.
+    add_limits(&mut fields, &answer, live.x_ratelimit_headers, denied);
+    *response.headers_mut() = fields;
+    Ok(response)
+}
+
+/// What a client is told of its limits. `Retry-After` is for a request that was turned away: a peek or a refund tells of a
+/// wait in its body.
+pub(crate) fn add_limits(fields: &mut HeaderMap, answer: &Answer, with_x_headers: bool, denied: bool) {
+    headers::each(answer.limited(), with_x_headers, |name, value| {
         if (name != "retry-after" || denied)
             && let Ok(value) = HeaderValue::from_str(value)
         {
             fields.insert(header_name(name), value);
         }
     });
-    *response.headers_mut() = fields;
-    Ok(response)
 }
 
 /// Known at compile time: to look at each letter of a name again would take as long as the decision.
@@ -180,19 +187,25 @@ fn add_address(attributes: &mut BTreeMap<String, String>, client_ip: &ClientIp, 
             Problem::bad_request(format!("attributes.ip: {text:?} is not an address, such as 192.0.2.1 or 2001:db8::1"))
         })?,
         None => {
-            let Some(Peer(peer)) = head.extensions.get::<Peer>() else { return Ok(()) };
-            let values = |name: &str| head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
-            let resolved = client_ip.resolve(peer.ip(), values("x-forwarded-for"), values("forwarded"));
-            if resolved.unparsable {
-                return Err(Problem::bad_request(
-                    "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",
-                ));
-            }
-            resolved.address
+            let Some(address) = client_address(client_ip, head)? else { return Ok(()) };
+            address
         }
     };
     attributes.insert("ip".to_owned(), client_ip.group(address));
     Ok(())
+}
+
+/// Where a request comes from, as far as trusted proxies tell.
+pub(crate) fn client_address(client_ip: &ClientIp, head: &Parts) -> Result<Option<IpAddr>, Problem> {
+    let Some(Peer(peer)) = head.extensions.get::<Peer>() else { return Ok(None) };
+    let values = |name: &str| head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
+    let resolved = client_ip.resolve(peer.ip(), values("x-forwarded-for"), values("forwarded"));
+    if resolved.unparsable {
+        return Err(Problem::bad_request(
+            "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",
+        ));
+    }
+    Ok(Some(resolved.address))
 }
 
 /// Reads a body of JSON, bounded in size and time.

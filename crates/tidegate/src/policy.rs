@@ -323,6 +323,36 @@ impl Policy {
         }
     }
 
+    /// What this policy alone charges a request, whatever it matches: for a caller that has chosen it.
+    pub fn select(&self, attributes: &dyn Attributes, cost: Option<u64>) -> Result<Selection<'_>, SelectError> {
+        let mut selection = Selection::default();
+        self.add_to(&mut selection, attributes, cost)?;
+        Ok(selection)
+    }
+
+    fn add_to<'a>(
+        &'a self,
+        selection: &mut Selection<'a>,
+        attributes: &dyn Attributes,
+        cost: Option<u64>,
+    ) -> Result<(), SelectError> {
+        let Some(key) = self.key_of(attributes) else {
+            if self.missing_key == MissingKey::Deny && self.mode == Mode::Enforce {
+                selection.key_missing_for.get_or_insert(self);
+            }
+            return Ok(());
+        };
+        Key::new(&key).map_err(|reason| SelectError {
+            policy: self.name.clone(),
+            attributes: self.key.join(", "),
+            reason,
+        })?;
+        let quota = self.quota_for(&key);
+        let cost = cost.unwrap_or_else(|| self.cost_of(attributes));
+        selection.charges.push(Selected { policy: self, key, quota, cost });
+        Ok(())
+    }
+
     fn applies_to(&self, attributes: &dyn Attributes) -> bool {
         self.conditions.iter().all(|condition| {
             attributes.get(&condition.attribute).is_some_and(|value| {
@@ -422,23 +452,9 @@ impl Policies {
         let mut selection = Selection::default();
         for position in self.index.candidates(attributes) {
             let policy = &self.all[position];
-            if !policy.applies_to(attributes) {
-                continue;
+            if policy.applies_to(attributes) {
+                policy.add_to(&mut selection, attributes, cost)?;
             }
-            let Some(key) = policy.key_of(attributes) else {
-                if policy.missing_key == MissingKey::Deny && policy.mode == Mode::Enforce {
-                    selection.key_missing_for.get_or_insert(policy);
-                }
-                continue;
-            };
-            Key::new(&key).map_err(|reason| SelectError {
-                policy: policy.name.clone(),
-                attributes: policy.key.join(", "),
-                reason,
-            })?;
-            let quota = policy.quota_for(&key);
-            let cost = cost.unwrap_or_else(|| policy.cost_of(attributes));
-            selection.charges.push(Selected { policy, key, quota, cost });
         }
         Ok(selection)
     }
@@ -499,6 +515,14 @@ mod tests {
             assert_eq!(names(&policies, &[("path", path)]), ["api"], "{path}");
         }
         assert!(names(&policies, &[("path", "/api/login2")]).is_empty());
+    }
+
+    #[test]
+    fn a_policy_that_was_chosen_is_not_asked_what_it_matches() {
+        let login = policy("login").matching("path", &["/login"]).and_then(|p| p.counting(&["ip"])).expect("valid");
+        let elsewhere = request(&[("path", "/"), ("ip", "192.0.2.1")]);
+        assert_eq!(login.select(&elsewhere, None).expect("a sound key").charges[0].key(), "192.0.2.1");
+        assert!(login.select(&request(&[]), None).expect("no key").charges.is_empty());
     }
 
     #[test]

@@ -1,0 +1,48 @@
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::net::{Ipv4Addr, SocketAddr};
+
+use tokio::net::TcpSocket;
+
+use crate::support::{Answer, PATIENCE, read_answer};
+
+/// The client at 127.0.0.`0`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Client(pub(crate) u8);
+
+impl Client {
+    pub(crate) fn get(self, proxy: SocketAddr, path: &str, headers: &[(&str, &str)]) -> Answer {
+        self.send(proxy, "GET", path, headers, "").expect("it listens")
+    }
+
+    pub(crate) fn post(self, proxy: SocketAddr, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+        self.send(proxy, "POST", path, headers, body).expect("it listens")
+    }
+
+    pub(crate) fn send(
+        self,
+        proxy: SocketAddr,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &str,
+    ) -> io::Result<Answer> {
+        // std cannot choose the address that a connection comes from.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+        let stream = runtime.block_on(async {
+            let socket = TcpSocket::new_v4()?;
+            socket.bind((Ipv4Addr::new(127, 0, 0, self.0), 0).into())?;
+            socket.connect(proxy).await?.into_std()
+        });
+        let mut stream = stream?;
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let mut request = format!("{method} {path} HTTP/1.1\r\nHost: example.com\r\nConnection: close\r\n");
+        for (name, value) in headers {
+            let _ = write!(request, "{name}: {value}\r\n");
+        }
+        let _ = write!(request, "Content-Length: {}\r\n\r\n{body}", body.len());
+        stream.write_all(request.as_bytes())?;
+        Ok(read_answer(&mut stream))
+    }
+}

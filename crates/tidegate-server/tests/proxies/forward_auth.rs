@@ -1,0 +1,242 @@
+use std::time::{Duration, Instant};
+
+use crate::app::App;
+use crate::client::Client;
+use crate::proxy::{Proxy, Recipe, changed, deployed};
+use crate::support::Service;
+
+// A proxy that gives up on Tidegate soon is right to; here the machine may be busy.
+const NGINX: Recipe<'static> = Recipe {
+    program: "nginx",
+    arguments: &["-e", "stderr", "-p", ".", "-c", "nginx.conf", "-g", "daemon off; pid nginx.pid;"],
+    files: &["nginx/nginx.conf"],
+    changes: &[
+        ("_timeout 1s", "_timeout 10s"),
+        // Nothing outside of the folder, for who is not root.
+        (
+            "http {\n",
+            "http {\n access_log off; client_body_temp_path a; proxy_temp_path b; fastcgi_temp_path c; uwsgi_temp_path d; \
+             scgi_temp_path e;\n",
+        ),
+    ],
+    environment: &[],
+};
+const CADDY: Recipe<'static> =
+    Recipe { program: "caddy", arguments: &["run"], files: &["caddy/Caddyfile"], changes: &[], environment: &[] };
+const TRAEFIK: Recipe<'static> = Recipe {
+    program: "traefik",
+    arguments: &["--configfile=traefik.yaml", "--global.checknewversion=false"],
+    files: &["traefik/traefik.yaml", "traefik/dynamic.yaml"],
+    changes: &[],
+    environment: &[],
+};
+const HAPROXY: Recipe<'static> = Recipe {
+    program: "haproxy",
+    arguments: &["-f", "haproxy.cfg", "-db"],
+    files: &["haproxy/haproxy.cfg", "haproxy/tidegate.lua"],
+    changes: &[("TIMEOUT = 1000", "TIMEOUT = 10000")],
+    environment: &[],
+};
+
+/// Three in two seconds for each client; and two in an hour at the login, which no test waits for.
+const LIMITS: [(&str, &str); 2] = [
+    ("limit: 100\n    window: 60s", "limit: 3\n    window: 2s"),
+    ("limit: 5\n    window: 60s", "limit: 2\n    window: 1h"),
+];
+const WINDOW: Duration = Duration::from_secs(2);
+
+/// Who gets to see what is left of a limit when a request passes.
+#[derive(Clone, Copy, PartialEq)]
+enum Shown {
+    ToClient,
+    ToApp,
+}
+
+struct Stage {
+    app: App,
+    tidegate: Service,
+    proxy: Proxy,
+}
+
+impl Stage {
+    fn new(recipe: &Recipe<'_>, limits: &[(&str, &str)], more: &str) -> Self {
+        let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"].map(|address| (address, "127.0.0.1:0"));
+        let config = changed(&changed(&deployed("tidegate.yaml"), &free), limits);
+        let tidegate = Service::start(&format!("{config}\n{more}"));
+        let app = App::start();
+        let proxy = Proxy::start(recipe, app.port, (8080, &tidegate.http));
+        Self { app, tidegate, proxy }
+    }
+
+    /// The first three pass, the fourth does not, and after the wait that it was told one passes again.
+    fn limits_each_client(&self, shown: Shown) {
+        let address = self.proxy.address;
+        for attempt in 0..5 {
+            let (client, path) = (Client(10 + attempt), format!("/items/{attempt}"));
+            let start = Instant::now();
+            let answers: Vec<_> = (0..4).map(|_| client.get(address, &path, &[])).collect();
+            if start.elapsed() >= WINDOW {
+                // The machine was busy, and the first of them no longer counts.
+                continue;
+            }
+            let reached = self.app.requests(&path);
+            assert_eq!(reached.len(), 3, "the application saw {reached:?}");
+            for (number, (answer, request)) in answers.iter().zip(&reached).enumerate() {
+                assert_eq!(answer.status, 200, "{answer:?}");
+                assert_eq!(answer.header("retry-after"), None);
+                let (policy, left) = ("\"per-client\";q=3;w=2", format!("\"per-client\";r={};t=2", 2 - number));
+                match shown {
+                    Shown::ToClient => {
+                        assert_eq!(answer.header("ratelimit-policy"), Some(policy));
+                        assert_eq!(answer.header("ratelimit"), Some(left.as_str()));
+                    }
+                    Shown::ToApp => {
+                        assert!(request.contains(&format!("ratelimit-policy: {policy}\r\n")), "{request}");
+                        assert!(request.contains(&format!("ratelimit: {left}\r\n")), "{request}");
+                    }
+                }
+            }
+            let denied = &answers[3];
+            assert_eq!(denied.status, 429, "{denied:?}");
+            assert_eq!(denied.header("content-type"), Some("application/problem+json"));
+            assert_eq!(denied.header("ratelimit-policy"), Some("\"per-client\";q=3;w=2"));
+            assert!(denied.header("ratelimit").is_some_and(|left| left.starts_with("\"per-client\";r=0;t=")));
+            assert!(denied.body.contains("\"status\":429"), "{denied:?}");
+            let wait: u64 = denied.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds");
+            assert!((1..=2).contains(&wait), "{wait}");
+            let other = Client(20 + attempt).get(address, "/", &[]);
+            assert_eq!(other.status, 200, "another client is not concerned: {other:?}");
+            std::thread::sleep(Duration::from_secs(wait));
+            assert_eq!(client.get(address, "/", &[]).status, 200, "it waited {wait} s");
+            return;
+        }
+        panic!("four requests took longer than {WINDOW:?}, five times");
+    }
+
+    /// Its method, path, body and address are the client's, whatever else it says of them.
+    fn asks_about_the_real_request(&self, spoofed: &[(&str, &str)]) {
+        let address = self.proxy.address;
+        for (number, headers) in [&[][..], spoofed].into_iter().enumerate() {
+            let client = Client(30 + u8::try_from(number).expect("two"));
+            let before = self.app.requests("/login").len();
+            let login = |hop: &str| {
+                let headers: Vec<_> = headers.iter().copied().chain([("X-Forwarded-For", hop)]).collect();
+                client.post(address, "/login?next=/", &headers, "name=ann")
+            };
+            assert_eq!([login("192.0.2.1").status, login("192.0.2.2").status], [200, 200], "{headers:?}");
+            let denied = login("192.0.2.3");
+            assert_eq!(denied.status, 429, "{headers:?}: {denied:?}");
+            let wait: u64 = denied.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds");
+            assert!((3_500..=3_600).contains(&wait), "{wait}");
+            let otherwise_written = client.post(address, "//x/../%6Cogin/?next=/", headers, "name=ann");
+            assert_eq!(otherwise_written.status, 429, "{headers:?}: {otherwise_written:?}");
+            assert_eq!(client.get(address, "/login", &[]).status, 200, "only POST is limited so, and a denial is free");
+            let reached = self.app.requests("/login?next=/");
+            assert!(reached.iter().all(|request| request.ends_with("\r\n\r\nname=ann")), "{reached:?}");
+            assert_eq!(self.app.requests("/login").len(), before + 3);
+        }
+        let asked = Client(40).get(address, "/chosen?policy=login&deny_status=401", &[]);
+        assert_eq!(asked.status, 200, "a query is the application's affair: {asked:?}");
+        assert!(self.app.requests("/chosen")[0].starts_with("GET /chosen?policy=login&deny_status=401 "));
+    }
+}
+
+/// With a token, which the application never sees; then without Tidegate.
+fn guards_its_token_and_then_is_left_alone(recipe: &Recipe<'_>, status_without_tidegate: u16) {
+    let limits = [("limit: 100\n    window: 60s", "limit: 1\n    window: 1h")];
+    let Stage { app, tidegate, mut proxy } = Stage::new(recipe, &limits, "auth: {api_token: change-me}");
+    let client = Client(50);
+    let ask = |proxy: &Proxy| client.get(proxy.address, "/guarded", &[("Authorization", "Bearer alice")]);
+    assert_eq!([ask(&proxy).status, ask(&proxy).status], [200, 429]);
+    let reached = app.requests("/guarded");
+    assert_eq!(reached.len(), 1);
+    assert!(reached[0].contains("authorization: Bearer alice\r\n"), "{reached:?}");
+    assert!(!reached[0].contains("change-me"), "{reached:?}");
+    drop(tidegate);
+    proxy.until("it notices that nobody decides", |proxy| ask(proxy).status == status_without_tidegate);
+}
+
+#[test]
+fn nginx_limits_each_client_and_tells_when_to_come_again() {
+    let stage = Stage::new(&NGINX, &LIMITS, "");
+    stage.limits_each_client(Shown::ToClient);
+    stage.asks_about_the_real_request(&[
+        ("X-Forwarded-Method", "GET"),
+        ("X-Forwarded-Uri", "/"),
+        ("X-Original-Method", "GET"),
+        ("X-Original-URI", "/"),
+    ]);
+}
+
+#[test]
+fn caddy_limits_each_client_and_tells_when_to_come_again() {
+    let stage = Stage::new(&CADDY, &LIMITS, "");
+    stage.limits_each_client(Shown::ToClient);
+    stage.asks_about_the_real_request(&[
+        ("X-Forwarded-Method", "GET"),
+        ("X-Forwarded-Uri", "/"),
+        ("X-Original-Method", "GET"),
+        ("X-Original-URI", "/"),
+    ]);
+}
+
+#[test]
+fn traefik_limits_each_client_and_tells_when_to_come_again() {
+    let stage = Stage::new(&TRAEFIK, &LIMITS, "");
+    stage.limits_each_client(Shown::ToApp);
+    stage.asks_about_the_real_request(&[("X-Forwarded-Method", "GET"), ("X-Forwarded-Uri", "/")]);
+    // Traefik hands on what it does not know. That is no way around a limit, either.
+    let contradiction = Client(60).post(stage.proxy.address, "/login", &[("X-Original-URI", "/")], "");
+    assert_eq!(contradiction.status, 400, "{contradiction:?}");
+}
+
+#[test]
+fn haproxy_limits_each_client_and_tells_when_to_come_again() {
+    let stage = Stage::new(&HAPROXY, &LIMITS, "");
+    stage.limits_each_client(Shown::ToClient);
+    stage.asks_about_the_real_request(&[
+        ("X-Forwarded-Method", "GET"),
+        ("X-Forwarded-Uri", "/"),
+        ("X-Original-Method", "GET"),
+        ("X-Original-URI", "/"),
+    ]);
+}
+
+#[test]
+fn nginx_sends_a_token_and_lets_pass_without_tidegate() {
+    let token = ("# proxy_set_header X-Tidegate-Token", "proxy_set_header X-Tidegate-Token");
+    let recipe = Recipe { changes: &[NGINX.changes[0], NGINX.changes[1], token], ..NGINX };
+    guards_its_token_and_then_is_left_alone(&recipe, 200);
+}
+
+#[test]
+fn caddy_sends_a_token_and_lets_nobody_pass_without_tidegate() {
+    let token = ("# header_up X-Tidegate-Token", "header_up X-Tidegate-Token");
+    let recipe = Recipe { changes: &[token], environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..CADDY };
+    guards_its_token_and_then_is_left_alone(&recipe, 502);
+}
+
+#[test]
+fn traefik_sends_a_token_and_lets_nobody_pass_without_tidegate() {
+    let token = [
+        ("middlewares: [tidegate]", "middlewares: [token, tidegate, no-token]"),
+        ("# token:", "token:"),
+        ("# no-token:", "no-token:"),
+    ];
+    let recipe = Recipe { changes: &token, ..TRAEFIK };
+    guards_its_token_and_then_is_left_alone(&recipe, 500);
+}
+
+#[test]
+fn haproxy_sends_a_token_and_lets_pass_without_tidegate() {
+    let recipe = Recipe { environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..HAPROXY };
+    guards_its_token_and_then_is_left_alone(&recipe, 200);
+}
+
+#[test]
+fn haproxy_can_let_nobody_pass_without_tidegate() {
+    let deny = ("# http-request deny deny_status 503", "http-request deny deny_status 503");
+    let recipe =
+        Recipe { changes: &[HAPROXY.changes[0], deny], environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..HAPROXY };
+    guards_its_token_and_then_is_left_alone(&recipe, 503);
+}

@@ -1,0 +1,126 @@
+use std::fs;
+use std::time::{Duration, Instant};
+
+use crate::app::App;
+use crate::client::Client;
+use crate::proxy::{Proxy, Recipe, changed, deployed};
+use crate::support::{Answer, Service};
+
+const ENVOY: Recipe<'static> = Recipe {
+    program: "envoy",
+    arguments: &["-c", "envoy.yaml", "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"],
+    files: &["envoy/envoy.yaml"],
+    // To give up on Tidegate so soon is right; here the machine may be busy.
+    changes: &[("0.25s", "10s")],
+    environment: &[],
+};
+
+/// Three in a second for each address; two in a minute at the login.
+const LIMITS: [(&str, &str); 2] = [
+    ("minute, requests_per_unit: 100}", "second, requests_per_unit: 3}"),
+    ("minute, requests_per_unit: 5}", "minute, requests_per_unit: 2}"),
+];
+const WINDOW: Duration = Duration::from_secs(1);
+
+fn tidegate(more: &str) -> Service {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"].map(|address| (address, "127.0.0.1:0"));
+    let config = changed(&deployed("envoy/tidegate.yaml"), &free);
+    let file = folder.path().join("tidegate.yaml");
+    fs::write(&file, format!("{config}\n{more}")).expect("written");
+    let rules = changed(&deployed("envoy/ratelimit.yaml"), &LIMITS);
+    fs::write(folder.path().join("ratelimit.yaml"), rules).expect("written");
+    Service::start_on(folder, &file, &[])
+}
+
+fn start(recipe: &Recipe<'_>, app: &App, tidegate: &Service) -> Proxy {
+    Proxy::start(recipe, app.port, (8081, tidegate.grpc.as_deref().expect("an address")))
+}
+
+fn wait_of(answer: &Answer) -> u64 {
+    assert_eq!(answer.status, 429, "{answer:?}");
+    answer.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds")
+}
+
+/// The first three of an address pass, the fourth does not, and after the wait that it was told one passes again.
+fn limits_each_address(app: &App, envoy: &Proxy) {
+    for attempt in 0..8 {
+        let (client, path) = (Client(10 + attempt), format!("/items/{attempt}"));
+        let start = Instant::now();
+        // What a client says of its address is not believed.
+        let ask = |hop: usize| client.get(envoy.address, &path, &[("X-Forwarded-For", &format!("192.0.2.{hop}"))]);
+        let answers: Vec<_> = (0..4).map(ask).collect();
+        if start.elapsed() >= WINDOW {
+            // The machine was busy, and the first of them no longer counts.
+            continue;
+        }
+        for (number, answer) in answers.iter().take(3).enumerate() {
+            assert_eq!(answer.status, 200, "{answer:?}");
+            assert_eq!(answer.header("x-ratelimit-limit"), Some("3, 3;w=1"));
+            assert_eq!(answer.header("x-ratelimit-remaining"), Some((2 - number).to_string().as_str()));
+            assert_eq!(answer.header("x-ratelimit-reset"), Some("1"));
+            assert_eq!(answer.header("retry-after"), None);
+        }
+        let wait = wait_of(&answers[3]);
+        assert_eq!(wait, 1);
+        assert_eq!(answers[3].header("x-ratelimit-remaining"), Some("0"));
+        assert_eq!(app.requests(&path).len(), 3);
+        assert_eq!(Client(20 + attempt).get(envoy.address, "/", &[]).status, 200, "another address is not concerned");
+        std::thread::sleep(Duration::from_secs(wait));
+        assert_eq!(client.get(envoy.address, "/", &[]).status, 200, "it waited {wait} s");
+        return;
+    }
+    panic!("four requests took longer than {WINDOW:?}, eight times");
+}
+
+#[test]
+fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
+    let (app, tidegate) = (App::start(), tidegate(""));
+    let mut envoy = start(&ENVOY, &app, &tidegate);
+    limits_each_address(&app, &envoy);
+
+    // By API key, 20 a minute: an export has a hits_addend of 10.
+    let export = |key: &str| Client(40).get(envoy.address, "/export", &[("X-Api-Key", key)]);
+    for left in ["10", "0"] {
+        let answer = export("silver");
+        assert_eq!((answer.status, answer.header("x-ratelimit-remaining")), (200, Some(left)), "{answer:?}");
+        assert_eq!(answer.header("x-ratelimit-limit"), Some("20, 20;w=60"));
+    }
+    assert!((30..=60).contains(&wait_of(&export("silver"))));
+    let usual = Client(41).get(envoy.address, "/", &[("X-Api-Key", "silver")]);
+    assert!((30..=60).contains(&wait_of(&usual)), "the same key elsewhere, from another address");
+    assert_eq!(export("bronze").status, 200, "another key has its own limit");
+    let gold = export("gold");
+    assert_eq!(gold.header("x-ratelimit-limit"), Some("1000, 1000;w=60"), "and this one a greater: {gold:?}");
+    assert_eq!(gold.header("x-ratelimit-remaining"), Some("990"));
+    let free = Client(42).get(envoy.address, "/export", &[]);
+    assert_eq!((free.status, free.header("x-ratelimit-limit")), (200, None), "no key, no descriptor");
+
+    // By method, path and address at once. The limit of the address itself needs no wait: a denial spends nothing of it.
+    let login = || Client(43).post(envoy.address, "/login", &[], "name=ann");
+    assert_eq!([login().status, login().status], [200, 200]);
+    assert!((30..=60).contains(&wait_of(&login())));
+    let otherwise_written = Client(43).post(envoy.address, "//x/../%6Cogin", &[], "name=ann");
+    assert!((30..=60).contains(&wait_of(&otherwise_written)));
+    assert_eq!(Client(44).post(envoy.address, "/login", &[], "name=bob").status, 200);
+    assert_eq!(app.requests("/login").len(), 3);
+
+    drop(tidegate);
+    let ask = |envoy: &Proxy| Client(40).get(envoy.address, "/export", &[("X-Api-Key", "silver")]);
+    envoy.until("failure_mode_deny: false lets pass", |envoy| ask(envoy).status == 200);
+    assert_eq!(ask(&envoy).header("x-ratelimit-limit"), None);
+}
+
+#[test]
+fn envoy_sends_a_token_and_can_let_nobody_pass_without_tidegate() {
+    let (app, tidegate) = (App::start(), tidegate("auth: {api_token: change-me}"));
+    let changes =
+        [("failure_mode_deny: false", "failure_mode_deny: true"), ("# initial_metadata:", "initial_metadata:")];
+    let recipe = Recipe { changes: &changes, ..ENVOY };
+    let mut envoy = start(&recipe, &app, &tidegate);
+    let export = |envoy: &Proxy| Client(50).get(envoy.address, "/export", &[("X-Api-Key", "silver")]).status;
+    assert_eq!([export(&envoy), export(&envoy), export(&envoy)], [200, 200, 429]);
+    drop(tidegate);
+    envoy.until("failure_mode_deny: true lets nobody pass", |envoy| export(envoy) == 500);
+    assert_eq!(app.requests("/export").len(), 2);
+}
