@@ -180,9 +180,9 @@ fn add_address(attributes: &mut BTreeMap<String, String>, client_ip: &ClientIp, 
             Problem::bad_request(format!("attributes.ip: {text:?} is not an address, such as 192.0.2.1 or 2001:db8::1"))
         })?,
         None => {
-            let Some(Peer(peer)) = head.extensions.get::<Peer>() else { return Ok(()) };
+            let Some(Peer { address, .. }) = head.extensions.get::<Peer>() else { return Ok(()) };
             let values = |name: &str| head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
-            let resolved = client_ip.resolve(peer.ip(), values("x-forwarded-for"), values("forwarded"));
+            let resolved = client_ip.resolve(address.ip(), values("x-forwarded-for"), values("forwarded"));
             if resolved.unparsable {
                 return Err(Problem::bad_request(
                     "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",

@@ -13,6 +13,7 @@ mod doctor;
 mod duration;
 mod engine;
 mod envoy;
+mod gateway;
 mod hot_keys;
 mod http;
 mod listener;
