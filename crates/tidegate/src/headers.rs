@@ -75,7 +75,7 @@ pub fn each<'a>(
 }
 
 /// Whole seconds, rounded up.
-fn seconds(duration: Duration) -> u64 {
+pub(crate) fn seconds(duration: Duration) -> u64 {
     duration.as_secs() + u64::from(duration.subsec_nanos() > 0)
 }
 

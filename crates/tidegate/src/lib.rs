@@ -32,6 +32,10 @@
 //! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for it, and decisions come
 //!   from this process's share until it is back.
 //!
+//! # In front of a service
+//!
+//! The feature `tower` has a layer for axum, tonic, hyper and whatever else speaks Tower: see the module `tower`.
+//!
 //! # Time in tests
 //!
 //! [`ManualClock`] moves only when a test moves it, so no test has to sleep:
@@ -81,6 +85,10 @@ mod algorithm;
 mod decision;
 
 pub mod headers;
+
+// In front of a service, all of it in one:
+#[cfg(feature = "tower")]
+pub mod tower;
 
 // Beside the path:
 mod clock;

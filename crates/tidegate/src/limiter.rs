@@ -7,6 +7,7 @@ use crate::algorithm::Algorithm;
 use crate::charge::{Charge, ChargeError};
 use crate::clock::Clock;
 use crate::decision::Decision;
+use crate::policy::SelectError;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store, StoreError};
@@ -27,6 +28,12 @@ pub enum Error {
     /// The store could not decide.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The policies make no key of this request: the request's fault.
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    /// A limit goes by the client's address, and nobody told which it is: a mistake in how a service is put together.
+    #[error("a limit counts by ip, but the address of the peer is not known: tell the layer how to find it")]
+    UnknownPeer,
 }
 
 impl<S> Clone for Limiter<S> {

@@ -1,0 +1,140 @@
+//! What is known of an HTTP request, by the names that policies use.
+
+use std::borrow::Cow;
+use std::cell::OnceCell;
+use std::net::IpAddr;
+
+use http::header::{COOKIE, HOST, HeaderValue};
+use http::request::Parts;
+
+use crate::client_ip::ClientIp;
+use crate::policy::{Attributes, normal_path};
+
+/// The attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`, `cookie.NAME`.
+///
+/// What can be written in several ways is told in one, so that another way to write it is no other key: the path without
+/// its query and dot segments, the host in lower case and without its port, several headers of one name as one
+/// with commas. Of several query parameters or cookies of one name, the first counts.
+#[derive(Debug)]
+pub struct HttpAttributes<'a> {
+    head: &'a Parts,
+    peer: Option<IpAddr>,
+    client_ip: &'a ClientIp,
+    /// Looked up once, if at all. Its absence is told, too.
+    address: OnceCell<Option<String>>,
+}
+
+/// The address that a connection comes from, as an extension of its requests: where a server puts it, the layer finds it
+/// by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer(pub IpAddr);
+
+impl<'a> HttpAttributes<'a> {
+    /// Of a request that `peer` sent; `client_ip` says which proxies to believe.
+    #[must_use]
+    pub fn new(head: &'a Parts, peer: Option<IpAddr>, client_ip: &'a ClientIp) -> Self {
+        Self { head, peer, client_ip, address: OnceCell::new() }
+    }
+
+    /// Whether somebody asked for the `ip`, and it was not known.
+    #[must_use]
+    pub fn lacked_peer(&self) -> bool {
+        self.address.get().is_some_and(Option::is_none)
+    }
+
+    /// As the client counts: by its network, where a client has many addresses. A hop that is no address ends the search
+    /// at the proxy that told of it.
+    fn ip(&self) -> Option<&str> {
+        let address = self.address.get_or_init(|| {
+            let values = |name: &str| self.head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
+            let resolved = self.client_ip.resolve(self.peer?, values("x-forwarded-for"), values("forwarded"));
+            Some(self.client_ip.group(resolved.address))
+        });
+        address.as_deref()
+    }
+
+    /// What the request line names goes before the header (RFC 9112, 3.2.2).
+    fn host(&self) -> Option<Cow<'_, str>> {
+        let from_header = || self.head.headers.get(HOST).map(|value| without_port(text(value)));
+        let host = self.head.uri.host().map(Cow::Borrowed).or_else(from_header)?;
+        let is_plain = !host.ends_with('.') && !host.bytes().any(|byte| byte.is_ascii_uppercase());
+        Some(if is_plain { host } else { Cow::Owned(host.trim_end_matches('.').to_ascii_lowercase()) })
+    }
+
+    fn header(&self, name: &str) -> Option<Cow<'_, str>> {
+        let mut values = self.head.headers.get_all(name).iter().map(text);
+        let first = values.next()?;
+        Some(values.fold(first, |all, value| Cow::Owned(format!("{all}, {value}"))))
+    }
+
+    fn query(&self, name: &str) -> Option<Cow<'_, str>> {
+        let pairs = self.head.uri.query()?.split('&');
+        pairs.map(|pair| pair.split_once('=').unwrap_or((pair, ""))).find_map(|(key, value)| {
+            // Nobody is decoded who is not asked for.
+            (key == name || form_decoded(key) == name).then(|| form_decoded(value))
+        })
+    }
+
+    fn cookie(&self, name: &str) -> Option<Cow<'_, str>> {
+        // HTTP/2 may bring each cookie in a header of its own.
+        self.head.headers.get_all(COOKIE).iter().find_map(|line| {
+            let mut cookies = line.as_bytes().split(|byte| *byte == b';').map(<[u8]>::trim_ascii);
+            let value = cookies.find_map(|cookie| cookie.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
+            value.map(String::from_utf8_lossy)
+        })
+    }
+}
+
+impl Attributes for HttpAttributes<'_> {
+    fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+        match name {
+            "ip" => self.ip().map(Cow::Borrowed),
+            "method" => Some(Cow::Borrowed(self.head.method.as_str())),
+            "path" => Some(normal_path(self.head.uri.path())),
+            "host" => self.host(),
+            _ => match name.split_once('.')? {
+                ("header", name) => self.header(name),
+                ("query", name) => self.query(name),
+                ("cookie", name) => self.cookie(name),
+                _ => None,
+            },
+        }
+    }
+}
+
+/// What is no text loses only what is none: another key, but never no key.
+fn text(value: &HeaderValue) -> Cow<'_, str> {
+    String::from_utf8_lossy(value.as_bytes())
+}
+
+/// `example.com:80` and `[::1]:80` without their port.
+fn without_port(host: Cow<'_, str>) -> Cow<'_, str> {
+    let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
+    match host.rsplit_once(':') {
+        Some((name, port)) if is_port(port) && (!name.contains(':') || name.ends_with(']')) => {
+            Cow::Owned(name.to_owned())
+        }
+        _ => host,
+    }
+}
+
+/// A name or a value of a query: a plus is a blank, `%41` a byte.
+fn form_decoded(text: &str) -> Cow<'_, str> {
+    if !text.contains(['+', '%']) {
+        return Cow::Borrowed(text);
+    }
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, after @ ..] = rest {
+        let digit = |at: usize| after.get(at).and_then(|byte| char::from(*byte).to_digit(16));
+        let code = digit(0).zip(digit(1)).and_then(|(high, low)| u8::try_from(high * 16 + low).ok());
+        let (byte, used) = match (first, code) {
+            (b'%', Some(code)) => (code, 2),
+            (b'+', _) => (b' ', 0),
+            (other, _) => (*other, 0),
+        };
+        bytes.push(byte);
+        rest = &after[used..];
+    }
+    Cow::Owned(String::from_utf8_lossy(&bytes).into_owned())
+}

@@ -1,0 +1,185 @@
+//! [`Gate`]: who decides about requests; [`Admission`]: what was decided about one.
+
+use std::future::Future;
+use std::time::Duration;
+
+use http::request::Parts;
+
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::headers::Limited;
+use crate::limiter::Error;
+use crate::policy::{OnStoreFailure, Policy};
+use crate::quota::Quota;
+
+/// Who decides about requests. Clones share their counts.
+pub trait Gate: Clone + Send + Sync + 'static {
+    /// Decides about a request by its head and, if it passes, spends. The body has not been read.
+    fn admit(&self, head: &Parts) -> impl Future<Output = Result<Admission, Error>> + Send;
+
+    /// Gives back what an admission took.
+    fn refund(&self, admission: &Admission) -> impl Future<Output = ()> + Send;
+
+    /// Sleeps until an admitted request's turn has come.
+    fn sleep(&self, delay: Duration) -> impl Future<Output = ()> + Send {
+        tokio::time::sleep(delay)
+    }
+}
+
+/// What was decided about one request: a line for each limit that applied to it.
+#[derive(Debug, Clone, Default)]
+pub struct Admission {
+    lines: Vec<Line>,
+}
+
+/// One limit's charge and its decision.
+#[derive(Debug, Clone)]
+pub struct Line {
+    policy: String,
+    /// Empty if the request lacks the key.
+    key: String,
+    quota: Quota,
+    cost: u64,
+    on_store_failure: OnStoreFailure,
+    decision: Decision,
+    shadow: bool,
+}
+
+impl Admission {
+    /// What these limits decided, all or nothing: the request passes if each that is enforced allows it.
+    #[must_use]
+    pub fn new(lines: Vec<Line>) -> Self {
+        Self { lines }
+    }
+
+    /// No limit applies.
+    #[must_use]
+    pub fn unlimited() -> Self {
+        Self::default()
+    }
+
+    /// May the request pass?
+    #[must_use]
+    pub fn passes(&self) -> bool {
+        self.enforced().all(|line| line.decision.allowed)
+    }
+
+    /// How long the request has to wait for its turn.
+    #[must_use]
+    pub fn delay(&self) -> Duration {
+        self.enforced().map(|line| line.decision.delay).max().unwrap_or_default()
+    }
+
+    /// All lines, those of limits in shadow mode too.
+    #[must_use]
+    pub fn lines(&self) -> &[Line] {
+        &self.lines
+    }
+
+    /// The line that binds the request; `None` if no enforced limit applied.
+    #[must_use]
+    pub fn leading(&self) -> Option<&Line> {
+        self.enforced().min_by_key(|line| line.decision.rank())
+    }
+
+    /// For the headers: what is enforced.
+    pub fn limited(&self) -> impl Iterator<Item = Limited<'_>> + Clone {
+        self.enforced().map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
+    }
+
+    /// What the request has spent, and a refund would give back.
+    pub fn spent(&self) -> impl Iterator<Item = Charge<'_>> {
+        let passes = self.passes();
+        // Without a store's word nothing was counted.
+        let is_counted = |line: &&Line| matches!(line.decision.source, Source::Store | Source::Local);
+        let allowed = self.lines.iter().filter(move |line| passes && line.decision.allowed);
+        allowed.filter(is_counted).map(Line::charge)
+    }
+
+    fn enforced(&self) -> impl Iterator<Item = &Line> + Clone {
+        self.lines.iter().filter(|line| !line.shadow)
+    }
+}
+
+impl Line {
+    /// What was decided about this charge.
+    #[must_use]
+    pub fn new(charge: &Charge<'_>, decision: Decision) -> Self {
+        Self {
+            policy: charge.policy_name().to_owned(),
+            key: charge.key().to_owned(),
+            quota: charge.quota().clone(),
+            cost: charge.units(),
+            on_store_failure: charge.store_failure(),
+            decision,
+            shadow: false,
+        }
+    }
+
+    /// The denial of a policy whose key the request lacks. No wait helps.
+    #[must_use]
+    pub fn without_key(policy: &Policy) -> Self {
+        let decision = Decision {
+            allowed: false,
+            limit: policy.quota().limit(),
+            remaining: 0,
+            retry_after: Duration::ZERO,
+            reset_after: Duration::ZERO,
+            delay: Duration::ZERO,
+            source: Source::Deny,
+        };
+        Self {
+            policy: policy.name().to_owned(),
+            key: String::new(),
+            quota: policy.quota().clone(),
+            cost: policy.usual_cost(),
+            on_store_failure: policy.store_failure(),
+            decision,
+            shadow: false,
+        }
+    }
+
+    /// Only looked at: it denies nobody, and no client hears of it.
+    #[must_use]
+    pub fn in_shadow(mut self) -> Self {
+        self.shadow = true;
+        self
+    }
+
+    /// The name that it counts under.
+    #[must_use]
+    pub fn policy(&self) -> &str {
+        &self.policy
+    }
+
+    /// Whose count it is; `None` if the request lacks the key.
+    #[must_use]
+    pub fn key(&self) -> Option<&str> {
+        Some(self.key.as_str()).filter(|key| !key.is_empty())
+    }
+
+    /// Its quota.
+    #[must_use]
+    pub fn quota(&self) -> &Quota {
+        &self.quota
+    }
+
+    /// Its decision.
+    #[must_use]
+    pub fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    /// Whether it is only looked at.
+    #[must_use]
+    pub fn is_shadow(&self) -> bool {
+        self.shadow
+    }
+
+    /// What was to be decided.
+    #[must_use]
+    pub fn charge(&self) -> Charge<'_> {
+        let charge = Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost);
+        charge.on_store_failure(self.on_store_failure)
+    }
+}

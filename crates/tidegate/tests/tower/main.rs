@@ -1,0 +1,6 @@
+//! The layer in front of real services: axum, tonic and hyper, over HTTP on the loopback.
+
+mod axum_app;
+mod site;
+#[path = "../support/mod.rs"]
+mod support;
