@@ -25,18 +25,20 @@ use crate::listener::Peer;
 mod body;
 mod client;
 mod head;
+mod limit;
 mod refusal;
 mod tunnel;
 mod upstreams;
 
 use body::{Activity, Sent, Timed};
 use client::Clients;
+use limit::Limited;
 use refusal::Refusal;
 pub(crate) use upstreams::Upstream;
 use upstreams::{Speaks, Upstreams};
 
 /// What answers the gateway's listener.
-pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow::Result<Gateway> {
+pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow::Result<Limited> {
     let upstreams = settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
     let upstreams = Upstreams::new(upstreams).context("there is no upstream: --upstream names one")?;
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
@@ -47,7 +49,7 @@ pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow:
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
     };
-    Ok(Gateway(Arc::new(proxy)))
+    Ok(Limited::new(engine, &Gateway(Arc::new(proxy))))
 }
 
 /// The reverse proxy, as a service.
@@ -79,16 +81,10 @@ struct Proxy {
 
 impl Proxy {
     async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
-        // The bytes behind such a request are not looked at any more (see framing.rs): no other one may follow.
-        let is_last = request.version() < Version::HTTP_2 && request.headers().contains_key(header::UPGRADE);
-        let mut response = self.forward(request).await.unwrap_or_else(|refusal| {
+        self.forward(request).await.unwrap_or_else(|refusal| {
             tracing::debug!(reason = refusal.reason(), "a request could not be handed on");
             refusal.into_response()
-        });
-        if is_last && response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-        }
-        response
+        })
     }
 
     async fn forward(&self, mut request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
