@@ -81,9 +81,15 @@ struct Proxy {
 
 impl Proxy {
     async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
+        let is_http1 = request.version() < Version::HTTP_2;
         self.forward(request).await.unwrap_or_else(|refusal| {
             tracing::debug!(reason = refusal.reason(), "a request could not be handed on");
-            refusal.into_response()
+            let mut response = refusal.into_response();
+            // Who sends such a thing once may be understood otherwise with what follows, too.
+            if is_http1 && matches!(refusal, Refusal::Ambiguous(_) | Refusal::Method(_)) {
+                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            response
         })
     }
 

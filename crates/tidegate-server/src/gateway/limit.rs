@@ -43,7 +43,9 @@ pub(crate) struct Limited {
 impl Limited {
     pub(super) fn new(engine: &Arc<Engine>, gateway: &Gateway) -> Self {
         let layer = |x_headers| {
-            RateLimitLayer::with_gate(EngineGate(Arc::clone(engine))).x_ratelimit_headers(x_headers).layer(gateway.clone())
+            RateLimitLayer::with_gate(EngineGate(Arc::clone(engine)))
+                .x_ratelimit_headers(x_headers)
+                .layer(gateway.clone())
         };
         Self { engine: Arc::clone(engine), with_x_headers: layer(true), without_x_headers: layer(false) }
     }

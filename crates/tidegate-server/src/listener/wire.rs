@@ -15,6 +15,9 @@ use super::framing::Framing;
 
 /// What tells HTTP/2 from HTTP/1.1.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// What hyper gets instead of bytes that are refused. It answers a NUL with 400 wherever in a head it stands, but does not
+/// look before the head is complete.
+const REFUSAL: &[u8] = b"\0\r\n\r\n";
 /// A client that is answered in the middle of its body may send so much more, for so long, and is not listened to: if the
 /// connection broke at once, the answer could be lost with it.
 const LINGER: Duration = Duration::from_secs(1);
@@ -24,6 +27,8 @@ pub(super) struct Wire<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> {
     /// Always there until it is dropped.
     stream: Option<S>,
     framing: Option<Framing>,
+    /// What is left to be told of a refusal; nothing is read any more.
+    refusal: Option<&'static [u8]>,
     /// How much of the preface has come, as long as it may be one. hyper's own time starts only behind it.
     undecided: Option<usize>,
     head_alarm: Pin<Box<Sleep>>,
@@ -41,6 +46,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Wire<S> {
             _place: place,
             stream: Some(stream),
             framing: manner.strict.then(Framing::default),
+            refusal: None,
             undecided: Some(0),
             head_alarm: Box::pin(tokio::time::sleep(head_time)),
             patience: manner.write_time,
@@ -52,15 +58,26 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Wire<S> {
         self.stream.as_mut().map(Pin::new).ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    fn look_at(&mut self, bytes: &mut [u8]) {
+    /// How many of these bytes pass.
+    fn look_at(&mut self, bytes: &[u8]) -> usize {
         if let Some(matched) = self.undecided {
             let expected = &PREFACE[matched..];
             let length = expected.len().min(bytes.len());
             let goes_on = expected[..length] == bytes[..length] && length < expected.len();
             self.undecided = goes_on.then_some(matched + length);
         }
-        if let Some(framing) = &mut self.framing {
-            framing.check(bytes);
+        let passed = self.framing.as_mut().map_or(bytes.len(), |framing| framing.check(bytes));
+        if passed < bytes.len() {
+            self.refusal = Some(REFUSAL);
+        }
+        passed
+    }
+
+    fn refuse(&mut self, buffer: &mut ReadBuf<'_>) {
+        if let Some(left) = &mut self.refusal {
+            let (now, later) = left.split_at(left.len().min(buffer.remaining()));
+            buffer.put_slice(now);
+            *left = later;
         }
     }
 
@@ -77,13 +94,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Wire<S> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncRead for Wire<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.refusal.is_some() {
+            self.refuse(buffer);
+            return Poll::Ready(Ok(()));
+        }
         let before = buffer.filled().len();
         let polled = self.stream()?.poll_read(cx, buffer);
         if polled.is_pending() && self.undecided.is_some() {
             ready!(self.head_alarm.as_mut().poll(cx));
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
-        self.look_at(&mut buffer.filled_mut()[before..]);
+        let passed = self.look_at(&buffer.filled()[before..]);
+        buffer.set_filled(before + passed);
+        self.refuse(buffer);
         polled
     }
 }

@@ -13,7 +13,8 @@ policies:
 
 #[test]
 fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
-    let answer = b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\nConnection: X-Private\r\n\
+    let answer =
+        b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\nConnection: X-Private\r\n\
         X-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\nSet-Cookie: c=d\r\n\r\nok";
     let upstream = Upstream::answering(answer);
     let gateway = Service::gateway("", &[&upstream.url()]);
@@ -113,7 +114,8 @@ fn the_body_of_a_denied_request_is_not_read() {
     assert!(taken < 32 << 20, "{taken} bytes were taken");
     assert_eq!(upstream.received().len(), 1);
     // Who asks first is not even told to send.
-    let expecting = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n";
+    let expecting =
+        b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n";
     assert_eq!(raw(&gateway.http, expecting).status, 429);
 }
 

@@ -39,8 +39,14 @@ const AMBIGUOUS: &[(&str, &[u8])] = &[
     ("no host", b"GET / HTTP/1.1\r\n\r\n"),
     ("a host that is none", b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n"),
     ("a target for another host", b"GET http://a/ HTTP/1.1\r\nHost: b\r\n\r\n"),
-    ("a chunk that ends with a lone LF", b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\na\r\n0\r\n\r\n"),
-    ("a chunk longer than it says", b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n"),
+    (
+        "a chunk that ends with a lone LF",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\na\r\n0\r\n\r\n",
+    ),
+    (
+        "a chunk longer than it says",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n",
+    ),
     ("a chunk with a sign", b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n+1\r\na\r\n0\r\n\r\n"),
 ];
 
@@ -70,7 +76,8 @@ fn requests_that_could_be_read_in_two_ways_are_refused() {
             assert!(answer.body.contains("HTTP/1.1 400 ") && others == 1, "{what}: {answer:?}");
         }
         let received = upstream.received();
-        let new: Vec<&str> = received[before..].iter().map(|request| request.head.lines().next().unwrap_or("")).collect();
+        let new: Vec<&str> =
+            received[before..].iter().map(|request| request.head.lines().next().unwrap_or("")).collect();
         assert_eq!(new, ["GET /good HTTP/1.1"; 2], "{what}");
     }
 }
@@ -79,7 +86,8 @@ fn requests_that_could_be_read_in_two_ways_are_refused() {
 fn what_follows_a_refused_upgrade_is_not_read_as_a_request() {
     let upstream = Upstream::answering(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nGET /smuggled HTTP/1.1\nHost: h\n\n";
+    let bytes =
+        b"GET / HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nGET /smuggled HTTP/1.1\nHost: h\n\n";
     let answer = raw(&gateway.http, bytes);
     assert_eq!((answer.status, answer.header("connection")), (200, Some("close")));
     assert_eq!(upstream.received().len(), 1);

@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct Received {
     /// With its line breaks, to the empty line.
     pub(crate) head: String,
+    /// Not kept, but counted, where the request has `X-Discard`.
     pub(crate) body: Vec<u8>,
+    pub(crate) length: u64,
 }
 
 impl Received {
@@ -84,10 +86,19 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
             return None;
         }
     }
-    let mut request = Received { head, body: Vec::new() };
+    let mut request = Received { head, body: Vec::new(), length: 0 };
+    let is_kept = request.header("x-discard").is_none();
     if let Some(length) = request.header("content-length") {
-        request.body = vec![0; length.parse().expect("a length")];
-        reader.read_exact(&mut request.body).ok()?;
+        let length: u64 = length.parse().expect("a length");
+        let mut body = reader.take(length);
+        request.length = if is_kept {
+            body.read_to_end(&mut request.body).ok()? as u64
+        } else {
+            std::io::copy(&mut body, &mut std::io::sink()).ok()?
+        };
+        if request.length < length {
+            return None;
+        }
     } else if request.header("transfer-encoding").is_some() {
         loop {
             let mut size = String::new();
@@ -95,7 +106,10 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
             let size = usize::from_str_radix(size.trim_end(), 16).ok()?;
             let mut chunk = vec![0; size + 2];
             reader.read_exact(&mut chunk).ok()?;
-            request.body.extend_from_slice(&chunk[..size]);
+            request.length += size as u64;
+            if is_kept {
+                request.body.extend_from_slice(&chunk[..size]);
+            }
             if size == 0 {
                 break;
             }
