@@ -26,10 +26,16 @@ const HOP_BY_HOP: [HeaderName; 8] = [
     header::PROXY_AUTHORIZATION,
 ];
 
+/// Nobody has so many gateways in a row.
+const MAX_PASSES: usize = 8;
+
 /// Refuses what two servers could read in two ways. What concerns the bytes on the wire, `wire.rs` has refused before.
 pub(super) fn check(head: &Parts) -> Result<(), Refusal> {
     if head.method == Method::CONNECT {
         return Err(Refusal::Method("this is a gateway to its upstreams, and opens no tunnels to elsewhere"));
+    }
+    if lists(&head.headers, &header::VIA).filter(|hop| hop.ends_with(" tidegate")).count() >= MAX_PASSES {
+        return Err(Refusal::Loop);
     }
     let mut hosts = head.headers.get_all(header::HOST).iter();
     let host = hosts.next();

@@ -16,6 +16,8 @@ pub(super) enum Refusal {
     /// The request can be read in two ways, or makes no sense here.
     Ambiguous(&'static str),
     Method(&'static str),
+    /// It has been here before, and more than once.
+    Loop,
     /// The client stopped in the middle of its body.
     SlowBody,
     /// The client broke off, or its body is broken.
@@ -53,13 +55,14 @@ impl Refusal {
 
     /// Whether it speaks against the upstream.
     pub(super) fn is_upstreams(self) -> bool {
-        !matches!(self, Self::Ambiguous(_) | Self::Method(_) | Self::SlowBody | Self::BrokenBody)
+        !matches!(self, Self::Ambiguous(_) | Self::Method(_) | Self::Loop | Self::SlowBody | Self::BrokenBody)
     }
 
     fn status(self) -> StatusCode {
         match self {
             Self::Ambiguous(_) | Self::BrokenBody => StatusCode::BAD_REQUEST,
             Self::Method(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::Loop => StatusCode::LOOP_DETECTED,
             Self::SlowBody => StatusCode::REQUEST_TIMEOUT,
             Self::Unreachable | Self::Broken => StatusCode::BAD_GATEWAY,
             Self::NoneLeft => StatusCode::SERVICE_UNAVAILABLE,
@@ -70,6 +73,7 @@ impl Refusal {
     pub(super) fn reason(self) -> &'static str {
         match self {
             Self::Ambiguous(reason) | Self::Method(reason) => reason,
+            Self::Loop => "the request goes round in circles: an upstream leads back to this gateway",
             Self::SlowBody => "the body of the request stopped coming",
             Self::BrokenBody => "the body of the request broke off",
             Self::Unreachable => "the upstream cannot be reached",

@@ -171,6 +171,17 @@ fn a_client_that_takes_nothing_is_cut_off() {
 }
 
 #[test]
+fn a_gateway_that_leads_to_itself_does_not_go_round_for_ever() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("bound").to_string();
+    drop(listener);
+    let config =
+        format!("listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n");
+    let gateway = Service::gateway(&config, &[&format!("http://{address}")]);
+    assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 508);
+}
+
+#[test]
 fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
     let run = |arguments: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("gateway").args(arguments).env_clear().output();
