@@ -135,12 +135,12 @@ impl Proxy {
             };
             match answer {
                 Ok(answer) => {
-                    self.upstreams.succeeded(upstream);
+                    upstream.has_answered();
                     return Ok(answer);
                 }
                 Err(refusal) => {
                     if refusal.is_upstreams() {
-                        self.upstreams.failed(upstream, refusal.reason());
+                        self.upstreams.has_failed(upstream, refusal.reason());
                     }
                     // Only what surely was not sent is sent to another.
                     body = returned.try_recv().ok();
@@ -163,10 +163,8 @@ impl Proxy {
         let version = answer.version();
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             head::to_client(version, answer.headers_mut());
-            return Ok(answer.map(|body| match body.is_end_stream() {
-                true => Body::empty(),
-                false => Body::new(Timed::new(body, self.idle_timeout)),
-            }));
+            let timed = |body| Body::new(Timed::new(body, self.idle_timeout));
+            return Ok(answer.map(|body| if body.is_end_stream() { Body::empty() } else { timed(body) }));
         }
         // An upgrade that nobody asked for.
         let client_side = client_side.ok_or(Refusal::Broken)?;

@@ -71,6 +71,14 @@ impl std::str::FromStr for Upstream {
 }
 
 impl Upstream {
+    pub(super) fn has_answered(&self) {
+        // Nearly always nothing to write, and a line of memory that all cores may share.
+        if self.failures.load(Ordering::Relaxed) > 0 && self.failures.swap(0, Ordering::Relaxed) >= FAILURES {
+            self.out_until.store(0, Ordering::Relaxed);
+            tracing::info!(upstream = %self.authority, "an upstream answers again");
+        }
+    }
+
     /// Where this request goes there.
     pub(super) fn uri(&self, request: &Uri) -> Option<Uri> {
         let path = request.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
@@ -113,15 +121,7 @@ impl Upstreams {
         self.all.iter().all(|upstream| upstream.out_until.load(Ordering::Relaxed) > now)
     }
 
-    pub(super) fn succeeded(&self, upstream: &Upstream) {
-        // Nearly always nothing to write, and a line of memory that all cores may share.
-        if upstream.failures.load(Ordering::Relaxed) > 0 && upstream.failures.swap(0, Ordering::Relaxed) >= FAILURES {
-            upstream.out_until.store(0, Ordering::Relaxed);
-            tracing::info!(upstream = %upstream.authority, "an upstream answers again");
-        }
-    }
-
-    pub(super) fn failed(&self, upstream: &Upstream, reason: &str) {
+    pub(super) fn has_failed(&self, upstream: &Upstream, reason: &str) {
         let failures = upstream.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1);
         if failures >= FAILURES {
             let now = self.now();
@@ -171,21 +171,21 @@ mod tests {
     fn failures_in_a_row_leave_an_upstream_out_and_an_answer_takes_it_back() {
         let two = upstreams(&["http://a", "http://b"]);
         for _ in 0..FAILURES - 1 {
-            two.failed(&two.all[0], "refused");
+            two.has_failed(&two.all[0], "refused");
         }
-        two.succeeded(&two.all[0]);
-        two.failed(&two.all[0], "refused");
+        two.all[0].has_answered();
+        two.has_failed(&two.all[0], "refused");
         assert_eq!(next(&two), ["a", "b"], "not in a row");
         for _ in 0..FAILURES {
-            two.failed(&two.all[0], "refused");
+            two.has_failed(&two.all[0], "refused");
         }
         assert_eq!((next(&two), next(&two)), (vec!["b"], vec!["b"]));
         for _ in 0..FAILURES {
-            two.failed(&two.all[1], "refused");
+            two.has_failed(&two.all[1], "refused");
         }
         assert!(two.all_out());
         assert_eq!(next(&two).len(), 2, "all are tried if none is left");
-        two.succeeded(&two.all[1]);
+        two.all[1].has_answered();
         assert_eq!(next(&two), ["b"]);
     }
 

@@ -103,10 +103,10 @@ fn the_body_of_a_denied_request_is_not_read() {
     client.set_write_timeout(Some(PATIENCE)).expect("a timeout");
     client.write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1073741824\r\n\r\n").expect("sent");
     // More than one packet is on its way when the answer comes, and yet the answer is read.
-    let _ = client.write_all(&[0; 100_000]);
+    let _ = client.write_all(&vec![0; 100_000]);
     let answer = read_answer(&mut client);
     assert_eq!((answer.status, answer.header("connection")), (429, Some("close")));
-    let piece = [0; 64 * 1024];
+    let piece = vec![0; 64 * 1024];
     let mut taken = 0;
     while taken < 1 << 30 && client.write_all(&piece).is_ok() {
         taken += piece.len();

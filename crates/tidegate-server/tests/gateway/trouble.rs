@@ -156,7 +156,7 @@ fn a_client_that_does_not_finish_its_head_is_cut_off() {
 fn a_client_that_takes_nothing_is_cut_off() {
     let upstream = Upstream::start(|_, stream| {
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
-        let piece = [0; 64 * 1024];
+        let piece = vec![0; 64 * 1024];
         loop {
             stream.write_all(&piece)?;
         }

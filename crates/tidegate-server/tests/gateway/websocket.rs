@@ -93,7 +93,7 @@ fn a_websocket_passes_in_both_directions_and_counts_once() {
     }
     assert!(head.contains(&ACCEPT.to_ascii_lowercase()), "{head}");
     // With bytes that would be refused in a head, and more than fits into any buffer.
-    for message in [&b"hello"[..], b"\n\0\r\n \r\n", &[7; 3_000_000]] {
+    for message in [&b"hello"[..], b"\n\0\r\n \r\n", &vec![7; 3_000_000]] {
         let mut sender = client.try_clone().expect("a socket");
         let sent = message.to_vec();
         let sending = std::thread::spawn(move || write_frame(&mut sender, &sent, Some([1, 2, 3, 4])));
