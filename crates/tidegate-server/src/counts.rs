@@ -23,6 +23,7 @@ pub(crate) struct Redis {
     limiter: Limiter<Fallback<Guarded>>,
     /// Without what decides in its place: for callers who have their own word for that.
     strict: Limiter<Guarded>,
+    timeout: Duration,
 }
 
 type Guarded = Arc<Breaker<Observed>>;
@@ -53,6 +54,7 @@ impl Counts {
     pub(crate) async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         match self {
             Self::Memory { limiter, metrics } => {
+                let _span = tracing::debug_span!(target: TRACE, "store", ?action, charges = 1).entered();
                 let start = Instant::now();
                 let decided = limiter.blocking().decide(action, charge);
                 metrics.count_store_call(start.elapsed(), store_error(&decided));
@@ -67,6 +69,7 @@ impl Counts {
         match self {
             _ if charges.is_empty() => Ok(Vec::new()),
             Self::Memory { limiter, metrics } => {
+                let _span = tracing::debug_span!(target: TRACE, "store", ?action, charges = charges.len()).entered();
                 let start = Instant::now();
                 let decided = limiter.blocking().decide_all(action, charges);
                 metrics.count_store_call(start.elapsed(), store_error(&decided));
@@ -96,6 +99,11 @@ impl Counts {
         }
     }
 
+    /// When a request that came at `start` must have its answer. Memory answers at once.
+    pub(crate) fn deadline(&self, start: Instant) -> Option<Instant> {
+        self.redis().map(|redis| start + redis.timeout)
+    }
+
     pub(crate) fn memory_keys(&self) -> usize {
         match self {
             Self::Memory { limiter, .. } => limiter.store().keys(),
@@ -122,11 +130,16 @@ impl Redis {
                 config.builder().connect_in_background()?
             }
         };
-        let probe_deadline = config.timeout();
-        let guarded = Arc::new(Breaker::builder(Observed { store, metrics }).probe_deadline(probe_deadline).build());
+        let timeout = config.timeout();
+        // The store keeps its own, and must be the first to notice; this one is for charges that several nodes decide one
+        // after the other.
+        let all = timeout + Duration::from_millis(25);
+        let breaker = Breaker::builder(Observed { store, metrics }).deadline(all).probe_deadline(timeout);
+        let guarded = Arc::new(breaker.build());
         let fleet = Fleet::new().expecting(config.instances);
-        let fallback = Fallback::builder(Arc::clone(&guarded)).fleet(fleet).build();
-        Ok(Self { limiter: Limiter::new(fallback), strict: Limiter::new(guarded) })
+        let local = MemoryStore::builder().max_keys(config.max_keys).build();
+        let fallback = Fallback::builder(Arc::clone(&guarded)).fleet(fleet).local(local).build();
+        Ok(Self { limiter: Limiter::new(fallback), strict: Limiter::new(guarded), timeout })
     }
 
     pub(crate) fn fallback(&self) -> &Fallback<Guarded> {
@@ -141,9 +154,14 @@ impl Redis {
         &self.breaker().store().store
     }
 
-    /// Whether decisions come from Redis: no part of it is given up, and none failed just now.
+    /// Whether decisions come from Redis: every node that decides is connected, none is given up, and none failed just now.
     pub(crate) fn is_up(&self) -> bool {
-        !self.fallback().stats().falling_back && self.breaker().states().iter().all(|part| !part.open)
+        let nodes = self.store().nodes();
+        let mut deciding = nodes.iter().filter(|node| node.primary).peekable();
+        deciding.peek().is_some()
+            && deciding.all(|node| node.connected)
+            && !self.fallback().stats().falling_back
+            && self.breaker().states().iter().all(|part| !part.open)
     }
 }
 

@@ -199,7 +199,7 @@ impl Engine {
                     .policy(policy.name())
                     .cost(cost.unwrap_or_else(|| policy.usual_cost()))
                     .on_store_failure(policy.store_failure());
-                self.ask_policies(action, &live, &[(policy, charge)]).await?
+                self.ask_policies(action, start, &live, &[(policy, charge)]).await?
             }
             Ask::Attributes { attributes, cost } => {
                 let selection = live.policies.select(attributes, cost)?;
@@ -217,7 +217,7 @@ impl Engine {
                         .iter()
                         .map(|selected: &Selected<'_>| (selected.policy(), selected.charge()))
                         .collect();
-                    self.ask_policies(action, &live, &charges).await?
+                    self.ask_policies(action, start, &live, &charges).await?
                 }
             }
             Ask::Quota { key, quota, cost } => {
@@ -236,6 +236,7 @@ impl Engine {
     async fn ask_policies(
         &self,
         action: Action,
+        start: Instant,
         live: &Live,
         charges: &[(&Policy, Charge<'_>)],
     ) -> Result<Answer, AskError> {
@@ -257,8 +258,8 @@ impl Engine {
         let passes = lines.iter().all(|line| line.decision.allowed);
         for (_, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
             let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
-            // What is only looked at must not fail a request.
-            if let Ok(decision) = self.counts.decide(action, charge).await {
+            // What is only looked at must neither fail a request nor make it wait longer.
+            if let Some(Ok(decision)) = in_time(self.counts.deadline(start), self.counts.decide(action, charge)).await {
                 lines.push(Line::new(charge, decision, true));
             }
         }
@@ -312,7 +313,11 @@ impl Engine {
             if decisions[at].is_none() {
                 let looks = charge.peek || denied || charge.is_hopeless();
                 let action = if looks { Action::Peek } else { Action::Acquire };
-                decisions[at] = Some(self.counts.decide_or_fail(action, &charge.charge()).await?);
+                let asked = charge.charge();
+                let call = self.counts.decide_or_fail(action, &asked);
+                let too_late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
+                let decided = in_time(self.counts.deadline(start), call).await;
+                decisions[at] = Some(decided.unwrap_or_else(too_late)?);
             }
             if let Some(decision) = decisions[at].as_mut().filter(|_| charge.is_hopeless()) {
                 // The peek spoke of less than was asked for.
@@ -335,6 +340,14 @@ impl Engine {
         }
         self.metrics.decision_seconds.observe(start.elapsed());
         Ok(decisions)
+    }
+}
+
+/// What comes by then.
+async fn in_time<T>(deadline: Option<Instant>, call: impl Future<Output = T>) -> Option<T> {
+    match deadline {
+        Some(deadline) => tokio::time::timeout_at(deadline.into(), call).await.ok(),
+        None => Some(call.await),
     }
 }
 

@@ -29,8 +29,30 @@
 //! * If nobody can decide, the answer is 503 (gRPC: `UNAVAILABLE`). With a `Fallback` (feature `resilience`) around the store,
 //!   somebody always can.
 //!
-//! Several limits at once, conditions, shadow mode, overrides: [`RateLimitLayer::with_policies`]. Policies here are built by
-//! code; those of a configuration file are read by the `tidegate` binary, in the service and in the gateway.
+//! # Several limits
+//!
+//! Conditions, several limits at once (all or nothing), shadow mode, overrides, costs by attribute:
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use tidegate::tower::RateLimitLayer;
+//! use tidegate::{Limiter, MemoryStore, Mode, Policies, Policy, Quota};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let minute = Duration::from_secs(60);
+//! let users = Policy::new("per-user", Quota::sliding_log(100, minute)?)?.counting(&["header.x-user-id"])?;
+//! let search = Policy::new("search", Quota::token_bucket(5, minute)?)?
+//!     .matching("path", &["/search/**"])?
+//!     .counting(&["header.x-user-id"])?
+//!     .in_mode(Mode::Shadow);
+//! let limiter = Limiter::new(MemoryStore::new());
+//! let layer = RateLimitLayer::with_policies(limiter, Policies::new(vec![users, search])?);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Policies are built by code here. The YAML of a configuration file is read by the `tidegate` binary, for its service and
+//! its gateway; a service of yours that wants limits from a file reads it in the format that it has anyway.
 //!
 //! # The client's address
 //!
@@ -56,6 +78,7 @@
 //! which to believe: [`RateLimitLayer::client_ip`].
 
 use std::borrow::Cow;
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -210,6 +233,12 @@ impl<G: Gate> RateLimitLayer<G> {
     fn with(mut self, change: impl FnOnce(&mut Shared<G>)) -> Self {
         change(Arc::make_mut(&mut self.shared));
         self
+    }
+}
+
+impl<G> fmt::Debug for RateLimitLayer<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimitLayer").finish_non_exhaustive()
     }
 }
 

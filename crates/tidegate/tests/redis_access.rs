@@ -158,3 +158,22 @@ async fn by_tls_both_sides_show_who_they_are() {
         assert!(matches!(&refused, StoreError::Misconfigured(reason) if !reason.contains("hunter")), "{refused}");
     }
 }
+
+#[tokio::test]
+async fn a_server_that_quotes_what_it_does_not_understand_gives_no_password_away() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let address = listener.local_addr().expect("bound");
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut asked = [0; 1_024];
+            let answer = b"-ERR unknown command 'AUTH', with args beginning with: 'user' 'hunter2' \r\n";
+            while stream.read(&mut asked).await.is_ok_and(|length| length > 0) {
+                let _ = stream.write_all(&answer.repeat(4)).await;
+            }
+        }
+    });
+    let error =
+        RedisStore::connect(&format!("redis://user:hunter2@{address}")).await.expect_err("no Redis").to_string();
+    assert!(error.contains("unknown command") && !error.contains("hunter2"), "{error}");
+}

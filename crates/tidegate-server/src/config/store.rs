@@ -23,7 +23,13 @@ pub(crate) struct RedisConfig {
     tls: Option<RedisTls>,
     /// How many instances share the limits while Redis is away, before they could agree on it.
     pub(crate) instances: usize,
+    /// The cap on keys in memory while Redis is away.
+    pub(crate) max_keys: usize,
 }
+
+const MAX_KEYS: usize = 10_000_000;
+const MAX_INSTANCES: usize = 10_000;
+const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Servers {
@@ -71,6 +77,7 @@ impl RedisConfig {
             timeout: Duration::from_millis(100),
             tls: None,
             instances: 1,
+            max_keys: MAX_KEYS,
         }
     }
 
@@ -124,7 +131,7 @@ pub(super) fn validate(
     let servers = match (raw.redis, raw.sentinel) {
         (Some(_), Some(_)) => return Err(document.plain("store has both redis and sentinel: take one of them out")),
         (None, None) => {
-            let max_keys = raw.max_keys.unwrap_or(10_000_000);
+            let max_keys = raw.max_keys.unwrap_or(MAX_KEYS);
             return Ok((StoreConfig::Memory { max_keys }, Vec::new()));
         }
         (Some(raw::OneOrMany::One(url)), None) => Servers::One(Secret::new(url)),
@@ -149,14 +156,23 @@ pub(super) fn validate(
     if timeout.is_zero() {
         return Err(document.plain("store.timeout must be more than 0: 100ms is a good start"));
     }
+    if timeout > MAX_TIMEOUT {
+        return Err(document.plain("store.timeout is more than 60s, for which no request waits: 100ms is a good start"));
+    }
+    let instances = raw.instances.unwrap_or(1);
+    if !(1..=MAX_INSTANCES).contains(&instances) {
+        return Err(document.plain(&format!("store.instances is {instances}: it must be from 1 to {MAX_INSTANCES}")));
+    }
     let (tls, files) = tls(document, folder, raw.tls)?;
     let redis = RedisConfig {
         servers,
         prefix: raw.prefix.unwrap_or_else(|| "rate_limit".to_owned()),
         timeout,
         tls,
-        instances: raw.instances.unwrap_or(1).max(1),
+        instances,
+        max_keys: raw.max_keys.unwrap_or(MAX_KEYS),
     };
+    redis.builder().check().map_err(|error| document.plain(&format!("store: {error}")))?;
     Ok((StoreConfig::Redis(Box::new(redis)), files))
 }
 

@@ -8,14 +8,14 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use self::circuit::{Circuit, Circuits, History};
 use super::jittered;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
-use crate::store::in_order::{Groups, Owned, Step, group_by, in_order, in_places, untake};
+use crate::store::in_order::{Groups, Owned, Refund, Step, group_by, in_order, in_places, untake};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod circuit;
@@ -164,7 +164,8 @@ impl<S: Store> Breaker<S> {
         let groups = group_by(charges, |charge| inner.store.part(charge));
         let members: Vec<Vec<Charge<'_>>> =
             groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
-        let parts = Parts { inner, groups: members };
+        let deadline = inner.deadline();
+        let parts = Parts { inner, groups: members, deadline };
         let mut circuits = (0..parts.count()).map(|group| parts.circuit(group));
         if let Some(open) = circuits.find(|circuit| circuit.is_open()) {
             return Err(inner.refusal(open));
@@ -174,18 +175,24 @@ impl<S: Store> Breaker<S> {
 }
 
 impl<S: Store> Inner<S> {
+    /// When a call that begins now must have ended.
+    fn deadline(&self) -> Option<Instant> {
+        self.options.deadline.map(|deadline| Instant::now() + deadline)
+    }
+
     /// A call to a part of the store, if it is not known to fail.
     async fn guarded<T>(
         self: &Arc<Self>,
         circuit: &Circuit,
+        deadline: Option<Instant>,
         call: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
         if circuit.is_open() {
             return Err(self.refusal(circuit));
         }
-        let result = match self.options.deadline {
-            Some(deadline) => timeout(deadline, call).await.unwrap_or(Err(StoreError::Timeout(deadline))),
-            None => call.await,
+        let result = match (deadline, self.options.deadline) {
+            (Some(at), Some(deadline)) => timeout_at(at, call).await.unwrap_or(Err(StoreError::Timeout(deadline))),
+            _ => call.await,
         };
         // A circuit that others have opened meanwhile is closed by probes alone.
         if !circuit.is_open() {
@@ -277,6 +284,8 @@ fn is_failure(error: &StoreError) -> bool {
 struct Parts<'a, S> {
     inner: &'a Arc<Inner<S>>,
     groups: Vec<Vec<Charge<'a>>>,
+    /// For all of them together.
+    deadline: Option<Instant>,
 }
 
 impl<S: Store> Parts<'_, S> {
@@ -303,33 +312,44 @@ impl<S: Store> Groups for Parts<'_, S> {
             Step::Forgo => Action::Peek,
         };
         let call = self.inner.store.decide_all(action, charges);
-        let mut decisions = self.inner.guarded(self.circuit(group), call).await?;
+        let mut decisions = self.inner.guarded(self.circuit(group), self.deadline, call).await?;
         if step == Step::Forgo {
             untake(charges, &mut decisions);
         }
         Ok(decisions)
     }
 
-    fn refund(&self, group: usize) -> impl Future<Output = Option<Vec<Decision>>> + Send {
-        let owned: Vec<Owned> = self.groups[group].iter().map(Owned::of).collect();
+    fn refund(&self, charges: &[Charge<'_>]) -> Refund {
+        let owned: Vec<Owned> = charges.iter().map(Owned::of).collect();
         let inner = Arc::clone(self.inner);
-        let part = self.circuit(group).part;
+        let part = charges.first().map_or(Part::WHOLE, |charge| inner.store.part(charge));
         let task = Handle::try_current().ok().map(|runtime| {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
                 let refund = inner.store.decide_all(Action::Refund, &charges);
                 // What cannot be given back counts until it expires: too much refused, never too much admitted.
-                inner.guarded(inner.circuits.of(part), refund).await.ok()
+                inner.guarded(inner.circuits.of(part), inner.deadline(), refund).await.ok()
             })
         });
-        async move { task?.await.ok()? }
+        // It goes on even if nobody has the time to hear of it.
+        let deadline = self.deadline;
+        Box::pin(async move {
+            match deadline {
+                Some(deadline) => timeout_at(deadline, task?).await.ok()?.ok()?,
+                None => task?.await.ok()?,
+            }
+        })
+    }
+
+    fn refund_time(&self) -> Duration {
+        self.inner.options.deadline.unwrap_or(self.inner.options.probe_deadline)
     }
 }
 
 impl<S: Store> Store for Breaker<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let circuit = self.inner.circuits.of(self.inner.store.part(charge));
-        self.inner.guarded(circuit, self.inner.store.decide(action, charge)).await
+        self.inner.guarded(circuit, self.inner.deadline(), self.inner.store.decide(action, charge)).await
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
@@ -339,7 +359,8 @@ impl<S: Store> Store for Breaker<S> {
         if others.iter().any(|charge| store.part(charge) != part) {
             return self.decide_parts(action, charges).await;
         }
-        self.inner.guarded(self.inner.circuits.of(part), store.decide_all(action, charges)).await
+        let circuit = self.inner.circuits.of(part);
+        self.inner.guarded(circuit, self.inner.deadline(), store.decide_all(action, charges)).await
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -12,12 +12,12 @@ use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use self::owed::{Debt, Owed};
+use self::owed::{Busy, Debt, Owed};
 use super::fleet::{Fleet, Heartbeat};
 use super::jittered;
 use crate::charge::Charge;
 use crate::clock::Clock;
-use crate::decision::Decision;
+use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
@@ -236,45 +236,49 @@ impl<S: Store> Fallback<S> {
 
 impl<S: Store> Inner<S> {
     /// Asks the store. A key that owes has to find room for its debt as well, and pays it by the way.
-    async fn ask(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn ask(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         if self.owed.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
             return self.store.decide_all(action, charges).await;
         }
-        let mut claims = self.owed.claim(charges);
+        // Who only looks pays nothing, so there is nothing to claim.
+        let claimed =
+            if action == Action::Peek && self.owed.is_busy(charges) { Err(Busy) } else { self.owed.claim(charges) };
+        let Ok(mut claims) = claimed else { return self.without_asking(action, charges) };
         if claims.debts.is_empty() {
             return self.store.decide_all(action, charges).await;
         }
         let mut with_debts = charges.to_vec();
         let mut fits = true;
-        for (place, debt) in &mut claims.debts {
-            let charge = &charges[*place];
-            debt.units = self.still_counting(debt);
-            with_debts[*place] = charge.cost(charge.units().saturating_add(debt.units));
-            fits &= with_debts[*place].units() <= charge.quota().burst();
+        for claim in &mut claims.debts {
+            let charge = &charges[claim.place];
+            claim.debt.units = self.still_counting(&claim.debt);
+            with_debts[claim.place] = charge.cost(charge.units().saturating_add(claim.debt.units));
+            fits &= with_debts[claim.place].units() <= charge.quota().burst();
         }
         if !fits {
             // Whatever the store counts: what was admitted here leaves no room. The local counts know it, and until when.
-            let denied = self.by_their_word(Action::Peek, charges)?;
-            self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
-            self.count(action, &denied);
-            return Ok(denied);
+            drop(claims);
+            return self.without_asking(action, charges);
         }
         let mut decisions = self.store.decide_all(action, &with_debts).await?;
         let spent = decisions.iter().all(|decision| decision.allowed);
-        for (place, debt) in &mut claims.debts {
-            let (charge, decision) = (&charges[*place], &mut decisions[*place]);
-            let paying = debt.units;
-            // A denial that counts has counted the debt, too.
-            let paid = spent || (!decision.allowed && charge.quota().count_denied());
-            if action == Action::Acquire && paid {
-                debt.units = 0;
-                self.counters.repaid.fetch_add(paying, Ordering::Relaxed);
-            }
+        for claim in &mut claims.debts {
+            let decision = &mut decisions[claim.place];
+            let paying = claim.debt.units;
             if !spent {
                 decision.remaining = decision.remaining.saturating_sub(paying);
+            } else if action == Action::Acquire {
+                claim.debt.units = 0;
+                self.counters.repaid.fetch_add(paying, Ordering::Relaxed);
             }
         }
         Ok(decisions)
+    }
+
+    /// The store is there, but what it has room for is not known, or surely too little: the charges' own word, as without it.
+    fn without_asking(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
+        self.decide_here(action, charges)
     }
 
     /// How much of a debt the local count still knows: what has left the window, or drained, is owed no more.
@@ -297,7 +301,8 @@ impl<S: Store> Inner<S> {
             return;
         }
         let now = self.local.clock().now();
-        for charge in charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local) {
+        let by_store = charges.iter().zip(decisions).filter(|(_, decision)| decision.source == Source::Store);
+        for (charge, _) in by_store.filter(|(charge, _)| charge.store_failure() == OnStoreFailure::Local) {
             let quota = charge.quota();
             let recent = now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
             if let Some(share) = self.share(charge).filter(|_| recent) {

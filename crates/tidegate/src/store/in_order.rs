@@ -3,13 +3,19 @@
 //! No one can look at all of them at once, so they are asked group by group, in order. If one denies, what the earlier ones
 //! spent is given back. For a moment this may refuse a little too much; it never admits too much.
 
+use std::pin::Pin;
 use std::time::Duration;
 
-use crate::algorithm::Verdict;
+use tokio::time::Instant;
+
+use crate::algorithm::{Algorithm, Verdict};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::{Action, StoreError};
+
+/// What is left once it was given back.
+pub(crate) type Refund = Pin<Box<dyn Future<Output = Option<Vec<Decision>>> + Send>>;
 
 /// Who decides the groups, each by itself all or nothing.
 pub(crate) trait Groups: Sync {
@@ -22,9 +28,12 @@ pub(crate) trait Groups: Sync {
     /// Asks one group; a decision for each of its charges.
     fn ask(&self, group: usize, step: Step) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
-    /// Begins at once to give back what this group spent, and goes on even if nobody waits for it: the caller may have gone,
-    /// or its time may be up. Brings what is left then, if it is known in time.
-    fn refund(&self, group: usize) -> impl Future<Output = Option<Vec<Decision>>> + Send;
+    /// Begins at once to give back what these charges of a group spent, and goes on even if nobody waits for it: the caller
+    /// may have gone, or its time may be up. Brings what is left then, if it is known in time.
+    fn refund(&self, charges: &[Charge<'_>]) -> Refund;
+
+    /// So long after it was begun, a refund has been done, or never will be.
+    fn refund_time(&self) -> Duration;
 }
 
 /// What a group is asked.
@@ -94,8 +103,9 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
         return Ok(decided);
     }
     // Whatever happens from here on, a failure or a caller that goes away: what is in here is given back.
-    let mut spent = Spent { groups, which: Vec::new() };
+    let mut spent = Spent { groups, taken: Vec::new() };
     for group in 0..groups.count() {
+        let asked = Instant::now();
         let decisions = match groups.ask(group, Step::Do(Action::Acquire)).await {
             Ok(decisions) => decisions,
             Err(error) => {
@@ -104,6 +114,10 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
             }
         };
         let denied = decisions.iter().any(|decision| !decision.allowed);
+        if !denied {
+            let keeps = groups.charges(group).iter().zip(&decisions).map(|(charge, decision)| keeps(charge, decision));
+            spent.taken.push(Taken { group, asked, keeps: keeps.collect() });
+        }
         decided.push(decisions);
         if denied {
             spent.give_back(&mut decided).await;
@@ -113,9 +127,8 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
             }
             return Ok(decided);
         }
-        spent.which.push(group);
     }
-    spent.which.clear();
+    spent.taken.clear();
     Ok(decided)
 }
 
@@ -136,18 +149,65 @@ pub(crate) fn untake(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     }
 }
 
+/// For how long what a charge took can be given back, and nothing else with it. After that the count may hold only what
+/// others took, who would be given back in its place: then it is better left to fade.
+fn keeps(charge: &Charge<'_>, decision: &Decision) -> Duration {
+    let quota = charge.quota();
+    match quota.algorithm() {
+        // Until the window ends.
+        Algorithm::FixedWindow => decision.reset_after,
+        Algorithm::SlidingCounter => decision.reset_after.saturating_sub(quota.window()),
+        // Until so much has drained.
+        Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+            Duration::from_micros(mul_div(charge.units(), quota.window_micros(), quota.limit()))
+        }
+        // Always: a unit that is given back leaves the log at most by the time of a call too early.
+        Algorithm::SlidingLog => Duration::MAX,
+    }
+}
+
+fn mul_div(a: u64, b: u64, m: u64) -> u64 {
+    u64::try_from(u128::from(a) * u128::from(b) / u128::from(m.max(1))).unwrap_or(u64::MAX)
+}
+
 struct Spent<'a, G: Groups> {
     groups: &'a G,
-    which: Vec<usize>,
+    taken: Vec<Taken>,
+}
+
+/// What a group took.
+struct Taken {
+    group: usize,
+    asked: Instant,
+    /// For how long each of its charges can be given back.
+    keeps: Vec<Duration>,
+}
+
+impl Taken {
+    /// Which of its charges can still be given back.
+    fn members(&self, refund_time: Duration) -> Vec<usize> {
+        let by_then = self.asked.elapsed() + refund_time;
+        (0..self.keeps.len()).filter(|member| by_then < self.keeps[*member]).collect()
+    }
 }
 
 impl<G: Groups> Spent<'_, G> {
+    /// Each group's charges that are given back, and the refund that has begun.
+    fn begin(&mut self) -> Vec<(usize, Vec<usize>, Refund)> {
+        let groups = self.groups;
+        let begin = |taken: Taken| {
+            let members = taken.members(groups.refund_time());
+            let charges: Vec<Charge<'_>> = members.iter().map(|at| groups.charges(taken.group)[*at]).collect();
+            (!charges.is_empty()).then(|| (taken.group, members, groups.refund(&charges)))
+        };
+        self.taken.drain(..).filter_map(begin).collect()
+    }
+
     /// One that fails is not asked again: it may have been given back, and twice would be too much.
     async fn give_back(&mut self, decided: &mut [Vec<Decision>]) {
-        let begun: Vec<_> = self.which.drain(..).map(|group| (group, self.groups.refund(group))).collect();
-        for (group, refund) in begun {
-            if let Some(decisions) = refund.await {
-                decided[group] = decisions;
+        for (group, members, refund) in self.begin() {
+            for (member, decision) in members.into_iter().zip(refund.await.into_iter().flatten()) {
+                decided[group][member] = decision;
             }
         }
     }
@@ -155,8 +215,6 @@ impl<G: Groups> Spent<'_, G> {
 
 impl<G: Groups> Drop for Spent<'_, G> {
     fn drop(&mut self) {
-        for group in self.which.drain(..) {
-            drop(self.groups.refund(group));
-        }
+        drop(self.begin());
     }
 }

@@ -137,7 +137,7 @@ impl Shared {
     async fn decide(&self, requests: &[Request<'_>], started: Instant) -> Result<Vec<Verdict>, Setback> {
         let Some(first) = requests.iter().flat_map(|request| request.charges).next() else { return Ok(Vec::new()) };
         let script = Script::for_requests(requests);
-        let call = Call { script: &script, slot: Self::slot(first), started, timeout: self.timeout };
+        let call = Call { script, slot: Self::slot(first), started, timeout: self.timeout };
         let (key, time) = (|charge: &Charge<'_>| self.redis_key(charge), self.driven_time());
         let read = |reply: Value| {
             let answer = script::answer(requests, reply)?;

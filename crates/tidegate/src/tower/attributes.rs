@@ -138,3 +138,88 @@ fn form_decoded(text: &str) -> Cow<'_, str> {
     }
     Cow::Owned(String::from_utf8_lossy(&bytes).into_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use http::Request;
+
+    use super::*;
+
+    fn head(uri: &str, headers: &[(&str, &str)]) -> Parts {
+        let mut request = Request::builder().uri(uri);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        request.body(()).expect("a request").into_parts().0
+    }
+
+    fn attribute(head: &Parts, name: &str) -> Option<String> {
+        let client_ip = ClientIp::default();
+        HttpAttributes::new(head, None, &client_ip).get(name).map(Cow::into_owned)
+    }
+
+    #[test]
+    fn every_attribute_of_the_design_is_there() {
+        let headers = [("host", "Api.Example.COM:8080"), ("x-user-id", "ann"), ("cookie", "a=1; session=xyz; b=2")];
+        let head = head("/api//items/../items?q=rate+limit%21&empty&%71=second", &headers);
+        let get = |name: &str| attribute(&head, name);
+        assert_eq!(get("method").as_deref(), Some("GET"));
+        assert_eq!(get("path").as_deref(), Some("/api/items"));
+        assert_eq!(get("host").as_deref(), Some("api.example.com"));
+        assert_eq!(get("header.X-User-Id").as_deref(), Some("ann"));
+        assert_eq!(get("query.q").as_deref(), Some("rate limit!"));
+        assert_eq!(get("query.empty").as_deref(), Some(""));
+        assert_eq!(get("cookie.session").as_deref(), Some("xyz"));
+        for absent in ["header.x", "header.", "query.x", "cookie.x", "cookie.sess", "cookie.", "domain", "x.y", "", "."]
+        {
+            assert_eq!(get(absent), None, "{absent}");
+        }
+    }
+
+    #[test]
+    fn a_name_may_be_encoded_and_a_broken_code_is_kept() {
+        let head = head("/?%71=1&bad=100%&half=%4&caps=%4a%4A&utf=%C3%BC&none=%FF", &[]);
+        for (name, value) in
+            [("q", "1"), ("bad", "100%"), ("half", "%4"), ("caps", "JJ"), ("utf", "ü"), ("none", "\u{fffd}")]
+        {
+            assert_eq!(attribute(&head, &format!("query.{name}")).as_deref(), Some(value), "{name}");
+        }
+    }
+
+    #[test]
+    fn headers_of_one_name_are_one_and_cookies_may_come_apart() {
+        let head = head("/", &[("x-plan", "free"), ("x-plan", "gold"), ("cookie", "a=1"), ("cookie", "b=2")]);
+        assert_eq!(attribute(&head, "header.x-plan").as_deref(), Some("free, gold"));
+        assert_eq!(attribute(&head, "cookie.b").as_deref(), Some("2"));
+    }
+
+    #[test]
+    fn the_host_is_the_request_lines_or_the_headers_without_its_port() {
+        for (uri, header, host) in [
+            ("https://a.example:8443/", "b.example", Some("a.example")),
+            ("/", "b.example.", Some("b.example")),
+            ("/", "[2001:DB8::1]:80", Some("[2001:db8::1]")),
+            ("/", "[2001:db8::1]", Some("[2001:db8::1]")),
+            ("/", "c.example:", Some("c.example")),
+        ] {
+            assert_eq!(attribute(&head(uri, &[("host", header)]), "host").as_deref(), host, "{uri} {header}");
+        }
+        assert_eq!(attribute(&head("/", &[]), "host"), None);
+    }
+
+    #[test]
+    fn the_address_is_the_clients_and_its_absence_is_noticed() {
+        let client_ip = ClientIp::new(vec!["10.0.0.0/8".parse().expect("a network")], 64).expect("valid");
+        let head = head("/", &[("x-forwarded-for", "8.8.8.8, 2001:db8:0:1::7")]);
+        let by = |peer: &str| {
+            let attributes = HttpAttributes::new(&head, Some(peer.parse().expect("an address")), &client_ip);
+            let address = attributes.get("ip").map(Cow::into_owned);
+            (address, attributes.lacked_peer())
+        };
+        assert_eq!(by("10.0.0.1"), (Some("2001:db8:0:1::/64".to_owned()), false));
+        assert_eq!(by("203.0.113.9"), (Some("203.0.113.9".to_owned()), false));
+        let nobody = HttpAttributes::new(&head, None, &client_ip);
+        assert!(nobody.get("path").is_some() && !nobody.lacked_peer(), "nobody asked for it");
+        assert!(nobody.get("ip").is_none() && nobody.lacked_peer());
+    }
+}

@@ -64,6 +64,12 @@ impl Admission {
         self.enforced().all(|line| line.decision.allowed)
     }
 
+    /// The limit that denies the request; of several, the one with the longest wait. `None` if it passes.
+    #[must_use]
+    pub fn denied_by(&self) -> Option<&Line> {
+        self.leading().filter(|line| !line.decision.allowed)
+    }
+
     /// How long the request has to wait for its turn.
     #[must_use]
     pub fn delay(&self) -> Duration {

@@ -97,12 +97,13 @@ fn push_bytes(message: &mut Vec<u8>, field: u8, bytes: &[u8]) {
     message.extend_from_slice(bytes);
 }
 
+/// Seven bits a byte, the lowest first.
 fn push_varint(message: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
-        message.push((number & 0x7f) as u8 | 0x80);
+        message.push(number.to_le_bytes()[0] | 0x80);
         number >>= 7;
     }
-    message.push(number as u8);
+    message.push(number.to_le_bytes()[0]);
 }
 
 /// Without padding, as gRPC likes its binary headers.
@@ -133,4 +134,45 @@ fn percent_encoded(text: &str) -> String {
         }
     }
     encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic_types::StatusExt as _;
+
+    use super::*;
+
+    fn told(message: &str, retry_after: Option<Duration>) -> tonic::Status {
+        let response: Response<Body<()>> = response(&HeaderMap::new(), Code::ResourceExhausted, message, retry_after);
+        assert_eq!(response.status(), StatusCode::OK);
+        tonic::Status::from_header_map(response.headers()).expect("a gRPC status")
+    }
+
+    #[test]
+    fn a_client_reads_the_code_the_message_and_the_wait() {
+        let waits = [(0, 1), (1, 0), (59, 999_999_000), (127, 5), (128, 5), (31_622_400, 1)];
+        for wait in waits.map(|(seconds, nanos)| Duration::new(seconds, nanos)) {
+            for message in ["plain", "100 % \"größer\"\n", ""] {
+                let status = told(message, Some(wait));
+                assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+                assert_eq!(status.message(), message);
+                assert_eq!(status.get_details_retry_info().and_then(|info| info.retry_delay), Some(wait));
+            }
+        }
+        assert!(told("no wait helps", None).get_details_retry_info().is_none());
+    }
+
+    #[test]
+    fn a_status_in_the_headers_means_what_http_means() {
+        let of = |code: i32| {
+            let response: Response<()> = tonic::Status::new(tonic::Code::from_i32(code), "").into_http();
+            http_status(response.headers()).map(|status| status.as_u16())
+        };
+        assert_eq!(of(tonic::Code::Internal as i32), Some(500));
+        assert_eq!(of(tonic::Code::Unavailable as i32), Some(503));
+        assert_eq!(of(tonic::Code::NotFound as i32), Some(404));
+        assert_eq!(of(tonic::Code::ResourceExhausted as i32), Some(429));
+        assert_eq!(of(tonic::Code::Cancelled as i32), Some(499));
+        assert_eq!(http_status(&HeaderMap::new()), None);
+    }
 }

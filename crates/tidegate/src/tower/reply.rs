@@ -22,9 +22,9 @@ type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
 /// A request that may not pass now.
 #[derive(Debug, Clone, Copy)]
 pub struct Denial<'a> {
-    head: &'a Parts,
-    admission: &'a Admission,
-    line: &'a Line,
+    pub(super) head: &'a Parts,
+    pub(super) admission: &'a Admission,
+    pub(super) line: &'a Line,
 }
 
 /// How the layer answers.
@@ -79,18 +79,15 @@ impl<'a> Denial<'a> {
 }
 
 impl Replies {
-    pub(super) fn denied<B>(&self, head: &Parts, admission: &Admission) -> Response<Body<B>> {
-        let Some(line) = admission.leading() else {
-            return problem(StatusCode::TOO_MANY_REQUESTS, "", "").map(Body::of_layer);
-        };
-        let denial = Denial { head, admission, line };
+    pub(super) fn denied<B>(&self, denial: &Denial<'_>) -> Response<Body<B>> {
+        let head = denial.head;
         let mut response = if grpc::is_spoken(&head.headers) {
             let retry_after = Some(denial.retry_after()).filter(|wait| !wait.is_zero());
             grpc::response(&head.headers, Code::ResourceExhausted, &denial.detail(), retry_after)
         } else {
-            (self.on_denied)(&denial).map(Body::of_layer)
+            (self.on_denied)(denial).map(Body::of_layer)
         };
-        self.add_headers(response.headers_mut(), admission);
+        self.add_headers(response.headers_mut(), denial.admission);
         response
     }
 
@@ -197,4 +194,45 @@ fn push_json(json: &mut String, text: &str) {
         }
     }
     json.push('"');
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::policy::Policy;
+    use crate::quota::Quota;
+    use crate::store::StoreError;
+
+    fn json(response: &Response<Bytes>) -> serde_json::Value {
+        serde_json::from_slice(response.body()).expect("JSON")
+    }
+
+    #[test]
+    fn no_name_breaks_out_of_the_body() {
+        let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let policy = Policy::new("a\"b\\c é", quota).expect("a name");
+        let admission = Admission::new(vec![Line::without_key(&policy)]);
+        let (head, ()) = http::Request::new(()).into_parts();
+        let line = admission.denied_by().expect("denied");
+        let body = json(&too_many_requests(&Denial { head: &head, admission: &admission, line }));
+        assert_eq!(body["policy"], policy.name());
+        assert_eq!(body["retry_after_ms"], 0);
+        let mut text = String::new();
+        push_json(&mut text, "line\nbreak\0");
+        assert_eq!(serde_json::from_str::<String>(&text).expect("JSON"), "line\nbreak\0");
+    }
+
+    #[test]
+    fn each_error_is_somebodys_fault_and_no_secret_is_told() {
+        let store = Error::Store(StoreError::Unreachable("redis at 10.0.0.7".to_owned()));
+        let told = no_decision(&store);
+        assert_eq!(told.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert!(!json(&told)["detail"].as_str().is_some_and(|detail| detail.contains("10.0.0.7")));
+        let costly = Error::Charge(ChargeError::CostTooHigh { cost: 7, most: 5 });
+        assert_eq!(no_decision(&costly).status(), StatusCode::BAD_REQUEST);
+        assert!(json(&no_decision(&costly))["detail"].as_str().is_some_and(|detail| detail.contains("at most 5")));
+        assert_eq!(no_decision(&Error::UnknownPeer).status(), StatusCode::INTERNAL_SERVER_ERROR);
+    }
 }

@@ -1,5 +1,6 @@
 //! [`RateLimit`]: the service around a service.
 
+use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use tower_service::Service;
 
 use super::body::Body;
 use super::gate::{Admission, Gate};
+use super::reply::Denial;
 use super::{Shared, grpc};
 
 /// A service that lets requests pass to the one inside if the gate admits them.
@@ -25,6 +27,12 @@ pub struct RateLimit<S, G> {
 impl<S, G> RateLimit<S, G> {
     pub(super) fn new(inner: S, shared: Arc<Shared<G>>) -> Self {
         Self { inner, shared }
+    }
+}
+
+impl<S: fmt::Debug, G> fmt::Debug for RateLimit<S, G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit").field("inner", &self.inner).finish_non_exhaustive()
     }
 }
 
@@ -74,10 +82,12 @@ where
 {
     let (head, body) = request.into_parts();
     let admission = match shared.gate.admit(&head).await {
-        Ok(admission) if admission.passes() => admission,
-        Ok(denied) => return Ok(shared.replies.denied(&head, &denied)),
+        Ok(admission) => admission,
         Err(error) => return Ok(shared.replies.undecided(&head, &error)),
     };
+    if let Some(line) = admission.denied_by() {
+        return Ok(shared.replies.denied(&Denial { head: &head, admission: &admission, line }));
+    }
     let admission = turn(&shared, admission).await;
     let answer = ready.call(Request::from_parts(head, body)).await;
     if shared.refunds(&answer) {

@@ -196,6 +196,46 @@ async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed(
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_could_be_anothers_by_now_is_not_given_back() {
+    let clock = ManualClock::new();
+    let second = Duration::from_secs(1);
+    let full = Quota::fixed_window(1, LONG).expect("valid");
+    // Within the time of a refund the window may end, or the unit may have drained: then it would be taken from those who
+    // came since. In a long window, and in a log, it surely is still there.
+    for (quota, given_back) in [
+        (Quota::fixed_window(1_000, Duration::from_millis(50)).expect("valid"), false),
+        (Quota::sliding_counter(1_000, Duration::from_millis(50)).expect("valid"), false),
+        (Quota::token_bucket(1_000, second).expect("valid"), false),
+        (Quota::fixed_window(1_000, LONG).expect("valid"), true),
+        (Quota::token_bucket(1, second).expect("valid").with_burst(1_000).expect("valid"), true),
+        (Quota::sliding_log(1_000, second).expect("valid"), true),
+    ] {
+        let store = Flaky::on(&clock);
+        let breaker = Breaker::new(store.clone());
+        let charges = [Charge::new("a", &quota), Charge::new("b@1", &full)];
+        breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
+        let before = store.left(&charges[0]).await;
+        let denied = breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
+        assert!(!denied[1].allowed);
+        assert_eq!(store.left(&charges[0]).await, before - u64::from(!given_back), "{quota:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_deadline_is_for_all_parts_together() {
+    let store = Flaky::new();
+    let breaker = Breaker::builder(store.clone()).deadline(Duration::from_millis(100)).build();
+    let quota = quota();
+    let charges = [Charge::new("a", &quota), Charge::new("b@1", &quota), Charge::new("c@2", &quota)];
+    for part in 0..3 {
+        store.part_is(part, Mood::Slow(Duration::from_millis(60)));
+    }
+    let start = tokio::time::Instant::now();
+    breaker.decide_all(Action::Acquire, &charges).await.expect_err("three times 60 ms");
+    assert!(start.elapsed() <= Duration::from_millis(101), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_probes_end_with_the_breaker() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());

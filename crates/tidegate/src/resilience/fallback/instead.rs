@@ -48,6 +48,11 @@ impl<S: Store> Inner<S> {
         if !memory_helps && charges.iter().any(|charge| charge.store_failure() == OnStoreFailure::Local) {
             return Err(error);
         }
+        self.decide_here(action, charges)
+    }
+
+    /// Decides by the charges' own word, and remembers what is owed for it.
+    pub(super) fn decide_here(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         let decisions = self.by_their_word(action, charges)?;
         self.count(action, &decisions);
         if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
@@ -119,12 +124,13 @@ impl<S: Store> Inner<S> {
 
     /// What was admitted here, and is not charged to the store yet, is given back here.
     fn refund_here(&self, charges: &[Charge<'_>], error: StoreError) -> Result<Vec<Decision>, StoreError> {
-        let refund = |charge: &Charge<'_>| {
-            let share = self.share(charge).filter(|_| self.owed.forgive(charge));
-            let decision = self.local.decide_now(Action::Refund, &charge.with_quota(&share?)).ok()?;
-            Some(Decision { limit: charge.quota().limit(), source: Source::Local, ..decision })
+        let shares: Option<Vec<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
+        let Some(shares) = shares.filter(|_| self.owed.forgive(charges)) else { return Err(error) };
+        let refund = |(charge, share): (&Charge<'_>, &Quota)| {
+            let decision = self.local.decide_now(Action::Refund, &charge.with_quota(share))?;
+            Ok(Decision { limit: charge.quota().limit(), source: Source::Local, ..decision })
         };
-        charges.iter().map(refund).collect::<Option<_>>().ok_or(error)
+        charges.iter().zip(&shares).map(refund).collect()
     }
 
     /// Nothing counts for this charge's key here any more, and nothing is owed.

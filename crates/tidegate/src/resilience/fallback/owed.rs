@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hashbrown::HashTable;
-use hashbrown::hash_table::Entry;
 
 use crate::algorithm::Algorithm;
 use crate::charge::Charge;
@@ -20,14 +19,13 @@ const SHARDS: usize = 16;
 pub(super) struct Owed {
     shards: [Mutex<HashTable<Debt>>; SHARDS],
     hasher: RandomState,
-    /// Those that are claimed among them.
     keys: AtomicUsize,
     max_keys: usize,
     dropped: AtomicU64,
 }
 
 /// Units that a key owes to the store.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Debt {
     key: Box<str>,
     policy: Box<str>,
@@ -39,6 +37,8 @@ pub(super) struct Debt {
     pub(super) not_before: u64,
     /// The pass in which it was last tried.
     tried_in: u64,
+    /// Somebody is about to pay it.
+    claimed: bool,
 }
 
 impl Debt {
@@ -52,21 +52,33 @@ impl Debt {
     }
 }
 
-/// Debts that somebody is about to pay, each with the place of its charge. What is not paid goes back.
+/// Debts that somebody is about to pay, each with the place of its charge. They stay where they are, marked; what was not
+/// paid is owed as before.
 pub(super) struct Claims<'a> {
     owed: &'a Owed,
-    pub(super) debts: Vec<(usize, Debt)>,
+    pub(super) debts: Vec<Claim>,
 }
+
+/// A debt that is being paid: `debt.units` is what is left of it.
+pub(super) struct Claim {
+    pub(super) place: usize,
+    pub(super) debt: Debt,
+    /// What it was when it was claimed. More may be added meanwhile.
+    units: u64,
+}
+
+/// Somebody else is about to pay the debt of one of these keys: what the store has room for is not known until then.
+pub(super) struct Busy;
 
 impl<'a> Claims<'a> {
     /// The same, apart for each part of the store.
     pub(super) fn by_part(mut self, part: impl Fn(&Debt) -> Part) -> Vec<(Part, Claims<'a>)> {
         let mut groups: Vec<(Part, Claims<'a>)> = Vec::new();
-        for (place, debt) in self.debts.drain(..) {
-            let part = part(&debt);
+        for claim in self.debts.drain(..) {
+            let part = part(&claim.debt);
             match groups.iter_mut().find(|(other, _)| *other == part) {
-                Some((_, group)) => group.debts.push((place, debt)),
-                None => groups.push((part, Claims { owed: self.owed, debts: vec![(place, debt)] })),
+                Some((_, group)) => group.debts.push(claim),
+                None => groups.push((part, Claims { owed: self.owed, debts: vec![claim] })),
             }
         }
         groups
@@ -75,7 +87,7 @@ impl<'a> Claims<'a> {
 
 impl Drop for Claims<'_> {
     fn drop(&mut self) {
-        self.debts.drain(..).for_each(|(_, debt)| self.owed.put_back(debt));
+        self.debts.drain(..).for_each(|claim| self.owed.settle(&claim));
     }
 }
 
@@ -135,28 +147,53 @@ impl Owed {
             until,
             not_before: 0,
             tried_in: 0,
+            claimed: false,
         };
         table.insert_unique(hash, debt, |debt| self.hash_of(debt));
         self.keys.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The debts of these charges.
-    pub(super) fn claim(&self, charges: &[Charge<'_>]) -> Claims<'_> {
+    /// The debts of these charges, to be paid along with them.
+    pub(super) fn claim(&self, charges: &[Charge<'_>]) -> Result<Claims<'_>, Busy> {
+        let mut claims = Claims { owed: self, debts: Vec::new() };
         let local = charges.iter().enumerate().filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
-        let debts = local.filter_map(|(place, charge)| self.take_out(charge).map(|debt| (place, debt))).collect();
+        for (place, charge) in local {
+            let hash = self.hash(charge.key(), charge.policy_name());
+            let mut table = self.lock_of(hash);
+            let Some(debt) = table.find_mut(hash, |debt| debt.is_of(charge)) else { continue };
+            // What was claimed before this one is let go again.
+            if std::mem::replace(&mut debt.claimed, true) {
+                return Err(Busy);
+            }
+            claims.debts.push(Claim { place, debt: debt.clone(), units: debt.units });
+        }
+        Ok(claims)
+    }
+
+    /// Whether somebody is about to pay the debt of one of these keys.
+    pub(super) fn is_busy(&self, charges: &[Charge<'_>]) -> bool {
+        charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local).any(|charge| {
+            let hash = self.hash(charge.key(), charge.policy_name());
+            self.lock_of(hash).find(hash, |debt| debt.is_of(charge)).is_some_and(|debt| debt.claimed)
+        })
+    }
+
+    /// Some debts of a shard that may be tried now, and were not yet in this pass.
+    pub(super) fn claim_due(&self, shard: usize, pass: u64, most: usize, now: u64) -> Claims<'_> {
+        let mut table = self.lock(shard);
+        let due = |debt: &&mut Debt| debt.not_before <= now && debt.tried_in != pass && !debt.claimed;
+        let claim = |(place, debt): (usize, &mut Debt)| {
+            debt.tried_in = pass;
+            debt.claimed = true;
+            Claim { place, debt: debt.clone(), units: debt.units }
+        };
+        let debts = table.iter_mut().filter(due).take(most).enumerate().map(claim).collect();
         Claims { owed: self, debts }
     }
 
-    /// Some debts of a shard that may be tried now, and were not yet in this pass. What has expired is dropped on the way.
-    pub(super) fn claim_due(&self, shard: usize, pass: u64, most: usize, now: u64) -> Claims<'_> {
-        let mut table = self.lock(shard);
-        self.drop_expired(&mut table, now);
-        let due = table.extract_if(|debt| debt.not_before <= now && debt.tried_in != pass).take(most);
-        let mut debts: Vec<(usize, Debt)> = due.enumerate().collect();
-        for (_, debt) in &mut debts {
-            debt.tried_in = pass;
-        }
-        Claims { owed: self, debts }
+    /// Forgets what counts no more.
+    pub(super) fn drop_expired_of(&self, shard: usize, now: u64) {
+        self.drop_expired(&mut self.lock(shard), now);
     }
 
     pub(super) fn shards() -> std::ops::Range<usize> {
@@ -165,53 +202,72 @@ impl Owed {
 
     /// Forgets the debt of this charge's key.
     pub(super) fn forget(&self, charge: &Charge<'_>) {
-        if self.take_out(charge).is_some() {
-            self.keys.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    /// What comes out goes back by `put_back`, or is counted off.
-    fn take_out(&self, charge: &Charge<'_>) -> Option<Debt> {
         let hash = self.hash(charge.key(), charge.policy_name());
         let mut table = self.lock_of(hash);
-        Some(table.find_entry(hash, |debt| debt.is_of(charge)).ok()?.remove().0)
-    }
-
-    /// Takes the charge's units off the debt of its key, if it has so many.
-    pub(super) fn forgive(&self, charge: &Charge<'_>) -> bool {
-        let Some(mut debt) = self.take_out(charge) else { return false };
-        let enough = debt.units >= charge.units();
-        if enough {
-            debt.units -= charge.units();
-        }
-        self.put_back(debt);
-        enough
-    }
-
-    fn put_back(&self, debt: Debt) {
-        if debt.units == 0 {
+        if let Ok(entry) = table.find_entry(hash, |debt| debt.is_of(charge)) {
+            entry.remove();
             self.keys.fetch_sub(1, Ordering::Relaxed);
-            return;
         }
-        let hash = self.hash_of(&debt);
+    }
+
+    /// Takes the charges' units off the debts of their keys, if each has so many and none is being paid: all or nothing.
+    pub(super) fn forgive(&self, charges: &[Charge<'_>]) -> bool {
+        let mut forgiven = 0;
+        for charge in charges {
+            if !self.reduce(charge, |debt| !debt.claimed && debt.units >= charge.units(), charge.units()) {
+                break;
+            }
+            forgiven += 1;
+        }
+        if forgiven < charges.len() {
+            for charge in &charges[..forgiven] {
+                self.restore(charge);
+            }
+        }
+        forgiven == charges.len()
+    }
+
+    /// A claim is over.
+    fn settle(&self, claim: &Claim) {
+        let Claim { debt: left, units, .. } = claim;
+        let hash = self.hash_of(left);
         let mut table = self.lock_of(hash);
-        let same = |other: &Debt| other.key == debt.key && other.policy == debt.policy;
-        match table.entry(hash, same, |debt| self.hash_of(debt)) {
-            Entry::Occupied(mut newer) => {
-                let newer = newer.get_mut();
-                newer.units = newer.units.saturating_add(debt.units);
-                newer.until = newer.until.max(debt.until);
-                self.keys.fetch_sub(1, Ordering::Relaxed);
+        // It may have been forgotten meanwhile.
+        let same = |other: &Debt| other.key == left.key && other.policy == left.policy;
+        let Ok(mut entry) = table.find_entry(hash, same) else { return };
+        let debt = entry.get_mut();
+        debt.claimed = false;
+        debt.not_before = debt.not_before.max(left.not_before);
+        debt.units = debt.units.saturating_sub(units - left.units);
+        if debt.units == 0 {
+            entry.remove();
+            self.keys.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes units off a debt that is as it should be. An entry without units stays until it expires or grows again.
+    fn reduce(&self, charge: &Charge<'_>, fits: impl Fn(&Debt) -> bool, units: u64) -> bool {
+        let hash = self.hash(charge.key(), charge.policy_name());
+        let mut table = self.lock_of(hash);
+        match table.find_mut(hash, |debt| debt.is_of(charge)) {
+            Some(debt) if fits(debt) => {
+                debt.units -= units;
+                true
             }
-            Entry::Vacant(place) => {
-                place.insert(debt);
-            }
+            _ => false,
+        }
+    }
+
+    fn restore(&self, charge: &Charge<'_>) {
+        let hash = self.hash(charge.key(), charge.policy_name());
+        if let Some(debt) = self.lock_of(hash).find_mut(hash, |debt| debt.is_of(charge)) {
+            debt.units = debt.units.saturating_add(charge.units());
         }
     }
 
     fn drop_expired(&self, table: &mut HashTable<Debt>, now: u64) {
         let before = table.len();
-        table.retain(|debt| debt.until > now);
+        table.retain(|debt| debt.until > now && (debt.units > 0 || debt.claimed));
         self.keys.fetch_sub(before - table.len(), Ordering::Relaxed);
     }
 

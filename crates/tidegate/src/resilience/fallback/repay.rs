@@ -4,9 +4,10 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::owed::{Debt, Owed};
+use super::owed::{Claim, Debt, Owed};
 use super::{Inner, jittered};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::store::{Action, Part, Store, StoreError};
@@ -60,25 +61,37 @@ impl<S: Store> Inner<S> {
         let _done = Done(self);
         let number = self.trouble.passes.fetch_add(1, Ordering::Relaxed) + 1;
         for shard in Owed::shards() {
-            loop {
+            self.owed.drop_expired_of(shard, self.local.clock().now());
+            // A store of one part that fails takes nothing from anybody.
+            while !pass.failed.contains(&Part::WHOLE) {
                 let now = self.local.clock().now();
-                let mut claims = self.owed.claim_due(shard, number, MAX_CHARGES, now);
+                let claims = self.owed.claim_due(shard, number, MAX_CHARGES, now);
                 if claims.debts.is_empty() {
                     break;
-                }
-                for (_, debt) in &mut claims.debts {
-                    debt.units = self.still_counting(debt);
                 }
                 // Parts fail apart: one that is away keeps nobody from paying to another.
                 for (part, mut group) in claims.by_part(|debt| self.store.part(&debt.charge())) {
                     if pass.failed.contains(&part) {
                         continue;
                     }
-                    match self.pay(&mut group.debts, now).await {
-                        Ok(units) => pass.repaid += units,
-                        Err(_) => pass.failed.push(part),
+                    for claim in &mut group.debts {
+                        claim.debt.units = self.still_counting(&claim.debt);
+                    }
+                    // The counts of one node of a cluster are in many places, and one call to several of them may be done in
+                    // part. So there each pays for itself.
+                    let at_once = if part == Part::WHOLE { MAX_CHARGES } else { 1 };
+                    for some in group.debts.chunks_mut(at_once) {
+                        match self.pay(some, now).await {
+                            Ok(units) => pass.repaid += units,
+                            Err(_) => {
+                                pass.failed.push(part);
+                                break;
+                            }
+                        }
                     }
                 }
+                // Where nothing has to be waited for, others want to run, too.
+                yield_now().await;
             }
         }
         self.counters.repaid.fetch_add(pass.repaid, Ordering::Relaxed);
@@ -86,8 +99,9 @@ impl<S: Store> Inner<S> {
     }
 
     /// Takes what fits, and leaves in each debt what did not.
-    async fn pay(&self, debts: &mut [(usize, Debt)], now: u64) -> Result<u64, StoreError> {
-        let mut debts: Vec<&mut Debt> = debts.iter_mut().map(|(_, debt)| debt).filter(|debt| debt.units > 0).collect();
+    async fn pay(&self, claims: &mut [Claim], now: u64) -> Result<u64, StoreError> {
+        let owing = claims.iter_mut().map(|claim| &mut claim.debt).filter(|debt| debt.units > 0);
+        let mut debts: Vec<&mut Debt> = owing.collect();
         if debts.is_empty() {
             return Ok(0);
         }

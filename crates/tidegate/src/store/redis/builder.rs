@@ -109,7 +109,26 @@ impl Builder {
     ///
     /// Outside of a Tokio runtime.
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
-        self.check()?;
+        let (plan, access) = self.plan()?;
+        Ok(RedisStore {
+            clock: SystemClock::new(),
+            shared: Arc::new(Shared {
+                topology: Topology::start(plan, access, self.timeout),
+                prefix: self.prefix,
+                timeout: self.timeout,
+                #[cfg(feature = "testing")]
+                driven_by: self.driven_by,
+            }),
+        })
+    }
+
+    /// Whether the options are right, as far as that can be told without a connection.
+    pub fn check(&self) -> Result<(), StoreError> {
+        self.plan().map(drop)
+    }
+
+    fn plan(&self) -> Result<(Plan, Access), StoreError> {
+        self.check_prefix()?;
         let urls = self.urls.iter().map(|url| Url::parse(url)).collect::<Result<Vec<_>, _>>()?;
         let Some(first) = urls.first() else {
             return Err(misconfigured("no address was given: at least one URL is needed"));
@@ -123,7 +142,7 @@ impl Builder {
             return Err(misconfigured(message));
         }
         let tls = if first.tls {
-            Some(self.tls.unwrap_or_default().client_config()?)
+            Some(self.tls.clone().unwrap_or_default().client_config()?)
         } else if self.tls.is_some() {
             return Err(misconfigured("TLS options are given, but the URL is redis://: use rediss:// for TLS"));
         } else {
@@ -131,12 +150,12 @@ impl Builder {
         };
         let at_the_urls =
             Access { user: first.user.clone(), password: first.password.clone(), database: first.database, tls };
-        let access = match self.credentials {
+        let access = match self.credentials.clone() {
             Some((user, password)) => Access { user, password: Some(password), ..at_the_urls.clone() },
             None => at_the_urls.clone(),
         };
         let addresses: Vec<Address> = urls.into_iter().map(|url| url.address).collect();
-        let plan = match self.kind {
+        let plan = match &self.kind {
             Kind::Single => Plan::Single(addresses[0].clone()),
             Kind::Cluster if access.database != 0 => {
                 return Err(misconfigured("a cluster has only database 0: leave the database out of the URLs"));
@@ -144,22 +163,13 @@ impl Builder {
             Kind::Cluster => Plan::Cluster(addresses),
             Kind::Sentinel { primary } => {
                 let access = Arc::new(Access { database: 0, ..at_the_urls });
-                Plan::Sentinel { name: primary, sentinels: addresses, access }
+                Plan::Sentinel { name: primary.clone(), sentinels: addresses, access }
             }
         };
-        Ok(RedisStore {
-            clock: SystemClock::new(),
-            shared: Arc::new(Shared {
-                topology: Topology::start(plan, access, self.timeout),
-                prefix: self.prefix,
-                timeout: self.timeout,
-                #[cfg(feature = "testing")]
-                driven_by: self.driven_by,
-            }),
-        })
+        Ok((plan, access))
     }
 
-    fn check(&self) -> Result<(), StoreError> {
+    fn check_prefix(&self) -> Result<(), StoreError> {
         if self.prefix.is_empty() || self.prefix.chars().any(|c| c.is_control() || "{}".contains(c)) {
             return Err(StoreError::Misconfigured(format!(
                 "prefix {:?} is not usable: it must not be empty and must have no braces and no control characters",

@@ -133,5 +133,7 @@ pub(super) fn one_line(error: &RedisError) -> String {
     };
     // Where in the script it happened tells nobody anything, and makes two of one reason.
     let text = text.split_once(" script: ").map_or(text.as_str(), |(reason, _)| reason);
+    // A server that does not know AUTH quotes what came with it.
+    let text = text.split_once(", with args beginning with").map_or(text, |(reason, _)| reason);
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

@@ -1,7 +1,7 @@
 //! Several charges in one call: at once where they live in one place, else group by group.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout_at;
 
@@ -11,7 +11,7 @@ use super::script::{Request, Verb};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
-use crate::store::in_order::{Groups, Owned, Step, group_by, in_order, in_places};
+use crate::store::in_order::{Groups, Owned, Refund, Step, group_by, in_order, in_places};
 use crate::store::{Action, StoreError};
 
 /// Charges that live apart.
@@ -82,8 +82,12 @@ impl Groups for Apart<'_> {
         Ok(dress(verdicts.map_err(Setback::into_store_error)?, charges))
     }
 
-    fn refund(&self, group: usize) -> impl Future<Output = Option<Vec<Decision>>> + Send {
-        let owned: Vec<Owned> = self.groups[group].iter().map(Owned::of).collect();
+    fn refund_time(&self) -> Duration {
+        self.shared.timeout
+    }
+
+    fn refund(&self, charges: &[Charge<'_>]) -> Refund {
+        let owned: Vec<Owned> = charges.iter().map(Owned::of).collect();
         let shared = Arc::clone(self.shared);
         let deadline = self.started + shared.timeout;
         // It has a timeout of its own. Without a runtime nothing can be sent any more.
@@ -100,6 +104,6 @@ impl Groups for Apart<'_> {
                 }
             })
         });
-        async move { timeout_at(deadline.into(), task?).await.ok()?.ok()? }
+        Box::pin(async move { timeout_at(deadline.into(), task?).await.ok()?.ok()? })
     }
 }

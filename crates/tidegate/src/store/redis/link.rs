@@ -49,6 +49,8 @@ struct Node {
     lost: Stir,
     /// It says that it is a replica, or has refused to write.
     demoted: AtomicBool,
+    /// We ended the connection ourselves.
+    cut: AtomicBool,
     doubt: Notify,
     replies: AtomicU64,
     connections: AtomicU64,
@@ -99,6 +101,7 @@ impl Link {
             state: watch::Sender::new(State::Connecting),
             lost: lost.clone(),
             demoted: AtomicBool::new(false),
+            cut: AtomicBool::new(false),
             doubt: Notify::new(),
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
@@ -148,6 +151,7 @@ impl Link {
         if let State::Up(connection) = &*self.node.state.borrow()
             && connection.made.elapsed() >= SHORT_LIFE
         {
+            self.node.cut.store(true, Ordering::Relaxed);
             connection.driver.abort();
         }
     }
@@ -300,8 +304,12 @@ impl Node {
                         tracing::info!(node = %self.address, "Redis is back");
                     }
                     let trouble = self.watch(&connection, driver).await;
-                    tracing::warn!(node = %self.address, reason = %trouble.reason, "the connection to Redis is lost");
-                    told = true;
+                    if self.cut.swap(false, Ordering::Relaxed) {
+                        tracing::debug!(node = %self.address, "it does not write: the connection is made anew");
+                    } else {
+                        tracing::warn!(node = %self.address, reason = %trouble.reason, "the connection to Redis is lost");
+                        told = true;
+                    }
                     self.remember(&trouble);
                     let lasting = connection.made.elapsed() >= SHORT_LIFE;
                     self.become_(if lasting { State::Connecting } else { State::Down(trouble) });

@@ -46,7 +46,7 @@ impl Shared {
         let charge = [Charge::new("probe", &quota)];
         let requests = [Request { verb: Verb::Do(Action::Acquire), charges: &charge }];
         let script = Script::for_requests(&requests);
-        let call = self.call(&script, &key);
+        let call = self.call(script, &key);
         let command = |deadline| script.decide(&requests, |_: &Charge<'_>| key.clone(), self.driven_time(), deadline);
         let read = |reply: Value| {
             let answer = script::answer(&requests, reply)?;

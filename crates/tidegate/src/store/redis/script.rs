@@ -1,6 +1,6 @@
 //! The script of a call: assembled from the algorithms that its charges need, its arguments, and its reply.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use redis::{Cmd, Value};
 
@@ -66,13 +66,11 @@ fn piece(quota: &Quota) -> usize {
 impl Script {
     /// The script with just the algorithms that are needed: Lua makes each function anew at every call, so those that are
     /// left out save Redis time.
-    pub(super) fn for_requests(requests: &[Request<'_>]) -> Arc<Self> {
-        static ASSEMBLED: Mutex<[Option<Arc<Script>>; 1 << PIECES.len()]> =
-            Mutex::new([const { None }; 1 << PIECES.len()]);
+    pub(super) fn for_requests(requests: &[Request<'_>]) -> &'static Self {
+        static ASSEMBLED: [OnceLock<Script>; 1 << PIECES.len()] = [const { OnceLock::new() }; 1 << PIECES.len()];
         let charges = requests.iter().flat_map(|request| request.charges);
         let needed = charges.fold(0, |needed, charge| needed | 1 << piece(charge.quota()));
-        let mut assembled = ASSEMBLED.lock().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(assembled[needed].get_or_insert_with(|| Arc::new(Self::assemble(needed))))
+        ASSEMBLED[needed].get_or_init(|| Self::assemble(needed))
     }
 
     fn assemble(needed: usize) -> Self {

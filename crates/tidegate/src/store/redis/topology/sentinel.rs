@@ -70,8 +70,8 @@ async fn listen(known: Arc<Known>, council: Arc<Council>, sentinel: Arc<Link>, n
             }
             Err(trouble) if std::mem::take(&mut first) => {
                 let failed = council.failed.fetch_add(1, Ordering::Relaxed) + 1;
-                // A wrong name or password is wrong everywhere; otherwise another sentinel may know.
-                if trouble.misconfigured || failed == known.sentinels.len() {
+                // Another sentinel may know: one that has just been started knows nobody.
+                if failed == known.sentinels.len() {
                     known.settle(Err(trouble));
                 }
             }

@@ -1,0 +1,99 @@
+//! The layer in front of a tonic server, and a tonic client before it.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use tidegate::tower::{QuotaGate, RateLimitLayer};
+use tidegate::{Limiter, MemoryStore, Quota};
+use tokio::task::JoinHandle;
+use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
+use tonic::transport::{Channel, Endpoint, Server};
+use tonic::{Code, Response, Status};
+use tonic_health::pb::health_client::HealthClient;
+use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
+use tonic_types::StatusExt as _;
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// The health service behind a layer. It ends with this.
+struct Grpc {
+    client: HealthClient<Channel>,
+    serving: JoinHandle<()>,
+}
+
+impl Grpc {
+    async fn start(layer: RateLimitLayer<QuotaGate>) -> Self {
+        let (_reporter, health) = tonic_health::server::health_reporter();
+        let incoming = TcpIncoming::bind((Ipv4Addr::LOCALHOST, 0).into()).expect("a free port");
+        let address = incoming.local_addr().expect("bound");
+        let serving = Server::builder().layer(layer).add_service(health).serve_with_incoming(incoming);
+        let serving = tokio::spawn(async move { serving.await.expect("serves") });
+        let channel = Endpoint::from_shared(format!("http://{address}")).expect("a URL").connect().await;
+        Self { client: HealthClient::new(channel.expect("connected")), serving }
+    }
+
+    async fn check(&self, user: &str, service: &str) -> Result<Response<HealthCheckResponse>, Status> {
+        let mut request = tonic::Request::new(HealthCheckRequest { service: service.to_owned() });
+        request.metadata_mut().insert("x-user-id", user.parse().expect("text"));
+        self.client.clone().check(request).await
+    }
+}
+
+impl Drop for Grpc {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
+    let quota = Quota::token_bucket(limit, DAY).expect("valid");
+    let limiter = Limiter::new(MemoryStore::builder().max_keys(2).build());
+    RateLimitLayer::new(limiter, quota).policy("per-user").by("header.x-user-id")
+}
+
+#[tokio::test]
+async fn a_denied_call_is_resource_exhausted_and_hears_when_to_come_again() {
+    let grpc = Grpc::start(layer(1)).await;
+    let allowed = grpc.check("ann", "").await.expect("passes");
+    let metadata = allowed.metadata().get("ratelimit").expect("the header").to_str().expect("text");
+    assert!(metadata.starts_with(r#""per-user";r=0;t="#), "{metadata}");
+
+    let denied = grpc.check("ann", "").await.expect_err("denied");
+    assert_eq!(denied.code(), Code::ResourceExhausted);
+    assert!(denied.message().contains("\"per-user\""), "{denied:?}");
+    let wait = denied.get_details_retry_info().and_then(|info| info.retry_delay).expect("RetryInfo");
+    assert!(wait <= DAY && wait + Duration::from_secs(60) > DAY, "{wait:?}");
+    let header = denied.metadata().get("ratelimit-policy").expect("the header").to_str().expect("text");
+    assert_eq!(header, r#""per-user";q=1;w=86400"#);
+    assert!(denied.metadata().get("retry-after").is_some());
+    assert!(grpc.check("bob", "").await.is_ok(), "another key");
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_decide_is_unavailable_and_a_bad_key_an_invalid_argument() {
+    let grpc = Grpc::start(layer(5)).await;
+    for known in ["ann", "bob"] {
+        assert!(grpc.check(known, "").await.is_ok());
+    }
+    assert_eq!(grpc.check("one too many", "").await.expect_err("no room").code(), Code::Unavailable);
+    assert_eq!(grpc.check(&"x".repeat(600), "").await.expect_err("no key").code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_call_that_fails_can_be_given_back_by_its_grpc_status() {
+    let grpc = Grpc::start(layer(1).refund_on(|status| status == http::StatusCode::NOT_FOUND)).await;
+    for _ in 0..3 {
+        assert_eq!(grpc.check("ann", "no such service").await.expect_err("unknown").code(), Code::NotFound);
+    }
+    assert!(grpc.check("ann", "").await.is_ok());
+    assert_eq!(grpc.check("ann", "").await.expect_err("spent").code(), Code::ResourceExhausted);
+}
+
+#[tokio::test]
+async fn the_peer_is_where_tonic_puts_it() {
+    let peer =
+        |head: &http::request::Parts| head.extensions.get::<TcpConnectInfo>()?.remote_addr().map(|peer| peer.ip());
+    let grpc = Grpc::start(layer(1).by("ip").peer(peer)).await;
+    assert!(grpc.check("ann", "").await.is_ok());
+    assert_eq!(grpc.check("bob", "").await.expect_err("same address").code(), Code::ResourceExhausted);
+}

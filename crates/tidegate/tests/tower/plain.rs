@@ -1,0 +1,136 @@
+//! The layer around plain services, and in front of hyper without a framework.
+
+use std::convert::Infallible;
+use std::net::Ipv4Addr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::{Body, Frame, Incoming};
+use hyper::server::conn::http1;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use tidegate::tower::{QuotaGate, RateLimitLayer};
+use tidegate::{Limiter, MemoryStore, Quota};
+use tokio::net::TcpListener;
+use tower::{Layer as _, Service, ServiceExt as _};
+
+use crate::site::Asker;
+use crate::support::LONG;
+
+fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
+    let quota = Quota::token_bucket(limit, LONG).expect("valid");
+    RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+}
+
+#[tokio::test]
+async fn hyper_serves_it_on_many_connections() {
+    async fn hello(_: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+        Ok(Response::new(Full::from("hello")))
+    }
+    let service = layer(3).layer(tower::service_fn(hello));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a free port");
+    let address = listener.local_addr().expect("bound");
+    let serving = tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.expect("accepts");
+            let service = TowerToHyperService::new(service.clone());
+            tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
+        }
+    });
+    for _ in 0..3 {
+        let answer = Asker::of(address).get("/", &[]).await;
+        assert_eq!((answer.status, answer.body.as_str()), (StatusCode::OK, "hello"));
+    }
+    let denied = Asker::of(address).get("/", &[]).await;
+    assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(denied.header("content-length"), denied.body.len().to_string());
+    serving.abort();
+}
+
+/// Ready once each time that it says so; a clone is not.
+struct Strict {
+    ready: bool,
+    calls: Arc<AtomicU64>,
+}
+
+impl Clone for Strict {
+    fn clone(&self) -> Self {
+        Self { ready: false, calls: Arc::clone(&self.calls) }
+    }
+}
+
+impl Service<Request<()>> for Strict {
+    type Response = Response<Full<Bytes>>;
+    type Error = &'static str;
+    type Future = std::future::Ready<Result<Self::Response, Self::Error>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.ready = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<()>) -> Self::Future {
+        assert!(std::mem::take(&mut self.ready), "called without being ready");
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        std::future::ready(Err("broken"))
+    }
+}
+
+#[tokio::test]
+async fn the_service_that_said_it_is_ready_is_the_one_called() {
+    let calls = Arc::new(AtomicU64::new(0));
+    let strict = Strict { ready: false, calls: Arc::clone(&calls) };
+    let mut service = layer(2).layer(strict);
+    for _ in 0..2 {
+        let answer = service.ready().await.expect("ready").call(Request::new(())).await;
+        assert_eq!(answer.err(), Some("broken"));
+    }
+    let denied = service.ready().await.expect("ready").call(Request::new(())).await.expect("an answer");
+    assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(calls.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test]
+async fn a_service_that_fails_without_a_response_counts_as_500() {
+    let calls = Arc::new(AtomicU64::new(0));
+    let strict = Strict { ready: false, calls: Arc::clone(&calls) };
+    let service = layer(1).refund_on(|status| status.is_server_error()).layer(strict);
+    for _ in 0..5 {
+        assert_eq!(service.clone().oneshot(Request::new(())).await.err(), Some("broken"));
+    }
+    assert_eq!(calls.load(Ordering::Relaxed), 5);
+}
+
+/// A body that tells whether anybody has looked.
+struct Watched(Arc<AtomicBool>);
+
+impl Body for Watched {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.0.store(true, Ordering::Relaxed);
+        Poll::Ready(None)
+    }
+}
+
+#[tokio::test]
+async fn the_body_of_a_denied_request_is_not_read() {
+    async fn read(request: Request<Watched>) -> Result<Response<Full<Bytes>>, Infallible> {
+        http_body_util::BodyExt::collect(request.into_body()).await?;
+        Ok(Response::new(Full::default()))
+    }
+    let service = layer(1).layer(tower::service_fn(read));
+    let mut looked_at = Vec::new();
+    for _ in 0..2 {
+        let looked = Arc::new(AtomicBool::new(false));
+        service.clone().oneshot(Request::new(Watched(Arc::clone(&looked)))).await.expect("infallible");
+        looked_at.push(looked.load(Ordering::Relaxed));
+    }
+    assert_eq!(looked_at, [true, false]);
+}

@@ -1,0 +1,132 @@
+//! A leaky bucket: requests wait for their turn, and who leaves gives up the place.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::routing::get;
+use http::{Request, StatusCode};
+use tidegate::tower::RateLimitLayer;
+use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Store};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tower::ServiceExt as _;
+
+use crate::site::Site;
+use crate::support::{PATIENCE, Redis, until};
+
+struct Queue<S> {
+    limiter: Limiter<S>,
+    clock: ManualClock,
+    app: Router,
+    calls: Arc<AtomicU64>,
+}
+
+/// One a second; three in the bucket at most.
+fn quota() -> Quota {
+    Quota::leaky_bucket(1, Duration::from_secs(1)).and_then(|quota| quota.with_burst(3)).expect("valid")
+}
+
+impl Queue<MemoryStore> {
+    fn new() -> Self {
+        let clock = ManualClock::new();
+        Self::on(Limiter::new(MemoryStore::builder().clock(clock.clone()).build()), clock)
+    }
+}
+
+impl<S: Store> Queue<S> {
+    fn on(limiter: Limiter<S>, clock: ManualClock) -> Self {
+        let calls = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&calls);
+        let service = get(async move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            "served"
+        });
+        let app =
+            Router::new().route("/", service).layer(RateLimitLayer::new(limiter.clone(), quota()).policy("queue"));
+        Self { limiter, clock, app, calls }
+    }
+
+    async fn ask(app: Router) -> StatusCode {
+        app.oneshot(Request::new(Body::empty())).await.expect("infallible").status()
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    /// What would be left after one more.
+    async fn room(&self) -> u64 {
+        let quota = quota();
+        self.limiter.peek(&Charge::new("all", &quota).policy("queue")).await.expect("decided").remaining
+    }
+
+    async fn until_room_is(&self, room: u64) {
+        until("the place is free again", async || self.room().await == room).await;
+    }
+}
+
+#[tokio::test]
+async fn each_request_waits_for_its_turn() {
+    let queue = Queue::new();
+    assert_eq!(Queue::<MemoryStore>::ask(queue.app.clone()).await, StatusCode::OK);
+    let second = tokio::spawn(Queue::<MemoryStore>::ask(queue.app.clone()));
+    until("the second sleeps", async || queue.clock.sleepers() == 1).await;
+    let third = tokio::spawn(Queue::<MemoryStore>::ask(queue.app.clone()));
+    until("the third sleeps", async || queue.clock.sleepers() == 2).await;
+    assert_eq!(Queue::<MemoryStore>::ask(queue.app.clone()).await, StatusCode::TOO_MANY_REQUESTS, "the queue is full");
+    assert_eq!(queue.calls(), 1, "who sleeps has not reached the service");
+
+    queue.clock.advance(Duration::from_millis(999));
+    until("both look at the clock", async || queue.clock.sleepers() == 2).await;
+    assert_eq!(queue.calls(), 1);
+    queue.clock.advance(Duration::from_millis(1));
+    assert_eq!(second.await.expect("no panic"), StatusCode::OK);
+    assert_eq!(queue.calls(), 2);
+    queue.clock.advance(Duration::from_secs(1));
+    assert_eq!(third.await.expect("no panic"), StatusCode::OK);
+    assert_eq!(queue.calls(), 3);
+}
+
+async fn who_is_dropped_gives_its_place_back<S: Store>(queue: Queue<S>) {
+    assert_eq!(Queue::<S>::ask(queue.app.clone()).await, StatusCode::OK);
+    let room = queue.room().await;
+    let second = tokio::spawn(Queue::<S>::ask(queue.app.clone()));
+    until("the second sleeps", async || queue.clock.sleepers() == 1).await;
+    assert_eq!(queue.room().await, room - 1);
+    second.abort();
+    assert!(second.await.is_err_and(|error| error.is_cancelled()));
+    queue.until_room_is(room).await;
+    assert_eq!(queue.calls(), 1);
+}
+
+#[tokio::test]
+async fn who_is_dropped_gives_its_place_back_in_memory() {
+    who_is_dropped_gives_its_place_back(Queue::new()).await;
+}
+
+#[tokio::test]
+async fn who_is_dropped_gives_its_place_back_on_redis() {
+    let redis = Redis::start();
+    let clock = ManualClock::new();
+    let builder = RedisStore::builder(&redis.url()).timeout(PATIENCE).driven_by(clock.clone());
+    let limiter = Limiter::new(builder.connect().await.expect("connected"));
+    who_is_dropped_gives_its_place_back(Queue::on(limiter, clock)).await;
+}
+
+#[tokio::test]
+async fn a_client_who_hangs_up_gives_its_place_back() {
+    let queue = Queue::new();
+    let site = Site::start(queue.app.clone()).await;
+    assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::OK);
+    let room = queue.room().await;
+    let mut connection = TcpStream::connect(site.address).await.expect("connected");
+    connection.write_all(b"GET / HTTP/1.1\r\nhost: site\r\n\r\n").await.expect("sent");
+    until("it sleeps", async || queue.clock.sleepers() == 1).await;
+    assert_eq!(queue.room().await, room - 1);
+    drop(connection);
+    queue.until_room_is(room).await;
+    assert_eq!(queue.calls(), 1);
+}
