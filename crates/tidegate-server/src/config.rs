@@ -285,6 +285,7 @@ mod tests {
         for document in [
             include_str!("../../../docs/configuration.md"),
             include_str!("../../../docs/redis.md"),
+            include_str!("../../../docs/gateway.md"),
             include_str!("../../../README.md"),
         ] {
             let blocks: Vec<&str> =

@@ -123,7 +123,7 @@ impl fmt::Debug for Auth {
     }
 }
 
-/// TLS on http and grpc. Files are from the folder of this one, and taken anew when they change.
+/// TLS on http, grpc and gateway. Files are from the folder of this one, and taken anew when they change.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Tls {
