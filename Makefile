@@ -3,7 +3,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test-faults test bench bench-http deny
+.PHONY: help setup format lint test-code test-faults test bench bench-http bench-gateway deny
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ bench: ## Criterion: nanoseconds a decision in memory
 
 bench-http: ## The service against servers that do nothing, with wrk and h2load (apt: wrk, nghttp2-client)
 	bench/http.sh
+
+bench-gateway: ## The gateway with a limit against the same without, and against nginx's limit_req (apt: wrk, nginx-light)
+	bench/gateway.sh
 
 deny: ## Licences, sources and duplicates by cargo-deny, for who has it
 	cargo deny check bans licenses sources

@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 mod acquire;
 mod config;
 mod doctor;
+mod gateway;
 mod serve;
 pub(crate) mod style;
 
@@ -21,6 +22,7 @@ pub(crate) struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(serve::Serve),
+    Gateway(gateway::Gateway),
     Acquire(acquire::Acquire),
     Config(config::ConfigCommand),
     Doctor(doctor::Doctor),
@@ -30,6 +32,7 @@ impl Arguments {
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Serve(serve) => serve.run(),
+            Command::Gateway(gateway) => gateway.run(),
             Command::Acquire(acquire) => acquire.run(),
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),

@@ -15,11 +15,13 @@ use crate::envoy::rules::Rules;
 use crate::tls;
 
 mod error;
+mod gateway;
 mod raw;
 mod store;
 
 pub(crate) use error::ConfigError;
 use error::Document;
+pub(crate) use gateway::GatewayConfig;
 pub(crate) use store::{RedisConfig, StoreConfig};
 
 /// What `tidegate serve` runs with when no file is given.
@@ -32,6 +34,7 @@ pub(crate) struct Config {
     pub(crate) client_ip: ClientIp,
     pub(crate) policies: Policies,
     pub(crate) envoy: Envoy,
+    pub(crate) gateway: GatewayConfig,
     /// The file and all that it names: what to watch.
     pub(crate) files: Vec<PathBuf>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
@@ -45,6 +48,7 @@ pub(crate) struct Listen {
     pub(crate) http: SocketAddr,
     pub(crate) grpc: SocketAddr,
     pub(crate) admin: SocketAddr,
+    pub(crate) gateway: SocketAddr,
 }
 
 /// Rules of envoyproxy/ratelimit, and how they count.
@@ -108,6 +112,7 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
         http: address(document, raw.listen.http, 8080)?,
         grpc: address(document, raw.listen.grpc, 8081)?,
         admin: address(document, raw.listen.admin, 8082)?,
+        gateway: address(document, raw.listen.gateway, 8000)?,
     };
     let admin_token = raw.auth.admin_token.map(Secret::new);
     let api_token = raw.auth.api_token.map(Secret::new);
@@ -137,12 +142,15 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
     });
     let tls = tls.transpose()?;
     files.extend(store_files);
+    let gateway = gateway::validate(document, folder, &raw.gateway)?;
+    files.extend(gateway.ca.clone());
     Ok(Config {
         listen,
         store,
         client_ip,
         policies,
         envoy,
+        gateway,
         files,
         tls,
         x_ratelimit_headers: raw.headers.x_ratelimit,
@@ -277,6 +285,7 @@ mod tests {
         for document in [
             include_str!("../../../docs/configuration.md"),
             include_str!("../../../docs/redis.md"),
+            include_str!("../../../docs/gateway.md"),
             include_str!("../../../README.md"),
         ] {
             let blocks: Vec<&str> =

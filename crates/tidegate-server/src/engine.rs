@@ -18,6 +18,8 @@ use crate::hot_keys::HotKeys;
 use crate::logs::TRACE;
 use crate::metrics::{Metrics, Outcomes};
 
+mod admit;
+
 pub(crate) struct Engine {
     live: ArcSwap<Live>,
     pub(crate) counts: Counts,

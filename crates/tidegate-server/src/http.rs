@@ -197,7 +197,7 @@ fn add_address(attributes: &mut BTreeMap<String, String>, client_ip: &ClientIp, 
 
 /// Where a request comes from, as far as trusted proxies tell.
 pub(crate) fn client_address(client_ip: &ClientIp, head: &Parts) -> Result<Option<IpAddr>, Problem> {
-    let Some(Peer(peer)) = head.extensions.get::<Peer>() else { return Ok(None) };
+    let Some(Peer { address: peer, .. }) = head.extensions.get::<Peer>() else { return Ok(None) };
     let values = |name: &str| head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
     let resolved = client_ip.resolve(peer.ip(), values("x-forwarded-for"), values("forwarded"));
     if resolved.unparsable {

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
+use http_body::Body;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -13,9 +13,14 @@ use hyper_util::service::TowerToHyperService;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::{Service, ServiceExt as _};
+
+mod framing;
+mod wire;
+
+use wire::Wire;
 
 /// Connections at a time; more wait to be accepted.
 const MAX_CONNECTIONS: usize = 16_384;
@@ -23,18 +28,39 @@ const MAX_CONNECTIONS: usize = 16_384;
 const HEADER_TIME: Duration = Duration::from_secs(10);
 const MAX_STREAMS: u32 = 256;
 
-/// The address of the other end of the connection.
+/// The other end of the connection.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Peer(pub(crate) SocketAddr);
+pub(crate) struct Peer {
+    pub(crate) address: SocketAddr,
+    /// By TLS.
+    pub(crate) secured: bool,
+}
 
-/// Serves until `stop` says so, then answers what is under way, for `drain` at most.
-pub(crate) async fn serve(
+/// How a listener behaves.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Manner {
+    /// What is under way at the end may take so long.
+    pub(crate) drain: Duration,
+    /// A client that takes nothing of what it is sent is cut off.
+    pub(crate) write_time: Duration,
+    /// Requests that another server could read otherwise are refused.
+    pub(crate) strict: bool,
+}
+
+/// Serves until `stop` says so, then answers what is under way.
+pub(crate) async fn serve<S, B>(
     listener: TcpListener,
-    router: Router,
+    service: S,
     tls: impl Fn() -> Option<Arc<ServerConfig>>,
     mut stop: watch::Receiver<bool>,
-    drain: Duration,
-) {
+    manner: Manner,
+) where
+    S: Service<Request, Response = http::Response<B>, Error = Infallible> + Clone + Send + 'static,
+    S::Future: Send,
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<axum::BoxError>,
+{
     let graceful = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
@@ -42,46 +68,48 @@ pub(crate) async fn serve(
             accepted = accept(&listener, &places) => accepted,
             _ = stop.wait_for(|stop| *stop) => break,
         };
-        let Some((stream, peer, place)) = accepted else { continue };
+        let Some((stream, address, place)) = accepted else { continue };
         let _ = stream.set_nodelay(true);
-        let router = router.clone();
-        let service = tower::service_fn(move |mut request: Request| {
-            request.extensions_mut().insert(Peer(peer));
-            let router = router.clone();
-            async move { Ok::<_, Infallible>(router.oneshot(request).await.unwrap_or_else(|never| match never {})) }
-        });
         let (tls, watcher) = (tls(), graceful.watcher());
+        let peer = Peer { address, secured: tls.is_some() };
+        let service = service.clone().map_request(move |mut request: Request| {
+            request.extensions_mut().insert(peer);
+            request
+        });
         tokio::spawn(async move {
             // A connection that breaks is the client's affair.
             match tls {
-                None => answer(stream, service, watcher).await,
+                None => answer(stream, place, service, watcher, manner).await,
                 Some(config) => {
                     let handshake = TlsAcceptor::from(config).accept(stream);
                     if let Ok(Ok(stream)) = tokio::time::timeout(HEADER_TIME, handshake).await {
-                        answer(stream, service, watcher).await;
+                        answer(stream, place, service, watcher, manner).await;
                     }
                 }
             }
-            drop(place);
         });
     }
     drop(listener);
-    let _ = tokio::time::timeout(drain, graceful.shutdown()).await;
+    let _ = tokio::time::timeout(manner.drain, graceful.shutdown()).await;
 }
 
 /// Answers what comes on one connection, HTTP/1.1 or HTTP/2.
-async fn answer<S, F>(stream: S, service: tower::util::ServiceFn<F>, watcher: Watcher)
+async fn answer<I, S, B>(stream: I, place: OwnedSemaphorePermit, service: S, watcher: Watcher, manner: Manner)
 where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    tower::util::ServiceFn<F>:
-        Service<Request, Response = axum::response::Response, Error = Infallible> + Clone + Send + 'static,
-    <tower::util::ServiceFn<F> as Service<Request>>::Future: Send,
+    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    S: Service<Request, Response = http::Response<B>, Error = Infallible> + Clone + Send + 'static,
+    S::Future: Send,
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<axum::BoxError>,
 {
+    let stream = Wire::new(stream, place, HEADER_TIME, manner);
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
-    let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service)).into_owned();
+    let service = TowerToHyperService::new(service);
+    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     let _ = watcher.watch(connection).await;
 }
 
@@ -90,7 +118,7 @@ type Request = hyper::Request<hyper::body::Incoming>;
 async fn accept(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
-) -> Option<(tokio::net::TcpStream, SocketAddr, tokio::sync::OwnedSemaphorePermit)> {
+) -> Option<(tokio::net::TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     let place = Arc::clone(places).acquire_owned().await.ok()?;
     match listener.accept().await {
         Ok((stream, peer)) => Some((stream, peer, place)),

@@ -14,6 +14,7 @@ mod duration;
 mod engine;
 mod envoy;
 mod forward_auth;
+mod gateway;
 mod hot_keys;
 mod http;
 mod listener;

@@ -1,4 +1,4 @@
-//! `tidegate serve`: wires the parts together, reloads, and drains.
+//! `tidegate serve` and `tidegate gateway`: wires the parts together, reloads, and drains.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -9,21 +9,27 @@ use std::time::Duration;
 use anyhow::Context as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use crate::admin::{self, Admin};
-use crate::config::{Config, Listen, RedisConfig, StoreConfig};
+use crate::config::{Config, GatewayConfig, Listen, RedisConfig, StoreConfig};
 use crate::engine::Engine;
-use crate::{doctor, envoy, http, listener, reload};
+use crate::listener::{self, Manner};
+use crate::{doctor, envoy, gateway, http, reload};
 
 /// What is under way when the process is asked to end gets this long; then it ends all the same.
 const DRAIN: Duration = Duration::from_secs(8);
+
+/// A client of the API that takes nothing of its answer is cut off.
+const WRITE_TIME: Duration = Duration::from_secs(30);
 
 /// What a running service cannot change without a restart.
 pub(crate) struct Fixed {
     listen: Listen,
     store: StoreConfig,
+    gateway: GatewayConfig,
 }
 
 impl Fixed {
@@ -32,70 +38,125 @@ impl Fixed {
         if self.listen != config.listen {
             return Some("listen");
         }
+        if self.gateway != config.gateway {
+            return Some("gateway");
+        }
         (self.store != config.store).then_some("store")
     }
 }
 
-/// Runs until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
+/// Runs the API until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
 pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl FnOnce(&Listen)) -> anyhow::Result<()> {
-    // Asked for before anything else: a signal that comes early is not lost.
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    raise_file_limit();
-    let files = config.files.clone();
-    let fixed = Fixed { listen: config.listen.clone(), store: config.store.clone() };
+    let signals = Signals::new()?;
     let http_listener = bind(config.listen.http, "listen.http").await?;
     let grpc_listener = bind(config.listen.grpc, "listen.grpc").await?;
-    let admin_listener = bind(config.listen.admin, "listen.admin").await?;
-    let bound = Listen {
-        http: http_listener.local_addr()?,
-        grpc: grpc_listener.local_addr()?,
-        admin: admin_listener.local_addr()?,
-    };
-    let engine = Arc::new(Engine::start(config).await.context("store")?);
-    if let StoreConfig::Redis(config) = &fixed.store {
-        tokio::spawn(examine(Arc::clone(&engine), RedisConfig::clone(config)));
-    }
+    let mut listen = config.listen.clone();
+    (listen.http, listen.grpc) = (http_listener.local_addr()?, grpc_listener.local_addr()?);
+    let service = Service::start(config, file).await?;
+    listen.admin = service.admin_address;
 
-    let (stop, stopped) = watch::channel(false);
-    let ready = Arc::new(AtomicBool::new(true));
-    if let Some(file) = file {
-        reload::watch(file, files, fixed, Arc::clone(&engine))?;
-    }
-    let http = tokio::spawn(listener::serve(
-        http_listener,
-        http::router(Arc::clone(&engine)),
-        secured(&engine),
-        stopped.clone(),
-        DRAIN,
-    ));
-    let grpc = envoy::router(Arc::clone(&engine)).await?;
-    let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(&engine), stopped, DRAIN));
-    let counting = Arc::clone(&engine);
-    let admin = Admin { engine, ready: Arc::clone(&ready) };
-    // The admin listener answers as long as anything is under way: it says that we are not ready any more.
-    let (admin_stop, admin_stopped) = watch::channel(false);
-    let admin_drain = Duration::from_secs(1);
-    let admin =
-        tokio::spawn(listener::serve(admin_listener, admin::router(admin), || None, admin_stopped, admin_drain));
-    announce(&bound);
-
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
-    ready.store(false, Ordering::Relaxed);
-    tracing::info!("asked to end: answering what is under way");
-    let _ = stop.send(true);
-    let _ = http.await;
-    let _ = grpc.await;
-    if let Some(redis) = counting.counts.redis() {
-        // What was admitted in its place is not forgotten with this process.
-        let _ = tokio::time::timeout(Duration::from_millis(500), redis.fallback().repay()).await;
-    }
-    let _ = admin_stop.send(true);
-    let _ = admin.await;
-    tracing::info!("ended");
+    let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false };
+    let (engine, stopped) = (&service.engine, &service.stopped);
+    let http = http::router(Arc::clone(engine));
+    let http = tokio::spawn(listener::serve(http_listener, http, secured(engine), stopped.clone(), manner));
+    let grpc = envoy::router(Arc::clone(engine)).await?;
+    let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(engine), stopped.clone(), manner));
+    announce(&listen);
+    service.run(signals, [http, grpc]).await;
     Ok(())
+}
+
+/// Runs the gateway until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
+pub(crate) async fn gateway(
+    config: Config,
+    file: Option<PathBuf>,
+    announce: impl FnOnce(&Listen),
+) -> anyhow::Result<()> {
+    let signals = Signals::new()?;
+    let listener = bind(config.listen.gateway, "listen.gateway").await?;
+    let mut listen = config.listen.clone();
+    listen.gateway = listener.local_addr()?;
+    let settings = config.gateway.clone();
+    let service = Service::start(config, file).await?;
+    listen.admin = service.admin_address;
+
+    let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true };
+    let gateway = gateway::service(&settings, &service.engine)?;
+    let (tls, stopped) = (secured(&service.engine), service.stopped.clone());
+    let gateway = tokio::spawn(listener::serve(listener, gateway, tls, stopped, manner));
+    announce(&listen);
+    service.run(signals, [gateway]).await;
+    Ok(())
+}
+
+/// Asked for before anything else: a signal that comes early is not lost.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> anyhow::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+}
+
+/// What every front door stands on: the engine, its configuration, the admin listener.
+struct Service {
+    engine: Arc<Engine>,
+    ready: Arc<AtomicBool>,
+    stop: watch::Sender<bool>,
+    stopped: watch::Receiver<bool>,
+    admin_address: SocketAddr,
+    admin_stop: watch::Sender<bool>,
+    admin: JoinHandle<()>,
+}
+
+impl Service {
+    async fn start(config: Config, file: Option<PathBuf>) -> anyhow::Result<Self> {
+        raise_file_limit();
+        let files = config.files.clone();
+        let fixed =
+            Fixed { listen: config.listen.clone(), store: config.store.clone(), gateway: config.gateway.clone() };
+        let admin_listener = bind(config.listen.admin, "listen.admin").await?;
+        let admin_address = admin_listener.local_addr()?;
+        let engine = Arc::new(Engine::start(config).await.context("store")?);
+        if let StoreConfig::Redis(config) = &fixed.store {
+            tokio::spawn(examine(Arc::clone(&engine), RedisConfig::clone(config)));
+        }
+        let (stop, stopped) = watch::channel(false);
+        let ready = Arc::new(AtomicBool::new(true));
+        if let Some(file) = file {
+            reload::watch(file, files, fixed, Arc::clone(&engine))?;
+        }
+        // The admin listener answers as long as anything is under way: it says that we are not ready any more.
+        let (admin_stop, admin_stopped) = watch::channel(false);
+        let router = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
+        let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false };
+        let admin = tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
+        Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })
+    }
+
+    /// Until a signal comes; then all that is under way is answered.
+    async fn run(self, mut signals: Signals, doors: impl IntoIterator<Item = JoinHandle<()>>) {
+        tokio::select! {
+            _ = signals.terminate.recv() => {}
+            _ = signals.interrupt.recv() => {}
+        }
+        self.ready.store(false, Ordering::Relaxed);
+        tracing::info!("asked to end: answering what is under way");
+        let _ = self.stop.send(true);
+        for door in doors {
+            let _ = door.await;
+        }
+        if let Some(redis) = self.engine.counts.redis() {
+            // What was admitted in its place is not forgotten with this process.
+            let _ = tokio::time::timeout(Duration::from_millis(500), redis.fallback().repay()).await;
+        }
+        let _ = self.admin_stop.send(true);
+        let _ = self.admin.await;
+        tracing::info!("ended");
+    }
 }
 
 /// Warns of what is wrong with Redis, as soon as it is there.

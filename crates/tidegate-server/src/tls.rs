@@ -43,7 +43,7 @@ pub(crate) fn load(files: &Files) -> Result<Arc<ServerConfig>, String> {
     Ok(Arc::new(config))
 }
 
-fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+pub(crate) fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let unreadable = |error: &dyn std::fmt::Display| format!("{}: no certificate can be read: {error}", file.display());
     let found = CertificateDer::pem_file_iter(file).map_err(|error| unreadable(&error))?;
     let found = found.collect::<Result<Vec<_>, _>>().map_err(|error| unreadable(&error))?;

@@ -93,7 +93,10 @@ impl ClientIp {
         }
     }
 
-    fn trusts(&self, address: IpAddr) -> bool {
+    /// Whether this address is a trusted proxy's.
+    #[must_use]
+    pub fn trusts(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
         self.trusted_proxies.iter().any(|network| network.contains(&address))
     }
 

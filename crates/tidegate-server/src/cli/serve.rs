@@ -49,7 +49,7 @@ impl Serve {
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
-            let Listen { http, grpc, admin } = bound;
+            let Listen { http, grpc, admin, .. } = bound;
             tracing::info!(%http, %grpc, %admin, store, config = %source, "listening");
             if text {
                 anstream::println!("{}", welcome(bound, store, &source, example.as_deref()));
@@ -65,7 +65,7 @@ impl Serve {
     }
 }
 
-fn welcome(Listen { http, grpc, admin }: &Listen, store: &str, source: &str, policy: Option<&str>) -> String {
+fn welcome(Listen { http, grpc, admin, .. }: &Listen, store: &str, source: &str, policy: Option<&str>) -> String {
     let question = match policy {
         Some(policy) => format!(r#"{{"policy": "{policy}", "key": "user123"}}"#),
         None => r#"{"key": "user123", "quota": {"limit": 5, "window": "60s"}}"#.to_owned(),

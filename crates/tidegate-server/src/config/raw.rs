@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-/// Configuration of `tidegate serve`.
+/// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Config {
@@ -18,6 +18,7 @@ pub(super) struct Config {
     pub(super) tls: Option<Tls>,
     pub(super) headers: Headers,
     pub(super) envoy: Envoy,
+    pub(super) gateway: Gateway,
     /// What is limited: every policy that applies to a request must allow it.
     pub(super) policies: Vec<Policy>,
 }
@@ -35,6 +36,9 @@ pub(super) struct Listen {
     /// Metrics and health; 127.0.0.1:8082 by default. Beyond loopback only with `auth.admin_token`.
     #[schemars(with = "Option<String>")]
     pub(super) admin: Option<Spanned<String>>,
+    /// Of `tidegate gateway`: where requests come in; 127.0.0.1:8000 by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) gateway: Option<Spanned<String>>,
 }
 
 /// Where counts live. Without `redis` or `sentinel`: in memory.
@@ -119,7 +123,7 @@ impl fmt::Debug for Auth {
     }
 }
 
-/// TLS on http and grpc. Files are from the folder of this one, and taken anew when they change.
+/// TLS on http, grpc and gateway. Files are from the folder of this one, and taken anew when they change.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Tls {
@@ -157,6 +161,27 @@ pub(super) struct Envoy {
     /// The same for single rules, by their names.
     #[schemars(with = "BTreeMap<String, String>")]
     pub(super) algorithms: BTreeMap<String, Spanned<String>>,
+}
+
+/// Where `tidegate gateway` hands requests on to.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Gateway {
+    /// `http://HOST[:PORT][/BASE]` or `https://…`, which are spoken to in HTTP/1.1; in HTTP/2 with `h2c://` and `h2://`. Several
+    /// take turns.
+    #[schemars(with = "Vec<String>")]
+    pub(super) upstreams: Vec<Spanned<String>>,
+    /// Who signs the upstreams' certificates, in PEM; the system's roots by default. From the folder of this file.
+    pub(super) ca: Option<String>,
+    /// How long a connection to an upstream may take, with TLS; 2s by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) connect_timeout: Option<Spanned<String>>,
+    /// How long an upstream may take to begin its answer; 30s by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) header_timeout: Option<Spanned<String>>,
+    /// How long a body or an upgraded connection may stand still; 60s by default.
+    #[schemars(with = "Option<String>")]
+    pub(super) idle_timeout: Option<Spanned<String>>,
 }
 
 /// A named limit.

@@ -65,16 +65,38 @@ impl Service {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, with_free_ports(config)).expect("written");
-        Self::launch(folder, &file, &[], environment)
+        Self::launch("serve", folder, &file, &[], environment)
+    }
+
+    /// As a gateway; its address stands under `http`.
+    pub(crate) fn gateway(config: &str, upstreams: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        std::fs::write(folder.path().join("tidegate.yaml"), with_free_ports(config)).expect("written");
+        Self::gateway_on(folder, upstreams)
+    }
+
+    /// The same, on a folder with a tidegate.yaml and what it names.
+    pub(crate) fn gateway_on(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
+        let file = folder.path().join("tidegate.yaml");
+        let config = std::fs::read_to_string(&file).expect("a configuration");
+        let mut arguments = if config.contains("gateway: '127.") { vec![] } else { vec!["--listen", "127.0.0.1:0"] };
+        arguments.extend(upstreams.iter().flat_map(|upstream| ["--upstream", upstream]));
+        Self::launch("gateway", folder, &file, &arguments, &[])
     }
 
     pub(crate) fn start_on(folder: tempfile::TempDir, file: &Path, arguments: &[&str]) -> Self {
-        Self::launch(folder, file, arguments, &[])
+        Self::launch("serve", folder, file, arguments, &[])
     }
 
-    fn launch(folder: tempfile::TempDir, file: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
+    fn launch(
+        command: &str,
+        folder: tempfile::TempDir,
+        file: &Path,
+        arguments: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Self {
         let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"))
-            .args(["serve", "--config"])
+            .args([command, "--config"])
             .arg(file)
             .args(arguments)
             .env_clear()
@@ -158,6 +180,11 @@ impl Service {
         let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("its limit");
         let mut words = line.split_whitespace().map(str::to_owned);
         (words.next().expect("soft"), words.next().expect("hard"))
+    }
+
+    /// How many files it has open.
+    pub(crate) fn open_files(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).expect("it runs").count()
     }
 
     /// Resident memory in KiB.

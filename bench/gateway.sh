@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Requests a second through the gateway with a limit on memory, against the same gateway without a policy, and against
+# nginx's limit_req in front of the same upstream, in one run: the contestants take turns, and the ratio of each pair is
+# printed with its spread. Usage: bench/gateway.sh [ROUNDS] [SECONDS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rounds=${1:-7} seconds=${2:-4}
+for tool in wrk nginx; do
+  command -v "$tool" >/dev/null || { echo "$tool is missing: apt-get install wrk nginx-light" >&2; exit 2; }
+done
+cargo build --release --quiet --locked
+binary=${CARGO_TARGET_DIR:-target}/release/tidegate
+
+folder=$(mktemp -d)
+pids=()
+trap 'for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done; wait; rm -rf "$folder"' EXIT
+
+# One process for each part: the upstream, and each proxy as many threads or workers as there are cores.
+nginx_config() {
+  cat <<CONF
+daemon off; pid $folder/$1.pid; error_log $folder/$1.log; worker_processes $2;
+events { worker_connections 4096; }
+http {
+  access_log off; keepalive_requests 1000000000;
+  client_body_temp_path $folder/$1-body; proxy_temp_path $folder/$1-proxy; fastcgi_temp_path $folder/$1-fastcgi;
+  uwsgi_temp_path $folder/$1-uwsgi; scgi_temp_path $folder/$1-scgi;
+  $3
+}
+CONF
+}
+nginx_config upstream 1 'server { listen 127.0.0.1:18290; location / { return 200 "0123456789"; } }' > "$folder/upstream.conf"
+nginx_config proxy auto '
+  limit_req_zone $binary_remote_addr zone=clients:10m rate=1000000000r/s;
+  upstream application { server 127.0.0.1:18290; keepalive 256; keepalive_requests 1000000000; }
+  server {
+    listen 127.0.0.1:18283;
+    location / {
+      limit_req zone=clients burst=1000000000 nodelay;
+      proxy_pass http://application; proxy_http_version 1.1; proxy_set_header Connection "";
+      proxy_set_header Host $host; proxy_set_header X-Forwarded-For $remote_addr; proxy_set_header X-Forwarded-Proto $scheme;
+    }
+  }' > "$folder/proxy.conf"
+for name in upstream proxy; do nginx -c "$folder/$name.conf" -e "$folder/$name.log" & pids+=($!); done
+
+gateway() {
+  cat > "$folder/$1.yaml"
+  "$binary" gateway --config "$folder/$1.yaml" --listen "127.0.0.1:$2" --upstream http://127.0.0.1:18290 > "$folder/$1.log" 2>&1 &
+  pids+=($!)
+}
+gateway limited 18281 <<'YAML'
+listen: {admin: '127.0.0.1:18284'}
+policies:
+  - {name: clients, key: [ip], algorithm: token-bucket, limit: 1000000000, window: 1s}
+YAML
+gateway free 18282 <<'YAML'
+listen: {admin: '127.0.0.1:18285'}
+YAML
+for port in 18281 18282 18283 18290; do
+  for _ in $(seq 100); do (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break; sleep 0.05; done
+done
+curl -sf -D - http://127.0.0.1:18281/ -o /dev/null | grep -qi '^ratelimit:' || { echo 'the limit does not limit' >&2; exit 1; }
+
+ask() {
+  wrk -t1 -c64 -d"${seconds}s" "http://127.0.0.1:$1/" > "$folder/wrk"
+  ! grep -q 'Non-2xx' "$folder/wrk" || { cat "$folder/wrk" >&2; exit 1; }
+  awk '/Requests\/sec/ {print $2}' "$folder/wrk"
+}
+for port in 18281 18282 18283; do ask $port > /dev/null; done
+for round in $(seq "$rounds"); do
+  # Who goes first changes.
+  case $((round % 3)) in 0) order='1 2 3';; 1) order='2 3 1';; 2) order='3 1 2';; esac
+  for who in $order; do rate[$who]=$(ask "1828$who"); done
+  echo "round $round: with a limit ${rate[1]}/s, without ${rate[2]}/s, nginx limit_req ${rate[3]}/s"
+  echo "${rate[1]} ${rate[2]} ${rate[3]}" >> "$folder/rates"
+done
+ratio() {
+  awk -v other="$2" '{print $1 / $other}' "$folder/rates" | sort -n | awk -v name="$1" '{r[NR] = $1}
+    END {printf "with a limit: %.2f of %s (median of %d, from %.2f to %.2f)\n", r[int((NR + 1) / 2)], name, NR, r[1], r[NR]}'
+}
+ratio 'the same without one' 2
+ratio "nginx's limit_req" 3

@@ -1,0 +1,44 @@
+//! `gateway:`, where requests are handed on to.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_saphyr::Spanned;
+
+use super::error::Document;
+use super::{ConfigError, duration, raw};
+use crate::gateway::Upstream;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct GatewayConfig {
+    /// Each is a good URL.
+    pub(crate) upstreams: Vec<String>,
+    pub(crate) ca: Option<PathBuf>,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) header_timeout: Duration,
+    pub(crate) idle_timeout: Duration,
+}
+
+pub(super) fn validate(
+    document: &Document<'_>,
+    folder: &Path,
+    raw: &raw::Gateway,
+) -> Result<GatewayConfig, ConfigError> {
+    for text in &raw.upstreams {
+        text.value.parse::<Upstream>().map_err(|error| document.at(text, &error.to_string()))?;
+    }
+    let time = |text: &Option<Spanned<String>>, default: u64| {
+        text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
+    };
+    let ca = raw.ca.as_ref().map(|file| folder.join(file));
+    if let Some(ca) = &ca {
+        crate::tls::certificates(ca).map_err(|error| document.plain(&format!("gateway.ca: {error}")))?;
+    }
+    Ok(GatewayConfig {
+        upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),
+        ca,
+        connect_timeout: time(&raw.connect_timeout, 2)?,
+        header_timeout: time(&raw.header_timeout, 30)?,
+        idle_timeout: time(&raw.idle_timeout, 60)?,
+    })
+}

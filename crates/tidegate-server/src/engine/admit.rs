@@ -1,0 +1,65 @@
+//! Requests that pass through us: decided by their heads, for the library's own layer.
+
+use std::net::IpAddr;
+
+use http::request::Parts;
+use tidegate::tower::{Admission, HttpAttributes, Line as AdmittedLine};
+use tidegate::{Action, Charge, Error, Policy, Selected, Source};
+
+use super::{AskError, Engine};
+
+impl Engine {
+    /// Decides about a request that `peer` sent and, if it passes, spends.
+    pub(crate) async fn admit(&self, head: &Parts, peer: IpAddr) -> Result<Admission, Error> {
+        let start = std::time::Instant::now();
+        let asked = self.micros();
+        let live = self.live.load();
+        let selection = live.policies.select(&HttpAttributes::new(head, Some(peer), &live.client_ip), None)?;
+        let admission = if let Some(policy) = selection.key_missing_for {
+            self.metrics.count_source(Source::Deny);
+            if let Some(outcomes) = live.outcomes.get(policy.name()) {
+                outcomes.count(false, false);
+            }
+            Admission::new(asked, vec![AdmittedLine::without_key(policy)])
+        } else if selection.charges.is_empty() {
+            Admission::unlimited()
+        } else {
+            let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
+            let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
+            let answer = self.ask_policies(Action::Acquire, start, &live, &charges).await.map_err(without_policy)?;
+            let lines = answer.lines.iter().filter_map(|line| {
+                let (_, charge) = charges.iter().find(|(policy, _)| policy.name() == line.policy)?;
+                let admitted = AdmittedLine::new(charge, line.decision);
+                Some(if line.shadow { admitted.in_shadow() } else { admitted })
+            });
+            Admission::new(asked, lines.collect())
+        };
+        self.metrics.decision_seconds.observe(start.elapsed());
+        Ok(admission)
+    }
+
+    /// The clock of admissions.
+    fn micros(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// Gives back what an admission took.
+    pub(crate) async fn give_back(&self, admission: &Admission) {
+        for charge in admission.spent(self.micros()) {
+            // Who cannot be given it back now has waited for nothing, and is none the worse for it.
+            if let Err(error) = self.counts.decide(Action::Refund, &charge).await {
+                tracing::debug!(%error, "a refund was lost");
+            }
+        }
+    }
+}
+
+/// What can be wrong with a charge that the policies made.
+fn without_policy(error: AskError) -> Error {
+    match error {
+        AskError::Charge(error) => Error::Charge(error),
+        AskError::Select(error) => Error::Select(error),
+        AskError::Store(error) => Error::Store(error),
+        other => Error::Store(tidegate::StoreError::Refused(other.to_string())),
+    }
+}

@@ -1,0 +1,160 @@
+use std::io::Write as _;
+use std::net::TcpStream;
+
+use serde_json::json;
+
+use crate::support::{PATIENCE, Service, raw, read_answer, request};
+use crate::upstream::{OK, Upstream};
+
+const LIMIT: &str = "
+policies:
+  - {name: per-user, match: {path: /api/**}, key: [header.x-user-id], limit: 3, window: 1h}
+";
+
+#[test]
+fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
+    let answer =
+        b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\nConnection: X-Private\r\n\
+        X-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\nSet-Cookie: c=d\r\n\r\nok";
+    let upstream = Upstream::answering(answer);
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    let bytes = "POST /a/b?c=%20d HTTP/1.1\r\nHost: example.org\r\nX-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\n\
+        X-Forwarded-Prefix: /evil\r\nConnection: close, X-Hop\r\nX-Hop: secret\r\nProxy-Authorization: secret\r\n\
+        Keep-Alive: 5\r\nTE: trailers, gzip\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Length: 4\r\n\r\nbody";
+    let answer = raw(&gateway.http, bytes.as_bytes());
+    assert_eq!((answer.status, answer.body.as_str()), (201, "ok"));
+    assert_eq!(answer.header("x-own"), Some("a"));
+    assert_eq!((answer.header("x-private"), answer.header("keep-alive")), (None, None));
+    assert_eq!(answer.headers.iter().filter(|(name, _)| name == "set-cookie").count(), 2);
+    let via: Vec<&str> = answer.headers.iter().filter(|(name, _)| name == "via").map(|(_, via)| via.as_str()).collect();
+    assert_eq!(via, ["1.0 cache", "1.1 tidegate"]);
+
+    let received = upstream.received().remove(0);
+    assert!(received.head.starts_with("POST /a/b?c=%20d HTTP/1.1\r\n"), "{}", received.head);
+    assert_eq!(received.body, b"body");
+    for (name, value) in [
+        ("host", Some("example.org")),
+        ("x-forwarded-for", Some("127.0.0.1")),
+        ("x-forwarded-proto", Some("http")),
+        ("x-forwarded-host", Some("example.org")),
+        ("via", Some("1.1 tidegate")),
+        ("te", Some("trailers")),
+        ("content-length", Some("4")),
+        ("x-twice", Some("1")),
+        ("x-forwarded-prefix", None),
+        ("forwarded", None),
+        ("x-hop", None),
+        ("proxy-authorization", None),
+        ("keep-alive", None),
+        ("connection", None),
+    ] {
+        assert_eq!(received.header(name), value, "{name} in {}", received.head);
+    }
+    assert!(received.head.contains("x-twice: 2\r\n"), "{}", received.head);
+}
+
+#[test]
+fn a_trusted_proxy_is_believed_and_added_to() {
+    let upstream = Upstream::answering(OK);
+    let gateway = Service::gateway("client_ip: {trusted_proxies: [127.0.0.1]}\n", &[&upstream.url()]);
+    let headers =
+        [("X-Forwarded-For", "203.0.113.9"), ("X-Forwarded-Proto", "https"), ("X-Forwarded-Host", "example.org")];
+    assert_eq!(request(&gateway.http, "GET", "/", &headers, b"").status, 200);
+    let received = upstream.received().remove(0);
+    assert_eq!(received.header("x-forwarded-for"), Some("203.0.113.9, 127.0.0.1"));
+    assert_eq!(received.header("x-forwarded-proto"), Some("https"));
+    assert_eq!(received.header("x-forwarded-host"), Some("example.org"));
+}
+
+#[test]
+fn what_the_policies_allow_passes_and_the_rest_never_gets_there() {
+    let upstream = Upstream::answering(OK);
+    let gateway = Service::gateway(LIMIT, &[&upstream.url()]);
+    let ask = |user| request(&gateway.http, "GET", "/api/items?x=y", &[("X-User-Id", user)], b"");
+    for remaining in ["2", "1", "0"] {
+        let answer = ask("u1");
+        assert_eq!((answer.status, answer.body.as_str()), (200, "ok"));
+        assert_eq!(answer.header("x-ratelimit-remaining"), Some(remaining));
+        assert_eq!(answer.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
+    }
+    let denied = ask("u1");
+    assert_eq!((denied.status, denied.header("content-type")), (429, Some("application/problem+json")));
+    assert_eq!(denied.json()["status"], 429);
+    let wait: u64 = denied.header("retry-after").expect("a wait").parse().expect("seconds");
+    assert!((3_500..=3_600).contains(&wait));
+    assert_eq!(ask("u2").status, 200);
+    assert_eq!(upstream.received().len(), 4, "denied requests do not get there");
+    // Not limited, and another way to write the path does not get around it.
+    assert_eq!(request(&gateway.http, "GET", "/", &[("X-User-Id", "u1")], b"").header("ratelimit"), None);
+    assert_eq!(request(&gateway.http, "GET", "//x/..//%61pi/items", &[("X-User-Id", "u1")], b"").status, 429);
+    let metrics = gateway.admin("/metrics").body;
+    assert!(metrics.contains(r#"tidegate_decisions_total{policy="per-user",outcome="denied"} 2"#), "{metrics}");
+    let hot = gateway.admin("/v1/hot-keys").json();
+    assert_eq!(hot["denied"][0]["key"], json!("u1"));
+}
+
+#[test]
+fn the_body_of_a_denied_request_is_not_read() {
+    let upstream = Upstream::answering(OK);
+    let gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
+    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    client.set_write_timeout(Some(PATIENCE)).expect("a timeout");
+    client.write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1073741824\r\n\r\n").expect("sent");
+    // More than one packet is on its way when the answer comes, and yet the answer is read.
+    let _ = client.write_all(&vec![0; 100_000]);
+    let answer = read_answer(&mut client);
+    assert_eq!((answer.status, answer.header("connection")), (429, Some("close")));
+    let piece = vec![0; 64 * 1024];
+    let mut taken = 0;
+    while taken < 1 << 30 && client.write_all(&piece).is_ok() {
+        taken += piece.len();
+    }
+    assert!(taken < 32 << 20, "{taken} bytes were taken");
+    assert_eq!(upstream.received().len(), 1);
+    // Who asks first is not even told to send.
+    let expecting =
+        b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n";
+    assert_eq!(raw(&gateway.http, expecting).status, 429);
+}
+
+#[test]
+fn a_client_that_expects_100_gets_it_when_its_body_is_wanted() {
+    let upstream = Upstream::answering(OK);
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    let head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n";
+    client.write_all(head).expect("sent");
+    let mut interim = [0; 25];
+    std::io::Read::read_exact(&mut client, &mut interim).expect("an interim answer");
+    assert_eq!(&interim, b"HTTP/1.1 100 Continue\r\n\r\n");
+    client.write_all(b"body").expect("sent");
+    assert_eq!(read_answer(&mut client).status, 200);
+    assert_eq!(upstream.received()[0].body, b"body");
+}
+
+#[test]
+fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_end() {
+    let upstream = Upstream::start(|request, stream| {
+        if request.head.starts_with("GET /slow") {
+            std::thread::sleep(std::time::Duration::from_millis(300));
+        }
+        stream.write_all(OK)
+    });
+    let mut gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    let ask = |gateway: &Service| request(&gateway.http, "GET", "/", &[], b"");
+    assert_eq!((ask(&gateway).status, ask(&gateway).status), (200, 429));
+    let text = std::fs::read_to_string(gateway.file()).expect("the file");
+    std::fs::write(gateway.file(), text.replace("limit: 1", "limit: 1000")).expect("written");
+    gateway.until("the new limit holds", |gateway| ask(gateway).status == 200);
+
+    let mut slow = TcpStream::connect(&gateway.http).expect("it listens");
+    slow.write_all(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
+    gateway.until("it is under way", |_| upstream.received().iter().any(|r| r.head.starts_with("GET /slow")));
+    gateway.signal("TERM");
+    let answer = read_answer(&mut slow);
+    assert_eq!((answer.status, answer.body.as_str()), (200, "ok"));
+    assert_eq!(gateway.ended().code(), Some(0));
+}

@@ -1,0 +1,19 @@
+//! `tidegate gateway` over the wire, in front of real servers.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+/// What the client and the upstream see of each other.
+mod forwarding;
+/// A large body, many requests, a long life.
+mod load;
+/// Requests that could be read in two ways, byte by byte.
+mod smuggling;
+/// Who is slow, silent or gone.
+mod trouble;
+/// An upstream whose bytes can be looked at.
+mod upstream;
+/// TLS and HTTP/2, on both sides.
+mod versions;
+/// After an upgrade.
+mod websocket;

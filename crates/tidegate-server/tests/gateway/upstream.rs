@@ -1,0 +1,119 @@
+//! An upstream of HTTP/1.1 by hand: it writes down the bytes that it gets, and answers what a closure says.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// A request as it came.
+#[derive(Debug, Clone)]
+pub(crate) struct Received {
+    /// With its line breaks, to the empty line.
+    pub(crate) head: String,
+    /// Not kept, but counted, where the request has `X-Discard`.
+    pub(crate) body: Vec<u8>,
+    pub(crate) length: u64,
+}
+
+impl Received {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        let mut fields = self.head.lines().filter_map(|line| line.split_once(": "));
+        fields.find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value)
+    }
+}
+
+#[derive(Clone)]
+pub(crate) struct Upstream {
+    pub(crate) address: String,
+    received: Arc<Mutex<Vec<Received>>>,
+    connections: Arc<AtomicUsize>,
+}
+
+pub(crate) const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+
+impl Upstream {
+    /// Answers every request so.
+    pub(crate) fn answering(answer: &'static [u8]) -> Self {
+        Self::start(move |_, stream| stream.write_all(answer))
+    }
+
+    /// `serve` is called with each request, and writes its answer.
+    pub(crate) fn start(
+        serve: impl Fn(&Received, &mut TcpStream) -> std::io::Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let upstream = Self { address, received: Arc::default(), connections: Arc::default() };
+        let (told, serve) = (upstream.clone(), Arc::new(serve));
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                told.connections.fetch_add(1, Ordering::Relaxed);
+                let (told, serve) = (told.clone(), Arc::clone(&serve));
+                std::thread::spawn(move || {
+                    let mut writer = stream.try_clone().expect("a socket");
+                    let mut reader = BufReader::new(stream);
+                    while let Some(request) = read_request(&mut reader) {
+                        told.received.lock().expect("no panic").push(request.clone());
+                        if serve(&request, &mut writer).is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+        });
+        upstream
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub(crate) fn received(&self) -> Vec<Received> {
+        self.received.lock().expect("no panic").clone()
+    }
+
+    /// How many have been made.
+    pub(crate) fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+}
+
+/// Strictly: what it does not understand, it panics about, and the test sees what was received until then.
+fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
+    let mut head = String::new();
+    while !head.ends_with("\r\n\r\n") {
+        if reader.read_line(&mut head).ok()? == 0 {
+            return None;
+        }
+    }
+    let mut request = Received { head, body: Vec::new(), length: 0 };
+    let is_kept = request.header("x-discard").is_none();
+    if let Some(length) = request.header("content-length") {
+        let length: u64 = length.parse().expect("a length");
+        let mut body = reader.take(length);
+        request.length = if is_kept {
+            body.read_to_end(&mut request.body).ok()? as u64
+        } else {
+            std::io::copy(&mut body, &mut std::io::sink()).ok()?
+        };
+        if request.length < length {
+            return None;
+        }
+    } else if request.header("transfer-encoding").is_some() {
+        loop {
+            let mut size = String::new();
+            reader.read_line(&mut size).ok()?;
+            let size = usize::from_str_radix(size.trim_end(), 16).ok()?;
+            let mut chunk = vec![0; size + 2];
+            reader.read_exact(&mut chunk).ok()?;
+            request.length += size as u64;
+            if is_kept {
+                request.body.extend_from_slice(&chunk[..size]);
+            }
+            if size == 0 {
+                break;
+            }
+        }
+    }
+    Some(request)
+}
