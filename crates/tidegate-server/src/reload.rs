@@ -32,8 +32,9 @@ pub(crate) fn watch(file: PathBuf, mut files: Vec<PathBuf>, fixed: Fixed, engine
     let mut watcher = notify::recommended_watcher(notice).context("the file cannot be watched")?;
     watch_folders(&mut watcher, &files)?;
     let mut hangup = signal(SignalKind::hangup())?;
+    // Before anybody knows that we listen, and may change them.
+    let mut last = contents(&files);
     tokio::spawn(async move {
-        let mut last = contents(&files).await;
         loop {
             let asked = tokio::select! {
                 _ = hangup.recv() => true,
@@ -41,16 +42,20 @@ pub(crate) fn watch(file: PathBuf, mut files: Vec<PathBuf>, fixed: Fixed, engine
             };
             tokio::time::sleep(SETTLE).await;
             while changes.try_recv().is_ok() {}
-            let found = contents(&files).await;
+            let found = contents(&files);
             // Something else in the folder changed; but who sends a signal wants an answer.
             if !asked && (found == last || found.contains(&None)) {
                 continue;
             }
+            // As they were before they are loaded: what changes meanwhile is still to be taken.
+            last = found;
             if let Some(named) = take(&file, &fixed, &engine) {
+                if named != files {
+                    last.clear();
+                }
                 files = named;
                 let _ = watch_folders(&mut watcher, &files);
             }
-            last = contents(&files).await;
         }
     });
     Ok(())
@@ -64,12 +69,8 @@ fn watch_folders(watcher: &mut impl Watcher, files: &[PathBuf]) -> anyhow::Resul
     Ok(())
 }
 
-async fn contents(files: &[PathBuf]) -> Vec<Option<Vec<u8>>> {
-    let mut all = Vec::with_capacity(files.len());
-    for file in files {
-        all.push(tokio::fs::read(file).await.ok());
-    }
-    all
+fn contents(files: &[PathBuf]) -> Vec<Option<Vec<u8>>> {
+    files.iter().map(|file| std::fs::read(file).ok()).collect()
 }
 
 /// Whole or not at all. The files that the new one names.
