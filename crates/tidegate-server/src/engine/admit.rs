@@ -25,7 +25,7 @@ impl Engine {
         } else {
             let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
             let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
-            let answer = self.ask_policies(Action::Acquire, &live, &charges).await.map_err(without_policy)?;
+            let answer = self.ask_policies(Action::Acquire, start, &live, &charges).await.map_err(without_policy)?;
             let lines = answer.lines.iter().filter_map(|line| {
                 let (_, charge) = charges.iter().find(|(policy, _)| policy.name() == line.policy)?;
                 let admitted = AdmittedLine::new(charge, line.decision);
