@@ -29,7 +29,7 @@ mod repay;
 
 /// A store around a store that answers when the inner one cannot: by [`Charge::on_store_failure`].
 ///
-/// | the charge says | answer while the store fails | [`Source`](crate::Source) |
+/// | the charge says | answer while the store fails | [`Source`] |
 /// | --- | --- | --- |
 /// | `local` | by this instance's [share](Fleet::share), in memory | `Local` |
 /// | `allow` | allowed | `Allow` |
