@@ -33,6 +33,10 @@ pub(crate) struct Fixed {
 }
 
 impl Fixed {
+    fn of(config: &Config) -> Self {
+        Self { listen: config.listen.clone(), store: config.store.clone(), gateway: config.gateway.clone() }
+    }
+
     /// Says what a new configuration would change in vain.
     pub(crate) fn differs(&self, config: &Config) -> Option<&'static str> {
         if self.listen != config.listen {
@@ -115,18 +119,18 @@ struct Service {
 impl Service {
     async fn start(config: Config, file: Option<PathBuf>) -> anyhow::Result<Self> {
         raise_file_limit();
-        let files = config.files.clone();
-        let fixed =
-            Fixed { listen: config.listen.clone(), store: config.store.clone(), gateway: config.gateway.clone() };
+        let (files, store) = (config.files.clone(), config.store.clone());
         let admin_listener = bind(config.listen.admin, "listen.admin").await?;
         let admin_address = admin_listener.local_addr()?;
         let engine = Arc::new(Engine::start(config).await.context("store")?);
-        if let StoreConfig::Redis(config) = &fixed.store {
+        if let StoreConfig::Redis(config) = &store {
             tokio::spawn(examine(Arc::clone(&engine), RedisConfig::clone(config)));
         }
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
         if let Some(file) = file {
+            // As the file says it: what flags say instead is no change of the file.
+            let fixed = Fixed::of(&Config::load(&file)?);
             reload::watch(file, files, fixed, Arc::clone(&engine))?;
         }
         // The admin listener answers as long as anything is under way: it says that we are not ready any more.

@@ -149,6 +149,7 @@ fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_en
     let text = std::fs::read_to_string(gateway.file()).expect("the file");
     std::fs::write(gateway.file(), text.replace("limit: 1", "limit: 1000")).expect("written");
     gateway.until("the new limit holds", |gateway| ask(gateway).status == 200);
+    assert!(!gateway.output().contains("takes a restart"), "{}", gateway.output());
 
     let mut slow = TcpStream::connect(&gateway.http).expect("it listens");
     slow.write_all(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
