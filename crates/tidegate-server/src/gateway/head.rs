@@ -129,6 +129,8 @@ pub(super) fn name_host(headers: &mut HeaderMap, upstream: &Upstream) {
 /// The answer as the client gets it.
 pub(super) fn to_client(version: Version, headers: &mut HeaderMap) {
     remove_hop_by_hop(headers);
+    // Those of the limits follow: the table grows once, not one by one.
+    headers.reserve(8);
     headers.append(header::VIA, via(version));
 }
 
