@@ -30,17 +30,18 @@ format: ## Check the format (cargo fmt mends it)
 
 lint: ## Clippy, with every warning an error, and the documentation's links
 	cargo clippy --workspace --all-targets --locked -- -D warnings
-	cargo clippy -p tidegate-server --test faults --locked -- -D warnings
+	cargo clippy --workspace --test faults --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc -p tidegate --no-deps --locked --all-features --quiet
 
 test-code: ## The tests alone
 	cargo test --workspace --locked
 
-# Each row appends its line. One row at a time: two would measure each other.
+# Each row appends its line. One row at a time: two would measure each other. (The whole workspace is named, or cargo
+# would build much anew with other features.)
 FAULTS = $(or $(CARGO_TARGET_DIR),target)/tmp/faults.txt
 test-faults: ## Stop, kill, move and cut off Redis under load; needs root (a network namespace). See docs/faults.md
 	@rm -f $(FAULTS)
-	@cargo test -p tidegate-server --locked --test faults -- --test-threads=1; status=$$?; \
+	@cargo test --workspace --locked --test faults -- --test-threads=1; status=$$?; \
 		echo; cat $(FAULTS); exit $$status
 
 test: setup format lint test-code test-faults ## Everything that must hold on main
