@@ -1,5 +1,12 @@
 //! [`Charge`]: one (key, quota, cost) to be decided.
 
+#[cfg(any(feature = "resilience", feature = "tower"))]
+use std::time::Duration;
+
+#[cfg(any(feature = "resilience", feature = "tower"))]
+use crate::algorithm::Algorithm;
+#[cfg(any(feature = "resilience", feature = "tower"))]
+use crate::decision::Decision;
 use crate::key::{Key, KeyError};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
@@ -122,6 +129,30 @@ impl<'a> Charge<'a> {
     #[must_use]
     pub fn store_failure(&self) -> OnStoreFailure {
         self.on_store_failure
+    }
+
+    /// For how long what an allowed charge took can be given back without giving back what others took. After that it is
+    /// better left to fade.
+    #[cfg(any(feature = "resilience", feature = "tower"))]
+    pub(crate) fn keeps(&self, decision: &Decision) -> Duration {
+        let (window, limit) = (self.quota.window_micros(), self.quota.limit());
+        let taken = self.quota.burst().saturating_sub(decision.remaining);
+        match self.quota.algorithm() {
+            // Until the window ends, or the log's newest entry leaves.
+            Algorithm::FixedWindow | Algorithm::SlidingLog => decision.reset_after,
+            // Until this window ends: in the next one, others' units go first. It ends as much before the reset as a count,
+            // which is at most all that is taken, needs in the next window to weigh less than one.
+            Algorithm::SlidingCounter => {
+                decision.reset_after.saturating_sub(Duration::from_micros(window - window / taken.max(1) + 1))
+            }
+            // Until the bucket would be empty without it: what drains from then on is not there to be given back. (To
+            // the unit: what it held before is known no better.)
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                let before = u128::from(taken.saturating_sub(self.cost).max(1));
+                let drained = before * u128::from(window) / u128::from(limit);
+                Duration::from_micros(u64::try_from(drained).unwrap_or(u64::MAX))
+            }
+        }
     }
 
     /// How many units it takes.

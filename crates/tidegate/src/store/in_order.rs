@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::algorithm::{Algorithm, Verdict};
+use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -115,7 +115,7 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
         };
         let denied = decisions.iter().any(|decision| !decision.allowed);
         if !denied {
-            let keeps = groups.charges(group).iter().zip(&decisions).map(|(charge, decision)| keeps(charge, decision));
+            let keeps = groups.charges(group).iter().zip(&decisions).map(|(charge, decision)| charge.keeps(decision));
             spent.taken.push(Taken { group, asked, keeps: keeps.collect() });
         }
         decided.push(decisions);
@@ -147,27 +147,6 @@ pub(crate) fn untake(charges: &[Charge<'_>], decisions: &mut [Decision]) {
             decision.delay = Duration::ZERO;
         }
     }
-}
-
-/// For how long what a charge took can be given back, and nothing else with it. After that the count may hold only what
-/// others took, who would be given back in its place: then it is better left to fade.
-fn keeps(charge: &Charge<'_>, decision: &Decision) -> Duration {
-    let quota = charge.quota();
-    match quota.algorithm() {
-        // Until the window ends.
-        Algorithm::FixedWindow => decision.reset_after,
-        Algorithm::SlidingCounter => decision.reset_after.saturating_sub(quota.window()),
-        // Until so much has drained.
-        Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-            Duration::from_micros(mul_div(charge.units(), quota.window_micros(), quota.limit()))
-        }
-        // Always: a unit that is given back leaves the log at most by the time of a call too early.
-        Algorithm::SlidingLog => Duration::MAX,
-    }
-}
-
-fn mul_div(a: u64, b: u64, m: u64) -> u64 {
-    u64::try_from(u128::from(a) * u128::from(b) / u128::from(m.max(1))).unwrap_or(u64::MAX)
 }
 
 struct Spent<'a, G: Groups> {

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use http::request::Parts;
 
-use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::headers::Limited;
@@ -102,7 +101,10 @@ impl Admission {
     pub fn spent(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
         let passes = self.passes();
         let since = Duration::from_micros(now.saturating_sub(self.asked));
-        let spent = self.lines.iter().filter(move |line| passes && line.is_spent() && since < line.keeps());
+        let spent = self
+            .lines
+            .iter()
+            .filter(move |line| passes && line.is_spent() && since < line.charge().keeps(&line.decision));
         spent.map(Line::charge)
     }
 
@@ -191,21 +193,6 @@ impl Line {
         self.decision.allowed && matches!(self.decision.source, Source::Store | Source::Local)
     }
 
-    /// For how long there surely is something of this charge in the count.
-    fn keeps(&self) -> Duration {
-        match self.quota.algorithm() {
-            // Until this window ends: in the next one, others' units go first. It ends as much before the reset as a count,
-            // which is at most all that is taken, needs in the next window to weigh less than one.
-            Algorithm::SlidingCounter => {
-                let window = self.quota.window_micros();
-                let taken = self.decision.limit.saturating_sub(self.decision.remaining).max(1);
-                self.decision.reset_after.saturating_sub(Duration::from_micros(window - window / taken + 1))
-            }
-            // Until a bucket has drained, a window has ended, a log's newest entry has left.
-            _ => self.decision.reset_after,
-        }
-    }
-
     /// What was to be decided.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
@@ -245,9 +232,9 @@ mod tests {
         assert_eq!(keeps(&ten(Quota::sliding_log)), until(10));
         assert_eq!(keeps(&ten(Quota::fixed_window)), until(10));
         assert_eq!(keeps(&ten(Quota::sliding_counter)), until(10));
-        // Each of the two units takes two seconds to come back.
-        assert_eq!(keeps(&ten(Quota::token_bucket)), until(4));
-        assert_eq!(keeps(&ten(Quota::leaky_bucket)), until(4));
+        // The first unit takes two seconds to come back. Then, without the second, the bucket would be empty.
+        assert_eq!(keeps(&ten(Quota::token_bucket)), until(2));
+        assert_eq!(keeps(&ten(Quota::leaky_bucket)), until(2));
     }
 
     #[test]
