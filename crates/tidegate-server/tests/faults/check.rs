@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -162,6 +162,11 @@ impl Run {
             self.records.iter().filter(fit).filter(good).map(|record| record.answered - moment).min()
         };
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
+    }
+
+    /// The numbers of instances that the instances knew of, as their metrics told meanwhile.
+    pub(crate) fn fleet_sizes(&self) -> BTreeSet<String> {
+        self.samples.iter().map(|sample| sample.value("tidegate_fleet_instances").to_string()).collect()
     }
 
     /// How long after this moment the last of the instances first showed this in its metrics.

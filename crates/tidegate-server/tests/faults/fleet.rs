@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -42,12 +42,23 @@ pub(crate) struct Fleet {
     pub(crate) canary: Service,
 }
 
+/// How many instances share a store.
+pub(crate) const INSTANCES: usize = 3;
+
 impl Fleet {
-    /// On a store that is described like this: `redis: redis://…`.
+    /// On a store that is described like this: `redis: redis://…`. They have all heard of each other: before that, an
+    /// instance without its store would take more than its share.
     pub(crate) fn start(store: &str) -> Self {
         let config = format!("store: {{{store}, timeout: 100ms}}\n{POLICIES}");
         let canary = Service::start(POLICIES);
-        Self { instances: (0..3).map(|_| Service::start(&config)).collect(), canary }
+        let fleet = Self { instances: (0..INSTANCES).map(|_| Service::start(&config)).collect(), canary };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        #[expect(clippy::cast_precision_loss, reason = "three")]
+        while !fleet.metric("tidegate_fleet_instances").iter().all(|size| *size == INSTANCES as f64) {
+            assert!(Instant::now() < deadline, "the instances do not hear of each other");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        fleet
     }
 
     /// How much the store has charged to the ledger of this key.
