@@ -186,6 +186,7 @@ struct ResetBody {
 
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
-    admin.engine.ask(Action::Reset, Ask::Policy { policy: &policy, key: &key, cost: None }).await?;
+    let live = admin.engine.live();
+    admin.engine.ask(&live, Action::Reset, Ask::Policy { policy: &policy, key: &key, cost: None }).await?;
     Ok(StatusCode::NO_CONTENT)
 }

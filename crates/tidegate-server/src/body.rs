@@ -1,5 +1,6 @@
 //! Questions and answers as JSON, the same from the shell and over HTTP.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -11,12 +12,15 @@ use crate::engine::Answer;
 /// A question, in one of three forms: a policy and a key; attributes; a key and a quota.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct AskBody {
+pub(crate) struct AskBody<'a> {
     /// The name of a policy; with `key`.
-    pub(crate) policy: Option<String>,
+    #[serde(borrow)]
+    #[schema(value_type = Option<String>)]
+    pub(crate) policy: Option<Text<'a>>,
     /// Whose count it is; with `policy` or `quota`.
-    #[schema(min_length = 1, max_length = 512)]
-    pub(crate) key: Option<String>,
+    #[serde(borrow)]
+    #[schema(value_type = Option<String>, min_length = 1, max_length = 512)]
+    pub(crate) key: Option<Text<'a>>,
     /// What is known of the request; the policies that apply are found by it.
     pub(crate) attributes: Option<BTreeMap<String, String>>,
     /// A quota of the caller's own; with `key`.
@@ -24,6 +28,40 @@ pub(crate) struct AskBody {
     /// How many units it takes; as the policy says by default, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
+}
+
+/// A string, not copied where JSON has it as it is. (serde's own `Option<Cow<str>>` always copies.)
+#[derive(Debug)]
+pub(crate) struct Text<'a>(Cow<'a, str>);
+
+impl std::ops::Deref for Text<'_> {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Text<'de>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(Visitor)
+    }
 }
 
 /// A quota of the caller's own.
@@ -155,11 +193,11 @@ pub(crate) fn of_one(policy: &str, decision: &Decision) -> Vec<u8> {
 }
 
 /// The body for an answer.
-pub(crate) fn of_answer(answer: &Answer) -> Vec<u8> {
-    let decisions = answer.lines.iter().map(|line| DecisionBody::new(&line.policy, &line.decision));
+pub(crate) fn of_answer(answer: &Answer<'_>) -> Vec<u8> {
+    let decisions = answer.lines.iter().map(|line| DecisionBody::new(line.policy, &line.decision));
     let leading = match answer.leading() {
         // A policy in shadow mode may deny; the request passes all the same.
-        Some(line) => DecisionBody { allowed: answer.allowed(), ..DecisionBody::new(&line.policy, &line.decision) },
+        Some(line) => DecisionBody { allowed: answer.allowed(), ..DecisionBody::new(line.policy, &line.decision) },
         None => DecisionBody {
             allowed: true,
             policy: None,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use tidegate::headers::Limited;
@@ -63,15 +63,15 @@ pub(crate) enum Ask<'a> {
 
 /// The answer: each policy's decision, the most restrictive one leading.
 #[derive(Debug, Default)]
-pub(crate) struct Answer {
-    pub(crate) lines: Vec<Line>,
+pub(crate) struct Answer<'a> {
+    pub(crate) lines: Vec<Line<'a>>,
     leading: Option<usize>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Line {
-    pub(crate) policy: String,
-    quota: Quota,
+pub(crate) struct Line<'a> {
+    pub(crate) policy: &'a str,
+    quota: &'a Quota,
     pub(crate) decision: Decision,
     shadow: bool,
 }
@@ -131,8 +131,8 @@ impl From<Error> for AskError {
     }
 }
 
-impl Answer {
-    fn new(lines: Vec<Line>) -> Self {
+impl<'a> Answer<'a> {
+    fn new(lines: Vec<Line<'a>>) -> Self {
         // What is only looked at leads only where nothing is enforced, and never denies.
         let rank = |at: &usize| (lines[*at].shadow, lines[*at].decision.rank());
         let leading = (0..lines.len()).min_by_key(rank);
@@ -143,20 +143,35 @@ impl Answer {
         self.lines.iter().all(|line| line.shadow || line.decision.allowed)
     }
 
-    pub(crate) fn leading(&self) -> Option<&Line> {
+    pub(crate) fn leading(&self) -> Option<&Line<'a>> {
         self.leading.map(|index| &self.lines[index])
     }
 
     /// For the headers: what is enforced.
     pub(crate) fn limited(&self) -> impl Iterator<Item = Limited<'_>> + Clone {
         let enforced = self.lines.iter().filter(|line| !line.shadow);
-        enforced.map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
+        enforced.map(|line| Limited { policy: line.policy, quota: line.quota, decision: line.decision })
     }
 }
 
-impl Line {
-    fn new(charge: &Charge<'_>, decision: Decision, shadow: bool) -> Self {
-        Self { policy: charge.policy_name().to_owned(), quota: charge.quota().clone(), decision, shadow }
+impl<'a> Line<'a> {
+    fn new(policy: &'a Policy, key: &str, decision: Decision) -> Self {
+        let shadow = policy.mode() == Mode::Shadow;
+        Self { policy: policy.name(), quota: policy.quota_for(key), decision, shadow }
+    }
+
+    /// The denial of a policy whose key the request lacks. No wait helps.
+    fn without_key(policy: &'a Policy) -> Self {
+        let decision = Decision {
+            allowed: false,
+            limit: policy.quota().limit(),
+            remaining: 0,
+            retry_after: Duration::ZERO,
+            reset_after: Duration::ZERO,
+            delay: Duration::ZERO,
+            source: Source::Deny,
+        };
+        Self { policy: policy.name(), quota: policy.quota(), decision, shadow: false }
     }
 }
 
@@ -189,21 +204,20 @@ impl Engine {
         self.started.elapsed().as_secs()
     }
 
-    pub(crate) async fn ask(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
+    pub(crate) async fn ask<'a>(&self, live: &'a Live, action: Action, ask: Ask<'a>) -> Result<Answer<'a>, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
         if span.is_disabled() {
-            return self.answer(action, ask).await;
+            return self.answer(live, action, ask).await;
         }
-        let answer = self.answer(action, ask).instrument(span.clone()).await;
+        let answer = self.answer(live, action, ask).instrument(span.clone()).await;
         if let Ok(answer) = &answer {
             span.record("allowed", answer.allowed());
         }
         answer
     }
 
-    async fn answer(&self, action: Action, ask: Ask<'_>) -> Result<Answer, AskError> {
+    async fn answer<'a>(&self, live: &'a Live, action: Action, ask: Ask<'a>) -> Result<Answer<'a>, AskError> {
         let start = Instant::now();
-        let live = self.live.load();
         let answer = match ask {
             Ask::Policy { policy, key, cost } => {
                 let policy = live.policy(policy)?;
@@ -211,7 +225,7 @@ impl Engine {
                     .policy(policy.name())
                     .cost(cost.unwrap_or_else(|| policy.usual_cost()))
                     .on_store_failure(policy.store_failure());
-                self.ask_policies(action, start, &live, &[(policy, charge)]).await?
+                self.ask_policies(action, start, live, &[(policy, charge)]).await?
             }
             Ask::Attributes { attributes, only, cost } => {
                 let selection = match only {
@@ -225,20 +239,17 @@ impl Engine {
                             outcomes.count(false, false);
                         }
                     }
-                    Answer::new(vec![without_key(policy)])
+                    Answer::new(vec![Line::without_key(policy)])
                 } else {
-                    let charges: Vec<(&Policy, Charge<'_>)> = selection
-                        .charges
-                        .iter()
-                        .map(|selected: &Selected<'_>| (selected.policy(), selected.charge()))
-                        .collect();
-                    self.ask_policies(action, start, &live, &charges).await?
+                    let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
+                    let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
+                    self.ask_policies(action, start, live, &charges).await?
                 }
             }
             Ask::Quota { key, quota, cost } => {
                 let charge = Charge::new(key, quota).cost(cost);
                 let decision = self.counts.decide(action, &charge).await?;
-                Answer::new(vec![Line::new(&charge, decision, false)])
+                Answer::new(vec![Line { policy: quota.unnamed_policy(), quota, decision, shadow: false }])
             }
         };
         if action == Action::Acquire {
@@ -248,34 +259,34 @@ impl Engine {
     }
 
     /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and only if the request passes.
-    async fn ask_policies(
+    async fn ask_policies<'a>(
         &self,
         action: Action,
         start: Instant,
         live: &Live,
-        charges: &[(&Policy, Charge<'_>)],
-    ) -> Result<Answer, AskError> {
+        charges: &[(&'a Policy, Charge<'_>)],
+    ) -> Result<Answer<'a>, AskError> {
         let is_shadow = |policy: &Policy| policy.mode() == Mode::Shadow;
         let mut lines = Vec::with_capacity(charges.len());
         match charges {
             // Nearly every request: no list but that of the answer.
             [(policy, charge)] if !is_shadow(policy) => {
-                lines.push(Line::new(charge, self.counts.decide(action, charge).await?, false));
+                lines.push(Line::new(policy, charge.key(), self.counts.decide(action, charge).await?));
             }
             charges => {
-                let enforced = charges.iter().filter(|(policy, _)| !is_shadow(policy));
-                let together: Vec<Charge<'_>> = enforced.map(|(_, charge)| *charge).collect();
+                let enforced = || charges.iter().filter(|(policy, _)| !is_shadow(policy));
+                let together: Vec<Charge<'_>> = enforced().map(|(_, charge)| *charge).collect();
                 let decisions = self.counts.decide_all(action, &together).await?;
-                let line = |(charge, decision): (&Charge<'_>, Decision)| Line::new(charge, decision, false);
-                lines.extend(together.iter().zip(decisions).map(line));
+                let decided = enforced().zip(decisions);
+                lines.extend(decided.map(|((policy, charge), decision)| Line::new(policy, charge.key(), decision)));
             }
         }
         let passes = lines.iter().all(|line| line.decision.allowed);
-        for (_, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
+        for (policy, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
             let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
             // What is only looked at must neither fail a request nor make it wait longer.
             if let Some(Ok(decision)) = in_time(self.counts.deadline(start), self.counts.decide(action, charge)).await {
-                lines.push(Line::new(charge, decision, true));
+                lines.push(Line::new(policy, charge.key(), decision));
             }
         }
         if action == Action::Acquire {
@@ -284,16 +295,16 @@ impl Engine {
         Ok(Answer::new(lines))
     }
 
-    fn count(&self, live: &Live, charges: &[(&Policy, Charge<'_>)], lines: &[Line]) {
+    fn count(&self, live: &Live, charges: &[(&Policy, Charge<'_>)], lines: &[Line<'_>]) {
         let now = self.uptime();
         for line in lines {
             self.metrics.count_source(line.decision.source);
-            if let Some(outcomes) = live.outcomes.get(&line.policy) {
+            if let Some(outcomes) = live.outcomes.get(line.policy) {
                 outcomes.count(line.decision.allowed, line.shadow);
                 outcomes.count_source(line.decision.source);
             }
             if let Some((_, charge)) = charges.iter().find(|(policy, _)| policy.name() == line.policy) {
-                self.hot_keys.record(now, &line.policy, charge.key(), line.decision.allowed);
+                self.hot_keys.record(now, line.policy, charge.key(), line.decision.allowed);
             }
         }
     }
@@ -364,20 +375,6 @@ async fn in_time<T>(deadline: Option<Instant>, call: impl Future<Output = T>) ->
         Some(deadline) => tokio::time::timeout_at(deadline.into(), call).await.ok(),
         None => Some(call.await),
     }
-}
-
-/// The denial of a policy whose key the request lacks. No wait helps.
-fn without_key(policy: &Policy) -> Line {
-    let decision = Decision {
-        allowed: false,
-        limit: policy.quota().limit(),
-        remaining: 0,
-        retry_after: std::time::Duration::ZERO,
-        reset_after: std::time::Duration::ZERO,
-        delay: std::time::Duration::ZERO,
-        source: Source::Deny,
-    };
-    Line { policy: policy.name().to_owned(), quota: policy.quota().clone(), decision, shadow: false }
 }
 
 impl Live {

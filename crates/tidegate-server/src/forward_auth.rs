@@ -2,18 +2,17 @@
 //! and Traefik's `forwardAuth` do. Translates, decides nothing.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 
-use axum::body::Body;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, Request, State};
-use axum::response::{IntoResponse as _, Response};
-use http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::extract::Query;
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
+use http_body_util::Full;
 use serde::Deserialize;
 use tidegate::{Action, Attributes};
 
 use crate::config::Secret;
 use crate::engine::{Answer, Ask, Engine};
+use crate::http::Reply;
+use crate::listener::{Peer, Request};
 use crate::problem::Problem;
 use crate::{duration, http as api, token};
 
@@ -65,17 +64,13 @@ enum DenyStatus {
         (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
     )
 )]
-pub(crate) async fn forward_auth(
-    State(engine): State<Arc<Engine>>,
-    parameters: Result<Query<Parameters>, QueryRejection>,
-    request: Request,
-) -> Result<Response, Problem> {
+pub(crate) async fn forward_auth(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
     let live = engine.live();
     let (mut head, _) = request.into_parts();
     take_token(live.api_token.as_ref(), &mut head.headers)?;
-    let address = api::client_address(&live.client_ip, &head)?;
+    let address = api::client_address(&live.client_ip, peer, &head.headers)?;
     let forwarded = Forwarded {
-        ip: address.map(|address| live.client_ip.group(address)),
+        ip: Some(live.client_ip.group(address)),
         method: told(&head.headers, &METHOD, Some)?,
         uri: told(&head.headers, &URI, origin_form)?,
         host: told(&head.headers, &HOST, Some)?.map(plain_host),
@@ -88,15 +83,16 @@ pub(crate) async fn forward_auth(
              (Caddy: uri /v1/forward-auth?)",
         ));
     }
+    let parameters: Result<Query<Parameters>, _> = Query::try_from_uri(&head.uri);
     let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let ask = Ask::Attributes { attributes: &forwarded, only: parameters.policy.as_deref(), cost: None };
-    let answer = engine.ask(Action::Acquire, ask).await?;
+    let answer = engine.ask(&live, Action::Acquire, ask).await?;
     let denied = !answer.allowed();
     let mut response = if denied {
         Problem::new(parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into), reason(&answer))
-            .into_response()
+            .into_http()
     } else {
-        Response::new(Body::empty())
+        Response::new(Full::default())
     };
     api::add_limits(response.headers_mut(), &answer, live.x_ratelimit_headers, denied);
     Ok(response)
@@ -126,9 +122,9 @@ fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Pro
 }
 
 /// For the client, to whom Caddy and Traefik hand it on.
-fn reason(answer: &Answer) -> String {
+fn reason(answer: &Answer<'_>) -> String {
     let Some(line) = answer.leading() else { return "denied".to_owned() };
-    let (policy, wait) = (&line.policy, line.decision.retry_after);
+    let (policy, wait) = (line.policy, line.decision.retry_after);
     if wait.is_zero() {
         return format!("policy {policy:?} does not let this request pass");
     }

@@ -1,26 +1,27 @@
 //! The HTTP API: translates questions and answers, decides nothing.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::future::poll_fn;
 use std::net::IpAddr;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
-use axum::Router;
-use axum::body::{Body as HttpBody, Bytes};
-use axum::extract::{Request, State};
-use axum::response::Response;
-use axum::routing::{get, post};
-use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
-use http_body::Body as _;
-use http_body_util::BodyExt as _;
+use axum::body::{Body as AnyBody, Bytes};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http_body::Body as HttpBody;
+use http_body_util::{BodyExt as _, Full};
+use hyper::service::{Service, service_fn};
+use serde::Deserialize;
 use tidegate::{Action, ClientIp, headers};
 use utoipa::OpenApi;
 
 use crate::body::{self, AskBody, Body, DecisionBody, QuotaBody};
 use crate::engine::{Answer, Ask, Engine};
 use crate::forward_auth;
-use crate::listener::Peer;
+use crate::listener::{Peer, Request};
 use crate::problem::Problem;
 use crate::token;
 
@@ -33,7 +34,7 @@ const BODY_TIME: Duration = Duration::from_secs(10);
 #[openapi(
     info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
     paths(acquire, peek, refund, forward_auth::forward_auth),
-    components(schemas(AskBody, QuotaBody, Body<'static>, DecisionBody<'static>, Problem))
+    components(schemas(AskBody<'static>, QuotaBody, Body<'static>, DecisionBody<'static>, Problem))
 )]
 struct Api;
 
@@ -61,16 +62,48 @@ enum Problems {
     NoDecision(#[to_schema] Problem),
 }
 
-pub(crate) fn router(engine: Arc<Engine>) -> Router {
-    Router::new()
-        .route("/v1/acquire", post(acquire))
-        .route("/v1/peek", post(peek))
-        .route("/v1/refund", post(refund))
-        .route("/v1/forward-auth", get(forward_auth::forward_auth))
-        .route("/openapi.json", get(async || axum::Json(Api::openapi())))
-        .fallback(not_found)
-        .method_not_allowed_fallback(wrong_method)
-        .with_state(engine)
+/// An answer is whole before it is sent.
+pub(crate) type Reply = Response<Full<Bytes>>;
+
+/// The API for one client. It is hyper's own service: to find one of five paths by a router, and to box each request's body and
+/// future for it, took as long as the rest of an answer.
+pub(crate) fn service(
+    engine: &Arc<Engine>,
+    peer: Peer,
+) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<> {
+    let engine = Arc::clone(engine);
+    service_fn(move |request| {
+        let engine = Arc::clone(&engine);
+        async move { Ok(reply(&engine, peer, request).await.unwrap_or_else(Problem::into_http)) }
+    })
+}
+
+async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    let allowed = match (request.uri().path(), request.method()) {
+        ("/v1/acquire", &Method::POST) => return acquire(engine, peer, request).await,
+        ("/v1/peek", &Method::POST) => return peek(engine, peer, request).await,
+        ("/v1/refund", &Method::POST) => return refund(engine, peer, request).await,
+        ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
+            return Box::pin(forward_auth::forward_auth(engine, peer, request)).await;
+        }
+        ("/openapi.json", &Method::GET | &Method::HEAD) => {
+            return Ok(json(StatusCode::OK, HeaderMap::new(), serde_json::to_vec(&Api::openapi()).unwrap_or_default()));
+        }
+        ("/v1/acquire" | "/v1/peek" | "/v1/refund", _) => "POST",
+        ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
+        _ => return Err(not_found(request.uri().clone()).await),
+    };
+    let mut refused = wrong_method(request.method().clone(), request.uri().clone()).await.into_http();
+    refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
+    Ok(refused)
+}
+
+fn json(status: StatusCode, mut fields: HeaderMap, body: Vec<u8>) -> Reply {
+    fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    let mut response = Response::new(Full::from(body));
+    *response.status_mut() = status;
+    *response.headers_mut() = fields;
+    response
 }
 
 pub(crate) async fn not_found(uri: Uri) -> Problem {
@@ -83,48 +116,49 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
 
 /// Decide and, if allowed, spend.
 #[utoipa::path(
-    post, path = "/v1/acquire", request_body = AskBody,
+    post, path = "/v1/acquire", request_body = AskBody<'static>,
     responses(
         (status = 200, description = "Allowed", body = Body<'static>),
         (status = 429, description = "Denied", body = Body<'static>),
         Problems,
     )
 )]
-async fn acquire(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
-    answer(&engine, Action::Acquire, request).await
+async fn acquire(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    answer(engine, Action::Acquire, peer, request).await
 }
 
 /// What acquire would answer; writes nothing.
 #[utoipa::path(
-    post, path = "/v1/peek", request_body = AskBody,
+    post, path = "/v1/peek", request_body = AskBody<'static>,
     responses(
         (status = 200, description = "Allowed or denied, as the body says", body = Body<'static>),
         Problems,
     )
 )]
-async fn peek(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
-    answer(&engine, Action::Peek, request).await
+async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    answer(engine, Action::Peek, peer, request).await
 }
 
 /// Give units back, the newest first.
 #[utoipa::path(
-    post, path = "/v1/refund", request_body = AskBody,
+    post, path = "/v1/refund", request_body = AskBody<'static>,
     responses(
         (status = 200, description = "Given back; what is left now", body = Body<'static>),
         Problems,
     )
 )]
-async fn refund(State(engine): State<Arc<Engine>>, request: Request) -> Result<Response, Problem> {
-    answer(&engine, Action::Refund, request).await
+async fn refund(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    answer(engine, Action::Refund, peer, request).await
 }
 
-async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Response, Problem> {
+async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -> Result<Reply, Problem> {
     let live = engine.live();
     let (head, body) = request.into_parts();
     token::check(live.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
-    let mut body: AskBody = read_json(body).await?;
+    let bytes = read(body).await?;
+    let mut body: AskBody<'_> = parse(&bytes)?;
     if let Some(attributes) = &mut body.attributes {
-        add_address(attributes, &live.client_ip, &head)?;
+        add_address(attributes, &live.client_ip, peer, &head.headers)?;
     }
     let quota = body.quota.as_ref().map(QuotaBody::quota).transpose().map_err(Problem::bad_request)?;
     let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
@@ -138,28 +172,37 @@ async fn answer(engine: &Engine, action: Action, request: Request) -> Result<Res
             ));
         }
     };
-    let answer = engine.ask(action, ask).await?;
+    let answer = engine.ask(&live, action, ask).await?;
     let denied = action == Action::Acquire && !answer.allowed();
-    let mut response = Response::new(HttpBody::from(body::of_answer(&answer)));
-    *response.status_mut() = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+    let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     // With room for those that the server adds, and none to grow.
     let mut fields = HeaderMap::with_capacity(12);
-    fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     add_limits(&mut fields, &answer, live.x_ratelimit_headers, denied);
-    *response.headers_mut() = fields;
-    Ok(response)
+    Ok(json(status, fields, body::of_answer(&answer)))
 }
 
 /// What a client is told of its limits. `Retry-After` is for a request that was turned away: a peek or a refund tells of a
 /// wait in its body.
-pub(crate) fn add_limits(fields: &mut HeaderMap, answer: &Answer, with_x_headers: bool, denied: bool) {
+pub(crate) fn add_limits(fields: &mut HeaderMap, answer: &Answer<'_>, with_x_headers: bool, denied: bool) {
+    // All values share one piece of memory.
+    let mut text = Vec::with_capacity(128);
+    let mut places = [(None, 0); 6];
+    let mut count = 0;
     headers::each(answer.limited(), with_x_headers, |name, value| {
-        if (name != "retry-after" || denied)
-            && let Ok(value) = HeaderValue::from_str(value)
-        {
-            fields.insert(header_name(name), value);
+        if name != "retry-after" || denied {
+            text.extend_from_slice(value.as_bytes());
+            places[count] = (Some(name), text.len());
+            count += 1;
         }
     });
+    let (text, mut from) = (Bytes::from(text), 0);
+    for (name, to) in &places[..count] {
+        let value = HeaderValue::from_maybe_shared(text.slice(from..*to));
+        if let (Some(name), Ok(value)) = (name, value) {
+            fields.insert(header_name(name), value);
+        }
+        from = *to;
+    }
 }
 
 /// Known at compile time: to look at each letter of a name again would take as long as the decision.
@@ -180,46 +223,59 @@ fn header_name(name: &'static str) -> HeaderName {
 }
 
 /// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.
-fn add_address(attributes: &mut BTreeMap<String, String>, client_ip: &ClientIp, head: &Parts) -> Result<(), Problem> {
+fn add_address(
+    attributes: &mut BTreeMap<String, String>,
+    client_ip: &ClientIp,
+    peer: Peer,
+    headers: &HeaderMap,
+) -> Result<(), Problem> {
     let address = match attributes.get("ip") {
         Some(text) => text.parse::<IpAddr>().map_err(|_| {
             let text: String = text.chars().take(60).collect();
             Problem::bad_request(format!("attributes.ip: {text:?} is not an address, such as 192.0.2.1 or 2001:db8::1"))
         })?,
-        None => {
-            let Some(address) = client_address(client_ip, head)? else { return Ok(()) };
-            address
-        }
+        None => client_address(client_ip, peer, headers)?,
     };
     attributes.insert("ip".to_owned(), client_ip.group(address));
     Ok(())
 }
 
 /// Where a request comes from, as far as trusted proxies tell.
-pub(crate) fn client_address(client_ip: &ClientIp, head: &Parts) -> Result<Option<IpAddr>, Problem> {
-    let Some(Peer { address: peer, .. }) = head.extensions.get::<Peer>() else { return Ok(None) };
-    let values = |name: &str| head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
-    let resolved = client_ip.resolve(peer.ip(), values("x-forwarded-for"), values("forwarded"));
+pub(crate) fn client_address(client_ip: &ClientIp, peer: Peer, headers: &HeaderMap) -> Result<IpAddr, Problem> {
+    let values = |name: &str| headers.get_all(name).iter().map(HeaderValue::as_bytes);
+    let resolved = client_ip.resolve(peer.address.ip(), values("x-forwarded-for"), values("forwarded"));
     if resolved.unparsable {
         return Err(Problem::bad_request(
             "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",
         ));
     }
-    Ok(Some(resolved.address))
+    Ok(resolved.address)
 }
 
 /// Reads a body of JSON, bounded in size and time.
-pub(crate) async fn read_json<T: serde::de::DeserializeOwned>(body: HttpBody) -> Result<T, Problem> {
-    let Ok(read) = tokio::time::timeout(BODY_TIME, read(body)).await else {
-        return Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"));
-    };
-    serde_json::from_slice(&read?).map_err(|error| {
+pub(crate) async fn read_json<T: serde::de::DeserializeOwned>(body: AnyBody) -> Result<T, Problem> {
+    parse(&read(body).await?)
+}
+
+fn parse<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
+    serde_json::from_slice(body).map_err(|error| {
         let kind = if error.is_data() { "the body is not a question" } else { "the body is not JSON" };
         Problem::bad_request(format!("{kind}: {error}"))
     })
 }
 
-async fn read(mut body: HttpBody) -> Result<Bytes, Problem> {
+/// Reads a body, bounded in size and time.
+async fn read<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(body: B) -> Result<Bytes, Problem> {
+    let mut reading = pin!(read_all(body));
+    // Nearly every body is there with its head: nobody has to look at the clock.
+    if let Poll::Ready(read) = poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
+        return read;
+    }
+    let late = |_| Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"));
+    tokio::time::timeout(BODY_TIME, reading).await.unwrap_or_else(late)
+}
+
+async fn read_all<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(mut body: B) -> Result<Bytes, Problem> {
     // Nearly every body comes in one piece, which is not copied.
     let first = next_piece(&mut body, 0).await?.unwrap_or_default();
     if body.is_end_stream() {
@@ -232,7 +288,10 @@ async fn read(mut body: HttpBody) -> Result<Bytes, Problem> {
     Ok(all.into())
 }
 
-async fn next_piece(body: &mut HttpBody, before: usize) -> Result<Option<Bytes>, Problem> {
+async fn next_piece<B>(body: &mut B, before: usize) -> Result<Option<Bytes>, Problem>
+where
+    B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin,
+{
     let Some(frame) = body.frame().await else { return Ok(None) };
     let frame = frame.map_err(|error| Problem::bad_request(format!("the body could not be read: {error}")))?;
     // Trailers say nothing here.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http_body::Body;
+use hyper::service::Service as HyperService;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -15,6 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
+use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
 
 mod framing;
@@ -47,15 +49,29 @@ pub(crate) struct Manner {
     pub(crate) strict: bool,
 }
 
-/// Serves until `stop` says so, then answers what is under way.
+/// A service of Tower's, which finds the [`Peer`] among a request's extensions.
+pub(crate) fn told_the_peer<S, B>(
+    service: &S,
+    peer: Peer,
+) -> TowerToHyperService<MapRequest<S, impl FnMut(Request) -> Request + Clone + use<S, B>>>
+where
+    S: Service<Request, Response = http::Response<B>, Error = Infallible> + Clone,
+{
+    TowerToHyperService::new(service.clone().map_request(move |mut request: Request| {
+        request.extensions_mut().insert(peer);
+        request
+    }))
+}
+
+/// Serves until `stop` says so, then answers what is under way. `service` makes one for each connection.
 pub(crate) async fn serve<S, B>(
     listener: TcpListener,
-    service: S,
+    service: impl Fn(Peer) -> S,
     tls: impl Fn() -> Option<Arc<ServerConfig>>,
     mut stop: watch::Receiver<bool>,
     manner: Manner,
 ) where
-    S: Service<Request, Response = http::Response<B>, Error = Infallible> + Clone + Send + 'static,
+    S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
     S::Future: Send,
     B: Body + Send + 'static,
     B::Data: Send,
@@ -72,10 +88,7 @@ pub(crate) async fn serve<S, B>(
         let _ = stream.set_nodelay(true);
         let (tls, watcher) = (tls(), graceful.watcher());
         let peer = Peer { address, secured: tls.is_some() };
-        let service = service.clone().map_request(move |mut request: Request| {
-            request.extensions_mut().insert(peer);
-            request
-        });
+        let service = service(peer);
         tokio::spawn(async move {
             // A connection that breaks is the client's affair.
             match tls {
@@ -97,7 +110,7 @@ pub(crate) async fn serve<S, B>(
 async fn answer<I, S, B>(stream: I, place: OwnedSemaphorePermit, service: S, watcher: Watcher, manner: Manner)
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    S: Service<Request, Response = http::Response<B>, Error = Infallible> + Clone + Send + 'static,
+    S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
     S::Future: Send,
     B: Body + Send + 'static,
     B::Data: Send,
@@ -108,12 +121,11 @@ where
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
-    let service = TowerToHyperService::new(service);
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     let _ = watcher.watch(connection).await;
 }
 
-type Request = hyper::Request<hyper::body::Incoming>;
+pub(crate) type Request = hyper::Request<hyper::body::Incoming>;
 
 async fn accept(
     listener: &TcpListener,

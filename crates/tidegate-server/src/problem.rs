@@ -1,7 +1,9 @@
 //! Errors meet HTTP here: RFC 9457 problem details.
 
-use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, StatusCode, header};
+use axum::body::{Body, Bytes};
+use axum::response::IntoResponse;
+use http::{HeaderValue, Response, StatusCode, header};
+use http_body_util::Full;
 use serde::Serialize;
 
 use crate::engine::AskError;
@@ -52,10 +54,16 @@ impl From<AskError> for Problem {
 }
 
 impl IntoResponse for Problem {
-    fn into_response(self) -> Response {
-        let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    fn into_response(self) -> Response<Body> {
+        self.into_http().map(Body::new)
+    }
+}
+
+impl Problem {
+    pub(crate) fn into_http(self) -> Response<Full<Bytes>> {
         let body = serde_json::to_vec(&self).unwrap_or_default();
-        let mut response = (status, body).into_response();
+        let mut response = Response::new(Full::from(body));
+        *response.status_mut() = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
         response

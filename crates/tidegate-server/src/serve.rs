@@ -61,9 +61,13 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
 
     let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false };
     let (engine, stopped) = (&service.engine, &service.stopped);
-    let http = http::router(Arc::clone(engine));
+    let http = {
+        let engine = Arc::clone(engine);
+        move |peer| http::service(&engine, peer)
+    };
     let http = tokio::spawn(listener::serve(http_listener, http, secured(engine), stopped.clone(), manner));
     let grpc = envoy::router(Arc::clone(engine)).await?;
+    let grpc = move |peer| listener::told_the_peer(&grpc, peer);
     let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(engine), stopped.clone(), manner));
     announce(&listen);
     service.run(signals, [http, grpc]).await;
@@ -86,6 +90,7 @@ pub(crate) async fn gateway(
 
     let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true };
     let gateway = gateway::service(&settings, &service.engine)?;
+    let gateway = move |peer| listener::told_the_peer(&gateway, peer);
     let (tls, stopped) = (secured(&service.engine), service.stopped.clone());
     let gateway = tokio::spawn(listener::serve(listener, gateway, tls, stopped, manner));
     announce(&listen);
@@ -135,7 +140,8 @@ impl Service {
         }
         // The admin listener answers as long as anything is under way: it says that we are not ready any more.
         let (admin_stop, admin_stopped) = watch::channel(false);
-        let router = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
+        let admin = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
+        let router = move |peer| listener::told_the_peer(&admin, peer);
         let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false };
         let admin = tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
         Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })

@@ -146,7 +146,10 @@ impl Row {
             let fallen = run.records.iter().any(|record| !record.by_store());
             let whatever = if fallen { limits.max(2) } else { limits };
             self.insist(most <= whatever * limit, || {
-                format!("{name}: {whatever} × {limit} is the bound on any machine; instances known: {:?}", run.fleet_sizes())
+                format!(
+                    "{name}: {whatever} × {limit} is the bound on any machine; instances known: {:?}",
+                    run.fleet_sizes()
+                )
             });
         }
         let denied = run.of("quiet").filter(|record| !record.allowed).count();
