@@ -74,7 +74,16 @@ pub(crate) fn service(
     let engine = Arc::clone(engine);
     service_fn(move |request| {
         let engine = Arc::clone(&engine);
-        async move { Ok(reply(&engine, peer, request).await.unwrap_or_else(Problem::into_http)) }
+        async move {
+            let only_head = request.method() == Method::HEAD;
+            let mut reply = reply(&engine, peer, request).await.unwrap_or_else(Problem::into_http);
+            if only_head {
+                let length = HttpBody::size_hint(reply.body()).lower();
+                reply.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+                *reply.body_mut() = Full::default();
+            }
+            Ok(reply)
+        }
     })
 }
 

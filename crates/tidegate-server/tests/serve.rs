@@ -220,10 +220,24 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
         assert!(detail.contains(message), "{body}: {detail}");
         assert_eq!(problem["status"], status);
     }
-    assert_eq!(request(&service.http, "GET", "/v1/acquire", &[], b"").status, 405);
+    let wrong_method = request(&service.http, "GET", "/v1/acquire", &[], b"");
+    assert_eq!((wrong_method.status, wrong_method.header("allow")), (405, Some("POST")));
     let nowhere = request(&service.http, "POST", "/v2/acquire", &[], b"{}");
     assert_eq!((nowhere.status, nowhere.header("content-type")), (404, Some("application/problem+json")));
     assert_eq!(service.acquire(&json!({"policy": "per-user", "key": "u"})).json()["remaining"], 2, "nothing was spent");
+}
+
+#[test]
+fn a_question_for_the_head_alone_is_answered_without_a_body_in_both_versions_of_http() {
+    let service = Service::start(POLICIES);
+    for version in ["--http1.1", "--http2-prior-knowledge"] {
+        let url = format!("http://{}/openapi.json", service.http);
+        let head = Command::new("curl").args(["-sS", "-m", "10", "--head", version, &url]).output().expect("curl runs");
+        let text = String::from_utf8_lossy(&head.stdout).to_lowercase();
+        assert!(head.status.success(), "{version}: {text} {}", String::from_utf8_lossy(&head.stderr));
+        let length = text.lines().find_map(|line| line.strip_prefix("content-length: ")).expect("a length");
+        assert!(length.trim().parse::<u64>().expect("a number") > 1_000, "{text}");
+    }
 }
 
 #[test]
