@@ -201,7 +201,11 @@ impl Engine {
 
     /// Seconds since the start, the clock of the hot keys.
     pub(crate) fn uptime(&self) -> u64 {
-        self.started.elapsed().as_secs()
+        self.uptime_at(Instant::now())
+    }
+
+    fn uptime_at(&self, moment: Instant) -> u64 {
+        moment.saturating_duration_since(self.started).as_secs()
     }
 
     pub(crate) async fn ask<'a>(&self, live: &'a Live, action: Action, ask: Ask<'a>) -> Result<Answer<'a>, AskError> {
@@ -290,13 +294,13 @@ impl Engine {
             }
         }
         if action == Action::Acquire {
-            self.count(live, charges, &lines);
+            self.count(live, start, charges, &lines);
         }
         Ok(Answer::new(lines))
     }
 
-    fn count(&self, live: &Live, charges: &[(&Policy, Charge<'_>)], lines: &[Line<'_>]) {
-        let now = self.uptime();
+    fn count(&self, live: &Live, start: Instant, charges: &[(&Policy, Charge<'_>)], lines: &[Line<'_>]) {
+        let now = self.uptime_at(start);
         for line in lines {
             self.metrics.count_source(line.decision.source);
             if let Some(outcomes) = live.outcomes.get(line.policy) {
@@ -362,7 +366,7 @@ impl Engine {
                     outcomes.count(decision.allowed, charge.alone);
                 }
             }
-            self.hot_keys.record(self.uptime(), &charge.policy, &charge.key, decision.allowed);
+            self.hot_keys.record(self.uptime_at(start), &charge.policy, &charge.key, decision.allowed);
         }
         self.metrics.decision_seconds.observe(start.elapsed());
         Ok(decisions)

@@ -10,12 +10,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body::Body as HttpBody;
 use http_body_util::{BodyExt as _, Full};
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
-use tidegate::{Action, ClientIp, headers};
+use tidegate::tower::each_field;
+use tidegate::{Action, ClientIp};
 use utoipa::OpenApi;
 
 use crate::body::{self, AskBody, Body, DecisionBody, QuotaBody};
@@ -193,42 +194,11 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
 /// What a client is told of its limits. `Retry-After` is for a request that was turned away: a peek or a refund tells of a
 /// wait in its body.
 pub(crate) fn add_limits(fields: &mut HeaderMap, answer: &Answer<'_>, with_x_headers: bool, denied: bool) {
-    // All values share one piece of memory.
-    let mut text = Vec::with_capacity(128);
-    let mut places = [(None, 0); 6];
-    let mut count = 0;
-    headers::each(answer.limited(), with_x_headers, |name, value| {
-        if name != "retry-after" || denied {
-            text.extend_from_slice(value.as_bytes());
-            places[count] = (Some(name), text.len());
-            count += 1;
+    each_field(answer.limited(), with_x_headers, |name, value| {
+        if denied || name != header::RETRY_AFTER {
+            fields.insert(name, value);
         }
     });
-    let (text, mut from) = (Bytes::from(text), 0);
-    for (name, to) in &places[..count] {
-        let value = HeaderValue::from_maybe_shared(text.slice(from..*to));
-        if let (Some(name), Ok(value)) = (name, value) {
-            fields.insert(header_name(name), value);
-        }
-        from = *to;
-    }
-}
-
-/// Known at compile time: to look at each letter of a name again would take as long as the decision.
-fn header_name(name: &'static str) -> HeaderName {
-    const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
-    const STATE: HeaderName = HeaderName::from_static("ratelimit");
-    const LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
-    const REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
-    const RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
-    match name {
-        "ratelimit-policy" => POLICY,
-        "ratelimit" => STATE,
-        "x-ratelimit-limit" => LIMIT,
-        "x-ratelimit-remaining" => REMAINING,
-        "x-ratelimit-reset" => RESET,
-        other => HeaderName::from_static(other),
-    }
 }
 
 /// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.

@@ -85,7 +85,7 @@ impl ClientIp {
     #[must_use]
     pub fn group(&self, address: IpAddr) -> String {
         match address.to_canonical() {
-            IpAddr::V4(address) => address.to_string(),
+            IpAddr::V4(address) => dotted(address),
             IpAddr::V6(address) => {
                 let network = Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << (128 - self.ipv6_prefix)));
                 format!("{network}/{}", self.ipv6_prefix)
@@ -119,6 +119,18 @@ impl ClientIp {
         }
         last_good.map(|address| Resolved { address, unparsable: false })
     }
+}
+
+/// As it writes itself, in a fraction of the time: this is the key of most limits.
+fn dotted(address: Ipv4Addr) -> String {
+    let mut text = String::with_capacity(15);
+    for (place, octet) in address.octets().into_iter().enumerate() {
+        if place > 0 {
+            text.push('.');
+        }
+        text.push_str(itoa::Buffer::new().format(octet));
+    }
+    text
 }
 
 /// Addresses are unmapped before they are compared, so networks have to be too.

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::BuildHasher;
+use std::sync::Arc;
 
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
@@ -55,7 +56,8 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Policy {
-    name: String,
+    /// Shared with what outlives a request.
+    pub(crate) name: Arc<str>,
     conditions: Vec<Condition>,
     key: Vec<String>,
     missing_key: MissingKey,
@@ -183,7 +185,7 @@ impl Policy {
         let name = name.into();
         Key::new(&name).map_err(PolicyError::Name)?;
         Ok(Self {
-            name,
+            name: name.into(),
             conditions: Vec::new(),
             key: Vec::new(),
             missing_key: MissingKey::default(),
@@ -240,7 +242,7 @@ impl Policy {
 
     /// Another quota for one key (the values of its attributes, in their order).
     pub fn overriding<V: AsRef<str>>(mut self, values: &[V], quota: Quota) -> Result<Self, PolicyError> {
-        let key = join(values.iter().map(|value| Cow::Borrowed(value.as_ref())));
+        let key = join(values);
         match self.overrides.insert(key.clone(), quota) {
             None => Ok(self),
             Some(_) => Err(PolicyError::OverriddenTwice(key)),
@@ -343,7 +345,7 @@ impl Policy {
             return Ok(());
         };
         Key::new(&key).map_err(|reason| SelectError {
-            policy: self.name.clone(),
+            policy: self.name.to_string(),
             attributes: self.key.join(", "),
             reason,
         })?;
@@ -375,21 +377,21 @@ impl Policy {
 
     /// The key that this request counts under; `None` if it lacks an attribute.
     fn key_of(&self, attributes: &dyn Attributes) -> Option<String> {
-        if self.key.is_empty() {
-            return Some("all".to_owned());
+        let value = |name: &String| attributes.get(name).filter(|value| !value.is_empty());
+        match self.key.as_slice() {
+            [] => Some("all".to_owned()),
+            [name] => value(name).map(Cow::into_owned),
+            names => names.iter().map(value).collect::<Option<Vec<_>>>().map(|values| join(&values)),
         }
-        let values: Option<Vec<Cow<'_, str>>> =
-            self.key.iter().map(|name| attributes.get(name).filter(|value| !value.is_empty())).collect();
-        values.map(|values| join(values.into_iter()))
     }
 }
 
 /// One value as it is; several joined by a bar, with bars and backslashes in them escaped, so that no two lists join alike.
-fn join<'a>(mut values: impl ExactSizeIterator<Item = Cow<'a, str>>) -> String {
-    if values.len() == 1 {
-        return values.next().map(Cow::into_owned).unwrap_or_default();
+fn join(values: &[impl AsRef<str>]) -> String {
+    if let [value] = values {
+        return value.as_ref().to_owned();
     }
-    let escaped = values.map(|value| value.replace('\\', "\\\\").replace('|', "\\|"));
+    let escaped = values.iter().map(|value| value.as_ref().replace('\\', "\\\\").replace('|', "\\|"));
     escaped.collect::<Vec<_>>().join("|")
 }
 
@@ -404,6 +406,24 @@ impl<'a> Selected<'a> {
     #[must_use]
     pub fn key(&self) -> &str {
         &self.key
+    }
+
+    /// The same, and no more of the rest.
+    #[must_use]
+    pub fn into_key(self) -> String {
+        self.key
+    }
+
+    /// The quota that the key has.
+    #[must_use]
+    pub fn quota(&self) -> &'a Quota {
+        self.quota
+    }
+
+    /// How many units it takes.
+    #[must_use]
+    pub fn cost(&self) -> u64 {
+        self.cost
     }
 
     /// What is to be decided.
@@ -427,8 +447,8 @@ impl Policies {
     pub fn new(policies: Vec<Policy>) -> Result<Self, PolicyError> {
         let mut by_name = HashMap::with_capacity(policies.len());
         for (position, policy) in policies.iter().enumerate() {
-            if by_name.insert(policy.name.clone(), position).is_some() {
-                return Err(PolicyError::Twice(policy.name.clone()));
+            if by_name.insert(policy.name.to_string(), position).is_some() {
+                return Err(PolicyError::Twice(policy.name.to_string()));
             }
         }
         let index = Index::new(&policies);

@@ -95,6 +95,7 @@ use crate::store::Store;
 
 mod attributes;
 mod body;
+mod fields;
 mod gate;
 mod grpc;
 mod limits;
@@ -103,6 +104,7 @@ mod service;
 
 pub use attributes::{HttpAttributes, Peer};
 pub use body::Body;
+pub use fields::each_field;
 pub use gate::{Admission, Gate, Line};
 use limits::{KeyBy, Reads};
 pub use limits::{PolicyGate, QuotaGate};

@@ -1,6 +1,7 @@
 //! Requests that pass through us: decided by their heads, for the library's own layer.
 
 use std::net::IpAddr;
+use std::time::Instant;
 
 use http::request::Parts;
 use tidegate::tower::{Admission, HttpAttributes, Line as AdmittedLine};
@@ -11,8 +12,8 @@ use super::{AskError, Engine};
 impl Engine {
     /// Decides about a request that `peer` sent and, if it passes, spends.
     pub(crate) async fn admit(&self, head: &Parts, peer: IpAddr) -> Result<Admission, Error> {
-        let start = std::time::Instant::now();
-        let asked = self.micros();
+        let start = Instant::now();
+        let asked = self.micros_at(start);
         let live = self.live.load();
         let selection = live.policies.select(&HttpAttributes::new(head, Some(peer), &live.client_ip), None)?;
         let admission = if let Some(policy) = selection.key_missing_for {
@@ -24,13 +25,15 @@ impl Engine {
         } else if selection.charges.is_empty() {
             Admission::unlimited()
         } else {
-            let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
-            let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
-            let answer = self.ask_policies(Action::Acquire, start, &live, &charges).await.map_err(without_policy)?;
+            let mut selected = selection.charges;
+            let answer = {
+                let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
+                let charges: Vec<(&Policy, Charge<'_>)> = selected.iter().map(charge).collect();
+                self.ask_policies(Action::Acquire, start, &live, &charges).await.map_err(without_policy)?
+            };
             let lines = answer.lines.iter().filter_map(|line| {
-                let (_, charge) = charges.iter().find(|(policy, _)| policy.name() == line.policy)?;
-                let admitted = AdmittedLine::new(charge, line.decision);
-                Some(if line.shadow { admitted.in_shadow() } else { admitted })
+                let at = selected.iter().position(|selected| selected.policy().name() == line.policy)?;
+                Some(AdmittedLine::of_policy(selected.swap_remove(at), line.decision))
             });
             Admission::new(asked, lines.collect())
         };
@@ -39,13 +42,13 @@ impl Engine {
     }
 
     /// The clock of admissions.
-    fn micros(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX)
+    fn micros_at(&self, moment: Instant) -> u64 {
+        u64::try_from(moment.saturating_duration_since(self.started).as_micros()).unwrap_or(u64::MAX)
     }
 
     /// Gives back what an admission took.
     pub(crate) async fn give_back(&self, admission: &Admission) {
-        for charge in admission.spent(self.micros()) {
+        for charge in admission.spent(self.micros_at(Instant::now())) {
             // Who cannot be given it back now has waited for nothing, and is none the worse for it.
             if let Err(error) = self.counts.decide(Action::Refund, &charge).await {
                 tracing::debug!(%error, "a refund was lost");

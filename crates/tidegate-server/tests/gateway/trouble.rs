@@ -79,10 +79,21 @@ fn an_upstream_that_breaks_off_is_502_or_a_broken_answer_never_a_whole_one() {
         Err(std::io::ErrorKind::BrokenPipe.into())
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let half = request(&gateway.http, "GET", "/half", &[], b"");
-    assert_eq!((half.header("content-length"), half.body.as_str()), (Some("10"), "half"), "it is seen to be cut");
-    let chunked = request(&gateway.http, "GET", "/chunk", &[], b"");
-    assert!(!chunked.body.ends_with("0\r\n\r\n"), "it is seen to be cut: {chunked:?}");
+    // Nothing at all, if the end came before the beginning was sent on.
+    let all_of = |path: &str| {
+        let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+        client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        write!(client, "GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n").expect("sent");
+        let mut all = Vec::new();
+        let _ = client.read_to_end(&mut all);
+        String::from_utf8(all).expect("text").to_ascii_lowercase()
+    };
+    let half = all_of("/half");
+    let is_seen_to_be_cut = half.contains("\r\ncontent-length: 10\r\n") && half.ends_with("\r\n\r\nhalf");
+    assert!(half.is_empty() || is_seen_to_be_cut, "{half:?}");
+    let chunked = all_of("/chunk");
+    let is_seen_to_be_cut = chunked.contains("chunked\r\n") && !chunked.ends_with("0\r\n\r\n");
+    assert!(chunked.is_empty() || is_seen_to_be_cut, "{chunked:?}");
     assert_eq!(request(&gateway.http, "GET", "/nothing", &[], b"").status, 502);
     assert_eq!(request(&gateway.http, "GET", "/nonsense", &[], b"").status, 502);
 }

@@ -46,8 +46,13 @@ impl<'a> HttpAttributes<'a> {
     /// at the proxy that told of it.
     fn ip(&self) -> Option<&str> {
         let address = self.address.get_or_init(|| {
+            let peer = self.peer?;
+            // Nobody looks at the headers of a peer who is not believed.
+            if !self.client_ip.trusts(peer) {
+                return Some(self.client_ip.group(peer));
+            }
             let values = |name: &str| self.head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
-            let resolved = self.client_ip.resolve(self.peer?, values("x-forwarded-for"), values("forwarded"));
+            let resolved = self.client_ip.resolve(peer, values("x-forwarded-for"), values("forwarded"));
             Some(self.client_ip.group(resolved.address))
         });
         address.as_deref()

@@ -1,6 +1,7 @@
 //! [`Gate`]: who decides about requests; [`Admission`]: what was decided about one.
 
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::request::Parts;
@@ -9,7 +10,7 @@ use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::headers::Limited;
 use crate::limiter::Error;
-use crate::policy::{OnStoreFailure, Policy};
+use crate::policy::{Mode, OnStoreFailure, Policy, Selected};
 use crate::quota::Quota;
 
 /// Who decides about requests. Clones share their counts.
@@ -37,7 +38,7 @@ pub struct Admission {
 /// One limit's charge and its decision.
 #[derive(Debug, Clone)]
 pub struct Line {
-    policy: String,
+    policy: Arc<str>,
     /// Empty if the request lacks the key.
     key: String,
     quota: Quota,
@@ -118,13 +119,28 @@ impl Line {
     #[must_use]
     pub fn new(charge: &Charge<'_>, decision: Decision) -> Self {
         Self {
-            policy: charge.policy_name().to_owned(),
+            policy: charge.policy_name().into(),
             key: charge.key().to_owned(),
             quota: charge.quota().clone(),
             cost: charge.units(),
             on_store_failure: charge.store_failure(),
             decision,
             shadow: false,
+        }
+    }
+
+    /// What was decided about this policy's charge; in shadow mode if the policy is.
+    #[must_use]
+    pub fn of_policy(selected: Selected<'_>, decision: Decision) -> Self {
+        let policy = selected.policy();
+        Self {
+            policy: Arc::clone(&policy.name),
+            quota: selected.quota().clone(),
+            cost: selected.cost(),
+            on_store_failure: policy.store_failure(),
+            decision,
+            shadow: policy.mode() == Mode::Shadow,
+            key: selected.into_key(),
         }
     }
 
@@ -141,7 +157,7 @@ impl Line {
             source: Source::Deny,
         };
         Self {
-            policy: policy.name().to_owned(),
+            policy: Arc::clone(&policy.name),
             key: String::new(),
             quota: policy.quota().clone(),
             cost: policy.usual_cost(),

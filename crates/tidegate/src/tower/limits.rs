@@ -12,7 +12,7 @@ use super::gate::{Admission, Gate, Line};
 use crate::charge::Charge;
 use crate::client_ip::ClientIp;
 use crate::limiter::{Error, Limiter};
-use crate::policy::{Attributes as _, Mode, OnStoreFailure, Policies};
+use crate::policy::{Attributes as _, Mode, OnStoreFailure, Policies, Selected};
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store};
@@ -152,22 +152,24 @@ impl<S: Store> Gate for PolicyGate<S> {
             return Ok(Admission::new(now(&self.limiter), vec![Line::without_key(policy)]));
         }
         let asked = now(&self.limiter);
-        let of_mode = |mode| selection.charges.iter().filter(move |selected| selected.policy().mode() == mode);
-        let enforced: Vec<Charge<'_>> = of_mode(Mode::Enforce).map(|selected| selected.charge()).collect();
+        let is_shadow = |selected: &Selected<'_>| selected.policy().mode() == Mode::Shadow;
+        let (shadow, enforced): (Vec<_>, Vec<_>) = selection.charges.into_iter().partition(is_shadow);
         let decisions = match enforced.as_slice() {
             [] => Vec::new(),
-            [charge] => vec![self.limiter.acquire(charge).await?],
-            charges => self.limiter.acquire_all(charges).await?,
+            [one] => vec![self.limiter.acquire(&one.charge()).await?],
+            several => {
+                let charges: Vec<Charge<'_>> = several.iter().map(Selected::charge).collect();
+                self.limiter.acquire_all(&charges).await?
+            }
         };
         let passes = decisions.iter().all(|decision| decision.allowed);
-        let mut lines: Vec<Line> =
-            enforced.iter().zip(decisions).map(|(charge, decision)| Line::new(charge, decision)).collect();
-        for selected in of_mode(Mode::Shadow) {
-            let charge = selected.charge();
+        let decided = enforced.into_iter().zip(decisions);
+        let mut lines: Vec<Line> = decided.map(|(selected, decision)| Line::of_policy(selected, decision)).collect();
+        for selected in shadow {
             let action = if passes { Action::Acquire } else { Action::Peek };
             // What is only looked at must not fail a request.
-            if let Ok(decision) = self.limiter.decide(action, &charge).await {
-                lines.push(Line::new(&charge, decision).in_shadow());
+            if let Ok(decision) = self.limiter.decide(action, &selected.charge()).await {
+                lines.push(Line::of_policy(selected, decision));
             }
         }
         Ok(Admission::new(asked, lines))

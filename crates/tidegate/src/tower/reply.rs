@@ -7,13 +7,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
 
 use super::body::Body;
+use super::fields::each_field;
 use super::gate::{Admission, Line};
 use super::grpc::{self, Code};
 use crate::charge::ChargeError;
-use crate::headers::{self, seconds};
+use crate::headers::seconds;
 use crate::limiter::Error;
 
 type OnDenied = dyn Fn(&Denial<'_>) -> Response<Bytes> + Send + Sync;
@@ -106,32 +107,14 @@ impl Replies {
     /// A list goes on where another layer, or the service itself, has begun it. Of the headers that hold one value, the
     /// one that is there stays: it is from somebody nearer to the work.
     pub(super) fn add_headers(&self, headers: &mut HeaderMap, admission: &Admission) {
-        headers::each(admission.limited(), self.x_ratelimit_headers, |name, value| {
-            let Ok(value) = HeaderValue::from_str(value) else { return };
-            let (name, is_list) = header_name(name);
+        each_field(admission.limited(), self.x_ratelimit_headers, |name, value| {
+            let is_list = matches!(name.as_str(), "ratelimit" | "ratelimit-policy");
             if is_list {
                 headers.append(name, value);
             } else {
                 headers.entry(name).or_insert(value);
             }
         });
-    }
-}
-
-/// Known at compile time: to look at each letter of a name again would take as long as the decision. And whether it is a list.
-fn header_name(name: &'static str) -> (HeaderName, bool) {
-    const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
-    const STATE: HeaderName = HeaderName::from_static("ratelimit");
-    const LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
-    const REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
-    const RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
-    match name {
-        "ratelimit-policy" => (POLICY, true),
-        "ratelimit" => (STATE, true),
-        "x-ratelimit-limit" => (LIMIT, false),
-        "x-ratelimit-remaining" => (REMAINING, false),
-        "x-ratelimit-reset" => (RESET, false),
-        other => (HeaderName::from_static(other), false),
     }
 }
 
