@@ -91,7 +91,8 @@ impl QuotaBody {
             Some(name) => name.parse().map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
             None => Algorithm::SlidingLog,
         };
-        let window = crate::duration::parse(&self.window).map_err(|error| format!("quota.window: {error}"))?;
+        let window =
+            tidegate::config::duration::parse(&self.window).map_err(|error| format!("quota.window: {error}"))?;
         let in_quota = |error: tidegate::QuotaError| format!("quota: {error}");
         let mut quota = Quota::new(algorithm, self.limit, window).map_err(in_quota)?;
         if let Some(encoding) = &self.encoding {

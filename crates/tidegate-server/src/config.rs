@@ -9,20 +9,19 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::{Algorithm, ClientIp, Cost, Policies, Policy, Quota};
+use tidegate::config::{Document, duration as durations};
+use tidegate::{Algorithm, ClientIp, Policies};
 
 use crate::envoy::rules::Rules;
 use crate::tls;
 
-mod error;
 mod gateway;
 mod raw;
 mod store;
 
-pub(crate) use error::ConfigError;
-use error::Document;
 pub(crate) use gateway::GatewayConfig;
 pub(crate) use store::{RedisConfig, StoreConfig};
+pub(crate) use tidegate::config::ConfigError;
 
 /// What `tidegate serve` runs with when no file is given.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
@@ -121,11 +120,7 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
             "listen.admin is beyond loopback but auth.admin_token is not set: set a token, or listen on 127.0.0.1",
         ));
     }
-    let mut policies = Vec::with_capacity(raw.policies.len());
-    for policy in raw.policies {
-        policies.push(self::policy(document, policy)?);
-    }
-    let policies = Policies::new(policies).map_err(|error| document.plain(&error.to_string()))?;
+    let policies = Policies::from_raw(document, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
     let mut files: Vec<PathBuf> = raw.envoy.files.iter().map(|file| folder.join(file)).collect();
@@ -200,7 +195,7 @@ fn client_ip(document: &Document<'_>, raw: &raw::ClientIp) -> Result<ClientIp, C
 }
 
 fn duration(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    crate::duration::parse(&text.value).map_err(|error| document.at(text, &error))
+    durations::parse(&text.value).map_err(|error| document.at(text, &error))
 }
 
 fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
@@ -208,59 +203,6 @@ fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
     text: &Spanned<String>,
 ) -> Result<T, ConfigError> {
     text.value.parse().map_err(|error: tidegate::UnknownName| document.at_name(text, &error.to_string()))
-}
-
-fn policy(document: &Document<'_>, raw: raw::Policy) -> Result<Policy, ConfigError> {
-    let algorithm = match &raw.algorithm {
-        Some(name) => named(document, name)?,
-        None => Algorithm::SlidingLog,
-    };
-    let window = duration(document, &raw.window)?;
-    let quota = |limit: &Spanned<u64>, window: Duration, burst: Option<&Spanned<u64>>| {
-        let mut quota =
-            Quota::new(algorithm, limit.value, window).map_err(|error| document.at(limit, &error.to_string()))?;
-        if let Some(encoding) = &raw.encoding {
-            let kind = named(document, encoding)?;
-            quota = quota.with_encoding(kind).map_err(|error| document.at(encoding, &error.to_string()))?;
-        }
-        if let Some(count_denied) = &raw.count_denied {
-            let counted = quota.with_count_denied(count_denied.value);
-            quota = counted.map_err(|error| document.at(count_denied, &error.to_string()))?;
-        }
-        if let Some(burst) = burst {
-            quota = quota.with_burst(burst.value).map_err(|error| document.at(burst, &error.to_string()))?;
-        }
-        Ok::<Quota, ConfigError>(quota)
-    };
-    let name = &raw.name;
-    let wrong = |error: tidegate::PolicyError| document.at(name, &error.to_string());
-    let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?).map_err(wrong)?;
-    for (attribute, patterns) in &raw.matches {
-        policy = policy.matching(attribute, patterns.texts()).map_err(wrong)?;
-    }
-    policy = policy.counting(raw.key.texts()).map_err(wrong)?;
-    if let Some(missing) = &raw.missing_key {
-        policy = policy.on_missing_key(named(document, missing)?);
-    }
-    if let Some(mode) = &raw.mode {
-        policy = policy.in_mode(named(document, mode)?);
-    }
-    if let Some(failure) = &raw.on_store_failure {
-        policy = policy.on_store_failure(named(document, failure)?);
-    }
-    for entry in &raw.overrides {
-        let window = entry.window.as_ref().map_or(Ok(window), |text| duration(document, text))?;
-        let burst = entry.burst.as_ref().or(raw.burst.as_ref());
-        policy = policy.overriding(entry.key.texts(), quota(&entry.limit, window, burst)?).map_err(wrong)?;
-    }
-    let cost = match raw.cost {
-        None => Cost::Fixed(1),
-        Some(raw::Cost::Fixed(units)) => Cost::Fixed(units),
-        Some(raw::Cost::Attribute(cost)) => {
-            Cost::Attribute { name: cost.attribute, default: cost.default, max: cost.max.unwrap_or(raw.limit.value) }
-        }
-    };
-    policy.costing(cost).map_err(wrong)
 }
 
 /// The file that flags and environment name, if any.
@@ -310,6 +252,52 @@ mod tests {
             if let Ok(config) = Config::parse("sample.yaml", &SAMPLE[..end]) {
                 assert!(config.policies.iter().count() <= policies);
             }
+        }
+    }
+
+    fn error(text: &str) -> String {
+        Config::parse("tidegate.yaml", text).expect_err("wrong").to_string()
+    }
+
+    #[test]
+    fn an_error_shows_file_line_field_and_the_nearest_right_name() {
+        let text = error("policies:\n  - name: a\n    limt: 5\n    window: 60s\n");
+        assert!(text.starts_with("tidegate.yaml:3:5: unknown field `limt`"), "{text}");
+        assert!(text.contains("did you mean `limit`?"), "{text}");
+        assert!(text.ends_with("  |\n3 |     limt: 5\n  |     ^"), "{text}");
+    }
+
+    #[test]
+    fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
+        let policy = |lines: &str| format!("policies:\n  - name: a\n    limit: 5\n    window: 60s\n{lines}");
+        for (text, place, message) in [
+            (policy("").replace("limit: 5", "limit: 0"), "tidegate.yaml:3:12:", "from 1 to 1000000000000"),
+            (policy("").replace("60s", "60"), "tidegate.yaml:4:13:", "write it like 500ms"),
+            (policy("    algorithm: tokn-bucket\n"), "tidegate.yaml:5:16:", "did you mean `token-bucket`?"),
+            (policy("    burst: 9\n"), "tidegate.yaml:5:12:", "has no burst"),
+            (policy("    mode: shadwo\n"), "tidegate.yaml:5:11:", "did you mean `shadow`?"),
+            (policy("    cost: 6\n"), "tidegate.yaml:2:11:", "at most 5 at once"),
+            (policy("    name: b\n"), "tidegate.yaml:5:5:", "duplicate"),
+            (policy("  - name: a\n    limit: 5\n    window: 60s\n"), "tidegate.yaml:", "used twice"),
+            ("listen: {http: localhost}\n".to_owned(), "tidegate.yaml:1:16:", "127.0.0.1:8080"),
+            ("listen: {admin: 0.0.0.0:9}\n".to_owned(), "tidegate.yaml:", "auth.admin_token"),
+            ("policies: 5\n".to_owned(), "tidegate.yaml:1", "sequence"),
+        ] {
+            let found = error(&text);
+            assert!(found.starts_with(place) && found.contains(message), "{text}\n{found}");
+        }
+    }
+
+    #[test]
+    fn no_error_shows_a_secret() {
+        for text in [
+            "store: {redis: 'redis://:hunter2@h', prefx: x}\n",
+            "auth: {api_token: hunter2, admin_tokn: hunter2}\n",
+            "auth:\n  api_token: [hunter2]\n",
+            "store:\n  redis: {a: hunter2}\n",
+        ] {
+            let found = error(text);
+            assert!(!found.contains("hunter2"), "{found}");
         }
     }
 

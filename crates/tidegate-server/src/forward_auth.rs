@@ -7,6 +7,7 @@ use axum::extract::Query;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Deserialize;
+use tidegate::config::duration;
 use tidegate::{Action, Attributes};
 
 use crate::config::Secret;
@@ -14,7 +15,7 @@ use crate::engine::{Answer, Ask, Engine};
 use crate::http::Reply;
 use crate::listener::{Peer, Request};
 use crate::problem::Problem;
-use crate::{duration, http as api, token};
+use crate::{http as api, token};
 
 /// For a proxy that cannot set `Authorization`, or leaves the client's there because a policy counts by it.
 const TOKEN: &str = "x-tidegate-token";

@@ -10,7 +10,6 @@ mod cli;
 mod config;
 mod counts;
 mod doctor;
-mod duration;
 mod engine;
 mod envoy;
 mod forward_auth;

@@ -64,6 +64,9 @@ mod client_ip;
 
 mod policy;
 
+#[cfg(feature = "config")]
+pub mod config;
+
 // What is to be decided:
 mod quota;
 

@@ -12,7 +12,7 @@ use tidegate::{Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quot
 use super::style;
 use crate::body;
 use crate::config::RedisConfig;
-use crate::duration::{self, readable};
+use tidegate::config::duration::{self, readable};
 
 /// Decide from a shell whether a request may pass now.
 ///

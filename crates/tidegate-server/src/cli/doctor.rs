@@ -12,7 +12,7 @@ use clap::builder::styling::Style;
 use super::style;
 use crate::config::{Config, RedisConfig, StoreConfig};
 use crate::doctor::{self, Examination, Finding, Level, Report};
-use crate::duration;
+use tidegate::config::duration;
 
 /// Examine a Redis: is it fit to hold counts?
 ///

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use serde_saphyr::Spanned;
 
-use super::error::Document;
 use super::{ConfigError, duration, raw};
 use crate::gateway::Upstream;
+use tidegate::config::Document;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GatewayConfig {

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use schemars::JsonSchema;
-use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
+use tidegate::config::{OneOrMany, RawPolicy};
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
@@ -20,7 +20,7 @@ pub(super) struct Config {
     pub(super) envoy: Envoy,
     pub(super) gateway: Gateway,
     /// What is limited: every policy that applies to a request must allow it.
-    pub(super) policies: Vec<Policy>,
+    pub(super) policies: Vec<RawPolicy>,
 }
 
 /// Addresses to listen on.
@@ -182,167 +182,4 @@ pub(super) struct Gateway {
     /// How long a body or an upgraded connection may stand still; 60s by default.
     #[schemars(with = "Option<String>")]
     pub(super) idle_timeout: Option<Spanned<String>>,
-}
-
-/// A named limit.
-#[derive(Debug, serde::Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Policy {
-    /// Its name in answers, metrics and Redis keys.
-    #[schemars(with = "String")]
-    pub(super) name: Spanned<String>,
-    /// Attributes that must match: a value or a list of some; `*` stands for anything but a slash, `**` for anything.
-    #[serde(default, rename = "match")]
-    pub(super) matches: BTreeMap<String, OneOrMany>,
-    /// The attributes whose values are counted separately. None: all requests together.
-    #[serde(default)]
-    pub(super) key: OneOrMany,
-    /// What to do with a request that lacks the key: skip (default) or deny.
-    #[schemars(with = "Option<String>")]
-    pub(super) missing_key: Option<Spanned<String>>,
-    /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
-    #[schemars(with = "Option<String>")]
-    pub(super) algorithm: Option<Spanned<String>>,
-    /// For sliding-log: sorted-set (default) or packed.
-    #[schemars(with = "Option<String>")]
-    pub(super) encoding: Option<Spanned<String>>,
-    /// For sliding-log: denied requests count as well.
-    #[schemars(with = "Option<bool>")]
-    pub(super) count_denied: Option<Spanned<bool>>,
-    /// Units per window.
-    #[schemars(with = "u64")]
-    pub(super) limit: Spanned<u64>,
-    /// Such as 500ms, 60s, 5m, 1h, 30d.
-    #[schemars(with = "String")]
-    pub(super) window: Spanned<String>,
-    /// What a bucket holds; the limit by default.
-    #[schemars(with = "Option<u64>")]
-    pub(super) burst: Option<Spanned<u64>>,
-    /// Units that a request takes: a number, or from an attribute.
-    pub(super) cost: Option<Cost>,
-    /// enforce (default), or shadow: decide and count, but let through.
-    #[schemars(with = "Option<String>")]
-    pub(super) mode: Option<Spanned<String>>,
-    /// While the store cannot decide: local (default), allow or deny.
-    #[schemars(with = "Option<String>")]
-    pub(super) on_store_failure: Option<Spanned<String>>,
-    /// Other limits for some keys.
-    #[serde(default)]
-    pub(super) overrides: Vec<Override>,
-}
-
-/// Another limit for one key.
-#[derive(Debug, serde::Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Override {
-    /// The value of the key; for a key of several attributes a list, in their order.
-    pub(super) key: OneOrMany,
-    #[schemars(with = "u64")]
-    pub(super) limit: Spanned<u64>,
-    #[schemars(with = "Option<String>")]
-    pub(super) window: Option<Spanned<String>>,
-    #[schemars(with = "Option<u64>")]
-    pub(super) burst: Option<Spanned<u64>>,
-}
-
-/// A text, or a list of texts.
-#[derive(Debug, JsonSchema)]
-#[schemars(untagged)]
-pub(super) enum OneOrMany {
-    One(String),
-    Many(Vec<String>),
-}
-
-impl OneOrMany {
-    pub(super) fn texts(&self) -> &[String] {
-        match self {
-            Self::One(text) => std::slice::from_ref(text),
-            Self::Many(texts) => texts,
-        }
-    }
-}
-
-impl Default for OneOrMany {
-    fn default() -> Self {
-        Self::Many(Vec::new())
-    }
-}
-
-/// A number, or an attribute that has it.
-#[derive(Debug, JsonSchema)]
-#[schemars(untagged)]
-pub(super) enum Cost {
-    Fixed(u64),
-    Attribute(CostAttribute),
-}
-
-#[derive(Debug, serde::Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct CostAttribute {
-    pub(super) attribute: String,
-    /// If the attribute is absent or no whole number.
-    #[serde(default = "one")]
-    pub(super) default: u64,
-    /// More counts as this; the limit by default.
-    pub(super) max: Option<u64>,
-}
-
-fn one() -> u64 {
-    1
-}
-
-impl<'de> Deserialize<'de> for OneOrMany {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Texts;
-        impl<'de> Visitor<'de> for Texts {
-            type Value = OneOrMany;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a text or a list of texts")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<OneOrMany, E> {
-                Ok(OneOrMany::One(text.to_owned()))
-            }
-
-            fn visit_u64<E: de::Error>(self, number: u64) -> Result<OneOrMany, E> {
-                Ok(OneOrMany::One(number.to_string()))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut texts: A) -> Result<OneOrMany, A::Error> {
-                let mut all = Vec::new();
-                while let Some(text) = texts.next_element()? {
-                    all.push(text);
-                }
-                Ok(OneOrMany::Many(all))
-            }
-        }
-        deserializer.deserialize_any(Texts)
-    }
-}
-
-impl<'de> Deserialize<'de> for Cost {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Units;
-        impl<'de> Visitor<'de> for Units {
-            type Value = Cost;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a whole number, or {attribute: NAME, default: 1, max: 50}")
-            }
-
-            fn visit_u64<E: de::Error>(self, units: u64) -> Result<Cost, E> {
-                Ok(Cost::Fixed(units))
-            }
-
-            fn visit_i64<E: de::Error>(self, units: i64) -> Result<Cost, E> {
-                u64::try_from(units).map(Cost::Fixed).map_err(|_| E::custom("a cost is at least 1"))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Cost, A::Error> {
-                CostAttribute::deserialize(de::value::MapAccessDeserializer::new(map)).map(Cost::Attribute)
-            }
-        }
-        deserializer.deserialize_any(Units)
-    }
 }

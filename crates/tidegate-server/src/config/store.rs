@@ -6,8 +6,8 @@ use std::time::Duration;
 use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
-use super::error::Document;
 use super::{ConfigError, Secret, duration, raw};
+use tidegate::config::{Document, OneOrMany};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StoreConfig {
@@ -134,8 +134,8 @@ pub(super) fn validate(
             let max_keys = raw.max_keys.unwrap_or(MAX_KEYS);
             return Ok((StoreConfig::Memory { max_keys }, Vec::new()));
         }
-        (Some(raw::OneOrMany::One(url)), None) => Servers::One(Secret::new(url)),
-        (Some(raw::OneOrMany::Many(urls)), None) => {
+        (Some(OneOrMany::One(url)), None) => Servers::One(Secret::new(url)),
+        (Some(OneOrMany::Many(urls)), None) => {
             Servers::Cluster(some(document, urls, "store.redis", "redis://10.0.0.1:6379")?)
         }
         (None, Some(sentinel)) => Servers::Sentinel {

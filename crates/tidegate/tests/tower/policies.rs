@@ -31,6 +31,35 @@ fn limiter() -> Limiter {
 }
 
 #[tokio::test]
+async fn policies_may_come_from_the_file_of_the_service() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("tidegate.yaml");
+    let text = "
+listen: {http: '127.0.0.1:8080'}
+store: {redis: 'redis://127.0.0.1:6379'}
+policies:
+  - {name: search, match: {path: /search}, key: header.x-user-id, limit: 1, window: 1d}
+";
+    std::fs::write(&file, text).expect("written");
+    let policies = Policies::load(&file).expect("a good file");
+    let app = Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
+    let site = Site::start(app.layer(RateLimitLayer::with_policies(limiter(), policies))).await;
+    let asker = site.asker();
+    let ann = [("x-user-id", "ann")];
+    assert_eq!(asker.get("/search", &ann).await.header("ratelimit-policy"), r#""search";q=1;w=86400"#);
+    assert_eq!(asker.get("/search", &ann).await.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(asker.get("/search", &[("x-user-id", "bob")]).await.status, StatusCode::OK);
+    assert_eq!(asker.get("/", &ann).await.status, StatusCode::OK);
+
+    std::fs::write(&file, text.replace("limit: 1", "limit: none")).expect("written");
+    let wrong = Policies::load(&file).expect_err("no number").to_string();
+    assert!(wrong.contains("tidegate.yaml:5:") && wrong.contains("limit: none"), "{wrong}");
+    std::fs::write(&file, text.replace("listen:", "lisen:")).expect("written");
+    assert!(Policies::load(&file).expect_err("no such field").to_string().contains("did you mean `listen`?"));
+    assert!(Policies::load(folder.path().join("absent")).expect_err("no file").to_string().contains("cannot be read"));
+}
+
+#[tokio::test]
 async fn several_policies_are_all_or_nothing() {
     let limiter = limiter();
     let search = policy("search", 1).matching("path", &["/search"]).expect("a pattern");

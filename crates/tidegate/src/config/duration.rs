@@ -8,7 +8,7 @@ const UNITS: [(&str, u64); 6] =
     [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)];
 
 /// Reads one or more numbers with their units.
-pub(crate) fn parse(text: &str) -> Result<Duration, String> {
+pub fn parse(text: &str) -> Result<Duration, String> {
     let wrong = || format!("{text:?} is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d");
     let mut rest = text.trim();
     let mut micros = 0_u64;
@@ -29,7 +29,8 @@ pub(crate) fn parse(text: &str) -> Result<Duration, String> {
 }
 
 /// The two largest units, rounded up: who waits this long gets in.
-pub(crate) fn readable(duration: Duration) -> String {
+#[must_use]
+pub fn readable(duration: Duration) -> String {
     let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
     let Some(largest) = UNITS.iter().position(|(_, size)| micros >= *size) else { return "0s".to_owned() };
     let precision = UNITS[(largest + 1).min(UNITS.len() - 1)].1;

@@ -7,14 +7,14 @@ use serde_saphyr::{Location, Options, Spanned};
 
 /// A text that errors can point into.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Document<'a> {
+pub struct Document<'a> {
     name: &'a str,
     text: &'a str,
 }
 
 /// One error, with the line that it is about.
 #[derive(Debug, Clone)]
-pub(crate) struct ConfigError {
+pub struct ConfigError {
     file: String,
     place: Option<Place>,
     message: String,
@@ -28,12 +28,14 @@ struct Place {
 }
 
 impl<'a> Document<'a> {
-    pub(super) fn new(name: &'a str, text: &'a str) -> Self {
+    /// `name` is what errors call it.
+    #[must_use]
+    pub fn new(name: &'a str, text: &'a str) -> Self {
         Self { name, text }
     }
 
-    pub(super) fn parse<T: DeserializeOwned + Default>(&self) -> Result<T, ConfigError> {
-        // Nothing but comments is a configuration with every default.
+    /// What it says. Nothing but comments says every default.
+    pub fn parse<T: DeserializeOwned + Default>(&self) -> Result<T, ConfigError> {
         if self.text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#')) {
             return Ok(T::default());
         }
@@ -47,17 +49,20 @@ impl<'a> Document<'a> {
     }
 
     /// An error about this value.
-    pub(super) fn at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
+    #[must_use]
+    pub fn at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
         self.error(Some(value.referenced), message.to_owned())
     }
 
     /// An error about a name that is none of those allowed.
-    pub(super) fn at_name(&self, value: &Spanned<String>, message: &str) -> ConfigError {
+    #[must_use]
+    pub fn at_name(&self, value: &Spanned<String>, message: &str) -> ConfigError {
         self.error(Some(value.referenced), with_suggestion(message))
     }
 
     /// An error about the whole.
-    pub(super) fn plain(&self, message: &str) -> ConfigError {
+    #[must_use]
+    pub fn plain(&self, message: &str) -> ConfigError {
         self.error(None, message.to_owned())
     }
 
@@ -88,12 +93,15 @@ fn with_suggestion(message: &str) -> String {
 }
 
 impl ConfigError {
-    pub(super) fn unreadable(file: &str, reason: &str) -> Self {
+    /// A file that is not there, or not to be read.
+    #[must_use]
+    pub fn unreadable(file: &str, reason: &str) -> Self {
         Self { file: file.to_owned(), place: None, message: format!("cannot be read: {reason}") }
     }
 
     /// In one line, for logs.
-    pub(crate) fn line(&self) -> String {
+    #[must_use]
+    pub fn line(&self) -> String {
         match &self.place {
             Some(place) => format!("{}:{}:{}: {}", self.file, place.line, place.column, self.message),
             None => format!("{}: {}", self.file, self.message),
@@ -123,56 +131,5 @@ fn shown(source: &str) -> String {
     match source.split_once(':') {
         Some((field, _)) if secret => format!("{field}: …"),
         _ => source.chars().take(120).collect(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::config::Config;
-
-    fn error(text: &str) -> String {
-        Config::parse("tidegate.yaml", text).expect_err("wrong").to_string()
-    }
-
-    #[test]
-    fn an_error_shows_file_line_field_and_the_nearest_right_name() {
-        let text = error("policies:\n  - name: a\n    limt: 5\n    window: 60s\n");
-        assert!(text.starts_with("tidegate.yaml:3:5: unknown field `limt`"), "{text}");
-        assert!(text.contains("did you mean `limit`?"), "{text}");
-        assert!(text.ends_with("  |\n3 |     limt: 5\n  |     ^"), "{text}");
-    }
-
-    #[test]
-    fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
-        let policy = |lines: &str| format!("policies:\n  - name: a\n    limit: 5\n    window: 60s\n{lines}");
-        for (text, place, message) in [
-            (policy("").replace("limit: 5", "limit: 0"), "tidegate.yaml:3:12:", "from 1 to 1000000000000"),
-            (policy("").replace("60s", "60"), "tidegate.yaml:4:13:", "write it like 500ms"),
-            (policy("    algorithm: tokn-bucket\n"), "tidegate.yaml:5:16:", "did you mean `token-bucket`?"),
-            (policy("    burst: 9\n"), "tidegate.yaml:5:12:", "has no burst"),
-            (policy("    mode: shadwo\n"), "tidegate.yaml:5:11:", "did you mean `shadow`?"),
-            (policy("    cost: 6\n"), "tidegate.yaml:2:11:", "at most 5 at once"),
-            (policy("    name: b\n"), "tidegate.yaml:5:5:", "duplicate"),
-            (policy("  - name: a\n    limit: 5\n    window: 60s\n"), "tidegate.yaml:", "used twice"),
-            ("listen: {http: localhost}\n".to_owned(), "tidegate.yaml:1:16:", "127.0.0.1:8080"),
-            ("listen: {admin: 0.0.0.0:9}\n".to_owned(), "tidegate.yaml:", "auth.admin_token"),
-            ("policies: 5\n".to_owned(), "tidegate.yaml:1", "sequence"),
-        ] {
-            let found = error(&text);
-            assert!(found.starts_with(place) && found.contains(message), "{text}\n{found}");
-        }
-    }
-
-    #[test]
-    fn no_error_shows_a_secret() {
-        for text in [
-            "store: {redis: 'redis://:hunter2@h', prefx: x}\n",
-            "auth: {api_token: hunter2, admin_tokn: hunter2}\n",
-            "auth:\n  api_token: [hunter2]\n",
-            "store:\n  redis: {a: hunter2}\n",
-        ] {
-            let found = error(text);
-            assert!(!found.contains("hunter2"), "{found}");
-        }
     }
 }
