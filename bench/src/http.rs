@@ -22,16 +22,23 @@ struct Contestant {
     grpc_message: PathBuf,
 }
 
+/// One turn of a contestant.
+type Protocol = fn(&Contestant, Plan) -> Result<Load>;
+
 pub(crate) fn run(plan: Plan) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut contestants = vec![tidegate(folder.path())?, do_nothing(folder.path())?];
+    let mut contestants = Vec::new();
+    for start in [tidegate, do_nothing] {
+        let (http, grpc) = (free_port()?, free_port()?);
+        contestants.push(start(folder.path(), http, grpc)?);
+        runtime.block_on(check_grpc(grpc))?;
+    }
     match peer_binary("throttlecrab-server") {
         Some(binary) => contestants.push(runtime.block_on(throttlecrab(&binary, folder.path()))?),
         None => println!("throttlecrab-server is left out: it is not installed (make bench-tools)"),
     }
     let mut results = Results::new("http", plan);
-    type Protocol = fn(&Contestant, Plan) -> Result<Load>;
     let protocols: [(&str, Protocol); 2] = [
         ("http", |one, plan| wrk(&one.server, &one.http_script, &one.http_url, plan.turn())),
         ("grpc", |one, plan| h2load(&one.server, &one.grpc_message, &one.grpc_url, plan.turn())),
@@ -77,8 +84,8 @@ fn message(path: PathBuf, message: &impl prost::Message) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn tidegate(folder: &Path) -> Result<Contestant> {
-    let (http, grpc, admin) = (free_port()?, free_port()?, free_port()?);
+fn tidegate(folder: &Path, http: u16, grpc: u16) -> Result<Contestant> {
+    let admin = free_port()?;
     std::fs::write(
         folder.join("ratelimit.yaml"),
         "domain: bench\ndescriptors:\n  - {key: user, rate_limit: {unit: second, requests_per_unit: 1000000000}}\n",
@@ -105,8 +112,7 @@ fn tidegate(folder: &Path) -> Result<Contestant> {
 }
 
 /// Asked just what ours is asked.
-fn do_nothing(folder: &Path) -> Result<Contestant> {
-    let (http, grpc) = (free_port()?, free_port()?);
+fn do_nothing(folder: &Path, http: u16, grpc: u16) -> Result<Contestant> {
     Ok(Contestant {
         name: "do-nothing",
         server: start_do_nothing(http, grpc)?,
@@ -160,9 +166,8 @@ async fn throttlecrab(binary: &Path, folder: &Path) -> Result<Contestant> {
     let most = 1_000_000_000;
     let request =
         ThrottleRequest { key: "user123".to_owned(), max_burst: most, count_per_period: most, period: 1, quantity: 1 };
-    let body = format!(
-        r#"{{"key": "user123", "max_burst": {most}, "count_per_period": {most}, "period": 1, "quantity": 1}}"#
-    );
+    let body =
+        format!(r#"{{"key": "user123", "max_burst": {most}, "count_per_period": {most}, "period": 1, "quantity": 1}}"#);
     let path = "/throttlecrab.RateLimiter/Throttle";
     let answer: ThrottleResponse = unary(grpc, path, request.clone()).await?;
     ensure!(answer.allowed, "throttlecrab does not allow");

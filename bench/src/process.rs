@@ -18,7 +18,8 @@ impl Server {
     /// Starts it, and waits until it listens on all these ports.
     pub(crate) fn start(name: &str, command: &mut Command, ports: &[u16]) -> Result<Self> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let mut server = Self { name: name.to_owned(), child: child.with_context(|| format!("{name} does not start"))? };
+        let mut server =
+            Self { name: name.to_owned(), child: child.with_context(|| format!("{name} does not start"))? };
         let deadline = Instant::now() + Duration::from_secs(15);
         for &port in ports {
             while TcpStream::connect(("127.0.0.1", port)).is_err() {
@@ -76,7 +77,8 @@ pub(crate) fn peer_binary(name: &str) -> Option<PathBuf> {
 /// Runs a tool to its end; an error if it is missing or fails.
 pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().with_context(|| format!("{name} is missing: make bench-tools"))?;
+    let output =
+        command.stdin(Stdio::null()).output().with_context(|| format!("{name} is missing: make bench-tools"))?;
     ensure!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -41,8 +41,12 @@ impl Results {
     #[must_use]
     pub fn new(suite: &str, plan: Plan) -> Self {
         let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        let header =
-            Header { suite: suite.to_owned(), plan: plan.name().to_owned(), started: since_epoch.as_secs(), seconds: 0.0 };
+        let header = Header {
+            suite: suite.to_owned(),
+            plan: plan.name().to_owned(),
+            started: since_epoch.as_secs(),
+            seconds: 0.0,
+        };
         Self { header, begun: Instant::now(), rows: Vec::new() }
     }
 
@@ -103,7 +107,8 @@ impl Results {
         let path = folder().join(format!("{suite}.jsonl"));
         let Ok(text) = std::fs::read_to_string(&path) else { return Ok(None) };
         let mut lines = text.lines();
-        let header = serde_json::from_str(lines.next().unwrap_or_default()).with_context(|| path.display().to_string())?;
+        let header =
+            serde_json::from_str(lines.next().unwrap_or_default()).with_context(|| path.display().to_string())?;
         let rows = lines.map(serde_json::from_str).collect::<Result<_, _>>()?;
         Ok(Some(Self { header, begun: Instant::now(), rows }))
     }

@@ -24,7 +24,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut addresses = std::env::args().skip(1);
     let (http, grpc) = (addresses.next().ok_or("HTTP address")?, addresses.next().ok_or("gRPC address")?);
     let answer = r#"{"allowed":true,"policy":"p","limit":1000000000,"remaining":999999999,"retry_after_ms":0}"#;
-    let router = Router::new().route("/v1/acquire", post(move |body: String| async move { let _ = body; answer }));
+    let router = Router::new().route(
+        "/v1/acquire",
+        post(move |body: String| async move {
+            let _ = body;
+            answer
+        }),
+    );
     let listener = tokio::net::TcpListener::bind(http).await?;
     let http = tokio::spawn(async move { axum::serve(listener, router).await });
     tonic::transport::Server::builder().add_service(RateLimitServiceServer::new(Nothing)).serve(grpc.parse()?).await?;

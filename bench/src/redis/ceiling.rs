@@ -44,20 +44,17 @@ impl Ceiling {
         Err(anyhow::anyhow!("MONITOR shows no EVALSHA"))
     }
 
-    /// Decisions a second.
-    pub(crate) fn run(&self, redis: &Redis, turn: Duration) -> Result<f64> {
-        // It counts requests, not seconds; about so many it does in one.
-        let requests = turn.as_secs() * 120_000;
+    /// Decisions a second. It counts requests, not seconds.
+    pub(crate) fn run(&self, redis: &Redis, requests: f64) -> Result<f64> {
         let text = output_of(
             Command::new("redis-benchmark")
                 .args(["-p", &redis.port().to_string(), "-c", "50", "-P", "16", "-r", "1000000", "--csv", "-n"])
-                .arg(requests.to_string())
+                .arg(format!("{requests:.0}"))
                 .args(&self.arguments),
         )?;
-        // "test","rps","avg_latency_ms",…
-        let last = text.lines().last().unwrap_or_default();
-        let after_name = last.rsplit_once("\",\"").map(|_| last.split("\",\"")).and_then(|mut fields| fields.nth(1));
-        after_name.and_then(|rate| rate.trim_matches('"').parse().ok()).with_context(|| format!("redis-benchmark: {text}"))
+        // "test","rps","avg_latency_ms",… and below it the values.
+        let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)?.parse().ok());
+        rate.with_context(|| format!("redis-benchmark: {text}"))
     }
 }
 

@@ -67,7 +67,8 @@ impl Bar {
         let label = escaped(&self.label);
         let _ = write!(body, r#"<text x="{:.0}" y="{text:.1}" text-anchor="end">{label}</text>"#, LABELS - 8.0);
         let bar = top + 3.0;
-        let _ = write!(body, r#"<rect class="{class}" x="{LABELS}" y="{bar:.1}" width="{width:.1}" height="16" rx="2"/>"#);
+        let _ =
+            write!(body, r#"<rect class="{class}" x="{LABELS}" y="{bar:.1}" width="{width:.1}" height="16" rx="2"/>"#);
         let _ = write!(body, r#"<path class="spread" d="M{least:.1} {middle:.1}H{most:.1}"/>"#);
         let figures = figures(self.value.median);
         let _ = write!(body, r#"<text x="{:.1}" y="{text:.1}">{figures}</text>"#, most.max(LABELS + width) + 8.0);

@@ -12,8 +12,9 @@ use crate::process::{output_of, peer_binary};
 const CRATES: [&str; 8] = ["governor", "limitador", "throttlecrab", "axum", "tonic", "hyper", "tokio", "redis"];
 
 pub(super) fn write(page: &mut Page, found: &Found) -> Result<()> {
-    let suites =
-        [&found.in_process, &found.growth, &found.http, &found.redis, &found.service, &found.logs].into_iter().flatten();
+    let suites = [&found.in_process, &found.growth, &found.http, &found.redis, &found.service, &found.logs]
+        .into_iter()
+        .flatten();
     let headers: Vec<&Header> = suites.map(Results::header).collect();
     let first = headers.iter().map(|header| header.started).min().unwrap_or_default();
     let seconds: f64 = headers.iter().map(|header| header.seconds).sum();
@@ -22,7 +23,10 @@ pub(super) fn write(page: &mut Page, found: &Found) -> Result<()> {
     let mut rows = vec![
         row("command", &format!("`{command}` ({:.0} minutes of measuring)", (seconds / 60.0).ceil())),
         row("date", &date(first)?),
-        row("commit", first_line(&output_of(Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(root())))),
+        row(
+            "commit",
+            first_line(&output_of(Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(root()))),
+        ),
         row("machine", &machine()),
         row("kernel", first_line(&output_of(Command::new("uname").arg("-sr")))),
         row("compiler", first_line(&output_of(Command::new("rustc").arg("--version")))),

@@ -12,7 +12,7 @@ const LIMITADOR: [(&str, f64); 2] = [("http", 0.67), ("grpc", 0.75)];
 
 struct Goal {
     what: String,
-    goal: &'static str,
+    aim: &'static str,
     measured: String,
     /// `None`: not measured.
     met: Option<bool>,
@@ -34,20 +34,20 @@ pub(super) fn write(page: &mut Page, found: &Found) {
     };
     let rows: Vec<Vec<String>> = goals
         .into_iter()
-        .map(|goal| vec![mark(goal.met).to_owned(), goal.what, goal.goal.to_owned(), goal.measured])
+        .map(|goal| vec![mark(goal.met).to_owned(), goal.what, goal.aim.to_owned(), goal.measured])
         .collect();
     page.table(&["", "what", "goal", "measured"], &rows);
 }
 
 impl Goal {
-    fn at_least(what: impl Into<String>, goal: &'static str, least: f64, measured: Option<Spread>) -> Self {
+    fn at_least(what: impl Into<String>, aim: &'static str, least: f64, measured: Option<Spread>) -> Self {
         let text = measured.map_or(NONE.to_owned(), |spread| spread.to_string());
-        Self { what: what.into(), goal, measured: text, met: measured.map(|spread| spread.median >= least) }
+        Self { what: what.into(), aim, measured: text, met: measured.map(|spread| spread.median >= least) }
     }
 }
 
 fn memory(results: Option<&Results>, goals: &mut Vec<Goal>) {
-    let mut against_governor = |what: &str, goal, least: f64, cases: &dyn Fn(&str) -> bool| {
+    let mut against_governor = |what: &str, aim, least: f64, cases: &dyn Fn(&str) -> bool| {
         let ratios: Vec<(String, Spread)> = results.map_or(Vec::new(), |results| {
             let ours = results.rows().iter().filter(|row| row.contestant == "tidegate" && row.metric == "ns");
             let ratio = |case: &str| results.ratio("ns", (case, "governor"), (case, "tidegate"));
@@ -60,7 +60,7 @@ fn memory(results: Option<&Results>, goals: &mut Vec<Goal>) {
             format!("{ratio} where it is least ({}); up to {best:.2}×", case.replace('/', ", "))
         });
         let met = worst.map(|(_, ratio)| ratio.median >= least);
-        goals.push(Goal { what: what.to_owned(), goal, measured, met });
+        goals.push(Goal { what: what.to_owned(), aim, measured, met });
     };
     let at = |keys: &'static str| move |case: &str| case.split('/').next() == Some(keys);
     against_governor("memory, token bucket against governor, 1M keys", "≥ 1.4×", 1.4, &at("1000000"));
@@ -73,7 +73,7 @@ fn memory(results: Option<&Results>, goals: &mut Vec<Goal>) {
     let governor = bytes("governor", "1000000").map_or(NONE.to_owned(), |bytes| format!("{bytes:.0}"));
     goals.push(Goal {
         what: "… bytes a key, 1M and 10M keys".to_owned(),
-        goal: "≤ 64",
+        aim: "≤ 64",
         measured: most.map_or(NONE.to_owned(), |_| format!("{text} (governor {governor})")),
         met: most.map(|most| most <= 64.0),
     });
@@ -96,7 +96,7 @@ fn growth(results: Option<&Results>, goals: &mut Vec<Goal>) {
         let worst = growths.max_by(|one, other| one.1.total_cmp(&other.1));
         goals.push(Goal {
             what: what.to_owned(),
-            goal: "≤ 2×",
+            aim: "≤ 2×",
             measured: worst.as_ref().map_or(NONE.to_owned(), |(who, growth)| format!("{growth:.2}× at most ({who})")),
             met: worst.map(|(_, growth)| growth <= 2.0),
         });
@@ -116,7 +116,7 @@ fn wire(results: Option<&Results>, goals: &mut Vec<Goal>) {
         let share = nothing.map(|ratio| ratio.median / limitador);
         goals.push(Goal {
             what: format!("{name} against limitador's share of a do-nothing server ({limitador}, published)"),
-            goal: "≥ 1.2×",
+            aim: "≥ 1.2×",
             measured: share.map_or(NONE.to_owned(), |share| format!("{share:.2}×")),
             met: share.map(|share| share >= 1.2),
         });
@@ -129,8 +129,8 @@ pub(super) fn name_of(protocol: &str) -> &'static str {
 
 fn service(results: Option<&Results>, goals: &mut Vec<Goal>) {
     for (protocol, limitador) in [("http", 0.39), ("grpc", 0.19)] {
-        let ratio = results
-            .and_then(|results| results.ratio("per_second", (protocol, "tidegate"), (protocol, "do-nothing")));
+        let ratio =
+            results.and_then(|results| results.ratio("per_second", (protocol, "tidegate"), (protocol, "do-nothing")));
         let what = format!(
             "{} on Redis, exact log, random keys, against a do-nothing server (limitador: {limitador}, published)",
             name_of(protocol)
@@ -148,7 +148,7 @@ fn redis(results: Option<&Results>, goals: &mut Vec<Goal>) {
         });
         ratios.max_by(|one, other| one.1.median.total_cmp(&other.1.median))
     };
-    let mut goal = |what: &str, goal: &'static str, least: f64, case: &str| {
+    let mut goal = |what: &str, aim: &'static str, least: f64, case: &str| {
         let best = best(case);
         let calls = |who: &str| results?.spread(case, who, "redis_calls").map(|calls| calls.median);
         let measured = best.as_ref().map_or(NONE.to_owned(), |(who, ratio)| {
@@ -156,9 +156,14 @@ fn redis(results: Option<&Results>, goals: &mut Vec<Goal>) {
         });
         let no_calls = |who: &str| case != "denied/512" || calls(who).is_some_and(|calls| calls < 0.001);
         let met = best.map(|(who, ratio)| ratio.median >= least && no_calls(&who));
-        goals.push(Goal { what: what.to_owned(), goal, measured, met });
+        goals.push(Goal { what: what.to_owned(), aim, measured, met });
     };
-    goal("Redis, random keys, 512 callers, exact log, against redis-benchmark with one decision a call", "≥ 1.7×", 1.7, "random/512");
+    goal(
+        "Redis, random keys, 512 callers, exact log, against redis-benchmark with one decision a call",
+        "≥ 1.7×",
+        1.7,
+        "random/512",
+    );
     goal("Redis, one hot key", "≥ 5×", 5.0, "hot/512");
     goal("Redis, hot key denied", "0 calls, ≥ 10×", 10.0, "denied/512");
 }
@@ -167,7 +172,7 @@ fn logs(results: Option<&Results>, goals: &mut Vec<Goal>) {
     let share = results.and_then(|results| results.ratio("bytes", ("1000", "packed"), ("1000", "sorted-set")));
     goals.push(Goal {
         what: "memory of an exact log against a sorted set, L = 1,000".to_owned(),
-        goal: "≤ 1/15",
+        aim: "≤ 1/15",
         measured: share.map_or(NONE.to_owned(), |share| format!("1/{:.0}", 1.0 / share.median)),
         met: share.map(|share| share.median <= 1.0 / 15.0),
     });

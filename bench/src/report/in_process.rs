@@ -42,7 +42,9 @@ fn decisions(page: &mut Page, results: &Results) {
                     }
                     let mut row = vec![short(keys), threads.to_string(), outcome.to_owned(), walk.to_owned()];
                     let ns = |who: &str| results.spread(&case, who, "ns").map(|spread| figures(spread.median));
-                    row.extend(CONTESTANTS.iter().chain(&["the loop alone"]).map(|who| ns(who).unwrap_or(NONE.to_owned())));
+                    row.extend(
+                        CONTESTANTS.iter().chain(&["the loop alone"]).map(|who| ns(who).unwrap_or(NONE.to_owned())),
+                    );
                     let ratio = results.ratio("ns", (&case, "governor"), (&case, "tidegate"));
                     row.push(ratio.map_or(NONE.to_owned(), |ratio| ratio.to_string()));
                     rows.push(row);
@@ -51,7 +53,15 @@ fn decisions(page: &mut Page, results: &Results) {
         }
     }
     let heads = [
-        "keys", "threads", "outcome", "walk", "tidegate", "governor", "throttlecrab", "limitador", "the loop alone",
+        "keys",
+        "threads",
+        "outcome",
+        "walk",
+        "tidegate",
+        "governor",
+        "throttlecrab",
+        "limitador",
+        "the loop alone",
         "faster than governor",
     ];
     page.table(&heads, &rows);
@@ -68,12 +78,16 @@ fn decisions_chart(results: &Results) -> Chart {
         let title = format!("{} key{}", short(keys), if keys == 1 { "" } else { "s" });
         (!bars.is_empty()).then_some(Panel { title, bars })
     });
-    Chart { title: "Nanoseconds a decision (1 thread, allowed, uniform; less is better)".to_owned(), panels: panels.collect() }
+    Chart {
+        title: "Nanoseconds a decision (1 thread, allowed, uniform; less is better)".to_owned(),
+        panels: panels.collect(),
+    }
 }
 
 fn bytes(page: &mut Page, results: &Results) {
     page.line("\nBytes a key, as allocated, all that the store holds divided by its keys:");
-    let sizes = KEYS.iter().filter(|&&keys| keys > 1 && results.rounds(&keys.to_string(), "tidegate", "bytes").is_some());
+    let sizes =
+        KEYS.iter().filter(|&&keys| keys > 1 && results.rounds(&keys.to_string(), "tidegate", "bytes").is_some());
     let rows: Vec<Vec<String>> = sizes
         .map(|keys| {
             let bytes = |who: &&str| {
@@ -84,6 +98,17 @@ fn bytes(page: &mut Page, results: &Results) {
         })
         .collect();
     page.table(&["keys", "tidegate", "governor", "throttlecrab", "limitador"], &rows);
+    for row in results.rows().iter().filter(|row| row.metric == "left_out_seconds") {
+        let of =
+            |metric: &str| results.spread(&row.case, &row.contestant, metric).map_or(f64::NAN, |spread| spread.median);
+        page.line(&format!(
+            "{} is left out at {} keys: to fill it would take {:.0} s and {:.1} GB, by what a million took.",
+            row.contestant,
+            short(row.case.parse().unwrap_or_default()),
+            of("left_out_seconds"),
+            of("left_out_gigabytes")
+        ));
+    }
 }
 
 fn growth(page: &mut Page, results: &Results) {
@@ -118,7 +143,8 @@ fn growth(page: &mut Page, results: &Results) {
     page.chart("growth", &Chart { title, panels: panels.collect() });
 
     page.line("\nBy the limit, at the limit all the time (a log is full, and loses an entry with each that it gets), time driven by hand:");
-    let limits: Vec<usize> = GROWTH_LIMITS.into_iter().filter(|limit| has(results, &format!("limit/{limit}"))).collect();
+    let limits: Vec<usize> =
+        GROWTH_LIMITS.into_iter().filter(|limit| has(results, &format!("limit/{limit}"))).collect();
     let rows: Vec<Vec<String>> = ALGORITHMS
         .iter()
         .map(|algorithm| {

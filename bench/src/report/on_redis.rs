@@ -64,11 +64,21 @@ fn decisions(page: &mut Page, results: &Results) {
         bars.push(Bar { label, value: rate, ours: who != CEILING.1 });
     }
     let heads = [
-        "", "", "decisions a second", "of the ceiling", "p50 µs", "p99 µs", "Redis's µs a decision", "calls a decision",
+        "",
+        "",
+        "decisions a second",
+        "of the ceiling",
+        "p50 µs",
+        "p99 µs",
+        "Redis's µs a decision",
+        "calls a decision",
     ];
     page.table(&heads, &rows);
     let panel = Panel { title: "by what is asked and how many ask at a time".to_owned(), bars };
-    page.chart("redis", &Chart { title: "Decisions a second on one Redis (more is better)".to_owned(), panels: vec![panel] });
+    page.chart(
+        "redis",
+        &Chart { title: "Decisions a second on one Redis (more is better)".to_owned(), panels: vec![panel] },
+    );
 }
 
 fn logs(page: &mut Page, results: &Results) {

@@ -26,7 +26,8 @@ pub(super) fn write(page: &mut Page, found: &Found) {
         );
         table(page, results);
         for protocol in ["http", "grpc"] {
-            let of = |metric: &str| results.spread(protocol, "tidegate", metric).map_or(f64::NAN, |spread| spread.median);
+            let of =
+                |metric: &str| results.spread(protocol, "tidegate", metric).map_or(f64::NAN, |spread| spread.median);
             page.line(&format!(
                 "- {}: {:.1} µs of Redis's processor time and {:.3} script calls a decision.",
                 name_of(protocol),

@@ -15,13 +15,21 @@ use tidegate::{Charge, Limiter, MemoryStore, Quota};
 pub(crate) enum Admits {
     /// Every request.
     All,
-    /// None but those that fill the store. (Two of a key: with a burst of one, throttlecrab never denies.)
+    /// None but those that fill the store.
     None,
 }
 
 impl Admits {
-    /// Requests of each key that fill a store.
-    pub(crate) const TO_FILL: u32 = 2;
+    /// With a burst of one, throttlecrab never denies.
+    const SOME: u32 = 2;
+
+    /// How many requests of each key fill a store.
+    pub(crate) fn to_fill(self) -> u32 {
+        match self {
+            Self::All => 1,
+            Self::None => Self::SOME,
+        }
+    }
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -34,7 +42,7 @@ impl Admits {
     /// units are all back is forgotten by those that do so, and they would be measured with fewer keys than the others.
     fn bucket(self, keys: usize) -> (u64, u32) {
         match (self, keys) {
-            (Self::None, _) => (3_600, Self::TO_FILL),
+            (Self::None, _) => (3_600, Self::SOME),
             (Self::All, 1) => (1, 100_000_000),
             (Self::All, ..=100_000) => (60, 5_000_000),
             (Self::All, _) => (300, 1_000_000),
@@ -53,6 +61,7 @@ pub(crate) trait Contestant: Sized + Sync {
     fn new(keys: usize, admits: Admits) -> Result<Self>;
 
     /// Whether this request may pass.
+    #[expect(clippy::ptr_arg, reason = "governor is asked with a key of its table's own type")]
     fn decide(&self, key: &String) -> bool;
 
     /// The same when nobody else asks, for who then needs no lock.
@@ -105,7 +114,12 @@ pub(crate) struct Throttlecrab {
 }
 
 impl Throttlecrab {
-    fn ask(limiter: &mut throttlecrab::RateLimiter<throttlecrab::PeriodicStore>, key: &str, burst: i64, seconds: i64) -> bool {
+    fn ask(
+        limiter: &mut throttlecrab::RateLimiter<throttlecrab::PeriodicStore>,
+        key: &str,
+        burst: i64,
+        seconds: i64,
+    ) -> bool {
         limiter.rate_limit(key, burst, 1, seconds, 1, SystemTime::now()).is_ok_and(|(allowed, _)| allowed)
     }
 }

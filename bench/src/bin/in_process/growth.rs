@@ -27,7 +27,10 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
             let limiter = Limiter::new(MemoryStore::new());
             for number in 0..keys {
                 let key = key_of(number);
-                ensure!(limiter.blocking().acquire(&Charge::new(&key, &quota))?.allowed, "{algorithm}: no room for a key");
+                ensure!(
+                    limiter.blocking().acquire(&Charge::new(&key, &quota))?.allowed,
+                    "{algorithm}: no room for a key"
+                );
             }
             for (which, walk) in [("any", walk(Kind::Uniform, keys)), ("few", walk(Kind::Uniform, FEW))] {
                 let mut at = 0;

@@ -2,6 +2,8 @@
 //!
 //! A binary of its own, because its allocator counts. Everything else about it is the system's, for all contestants.
 
+use std::time::Instant;
+
 use anyhow::{Result, ensure};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
@@ -14,6 +16,10 @@ mod contestants;
 mod growth;
 mod turns;
 mod walk;
+
+const A_MILLION: usize = 1_000_000;
+/// In seconds.
+const LONGEST_FILL: f64 = 45.0;
 
 fn main() -> Result<()> {
     let plan = Plan::chosen();
@@ -41,8 +47,10 @@ fn side_by_side(plan: Plan, keys: usize, admits: Admits, results: &mut Results) 
         let walk = walk(kind, keys);
         for threads in [1, 2] {
             let case = format!("{keys}/{threads}/{}/{}", admits.name(), kind.name());
-            let counts: Vec<usize> =
-                contestants.iter_mut().map(|contestant| contestant.warm_up(&walk, threads, plan.short_turn())).collect();
+            let counts: Vec<usize> = contestants
+                .iter_mut()
+                .map(|contestant| contestant.warm_up(&walk, threads, plan.short_turn()))
+                .collect();
             for round in 0..plan.rounds() {
                 for turn in 0..contestants.len() {
                     // Who goes first changes.
@@ -66,22 +74,33 @@ fn side_by_side(plan: Plan, keys: usize, admits: Admits, results: &mut Results) 
     Ok(())
 }
 
-/// Fills a contestant with its keys, unless that would need more memory than there is.
+/// Fills a contestant with its keys, unless that would take more memory than there is, or more time than all the rest.
 fn enter<C: Contestant + 'static>(
     keys: usize,
     admits: Admits,
     contestants: &mut Vec<Box<dyn Turns>>,
     results: &mut Results,
 ) -> Result<()> {
-    let expected = results.spread("1000000", C::NAME, "bytes").map_or(0.0, |bytes| bytes.median) * keys as f64;
-    // A table that grows is there twice for a moment.
-    if keys > 1_000_000 && expected * 1.7 > available_memory() {
-        println!("{keys} keys are left out for {}: they would need {:.1} GB", C::NAME, expected / 1e9);
-        return Ok(());
+    let size = keys.to_string();
+    if keys > A_MILLION {
+        let at_a_million = |metric| results.spread("1000000", C::NAME, metric).map_or(0.0, |spread| spread.median);
+        let (gigabytes, seconds) =
+            (at_a_million("bytes") * keys as f64 / 1e9, at_a_million("fill_ns") * keys as f64 / 1e9);
+        // A table that grows is there twice for a moment.
+        if gigabytes * 1.7e9 > available_memory() || seconds > LONGEST_FILL {
+            println!("{keys} keys are left out for {}: {gigabytes:.1} GB, {seconds:.0} s to fill it", C::NAME);
+            if admits == Admits::All {
+                results.add(&size, C::NAME, "left_out_gigabytes", gigabytes);
+                results.add(&size, C::NAME, "left_out_seconds", seconds);
+            }
+            return Ok(());
+        }
     }
+    let start = Instant::now();
     let (contestant, bytes) = filled::<C>(keys, admits)?;
     if admits == Admits::All {
-        results.add(&keys.to_string(), C::NAME, "bytes", bytes as f64 / keys as f64);
+        results.add(&size, C::NAME, "fill_ns", start.elapsed().as_secs_f64() * 1e9 / keys as f64);
+        results.add(&size, C::NAME, "bytes", bytes as f64 / keys as f64);
     }
     contestants.push(Box::new(contestant));
     Ok(())

@@ -85,7 +85,7 @@ pub(crate) fn filled<C: Contestant>(keys: usize, admits: Admits) -> Result<(C, i
         let refuses_none = |contestant: &C| {
             (0..keys).all(|number| {
                 let key = key_of(number);
-                (0..Admits::TO_FILL).all(|_| contestant.decide(&key))
+                (0..admits.to_fill()).all(|_| contestant.decide(&key))
             })
         };
         contestant = C::new(keys, admits).ok().filter(refuses_none);
