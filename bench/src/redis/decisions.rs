@@ -35,6 +35,8 @@ const CASES: [Case; 7] = [
 ];
 
 pub(crate) const CEILING: (&str, &str) = ("ceiling", "redis-benchmark");
+/// The contestant that sends every decision by itself.
+pub(crate) const EACH_ALONE: &str = "tidegate, each alone";
 
 /// The exact log: small for random keys; for the hot key one that never fills, and one that is full at once.
 fn quota(case: Case) -> Result<Quota> {

@@ -32,6 +32,7 @@ pub(super) fn write(page: &mut Page, found: &Found) -> Result<()> {
         row("compiler", first_line(&output_of(Command::new("rustc").arg("--version")))),
         row("Redis", first_line(&output_of(Command::new("redis-server").arg("--version")))),
         row("h2load", first_line(&output_of(Command::new("h2load").arg("--version")))),
+        row("wrk", &wrk()),
         row("crates", &crates()?),
     ];
     if let Some(binary) = peer_binary("throttlecrab-server") {
@@ -50,6 +51,12 @@ fn row(what: &str, value: &str) -> Vec<String> {
 
 fn first_line(output: &Result<String>) -> &str {
     output.as_ref().ok().and_then(|output| output.lines().next()).unwrap_or("not known").trim()
+}
+
+/// It tells its version, and then that it was called wrongly.
+fn wrk() -> String {
+    let output = Command::new("wrk").arg("-v").output().map(|output| output.stdout).unwrap_or_default();
+    String::from_utf8_lossy(&output).split(" [").next().unwrap_or_default().trim().to_owned()
 }
 
 fn machine() -> String {

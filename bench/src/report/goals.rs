@@ -3,8 +3,8 @@
 use tidegate_bench::results::Results;
 use tidegate_bench::spread::Spread;
 
-use super::{Found, NONE, Page};
-use crate::redis::decisions::CEILING;
+use super::{Found, NONE, Page, short};
+use crate::redis::decisions::{CEILING, EACH_ALONE};
 
 /// What limitador reached of a do-nothing server, on memory: 65 of 97.5 and 80 of 107 thousand requests a second (the
 /// middles of what was measured, on another machine).
@@ -26,6 +26,7 @@ pub(super) fn write(page: &mut Page, found: &Found) {
     wire(found.http.as_ref(), &mut goals);
     service(found.service.as_ref(), &mut goals);
     redis(found.redis.as_ref(), &mut goals);
+    quiet(found.redis.as_ref(), &mut goals);
     logs(found.logs.as_ref(), &mut goals);
     let mark = |met: Option<bool>| match met {
         Some(true) => "✔",
@@ -57,7 +58,7 @@ fn memory(results: Option<&Results>, goals: &mut Vec<Goal>) {
         let worst = ratios.iter().min_by(|one, other| one.1.median.total_cmp(&other.1.median));
         let best = ratios.iter().map(|(_, ratio)| ratio.median).fold(f64::MIN, f64::max);
         let measured = worst.map_or(NONE.to_owned(), |(case, ratio)| {
-            format!("{ratio} where it is least ({}); up to {best:.2}×", case.replace('/', ", "))
+            format!("{ratio} where it is least ({}); up to {best:.2}×", in_words(case))
         });
         let met = worst.map(|(_, ratio)| ratio.median >= least);
         goals.push(Goal { what: what.to_owned(), aim, measured, met });
@@ -77,6 +78,15 @@ fn memory(results: Option<&Results>, goals: &mut Vec<Goal>) {
         measured: most.map_or(NONE.to_owned(), |_| format!("{text} (governor {governor})")),
         met: most.map(|most| most <= 64.0),
     });
+}
+
+/// `10000/2/denied/zipf`
+fn in_words(case: &str) -> String {
+    let parts: Vec<&str> = case.split('/').collect();
+    let &[keys, threads, outcome, walk] = parts.as_slice() else { return case.to_owned() };
+    let keys = short(keys.parse().unwrap_or_default());
+    let plural = |number: &str| if number == "1" { "" } else { "s" };
+    format!("{keys} key{}, {threads} thread{}, {outcome}, {walk}", plural(&keys), plural(threads))
 }
 
 fn growth(results: Option<&Results>, goals: &mut Vec<Goal>) {
@@ -166,6 +176,18 @@ fn redis(results: Option<&Results>, goals: &mut Vec<Goal>) {
     );
     goal("Redis, one hot key", "≥ 5×", 5.0, "hot/512");
     goal("Redis, hot key denied", "0 calls, ≥ 10×", 10.0, "denied/512");
+}
+
+/// Nobody waits for company when it is quiet.
+fn quiet(results: Option<&Results>, goals: &mut Vec<Goal>) {
+    let ratio =
+        results.and_then(|results| results.ratio("median_micros", ("random/1", "tidegate"), ("random/1", EACH_ALONE)));
+    goals.extend(ratio.map(|ratio| Goal {
+        what: "Redis, one caller: p50 with group commit against without".to_owned(),
+        aim: "≤ 1.05×",
+        measured: ratio.to_string(),
+        met: Some(ratio.median <= 1.05),
+    }));
 }
 
 fn logs(results: Option<&Results>, goals: &mut Vec<Goal>) {

@@ -13,6 +13,7 @@ use crate::turns::{Turns, filled};
 use crate::walk::{Kind, walk};
 
 mod contestants;
+mod footprint;
 mod growth;
 mod turns;
 mod walk;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 
 use crate::contestants::{Admits, Contestant, key_of};
+use crate::footprint::kept_by;
 
 /// What came of a turn.
 #[derive(Debug, Clone, Copy)]
@@ -80,16 +81,13 @@ fn visits(walk: &[String], from: usize, count: usize) -> impl Iterator<Item = &S
 
 /// A contestant that holds its keys, and the bytes that it has allocated for them.
 pub(crate) fn filled<C: Contestant>(keys: usize, admits: Admits) -> Result<(C, i64)> {
-    let mut contestant = None;
-    let allocations = allocation_counter::measure(|| {
-        let refuses_none = |contestant: &C| {
-            (0..keys).all(|number| {
-                let key = key_of(number);
-                (0..admits.to_fill()).all(|_| contestant.decide(&key))
-            })
-        };
-        contestant = C::new(keys, admits).ok().filter(refuses_none);
-    });
-    let contestant = contestant.with_context(|| format!("{} refused a new key", C::NAME))?;
-    Ok((contestant, allocations.bytes_current))
+    let refuses_none = |contestant: &C| {
+        (0..keys).all(|number| {
+            let key = key_of(number);
+            (0..admits.to_fill()).all(|_| contestant.decide(&key))
+        })
+    };
+    let (contestant, bytes) = kept_by(|| C::new(keys, admits).map(|new| Some(new).filter(refuses_none)));
+    let contestant = contestant?.with_context(|| format!("{} refused a new key", C::NAME))?;
+    Ok((contestant, bytes))
 }
