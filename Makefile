@@ -3,7 +3,8 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test-faults test bench bench-http bench-gateway deny
+.PHONY: help setup format lint test-code test-faults test bench bench-tools \
+	bench-build bench-http bench-criterion bench-gateway deny
 
 help: ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -46,11 +47,32 @@ test-faults: ## Stop, kill, move and cut off Redis under load; needs root (a net
 
 test: setup format lint test-code test-faults ## Everything that must hold on main
 
-bench: ## Criterion: nanoseconds a decision in memory
-	cargo bench -p tidegate --locked
+# What is compared is in bench/, a workspace of its own; one part alone: $(BENCH) redis report (see bench/src/main.rs).
+BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server redis-benchmark:redis-tools protoc:protobuf-compiler
+BENCH_MISSING = $(foreach tool,$(BENCH_TOOLS),$(shell command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
+BENCH_RUN = $(or $(CARGO_TARGET_DIR),bench/target)/release/tidegate-bench
+THROTTLECRAB = bench/target/peers/bin/throttlecrab-server
 
-bench-http: ## The service against servers that do nothing, with wrk and h2load (apt: wrk, nghttp2-client)
-	bench/http.sh
+bench: bench-tools bench-build ## Tidegate beside its peers; writes docs/benchmarks.md (BENCH=quick for a short pass)
+	$(BENCH_RUN)
+
+bench-tools: $(THROTTLECRAB) ## Install what the comparison needs (by apt, and a peer by cargo into bench/target)
+	@test -z "$(strip $(BENCH_MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(BENCH_MISSING); }
+
+# It needs protoc when it is built. Its version is that of the library in bench/Cargo.lock.
+$(THROTTLECRAB):
+	@command -v protoc >/dev/null || { $(SUDO) apt-get update -q && $(APT) protobuf-compiler; }
+	cargo install throttlecrab-server --version 0.4.40 --locked --root bench/target/peers
+
+bench-build:
+	cargo build --release --locked
+	cargo build --release --locked --manifest-path bench/Cargo.toml
+
+bench-http: bench-tools bench-build ## Of it, the service against servers that do nothing and throttlecrab's
+	$(BENCH_RUN) http
+
+bench-criterion: ## Criterion: nanoseconds a decision in memory, each algorithm
+	cargo bench -p tidegate --locked
 
 bench-gateway: ## The gateway with a limit against the same without, and against nginx's limit_req (apt: wrk, nginx-light)
 	bench/gateway.sh

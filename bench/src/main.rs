@@ -1,33 +1,48 @@
-//! Servers that do nothing: axum and tonic with a fixed answer, the ceiling that ours are measured against.
+//! `tidegate-bench`: runs the suites, and makes `docs/benchmarks.md` of what they found.
 
-use axum::Router;
-use axum::routing::post;
-use tonic::{Request, Response, Status};
+use std::process::Command;
 
+use anyhow::{Result, bail, ensure};
+use tidegate_bench::plan::Plan;
+
+mod grpc;
+mod http;
+mod load;
+mod process;
 #[path = "../../crates/tidegate-server/src/envoy/proto.rs"]
 mod proto;
+mod redis;
+mod report;
+mod service;
 
-use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{RateLimitService, RateLimitServiceServer};
-use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+/// As in our own service: callers of the library on Redis allocate as it does.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-struct Nothing;
+const SUITES: &str = "in-process, http, redis, service, logs, report; without any, all of them";
 
-#[tonic::async_trait]
-impl RateLimitService for Nothing {
-    async fn should_rate_limit(&self, _: Request<RateLimitRequest>) -> Result<Response<RateLimitResponse>, Status> {
-        Ok(Response::new(RateLimitResponse { overall_code: 1, ..RateLimitResponse::default() }))
+fn main() -> Result<()> {
+    let plan = Plan::chosen();
+    let suites: Vec<String> = std::env::args().skip(1).collect();
+    let all = ["in-process", "http", "redis", "service", "logs", "report"].map(str::to_owned);
+    for suite in if suites.is_empty() { all.to_vec() } else { suites } {
+        println!("== {suite}");
+        match suite.as_str() {
+            "in-process" => in_process()?,
+            "http" => http::run(plan)?,
+            "redis" => redis::decisions::run(plan)?,
+            "service" => service::run(plan)?,
+            "logs" => redis::logs::run(plan)?,
+            "report" => report::run()?,
+            other => bail!("there is no suite {other}: {SUITES}"),
+        }
     }
+    Ok(())
 }
 
-#[tokio::main]
-async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut addresses = std::env::args().skip(1);
-    let (http, grpc) = (addresses.next().ok_or("HTTP address")?, addresses.next().ok_or("gRPC address")?);
-    let answer = r#"{"allowed":true,"policy":"p","limit":1000000000,"remaining":999999999,"retry_after_ms":0}"#;
-    let router = Router::new().route("/v1/acquire", post(move |body: String| async move { let _ = body; answer }));
-    let listener = tokio::net::TcpListener::bind(http).await?;
-    let http = tokio::spawn(async move { axum::serve(listener, router).await });
-    tonic::transport::Server::builder().add_service(RateLimitServiceServer::new(Nothing)).serve(grpc.parse()?).await?;
-    http.await??;
+/// In a process of its own, where the allocator counts.
+fn in_process() -> Result<()> {
+    let status = Command::new(process::our_binary("in_process")?).status()?;
+    ensure!(status.success(), "in_process: {status}");
     Ok(())
 }

@@ -1,0 +1,65 @@
+//! Load from outside: `wrk` for HTTP, `h2load` for gRPC.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::process::{Server, output_of};
+
+/// What a server did with its load.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Load {
+    pub(crate) per_second: f64,
+    /// Of the server alone, in microseconds a request.
+    pub(crate) processor_micros: f64,
+}
+
+impl Load {
+    /// Measures the server's processor time around a load of so many requests in so many seconds.
+    pub(crate) fn around(server: &Server, load: impl FnOnce() -> Result<(f64, f64)>) -> Result<Self> {
+        let before = server.processor_time()?;
+        let (requests, per_second) = load()?;
+        ensure!(requests > 0.0, "not one request was answered");
+        Ok(Self { per_second, processor_micros: (server.processor_time()? - before) * 1e6 / requests })
+    }
+}
+
+/// 64 connections, with what the script sends.
+pub(crate) fn wrk(server: &Server, script: &Path, url: &str, turn: Duration) -> Result<Load> {
+    Load::around(server, || {
+        let duration = format!("-d{}s", turn.as_secs());
+        let text = output_of(Command::new("wrk").args(["-t1", "-c64", &duration, "-s"]).arg(script).arg(url))?;
+        ensure!(!text.contains("Non-2xx"), "wrk got other answers than 200: {text}");
+        let word = |line: &str| line.split_whitespace().next().and_then(|word| word.parse::<f64>().ok());
+        let requests = text.lines().find(|line| line.contains("requests in")).and_then(word);
+        let per_second = text.lines().find_map(|line| line.strip_prefix("Requests/sec:")).and_then(word);
+        requests.zip(per_second).with_context(|| format!("wrk says nothing: {text}"))
+    })
+}
+
+/// 8 connections of 32 streams, all with the same message.
+pub(crate) fn h2load(server: &Server, message: &Path, url: &str, turn: Duration) -> Result<Load> {
+    Load::around(server, || {
+        let text = output_of(
+            Command::new("h2load")
+                .args(["-t1", "-c8", "-m32", "-D", &turn.as_secs().to_string(), "-d"])
+                .arg(message)
+                .args(["-H", "content-type: application/grpc", "-H", "te: trailers", url]),
+        )?;
+        // finished in 3.00s, 101234.33 req/s, 9.12MB/s
+        let per_second = text.lines().find_map(|line| line.strip_prefix("finished in"));
+        let per_second = per_second.and_then(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
+        // requests: 303702 total, 303958 started, 303702 done, 303702 succeeded, 0 failed, 0 errored, 0 timeout
+        let counts = text.lines().find_map(|line| line.strip_prefix("requests:")).unwrap_or_default();
+        let count = |name: &str| {
+            let entry = counts.split(',').find(|entry| entry.trim_end().ends_with(name));
+            entry.and_then(|entry| entry.split_whitespace().next()?.parse::<f64>().ok())
+        };
+        let (done, succeeded) = count("done").zip(count("succeeded")).with_context(|| format!("h2load: {text}"))?;
+        // The requests that are under way when the time is up are cut off.
+        ensure!(succeeded >= done - 8.0 * 32.0, "h2load had failures: {text}");
+        Ok((succeeded, per_second.context("h2load says no rate")?))
+    })
+}

@@ -1,0 +1,68 @@
+//! A Redis of our own on the loopback, and what it tells about itself.
+
+use std::process::Command;
+
+use ::redis::Connection;
+use anyhow::{Context, Result, ensure};
+
+use crate::process::{Server, free_port};
+
+pub(crate) mod callers;
+pub(crate) mod ceiling;
+pub(crate) mod decisions;
+pub(crate) mod logs;
+
+/// A server that keeps nothing on disk, with nothing in it.
+pub(crate) struct Redis {
+    _server: Server,
+    port: u16,
+}
+
+impl Redis {
+    pub(crate) fn start() -> Result<Self> {
+        let port = free_port()?;
+        let mut command = Command::new("redis-server");
+        command.args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]);
+        Ok(Self { _server: Server::start("redis-server", &mut command, &[port])?, port })
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    pub(crate) fn connection(&self) -> Result<Connection> {
+        Ok(::redis::Client::open(self.url())?.get_connection()?)
+    }
+
+    /// The processor time that it has taken so far, in seconds, by its own account.
+    pub(crate) fn processor_time(&self) -> Result<f64> {
+        let info: String = ::redis::cmd("INFO").arg("cpu").query(&mut self.connection()?)?;
+        let seconds = |name: &str| {
+            let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            value.and_then(|value| value.trim().parse::<f64>().ok()).with_context(|| format!("INFO has no {name}"))
+        };
+        Ok(seconds("used_cpu_user")? + seconds("used_cpu_sys")?)
+    }
+
+    pub(crate) fn reset_statistics(&self) -> Result<()> {
+        Ok(::redis::cmd("CONFIG").arg("RESETSTAT").exec(&mut self.connection()?)?)
+    }
+
+    /// How many scripts have run since the statistics were reset. An error if one of them failed.
+    pub(crate) fn script_calls(&self) -> Result<f64> {
+        let info: String = ::redis::cmd("INFO").arg("commandstats").query(&mut self.connection()?)?;
+        // cmdstat_evalsha:calls=10,usec=120,usec_per_call=12.00,rejected_calls=0,failed_calls=0
+        let Some(line) = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:")) else { return Ok(0.0) };
+        let number = |name: &str| {
+            let value = line.split(',').find_map(|entry| entry.trim().strip_prefix(name)?.strip_prefix('='));
+            value.and_then(|value| value.parse::<f64>().ok()).with_context(|| format!("commandstats has no {name}"))
+        };
+        let failed = number("failed_calls")? + number("rejected_calls")?;
+        ensure!(failed == 0.0, "{failed} scripts failed");
+        number("calls")
+    }
+}

@@ -1,0 +1,84 @@
+//! Bar charts as SVG: panels one below the other, each with its own scale, readable on a light and on a dark page.
+
+use std::fmt::Write as _;
+
+use tidegate_bench::spread::Spread;
+
+use super::thousands;
+
+pub(super) struct Chart {
+    pub(super) title: String,
+    pub(super) panels: Vec<Panel>,
+}
+
+pub(super) struct Panel {
+    pub(super) title: String,
+    pub(super) bars: Vec<Bar>,
+}
+
+pub(super) struct Bar {
+    pub(super) label: String,
+    pub(super) value: Spread,
+    /// Drawn in our colour.
+    pub(super) ours: bool,
+}
+
+const WIDTH: f64 = 760.0;
+const LABELS: f64 = 190.0;
+const BARS: f64 = 440.0;
+const BAR: f64 = 22.0;
+
+const STYLE: &str = "<style>\
+    text{font:13px system-ui,sans-serif;fill:#1f2328}.title{font-size:16px;font-weight:600}.panel{font-weight:600}\
+    .page{fill:#fff}.ours{fill:#0b7285}.other{fill:#adb5bd}.spread{stroke:#1f2328;stroke-width:1.5}\
+    @media (prefers-color-scheme:dark){text{fill:#e6edf3}.page{fill:#0d1117}.ours{fill:#3bc9db}.other{fill:#6e7681}\
+    .spread{stroke:#e6edf3}}</style>";
+
+impl Chart {
+    pub(super) fn svg(&self) -> String {
+        let mut body = String::new();
+        let mut top = 30.0;
+        let _ = write!(body, r#"<text class="title" x="12" y="{top}">{}</text>"#, escaped(&self.title));
+        for panel in &self.panels {
+            top += 32.0;
+            let _ = write!(body, r#"<text class="panel" x="12" y="{top}">{}</text>"#, escaped(&panel.title));
+            top += 8.0;
+            let longest = panel.bars.iter().map(|bar| bar.value.most).fold(f64::MIN_POSITIVE, f64::max);
+            for bar in &panel.bars {
+                bar.draw(&mut body, top, BARS / longest);
+                top += BAR;
+            }
+        }
+        let height = top + 16.0;
+        format!(
+            r#"<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" role="img">{STYLE}<rect class="page" width="{WIDTH}" height="{height}"/>{body}</svg>
+"#
+        )
+    }
+}
+
+impl Bar {
+    /// The bar up to its median, a line from the least to the greatest, and the median in figures.
+    fn draw(&self, body: &mut String, top: f64, scale: f64) {
+        let (text, middle) = (top + 15.0, top + 10.5);
+        let (width, least, most) =
+            (self.value.median * scale, LABELS + self.value.least * scale, LABELS + self.value.most * scale);
+        let class = if self.ours { "ours" } else { "other" };
+        let label = escaped(&self.label);
+        let _ = write!(body, r#"<text x="{:.0}" y="{text:.1}" text-anchor="end">{label}</text>"#, LABELS - 8.0);
+        let bar = top + 3.0;
+        let _ =
+            write!(body, r#"<rect class="{class}" x="{LABELS}" y="{bar:.1}" width="{width:.1}" height="16" rx="2"/>"#);
+        let _ = write!(body, r#"<path class="spread" d="M{least:.1} {middle:.1}H{most:.1}"/>"#);
+        let figures = figures(self.value.median);
+        let _ = write!(body, r#"<text x="{:.1}" y="{text:.1}">{figures}</text>"#, most.max(LABELS + width) + 8.0);
+    }
+}
+
+pub(super) fn figures(number: f64) -> String {
+    if number < 100.0 { format!("{number:.1}") } else { thousands(number) }
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
