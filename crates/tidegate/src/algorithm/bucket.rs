@@ -7,11 +7,11 @@
 //! The level is a whole number of units and a part in W-ths of a unit. In a microsecond it drains by L/W of a unit, that is
 //! by L such parts: integers all the way, so nothing drifts.
 
-use super::{Count, mul_div_rem};
+use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
 use crate::algorithm::Algorithm;
 use crate::quota::Quota;
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Bucket {
     /// When the level was as it is written here.
     time: u64,
@@ -94,8 +94,20 @@ impl Count for Bucket {
     fn is_empty(&self) -> bool {
         self.level == 0 && self.part == 0
     }
+}
 
-    fn expires_at(&self, quota: &Quota) -> u64 {
-        self.time + quota.drain_micros()
+impl Kept for Bucket {
+    const KIND: Kind = Kind::Bucket;
+
+    fn lifetime(quota: &Quota) -> u64 {
+        quota.drain_micros()
+    }
+
+    fn load(state: State, _logs: &mut Logs) -> Self {
+        Self { time: state.time(), level: state.units(), part: state.parts() }
+    }
+
+    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
+        State::new(Self::KIND, self.time, self.level, self.part, Self::lifetime(quota))
     }
 }
