@@ -8,10 +8,11 @@
 use super::fingerprint::Fingerprint;
 use crate::algorithm::{Logs, State};
 
-/// Every so many writes to a table, a run of its slots is swept: four a write, so that a table is gone through before
-/// it has doubled, but as a run, which costs the cache a fraction of four odd slots at each write.
-const WRITES_A_SWEEP: u32 = 16;
+/// A new key has four slots swept, so that a table is gone through before it has doubled; any other decision a quarter of
+/// one. Not at once, but as a run of many slots now and then, which costs the cache a fraction of so many odd ones.
 const SLOTS_A_SWEEP: usize = 64;
+const SWEEP_DUE: u32 = 256;
+const DUE_FOR_A_NEW_KEY: u32 = 15;
 
 #[derive(Debug, Default)]
 pub(super) struct Table {
@@ -22,7 +23,8 @@ pub(super) struct Table {
     len: u32,
     /// The slot where the sweep goes on.
     hand: u32,
-    writes: u32,
+    /// Rises to [`SWEEP_DUE`].
+    due: u32,
     pub(super) logs: Logs,
 }
 
@@ -84,6 +86,7 @@ impl Table {
         self.slots.copy_within(at..end, at + 1);
         self.slots[at] = Slot { fingerprint, state };
         self.len += 1;
+        self.due += DUE_FOR_A_NEW_KEY;
     }
 
     /// The first empty slot from here on, but for the last one.
@@ -104,15 +107,16 @@ impl Table {
         self.len -= 1;
     }
 
-    /// After a write. Now and then some steps of the hand that goes round and drops what has expired; tells how many.
+    /// After a decision. Now and then some steps of the hand that goes round and drops what has expired; tells how many.
     #[inline]
     pub(super) fn sweep(&mut self, now: u64) -> usize {
-        self.writes = self.writes.wrapping_add(1);
-        if self.writes.is_multiple_of(WRITES_A_SWEEP) { self.sweep_a_run(now) } else { 0 }
+        self.due += 1;
+        if self.due < SWEEP_DUE { 0 } else { self.sweep_a_run(now) }
     }
 
     #[inline(never)]
     fn sweep_a_run(&mut self, now: u64) -> usize {
+        self.due = 0;
         let before = self.len();
         for _ in 0..SLOTS_A_SWEEP.min(self.slots.len()) {
             let at = self.hand as usize;
@@ -246,7 +250,7 @@ mod tests {
         }
         let full = table.slots.len();
         assert!((12_000..17_000).contains(&full), "{full} slots for 10,000 keys");
-        let swept: usize = (0..20_000).map(|_| table.sweep(5_000_000)).sum();
+        let swept: usize = (0..200_000).map(|_| table.sweep(5_000_000)).sum();
         assert_eq!((swept, table.len()), (10_000, 0));
         assert!(table.slots.len() < 100, "{} slots for nothing", table.slots.len());
     }
