@@ -117,7 +117,8 @@ pub(crate) fn fits(count: &mut impl Count, quota: &Quota, now: u64, cost: u64) -
 
 /// Decides, and changes the count as the action does. `together` is false for a charge whose companions (all or nothing)
 /// do not all fit. If nothing is `written`, the count is not worth keeping: it is only settled.
-#[inline]
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
 pub(crate) fn apply<C: Count>(
     count: &mut C,
     action: Action,
@@ -184,6 +185,7 @@ impl Verdict {
         Self { allowed: true, remaining: quota.burst(), retry_after: 0, reset_after: 0, delay: 0 }
     }
 
+    #[inline]
     pub(crate) fn into_decision(self, quota: &Quota, source: Source) -> Decision {
         Decision {
             allowed: self.allowed,
@@ -198,11 +200,17 @@ impl Verdict {
 }
 
 /// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota` allows fits.
+#[inline]
 fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
     // Most products fit 64 bits, where a division costs a fraction of what it costs in 128.
     if let Some(product) = a.checked_mul(b) {
         return (product / m, product % m);
     }
+    mul_div_rem_wide(a, b, m)
+}
+
+#[cold]
+fn mul_div_rem_wide(a: u64, b: u64, m: u64) -> (u64, u64) {
     let (product, m) = (u128::from(a) * u128::from(b), u128::from(m));
     (u64::try_from(product / m).unwrap_or(u64::MAX), u64::try_from(product % m).unwrap_or(u64::MAX))
 }

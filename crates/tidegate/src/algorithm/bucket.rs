@@ -29,8 +29,13 @@ impl Bucket {
 
     /// How long until `units` fewer whole units are in the bucket than its level now: to drain `units` and the part.
     fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
-        let (quotient, rest) = mul_div_rem(units, quota.window_micros(), quota.limit());
-        quotient + (rest + self.part).div_ceil(quota.limit())
+        let (window, limit) = (quota.window_micros(), quota.limit());
+        // Most of the time all of it fits 64 bits, and one division will do.
+        if let Some(parts) = units.checked_mul(window).and_then(|parts| parts.checked_add(self.part)) {
+            return parts.div_ceil(limit);
+        }
+        let (quotient, rest) = mul_div_rem(units, window, limit);
+        quotient + (rest + self.part).div_ceil(limit)
     }
 }
 
@@ -99,15 +104,13 @@ impl Count for Bucket {
 impl Kept for Bucket {
     const KIND: Kind = Kind::Bucket;
 
-    fn lifetime(quota: &Quota) -> u64 {
-        quota.drain_micros()
-    }
-
+    #[inline]
     fn load(state: State, _logs: &mut Logs) -> Self {
         Self { time: state.time(), level: state.units(), part: state.parts() }
     }
 
+    #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
-        State::new(Self::KIND, self.time, self.level, self.part, Self::lifetime(quota))
+        State::new(Self::KIND, self.time, self.level, self.part, quota)
     }
 }

@@ -52,15 +52,13 @@ impl Count for Window {
 impl Kept for Window {
     const KIND: Kind = Kind::Window;
 
-    fn lifetime(quota: &Quota) -> u64 {
-        quota.window_micros()
-    }
-
+    #[inline]
     fn load(state: State, _logs: &mut Logs) -> Self {
         Self { start: state.time(), count: state.units() }
     }
 
+    #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
-        State::new(Self::KIND, self.start, self.count, 0, Self::lifetime(quota))
+        State::new(Self::KIND, self.start, self.count, 0, quota)
     }
 }

@@ -91,15 +91,13 @@ impl Count for Counter {
 impl Kept for Counter {
     const KIND: Kind = Kind::Counter;
 
-    fn lifetime(quota: &Quota) -> u64 {
-        2 * quota.window_micros()
-    }
-
+    #[inline]
     fn load(state: State, _logs: &mut Logs) -> Self {
         Self { start: state.time(), current: state.units(), previous: state.parts(), elapsed: 0 }
     }
 
+    #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
-        State::new(Self::KIND, self.start, self.current, self.previous, Self::lifetime(quota))
+        State::new(Self::KIND, self.start, self.current, self.previous, quota)
     }
 }

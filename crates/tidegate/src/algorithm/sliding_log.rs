@@ -140,19 +140,16 @@ impl Count for Log {
 impl Kept for Log {
     const KIND: Kind = Kind::Log;
 
-    fn lifetime(quota: &Quota) -> u64 {
-        quota.window_micros()
-    }
-
     fn load(state: State, logs: &mut Logs) -> Self {
         logs.take(place(state))
     }
 
+    #[inline]
     fn keep(self, quota: &Quota, before: Option<State>, logs: &mut Logs) -> State {
         let newest = self.entries.back().map_or(0, |entry| entry.time);
         let place = before.map_or_else(|| logs.place(), place);
         logs.put(place, self);
-        State::new(Self::KIND, newest, u64::from(place), 0, Self::lifetime(quota))
+        State::new(Self::KIND, newest, u64::from(place), 0, quota)
     }
 
     fn put_back(self, state: State, logs: &mut Logs) {

@@ -36,9 +36,6 @@ pub(crate) struct State([u64; 3]);
 pub(crate) trait Kept: Count + Default {
     const KIND: Kind;
 
-    /// How long after its time a count is as good as none.
-    fn lifetime(quota: &Quota) -> u64;
-
     /// The count that was kept. A log is taken out of its place, and must be [put back](Self::put_back) or kept anew.
     fn load(state: State, logs: &mut Logs) -> Self;
 
@@ -53,10 +50,16 @@ impl State {
     /// Nothing at all.
     pub(crate) const NONE: Self = Self([0; 3]);
 
-    /// `time` is the one that the lifetime, in microseconds, counts from.
-    pub(super) fn new(kind: Kind, time: u64, units: u64, parts: u64, lifetime: u64) -> Self {
+    /// A state from whose `time` on the quota's lifetime counts.
+    #[inline]
+    pub(super) fn new(kind: Kind, time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
         debug_assert!(time <= MAX_TIME && units < 1 << 40 && parts < 1 << 45, "{time} {units} {parts}");
-        Self([time << 8 | kind as u64, units << HIGH_LIFETIME_BITS, parts << LOW_LIFETIME_BITS]).living(lifetime)
+        let millis = quota.lifetime_millis();
+        Self([
+            time << 8 | kind as u64,
+            units << HIGH_LIFETIME_BITS | millis >> LOW_LIFETIME_BITS,
+            parts << LOW_LIFETIME_BITS | millis & low_bits(LOW_LIFETIME_BITS),
+        ])
     }
 
     pub(crate) fn is_of(self, kind: Kind) -> bool {
@@ -85,23 +88,31 @@ impl State {
         self.time() + 1_000 * self.lifetime_millis()
     }
 
-    /// The same, but not to be forgotten before `lifetime` has passed.
-    pub(crate) fn living_at_least(self, lifetime: u64) -> Self {
-        if lifetime.div_ceil(1_000) <= self.lifetime_millis() { self } else { self.living(lifetime) }
+    /// Whether it is kept for this quota's lifetime or longer.
+    #[inline]
+    pub(crate) fn lives_for(self, quota: &Quota) -> bool {
+        quota.lifetime_millis() <= self.lifetime_millis()
     }
 
-    fn lifetime_millis(self) -> u64 {
-        (self.0[1] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS | self.0[2] & low_bits(LOW_LIFETIME_BITS)
-    }
-
-    fn living(self, lifetime: u64) -> Self {
-        let millis = lifetime.div_ceil(1_000);
+    /// The same for this quota's lifetime.
+    pub(crate) fn living_for(self, quota: &Quota) -> Self {
         let [time, units, parts] = self.0;
+        let millis = quota.lifetime_millis();
         Self([
             time,
             units & !low_bits(HIGH_LIFETIME_BITS) | millis >> LOW_LIFETIME_BITS,
             parts & !low_bits(LOW_LIFETIME_BITS) | millis & low_bits(LOW_LIFETIME_BITS),
         ])
+    }
+
+    /// Whether it may expire before the other.
+    #[inline]
+    pub(crate) fn may_expire_before(self, other: Self) -> bool {
+        self.time() < other.time() || self.lifetime_millis() < other.lifetime_millis()
+    }
+
+    fn lifetime_millis(self) -> u64 {
+        (self.0[1] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS | self.0[2] & low_bits(LOW_LIFETIME_BITS)
     }
 }
 
@@ -111,24 +122,30 @@ const fn low_bits(count: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
     fn the_largest_numbers_that_a_quota_allows_are_kept() {
-        let (window, drain) = (366 * 86_400 * 1_000_000, 3_660 * 86_400 * 1_000_000);
-        let state = State::new(Kind::Bucket, MAX_TIME, Quota::MAX_LIMIT, window - 1, drain);
-        assert_eq!((state.time(), state.units(), state.parts()), (MAX_TIME, Quota::MAX_LIMIT, window - 1));
-        assert_eq!(state.expires_at(), MAX_TIME + drain);
+        let window = Duration::from_secs(366 * 86_400);
+        let quota = Quota::token_bucket(1, window).and_then(|quota| quota.with_burst(10)).expect("valid");
+        let parts = quota.window_micros() - 1;
+        let state = State::new(Kind::Bucket, MAX_TIME, Quota::MAX_LIMIT, parts, &quota);
+        assert_eq!((state.time(), state.units(), state.parts()), (MAX_TIME, Quota::MAX_LIMIT, parts));
+        assert_eq!(state.expires_at(), MAX_TIME + 10 * quota.window_micros());
         assert!(state.is_of(Kind::Bucket) && !state.is_of(Kind::Window));
     }
 
     #[test]
     fn a_lifetime_is_rounded_up_and_leaves_the_numbers_alone() {
-        let state = State::new(Kind::Counter, 7, 8, 9, 1_001);
-        assert_eq!(state.expires_at(), 7 + 2_000);
-        assert_eq!(state.living_at_least(2_000), state);
-        let longer = state.living_at_least(60_000_000_000);
+        let quota = |micros| Quota::sliding_counter(1, Duration::from_micros(micros)).expect("valid");
+        let state = State::new(Kind::Counter, 7, 8, 9, &quota(1_001));
+        assert_eq!(state.expires_at(), 7 + 3_000, "two windows, in whole milliseconds");
+        assert!(state.lives_for(&quota(1_500)) && !state.lives_for(&quota(1_501)));
+        let longer = state.living_for(&quota(60_000_000_000));
         assert_eq!((longer.time(), longer.units(), longer.parts()), (7, 8, 9));
-        assert_eq!(longer.expires_at(), 7 + 60_000_000_000);
+        assert_eq!(longer.expires_at(), 7 + 120_000_000_000);
+        assert!(state.may_expire_before(longer) && !longer.may_expire_before(state));
     }
 }

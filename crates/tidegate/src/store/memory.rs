@@ -151,22 +151,59 @@ impl MemoryStore {
         self.keys.count.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn decide_now(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+    /// The error is the caller's own, so that a decision is written once, where the caller wants it.
+    #[inline]
+    pub(crate) fn decide_now<E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
+        match charge.quota().algorithm() {
+            Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge),
+            Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge),
+            Algorithm::FixedWindow => self.decide_as::<Window, E>(action, charge),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.decide_as::<Bucket, E>(action, charge),
+        }
+    }
+
+    /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
+    fn decide_as<C: Kept, E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
         let fingerprint = self.fingerprint(charge);
+        let shard = self.shard(fingerprint);
+        let mut table = shard.lock();
+        // Read under the lock: then times come in the order of decisions.
+        let now = self.clock.now();
+        if action == Action::Acquire
+            && let Ok(at) = table.find(fingerprint)
+            && table.state(at).is_of(C::KIND)
+        {
+            let one = One { store: self, shard, action: Action::Acquire, charge, fingerprint, now, together: true };
+            let verdict = one.apply_to_known::<C>(&mut table, at);
+            self.sweep(&mut table, now);
+            drop(table);
+            return Ok(verdict.into_decision(charge.quota(), Source::Store));
+        }
+        Ok(self.decide_with_care::<C>(action, charge, fingerprint, table, now)?)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn decide_with_care<'a, C: Kept>(
+        &'a self,
+        action: Action,
+        charge: &Charge<'_>,
+        fingerprint: Fingerprint,
+        mut table: MutexGuard<'a, Table>,
+        mut now: u64,
+    ) -> Result<Decision, StoreError> {
         let shard = self.shard(fingerprint);
         let mut room = Room::new(self);
         loop {
-            let mut table = shard.lock();
-            // Read under the lock: then times come in the order of decisions.
-            let now = self.clock.now();
             let one = One { store: self, shard, action, charge, fingerprint, now, together: true };
-            if let Some(verdict) = one.apply(&mut table, &mut room) {
+            if let Some(verdict) = one.apply_as::<C>(&mut table, &mut room) {
                 self.sweep(&mut table, now);
-                drop(table);
                 return Ok(verdict.into_decision(charge.quota(), Source::Store));
             }
             drop(table);
             self.make_room(now, 1)?;
+            table = shard.lock();
+            now = self.clock.now();
         }
     }
 
@@ -310,7 +347,6 @@ impl One<'_> {
     }
 
     /// The action. `None`: a new key has no room.
-    #[inline]
     fn apply(self, table: &mut Table, room: &mut Room<'_>) -> Option<Verdict> {
         match self.charge.quota().algorithm() {
             Algorithm::SlidingLog => self.apply_as::<Log>(table, room),
@@ -321,59 +357,75 @@ impl One<'_> {
     }
 
     fn apply_as<C: Kept>(self, table: &mut Table, room: &mut Room<'_>) -> Option<Verdict> {
-        let Self { store, shard, action, charge, fingerprint, now, together } = self;
-        let quota = charge.quota();
-        let found = table.find(fingerprint);
-        if action == Action::Reset {
+        let quota = self.charge.quota();
+        let found = table.find(self.fingerprint);
+        if self.action == Action::Reset {
             if let Ok(at) = found {
-                table.remove(at);
-                store.keys.count.fetch_sub(1, Ordering::Relaxed);
+                self.remove(table, at);
             }
             return Some(Verdict::untouched(quota));
         }
-        let state = found.ok().map(|at| table.state(at));
-        // The policy's algorithm may have been changed. What the old one counted says nothing to the new one.
-        let own = state.filter(|state| state.is_of(C::KIND));
-        let mut count = own.map_or_else(C::default, |state| C::load(state, &mut table.logs));
-        let outcome = algorithm::apply(&mut count, action, quota, now, charge.units(), together);
+        let found = match found {
+            Ok(at) if table.state(at).is_of(C::KIND) => return Some(self.apply_to_known::<C>(table, at)),
+            other => other,
+        };
+        let mut count = C::default();
+        let outcome = algorithm::apply(&mut count, self.action, quota, self.now, self.charge.units(), self.together);
         let verdict = Some(outcome.verdict);
         if !outcome.written {
-            if let (Ok(at), Some(state)) = (found, own) {
-                count.put_back(state, &mut table.logs);
-                if matches!(action, Action::Acquire | Action::Take) {
-                    // A limit was lowered, and the entry would expire before its bucket has drained.
-                    table.set(at, state.living_at_least(C::lifetime(quota)));
-                }
-            }
             return verdict;
         }
         match found {
-            Ok(at) if count.is_empty() => {
-                table.remove(at);
-                store.keys.count.fetch_sub(1, Ordering::Relaxed);
-            }
+            // The policy's algorithm was changed. What the old one counted says nothing to the new one.
             Ok(at) => {
-                if let Some(other) = state.filter(|_| own.is_none()) {
-                    table.logs.forget(other);
-                }
-                let kept = count.keep(quota, own, &mut table.logs);
-                if state.is_some_and(|before| kept.expires_at() < before.expires_at()) {
-                    store.expires_no_later_than(shard, kept.expires_at());
-                }
-                table.set(at, kept);
+                self.remove(table, at);
+                self.apply_as::<C>(table, room)
             }
-            Err(_) if count.is_empty() => {}
+            Err(_) if count.is_empty() => verdict,
             Err(at) => {
                 if !room.reserve(1) {
                     return None;
                 }
                 room.take();
                 let kept = count.keep(quota, None, &mut table.logs);
-                store.expires_no_later_than(shard, kept.expires_at());
-                table.insert(at, fingerprint, kept);
+                self.store.expires_no_later_than(self.shard, kept.expires_at());
+                table.insert(at, self.fingerprint, kept);
+                verdict
             }
         }
-        verdict
+    }
+
+    /// The action, but for a reset, on a key that is there.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "for each way that it is called, most of it is known and falls away")]
+    fn apply_to_known<C: Kept>(&self, table: &mut Table, at: usize) -> Verdict {
+        let quota = self.charge.quota();
+        let before = table.state(at);
+        let mut count = C::load(before, &mut table.logs);
+        let outcome = algorithm::apply(&mut count, self.action, quota, self.now, self.charge.units(), self.together);
+        if !outcome.written {
+            count.put_back(before, &mut table.logs);
+            if matches!(self.action, Action::Acquire | Action::Take) {
+                // A limit was lowered, and the entry would expire before its bucket has drained.
+                if !before.lives_for(quota) {
+                    table.set(at, before.living_for(quota));
+                }
+            }
+        } else if count.is_empty() {
+            self.remove(table, at);
+        } else {
+            let kept = count.keep(quota, Some(before), &mut table.logs);
+            if kept.may_expire_before(before) {
+                self.store.expires_no_later_than(self.shard, kept.expires_at());
+            }
+            table.set(at, kept);
+        }
+        outcome.verdict
+    }
+
+    fn remove(&self, table: &mut Table, at: usize) {
+        table.remove(at);
+        self.store.keys.count.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -192,8 +192,8 @@ mod tests {
 
     /// Some state that can be told from others by its expiry.
     fn state(expires_at: u64) -> State {
-        let quota = Quota::token_bucket(1, std::time::Duration::from_secs(1)).expect("valid");
-        Bucket::default().keep(&quota, None, &mut Logs::default()).living_at_least(expires_at)
+        let quota = Quota::token_bucket(1, std::time::Duration::from_micros(expires_at)).expect("valid");
+        Bucket::default().keep(&quota, None, &mut Logs::default())
     }
 
     fn check(table: &Table, model: &BTreeMap<Fingerprint, State>) {
