@@ -25,11 +25,13 @@ mod bucket;
 mod fixed_window;
 mod sliding_counter;
 mod sliding_log;
+mod state;
 
-use bucket::Bucket;
-use fixed_window::Window;
-use sliding_counter::Counter;
-use sliding_log::Log;
+pub(crate) use bucket::Bucket;
+pub(crate) use fixed_window::Window;
+pub(crate) use sliding_counter::Counter;
+pub(crate) use sliding_log::{Log, Logs};
+pub(crate) use state::{Kept, Kind, MAX_TIME, State};
 
 /// How units are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -69,7 +71,7 @@ pub enum Encoding {
 named!(Encoding, "encoding", SortedSet = "sorted-set", Packed = "packed");
 
 /// What every algorithm answers about its state. Times are microseconds; `now` is the time it was settled to.
-trait Count {
+pub(crate) trait Count {
     /// Brings the state to `now`. True if a stored time was later than `now`.
     fn settle(&mut self, quota: &Quota, now: u64) -> bool;
     /// Units that could be taken now.
@@ -88,17 +90,6 @@ trait Count {
     fn refund(&mut self, quota: &Quota, now: u64, cost: u64);
     /// Nothing counts any more.
     fn is_empty(&self) -> bool;
-    /// From then on the state is as good as none.
-    fn expires_at(&self, quota: &Quota) -> u64;
-}
-
-/// What is kept for a key.
-#[derive(Debug)]
-pub(crate) enum State {
-    Log(Box<Log>),
-    Counter(Counter),
-    Window(Window),
-    Bucket(Bucket),
 }
 
 /// A decision in microseconds, before it is dressed for users.
@@ -118,74 +109,17 @@ pub(crate) struct Outcome {
     pub(crate) written: bool,
 }
 
-impl State {
-    /// Nobody has been counted yet.
-    pub(crate) fn new(algorithm: Algorithm) -> Self {
-        match algorithm {
-            Algorithm::SlidingLog => Self::Log(Box::default()),
-            Algorithm::SlidingCounter => Self::Counter(Counter::default()),
-            Algorithm::FixedWindow => Self::Window(Window::default()),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => Self::Bucket(Bucket::default()),
-        }
-    }
-
-    /// Whether `algorithm` can read this state. A policy whose algorithm was changed starts anew.
-    pub(crate) fn is_of(&self, algorithm: Algorithm) -> bool {
-        match self {
-            Self::Log(_) => algorithm == Algorithm::SlidingLog,
-            Self::Counter(_) => algorithm == Algorithm::SlidingCounter,
-            Self::Window(_) => algorithm == Algorithm::FixedWindow,
-            Self::Bucket(_) => matches!(algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket),
-        }
-    }
-
-    /// Whether `cost` units could be taken now.
-    pub(crate) fn fits(&mut self, quota: &Quota, now: u64, cost: u64) -> bool {
-        fn fits(count: &mut impl Count, quota: &Quota, now: u64, cost: u64) -> bool {
-            count.settle(quota, now);
-            cost <= count.remaining(quota)
-        }
-        match self {
-            Self::Log(log) => fits(&mut **log, quota, now, cost),
-            Self::Counter(counter) => fits(&mut counter.clone(), quota, now, cost),
-            Self::Window(window) => fits(&mut window.clone(), quota, now, cost),
-            Self::Bucket(bucket) => fits(&mut bucket.clone(), quota, now, cost),
-        }
-    }
-
-    /// Decides, and writes what the action writes. `together` is false for a charge whose companions
-    /// (all or nothing) do not all fit.
-    pub(crate) fn apply(&mut self, action: Action, quota: &Quota, now: u64, cost: u64, together: bool) -> Outcome {
-        match self {
-            Self::Log(log) => apply(&mut **log, action, quota, now, cost, together),
-            Self::Counter(counter) => apply_to_copy(counter, action, quota, now, cost, together),
-            Self::Window(window) => apply_to_copy(window, action, quota, now, cost, together),
-            Self::Bucket(bucket) => apply_to_copy(bucket, action, quota, now, cost, together),
-        }
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        match self {
-            Self::Log(log) => log.is_empty(),
-            Self::Counter(counter) => counter.is_empty(),
-            Self::Window(window) => window.is_empty(),
-            Self::Bucket(bucket) => bucket.is_empty(),
-        }
-    }
-
-    pub(crate) fn expires_at(&self, quota: &Quota) -> u64 {
-        match self {
-            Self::Log(log) => log.expires_at(quota),
-            Self::Counter(counter) => counter.expires_at(quota),
-            Self::Window(window) => window.expires_at(quota),
-            Self::Bucket(bucket) => bucket.expires_at(quota),
-        }
-    }
+/// Whether `cost` units could be taken now.
+pub(crate) fn fits(count: &mut impl Count, quota: &Quota, now: u64, cost: u64) -> bool {
+    count.settle(quota, now);
+    cost <= count.remaining(quota)
 }
 
-/// The small states are settled on a copy, which is kept only if something was written.
-/// (A log settles without changing what it holds.)
-fn apply_to_copy<C: Count + Clone>(
+/// Decides, and changes the count as the action does. `together` is false for a charge whose companions (all or nothing)
+/// do not all fit. If nothing is `written`, the count is not worth keeping: it is only settled.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
+pub(crate) fn apply<C: Count>(
     count: &mut C,
     action: Action,
     quota: &Quota,
@@ -193,15 +127,6 @@ fn apply_to_copy<C: Count + Clone>(
     cost: u64,
     together: bool,
 ) -> Outcome {
-    let mut copy = count.clone();
-    let outcome = apply(&mut copy, action, quota, now, cost, together);
-    if outcome.written {
-        *count = copy;
-    }
-    outcome
-}
-
-fn apply<C: Count>(count: &mut C, action: Action, quota: &Quota, now: u64, cost: u64, together: bool) -> Outcome {
     let stepped_back = count.settle(quota, now);
     if action == Action::Refund {
         let written = !count.is_empty();
@@ -260,6 +185,7 @@ impl Verdict {
         Self { allowed: true, remaining: quota.burst(), retry_after: 0, reset_after: 0, delay: 0 }
     }
 
+    #[inline]
     pub(crate) fn into_decision(self, quota: &Quota, source: Source) -> Decision {
         Decision {
             allowed: self.allowed,
@@ -274,11 +200,17 @@ impl Verdict {
 }
 
 /// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota` allows fits.
+#[inline]
 fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
     // Most products fit 64 bits, where a division costs a fraction of what it costs in 128.
     if let Some(product) = a.checked_mul(b) {
         return (product / m, product % m);
     }
+    mul_div_rem_wide(a, b, m)
+}
+
+#[cold]
+fn mul_div_rem_wide(a: u64, b: u64, m: u64) -> (u64, u64) {
     let (product, m) = (u128::from(a) * u128::from(b), u128::from(m));
     (u64::try_from(product / m).unwrap_or(u64::MAX), u64::try_from(product % m).unwrap_or(u64::MAX))
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::algorithm::Algorithm;
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::decision::Decision;
-use crate::key::{Key, KeyError};
+use crate::key::{Key, KeyError, is_plain_key};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::Action;
@@ -163,7 +163,16 @@ impl<'a> Charge<'a> {
 
     /// Whether it can be decided at all. What was once taken can be given back even if a lower limit would not admit it
     /// now, and to forget a key costs nothing.
+    #[inline]
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
+        let sound = (1..=self.quota.burst()).contains(&self.cost)
+            && is_plain_key(self.key)
+            && self.policy.is_none_or(is_plain_key);
+        if sound { Ok(()) } else { self.check_with_care(action) }
+    }
+
+    #[cold]
+    fn check_with_care(&self, action: Action) -> Result<(), ChargeError> {
         Key::new(self.key).map_err(ChargeError::Key)?;
         if let Some(policy) = self.policy {
             Key::new(policy).map_err(ChargeError::Policy)?;

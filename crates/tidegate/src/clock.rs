@@ -5,7 +5,11 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use self::anchored::Anchored;
+
+mod anchored;
 
 /// Where time comes from: microseconds since the Unix epoch, and how to wait for them.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
@@ -24,8 +28,7 @@ pub trait Clock: Send + Sync + fmt::Debug + 'static {
 /// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with its timer on.
 #[derive(Clone)]
 pub struct SystemClock {
-    start: Instant,
-    start_micros: u64,
+    shared: Arc<Anchored>,
 }
 
 impl SystemClock {
@@ -33,7 +36,7 @@ impl SystemClock {
     #[must_use]
     pub fn new() -> Self {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { start: Instant::now(), start_micros: micros(since_epoch) }
+        Self { shared: Arc::new(Anchored::new(micros(since_epoch))) }
     }
 }
 
@@ -50,8 +53,9 @@ impl fmt::Debug for SystemClock {
 }
 
 impl Clock for SystemClock {
+    #[inline]
     fn now(&self) -> u64 {
-        self.start_micros + micros(self.start.elapsed())
+        self.shared.now()
     }
 
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {

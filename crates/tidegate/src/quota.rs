@@ -28,6 +28,8 @@ pub struct Quota {
     burst: u64,
     /// How long a full bucket takes to drain, in microseconds.
     drain: u64,
+    /// After so many milliseconds a count that nobody adds to is as good as none.
+    lifetime: u64,
     /// The policy that a charge counts under when it names none.
     unnamed_policy: Arc<str>,
 }
@@ -112,6 +114,7 @@ impl Quota {
             window: micros,
             burst: limit,
             drain: micros,
+            lifetime: lifetime(algorithm, micros),
             unnamed_policy: unnamed_policy(algorithm, encoding, micros),
         })
     }
@@ -156,6 +159,7 @@ impl Quota {
         }
         self.burst = burst;
         self.drain = drain;
+        self.lifetime = lifetime(self.algorithm, drain);
         Ok(self)
     }
 
@@ -227,7 +231,7 @@ impl Quota {
         let drain = mul_div_ceil(burst, self.window, limit);
         // A part of a unit more to drain than in the whole quota, and that was at the edge already.
         let (burst, drain) = if drain > MAX_DRAIN { (limit, self.window) } else { (burst, drain) };
-        Self { limit, burst, drain, ..self.clone() }
+        Self { limit, burst, drain, lifetime: lifetime(self.algorithm, drain), ..self.clone() }
     }
 
     pub(crate) fn window_micros(&self) -> u64 {
@@ -235,9 +239,21 @@ impl Quota {
     }
 
     /// How long a full bucket takes to drain.
+    #[cfg(feature = "resilience")]
     pub(crate) fn drain_micros(&self) -> u64 {
         self.drain
     }
+
+    /// After so many milliseconds a count that nobody adds to is as good as none.
+    pub(crate) fn lifetime_millis(&self) -> u64 {
+        self.lifetime
+    }
+}
+
+/// `drain` is the window for all but the buckets.
+fn lifetime(algorithm: Algorithm, drain: u64) -> u64 {
+    let windows = if algorithm == Algorithm::SlidingCounter { 2 } else { 1 };
+    (windows * drain).div_ceil(1_000)
 }
 
 fn unnamed_policy(algorithm: Algorithm, encoding: Encoding, micros: u64) -> Arc<str> {

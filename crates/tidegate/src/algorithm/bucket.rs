@@ -7,11 +7,11 @@
 //! The level is a whole number of units and a part in W-ths of a unit. In a microsecond it drains by L/W of a unit, that is
 //! by L such parts: integers all the way, so nothing drifts.
 
-use super::{Count, mul_div_rem};
+use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
 use crate::algorithm::Algorithm;
 use crate::quota::Quota;
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Bucket {
     /// When the level was as it is written here.
     time: u64,
@@ -29,8 +29,13 @@ impl Bucket {
 
     /// How long until `units` fewer whole units are in the bucket than its level now: to drain `units` and the part.
     fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
-        let (quotient, rest) = mul_div_rem(units, quota.window_micros(), quota.limit());
-        quotient + (rest + self.part).div_ceil(quota.limit())
+        let (window, limit) = (quota.window_micros(), quota.limit());
+        // Most of the time all of it fits 64 bits, and one division will do.
+        if let Some(parts) = units.checked_mul(window).and_then(|parts| parts.checked_add(self.part)) {
+            return parts.div_ceil(limit);
+        }
+        let (quotient, rest) = mul_div_rem(units, window, limit);
+        quotient + (rest + self.part).div_ceil(limit)
     }
 }
 
@@ -94,8 +99,18 @@ impl Count for Bucket {
     fn is_empty(&self) -> bool {
         self.level == 0 && self.part == 0
     }
+}
 
-    fn expires_at(&self, quota: &Quota) -> u64 {
-        self.time + quota.drain_micros()
+impl Kept for Bucket {
+    const KIND: Kind = Kind::Bucket;
+
+    #[inline]
+    fn load(state: State, _logs: &mut Logs) -> Self {
+        Self { time: state.time(), level: state.units(), part: state.parts() }
+    }
+
+    #[inline]
+    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
+        State::new(Self::KIND, self.time, self.level, self.part, quota)
     }
 }

@@ -3,10 +3,10 @@
 //! Windows are aligned to the epoch. Only after a clock has stepped back does a key get one window that is not: it begins
 //! at the step, so that what counted goes on counting for one window, no more and no less.
 
-use super::Count;
+use super::{Count, Kept, Kind, Logs, State};
 use crate::quota::Quota;
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Window {
     start: u64,
     count: u64,
@@ -47,8 +47,18 @@ impl Count for Window {
     fn is_empty(&self) -> bool {
         self.count == 0
     }
+}
 
-    fn expires_at(&self, quota: &Quota) -> u64 {
-        self.start + quota.window_micros()
+impl Kept for Window {
+    const KIND: Kind = Kind::Window;
+
+    #[inline]
+    fn load(state: State, _logs: &mut Logs) -> Self {
+        Self { start: state.time(), count: state.units() }
+    }
+
+    #[inline]
+    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
+        State::new(Self::KIND, self.start, self.count, 0, quota)
     }
 }

@@ -4,10 +4,10 @@
 //! Only after a clock has stepped back are a key's windows not aligned: they begin at the step, with both counts in full,
 //! and keep that rhythm until nothing counts any more. Any other rhythm would let more through.
 
-use super::{Count, mul_div_ceil, mul_div_rem};
+use super::{Count, Kept, Kind, Logs, State, mul_div_ceil, mul_div_rem};
 use crate::quota::Quota;
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Counter {
     /// When the current window began.
     start: u64,
@@ -86,8 +86,18 @@ impl Count for Counter {
     fn is_empty(&self) -> bool {
         self.current == 0 && self.previous == 0
     }
+}
 
-    fn expires_at(&self, quota: &Quota) -> u64 {
-        self.start + 2 * quota.window_micros()
+impl Kept for Counter {
+    const KIND: Kind = Kind::Counter;
+
+    #[inline]
+    fn load(state: State, _logs: &mut Logs) -> Self {
+        Self { start: state.time(), current: state.units(), previous: state.parts(), elapsed: 0 }
+    }
+
+    #[inline]
+    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
+        State::new(Self::KIND, self.start, self.current, self.previous, quota)
     }
 }

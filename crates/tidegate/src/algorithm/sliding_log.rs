@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use super::Count;
+use super::{Count, Kept, Kind, State};
 use crate::quota::Quota;
 
 #[derive(Debug, Default)]
@@ -135,8 +135,88 @@ impl Count for Log {
     fn is_empty(&self) -> bool {
         self.units() == 0
     }
+}
 
-    fn expires_at(&self, quota: &Quota) -> u64 {
-        self.entries.back().map_or(0, |newest| newest.time + quota.window_micros())
+impl Kept for Log {
+    const KIND: Kind = Kind::Log;
+
+    fn load(state: State, logs: &mut Logs) -> Self {
+        logs.take(place(state))
+    }
+
+    #[inline]
+    fn keep(self, quota: &Quota, before: Option<State>, logs: &mut Logs) -> State {
+        let newest = self.entries.back().map_or(0, |entry| entry.time);
+        let place = before.map_or_else(|| logs.place(), place);
+        logs.put(place, self);
+        State::new(Self::KIND, newest, u64::from(place), 0, quota)
+    }
+
+    fn put_back(self, state: State, logs: &mut Logs) {
+        logs.put(place(state), self);
+    }
+}
+
+/// Where the log of this state stands.
+fn place(state: State) -> u32 {
+    u32::try_from(state.units()).unwrap_or(u32::MAX)
+}
+
+/// The logs of many keys, each in a place of its own. Nothing is allocated while there is none.
+#[derive(Debug, Default)]
+pub(crate) struct Logs(Option<Box<Places>>);
+
+#[derive(Debug, Default)]
+struct Places {
+    logs: Vec<Log>,
+    free: Vec<u32>,
+}
+
+impl Logs {
+    /// The key of this state is forgotten.
+    pub(crate) fn forget(&mut self, state: State) {
+        if state.is_of(Kind::Log)
+            && let Some(places) = &mut self.0
+        {
+            places.logs[place(state) as usize] = Log::default();
+            places.free.push(place(state));
+            if places.free.len() == places.logs.len() {
+                self.0 = None;
+            }
+        }
+    }
+
+    /// Whether most places stand empty, so that it is worth the trouble to [move](Self::moved) the others together.
+    pub(crate) fn is_sparse(&self) -> bool {
+        self.0.as_ref().is_some_and(|places| places.free.len() > places.logs.len() / 2 + 8)
+    }
+
+    /// Moves the log of this state to another set of logs, and tells the state from then on.
+    pub(crate) fn moved(&mut self, state: State, to: &mut Logs) -> State {
+        if !state.is_of(Kind::Log) {
+            return state;
+        }
+        let place = to.place();
+        to.put(place, self.take(self::place(state)));
+        state.with_units(u64::from(place))
+    }
+
+    fn place(&mut self) -> u32 {
+        let places = self.0.get_or_insert_default();
+        places.free.pop().unwrap_or_else(|| {
+            places.logs.push(Log::default());
+            // No shard has room for so many.
+            u32::try_from(places.logs.len() - 1).unwrap_or(u32::MAX)
+        })
+    }
+
+    fn take(&mut self, place: u32) -> Log {
+        self.0.as_mut().map_or_else(Log::default, |places| std::mem::take(&mut places.logs[place as usize]))
+    }
+
+    fn put(&mut self, place: u32, log: Log) {
+        if let Some(places) = &mut self.0 {
+            places.logs[place as usize] = log;
+        }
     }
 }
