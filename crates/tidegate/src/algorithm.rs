@@ -23,11 +23,15 @@ use crate::store::Action;
 
 mod bucket;
 mod fixed_window;
+#[cfg(feature = "redis")]
+mod grants;
 mod sliding_counter;
 mod sliding_log;
 
 use bucket::Bucket;
 use fixed_window::Window;
+#[cfg(feature = "redis")]
+pub(crate) use grants::{Evidence, Grants};
 use sliding_counter::Counter;
 use sliding_log::Log;
 
