@@ -141,7 +141,9 @@ pub(super) fn one_line(error: &RedisError) -> String {
 
 /// On one line: some errors quote what they could not read, line breaks and all.
 fn shortened(text: &str) -> String {
-    // Where in the script it happened tells nobody anything, and makes two of one reason.
+    // Where in the script it happened tells nobody anything, and makes two of one reason. (Redis 6 says it first.)
+    let text =
+        text.strip_prefix("@user_script: ").and_then(|text| text.split_once(": ")).map_or(text, |(_, reason)| reason);
     let text = text.split_once(" script: ").map_or(text, |(reason, _)| reason);
     // A server that does not know AUTH quotes what came with it.
     let text = text.split_once(", with args beginning with").map_or(text, |(reason, _)| reason);
