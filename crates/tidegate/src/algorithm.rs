@@ -23,12 +23,16 @@ use crate::store::Action;
 
 mod bucket;
 mod fixed_window;
+#[cfg(feature = "redis")]
+mod grants;
 mod sliding_counter;
 mod sliding_log;
 mod state;
 
 pub(crate) use bucket::Bucket;
 pub(crate) use fixed_window::Window;
+#[cfg(feature = "redis")]
+pub(crate) use grants::{Evidence, Grants};
 pub(crate) use sliding_counter::Counter;
 pub(crate) use sliding_log::{Log, Logs};
 pub(crate) use state::{Kept, Kind, MAX_TIME, State};

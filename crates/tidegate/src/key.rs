@@ -85,19 +85,29 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
 #[cfg(any(feature = "redis", test))]
 pub(crate) fn redis_key(prefix: &str, key: &str, policy: &str) -> String {
     let mut text = String::with_capacity(prefix.len() + key.len() + policy.len() + 4);
+    write_redis_key(&mut text, prefix, key, policy);
+    text
+}
+
+/// The same, at the end of a text.
+#[cfg(any(feature = "redis", test))]
+pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, policy: &str) {
     text.push_str(prefix);
     text.push_str(":{");
-    for character in key.chars() {
-        match character {
-            '%' => text.push_str("%25"),
-            '{' => text.push_str("%7B"),
-            '}' => text.push_str("%7D"),
-            other => text.push(other),
+    if key.bytes().any(|byte| b"%{}".contains(&byte)) {
+        for character in key.chars() {
+            match character {
+                '%' => text.push_str("%25"),
+                '{' => text.push_str("%7B"),
+                '}' => text.push_str("%7D"),
+                other => text.push(other),
+            }
         }
+    } else {
+        text.push_str(key);
     }
     text.push_str("}:");
     text.push_str(policy);
-    text
 }
 
 #[cfg(test)]

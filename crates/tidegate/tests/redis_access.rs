@@ -5,7 +5,7 @@ mod support;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use support::{Authority, Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, free_port, redis_6, valkey_9};
+use support::{Authority, Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, free_port, packed, redis_6, valkey_9};
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{Charge, Limiter, Part, Quota, RedisStore, Store, StoreError};
@@ -23,7 +23,13 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     let store = builder("rate_limit").connect().await.expect("our own server answers");
     store.probe(Part::WHOLE).await.expect("it could decide");
     assert_eq!(store.announce("me").await, Ok(vec!["me".to_owned()]));
-    support::assert_exact_under_concurrency(&Limiter::new(store)).await;
+    let limiter = Limiter::new(store);
+    support::assert_exact_under_concurrency(&limiter).await;
+    let long = packed(1_000, LONG);
+    for taken in 1..=400 {
+        let decision = limiter.acquire(&Charge::new("one after the other", &long)).await.expect("decided");
+        assert_eq!(decision.remaining, 1_000 - taken);
+    }
     redis.assert_every_key_expires();
 }
 

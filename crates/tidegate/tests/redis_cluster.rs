@@ -229,3 +229,42 @@ async fn assert_failover_is_followed(hangs: bool) {
         }
     }
 }
+
+/// Decisions of many keys at once: a batch a node, in it a call a slot.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
+    let cluster = Cluster::start();
+    let limiter = limiter(&cluster).await;
+    for quota in every_quota(5, LONG) {
+        let tasks: Vec<_> = (0..120)
+            .map(|caller| {
+                let (limiter, quota) = (limiter.clone(), quota.clone());
+                tokio::spawn(async move {
+                    let mut left = Vec::new();
+                    for turn in 0..4 {
+                        let name = format!("user-{}", (caller + turn) % 40);
+                        let decision = limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
+                        left.push((name, decision.allowed, decision.remaining));
+                    }
+                    left
+                })
+            })
+            .collect();
+        let mut told = std::collections::HashMap::<String, Vec<u64>>::new();
+        for task in tasks {
+            for (name, allowed, remaining) in task.await.expect("no panic") {
+                if allowed {
+                    told.entry(name).or_default().push(remaining);
+                } else {
+                    assert_eq!(remaining, 0);
+                }
+            }
+        }
+        assert_eq!(told.len(), 40);
+        for (name, mut left) in told {
+            left.sort_unstable();
+            assert_eq!(left, [0, 1, 2, 3, 4], "{name} of {}", quota.unnamed_policy());
+        }
+    }
+    cluster.assert_every_key_expires();
+}

@@ -16,12 +16,6 @@ async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
     Limiter::new(store.expect("our own server answers"))
 }
 
-fn calls_of(redis: &Redis, command: &str) -> u64 {
-    let stats: String = redis.query(&["INFO", "commandstats"]);
-    let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
-    line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
-}
-
 // ---- Lost scripts -----------------------------------------------------------------------------------------------
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -41,7 +35,7 @@ async fn a_thousand_calls_that_miss_a_script_load_it_once() {
             assert!(task.await.expect("no panic"));
         }
         assert_eq!(limiter.store().script_loads(), round);
-        assert_eq!(calls_of(&redis, "script|load"), round);
+        assert_eq!(redis.calls_of("script|load"), round);
         let left = limiter.peek(&Charge::new("u", &quota)).await.expect("decided").remaining + 1;
         assert_eq!(left, 1_000_000 - 1_000 * round);
     }
@@ -91,7 +85,7 @@ async fn a_call_that_comes_too_late_does_nothing() {
         let hasty = limiter_with(&redis, timeout).await;
         let charge = Charge::new("u", &quota);
         hasty.acquire(&charge.cost(10)).await.expect("decided");
-        let before = calls_of(&redis, "evalsha");
+        let before = redis.calls_of("evalsha");
         redis.signal("STOP");
         for action in [Action::Acquire, Action::Refund, Action::Reset] {
             let start = Instant::now();
@@ -100,7 +94,7 @@ async fn a_call_that_comes_too_late_does_nothing() {
             assert!(start.elapsed() < timeout + Duration::from_millis(100), "{:?}", start.elapsed());
         }
         redis.signal("CONT");
-        until("the server has run what waited", async || calls_of(&redis, "evalsha") >= before + 3).await;
+        until("the server has run what waited", async || redis.calls_of("evalsha") >= before + 3).await;
         let left = patient.peek(&charge).await.expect("decided").remaining + 1;
         assert_eq!(left, 90, "{}", quota.unnamed_policy());
     }
@@ -125,11 +119,11 @@ async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
             let decision = hasty.acquire(&charge).await.expect("decided, whatever the clock says");
             assert_eq!(decision.remaining, 100 - count, "{name}");
         }
-        let before = calls_of(&redis, "evalsha");
+        let before = redis.calls_of("evalsha");
         redis.signal("STOP");
         assert_eq!(hasty.acquire(&charge).await, Err(Error::Store(StoreError::Timeout(timeout))), "{name}");
         redis.signal("CONT");
-        until("the server has run what waited", async || calls_of(&redis, "evalsha") > before).await;
+        until("the server has run what waited", async || redis.calls_of("evalsha") > before).await;
         until("connected", async || hasty.peek(&charge).await.is_ok()).await;
         assert_eq!(hasty.peek(&charge).await.expect("decided").remaining, 95, "{name}");
     }

@@ -67,6 +67,12 @@ local function bucket(queues)
       return drain_time(state, quota, state.level + extra)
     end,
 
+    -- The level and its part: what each of several acquires is told follows from them.
+    evidence = function(state, quota, reply, replied)
+      reply[replied + 1], reply[replied + 2] = state.level, state.part
+      return replied + 2
+    end,
+
     delay = queues and function(state, quota)
       return drain_time(state, quota, state.level)
     end,

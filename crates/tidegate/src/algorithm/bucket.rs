@@ -22,6 +22,17 @@ pub(crate) struct Bucket {
 }
 
 impl Bucket {
+    /// One that was settled elsewhere, in a script.
+    #[cfg(feature = "redis")]
+    pub(super) fn at_level(level: u64, part: u64) -> Self {
+        Self { time: 0, level, part }
+    }
+
+    #[cfg(all(test, feature = "redis"))]
+    pub(super) fn level_and_part(&self) -> (u64, u64) {
+        (self.level, self.part)
+    }
+
     /// A part of a unit takes the room of a whole one.
     fn occupied(&self) -> u64 {
         self.level + u64::from(self.part > 0)

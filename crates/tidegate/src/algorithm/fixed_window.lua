@@ -29,6 +29,12 @@ algorithms['fixed-window'] = {
     return state.count + extra == 0 and 0 or state.start + quota.window - now
   end,
 
+  -- How long the window lasts yet.
+  evidence = function(state, quota, reply, replied)
+    reply[replied + 1] = state.start + quota.window - now
+    return replied + 1
+  end,
+
   spend = function(state, quota, cost)
     state.count = state.count + cost
   end,

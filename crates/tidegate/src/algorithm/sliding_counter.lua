@@ -53,6 +53,12 @@ algorithms['sliding-counter'] = {
     return quota.window - state.elapsed + elapsed_until(current, 0, quota.window)
   end,
 
+  -- The count of the current window, and how far it has come.
+  evidence = function(state, quota, reply, replied)
+    reply[replied + 1], reply[replied + 2] = state.current, state.elapsed
+    return replied + 2
+  end,
+
   spend = function(state, quota, cost)
     state.current = state.current + cost
   end,

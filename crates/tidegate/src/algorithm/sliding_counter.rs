@@ -18,6 +18,17 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
+    /// One that was settled elsewhere, in a script; what is left of the previous window is not known.
+    #[cfg(feature = "redis")]
+    pub(super) fn in_window(current: u64, elapsed: u64) -> Self {
+        Self { start: 0, current, previous: 0, elapsed }
+    }
+
+    #[cfg(all(test, feature = "redis"))]
+    pub(super) fn current_and_elapsed(&self) -> (u64, u64) {
+        (self.current, self.elapsed)
+    }
+
     /// What still counts of the previous window.
     fn carried(&self, window: u64) -> u64 {
         mul_div_rem(self.previous, window - self.elapsed, window).0

@@ -1,17 +1,29 @@
 -- sliding-log as a string of packed timestamps: the same answers as the sorted set in a fraction of the memory.
 --
--- Redis: a header, then the requests in the order of time, then unused room.
---   a request of cost 1 is its time, in 4, 5 or 6 bytes (enough for the window; the rest of the time follows from the newest)
---   from the first other cost on, each request is its time and the running total of units, in 4 more bytes
--- Requests that have left the window are skipped by `first`; they go when the string is next rewritten. A string that fits
--- into one read is rewritten at each write; a longer one is patched in place, and rewritten, with a little room to
--- grow, when it is full: one copy in some n/32 writes. Searches are binary, so no decision walks the log.
+-- Redis: one of two forms, told apart by their first byte.
+-- Short, up to 1024 bytes, as long as every request costs 1: read and written as a whole.
+--   "q", the width of a time, the newest time in 8 bytes, then the requests in the order of time
+--   a request is its time, in 4, 5 or 6 bytes (enough for the window; the rest of the time follows from the newest)
+-- Long:
+--   "p" and the rest of a header, then the requests in the order of time, then unused room
+--   a request of cost 1 is its time; from the first other cost on, each is its time and the running total of units, in
+--   4 more bytes
+-- In the long form requests that have left the window are skipped by `first`; they go when the string is next rewritten. A
+-- string that fits into one read is rewritten at each write; a longer one is patched in place, and rewritten, with a little
+-- room to grow, when it is full: one copy in some n/32 writes. Searches are binary, so no decision walks the log.
 -- It expires when its newest request leaves the window.
 
+local SHORT = 113 -- "q"
+local SHORT_HEADER_SIZE = 10
+-- With such a limit the whole string is read: it is short, but just after a limit was lowered.
+local SHORT_LIMIT = 120
+-- So many units that come together are still written as single requests.
+local MOST_SINGLES = 8
 local HEADER = '<BBI4I4I4I4I4I4I8'
 local HEADER_SIZE = 34
 local MAGIC = 112 -- "p"
 local FIRST_READ = 1024
+local pack, unpack_struct, sub, byte = struct.pack, struct.unpack, string.sub, string.byte
 local TOTALS = 4294967296 -- running totals are kept modulo 2^32
 
 local function offset(log, index)
@@ -31,7 +43,7 @@ end
 local function time_at(log, index)
   local from = offset(log, index)
   local text, position = bytes(log, from, from + log.width)
-  local stored = struct.unpack(log.time_format, text, position)
+  local stored = unpack_struct(log.time_format, text, position)
   return log.newest - (log.newest - stored) % log.modulus
 end
 
@@ -40,7 +52,7 @@ local function units_at(log, index)
   if index < log.narrow then return index - log.first + 1 end
   local from = offset(log, index) + log.width
   local text, position = bytes(log, from, from + 4)
-  return (struct.unpack('<I4', text, position) - log.base) % TOTALS
+  return (unpack_struct('<I4', text, position) - log.base) % TOTALS
 end
 
 -- The lowest index from `low` to `high` for which the test holds; it is known to hold for `high`.
@@ -67,6 +79,46 @@ local function width_for(window)
   return window < 4294967296 and 4 or window < 1099511627776 and 5 or 6
 end
 
+-- What every short log that takes something now, under this quota, has in common.
+local function prepare(quota)
+  local width = width_for(quota.window)
+  quota.width = width
+  quota.stamp = pack('<I' .. width, now % 256 ^ width)
+  quota.header = pack('<BBI8', SHORT, width, now)
+  quota.expires = whole(expiry(now + quota.window))
+end
+
+-- live: the oldest request in the window, from 0; count: all that are in the string.
+local function load_short(key, text, quota)
+  local width, newest = byte(text, 2), unpack_struct('<I8', text, 3)
+  local count = (#text - SHORT_HEADER_SIZE) / width
+  local format, modulus, live = '<I' .. width, 256 ^ width, 0
+  -- A request is in the window if it is older than the newest by less than this.
+  local reach = newest + quota.window - now
+  if reach <= 0 then
+    live = count
+  elseif (newest - unpack_struct(format, text, SHORT_HEADER_SIZE + 1)) % modulus >= reach then
+    local high = count - 1
+    live = 1
+    while live < high do
+      local middle = floor((live + high) / 2)
+      local age = (newest - unpack_struct(format, text, SHORT_HEADER_SIZE + 1 + middle * width)) % modulus
+      if age < reach then high = middle else live = middle + 1 end
+    end
+  end
+  return {
+    key = key, short = text, width = width, newest = newest, count = count, live = live, units = count - live, spent = 0,
+    refunded = 0, stepped_back = newest > now and live < count, modulus = modulus, time_format = format,
+  }
+end
+
+-- A short log as a long one, for what is not done every day.
+local function lengthen(log)
+  log.head = string.rep('\0', HEADER_SIZE) .. sub(log.short, SHORT_HEADER_SIZE + 1)
+  log.capacity, log.narrow, log.first, log.base, log.gone = 0, log.count, 0, 0, log.live
+  log.short = nil
+end
+
 -- How long to make a string of so many bytes: a little room, then up to what the allocator would round up to anyway
 -- (four sizes to each power of two), less the string's own header in Redis.
 local function roomy(size)
@@ -80,8 +132,8 @@ end
 local function widened(log, width)
   local parts, format = {}, '<I' .. width
   for index = log.first, log.count - 1 do
-    local text = struct.pack(format, time_at(log, index) % 256 ^ width)
-    if index >= log.narrow then text = text .. struct.pack('<I4', (log.base + units_at(log, index)) % TOTALS) end
+    local text = pack(format, time_at(log, index) % 256 ^ width)
+    if index >= log.narrow then text = text .. pack('<I4', (log.base + units_at(log, index)) % TOTALS) end
     parts[#parts + 1] = text
   end
   return table.concat(parts)
@@ -93,16 +145,25 @@ algorithms['sliding-log-packed'] = {
   -- count: requests in the string, of which `narrow` have no total; first: the oldest that was in the window at the last
   -- write; live: the oldest that is now; gone: units from first up to there; units: those in the window.
   load = function(key, quota)
-    local head = read('GETRANGE', key, 0, FIRST_READ - 1) or ''
-    local log = {key = key, head = head, units = 0, gone = 0, live = 0, spent = 0, refunded = 0}
-    if #head < HEADER_SIZE or string.byte(head) ~= MAGIC then
-      log.head, log.capacity, log.narrow, log.count, log.first, log.base, log.newest = '', 0, 0, 0, 0, 0, 0
-      set_width(log, width_for(quota.window))
-      return log
+    if not quota.width then prepare(quota) end
+    local head
+    if quota.limit <= SHORT_LIMIT then
+      head = read('GET', key) or ''
+    else
+      head = read('GETRANGE', key, 0, FIRST_READ - 1) or ''
     end
+    local magic = byte(head)
+    if magic == SHORT and #head > SHORT_HEADER_SIZE then return load_short(key, head, quota) end
+    if magic ~= MAGIC or #head < HEADER_SIZE then
+      return {
+        key = key, short = '', width = quota.width, newest = 0, count = 0, live = 0, units = 0, spent = 0, refunded = 0,
+        stepped_back = false, modulus = 256 ^ quota.width, time_format = '<I' .. quota.width,
+      }
+    end
+    local log = {key = key, head = head, units = 0, gone = 0, live = 0, spent = 0, refunded = 0}
     local _, width, stored_units
     _, width, log.capacity, log.narrow, log.count, log.first, log.base, stored_units, log.newest =
-      struct.unpack(HEADER, head)
+      unpack_struct(HEADER, head)
     set_width(log, width)
     log.live = log.count
     if log.newest + quota.window > now then
@@ -128,6 +189,7 @@ algorithms['sliding-log-packed'] = {
     -- If this denial counts as well, its own units are the newest, and have to leave last.
     local must_leave = log.units + (quota.count_denied and cost or 0) + cost - quota.limit
     if must_leave > log.units then return quota.window end
+    if log.short then lengthen(log) end
     local leaves = time_at(log, index_reaching(log, log.gone + must_leave))
     return math.min(leaves, now) + quota.window - now
   end,
@@ -152,6 +214,18 @@ algorithms['sliding-log-packed'] = {
   end,
 
   save = function(key, log, quota)
+    local text = log.short
+    if text then
+      local spent, from = log.spent, SHORT_HEADER_SIZE + 1 + log.live * log.width
+      if spent > 0 and spent <= MOST_SINGLES and log.refunded == 0 and not log.stepped_back and log.width == quota.width
+        and not (quota.count_denied and log.units > quota.limit)
+        and SHORT_HEADER_SIZE + log.units * log.width <= FIRST_READ then
+        local stamp = spent == 1 and quota.stamp or string.rep(quota.stamp, spent)
+        call('SET', key, quota.header .. sub(text, from) .. stamp, 'PXAT', quota.expires)
+        return
+      end
+      lengthen(log)
+    end
     -- What has left the window is skipped from now on.
     log.base, log.first, log.gone = (log.base + log.gone) % TOTALS, log.live, 0
     if log.first == log.count then log.narrow, log.count, log.first, log.base = 0, 0, 0, 0 end
@@ -188,9 +262,9 @@ algorithms['sliding-log-packed'] = {
       set_width(log, width)
     end
 
-    local units, appended = kept + added, struct.pack(log.time_format, newest % log.modulus)
+    local units, appended = kept + added, pack(log.time_format, newest % log.modulus)
     if added > 1 or log.narrow < log.count then
-      appended = appended .. struct.pack('<I4', (log.base + units) % TOTALS)
+      appended = appended .. pack('<I4', (log.base + units) % TOTALS)
     else
       log.narrow = log.narrow + 1
     end
@@ -208,7 +282,7 @@ algorithms['sliding-log-packed'] = {
     local size = HEADER_SIZE + to - from
     local expires = expiry(newest + quota.window)
     local function header()
-      return struct.pack(HEADER, MAGIC, log.width, log.capacity, log.narrow, log.count, log.first, log.base, units,
+      return pack(HEADER, MAGIC, log.width, log.capacity, log.narrow, log.count, log.first, log.base, units,
         newest)
     end
     local wasteful = log.capacity > 1.3 * size and log.capacity > roomy(size)
@@ -219,11 +293,15 @@ algorithms['sliding-log-packed'] = {
       return
     end
     to = to - #appended
-    local text = ''
+    text = ''
     if to > from then
-      text = to <= #log.head and string.sub(log.head, from + 1, to) or call('GETRANGE', key, from, to - 1)
+      text = to <= #log.head and sub(log.head, from + 1, to) or call('GETRANGE', key, from, to - 1)
     end
     log.narrow, log.count, log.first = math.max(0, log.narrow - log.first), log.count - log.first, 0
+    if log.narrow == log.count and SHORT_HEADER_SIZE + to - from + #appended <= FIRST_READ then
+      call('SET', key, pack('<BBI8', SHORT, log.width, newest) .. text .. appended, 'PXAT', expires)
+      return
+    end
     log.capacity = size <= FIRST_READ and size or roomy(size)
     call('SET', key, header() .. text .. appended .. string.rep('\0', log.capacity - size), 'PXAT', expires)
   end,

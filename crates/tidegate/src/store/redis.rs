@@ -30,24 +30,24 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::redis::Value;
-
+use self::batch::Outcome;
 pub use self::builder::Builder;
 use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
-use self::script::{Request, Script, Verb};
+use self::queue::{Entrance, Turn};
+use self::requests::{Request, Requests, Verb, Verdicts};
 use self::slot::slot_of_counts;
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::{Action, Part, Store, StoreError};
-use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
-use crate::key::redis_key;
+use crate::key::write_redis_key;
 
 mod access;
+mod batch;
 mod builder;
 mod call;
 mod fault;
@@ -55,6 +55,8 @@ mod groups;
 mod health;
 mod link;
 mod probe;
+mod queue;
+mod requests;
 mod script;
 mod server_clock;
 mod slot;
@@ -82,6 +84,7 @@ struct Shared {
     topology: Topology,
     prefix: String,
     timeout: Duration,
+    group_commit: bool,
     /// Tests drive the script's time by this clock.
     #[cfg(feature = "testing")]
     driven_by: Option<crate::clock::ManualClock>,
@@ -126,24 +129,63 @@ impl RedisStore {
 
 impl Shared {
     fn redis_key(&self, charge: &Charge<'_>) -> String {
-        redis_key(&self.prefix, charge.key(), charge.policy_name())
+        let mut text = String::new();
+        self.write_redis_key(&mut text, charge);
+        text
+    }
+
+    fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
+        write_redis_key(text, &self.prefix, charge.key(), charge.policy_name());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
         slot_of_counts(charge.key())
     }
 
-    /// Decides requests on keys of one slot (or of one server) in one call.
-    async fn decide(&self, requests: &[Request<'_>], started: Instant) -> Result<Vec<Verdict>, Setback> {
-        let Some(first) = requests.iter().flat_map(|request| request.charges).next() else { return Ok(Vec::new()) };
-        let script = Script::for_requests(requests);
-        let call = Call { script, slot: Self::slot(first), started, timeout: self.timeout };
-        let (key, time) = (|charge: &Charge<'_>| self.redis_key(charge), self.driven_time());
-        let read = |reply: Value| {
-            let answer = script::answer(requests, reply)?;
-            Ok((Some(answer.now), answer.verdicts.map_or(Read::Late, Read::Answer)))
+    /// Decides a request on keys of one slot (or of one server): by itself, or together with others.
+    async fn decide(self: &Arc<Self>, request: &Request<'_>, started: Instant) -> Result<Verdicts, Setback> {
+        let Some(first) = request.charges.first() else { return Ok(Verdicts::Several(Vec::new())) };
+        let (slot, deadline) = (Self::slot(first), started + self.timeout);
+        let mut again = false;
+        while self.group_commit {
+            if std::mem::replace(&mut again, true) && deadline <= Instant::now() {
+                return Err(StoreError::Timeout(self.timeout).into());
+            }
+            let link = self.topology.known().route(slot)?;
+            let place = match queue::enter(self, link, request, slot, deadline) {
+                Entrance::Turn(turn) => return self.decide_alone(request, slot, started, Some(turn)).await,
+                Entrance::Wait(place) => place,
+            };
+            match place.outcome(request).await {
+                Outcome::Decided(verdicts) => return Ok(verdicts),
+                Outcome::Failed(error) => return Err(error.into()),
+                Outcome::TimedOut => return Err(StoreError::Timeout(self.timeout).into()),
+                Outcome::Again => {}
+                Outcome::Alone => break,
+            }
+        }
+        self.decide_alone(request, slot, started, None).await
+    }
+
+    async fn decide_alone(
+        &self,
+        request: &Request<'_>,
+        slot: u16,
+        started: Instant,
+        turn: Option<Turn>,
+    ) -> Result<Verdicts, Setback> {
+        let requests = Requests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
+        let call = Call { script: requests.script(&[0]), slot, started, timeout: self.timeout };
+        let time = self.driven_time();
+        let command = |deadline| requests.command(&[0], |_| 1, time, deadline);
+        let read = |reply| {
+            let answer = requests.read(&[0], |_| 1, reply)?;
+            let Some(told) = answer.told.into_iter().flatten().next() else {
+                return Ok((Some(answer.now), Read::Late));
+            };
+            Ok((Some(answer.now), Read::Answer(told.verdicts(request, 0)?)))
         };
-        call.run(self.topology.known(), |deadline| script.decide(requests, key, time, deadline), read).await
+        call.run(self.topology.known(), turn, command, read).await
     }
 
     /// The script's time, if tests drive it.
@@ -161,12 +203,9 @@ impl Shared {
 
 impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let charges = std::slice::from_ref(charge);
-        let request = Request { verb: Verb::Do(action), charges };
-        match self.shared.decide(&[request], Instant::now()).await {
-            Ok(verdicts) => Ok(verdicts[0].into_decision(charge.quota(), Source::Store)),
-            Err(setback) => Err(setback.into_store_error()),
-        }
+        let request = Request { verb: Verb::Do(action), charges: std::slice::from_ref(charge) };
+        let verdicts = self.shared.decide(&request, Instant::now()).await.map_err(Setback::into_store_error)?;
+        Ok(verdicts.first(charge).into_decision(charge.quota(), Source::Store))
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {

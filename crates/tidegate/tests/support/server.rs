@@ -98,6 +98,22 @@ impl Redis {
         command.query(&mut self.connection()).expect("a plain command")
     }
 
+    /// How often this command was called.
+    pub(crate) fn calls_of(&self, command: &str) -> u64 {
+        let stats: String = self.query(&["INFO", "commandstats"]);
+        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
+    }
+
+    /// Holds back whatever could write, scripts among it, until [`Redis::go_on`].
+    pub(crate) fn hold_back(&self) {
+        self.query::<()>(&["CLIENT", "PAUSE", "60000", "WRITE"]);
+    }
+
+    pub(crate) fn go_on(&self) {
+        self.query::<()>(&["CLIENT", "UNPAUSE"]);
+    }
+
     /// No key may be left without an expiry.
     pub(crate) fn assert_every_key_expires(&self) {
         let mut connection = self.connection();

@@ -22,6 +22,7 @@ pub struct Builder {
     pub(super) timeout: Duration,
     pub(super) credentials: Option<(Option<String>, String)>,
     pub(super) tls: Option<Tls>,
+    pub(super) group_commit: bool,
     #[cfg(feature = "testing")]
     pub(super) driven_by: Option<crate::clock::ManualClock>,
 }
@@ -53,6 +54,7 @@ impl Builder {
             timeout: Duration::from_millis(100),
             credentials: None,
             tls: None,
+            group_commit: true,
             #[cfg(feature = "testing")]
             driven_by: None,
         }
@@ -87,6 +89,14 @@ impl Builder {
         self
     }
 
+    /// Whether decisions that come while calls to their node are under way go together in the next; they do by default.
+    /// Without it each decision is a call of its own. The answers are the same.
+    #[must_use]
+    pub fn group_commit(mut self, together: bool) -> Self {
+        self.group_commit = together;
+        self
+    }
+
     /// Hands this clock's time to the scripts instead of the server's. For tests only.
     #[cfg(feature = "testing")]
     #[must_use]
@@ -116,6 +126,7 @@ impl Builder {
                 topology: Topology::start(plan, access, self.timeout),
                 prefix: self.prefix,
                 timeout: self.timeout,
+                group_commit: self.group_commit,
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
             }),

@@ -8,6 +8,7 @@ use tokio::time::sleep_until;
 
 use super::fault::{Fault, Said};
 use super::link::{Connection, Link};
+use super::queue::Turn;
 use super::script::Script;
 use super::topology::Known;
 use crate::store::StoreError;
@@ -64,10 +65,11 @@ impl Call<'_> {
 
     /// Runs it. `command` gets the deadline in the server's time; `read` gets the reply, and tells the server's time.
     ///
-    /// Every wait in here ends at the deadline.
+    /// Every wait in here ends at the deadline. The turn is for the first attempt: what goes on from there holds up nobody.
     pub(super) async fn run<T>(
         &self,
         known: &Known,
+        mut turn: Option<Turn>,
         command: impl Fn(Option<i64>) -> Cmd,
         read: impl Fn(Value) -> Result<(Option<i64>, Reply<T>), StoreError>,
     ) -> Result<T, Setback> {
@@ -80,7 +82,9 @@ impl Call<'_> {
                 None => (known.route(self.slot)?, false),
             };
             let loads = link.loads_of(self.script);
-            let fault = match self.attempt(&link, asking, &command).await {
+            let attempted = self.attempt(&link, asking, &command).await;
+            drop(turn.take());
+            let fault = match attempted {
                 Ok((value, connection, sent)) => {
                     let received = Instant::now();
                     let (now, reply) = read(value)?;

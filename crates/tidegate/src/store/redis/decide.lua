@@ -1,23 +1,30 @@
 -- Decides one or more independent requests, each of one or more charges: one TIME, one call.
 --
--- KEYS   one a charge, in the order of the charges
+-- KEYS   one a charge, in the order of the charges; equal requests share theirs
 -- ARGV   1        the time in microseconds, from tests only; '' in production: the server's TIME
 --        2        the server's time in microseconds after which nothing is done any more: by then the caller has gone,
 --                 and what is spent for it is lost; '' for none
---        then, for each request:
---          action   acquire | peek | refund | reset | take
---                   forgo: as acquire, when a charge on another node has denied, so nothing is spent
---          charges  how many charges follow
---          then, for each charge: algorithm, limit, window (microseconds), option, cost
+--        3        how many quotas follow
+--        then, for each quota: algorithm, limit, window (microseconds), option
 --          option is a bucket's burst; 1 for a log that counts denied requests, else 0
+--        then the requests, which name quotas by their number, in one of three forms:
+--          acquire-each <quota> <cost> <count>   so many acquires of one charge, each of the next key
+--          acquire-times <quota> <cost> <times>  so many equal acquires of one charge, all of the next key
+--          <action> <charges>, then for each charge: quota, cost
+--            action   acquire | peek | refund | reset | take
+--                     forgo: as acquire, when a charge on another node has denied, so nothing is spent
+--          (quotas that count denied requests only in the third)
 -- reply  the server's time in microseconds; 1, or 0 if it was too late, and nothing was done: then that is all
---        then five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
---        (for a reset they say nothing: the caller knows what a forgotten key has left)
+--        then for each key of the first two forms: how many were granted, what remained before, the algorithm's evidence (from
+--          which follows what each was told), and if some were denied: their retry_after, reset_after (microseconds)
+--        and for the third, five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
+--          (for a reset they say nothing: the caller knows what a forgotten key has left)
+--        Of several requests, one that met an error has its text instead; a single one raises it.
 --
 -- The charges of one acquire are all or nothing: all are read and asked, then all are written or none.
 -- For example, one unit of 100 a minute for one key:
---   EVALSHA <sha> 1 rate_limit:{user123}:per-user '' 1700000000100000 acquire 1 sliding-log 100 60000000 0 1
---   -> 1700000000000250 1 1 99 0 60000000 0
+--   EVALSHA <sha> 1 rate_limit:{user123}:per-user '' 1700000000100000 1 sliding-log 100 60000000 0 acquire-each 1 1 1
+--   -> 1700000000000250 1 1 100
 
 if ARGV[2] ~= '' and server_time > tonumber(ARGV[2]) then return {server_time, 0} end
 
@@ -65,21 +72,51 @@ local function decide(charge, action, together)
   end
 end
 
-local next_key, at, last = 1, 3, #ARGV
-while at <= last do
-  local action, count = ARGV[at], tonumber(ARGV[at + 1])
-  at = at + 2
+local quotas, at, last, next_key = {}, 4, #ARGV, 1
+for i = 1, tonumber(ARGV[3]) do
+  local algorithm, option = algorithms[ARGV[at]], tonumber(ARGV[at + 3])
+  quotas[i] = {
+    algorithm = algorithm,
+    limit = tonumber(ARGV[at + 1]),
+    window = tonumber(ARGV[at + 2]),
+    option = option,
+    count_denied = algorithm.counts_denied and option == 1,
+  }
+  at = at + 4
+end
+
+-- Grants as many of these equal acquires as there is room for: read once, written once.
+local function grant(key, quota, cost, times)
+  local algorithm = quota.algorithm
+  local state = algorithm.load(key, quota)
+  local remaining = algorithm.remaining(state, quota)
+  local granted = math.min(times, floor(remaining / cost))
+  reply[replied + 1], reply[replied + 2] = granted, remaining
+  replied = replied + 2
+  if algorithm.evidence then replied = algorithm.evidence(state, quota, reply, replied) end
+  if granted > 0 then
+    algorithm.spend(state, quota, granted * cost)
+    algorithm.save(key, state, quota)
+    if granted == times then return end
+    -- What is denied after a grant finds it in the count.
+    state = algorithm.load(key, quota)
+  end
+  reply[replied + 1] = algorithm.retry_after(state, quota, cost)
+  reply[replied + 2] = algorithm.reset_after(state, quota, 0)
+  replied = replied + 2
+  if state.stepped_back or state.short_lived then
+    algorithm.spend(state, quota, 0)
+    save({key = key, algorithm = algorithm, state = state, quota = quota})
+  end
+end
+
+-- The charges of one request, from this argument and this key on.
+local function decide_together(action, count, at, key)
   local charges, together = {}, action ~= 'forgo'
   for i = 1, count do
-    local name, option = ARGV[at], tonumber(ARGV[at + 3])
-    local algorithm = algorithms[name]
-    local quota = {
-      limit = tonumber(ARGV[at + 1]),
-      window = tonumber(ARGV[at + 2]),
-      option = option,
-      count_denied = algorithm.counts_denied and option == 1,
-    }
-    local charge = {key = KEYS[next_key], algorithm = algorithm, quota = quota, cost = tonumber(ARGV[at + 4])}
+    local quota = quotas[tonumber(ARGV[at])]
+    local algorithm = quota.algorithm
+    local charge = {key = KEYS[key], algorithm = algorithm, quota = quota, cost = tonumber(ARGV[at + 1])}
     if action ~= 'reset' then
       charge.state = algorithm.load(charge.key, quota)
       charge.remaining = algorithm.remaining(charge.state, quota)
@@ -87,7 +124,7 @@ while at <= last do
       together = together and charge.cost <= charge.remaining
     end
     charges[i] = charge
-    next_key, at = next_key + 1, at + 5
+    key, at = key + 1, at + 2
   end
   for i = 1, count do
     local charge = charges[i]
@@ -105,4 +142,40 @@ while at <= last do
     end
   end
 end
-return reply
+
+-- `answered` is where the answer of the present request begins; `left` are those of an acquire-each that are still to be
+-- asked. What stands out here has moved past a request before it is decided, so that the rest can be decided after an error.
+local answered, left, quota, cost = replied, 0, nil, nil
+local function decide_rest()
+  while true do
+    answered = replied
+    if left > 0 then
+      left, next_key = left - 1, next_key + 1
+      grant(KEYS[next_key - 1], quota, cost, 1)
+    elseif at > last then
+      return
+    else
+      local action = ARGV[at]
+      if action == 'acquire-each' then
+        quota, cost, left = quotas[tonumber(ARGV[at + 1])], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+        at = at + 4
+      elseif action == 'acquire-times' then
+        at, next_key = at + 4, next_key + 1
+        grant(KEYS[next_key - 1], quotas[tonumber(ARGV[at - 3])], tonumber(ARGV[at - 2]), tonumber(ARGV[at - 1]))
+      else
+        local count, from, key = tonumber(ARGV[at + 1]), at + 2, next_key
+        at, next_key = from + 2 * count, key + count
+        decide_together(action, count, from, key)
+      end
+    end
+  end
+end
+
+while true do
+  local done, trouble = pcall(decide_rest)
+  if done then return reply end
+  if answered == 2 and left == 0 and at > last then error(trouble, 0) end
+  for i = #reply, answered + 2, -1 do reply[i] = nil end
+  replied = answered + 1
+  reply[replied] = type(trouble) == 'table' and trouble.err or tostring(trouble)
+end

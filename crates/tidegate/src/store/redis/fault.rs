@@ -94,14 +94,14 @@ impl Fault {
         // Redis 6 wraps what a script's command met: `ERR Error running script …: -READONLY You can't write …`.
         let inside = |name: &str| error.detail().is_some_and(|detail| detail.contains(name));
         Self::Said(match code {
-            "MOVED" => target().map_or_else(|| Said::No(named(address, error)), Said::Moved),
-            "ASK" => target().map_or_else(|| Said::No(named(address, error)), Said::Ask),
+            "MOVED" => target().map_or_else(|| Said::No(named(address, &one_line(error))), Said::Moved),
+            "ASK" => target().map_or_else(|| Said::No(named(address, &one_line(error))), Said::Ask),
             "TRYAGAIN" => Said::TryAgain,
             "CROSSSLOT" => Said::CrossSlot,
             "NOSCRIPT" => Said::NoScript,
-            "READONLY" | "CLUSTERDOWN" => Said::NotNow(named(address, error)),
-            "ERR" if inside("-READONLY ") => Said::NotNow(named(address, error)),
-            _ => Said::No(named(address, error)),
+            "READONLY" | "CLUSTERDOWN" => Said::NotNow(named(address, &one_line(error))),
+            "ERR" if inside("-READONLY ") => Said::NotNow(named(address, &one_line(error))),
+            _ => Said::No(named(address, &one_line(error))),
         })
     }
 
@@ -121,18 +121,30 @@ impl Fault {
     }
 }
 
-fn named(address: &Address, error: &RedisError) -> String {
-    format!("{address}: {}", one_line(error))
+/// What a script's command met, as the script tells it: a replica does not write.
+pub(super) fn says_readonly(reason: &str) -> bool {
+    reason.starts_with("READONLY ") || reason.contains("-READONLY ")
 }
 
-/// As the server said it, or as the connection failed. Some errors quote what they could not read, line breaks and all.
+/// An error's text with the node that it comes from.
+pub(super) fn named(address: &Address, reason: &str) -> String {
+    format!("{address}: {}", shortened(reason))
+}
+
+/// As the server said it, or as the connection failed.
 pub(super) fn one_line(error: &RedisError) -> String {
-    let text = match (error.code(), error.detail()) {
-        (Some(code), Some(detail)) => format!("{code} {detail}"),
-        _ => error.to_string(),
-    };
-    // Where in the script it happened tells nobody anything, and makes two of one reason.
-    let text = text.split_once(" script: ").map_or(text.as_str(), |(reason, _)| reason);
+    match (error.code(), error.detail()) {
+        (Some(code), Some(detail)) => shortened(&format!("{code} {detail}")),
+        _ => shortened(&error.to_string()),
+    }
+}
+
+/// On one line: some errors quote what they could not read, line breaks and all.
+fn shortened(text: &str) -> String {
+    // Where in the script it happened tells nobody anything, and makes two of one reason. (Redis 6 says it first.)
+    let text =
+        text.strip_prefix("@user_script: ").and_then(|text| text.split_once(": ")).map_or(text, |(_, reason)| reason);
+    let text = text.split_once(" script: ").map_or(text, |(reason, _)| reason);
     // A server that does not know AUTH quotes what came with it.
     let text = text.split_once(", with args beginning with").map_or(text, |(reason, _)| reason);
     text.split_whitespace().collect::<Vec<_>>().join(" ")

@@ -7,7 +7,7 @@ use tokio::time::timeout_at;
 
 use super::Shared;
 use super::call::Setback;
-use super::script::{Request, Verb};
+use super::requests::{Request, Verb, Verdicts};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
@@ -35,7 +35,7 @@ pub(super) async fn decide_all(
             return apart(shared, action, charges, groups, started).await;
         }
     }
-    match shared.decide(&[Request { verb: Verb::Do(action), charges }], started).await {
+    match shared.decide(&Request { verb: Verb::Do(action), charges }, started).await {
         Ok(verdicts) => Ok(dress(verdicts, charges)),
         Err(Setback::Failed(error)) => Err(error),
         Err(Setback::Apart) => {
@@ -58,9 +58,9 @@ async fn apart(
     Ok(in_places(groups, decided))
 }
 
-fn dress(verdicts: Vec<Verdict>, charges: &[Charge<'_>]) -> Vec<Decision> {
+fn dress(verdicts: Verdicts, charges: &[Charge<'_>]) -> Vec<Decision> {
     let dress = |(verdict, charge): (Verdict, &Charge<'_>)| verdict.into_decision(charge.quota(), Source::Store);
-    verdicts.into_iter().zip(charges).map(dress).collect()
+    verdicts.into_vec().into_iter().zip(charges).map(dress).collect()
 }
 
 impl Groups for Apart<'_> {
@@ -78,7 +78,7 @@ impl Groups for Apart<'_> {
             Step::Forgo => Verb::Forgo,
         };
         let charges = &self.groups[group];
-        let verdicts = self.shared.decide(&[Request { verb, charges }], self.started).await;
+        let verdicts = self.shared.decide(&Request { verb, charges }, self.started).await;
         Ok(dress(verdicts.map_err(Setback::into_store_error)?, charges))
     }
 
@@ -95,7 +95,7 @@ impl Groups for Apart<'_> {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
                 let request = Request { verb: Verb::Do(Action::Refund), charges: &charges };
-                match shared.decide(&[request], Instant::now()).await.map_err(Setback::into_store_error) {
+                match shared.decide(&request, Instant::now()).await.map_err(Setback::into_store_error) {
                     Ok(verdicts) => Some(dress(verdicts, &charges)),
                     Err(error) => {
                         tracing::debug!(%error, "units may not have been given back");

@@ -17,6 +17,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use super::access::{Access, Address};
 use super::fault::{Fault, Trouble, one_line};
+use super::queue::Queue;
 use super::script::{SCRIPTS, Script};
 use super::server_clock::ServerClock;
 use super::stir::Stir;
@@ -24,6 +25,7 @@ use crate::store::Part;
 
 pub(super) struct Link {
     node: Arc<Node>,
+    queue: Queue,
     keeper: JoinHandle<()>,
 }
 
@@ -110,7 +112,7 @@ impl Link {
             last_trouble: Mutex::new(None),
         });
         let keeper = tokio::spawn(Arc::clone(&node).keep_connected());
-        Self { node, keeper }
+        Self { node, queue: Queue::new(), keeper }
     }
 
     pub(super) fn address(&self) -> &Address {
@@ -119,6 +121,11 @@ impl Link {
 
     pub(super) fn part(&self) -> Part {
         self.node.part
+    }
+
+    /// Decisions that wait for those under way.
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
     }
 
     pub(super) fn is_up(&self) -> bool {
@@ -201,6 +208,25 @@ impl Link {
         self.node.received(replies.map(|replies| replies.and_then(last)))
     }
 
+    /// Sends several commands in one go, once, and brings what each answered.
+    pub(super) async fn send_all(
+        &self,
+        on: &Connection,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Result<Value, Fault>>, Fault> {
+        let replies = self.pipeline(on, commands, deadline).await?;
+        let said = |reply: Value| reply.extract_error().map_err(|error| Fault::new(self.address(), &error));
+        Ok(replies.into_iter().map(said).collect())
+    }
+
+    async fn pipeline(&self, on: &Connection, commands: &Pipeline, deadline: Instant) -> Result<Vec<Value>, Fault> {
+        let mut handle = on.handle.clone();
+        let replies = timeout_at(deadline.into(), handle.send_packed_commands(commands, 0, commands.len())).await;
+        let replies = self.node.received(replies.map(|replies| replies.map(Value::Array)))?;
+        Ok(if let Value::Array(replies) = replies { replies } else { Vec::new() })
+    }
+
     /// A plain command, on whatever connection there is.
     pub(super) async fn ask(&self, command: &Cmd, deadline: Instant) -> Result<Value, Fault> {
         self.send(&*self.connection(deadline).await?, command, deadline).await
@@ -208,10 +234,7 @@ impl Link {
 
     /// Plain commands in one go; an error that one of them met is in its place.
     pub(super) async fn ask_all(&self, commands: &Pipeline, deadline: Instant) -> Result<Vec<Value>, Fault> {
-        let mut handle = self.connection(deadline).await?.handle.clone();
-        let replies = timeout_at(deadline.into(), handle.send_packed_commands(commands, 0, commands.len())).await;
-        let replies = self.node.received(replies.map(|replies| replies.map(Value::Array)))?;
-        Ok(if let Value::Array(replies) = replies { replies } else { Vec::new() })
+        self.pipeline(&*self.connection(deadline).await?, commands, deadline).await
     }
 
     /// How often this script has been loaded here; to be read before a call.

@@ -8,7 +8,8 @@ use redis::Value;
 use super::Shared;
 use super::call::{Call, Reply, Setback};
 use super::link::Link;
-use super::script::{self, Request, Script, Verb};
+use super::requests::{Request, Requests, Verb};
+use super::script::Script;
 use super::slot::{SLOTS, slot_of};
 use crate::charge::Charge;
 use crate::quota::Quota;
@@ -44,15 +45,15 @@ impl Shared {
         let quota = Quota::fixed_window(Quota::MAX_LIMIT, Duration::from_secs(1));
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
-        let requests = [Request { verb: Verb::Do(Action::Acquire), charges: &charge }];
-        let script = Script::for_requests(&requests);
-        let call = self.call(script, &key);
-        let command = |deadline| script.decide(&requests, |_: &Charge<'_>| key.clone(), self.driven_time(), deadline);
+        let request = Request { verb: Verb::Do(Action::Acquire), charges: &charge };
+        let requests = Requests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
+        let call = self.call(requests.script(&[0]), &key);
+        let command = |deadline| requests.command(&[0], |_| 1, self.driven_time(), deadline);
         let read = |reply: Value| {
-            let answer = script::answer(&requests, reply)?;
-            Ok((Some(answer.now), answer.verdicts.map_or(Reply::Late, |_| Reply::Answer(()))))
+            let answer = requests.read(&[0], |_| 1, reply)?;
+            Ok((Some(answer.now), answer.told.map_or(Reply::Late, |_| Reply::Answer(()))))
         };
-        call.run(known, command, read).await.map_err(Setback::into_store_error)
+        call.run(known, None, command, read).await.map_err(Setback::into_store_error)
     }
 
     /// By alive.lua, which has the contract.
@@ -69,7 +70,7 @@ impl Shared {
             Err(_) => Err(StoreError::Refused("unexpected reply of the script: not a list of instances".to_owned())),
         };
         let call = self.call(script, &key);
-        call.run(self.topology.known(), command, read).await.map_err(Setback::into_store_error)
+        call.run(self.topology.known(), None, command, read).await.map_err(Setback::into_store_error)
     }
 
     fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {

@@ -1,0 +1,275 @@
+//! Group commit: while calls to a node are under way, decisions gather, and go together in the next.
+//!
+//! Who finds nothing under way asks by itself, at once. Everybody else joins the batch that gathers; as soon as a call
+//! is over, that batch is sent, by a task of its own, so that no caller that goes away leaves the others behind.
+//! No timer: a call under way ends at its callers' deadlines, before those of the callers who gather meanwhile.
+
+use std::collections::VecDeque;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::{Pipeline, Value};
+use tokio::runtime::Handle;
+use tokio::time::{sleep_until, timeout_at};
+
+use super::Shared;
+use super::batch::{Batch, Carried, Fate, Outcome, Sealed, Ticket};
+use super::fault::{Fault, Said, named, says_readonly};
+use super::link::{Connection, Link};
+use super::requests::{Request, Told};
+
+/// Of one node.
+pub(super) struct Queue {
+    line: Mutex<Line>,
+    /// The node's connection lives there as well.
+    runtime: Handle,
+}
+
+struct Line {
+    under_way: usize,
+    gathering: VecDeque<Arc<Batch>>,
+    /// The last deadline of anybody who came.
+    latest: Instant,
+}
+
+/// The right to have a call under way. Dropped, it goes to the batch that waits for it.
+pub(super) struct Turn {
+    shared: Arc<Shared>,
+    link: Arc<Link>,
+}
+
+pub(super) enum Entrance {
+    /// Nothing is under way: ask.
+    Turn(Turn),
+    Wait(Place),
+}
+
+/// A place in a batch that gathers.
+pub(super) struct Place {
+    ticket: Ticket,
+    /// When others who came before may still be waited for.
+    deadline: Option<Instant>,
+}
+
+/// How many calls may be under way at once: while the replies of one are taken in, Redis has the other.
+const MOST_UNDER_WAY: usize = 2;
+/// How many counts one call looks at: about a millisecond of Redis's time, in which it hears nobody else.
+const MOST_CHARGES: usize = 256;
+/// How often a script is loaded for one batch.
+const MOST_LOADS: usize = 3;
+/// A deadline that is earlier by more than this than one already in line is watched by its caller.
+const OUT_OF_LINE: Duration = Duration::from_millis(1);
+
+impl Queue {
+    pub(super) fn new() -> Self {
+        let line = Line { under_way: 0, gathering: VecDeque::new(), latest: Instant::now() };
+        Self { line: Mutex::new(line), runtime: Handle::current() }
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A turn, or a place among those who gather.
+pub(super) fn enter(
+    shared: &Arc<Shared>,
+    link: Arc<Link>,
+    request: &Request<'_>,
+    slot: u16,
+    deadline: Instant,
+) -> Entrance {
+    let mut line = link.queue().line();
+    let out_of_line = deadline + OUT_OF_LINE < line.latest;
+    line.latest = line.latest.max(deadline);
+    if line.under_way < MOST_UNDER_WAY && line.gathering.is_empty() {
+        line.under_way += 1;
+        drop(line);
+        return Entrance::Turn(Turn { shared: Arc::clone(shared), link });
+    }
+    if line.gathering.back().is_none_or(|batch| batch.charges() >= MOST_CHARGES) {
+        line.gathering.push_back(Arc::default());
+    }
+    let Some(batch) = line.gathering.back() else { unreachable!("one was just put there") };
+    let ticket = batch.join(request, slot, deadline, |text, charge| shared.write_redis_key(text, charge));
+    Entrance::Wait(Place { ticket, deadline: out_of_line.then_some(deadline) })
+}
+
+impl Place {
+    pub(super) async fn outcome(self, request: &Request<'_>) -> Outcome {
+        let outcome = self.ticket.outcome(request);
+        match self.deadline {
+            Some(deadline) => timeout_at(deadline.into(), outcome).await.unwrap_or(Outcome::TimedOut),
+            None => outcome.await,
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut line = self.link.queue().line();
+        let Some(batch) = line.gathering.pop_front() else {
+            line.under_way -= 1;
+            return;
+        };
+        drop(line);
+        let turn = Turn { shared: Arc::clone(&self.shared), link: Arc::clone(&self.link) };
+        self.link.queue().runtime.spawn(turn.carry_all(Carried(batch)));
+    }
+}
+
+impl Turn {
+    async fn carry_all(self, first: Carried) {
+        let mut next = Some(first);
+        while let Some(batch) = next {
+            self.carry(&batch).await;
+            next = self.link.queue().line().gathering.pop_front().map(Carried);
+        }
+    }
+
+    async fn carry(&self, Carried(batch): &Carried) {
+        let sealed = batch.seal(Instant::now());
+        let mut alarm = sealed.earliest;
+        let fates = if alarm.is_some() {
+            let mut sent = pin!(self.send(&sealed));
+            loop {
+                let Some(next) = alarm else { break sent.await };
+                tokio::select! {
+                    biased;
+                    fates = &mut sent => break fates,
+                    () = sleep_until(next.into()) => alarm = batch.expire(Instant::now()),
+                }
+            }
+        } else {
+            Vec::new()
+        };
+        batch.settle(sealed, fates);
+    }
+
+    /// What becomes of each item. On a cluster a call has the keys of one slot, so there are as many as slots, in one go.
+    async fn send(&self, sealed: &Sealed) -> Vec<Fate> {
+        let known = self.shared.topology.known();
+        let mut fates = vec![Fate::Alone; sealed.requests.items().len()];
+        let mut calls = calls_of(sealed, known.is_cluster());
+        for _ in 0..=MOST_LOADS {
+            let loads: Vec<u64> = calls.iter().map(|items| self.link.loads_of(sealed.requests.script(items))).collect();
+            let (replies, connection, sent) = match self.attempt(sealed, &calls).await {
+                Ok(attempted) => attempted,
+                Err(fault) => {
+                    let fate = self.fate_of(0, fault);
+                    calls.iter().flatten().for_each(|item| fates[*item] = fate.clone());
+                    return fates;
+                }
+            };
+            let received = Instant::now();
+            let mut missed = Vec::new();
+            for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
+                let answer = match reply {
+                    Ok(value) => sealed.requests.read(&items, |item| sealed.times[item], value).map_err(Fate::Failed),
+                    Err(Fault::Said(Said::NoScript)) => {
+                        missed.push((items, loads));
+                        continue;
+                    }
+                    Err(fault) => Err(self.fate_of(sealed.requests.items()[items[0]].slot, fault)),
+                };
+                match answer {
+                    Ok(answer) => {
+                        connection.clock().heard(answer.now, sent, received);
+                        match answer.told {
+                            Some(told) => {
+                                items.into_iter().zip(told).for_each(|(item, told)| fates[item] = self.told(told));
+                            }
+                            None => items.into_iter().for_each(|item| fates[item] = Fate::Again),
+                        }
+                    }
+                    Err(fate) => items.into_iter().for_each(|item| fates[item] = fate.clone()),
+                }
+            }
+            calls = Vec::with_capacity(missed.len());
+            for (items, loads) in missed {
+                match self.link.load(sealed.requests.script(&items), loads, sealed.latest).await {
+                    Ok(()) => calls.push(items),
+                    Err(fault) => {
+                        let fate = self.fate_of(0, fault);
+                        items.into_iter().for_each(|item| fates[item] = fate.clone());
+                    }
+                }
+            }
+            if calls.is_empty() {
+                break;
+            }
+        }
+        fates
+    }
+
+    /// Sends the calls, once: a reply to each, what they came on, and when they left.
+    async fn attempt(
+        &self,
+        sealed: &Sealed,
+        calls: &[Vec<usize>],
+    ) -> Result<(Vec<Result<Value, Fault>>, Arc<Connection>, Instant), Fault> {
+        let connection = self.link.connection(sealed.latest).await?;
+        let deadline = sealed.earliest.and_then(|earliest| connection.clock().at(earliest));
+        let time = self.shared.driven_time();
+        let command = |items: &Vec<usize>| sealed.requests.command(items, |item| sealed.times[item], time, deadline);
+        let (sent, replies);
+        if let [items] = calls {
+            let command = command(items);
+            sent = Instant::now();
+            let reply = self.link.send(&connection, &command, sealed.latest).await;
+            match reply {
+                Ok(_) | Err(Fault::Said(_)) => replies = vec![reply],
+                Err(fault) => return Err(fault),
+            }
+        } else {
+            let mut commands = Pipeline::with_capacity(calls.len());
+            for items in calls {
+                commands.add_command(command(items));
+            }
+            sent = Instant::now();
+            replies = self.link.send_all(&connection, &commands, sealed.latest).await?;
+        }
+        Ok((replies, connection, sent))
+    }
+
+    /// What a fault of a whole call means to its items. What surely did not run, goes on by itself: it follows its slot.
+    fn fate_of(&self, slot: u16, fault: Fault) -> Fate {
+        let known = self.shared.topology.known();
+        match fault {
+            Fault::Said(Said::Moved(address)) => {
+                known.moved(slot, &address);
+                Fate::Alone
+            }
+            Fault::Retired
+            | Fault::Said(Said::Ask(_) | Said::TryAgain | Said::CrossSlot | Said::NoScript | Said::NotNow(_)) => {
+                Fate::Alone
+            }
+            Fault::Said(Said::No(_)) => Fate::Failed(fault.into_store_error(self.shared.timeout)),
+            Fault::Down(_) | Fault::TimedOut | Fault::Lost(_) => {
+                known.stir();
+                Fate::Failed(fault.into_store_error(self.shared.timeout))
+            }
+        }
+    }
+
+    fn told(&self, told: Told) -> Fate {
+        match told {
+            Told::Error(reason) if says_readonly(&reason) => Fate::Alone,
+            Told::Error(reason) => Fate::Told(Told::Error(named(self.link.address(), &reason))),
+            told => Fate::Told(told),
+        }
+    }
+}
+
+/// The items that are asked, by the calls that ask them.
+fn calls_of(sealed: &Sealed, is_cluster: bool) -> Vec<Vec<usize>> {
+    let asked = (0..sealed.times.len()).filter(|item| sealed.times[*item] > 0);
+    if !is_cluster {
+        return vec![asked.collect()];
+    }
+    let slot = |item: &usize| sealed.requests.items()[*item].slot;
+    let mut by_slot: Vec<usize> = asked.collect();
+    by_slot.sort_by_key(slot);
+    by_slot.chunk_by(|one, other| slot(one) == slot(other)).map(<[usize]>::to_vec).collect()
+}

@@ -1,0 +1,375 @@
+//! [`Requests`]: what one call asks, as KEYS and ARGV of decide.lua (which has the contract), and what its reply tells.
+//!
+//! Equal acquires of one charge are one item that is asked several times.
+
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+
+use hashbrown::HashTable;
+use redis::{Cmd, Value};
+
+use super::script::{Pieces, Script};
+use crate::algorithm::{Algorithm, Encoding, Evidence, Grants, Verdict};
+use crate::charge::Charge;
+use crate::quota::Quota;
+use crate::store::{Action, StoreError};
+
+/// A verb on some charges, all or nothing; independent of the other requests in its call.
+#[derive(Clone, Copy)]
+pub(super) struct Request<'a> {
+    pub(super) verb: Verb,
+    pub(super) charges: &'a [Charge<'a>],
+}
+
+/// What decide.lua is to do with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verb {
+    Do(Action),
+    /// As acquire, when a charge on another node has denied: spends nothing, and counts what counts denials.
+    Forgo,
+}
+
+/// Written down, so that they outlive their callers.
+#[derive(Default)]
+pub(super) struct Requests {
+    /// The Redis keys, one after the other.
+    text: String,
+    charges: Vec<Written>,
+    terms: Vec<Terms>,
+    items: Vec<Item>,
+    /// The items that equal requests can join, by their key.
+    equal: HashTable<usize>,
+    hasher: RandomState,
+}
+
+pub(super) struct Item {
+    pub(super) slot: u16,
+    form: Form,
+    charges: Range<usize>,
+}
+
+/// The forms of a request in decide.lua.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// An acquire of one charge, perhaps many times.
+    Acquire,
+    Together(Verb),
+}
+
+struct Written {
+    /// Where its key stands in the text.
+    key: Range<usize>,
+    /// Which of the terms are its own.
+    terms: usize,
+    cost: u64,
+}
+
+/// A quota as the script gets it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Terms {
+    algorithm: Algorithm,
+    name: &'static str,
+    limit: u64,
+    window: u64,
+    option: u64,
+    pieces: Pieces,
+}
+
+/// What a call brings.
+pub(super) struct Answer {
+    /// The server's time in microseconds.
+    pub(super) now: i64,
+    /// One an item that was asked, in their order; `None` if the call came too late, and nothing was done.
+    pub(super) told: Option<Vec<Told>>,
+}
+
+/// What an item's callers are told.
+#[derive(Debug, Clone)]
+pub(super) enum Told {
+    Grants(Grants),
+    /// One a charge.
+    Verdicts(Vec<Verdict>),
+    /// What went wrong with this one alone, of several.
+    Error(String),
+}
+
+/// What a caller is told: one verdict a charge.
+pub(super) enum Verdicts {
+    One(Verdict),
+    Several(Vec<Verdict>),
+}
+
+/// How far back equal terms are looked for: most calls have one or two, and to write some twice costs little.
+const TERMS_IN_SIGHT: usize = 8;
+
+impl Verb {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Do(Action::Acquire) => "acquire",
+            Self::Do(Action::Peek) => "peek",
+            Self::Do(Action::Refund) => "refund",
+            Self::Do(Action::Reset) => "reset",
+            Self::Do(Action::Take) => "take",
+            Self::Forgo => "forgo",
+        }
+    }
+}
+
+impl Told {
+    /// What the caller of this request is told, before which so many equal ones came.
+    pub(super) fn verdicts(&self, request: &Request<'_>, earlier: u64) -> Result<Verdicts, StoreError> {
+        match (self, request.charges) {
+            (Self::Grants(grants), [charge]) => {
+                Ok(Verdicts::One(grants.verdict(charge.quota(), charge.units(), earlier)))
+            }
+            (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
+            // The script does not know what a forgotten key has left.
+            (Self::Verdicts(_), charges) if request.verb == Verb::Do(Action::Reset) => {
+                Ok(Verdicts::Several(charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect()))
+            }
+            (Self::Verdicts(verdicts), _) => Ok(Verdicts::Several(verdicts.clone())),
+            (Self::Error(reason), _) => Err(StoreError::Refused(reason.clone())),
+        }
+    }
+}
+
+impl Verdicts {
+    pub(super) fn into_vec(self) -> Vec<Verdict> {
+        match self {
+            Self::One(verdict) => vec![verdict],
+            Self::Several(verdicts) => verdicts,
+        }
+    }
+
+    /// That of a single charge.
+    pub(super) fn first(&self, charge: &Charge<'_>) -> Verdict {
+        match self {
+            Self::One(verdict) => *verdict,
+            Self::Several(verdicts) => verdicts.first().copied().unwrap_or(Verdict::untouched(charge.quota())),
+        }
+    }
+}
+
+impl Form {
+    fn of(request: &Request<'_>) -> Self {
+        match (request.verb, request.charges) {
+            // A denial that counts makes the next one another.
+            (Verb::Do(Action::Acquire), [charge]) if charge.units() > 0 && !charge.quota().count_denied() => {
+                Self::Acquire
+            }
+            (verb, _) => Self::Together(verb),
+        }
+    }
+}
+
+impl Terms {
+    fn of(quota: &Quota) -> Self {
+        let algorithm = quota.algorithm();
+        let (name, option) = match (algorithm, quota.encoding()) {
+            (Algorithm::SlidingLog, Encoding::SortedSet) => ("sliding-log", u64::from(quota.count_denied())),
+            (Algorithm::SlidingLog, Encoding::Packed) => ("sliding-log-packed", u64::from(quota.count_denied())),
+            (Algorithm::TokenBucket | Algorithm::LeakyBucket, _) => (algorithm.as_str(), quota.burst()),
+            (Algorithm::SlidingCounter | Algorithm::FixedWindow, _) => (algorithm.as_str(), 0),
+        };
+        let (limit, window) = (quota.limit(), quota.window_micros());
+        Self { algorithm, name, limit, window, option, pieces: Pieces::of(quota) }
+    }
+}
+
+impl Requests {
+    /// Just this one.
+    pub(super) fn one(request: &Request<'_>, slot: u16, write_key: impl Fn(&mut String, &Charge<'_>)) -> Self {
+        let mut requests = Self::default();
+        requests.add(request, slot, write_key);
+        requests
+    }
+
+    /// Adds a request, or finds an equal one: the number of its item.
+    pub(super) fn add(
+        &mut self,
+        request: &Request<'_>,
+        slot: u16,
+        write_key: impl Fn(&mut String, &Charge<'_>),
+    ) -> usize {
+        let (form, first, keys) = (Form::of(request), self.charges.len(), self.text.len());
+        for charge in request.charges {
+            let start = self.text.len();
+            write_key(&mut self.text, charge);
+            let terms = self.terms_of(charge.quota());
+            let cost = charge.units().min(Quota::MAX_LIMIT);
+            self.charges.push(Written { key: start..self.text.len(), terms, cost });
+        }
+        let number = self.items.len();
+        if form == Form::Acquire {
+            let Self { text, charges, items, equal, hasher, .. } = self;
+            let key = |at: usize| &text[charges[at].key.clone()];
+            let same = |at: &usize| {
+                let at = items[*at].charges.start;
+                (charges[at].terms, charges[at].cost) == (charges[first].terms, charges[first].cost)
+                    && key(at) == key(first)
+            };
+            let hash = hasher.hash_one(key(first));
+            if let Some(found) = equal.find(hash, same).copied() {
+                text.truncate(keys);
+                charges.truncate(first);
+                return found;
+            }
+            equal.insert_unique(hash, number, |at| {
+                let at = if *at == number { first } else { items[*at].charges.start };
+                hasher.hash_one(key(at))
+            });
+        }
+        self.items.push(Item { slot, form, charges: first..self.charges.len() });
+        number
+    }
+
+    fn terms_of(&mut self, quota: &Quota) -> usize {
+        let terms = Terms::of(quota);
+        let in_sight = self.terms.iter().enumerate().rev().take(TERMS_IN_SIGHT);
+        let known = in_sight.into_iter().find(|(_, known)| **known == terms).map(|(at, _)| at);
+        known.unwrap_or_else(|| {
+            self.terms.push(terms);
+            self.terms.len() - 1
+        })
+    }
+
+    pub(super) fn items(&self) -> &[Item] {
+        &self.items
+    }
+
+    /// How many counts are looked at.
+    pub(super) fn charges(&self) -> usize {
+        self.charges.len()
+    }
+
+    fn charges_of(&self, item: usize) -> &[Written] {
+        &self.charges[self.items[item].charges.clone()]
+    }
+
+    /// The script that decides these items.
+    pub(super) fn script(&self, items: &[usize]) -> &'static Script {
+        let charges = items.iter().flat_map(|item| self.charges_of(*item));
+        Script::with(charges.fold(Pieces::default(), |pieces, charge| pieces.and(self.terms[charge.terms].pieces)))
+    }
+
+    /// The call that asks these items, in this order; each `times` over.
+    pub(super) fn command(
+        &self,
+        items: &[usize],
+        times: impl Fn(usize) -> u64,
+        driven_time: Option<u64>,
+        deadline: Option<i64>,
+    ) -> Cmd {
+        let charges = || items.iter().flat_map(|item| self.charges_of(*item));
+        let mut command = self.script(items).evalsha(charges().count());
+        for charge in charges() {
+            command.arg(&self.text[charge.key.clone()]);
+        }
+        or_empty(&mut command, driven_time);
+        or_empty(&mut command, deadline);
+
+        // The terms that these items name, by their numbers in this call.
+        let mut numbers = vec![0; self.terms.len()];
+        let mut named = Vec::new();
+        for charge in charges() {
+            if numbers[charge.terms] == 0 {
+                named.push(self.terms[charge.terms]);
+                numbers[charge.terms] = named.len();
+            }
+        }
+        command.arg(named.len());
+        for terms in named {
+            command.arg(terms.name).arg(terms.limit).arg(terms.window).arg(terms.option);
+        }
+
+        let single = |item: usize| (self.items[item].form == Form::Acquire).then(|| &self.charges_of(item)[0]);
+        let mut rest = items;
+        while let [item, others @ ..] = rest {
+            rest = others;
+            match single(*item) {
+                Some(charge) if times(*item) > 1 => {
+                    command.arg("acquire-times").arg(numbers[charge.terms]).arg(charge.cost).arg(times(*item));
+                }
+                Some(charge) => {
+                    let goes_on = |other: &usize| {
+                        let other = single(*other).filter(|_| times(*other) == 1);
+                        other.is_some_and(|other| (other.terms, other.cost) == (charge.terms, charge.cost))
+                    };
+                    let more = others.iter().take_while(|other| goes_on(other)).count();
+                    rest = &others[more..];
+                    command.arg("acquire-each").arg(numbers[charge.terms]).arg(charge.cost).arg(1 + more);
+                }
+                None => {
+                    let Form::Together(verb) = self.items[*item].form else { continue };
+                    command.arg(verb.name()).arg(self.charges_of(*item).len());
+                    for charge in self.charges_of(*item) {
+                        command.arg(numbers[charge.terms]).arg(charge.cost);
+                    }
+                }
+            }
+        }
+        command
+    }
+
+    /// The reply to such a call, decoded once.
+    pub(super) fn read(
+        &self,
+        items: &[usize],
+        times: impl Fn(usize) -> u64,
+        reply: Value,
+    ) -> Result<Answer, StoreError> {
+        let Value::Array(values) = reply else { return Err(unexpected("not an array")) };
+        let mut values = values.into_iter();
+        let now = integer(values.next())?.cast_signed();
+        let in_time = integer(values.next())? == 1;
+        if !in_time {
+            return Ok(Answer { now, told: None });
+        }
+        let told = items.iter().map(|item| self.told(*item, times(*item), &mut values)).collect::<Result<_, _>>()?;
+        if values.next().is_some() {
+            return Err(unexpected("a wrong length"));
+        }
+        Ok(Answer { now, told: Some(told) })
+    }
+
+    fn told(&self, item: usize, times: u64, values: &mut impl Iterator<Item = Value>) -> Result<Told, StoreError> {
+        let charges = self.charges_of(item);
+        let first = match values.next() {
+            Some(Value::BulkString(text)) => return Ok(Told::Error(String::from_utf8_lossy(&text).into_owned())),
+            first => integer(first)?,
+        };
+        let mut next = || integer(values.next());
+        if self.items[item].form == Form::Acquire {
+            let (granted, remaining) = (first, next()?);
+            let evidence = Evidence::read(self.terms[charges[0].terms].algorithm, &mut next)?;
+            let (retry_after, reset_after) = if granted < times { (next()?, next()?) } else { (0, 0) };
+            return Ok(Told::Grants(Grants { granted, remaining, evidence, retry_after, reset_after }));
+        }
+        let mut allowed = Some(first);
+        let verdicts = charges.iter().map(|_| {
+            let allowed = allowed.take().map_or_else(&mut next, Ok)? == 1;
+            let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
+            Ok(Verdict { allowed, remaining, retry_after, reset_after, delay })
+        });
+        Ok(Told::Verdicts(verdicts.collect::<Result<_, _>>()?))
+    }
+}
+
+fn or_empty(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
+    match number {
+        Some(number) => command.arg(number),
+        None => command.arg(""),
+    };
+}
+
+fn integer(value: Option<Value>) -> Result<u64, StoreError> {
+    match value {
+        Some(Value::Int(integer)) => u64::try_from(integer).map_err(|_| unexpected("a negative number")),
+        Some(_) => Err(unexpected("not integers")),
+        None => Err(unexpected("a wrong length")),
+    }
+}
+
+fn unexpected(what: &str) -> StoreError {
+    StoreError::Refused(format!("unexpected reply of the script: {what}"))
+}
