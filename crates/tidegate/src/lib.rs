@@ -115,7 +115,7 @@ pub use policy::{
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]
-pub use resilience::{Breaker, Fallback, Fleet};
+pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;

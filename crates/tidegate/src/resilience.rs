@@ -22,15 +22,17 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 pub mod breaker;
+pub mod deny_cache;
 pub mod fallback;
 pub mod fleet;
 
 pub use breaker::Breaker;
+pub use deny_cache::DenyCache;
 pub use fallback::Fallback;
 pub use fleet::Fleet;
 
 /// Good enough for names and jitter: each state is seeded from the system's randomness.
-fn random() -> u64 {
+pub(crate) fn random() -> u64 {
     RandomState::new().hash_one(0_u8)
 }
 

@@ -21,6 +21,7 @@ use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
+use crate::store::news::{Mark, News};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod instead;
@@ -424,6 +425,10 @@ impl<S: Store> Store for Fallback<S> {
 
     async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.inner.store.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.inner.store.news(since)
     }
 }
 

@@ -36,10 +36,12 @@ pub use self::builder::Builder;
 use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
+use self::news::Untold;
 use self::script::{Request, Script, Verb};
 use self::slot::slot_of_counts;
 pub use self::tls::Tls;
 use self::topology::Topology;
+use super::news::{Mark, News};
 use super::{Action, Part, Store, StoreError};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
@@ -54,6 +56,7 @@ mod fault;
 mod groups;
 mod health;
 mod link;
+mod news;
 mod probe;
 mod script;
 mod server_clock;
@@ -163,14 +166,24 @@ impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let charges = std::slice::from_ref(charge);
         let request = Request { verb: Verb::Do(action), charges };
-        match self.shared.decide(&[request], Instant::now()).await {
+        let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
+        let decided = match self.shared.decide(&[request], started).await {
             Ok(verdicts) => Ok(verdicts[0].into_decision(charge.quota(), Source::Store)),
             Err(setback) => Err(setback.into_store_error()),
+        };
+        if let Some(untold) = untold {
+            untold.tell(started + self.shared.timeout).await;
         }
+        decided
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        groups::decide_all(&self.shared, action, charges, Instant::now()).await
+        let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
+        let decided = groups::decide_all(&self.shared, action, charges, started).await;
+        if let Some(untold) = untold {
+            untold.tell(started + self.shared.timeout).await;
+        }
+        decided
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -191,6 +204,10 @@ impl Store for RedisStore {
 
     async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.shared.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        Some(self.shared.news(since))
     }
 }
 
