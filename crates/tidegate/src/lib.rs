@@ -30,7 +30,7 @@
 //! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls without `async`.
 //! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic Lua scripts.
 //! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for it, and decisions come
-//!   from this process's share until it is back.
+//!   from this process's share until it is back. `DenyCache`: a denial is not asked for twice.
 //!
 //! # In front of a service
 //!

@@ -36,7 +36,7 @@ const MOST_COMPANIONS: usize = 8;
 ///   if it never did, they are told as untouched.
 /// * Quotas that count denied requests are never answered from here: each denial counts.
 /// * A refund or a reset through this store is seen at once. One through any other that shares the counts is seen
-///   within a second, by the [news](Store::news) of the store: see [`RedisStore`](crate::RedisStore). While news cannot be
+///   within a second, by the [news](Store::news) that a `RedisStore` has of them. While news cannot be
 ///   read, the store is asked. So is it if news would have to be read, but there is no Tokio runtime to read them on.
 /// * Not seen is who frees a count without a word: deletes its key in Redis by hand, say, or decides by another quota
 ///   on the same count in another process. It ends with the denial's `retry_after`. (A store that is emptied, or that lost

@@ -63,5 +63,5 @@ mod tests {
         assert_eq!(number("user123", "per-user"), NUMBER);
         assert_ne!(number("ab", "c"), number("a", "bc"));
     }
-    const NUMBER: u64 = 0;
+    const NUMBER: u64 = 10_618_801_331_831_113_556;
 }

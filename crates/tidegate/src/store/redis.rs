@@ -13,6 +13,12 @@
 //! its caller's deadline spends nothing. While a node is away its calls fail at once; it is connected to again
 //! as soon as it is back.
 //!
+//! # News
+//!
+//! After each refund and reset the store tells, in a small sorted set beside the counts, which count has room again, if
+//! anybody reads it: a `DenyCache` (feature `resilience`) in another process, which remembers a denial until then. The call
+//! returns once that is told, or its timeout has passed; a refund does not fail for it.
+//!
 //! # What a Redis user must be allowed
 //!
 //! Nothing but this, for the prefix `rate_limit`; of the last three, `cluster|slots` and `asking` only on a cluster, `role` only behind
