@@ -152,14 +152,25 @@ async fn a_cached_denial_needs_no_store_and_a_failure_is_not_remembered() {
     assert!(limiter.acquire(&charge).await.is_err());
 }
 
-/// Decides at once, and holds the answer back until it is let go.
+/// Decides at once, and holds the answer back until it is let go. Refunds it holds back before they are made.
 struct Late {
     memory: MemoryStore,
     answers: Arc<Semaphore>,
+    refunds: Arc<Semaphore>,
+}
+
+impl Late {
+    fn letting(answers: usize, refunds: usize) -> Self {
+        let [answers, refunds] = [answers, refunds].map(|permits| Arc::new(Semaphore::new(permits)));
+        Self { memory: MemoryStore::new(), answers, refunds }
+    }
 }
 
 impl Store for Late {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        if matches!(action, Action::Refund | Action::Reset) {
+            self.refunds.acquire().await.expect("open").forget();
+        }
         let decided = self.memory.decide(action, charge).await;
         if action == Action::Acquire {
             self.answers.acquire().await.expect("open").forget();
@@ -179,17 +190,16 @@ impl Store for Late {
 #[tokio::test]
 async fn a_denial_that_was_under_way_while_units_came_back_is_not_kept() {
     for action in [Action::Refund, Action::Reset] {
-        let answers = Arc::new(Semaphore::new(1));
-        let cache = DenyCache::new(Late { memory: MemoryStore::new(), answers: Arc::clone(&answers) });
+        let cache = DenyCache::new(Late::letting(1, 1));
         let quota = Quota::sliding_log(1, LONG).expect("valid");
         let charge = Charge::new("u", &quota);
         assert!(cache.decide(Action::Acquire, &charge).await.expect("decided").allowed);
         let late = cache.decide(Action::Acquire, &charge);
         tokio::pin!(late);
         // It has been denied, and nobody knows of it yet.
-        assert!(futures_poll(late.as_mut()).await.is_none());
+        assert!(poll_once(late.as_mut()).await.is_none());
         cache.decide(action, &charge).await.expect("given back");
-        answers.add_permits(2);
+        cache.store().answers.add_permits(2);
         assert!(!late.await.expect("decided").allowed);
         assert_eq!(cache.entries(), 0);
         assert!(cache.decide(Action::Acquire, &charge).await.expect("decided").allowed, "after {action:?}");
@@ -197,7 +207,7 @@ async fn a_denial_that_was_under_way_while_units_came_back_is_not_kept() {
 }
 
 /// What a future brings when it is polled once.
-async fn futures_poll<T>(mut future: std::pin::Pin<&mut impl Future<Output = T>>) -> Option<T> {
+async fn poll_once<T>(mut future: std::pin::Pin<&mut impl Future<Output = T>>) -> Option<T> {
     std::future::poll_fn(|context| match future.as_mut().poll(context) {
         std::task::Poll::Ready(value) => std::task::Poll::Ready(Some(value)),
         std::task::Poll::Pending => std::task::Poll::Ready(None),
@@ -206,19 +216,27 @@ async fn futures_poll<T>(mut future: std::pin::Pin<&mut impl Future<Output = T>>
 }
 
 #[tokio::test]
-async fn a_refund_whose_caller_goes_away_is_forgotten_about_as_well() {
-    let answers = Arc::new(Semaphore::new(10));
-    let cache = DenyCache::new(Late { memory: MemoryStore::new(), answers: Arc::clone(&answers) });
-    let quota = Quota::sliding_log(1, LONG).expect("valid");
-    let charge = Charge::new("u", &quota);
-    for _ in 0..2 {
-        cache.decide(Action::Acquire, &charge).await.expect("decided");
+async fn a_denial_from_before_units_came_back_is_forgotten_even_if_it_was_kept_meanwhile() {
+    for goes_away in [false, true] {
+        let cache = DenyCache::new(Late::letting(10, 0));
+        let quota = Quota::sliding_log(1, LONG).expect("valid");
+        let charge = Charge::new("u", &quota);
+        assert!(cache.decide(Action::Acquire, &charge).await.expect("decided").allowed);
+        {
+            let refund = cache.decide(Action::Refund, &charge);
+            tokio::pin!(refund);
+            assert!(poll_once(refund.as_mut()).await.is_none(), "it is under way");
+            assert!(!cache.decide(Action::Acquire, &charge).await.expect("decided").allowed);
+            assert_eq!(cache.entries(), 1);
+            if !goes_away {
+                cache.store().refunds.add_permits(1);
+                refund.await.expect("given back");
+            }
+        }
+        assert_eq!(cache.entries(), 0);
+        let after = cache.decide(Action::Acquire, &charge).await.expect("decided");
+        assert_eq!((after.allowed, after.source), (!goes_away, Source::Store));
     }
-    assert_eq!(cache.entries(), 1);
-    drop(cache.decide(Action::Refund, &charge));
-    assert_eq!(cache.entries(), 1, "a call that was never begun does nothing");
-    cache.decide(Action::Refund, &charge).await.expect("given back");
-    assert_eq!(cache.entries(), 0);
 }
 
 #[tokio::test]

@@ -5,39 +5,34 @@
 --           The first one has the number 0 and no count: a reader has begun the set, and with it the numbers.
 -- ARGV   1  tell | read
 --        2  a word that no other call has
---        3  how many milliseconds after the last call the set is forgotten
---        tell:  4  the most news that are kept; then the counts
---        read:  4  the mark: the member that was read last, '' for none
+--        tell:  3  the most news that are kept; then the counts
+--        read:  3  how many milliseconds after the last reader the set is forgotten
+--               4  the mark: the member that was read last, '' for none
 -- reply  tell:  how many were told: none if nobody reads
 --        read:  the server's time in microseconds; 1, or 0 if the mark is not there any more, so that anything may have been
 --               missed; the new mark; then, if the mark was there, the members since
 --
 -- A mark that is not there: too many news have come, or the server lost them, and with them perhaps counts.
 
-local news, word, lifetime = KEYS[1], ARGV[2], tonumber(ARGV[3])
-local clock = redis.call('TIME')
-
-local function keep()
-  redis.call('PEXPIREAT', news, clock[1] * 1000 + math.floor(clock[2] / 1000) + lifetime)
-end
+local news, word = KEYS[1], ARGV[2]
 
 if ARGV[1] == 'tell' then
   local last = redis.call('ZRANGE', news, -1, -1)[1]
   if not last then return 0 end
   local number = tonumber(last:match('^%d+'))
-  for i = 5, #ARGV do
+  for i = 4, #ARGV do
     number = number + 1
     redis.call('ZADD', news, number, string.format('%.0f:%s:%s', number, word, ARGV[i]))
   end
-  redis.call('ZREMRANGEBYRANK', news, 0, -1 - tonumber(ARGV[4]))
-  keep()
-  return #ARGV - 4
+  redis.call('ZREMRANGEBYRANK', news, 0, -1 - tonumber(ARGV[3]))
+  return #ARGV - 3
 end
 
-local mark = ARGV[4]
+local lifetime, mark = tonumber(ARGV[3]), ARGV[4]
+local clock = redis.call('TIME')
 local reply = {clock[1] * 1000000 + clock[2], 1}
 local since = mark ~= '' and redis.call('ZRANGEBYSCORE', news, mark:match('^%d+'), '+inf') or {}
-if since[1] == mark and mark ~= '' then
+if since[1] == mark then
   reply[3] = since[#since]
   for i = 2, #since do reply[i + 2] = since[i] end
 else
@@ -48,5 +43,5 @@ else
   end
   reply[2], reply[3] = 0, last
 end
-keep()
+redis.call('PEXPIREAT', news, clock[1] * 1000 + math.floor(clock[2] / 1000) + lifetime)
 return reply

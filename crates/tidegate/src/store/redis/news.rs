@@ -20,7 +20,7 @@ use crate::store::{Action, StoreError};
 
 /// How many are kept. Who has missed more forgets everything.
 const MOST_NEWS: usize = 1_000;
-/// So long after the last reader or teller they are forgotten.
+/// So long after the last reader they are forgotten.
 const LIFETIME: Duration = Duration::from_secs(10);
 
 /// Counts that are about to be freed. Once that is done, or may have been, it is told, even if the caller has gone.
@@ -75,7 +75,7 @@ impl Shared {
 
     pub(super) async fn news(&self, since: &Mark) -> Result<News, StoreError> {
         let arguments = |command: &mut Cmd| {
-            command.arg(&since.0);
+            command.arg(LIFETIME.as_millis().to_string()).arg(&since.0);
         };
         let mut news = self.news_call("read", arguments, read).await?;
         // Time as the scripts have it that decide.
@@ -92,7 +92,7 @@ impl Shared {
         let (script, key) = (Script::news(), self.own_key("news"));
         let command = |_| {
             let mut command = script.evalsha(1);
-            command.arg(&key).arg(verb).arg(format!("{:016x}", random())).arg(LIFETIME.as_millis().to_string());
+            command.arg(&key).arg(verb).arg(format!("{:016x}", random()));
             arguments(&mut command);
             command
         };
