@@ -29,8 +29,10 @@ fn quota() -> Quota {
 
 /// Takes what there is, and asks until the denial comes from the cache.
 async fn exhaust<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) {
-    until("the cache answers", async || limiter.acquire(charge).await.expect("decided").source == Source::DenyCache)
-        .await;
+    until("the cache answers", async || {
+        limiter.acquire(charge).await.is_ok_and(|decision| decision.source == Source::DenyCache)
+    })
+    .await;
 }
 
 /// Asks until it is admitted; when the cache last denied, from this moment on.
