@@ -137,7 +137,7 @@ pub(crate) struct DecisionBody<'a> {
     reset_after_ms: u64,
     /// How long an admitted request waits for its turn.
     delay_ms: u64,
-    /// Who decided: store, local, allow, deny.
+    /// Who decided: store, deny-cache, local, allow, deny.
     source: &'static str,
 }
 

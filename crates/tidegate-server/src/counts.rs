@@ -1,11 +1,12 @@
-//! Where counts live: in memory, or in Redis behind a breaker and a fallback.
+//! Where counts live: in memory, or in Redis behind a breaker, a deny cache and a fallback.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tidegate::store::news::{Mark, News};
 use tidegate::{
-    Action, Breaker, Charge, Clock, Decision, Error, Fallback, Fleet, Limiter, MemoryStore, OnStoreFailure, Part,
-    RedisStore, Source, Store, StoreError,
+    Action, Breaker, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, Limiter, MemoryStore, OnStoreFailure,
+    Part, RedisStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -18,7 +19,8 @@ pub(crate) enum Counts {
     Redis(Redis),
 }
 
-/// From the outside in: what decides in Redis's place, what stops asking while it fails, what counts the calls, Redis.
+/// From the outside in: what decides in Redis's place, what remembers its denials, what stops asking while it fails, what
+/// counts the calls, Redis.
 pub(crate) struct Redis {
     limiter: Limiter<Fallback<Guarded>>,
     /// Without what decides in its place: for callers who have their own word for that.
@@ -26,7 +28,7 @@ pub(crate) struct Redis {
     timeout: Duration,
 }
 
-type Guarded = Arc<Breaker<Observed>>;
+type Guarded = Arc<DenyCache<Breaker<Observed>>>;
 
 /// Redis, each call in metrics and traces.
 pub(crate) struct Observed {
@@ -135,7 +137,7 @@ impl Redis {
         // after the other.
         let all = timeout + Duration::from_millis(25);
         let breaker = Breaker::builder(Observed { store, metrics }).deadline(all).probe_deadline(timeout);
-        let guarded = Arc::new(breaker.build());
+        let guarded = Arc::new(DenyCache::new(breaker.build()));
         let fleet = Fleet::new().expecting(config.instances);
         let local = MemoryStore::builder().max_keys(config.max_keys).build();
         let fallback = Fallback::builder(Arc::clone(&guarded)).fleet(fleet).local(local).build();
@@ -147,6 +149,10 @@ impl Redis {
     }
 
     pub(crate) fn breaker(&self) -> &Breaker<Observed> {
+        self.deny_cache().store()
+    }
+
+    pub(crate) fn deny_cache(&self) -> &DenyCache<Breaker<Observed>> {
         self.strict.store()
     }
 
@@ -203,6 +209,10 @@ impl Store for Observed {
 
     async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.store.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.store.news(since)
     }
 }
 

@@ -36,7 +36,7 @@ pub(crate) struct Outcomes {
 
 /// The most policies and rules with counters of their own that requests can name.
 const MAX_NAMES: usize = 2_000;
-const SOURCES: [Source; 4] = [Source::Store, Source::Local, Source::Allow, Source::Deny];
+const SOURCES: [Source; 5] = [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
 /// Who decides while the store cannot.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
@@ -169,6 +169,12 @@ fn write_redis(text: &mut String, redis: &Redis) {
             "counter",
             "How often a part of the store was given up for a while.",
             parts.iter().map(|part| part.opened).sum(),
+        ),
+        (
+            "tidegate_deny_cache_entries",
+            "gauge",
+            "Denials by the store that are remembered, some of which may have expired.",
+            count(redis.deny_cache().entries()),
         ),
         (
             "tidegate_fleet_instances",

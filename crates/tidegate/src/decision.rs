@@ -30,6 +30,8 @@ pub struct Decision {
 pub enum Source {
     /// The store that holds the counts.
     Store,
+    /// This process's memory of a denial by the store that still holds.
+    DenyCache,
     /// This process's memory, while the store cannot decide.
     Local,
     /// Let pass, for the store could not decide.
@@ -44,6 +46,7 @@ impl Source {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Store => "store",
+            Self::DenyCache => "deny-cache",
             Self::Local => "local",
             Self::Allow => "allow",
             Self::Deny => "deny",

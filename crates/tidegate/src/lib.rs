@@ -30,7 +30,7 @@
 //! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls without `async`.
 //! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic Lua scripts.
 //! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for it, and decisions come
-//!   from this process's share until it is back.
+//!   from this process's share until it is back. `DenyCache`: a denial is not asked for twice.
 //!
 //! # In front of a service
 //!
@@ -118,7 +118,7 @@ pub use policy::{
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]
-pub use resilience::{Breaker, Fallback, Fleet};
+pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::news::{Mark, News};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
@@ -11,6 +12,7 @@ use crate::decision::Decision;
 #[cfg(feature = "resilience")]
 pub(crate) mod in_order;
 pub mod memory;
+pub mod news;
 #[cfg(feature = "redis")]
 pub mod redis;
 
@@ -47,6 +49,12 @@ pub trait Store: Send + Sync + 'static {
     fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
         std::future::ready(Ok(vec![instance.to_owned()]))
     }
+
+    /// Which counts had units given back, or were forgotten, since this mark, by whomever. `None`, and always `None`, if nobody
+    /// can do that but who goes through this very store.
+    fn news(&self, _since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        None::<std::future::Ready<Result<News, StoreError>>>
+    }
 }
 
 /// A store that several own: some behind a fallback, say, and some who want its errors.
@@ -77,6 +85,10 @@ impl<S: Store> Store for Arc<S> {
 
     fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
         S::announce(self, instance)
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        S::news(self, since)
     }
 }
 

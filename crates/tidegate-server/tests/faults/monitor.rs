@@ -27,6 +27,9 @@ const READS: [&str; 18] = [
     "pttl",
 ];
 
+/// Keys that count for nobody.
+const OTHERS: [&str; 2] = ["{%alive}", "{%news}"];
+
 /// All that a server executes from now on, by its MONITOR.
 pub(crate) struct Monitor {
     lines: Arc<Mutex<Vec<(Instant, String)>>>,
@@ -51,11 +54,11 @@ impl Monitor {
         Self { lines }
     }
 
-    /// What scripts wrote after this moment, but for signs of life, which count for nobody.
+    /// What scripts wrote after this moment, but for signs of life and news, which count for nobody.
     pub(crate) fn written_after(&self, moment: Instant) -> Vec<String> {
         let lines = self.lines.lock().expect("no panic");
         let after = lines.iter().filter(|(at, _)| *at >= moment).map(|(_, line)| line);
-        let counts = after.filter(|line| line.contains(" lua] ") && !line.contains("{%alive}"));
+        let counts = after.filter(|line| line.contains(" lua] ") && !OTHERS.iter().any(|key| line.contains(key)));
         counts.filter(|line| !READS.contains(&command(line).as_str())).cloned().collect()
     }
 

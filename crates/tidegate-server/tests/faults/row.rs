@@ -179,7 +179,8 @@ impl Row {
             let right = match name {
                 "open" => record.source == Source::Allow && record.allowed,
                 "ledger" => record.source == Source::Deny && !record.allowed,
-                _ => record.source == Source::Local,
+                // A denial that the store has made holds, as long as it is not missed.
+                _ => record.source == Source::Local || (record.source == Source::DenyCache && !record.allowed),
             };
             if !right && wrong.len() < 200 {
                 let _ = write!(wrong, " {name} by {:?}", record.source);
@@ -200,6 +201,8 @@ impl Row {
         let from = gone + open.unwrap_or(SECOND);
         self.within("p99 away", Some(run.p99(from, back)), AT_ONCE);
         self.check_failure_modes(run, from, back);
+        let late = run.sent_between(gone + SECOND, back).filter(|record| record.source == Source::DenyCache).count();
+        self.require(late == 0, || format!("{late} denials from the cache, long after it could be told of a refund"));
     }
 
     /// An old primary that is awake again is left alone: what lay in its socket writes nothing, and no more calls come.

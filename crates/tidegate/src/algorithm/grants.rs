@@ -75,7 +75,7 @@ impl Grants {
 mod tests {
     use std::time::Duration;
 
-    use super::super::State;
+    use super::super::{Count, Log, Window, apply};
     use super::*;
     use crate::store::Action;
 
@@ -85,51 +85,48 @@ mod tests {
     #[test]
     fn what_each_is_told_is_what_it_would_be_told_alone() {
         for algorithm in Algorithm::ALL {
-            for (limit, cost, earlier) in [(10, 1, 0), (10, 3, 2), (7, 2, 3), (1_000_003, 17, 40)] {
-                let quota = Quota::new(*algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
-                let mut state = State::new(*algorithm);
-                for early in 0..earlier {
-                    state.apply(Action::Acquire, &quota, NOW + 1_000 * early, 1, true);
-                }
-                let now = NOW + 123_457;
-                let before = state.apply(Action::Peek, &quota, now, 1, true).verdict;
-                let remaining = before.remaining + u64::from(before.allowed);
-                let evidence = evidence(&mut state, *algorithm, &quota, now);
-                let told: Vec<Verdict> =
-                    (0..12).map(|_| state.apply(Action::Acquire, &quota, now, cost, true).verdict).collect();
-                let granted = told.iter().filter(|verdict| verdict.allowed).count() as u64;
-                let denied = told.last().filter(|verdict| !verdict.allowed);
-                let grants = Grants {
-                    granted,
-                    remaining,
-                    evidence,
-                    retry_after: denied.map_or(0, |verdict| verdict.retry_after),
-                    reset_after: denied.map_or(0, |verdict| verdict.reset_after),
-                };
-                for (rank, verdict) in (0..).zip(told) {
-                    assert_eq!(grants.verdict(&quota, cost, rank), verdict, "{algorithm} {limit} {cost} {rank}");
-                }
+            match algorithm {
+                Algorithm::SlidingLog => check::<Log>(algorithm, |_, _, _| Evidence::Log),
+                Algorithm::FixedWindow => check::<Window>(algorithm, |_, quota, now| Evidence::Window {
+                    left: quota.window_micros() - now % quota.window_micros(),
+                }),
+                Algorithm::SlidingCounter => check::<Counter>(algorithm, |counter, _, _| {
+                    let (current, elapsed) = counter.current_and_elapsed();
+                    Evidence::Counter { current, elapsed }
+                }),
+                Algorithm::TokenBucket | Algorithm::LeakyBucket => check::<Bucket>(algorithm, |bucket, _, _| {
+                    let (level, part) = bucket.level_and_part();
+                    Evidence::Bucket { level, part }
+                }),
             }
         }
     }
 
-    /// As the script would tell it, of a state that was settled in a peek's copy.
-    fn evidence(state: &mut State, algorithm: Algorithm, quota: &Quota, now: u64) -> Evidence {
-        match state {
-            State::Log(_) => Evidence::Log,
-            State::Window(_) => Evidence::Window { left: quota.window_micros() - now % quota.window_micros() },
-            State::Counter(counter) => {
-                let mut counter = counter.clone();
-                counter.settle(quota, now);
-                let (current, elapsed) = counter.current_and_elapsed();
-                Evidence::Counter { current, elapsed }
+    /// `evidence` is what the script would tell of a count that is settled.
+    fn check<C: Count + Default>(algorithm: Algorithm, evidence: impl Fn(&C, &Quota, u64) -> Evidence) {
+        for (limit, cost, earlier) in [(10, 1, 0), (10, 3, 2), (7, 2, 3), (1_000_003, 17, 40)] {
+            let quota = Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
+            let mut count = C::default();
+            for early in 0..earlier {
+                apply(&mut count, Action::Acquire, &quota, NOW + 1_000 * early, 1, true);
             }
-            State::Bucket(bucket) => {
-                assert!(matches!(algorithm, Algorithm::TokenBucket | Algorithm::LeakyBucket));
-                let mut bucket = bucket.clone();
-                bucket.settle(quota, now);
-                let (level, part) = bucket.level_and_part();
-                Evidence::Bucket { level, part }
+            let now = NOW + 123_457;
+            let before = apply(&mut count, Action::Peek, &quota, now, 1, true).verdict;
+            let remaining = before.remaining + u64::from(before.allowed);
+            let evidence = evidence(&count, &quota, now);
+            let mut ask = || apply(&mut count, Action::Acquire, &quota, now, cost, true).verdict;
+            let told: Vec<Verdict> = (0..12).map(|_| ask()).collect();
+            let granted = told.iter().filter(|verdict| verdict.allowed).count() as u64;
+            let denied = told.last().filter(|verdict| !verdict.allowed);
+            let grants = Grants {
+                granted,
+                remaining,
+                evidence,
+                retry_after: denied.map_or(0, |verdict| verdict.retry_after),
+                reset_after: denied.map_or(0, |verdict| verdict.reset_after),
+            };
+            for (rank, verdict) in (0..).zip(told) {
+                assert_eq!(grants.verdict(&quota, cost, rank), verdict, "{algorithm} {limit} {cost} {rank}");
             }
         }
     }

@@ -16,6 +16,7 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 use crate::store::in_order::{Groups, Owned, Refund, Step, group_by, in_order, in_places, untake};
+use crate::store::news::{Mark, News};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod circuit;
@@ -377,5 +378,9 @@ impl<S: Store> Store for Breaker<S> {
 
     async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.inner.store.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.inner.store.news(since)
     }
 }

@@ -13,6 +13,12 @@
 //! its caller's deadline spends nothing. While a node is away its calls fail at once; it is connected to again
 //! as soon as it is back.
 //!
+//! # News
+//!
+//! After each refund and reset the store tells, in a small sorted set beside the counts, which count has room again, if
+//! anybody reads it: a `DenyCache` (feature `resilience`) in another process, which remembers a denial until then. The call
+//! returns once that is told, or its timeout has passed; a refund does not fail for it.
+//!
 //! # What a Redis user must be allowed
 //!
 //! Nothing but this, for the prefix `rate_limit`; of the last three, `cluster|slots` and `asking` only on a cluster, `role` only behind
@@ -35,11 +41,13 @@ pub use self::builder::Builder;
 use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
+use self::news::Untold;
 use self::queue::{Entrance, Turn};
 use self::requests::{Request, Requests, Verb, Verdicts};
 use self::slot::slot_of_counts;
 pub use self::tls::Tls;
 use self::topology::Topology;
+use super::news::{Mark, News};
 use super::{Action, Part, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
@@ -54,6 +62,7 @@ mod fault;
 mod groups;
 mod health;
 mod link;
+mod news;
 mod probe;
 mod queue;
 mod requests;
@@ -203,13 +212,26 @@ impl Shared {
 
 impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let request = Request { verb: Verb::Do(action), charges: std::slice::from_ref(charge) };
-        let verdicts = self.shared.decide(&request, Instant::now()).await.map_err(Setback::into_store_error)?;
-        Ok(verdicts.first(charge).into_decision(charge.quota(), Source::Store))
+        let charges = std::slice::from_ref(charge);
+        let request = Request { verb: Verb::Do(action), charges };
+        let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
+        let decided = match self.shared.decide(&request, started).await {
+            Ok(verdicts) => Ok(verdicts.first(charge).into_decision(charge.quota(), Source::Store)),
+            Err(setback) => Err(setback.into_store_error()),
+        };
+        if let Some(untold) = untold {
+            untold.tell(started + self.shared.timeout).await;
+        }
+        decided
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        groups::decide_all(&self.shared, action, charges, Instant::now()).await
+        let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
+        let decided = groups::decide_all(&self.shared, action, charges, started).await;
+        if let Some(untold) = untold {
+            untold.tell(started + self.shared.timeout).await;
+        }
+        decided
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -230,6 +252,10 @@ impl Store for RedisStore {
 
     async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.shared.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        Some(self.shared.news(since))
     }
 }
 

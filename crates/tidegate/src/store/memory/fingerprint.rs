@@ -215,7 +215,11 @@ mod tests {
                 for at in 0..length {
                     let mut changed = text.clone();
                     changed.replace_range(at..=at, "K");
-                    let changed = if key == "p" { secret.fingerprint(key, &changed) } else { secret.fingerprint(&changed, policy) };
+                    let changed = if key == "p" {
+                        secret.fingerprint(key, &changed)
+                    } else {
+                        secret.fingerprint(&changed, policy)
+                    };
                     assert_ne!(fingerprint, changed, "byte {at} of {length}");
                 }
             }

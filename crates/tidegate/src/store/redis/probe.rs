@@ -73,12 +73,12 @@ impl Shared {
         call.run(self.topology.known(), None, command, read).await.map_err(Setback::into_store_error)
     }
 
-    fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {
+    pub(super) fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {
         Call { script, slot: slot_of(key), started: Instant::now(), timeout: self.timeout }
     }
 
     /// In a user's key a percent sign is escaped: a tag that begins with a bare one is nobody's.
-    fn own_key(&self, name: &str) -> String {
+    pub(super) fn own_key(&self, name: &str) -> String {
         format!("{}:{{%{name}}}", self.prefix)
     }
 

@@ -17,6 +17,7 @@ pub(super) struct Script {
 const PRELUDE: &str = include_str!("prelude.lua");
 const DECIDE: &str = include_str!("decide.lua");
 const ALIVE: &str = include_str!("alive.lua");
+const NEWS: &str = include_str!("news.lua");
 const PIECES: [&str; 5] = [
     include_str!("../../algorithm/sliding_log.lua"),
     include_str!("../../algorithm/sliding_log_packed.lua"),
@@ -24,8 +25,8 @@ const PIECES: [&str; 5] = [
     include_str!("../../algorithm/fixed_window.lua"),
     include_str!("../../algorithm/bucket.lua"),
 ];
-/// decide.lua with each choice of pieces, and alive.lua.
-pub(super) const SCRIPTS: usize = (1 << PIECES.len()) + 1;
+/// decide.lua with each choice of pieces, alive.lua and news.lua.
+pub(super) const SCRIPTS: usize = (1 << PIECES.len()) + 2;
 
 /// Which of the pieces are needed, one bit each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -74,6 +75,12 @@ impl Script {
     pub(super) fn alive() -> &'static Self {
         static SCRIPT: OnceLock<Script> = OnceLock::new();
         SCRIPT.get_or_init(|| Self::named(SCRIPTS - 1, ALIVE.to_owned()))
+    }
+
+    /// Which counts have room again.
+    pub(super) fn news() -> &'static Self {
+        static SCRIPT: OnceLock<Script> = OnceLock::new();
+        SCRIPT.get_or_init(|| Self::named(SCRIPTS - 2, NEWS.to_owned()))
     }
 
     /// Its number among [`SCRIPTS`].

@@ -1,0 +1,394 @@
+//! [`DenyCache`]: a denial by the store holds until its `retry_after`, and is answered here until then.
+//!
+//! Nobody can free units earlier, but for a refund, a reset and a raised limit. The first two make this instance forget
+//! what they touch, whoever makes them: those of others are [news](Store::news), read several times a second while there
+//! is something to forget. Without news for a second, nothing in here is believed. The last is another quota, and a denial
+//! holds for the very quota that it was made by.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+
+use self::table::{Companions, Denial, Found, Left, Name, Table, Ticket};
+use crate::algorithm::Verdict;
+use crate::charge::Charge;
+use crate::clock::Clock;
+use crate::decision::{Decision, Source};
+use crate::store::news::{CountId, Mark, News};
+use crate::store::{Action, Part, Store, StoreError};
+
+mod follow;
+mod table;
+
+/// What is left of the other charges is remembered for requests of up to so many.
+const MOST_COMPANIONS: usize = 8;
+
+/// A store around a store that answers a denial again, without asking, for as long as it surely holds.
+///
+/// Who is denied and keeps asking then costs the store nothing. An answer from here has [`Source::DenyCache`]; its
+/// `retry_after` and `reset_after` go down as time goes by, its `remaining` is what the store told.
+///
+/// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied, and counts down from
+///   when the store was asked, so that no answer could have been an admission. A request of several charges is denied if
+///   one of them is. What is left of the others is then what the store told when it denied the same request;
+///   if it never did, they are told as untouched.
+/// * Quotas that count denied requests are never answered from here: each denial counts.
+/// * A refund or a reset through this store is seen at once. One through any other that shares the counts is seen
+///   within a second, by the [news](Store::news) that a `RedisStore` has of them. While news cannot be
+///   read, the store is asked. So is it if news would have to be read, but there is no Tokio runtime to read them on.
+/// * Not seen is who frees a count without a word: deletes its key in Redis by hand, say, or decides by another quota
+///   on the same count in another process. It ends with the denial's `retry_after`. (A store that is emptied, or that lost
+///   the news with its other writes in a failover, is noticed.)
+/// * It holds a fixed number of denials. What is of no use lately makes room for what is new.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, DenyCache, Limiter, MemoryStore, Quota, Source};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = Limiter::new(DenyCache::new(MemoryStore::new())); // or RedisStore::connect(…)
+/// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
+/// let charge = Charge::new("user123", &quota);
+///
+/// assert!(limiter.acquire(&charge).await?.allowed);
+/// assert_eq!(limiter.acquire(&charge).await?.source, Source::Store);
+/// assert_eq!(limiter.acquire(&charge).await?.source, Source::DenyCache);
+/// limiter.refund(&charge).await?;
+/// assert!(limiter.acquire(&charge).await?.allowed);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct DenyCache<S> {
+    inner: Arc<Inner<S>>,
+}
+
+#[derive(Debug)]
+struct Inner<S> {
+    store: S,
+    table: Table,
+    /// Whether others can free counts, and the store tells of it.
+    has_news: bool,
+    /// Until then what is in the table may be believed, by the store's clock.
+    trusted_until: AtomicU64,
+    /// Whether it was of use lately.
+    used: AtomicBool,
+    follower: Mutex<Option<AbortHandle>>,
+}
+
+/// Options of a [`DenyCache`].
+#[derive(Debug)]
+pub struct Builder<S> {
+    store: S,
+    max_entries: usize,
+}
+
+impl<S: Store> Builder<S> {
+    /// How many denials it holds; 100,000 by default, which weigh some 8 MB. With 0 it never answers.
+    #[must_use]
+    pub fn max_entries(mut self, entries: usize) -> Self {
+        self.max_entries = entries;
+        self
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn build(self) -> DenyCache<S> {
+        let has_news = self.store.news(&Mark::default()).is_some();
+        let inner = Inner {
+            store: self.store,
+            table: Table::new(self.max_entries),
+            has_news,
+            trusted_until: AtomicU64::new(if has_news { 0 } else { u64::MAX }),
+            used: AtomicBool::new(false),
+            follower: Mutex::default(),
+        };
+        DenyCache { inner: Arc::new(inner) }
+    }
+}
+
+impl<S: Store> DenyCache<S> {
+    /// An empty cache around this store.
+    #[must_use]
+    pub fn new(store: S) -> Self {
+        Self::builder(store).build()
+    }
+
+    /// A cache with options.
+    #[must_use]
+    pub fn builder(store: S) -> Builder<S> {
+        Builder { store, max_entries: 100_000 }
+    }
+
+    /// The store within.
+    #[must_use]
+    pub fn store(&self) -> &S {
+        &self.inner.store
+    }
+
+    /// How many denials it holds, some of which may have expired.
+    #[must_use]
+    pub fn entries(&self) -> usize {
+        self.inner.table.entries()
+    }
+
+    /// Forgets every denial.
+    pub fn clear(&self) {
+        self.inner.table.clear();
+    }
+}
+
+/// What is known of a charge before the store is asked.
+enum Known<T> {
+    /// A denial that holds.
+    Denied(T),
+    /// Nothing; and what a denial is kept with.
+    Asked { tickets: Tickets, sent: u64 },
+}
+
+/// Of one charge, as nearly always, without a list.
+enum Tickets {
+    One(Ticket),
+    Several(Vec<Ticket>),
+    /// Whatever the store says is not kept.
+    None,
+}
+
+impl<S: Store> Inner<S> {
+    fn now(&self) -> u64 {
+        self.store.clock().now()
+    }
+
+    /// As the table does, but nothing is found there while it cannot be believed.
+    fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
+        if self.is_trusted(now) { self.table.find(name, charge, now, request) } else { Err(self.table.ticket(name)) }
+    }
+
+    fn is_trusted(&self, now: u64) -> bool {
+        now < self.trusted_until.load(Ordering::Acquire)
+    }
+
+    /// What is done before the store is asked.
+    fn before(&self, action: Action, charge: &Charge<'_>) -> Known<Decision> {
+        let name = self.table.name(charge);
+        let sent = self.now();
+        if !may_be_kept(action, std::slice::from_ref(charge)) {
+            self.ask_by(action, [name]);
+            return Known::Asked { tickets: Tickets::None, sent };
+        }
+        match self.find(name, charge, sent, None) {
+            Ok((denied, _)) => {
+                self.was_used();
+                Known::Denied(denied)
+            }
+            Err(ticket) => {
+                self.ask_by(action, [name]);
+                Known::Asked { tickets: Tickets::One(ticket), sent }
+            }
+        }
+    }
+
+    fn before_all(&self, action: Action, charges: &[Charge<'_>]) -> Known<Vec<Decision>> {
+        let names: Vec<Name> = charges.iter().map(|charge| self.table.name(charge)).collect();
+        let sent = self.now();
+        if !may_be_kept(action, charges) {
+            self.ask_by(action, names);
+            return Known::Asked { tickets: Tickets::None, sent };
+        }
+        let request = self.table.request(charges, names.iter().copied());
+        let mut tickets = Vec::with_capacity(charges.len());
+        let mut denied: Vec<Option<Decision>> = vec![None; charges.len()];
+        let mut left: Option<Vec<Left>> = None;
+        for ((name, charge), denied) in names.iter().zip(charges).zip(&mut denied) {
+            match self.find(*name, charge, sent, Some(request)) {
+                Ok((decision, companions)) => {
+                    *denied = Some(decision);
+                    left = left.or(companions);
+                }
+                Err(ticket) => tickets.push(ticket),
+            }
+        }
+        if denied.iter().all(Option::is_none) {
+            self.ask_by(action, names);
+            return Known::Asked { tickets: Tickets::Several(tickets), sent };
+        }
+        self.was_used();
+        let others = |(at, denied): (usize, Option<Decision>)| {
+            let untouched =
+                || Verdict::untouched(charges[at].quota()).into_decision(charges[at].quota(), Source::DenyCache);
+            denied.unwrap_or_else(|| match &left {
+                Some(left) => left[at].decision(&charges[at], sent),
+                None => untouched(),
+            })
+        };
+        Known::Denied(denied.into_iter().enumerate().map(others).collect())
+    }
+
+    /// The store is about to be asked by these quotas.
+    fn ask_by(&self, action: Action, names: impl IntoIterator<Item = Name>) {
+        if matches!(action, Action::Acquire | Action::Take) {
+            names.into_iter().for_each(|name| self.table.forget_other_quotas(name));
+        }
+    }
+
+    /// The store has answered.
+    fn after(self: &Arc<Self>, sent: u64, tickets: &[Ticket], charges: &[Charge<'_>], decisions: &[Decision]) {
+        let is_denial = |decision: &Decision| !decision.allowed && decision.source == Source::Store;
+        if tickets.is_empty() || !decisions.iter().any(is_denial) {
+            return;
+        }
+        let received = self.now().max(sent);
+        // The one that holds longest knows what was left of the others.
+        let longest = (0..decisions.len()).filter(|at| is_denial(&decisions[*at]));
+        let longest = longest.max_by_key(|at| decisions[*at].retry_after);
+        for (at, (charge, decision)) in charges.iter().zip(decisions).enumerate() {
+            if is_denial(decision) {
+                let companions = (Some(at) == longest && (2..=MOST_COMPANIONS).contains(&charges.len()))
+                    .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
+                let denial = Denial { cost: charge.units(), decision: *decision, sent, received, companions };
+                self.table.keep(tickets[at], denial);
+            }
+        }
+        self.was_used();
+        if self.has_news && !self.is_trusted(received) {
+            self.follow_news();
+        }
+    }
+
+    fn companions(
+        &self,
+        tickets: &[Ticket],
+        charges: &[Charge<'_>],
+        decisions: &[Decision],
+        received: u64,
+    ) -> Companions {
+        let reset_at = |decision: &Decision| {
+            received.saturating_add(u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX))
+        };
+        let left = |decision: &Decision| Left { remaining: decision.remaining, reset_at: reset_at(decision) };
+        Companions {
+            request: self.table.request(charges, tickets.iter().map(|ticket| ticket.name)),
+            left: decisions.iter().map(left).collect(),
+        }
+    }
+
+    /// Written by everybody, so only where it says something new.
+    fn was_used(&self) {
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Sees to it that news are read, if there is a runtime to do so on.
+    fn follow_news(self: &Arc<Self>) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
+        // The runtime that it ran on may have ended.
+        if follower.as_ref().is_none_or(AbortHandle::is_finished) {
+            *follower = Some(runtime.spawn(follow::news(Arc::downgrade(self))).abort_handle());
+        }
+    }
+}
+
+/// Whether a denial of this request changes nothing, so that it can be told again.
+fn may_be_kept(action: Action, charges: &[Charge<'_>]) -> bool {
+    matches!(action, Action::Acquire | Action::Peek) && !charges.iter().any(|charge| charge.quota().count_denied())
+}
+
+/// While units are given back, or a count is forgotten: denials of it are forgotten before, and after, for one may have been
+/// asked for in between. Even if the caller goes away meanwhile.
+struct Freeing<'a> {
+    table: &'a Table,
+    charges: &'a [Charge<'a>],
+}
+
+impl<'a> Freeing<'a> {
+    fn begin<S>(inner: &'a Inner<S>, action: Action, charges: &'a [Charge<'a>]) -> Option<Self> {
+        if !matches!(action, Action::Refund | Action::Reset) {
+            return None;
+        }
+        let freeing = Self { table: &inner.table, charges };
+        freeing.forget();
+        Some(freeing)
+    }
+
+    fn forget(&self) {
+        self.charges.iter().for_each(|charge| self.table.forget(CountId::of(charge)));
+    }
+}
+
+impl Drop for Freeing<'_> {
+    fn drop(&mut self) {
+        self.forget();
+    }
+}
+
+impl<S: Store> Store for DenyCache<S> {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let inner = &self.inner;
+        let (tickets, sent) = match inner.before(action, charge) {
+            Known::Denied(decision) => return Ok(decision),
+            Known::Asked { tickets, sent } => (tickets, sent),
+        };
+        let charges = std::slice::from_ref(charge);
+        let freeing = Freeing::begin(inner, action, charges);
+        let decision = inner.store.decide(action, charge).await?;
+        drop(freeing);
+        inner.after(sent, tickets.as_slice(), charges, std::slice::from_ref(&decision));
+        Ok(decision)
+    }
+
+    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        let inner = &self.inner;
+        let (tickets, sent) = match inner.before_all(action, charges) {
+            Known::Denied(decisions) => return Ok(decisions),
+            Known::Asked { tickets, sent } => (tickets, sent),
+        };
+        let freeing = Freeing::begin(inner, action, charges);
+        let decisions = inner.store.decide_all(action, charges).await?;
+        drop(freeing);
+        inner.after(sent, tickets.as_slice(), charges, &decisions);
+        Ok(decisions)
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.inner.store.clock()
+    }
+
+    fn part(&self, charge: &Charge<'_>) -> Part {
+        self.inner.store.part(charge)
+    }
+
+    async fn probe(&self, part: Part) -> Result<(), StoreError> {
+        self.inner.store.probe(part).await
+    }
+
+    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.inner.store.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.inner.store.news(since)
+    }
+}
+
+impl Tickets {
+    fn as_slice(&self) -> &[Ticket] {
+        match self {
+            Self::One(ticket) => std::slice::from_ref(ticket),
+            Self::Several(tickets) => tickets,
+            Self::None => &[],
+        }
+    }
+}
+
+impl<S> Drop for DenyCache<S> {
+    fn drop(&mut self) {
+        if let Some(follower) = self.inner.follower.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            follower.abort();
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! The denials themselves: a table of fixed size, in which a count can only be in one small set of places.
+//!
+//! So to find, to forget and to make room are all a look at a handful of entries, whatever is put in. Which set it is, is
+//! the process's secret: nobody can choose keys that drive out somebody else's.
+
+use std::hash::Hasher;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use siphasher::sip128::{Hasher128, SipHasher13};
+
+use crate::algorithm::Verdict;
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::resilience::random;
+use crate::store::news::CountId;
+
+/// Places for one count, and for those that share its set.
+const WAYS: usize = 8;
+const SHARDS: usize = 64;
+/// Of so many costs of one count each has its own denial. Who asks for yet another is answered by that of the next lower one:
+/// a denial all the same, but the wait that it tells may be too short.
+const COSTS: usize = 3;
+
+#[derive(Debug)]
+pub(super) struct Table {
+    shards: Box<[Mutex<Shard>]>,
+    ways: usize,
+    entries: AtomicUsize,
+    secret: [u64; 4],
+}
+
+#[derive(Debug)]
+struct Shard {
+    sets: Box<[Vec<Entry>]>,
+    /// Goes up whenever something in here may have become wrong. A denial that was asked for before that is not kept.
+    generation: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    count: CountId,
+    /// Of key, policy and quota.
+    fingerprint: u128,
+    cost: u64,
+    remaining: u64,
+    /// Surely denied before this time.
+    until: u64,
+    /// Who waits until then surely gets in, if nobody else comes.
+    retry_at: u64,
+    reset_at: u64,
+    companions: Option<Box<Companions>>,
+    /// It was of use since others last needed room.
+    used: bool,
+}
+
+/// What was left of the other charges of a request that was denied.
+#[derive(Debug)]
+pub(super) struct Companions {
+    /// Of all charges of the request, this one included.
+    pub(super) request: u128,
+    pub(super) left: Box<[Left]>,
+}
+
+/// What a charge had left when nothing was taken.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Left {
+    pub(super) remaining: u64,
+    pub(super) reset_at: u64,
+}
+
+/// A charge in the table's words.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Name {
+    count: CountId,
+    fingerprint: u128,
+}
+
+/// What was known before the store was asked.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ticket {
+    pub(super) name: Name,
+    generation: u64,
+}
+
+/// A denial, and what was left of all charges of the request; or what to come back with once the store has answered.
+pub(super) type Found = Result<(Decision, Option<Vec<Left>>), Ticket>;
+
+/// A denial by the store, to be kept.
+#[derive(Debug)]
+pub(super) struct Denial {
+    pub(super) cost: u64,
+    pub(super) decision: Decision,
+    /// When the store was asked, and when it had answered. It decided in between.
+    pub(super) sent: u64,
+    pub(super) received: u64,
+    pub(super) companions: Option<Box<Companions>>,
+}
+
+impl Entry {
+    /// `None` if it holds for no time at all.
+    fn new(name: Name, denial: Denial) -> Option<Self> {
+        let Denial { cost, decision, sent, received, companions } = denial;
+        let (retry, reset) = (micros(decision.retry_after), micros(decision.reset_after));
+        // Clocks that are set by NTP go up to one part in 2,000 faster or slower than each other.
+        let surely = retry - retry.div_ceil(1_000);
+        (surely > 0).then(|| Self {
+            count: name.count,
+            fingerprint: name.fingerprint,
+            cost,
+            remaining: decision.remaining,
+            until: sent.saturating_add(surely),
+            retry_at: received.saturating_add(retry),
+            reset_at: received.saturating_add(reset),
+            companions,
+            used: false,
+        })
+    }
+
+    fn decision(&self, charge: &Charge<'_>, now: u64) -> Decision {
+        let verdict = Verdict {
+            allowed: false,
+            remaining: self.remaining,
+            retry_after: self.retry_at.saturating_sub(now),
+            reset_after: self.reset_at.saturating_sub(now),
+            delay: 0,
+        };
+        verdict.into_decision(charge.quota(), Source::DenyCache)
+    }
+}
+
+impl Left {
+    pub(super) fn decision(self, charge: &Charge<'_>, now: u64) -> Decision {
+        let reset_after = self.reset_at.saturating_sub(now);
+        let verdict = Verdict { remaining: self.remaining, reset_after, ..Verdict::untouched(charge.quota()) };
+        verdict.into_decision(charge.quota(), Source::DenyCache)
+    }
+}
+
+impl Table {
+    pub(super) fn new(max_entries: usize) -> Self {
+        let ways = WAYS.min(max_entries);
+        let sets = (max_entries / WAYS).max(1);
+        let shards = SHARDS.min(sets);
+        let shard = || Shard { sets: std::iter::repeat_with(Vec::new).take(sets / shards).collect(), generation: 0 };
+        Self {
+            shards: std::iter::repeat_with(|| Mutex::new(shard())).take(shards).collect(),
+            ways,
+            entries: AtomicUsize::new(0),
+            secret: std::array::from_fn(|_| random()),
+        }
+    }
+
+    /// How many entries there are, expired ones among them.
+    pub(super) fn entries(&self) -> usize {
+        self.entries.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn name(&self, charge: &Charge<'_>) -> Name {
+        let quota = charge.quota();
+        let mut hasher = SipHasher13::new_with_keys(self.secret[0], self.secret[1]);
+        hasher.write(charge.key().as_bytes());
+        hasher.write_u8(0xff);
+        hasher.write(charge.policy_name().as_bytes());
+        hasher.write_u8(0xff);
+        hasher.write_u64(quota.limit());
+        hasher.write_u64(quota.window_micros());
+        hasher.write_u64(quota.burst());
+        hasher.write(&[quota.algorithm() as u8, quota.encoding() as u8, u8::from(quota.count_denied())]);
+        Name { count: CountId::of(charge), fingerprint: hasher.finish128().as_u128() }
+    }
+
+    /// All charges of a request as one number.
+    pub(super) fn request(&self, charges: &[Charge<'_>], names: impl Iterator<Item = Name>) -> u128 {
+        let mut hasher = SipHasher13::new_with_keys(self.secret[1], self.secret[0]);
+        for (charge, name) in charges.iter().zip(names) {
+            hasher.write_u128(name.fingerprint);
+            hasher.write_u64(charge.units());
+        }
+        hasher.finish128().as_u128()
+    }
+
+    /// The denial that holds for this charge. `request`: of several charges, of which this is one.
+    pub(super) fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
+        let (mut shard, set) = self.lock(name.count);
+        let Some(entry) = covering(&mut shard.sets[set], name, charge.units(), now) else {
+            return Err(Ticket { name, generation: shard.generation });
+        };
+        entry.used = true;
+        let companions = entry.companions.as_ref().filter(|companions| request == Some(companions.request));
+        Ok((entry.decision(charge, now), companions.map(|companions| companions.left.to_vec())))
+    }
+
+    pub(super) fn ticket(&self, name: Name) -> Ticket {
+        let (shard, _) = self.lock(name.count);
+        Ticket { name, generation: shard.generation }
+    }
+
+    /// Keeps a denial, unless something has happened since it was asked for that may have made it wrong.
+    pub(super) fn keep(&self, ticket: Ticket, denial: Denial) {
+        let now = denial.received;
+        let Some(entry) = Entry::new(ticket.name, denial) else { return };
+        let (mut shard, set) = self.lock(ticket.name.count);
+        if shard.generation != ticket.generation || self.ways == 0 {
+            return;
+        }
+        let set = &mut shard.sets[set];
+        let before = set.len();
+        let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
+        // What the new one says as well, or says anew.
+        set.retain(|other| !(of_it(other) && other.cost >= entry.cost && other.until <= entry.until));
+        set.retain(|other| !(of_it(other) && other.cost == entry.cost));
+        let costs = set.iter().filter(|other| of_it(other)).count();
+        if costs >= COSTS {
+            drop_one(set, of_it);
+        } else if set.len() >= self.ways {
+            make_room(set, now);
+        }
+        set.push(entry);
+        let (after, count) = (set.len(), &self.entries);
+        if after > before {
+            count.fetch_add(after - before, Ordering::Relaxed);
+        } else {
+            count.fetch_sub(before - after, Ordering::Relaxed);
+        }
+    }
+
+    /// Units of this count may have been freed.
+    pub(super) fn forget(&self, count: CountId) {
+        self.forget_if(count, true, |entry| entry.count == count);
+    }
+
+    /// The store is asked by this quota: it may count in another way than a quota that a denial of the same count went by,
+    /// and so free what that still counts.
+    pub(super) fn forget_other_quotas(&self, name: Name) {
+        self.forget_if(name.count, false, |entry| entry.count == name.count && entry.fingerprint != name.fingerprint);
+    }
+
+    /// Units of any count may have been freed.
+    pub(super) fn clear(&self) {
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            shard.generation += 1;
+            let dropped: usize = shard.sets.iter().map(Vec::len).sum();
+            // A flood that is over gives its memory back.
+            shard.sets.iter_mut().for_each(|set| *set = Vec::new());
+            self.entries.fetch_sub(dropped, Ordering::Relaxed);
+        }
+    }
+
+    fn forget_if(&self, count: CountId, surely: bool, is_wrong: impl Fn(&Entry) -> bool) {
+        let (mut shard, set) = self.lock(count);
+        let set = &mut shard.sets[set];
+        let before = set.len();
+        set.retain(|entry| !is_wrong(entry));
+        let dropped = before - set.len();
+        if surely || dropped > 0 {
+            shard.generation += 1;
+            self.entries.fetch_sub(dropped, Ordering::Relaxed);
+        }
+    }
+
+    /// The shard of a count, and its set in there.
+    fn lock(&self, count: CountId) -> (MutexGuard<'_, Shard>, usize) {
+        let [low, high] = halves(u128::from(count.0 ^ self.secret[2]) * u128::from(self.secret[3] | 1));
+        let [shard_bits, set_bits] = [low ^ high, (low ^ high).rotate_right(32)];
+        let shard = scaled(shard_bits, self.shards.len());
+        let shard = self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner);
+        let set = scaled(set_bits, shard.sets.len());
+        (shard, set)
+    }
+}
+
+/// The denial that covers a cost: its own, or, of a count with many costs, the longest one of a lower cost.
+fn covering(set: &mut [Entry], name: Name, cost: u64, now: u64) -> Option<&mut Entry> {
+    let holds = |entry: &Entry| entry.fingerprint == name.fingerprint && entry.cost <= cost && now < entry.until;
+    let (mut found, mut lower): (Option<usize>, usize) = (None, 0);
+    for (at, entry) in set.iter().enumerate().filter(|(_, entry)| holds(entry)) {
+        if entry.cost == cost {
+            return Some(&mut set[at]);
+        }
+        lower += 1;
+        if found.is_none_or(|best| set[best].until < entry.until) {
+            found = Some(at);
+        }
+    }
+    found.filter(|_| lower >= COSTS).map(|at| &mut set[at])
+}
+
+/// The first to go is what has expired, then what was of no use lately; of these what expires first.
+fn make_room(set: &mut Vec<Entry>, now: u64) {
+    if set.iter().any(|entry| entry.until <= now) {
+        set.retain(|entry| entry.until > now);
+        return;
+    }
+    if set.iter().all(|entry| entry.used) {
+        for entry in set.iter_mut() {
+            entry.used = false;
+        }
+    }
+    drop_one(set, |entry| !entry.used);
+}
+
+/// Of these entries, drops the one that expires first.
+fn drop_one(set: &mut Vec<Entry>, of: impl Fn(&Entry) -> bool) {
+    let candidates = set.iter().enumerate().filter(|(_, entry)| of(entry));
+    if let Some((at, _)) = candidates.min_by_key(|(_, entry)| entry.until) {
+        set.swap_remove(at);
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the two halves, each by itself")]
+fn halves(product: u128) -> [u64; 2] {
+    [product as u64, (product >> 64) as u64]
+}
+
+/// A number below `size`, by the upper half of these bits.
+fn scaled(bits: u64, size: usize) -> usize {
+    usize::try_from(((bits >> 32) * size as u64) >> 32).unwrap_or(0)
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
