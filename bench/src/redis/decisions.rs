@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tidegate::store::redis::Builder;
-use tidegate::{Encoding, Limiter, Quota, RedisStore};
+use tidegate::{DenyCache, Encoding, Limiter, Quota, RedisStore};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 use tokio::runtime::Runtime;
@@ -37,6 +37,8 @@ const CASES: [Case; 7] = [
 pub(crate) const CEILING: (&str, &str) = ("ceiling", "redis-benchmark");
 /// The contestant that sends every decision by itself.
 pub(crate) const EACH_ALONE: &str = "tidegate, each alone";
+/// The contestant that is asked again only when a denial is over, as in the service.
+pub(crate) const WITH_DENY_CACHE: &str = "tidegate, deny cache";
 
 /// The exact log: small for random keys; for the hot key one that never fills, and one that is full at once.
 fn quota(case: Case) -> Result<Quota> {
@@ -53,13 +55,18 @@ fn store(redis: &Redis) -> Builder {
     RedisStore::builder(&redis.url()).timeout(Duration::from_secs(5))
 }
 
-/// One turn of the library in a case. Here is the place for another way to build the store, as a contestant of its own.
+/// One turn of the library in a case.
 fn turn(contestant: &str, runtime: &Runtime, redis: &Redis, case: Case, time: Duration) -> Result<Answers> {
     let quota = quota(case)?;
     runtime.block_on(async {
         match contestant {
-            "tidegate" => {
-                let limiter = Limiter::new(store(redis).connect().await?);
+            "tidegate" | EACH_ALONE => {
+                let store = store(redis).group_commit(contestant != EACH_ALONE);
+                let limiter = Limiter::new(store.connect().await?);
+                callers::run(&limiter, &quota, case.users, case.callers, time).await
+            }
+            WITH_DENY_CACHE => {
+                let limiter = Limiter::new(DenyCache::new(store(redis).connect().await?));
                 callers::run(&limiter, &quota, case.users, case.callers, time).await
             }
             other => anyhow::bail!("no contestant {other}"),
@@ -68,8 +75,8 @@ fn turn(contestant: &str, runtime: &Runtime, redis: &Redis, case: Case, time: Du
 }
 
 /// Who takes part in a case.
-fn contestants(_: Case) -> &'static [&'static str] {
-    &["tidegate"]
+fn contestants(case: Case) -> &'static [&'static str] {
+    if case.allowed { &["tidegate", EACH_ALONE] } else { &["tidegate", WITH_DENY_CACHE] }
 }
 
 pub(crate) fn run(plan: Plan) -> Result<()> {
