@@ -24,8 +24,8 @@ pub(super) struct Bar {
 }
 
 const WIDTH: f64 = 760.0;
-const LABELS: f64 = 190.0;
-const BARS: f64 = 440.0;
+const LABELS: f64 = 250.0;
+const BARS: f64 = 400.0;
 const BAR: f64 = 22.0;
 
 const STYLE: &str = "<style>\
