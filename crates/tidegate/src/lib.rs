@@ -83,6 +83,7 @@ mod algorithm;
 
 // The answer:
 mod decision;
+mod fingerprint;
 
 pub mod headers;
 
