@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::algorithm::Algorithm;
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::decision::Decision;
+use crate::fingerprint::{PolicySum, Secret};
 use crate::key::{Key, KeyError, is_plain_key};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
@@ -123,6 +124,12 @@ impl<'a> Charge<'a> {
     #[must_use]
     pub fn policy_name(&self) -> &'a str {
         self.policy.unwrap_or_else(|| self.quota.unnamed_policy())
+    }
+
+    /// The policy's part of what stands for this charge in memory.
+    #[inline]
+    pub(crate) fn policy_sum(&self, secret: &Secret) -> PolicySum {
+        self.policy.map_or_else(|| self.quota.unnamed_policy_sum(), |name| secret.policy(name))
     }
 
     /// What to answer while the store cannot decide.

@@ -86,6 +86,7 @@ mod algorithm;
 
 // The answer:
 mod decision;
+mod fingerprint;
 
 pub mod headers;
 

@@ -262,7 +262,7 @@ impl Blocking<'_> {
         let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
-            let decision = self.store.decide_now::<Error>(wait.action, &charge)?;
+            let decision = self.store.decide_now(wait.action, &charge)?;
             match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep_blocking(duration),
                 Next::Ask => {}
@@ -278,7 +278,7 @@ impl Blocking<'_> {
     /// See [`Limiter::decide`].
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check(action)?;
-        self.store.decide_now(action, charge)
+        self.store.decide_into(action, charge)
     }
 
     /// See [`Limiter::decide_all`].

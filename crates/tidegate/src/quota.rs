@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, Encoding, mul_div_ceil};
+use crate::fingerprint::{PolicySum, Secret};
 
 /// An algorithm with its numbers: `limit` units per `window`, and `burst` for the buckets.
 ///
@@ -32,6 +33,7 @@ pub struct Quota {
     lifetime: u64,
     /// The policy that a charge counts under when it names none.
     unnamed_policy: Arc<str>,
+    unnamed_policy_sum: PolicySum,
 }
 
 /// Why these numbers make no quota, and which would.
@@ -106,6 +108,7 @@ impl Quota {
             return Err(QuotaError::WindowFraction(window));
         }
         let encoding = Encoding::SortedSet;
+        let unnamed_policy = unnamed_policy(algorithm, encoding, micros);
         Ok(Self {
             algorithm,
             encoding,
@@ -115,7 +118,8 @@ impl Quota {
             burst: limit,
             drain: micros,
             lifetime: lifetime(algorithm, micros),
-            unnamed_policy: unnamed_policy(algorithm, encoding, micros),
+            unnamed_policy_sum: Secret::of_this_process().policy(&unnamed_policy),
+            unnamed_policy,
         })
     }
 
@@ -170,6 +174,7 @@ impl Quota {
         }
         self.encoding = encoding;
         self.unnamed_policy = unnamed_policy(self.algorithm, encoding, self.window);
+        self.unnamed_policy_sum = Secret::of_this_process().policy(&self.unnamed_policy);
         Ok(self)
     }
 
@@ -223,6 +228,11 @@ impl Quota {
     #[must_use]
     pub fn unnamed_policy(&self) -> &str {
         &self.unnamed_policy
+    }
+
+    #[inline]
+    pub(crate) fn unnamed_policy_sum(&self) -> PolicySum {
+        self.unnamed_policy_sum
     }
 
     /// The same with other numbers, no larger than these and at least 1. The name it counts under stays.

@@ -105,6 +105,12 @@ impl State {
         ])
     }
 
+    /// Whether it was written later than `now`: the clock has stepped back, or this time was read before that one.
+    #[inline]
+    pub(crate) fn is_ahead_of(self, now: u64) -> bool {
+        self.time() > now
+    }
+
     /// Whether it may expire before the other.
     #[inline]
     pub(crate) fn may_expire_before(self, other: Self) -> bool {

@@ -10,15 +10,14 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use self::fingerprint::{Fingerprint, Secret};
 use self::table::Table;
 use super::{Action, Store, StoreError};
 use crate::algorithm::{self, Algorithm, Bucket, Counter, Kept, Log, MAX_TIME, Verdict, Window};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
+use crate::fingerprint::{Fingerprint, Secret};
 
-mod fingerprint;
 mod table;
 
 /// Many, so that to go through one of them is short work even with millions of keys.
@@ -38,7 +37,7 @@ const SEARCHED_AT_THE_CAP: usize = 16_384;
 #[derive(Debug)]
 pub struct MemoryStore {
     shards: Box<[Shard]>,
-    secret: Secret,
+    secret: &'static Secret,
     clock: StoreClock,
     max_keys: usize,
     keys: Keys,
@@ -113,7 +112,7 @@ impl Builder {
         let shard = || Shard { table: Mutex::default(), next_expiry: AtomicU64::new(u64::MAX) };
         MemoryStore {
             shards: std::iter::repeat_with(shard).take(SHARDS).collect(),
-            secret: Secret::new(),
+            secret: Secret::of_this_process(),
             clock: self.clock.map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Other),
             max_keys: self.max_keys,
             keys: Keys {
@@ -151,9 +150,13 @@ impl MemoryStore {
         self.keys.count.load(Ordering::Relaxed)
     }
 
+    pub(crate) fn decide_now(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        self.decide_into(action, charge)
+    }
+
     /// The error is the caller's own, so that a decision is written once, where the caller wants it.
     #[inline]
-    pub(crate) fn decide_now<E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
+    pub(crate) fn decide_into<E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
         match charge.quota().algorithm() {
             Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge),
             Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge),
@@ -164,22 +167,26 @@ impl MemoryStore {
 
     /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
     fn decide_as<C: Kept, E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
+        // Before the lock, so that the processor reads its counter while it works on the fingerprint.
+        let mut now = self.clock.now();
         let fingerprint = self.fingerprint(charge);
         let shard = self.shard(fingerprint);
         let mut table = shard.lock();
-        // Read under the lock: then times come in the order of decisions.
-        let now = self.clock.now();
         if action == Action::Acquire
             && let Ok(at) = table.find(fingerprint)
             && table.state(at).is_of(C::KIND)
         {
+            if table.state(at).is_ahead_of(now) {
+                // Another was faster. Read under the lock, times come in the order of decisions.
+                now = self.clock.now();
+            }
             let one = One { store: self, shard, action: Action::Acquire, charge, fingerprint, now, together: true };
             let verdict = one.apply_to_known::<C>(&mut table, at);
             self.sweep(&mut table, now);
             drop(table);
             return Ok(verdict.into_decision(charge.quota(), Source::Store));
         }
-        Ok(self.decide_with_care::<C>(action, charge, fingerprint, table, now)?)
+        Ok(self.decide_with_care::<C>(action, charge, fingerprint, table)?)
     }
 
     #[cold]
@@ -190,11 +197,11 @@ impl MemoryStore {
         charge: &Charge<'_>,
         fingerprint: Fingerprint,
         mut table: MutexGuard<'a, Table>,
-        mut now: u64,
     ) -> Result<Decision, StoreError> {
         let shard = self.shard(fingerprint);
         let mut room = Room::new(self);
         loop {
+            let now = self.clock.now();
             let one = One { store: self, shard, action, charge, fingerprint, now, together: true };
             if let Some(verdict) = one.apply_as::<C>(&mut table, &mut room) {
                 self.sweep(&mut table, now);
@@ -203,7 +210,6 @@ impl MemoryStore {
             drop(table);
             self.make_room(now, 1)?;
             table = shard.lock();
-            now = self.clock.now();
         }
     }
 
@@ -295,17 +301,19 @@ impl MemoryStore {
         }
     }
 
+    #[inline]
     fn fingerprint(&self, charge: &Charge<'_>) -> Fingerprint {
-        self.secret.fingerprint(charge.key(), charge.policy_name())
+        self.secret.fingerprint(charge.key(), charge.policy_sum(self.secret))
     }
 
+    #[inline]
     fn shard(&self, fingerprint: Fingerprint) -> &Shard {
-        &self.shards[fingerprint.shard()]
+        &self.shards[fingerprint.remainder_of(SHARDS)]
     }
 
     /// Locks every shard of these keys, in their order: two callers never wait for each other in a circle.
     fn lock_all(&self, fingerprints: &[Fingerprint]) -> Locked<'_> {
-        let mut indices: Vec<usize> = fingerprints.iter().map(|&fingerprint| fingerprint.shard()).collect();
+        let mut indices: Vec<usize> = fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
         indices.sort_unstable();
         indices.dedup();
         Locked(indices.into_iter().map(|index| (index, self.shards[index].lock())).collect())
@@ -449,7 +457,7 @@ struct Locked<'a>(Vec<(usize, MutexGuard<'a, Table>)>);
 
 impl Locked<'_> {
     fn table(&mut self, fingerprint: Fingerprint) -> &mut Table {
-        let index = fingerprint.shard();
+        let index = fingerprint.remainder_of(SHARDS);
         let at = self.0.partition_point(|(locked, _)| *locked < index);
         &mut self.0[at].1
     }

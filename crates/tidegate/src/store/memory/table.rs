@@ -5,8 +5,8 @@
 //! from there; no list of tags stands beside it. Since homes rise with fingerprints, a larger table is written
 //! in one pass from front to back, which is cheap enough to grow by quarters: at least 62 % of the slots are in use.
 
-use super::fingerprint::Fingerprint;
 use crate::algorithm::{Logs, State};
+use crate::fingerprint::Fingerprint;
 
 /// A new key has four slots swept, so that a table is gone through before it has doubled; any other decision a quarter of
 /// one. Not at once, but as a run of many slots now and then, which costs the cache a fraction of so many odd ones.

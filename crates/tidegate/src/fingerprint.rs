@@ -1,4 +1,4 @@
-//! [`Fingerprint`]: 128 bits that stand for a (key, policy), under a secret of the store.
+//! [`Fingerprint`]: 128 bits that stand for a (key, policy) in the memory of this process, under its secret.
 //!
 //! Keys are chosen by attackers, and who could make two of them share a fingerprint could use up another's limit. So
 //! this is a *universal* hash, not one that only mixes well: the text is a vector of 64-bit words, and the fingerprint is
@@ -18,35 +18,36 @@
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
+use std::sync::LazyLock;
 
-use super::SHARDS;
 use crate::key::MAX_KEY_BYTES;
 
 /// What stands for a (key, policy). Greater than all is [`NONE`](Self::NONE).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Fingerprint {
+pub(crate) struct Fingerprint {
     high: u64,
     low: u64,
 }
 
 impl Fingerprint {
     /// No key's.
-    pub(super) const NONE: Self = Self { high: u64::MAX, low: u64::MAX };
+    pub(crate) const NONE: Self = Self { high: u64::MAX, low: u64::MAX };
 
-    pub(super) fn new(high: u64, low: u64) -> Self {
+    pub(crate) fn new(high: u64, low: u64) -> Self {
         Self { high, low: low.min(u64::MAX - 1) }
     }
 
+    /// From 0 to `count`, without regard to the order of fingerprints.
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "a remainder of SHARDS")]
-    pub(super) fn shard(self) -> usize {
-        (self.low % SHARDS as u64) as usize
+    #[expect(clippy::cast_possible_truncation, reason = "less than count")]
+    pub(crate) fn remainder_of(self, count: usize) -> usize {
+        (self.low % count as u64) as usize
     }
 
     /// From 0 to `count`, in the order of fingerprints.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "less than count")]
-    pub(super) fn share_of(self, count: u32) -> usize {
+    pub(crate) fn share_of(self, count: u32) -> usize {
         ((u128::from(self.high) * u128::from(count)) >> 64) as usize
     }
 }
@@ -54,12 +55,15 @@ impl Fingerprint {
 /// The words of the longest text.
 const WORDS: usize = MAX_KEY_BYTES / 8;
 
-/// The secrets of a store.
-pub(super) struct Secret {
-    /// One for each word: the start, the lengths, the key's words and the policy's.
+static SECRET: LazyLock<Secret> = LazyLock::new(Secret::new);
+
+/// The secrets of this process.
+pub(crate) struct Secret {
+    /// One for each word: the start, the key's length and words, the policy's length and words.
     start: Limbs,
-    lengths: Limbs,
+    key_length: Limbs,
     key: Box<[Limbs; WORDS]>,
+    policy_length: Limbs,
     policy: Box<[Limbs; WORDS]>,
     mix: [u64; 4],
     /// For texts longer than any key, which only who goes past the limiter can send.
@@ -77,7 +81,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let random = RandomState::new();
         let mut count = 0_u64;
         let mut word = || {
@@ -85,27 +89,36 @@ impl Secret {
             random.hash_one(count)
         };
         let mut limbs = || [(); 2].map(|()| word() >> (64 - LIMB_BITS));
-        let (start, lengths) = (limbs(), limbs());
+        let (start, key_length, policy_length) = (limbs(), limbs(), limbs());
         let (key, policy) = (Box::new([(); WORDS].map(|()| limbs())), Box::new([(); WORDS].map(|()| limbs())));
-        Self { start, lengths, key, policy, mix: [(); 4].map(|()| word()), longer: RandomState::new() }
+        let mix = [(); 4].map(|()| word());
+        Self { start, key_length, key, policy_length, policy, mix, longer: RandomState::new() }
     }
 
+    /// The secret of this process.
+    pub(crate) fn of_this_process() -> &'static Self {
+        &SECRET
+    }
+
+    /// The part of the sum that is the policy's: the same for all keys.
     #[inline]
-    pub(super) fn fingerprint(&self, key: &str, policy: &str) -> Fingerprint {
-        if key.len() > MAX_KEY_BYTES || policy.len() > MAX_KEY_BYTES {
-            return self.fingerprint_of_longer(key, policy);
+    pub(crate) fn policy(&self, name: &str) -> PolicySum {
+        if name.len() > MAX_KEY_BYTES {
+            return self.policy(&self.digest(name));
         }
-        self.fingerprint_of(key.as_bytes(), policy.as_bytes())
+        let mut sum = Sum { low: self.start[0].into(), high: self.start[1].into() };
+        sum.add_text(&self.policy_length, &self.policy, name.as_bytes());
+        PolicySum(sum)
     }
 
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "both halves, one by one")]
-    fn fingerprint_of(&self, key: &[u8], policy: &[u8]) -> Fingerprint {
-        let mut sum = Sum { low: self.start[0].into(), high: self.start[1].into() };
-        let lengths = (key.len() as u64) << 32 | policy.len() as u64;
-        sum.add(&self.lengths, lengths);
-        sum.add_text(&self.key, key);
-        sum.add_text(&self.policy, policy);
+    pub(crate) fn fingerprint(&self, key: &str, policy: PolicySum) -> Fingerprint {
+        if key.len() > MAX_KEY_BYTES {
+            return self.fingerprint(&self.digest(key), policy);
+        }
+        let PolicySum(mut sum) = policy;
+        sum.add_text(&self.key_length, &self.key, key.as_bytes());
         let sum = sum.modulo_prime();
         self.mixed((sum >> 64) as u64, sum as u64)
     }
@@ -118,31 +131,38 @@ impl Secret {
         Fingerprint::new(high, low)
     }
 
+    /// Stands for a text longer than any key. Keys have no control characters, so it is like none of them.
     #[cold]
-    fn fingerprint_of_longer(&self, key: &str, policy: &str) -> Fingerprint {
-        let half = |number: u8| self.longer.hash_one((number, key, policy));
-        self.mixed(half(0), half(1))
+    fn digest(&self, text: &str) -> String {
+        let half = |number: u8| self.longer.hash_one((number, text));
+        format!("\0{:016x}{:016x}", half(0), half(1))
     }
 }
 
+/// The part of a fingerprint's sum that is the policy's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PolicySum(Sum);
+
 /// low + 2^55 · high
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Sum {
     low: u128,
     high: u128,
 }
 
 impl Sum {
-    /// 130 products of 64 and 55 bits fit 127: nothing overflows.
+    /// 131 products of 64 and 55 bits fit 127: nothing overflows.
     #[inline]
     fn add(&mut self, secret: &Limbs, word: u64) {
         self.low = self.low.wrapping_add(u128::from(word) * u128::from(secret[0]));
         self.high = self.high.wrapping_add(u128::from(word) * u128::from(secret[1]));
     }
 
-    /// Each eight bytes a word. The last word may take in bytes of the one before: with the lengths, which are a word of
-    /// their own, two different texts are still two different vectors.
+    /// Each eight bytes a word. The last word may take in bytes of the one before: with the length, which is a word of
+    /// its own, two different texts are still two different vectors.
     #[inline]
-    fn add_text(&mut self, secrets: &[Limbs; WORDS], text: &[u8]) {
+    fn add_text(&mut self, length: &Limbs, secrets: &[Limbs; WORDS], text: &[u8]) {
+        self.add(length, text.len() as u64);
         let Some(last) = text.last_chunk::<8>() else {
             return self.add(&secrets[0], short_word(text));
         };
@@ -188,6 +208,10 @@ mod tests {
 
     use super::*;
 
+    fn of(secret: &Secret, key: &str, policy: &str) -> Fingerprint {
+        secret.fingerprint(key, secret.policy(policy))
+    }
+
     proptest! {
         #[test]
         fn different_texts_have_different_fingerprints(
@@ -196,8 +220,8 @@ mod tests {
             let secret = Secret::new();
             let mut seen = HashMap::new();
             for (key, policy) in &pairs {
-                let fingerprint = secret.fingerprint(key, policy);
-                prop_assert_eq!(fingerprint, secret.fingerprint(key, policy));
+                let fingerprint = of(&secret, key, policy);
+                prop_assert_eq!(fingerprint, of(&secret, key, policy));
                 let other = seen.insert((fingerprint.high, fingerprint.low), (key, policy));
                 prop_assert_eq!(other, None);
             }
@@ -210,16 +234,12 @@ mod tests {
         for length in [1, 7, 8, 9, 15, 16, 17, 512, 513, 2_000] {
             let text = "k".repeat(length);
             for (key, policy) in [(text.as_str(), "p"), ("p", text.as_str())] {
-                let fingerprint = secret.fingerprint(key, policy);
-                assert_ne!(fingerprint, secret.fingerprint(policy, key));
+                let fingerprint = of(&secret, key, policy);
+                assert_ne!(fingerprint, of(&secret, policy, key));
                 for at in 0..length {
                     let mut changed = text.clone();
                     changed.replace_range(at..=at, "K");
-                    let changed = if key == "p" {
-                        secret.fingerprint(key, &changed)
-                    } else {
-                        secret.fingerprint(&changed, policy)
-                    };
+                    let changed = if key == "p" { of(&secret, key, &changed) } else { of(&secret, &changed, policy) };
                     assert_ne!(fingerprint, changed, "byte {at} of {length}");
                 }
             }
@@ -248,13 +268,13 @@ mod tests {
             } else if bytes.len() % 8 > 0 {
                 words.push(u64::from_le_bytes(bytes[bytes.len() - 8..].try_into().expect("8")));
             }
-            let lengths = (bytes.len() as u64) << 32 | policy.len() as u64;
-            let mut sum = times(secret.start, 1) + times(secret.lengths, lengths);
+            let lengths = times(secret.key_length, bytes.len() as u64) + times(secret.policy_length, policy.len() as u64);
+            let mut sum = (times(secret.start, 1) + lengths % PRIME) % PRIME;
             sum = (sum + times(secret.policy[0], short_word(policy.as_bytes()))) % PRIME;
             for (word, secret) in words.iter().zip(secret.key.iter()) {
                 sum = (sum + times(*secret, *word)) % PRIME;
             }
-            let fingerprint = secret.fingerprint(&key, &policy);
+            let fingerprint = of(&secret, &key, &policy);
             prop_assert_eq!((u128::from(fingerprint.high) << 64 | u128::from(fingerprint.low)) % PRIME, sum);
         }
     }
@@ -262,21 +282,21 @@ mod tests {
     #[test]
     fn keys_that_look_alike_spread_over_shards_and_homes() {
         let secret = Secret::new();
-        let (mut shards, mut homes) = (vec![0_u32; SHARDS], vec![0_u32; 1_000]);
+        let (mut shards, mut homes) = (vec![0_u32; 1_000], vec![0_u32; 1_000]);
         for number in 0..100_000 {
-            let fingerprint = secret.fingerprint(&format!("user-{number:08}"), "per-user");
-            shards[fingerprint.shard()] += 1;
+            let fingerprint = of(&secret, &format!("user-{number:08}"), "per-user");
+            shards[fingerprint.remainder_of(1_000)] += 1;
             homes[fingerprint.share_of(1_000)] += 1;
         }
-        // About 98 and 100 each, with a deviation of 10.
+        // About 100 each, with a deviation of 10.
         assert!(shards.iter().all(|count| (30..180).contains(count)), "{shards:?}");
         assert!(homes.iter().all(|count| (30..180).contains(count)), "{homes:?}");
     }
 
     #[test]
-    fn two_stores_have_two_secrets_and_show_neither() {
+    fn two_secrets_are_different_and_are_not_shown() {
         let (one, other) = (Secret::new(), Secret::new());
-        assert_ne!(one.fingerprint("k", "p"), other.fingerprint("k", "p"));
+        assert_ne!(of(&one, "k", "p"), of(&other, "k", "p"));
         assert_eq!(format!("{one:?}"), "Secret");
     }
 }
