@@ -86,15 +86,15 @@ mod tests {
     fn what_each_is_told_is_what_it_would_be_told_alone() {
         for algorithm in Algorithm::ALL {
             for (limit, cost, earlier) in [(10, 1, 0), (10, 3, 2), (7, 2, 3), (1_000_003, 17, 40)] {
-                let quota = Quota::new(*algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
-                let mut state = State::new(*algorithm);
+                let quota = Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
+                let mut state = State::new(algorithm);
                 for early in 0..earlier {
                     state.apply(Action::Acquire, &quota, NOW + 1_000 * early, 1, true);
                 }
                 let now = NOW + 123_457;
                 let before = state.apply(Action::Peek, &quota, now, 1, true).verdict;
                 let remaining = before.remaining + u64::from(before.allowed);
-                let evidence = evidence(&mut state, *algorithm, &quota, now);
+                let evidence = evidence(&mut state, algorithm, &quota, now);
                 let told: Vec<Verdict> =
                     (0..12).map(|_| state.apply(Action::Acquire, &quota, now, cost, true).verdict).collect();
                 let granted = told.iter().filter(|verdict| verdict.allowed).count() as u64;

@@ -152,11 +152,11 @@ impl Shared {
                 return Err(StoreError::Timeout(self.timeout).into());
             }
             let link = self.topology.known().route(slot)?;
-            let place = match queue::enter(self, link, request, slot, deadline) {
+            let ticket = match queue::enter(self, link, request, slot, deadline) {
                 Entrance::Turn(turn) => return self.decide_alone(request, slot, started, Some(turn)).await,
-                Entrance::Wait(place) => place,
+                Entrance::Wait(ticket) => ticket,
             };
-            match place.outcome(request).await {
+            match ticket.outcome(request).await {
                 Outcome::Decided(verdicts) => return Ok(verdicts),
                 Outcome::Failed(error) => return Err(error.into()),
                 Outcome::TimedOut => return Err(StoreError::Timeout(self.timeout).into()),
