@@ -17,7 +17,7 @@ use tokio::time::sleep_until;
 use super::Shared;
 use super::batch::{Batch, Carried, Fate, Sealed, Ticket};
 use super::fault::{Fault, Said, named, says_readonly};
-use super::link::{Connection, Link};
+use super::link::Link;
 use super::requests::{Request, Told};
 use crate::charge::Charge;
 
@@ -183,53 +183,42 @@ impl Turn {
 
     /// What becomes of each item. On a cluster a call has the keys of one slot, so there are as many as slots, in one go.
     async fn send(&self, sealed: &Sealed) -> Vec<Fate> {
-        let known = self.shared.topology.known();
         let mut fates = vec![Fate::Alone; sealed.requests.items().len()];
-        let mut calls = calls_of(sealed, known.is_cluster());
+        let mut calls = calls_of(sealed, self.shared.topology.known().is_cluster());
         for _ in 0..=MOST_LOADS {
-            let loads: Vec<u64> = calls.iter().map(|items| self.link.loads_of(sealed.requests.script(items))).collect();
-            let (replies, connection, sent) = match self.attempt(sealed, &calls).await {
-                Ok(attempted) => attempted,
+            let loads = |items: &Vec<usize>| self.link.loads_of(sealed.requests.script(items));
+            let loads: Vec<u64> = calls.iter().map(loads).collect();
+            let replies = match self.attempt(sealed, &calls).await {
+                Ok(replies) => replies,
                 Err(fault) => {
                     let fate = self.fate_of(0, fault);
                     calls.iter().flatten().for_each(|item| fates[*item] = fate.clone());
-                    return fates;
+                    break;
                 }
             };
-            let received = Instant::now();
             let mut missed = Vec::new();
             for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
-                let answer = match reply {
-                    Ok(value) => sealed.requests.read(&items, |item| sealed.times[item], value).map_err(Fate::Failed),
+                let loaded = match reply {
                     Err(Fault::Said(Said::NoScript)) => {
-                        missed.push((items, loads));
+                        self.link.load(sealed.requests.script(&items), loads, sealed.latest).await
+                    }
+                    Err(fault) => Err(fault),
+                    Ok(told) => {
+                        items.iter().zip(told).for_each(|(item, told)| fates[*item] = told);
                         continue;
                     }
-                    Err(fault) => Err(self.fate_of(sealed.requests.items()[items[0]].slot, fault)),
                 };
-                match answer {
-                    Ok(answer) => {
-                        connection.clock().heard(answer.now, sent, received);
-                        match answer.told {
-                            Some(told) => {
-                                items.into_iter().zip(told).for_each(|(item, told)| fates[item] = self.told(told));
-                            }
-                            None => items.into_iter().for_each(|item| fates[item] = Fate::Again),
+                match loaded {
+                    Ok(()) => missed.push(items),
+                    Err(fault) => {
+                        let fate = self.fate_of(sealed.requests.items()[items[0]].slot, fault);
+                        for item in items {
+                            fates[item] = fate.clone();
                         }
                     }
-                    Err(fate) => items.into_iter().for_each(|item| fates[item] = fate.clone()),
                 }
             }
-            calls = Vec::with_capacity(missed.len());
-            for (items, loads) in missed {
-                match self.link.load(sealed.requests.script(&items), loads, sealed.latest).await {
-                    Ok(()) => calls.push(items),
-                    Err(fault) => {
-                        let fate = self.fate_of(0, fault);
-                        items.into_iter().for_each(|item| fates[item] = fate.clone());
-                    }
-                }
-            }
+            calls = missed;
             if calls.is_empty() {
                 break;
             }
@@ -237,25 +226,20 @@ impl Turn {
         fates
     }
 
-    /// Sends the calls, once: a reply to each, what they came on, and when they left.
-    async fn attempt(
-        &self,
-        sealed: &Sealed,
-        calls: &[Vec<usize>],
-    ) -> Result<(Vec<Result<Value, Fault>>, Arc<Connection>, Instant), Fault> {
+    /// Sends the calls, once: what each brings to its items.
+    async fn attempt(&self, sealed: &Sealed, calls: &[Vec<usize>]) -> Result<Vec<Result<Vec<Fate>, Fault>>, Fault> {
         let connection = self.link.connection(sealed.latest).await?;
         let deadline = sealed.earliest.and_then(|earliest| connection.clock().at(earliest));
-        let time = self.shared.driven_time();
-        let command = |items: &Vec<usize>| sealed.requests.command(items, |item| sealed.times[item], time, deadline);
+        let (time, times) = (self.shared.driven_time(), |item: usize| sealed.times[item]);
+        let command = |items: &Vec<usize>| sealed.requests.command(items, times, time, deadline);
         let (sent, replies);
         if let [items] = calls {
             let command = command(items);
             sent = Instant::now();
-            let reply = self.link.send(&connection, &command, sealed.latest).await;
-            match reply {
-                Ok(_) | Err(Fault::Said(_)) => replies = vec![reply],
-                Err(fault) => return Err(fault),
-            }
+            replies = match self.link.send(&connection, &command, sealed.latest).await {
+                Err(fault) if !matches!(fault, Fault::Said(_)) => return Err(fault),
+                reply => vec![reply],
+            };
         } else {
             let mut commands = Pipeline::with_capacity(calls.len());
             for items in calls {
@@ -264,7 +248,20 @@ impl Turn {
             sent = Instant::now();
             replies = self.link.send_all(&connection, &commands, sealed.latest).await?;
         }
-        Ok((replies, connection, sent))
+        let received = Instant::now();
+        let read =
+            |(items, reply): (&Vec<usize>, Result<Value, Fault>)| match sealed.requests.read(items, times, reply?) {
+                Ok(answer) => {
+                    connection.clock().heard(answer.now, sent, received);
+                    Ok(match answer.told {
+                        Some(told) => told.into_iter().map(|told| self.told(told)).collect(),
+                        // Time is up; or the server's clock was set, and is known now.
+                        None => vec![Fate::Again; items.len()],
+                    })
+                }
+                Err(error) => Ok(vec![Fate::Failed(error); items.len()]),
+            };
+        Ok(calls.iter().zip(replies).map(read).collect())
     }
 
     /// What a fault of a whole call means to its items. What surely did not run, goes on by itself: it follows its slot.
