@@ -131,6 +131,54 @@ async fn a_packed_request_takes_at_most_eight_bytes() {
     }
 }
 
+#[tokio::test]
+async fn a_packed_log_takes_a_fifteenth_of_a_sorted_set() {
+    let redis = Redis::start();
+    let clock = ManualClock::new();
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    let quotas = [Quota::sliding_log(1_000, MINUTE).expect("valid"), packed(1_000, MINUTE)];
+    for _ in 0..1_000 {
+        clock.advance(Duration::from_micros(59_999));
+        for quota in &quotas {
+            assert!(limiter.acquire(&Charge::new("u", quota)).await.expect("decided").allowed);
+        }
+    }
+    let [sorted_set, packed] = quotas.map(|quota| {
+        let key = limiter.store().redis_key(&Charge::new("u", &quota));
+        redis.query::<u64>(&["MEMORY", "USAGE", &key, "SAMPLES", "0"])
+    });
+    assert!(15 * packed <= sorted_set, "{packed} bytes packed, {sorted_set} as a sorted set");
+}
+
+/// A small log, as most are, is one read and one write.
+#[tokio::test]
+async fn a_decision_takes_the_fewest_commands() {
+    let redis = Redis::start();
+    let clock = ManualClock::new();
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    let most =
+        [("sliding-log", 5), ("sliding-counter", 3), ("fixed-window", 2), ("token-bucket", 3), ("leaky-bucket", 3)];
+    let quotas = every_quota(100, MINUTE);
+    for quota in &quotas {
+        let name = quota.algorithm().as_str();
+        let most = most.iter().find(|(algorithm, _)| *algorithm == name).map_or(0, |(_, most)| *most);
+        let most = if quota.encoding() == tidegate::Encoding::Packed { 2 } else { most };
+        let charge = Charge::new("u", quota);
+        limiter.acquire(&charge).await.expect("decided");
+        redis.query::<()>(&["CONFIG", "RESETSTAT"]);
+        for _ in 0..90 {
+            clock.advance(Duration::from_millis(1));
+            assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        }
+        let stats: String = redis.query(&["INFO", "commandstats"]);
+        let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+        let aside = ["cmdstat_evalsha", "cmdstat_time", "cmdstat_info", "cmdstat_config", "cmdstat_client"];
+        let inside = stats.lines().filter(|line| !aside.iter().any(|name| line.starts_with(name)));
+        let commands: u64 = inside.filter_map(calls).sum();
+        assert!(commands <= most * 90, "{commands} commands for 90 decisions of {}", quota.unnamed_policy());
+    }
+}
+
 /// Counted in commands inside the script, which no noise can blur: each is a constant piece of work, or a copy of at
 /// most a kilobyte.
 #[tokio::test]

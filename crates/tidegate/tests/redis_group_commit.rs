@@ -373,3 +373,26 @@ async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next
     let left = limiter.peek(&Charge::new("u", &quota)).await.expect("decided").remaining;
     assert_eq!(left, 999 - decided, "who was told so was charged, and nobody else");
 }
+
+/// As in a stream that is not asked for its next item: the calls have been made, and nobody takes in what they brought.
+#[tokio::test]
+async fn calls_that_nobody_looks_at_any_more_hold_up_nobody() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::fixed_window(100, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    let mut forgotten: Vec<_> = (0..CALLS).map(|_| Box::pin(limiter.acquire(&charge))).collect();
+    for call in &mut forgotten {
+        let polled = std::future::poll_fn(|context| std::task::Poll::Ready(call.as_mut().poll(context).is_pending()));
+        assert!(polled.await, "on its way");
+    }
+    let start = Instant::now();
+    for _ in 0..20 {
+        limiter.acquire(&charge).await.expect("decided");
+    }
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?} for twenty decisions", start.elapsed());
+    for call in forgotten {
+        call.await.expect("decided");
+    }
+    assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 99 - 20 - CALLS as u64);
+}

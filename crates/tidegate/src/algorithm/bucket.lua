@@ -21,86 +21,87 @@ local function drain_micros(quota)
   return mul_div_ceil(quota.option, quota.window, quota.limit)
 end
 
-local function bucket(queues)
-  return {
-    load = function(key, quota)
-      local window, burst = quota.window, quota.option
-      local state = {level = 0, part = 0}
-      local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'until')
-      if not stored then
-        state.foreign = true
-        return state
-      end
-      if stored[1] ~= 'bucket' then return state end
-      local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
-      -- A limit was lowered, and the key would expire before it has drained.
-      state.short_lived = tonumber(stored[5]) < time + drain_micros(quota)
-      -- A limit or window that was changed: no more than a full bucket.
-      if part >= window then level, part = level + 1, 0 end
-      if level >= burst then level, part = burst, 0 end
-      state.stepped_back = time > now
-      if time < now then
-        local units, parts = mul_div_rem(now - time, quota.limit, window)
-        if part < parts then
-          part = part + window
-          units = units + 1
-        end
-        if level < units then
-          level, part = 0, 0
-        else
-          level, part = level - units, part - parts
-        end
-      end
-      state.level, state.part = level, part
+local bucket = {
+  load = function(key, quota)
+    local window, burst = quota.window, quota.option
+    local state = {level = 0, part = 0}
+    local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'until')
+    if not stored then
+      state.foreign = true
       return state
-    end,
-
-    remaining = function(state, quota)
-      return quota.option - state.level - (state.part > 0 and 1 or 0)
-    end,
-
-    retry_after = function(state, quota, cost)
-      return drain_time(state, quota, state.level + cost - quota.option)
-    end,
-
-    reset_after = function(state, quota, extra)
-      return drain_time(state, quota, state.level + extra)
-    end,
-
-    -- The level and its part: what each of several acquires is told follows from them.
-    evidence = function(state, quota, reply, replied)
-      reply[replied + 1], reply[replied + 2] = state.level, state.part
-      return replied + 2
-    end,
-
-    delay = queues and function(state, quota)
-      return drain_time(state, quota, state.level)
-    end,
-
-    spend = function(state, quota, cost)
-      state.level = state.level + cost
-    end,
-
-    refund = function(state, quota, cost)
-      if state.level < cost then
-        state.level, state.part = 0, 0
-      else
-        state.level = state.level - cost
+    end
+    if stored[1] ~= 'bucket' then return state end
+    local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
+    -- A limit was lowered, and the key would expire before it has drained.
+    state.short_lived = tonumber(stored[5]) < time + drain_micros(quota)
+    -- A limit or window that was changed: no more than a full bucket.
+    if part >= window then level, part = level + 1, 0 end
+    if level >= burst then level, part = burst, 0 end
+    state.stepped_back = time > now
+    if time < now then
+      local units, parts = mul_div_rem(now - time, quota.limit, window)
+      if part < parts then
+        part = part + window
+        units = units + 1
       end
-    end,
+      if level < units then
+        level, part = 0, 0
+      else
+        level, part = level - units, part - parts
+      end
+    end
+    state.level, state.part = level, part
+    return state
+  end,
 
-    is_empty = function(state)
-      return state.level == 0 and state.part == 0
-    end,
+  remaining = function(state, quota)
+    return quota.option - state.level - (state.part > 0 and 1 or 0)
+  end,
 
-    save = function(key, state, quota)
-      if state.foreign then call('DEL', key) end
+  retry_after = function(state, quota, cost)
+    return drain_time(state, quota, state.level + cost - quota.option)
+  end,
+
+  reset_after = function(state, quota, extra)
+    return drain_time(state, quota, state.level + extra)
+  end,
+
+  -- The level and its part: what each of several acquires is told follows from them.
+  evidence = function(state, quota, reply, replied)
+    reply[replied + 1], reply[replied + 2] = state.level, state.part
+    return replied + 2
+  end,
+
+  delay = function(state, quota)
+    return quota.name == 'leaky-bucket' and drain_time(state, quota, state.level) or 0
+  end,
+
+  spend = function(state, quota, cost)
+    state.level = state.level + cost
+  end,
+
+  refund = function(state, quota, cost)
+    if state.level < cost then
+      state.level, state.part = 0, 0
+    else
+      state.level = state.level - cost
+    end
+  end,
+
+  is_empty = function(state)
+    return state.level == 0 and state.part == 0
+  end,
+
+  save = function(key, state, quota)
+    if state.foreign then call('DEL', key) end
+    if not quota.expires then
+      -- The same for all buckets of this quota. To write a number down costs as much as a small command.
       local drained = now + drain_micros(quota)
-      call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', now, 'until', drained)
-      call('PEXPIREAT', key, expiry(drained))
-    end,
-  }
-end
+      quota.time, quota.drained, quota.expires = whole(now), whole(drained), whole(expiry(drained))
+    end
+    call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', quota.time, 'until', quota.drained)
+    call('PEXPIREAT', key, quota.expires)
+  end,
+}
 
-algorithms['token-bucket'] = bucket(false)
-algorithms['leaky-bucket'] = bucket(true)
+algorithms['token-bucket'], algorithms['leaky-bucket'] = bucket, bucket

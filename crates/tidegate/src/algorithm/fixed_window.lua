@@ -48,6 +48,11 @@ algorithms['fixed-window'] = {
   end,
 
   save = function(key, state, quota)
-    call('SET', key, whole(state.count) .. ':' .. whole(state.start), 'PXAT', expiry(state.start + quota.window))
+    if quota.start ~= state.start then
+      -- The same for all windows that began then. To write a number down costs as much as a small command.
+      quota.start, quota.suffix = state.start, ':' .. whole(state.start)
+      quota.expires = whole(expiry(state.start + quota.window))
+    end
+    call('SET', key, whole(state.count) .. quota.suffix, 'PXAT', quota.expires)
   end,
 }

@@ -47,7 +47,7 @@ algorithms['sliding-log'] = {
   -- total: of the newest member; units: those in the window; spent, refunded: what save() has to write.
   load = function(key, quota)
     local state = {key = key, total = 0, units = 0, newest = 0, spent = 0, refunded = 0}
-    local newest = read('ZRANGE', key, -1, -1, 'WITHSCORES')
+    local newest = read('ZRANGE', key, '-1', '-1', 'WITHSCORES')
     local _, total = totals(newest and newest[1])
     if not total then
       state.foreign = not newest or newest[1] ~= nil
@@ -56,7 +56,9 @@ algorithms['sliding-log'] = {
     state.total, state.newest = total, tonumber(newest[2])
     if state.newest + quota.window > now then
       state.stepped_back = state.newest > now
-      state.oldest = call('ZRANGEBYSCORE', key, '(' .. whole(now - quota.window), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+      -- To write a number down costs as much as a small command: once for all logs of this quota.
+      quota.edge = quota.edge or whole(now - quota.window)
+      state.oldest = call('ZRANGEBYSCORE', key, '(' .. quota.edge, '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
       state.units = total - totals(state.oldest[1])
     end
     return state
@@ -102,13 +104,17 @@ algorithms['sliding-log'] = {
 
   save = function(key, state, quota)
     if state.foreign then call('DEL', key) end
+    if not quota.expires then
+      quota.edge = quota.edge or whole(now - quota.window)
+      quota.now, quota.expires = whole(now), whole(expiry(now + quota.window))
+    end
     -- The member first: a Redis that is out of memory refuses it, but would take whatever follows a removal.
     local total = state.total
     if state.spent > 0 then
       state.total = total + state.spent
-      call('ZADD', key, now, member(state.total, state.spent))
+      call('ZADD', key, quota.now, member(state.total, state.spent))
     end
-    call('ZREMRANGEBYSCORE', key, '-inf', now - quota.window)
+    call('ZREMRANGEBYSCORE', key, '-inf', quota.edge)
     if state.stepped_back then
       -- What lies in the future becomes one member at now.
       local after = '(' .. whole(now)
@@ -144,6 +150,6 @@ algorithms['sliding-log'] = {
       state.units = quota.limit
     end
     if state.total > 9e15 then renumber(key, state) end
-    call('PEXPIREAT', key, expiry(state.newest + quota.window))
+    call('PEXPIREAT', key, state.newest == now and quota.expires or expiry(state.newest + quota.window))
   end,
 }

@@ -155,22 +155,19 @@ impl Shared {
     async fn decide(self: &Arc<Self>, request: &Request<'_>, started: Instant) -> Result<Verdicts, Setback> {
         let Some(first) = request.charges.first() else { return Ok(Verdicts::Several(Vec::new())) };
         let (slot, deadline) = (Self::slot(first), started + self.timeout);
-        let mut again = false;
-        while self.group_commit {
-            if std::mem::replace(&mut again, true) && deadline <= Instant::now() {
-                return Err(StoreError::Timeout(self.timeout).into());
-            }
+        let mut together = self.group_commit;
+        while together {
             let link = self.topology.known().route(slot)?;
-            let place = match queue::enter(self, link, request, slot, deadline) {
+            let ticket = match queue::enter(self, link, request, slot, deadline) {
                 Entrance::Turn(turn) => return self.decide_alone(request, slot, started, Some(turn)).await,
-                Entrance::Wait(place) => place,
+                Entrance::Wait(ticket) => ticket,
             };
-            match place.outcome(request).await {
+            match ticket.outcome(request).await {
                 Outcome::Decided(verdicts) => return Ok(verdicts),
                 Outcome::Failed(error) => return Err(error.into()),
-                Outcome::TimedOut => return Err(StoreError::Timeout(self.timeout).into()),
-                Outcome::Again => {}
-                Outcome::Alone => break,
+                Outcome::Again if Instant::now() < deadline => {}
+                Outcome::Again | Outcome::TimedOut => return Err(StoreError::Timeout(self.timeout).into()),
+                Outcome::Alone => together = false,
             }
         }
         self.decide_alone(request, slot, started, None).await

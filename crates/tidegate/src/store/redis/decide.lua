@@ -30,52 +30,11 @@ if ARGV[2] ~= '' and server_time > tonumber(ARGV[2]) then return {server_time, 0
 
 local reply, replied = {server_time, 1}, 2
 
-local function answer(allowed, remaining, retry_after, reset_after, delay)
-  reply[replied + 1], reply[replied + 2], reply[replied + 3] = allowed, remaining, retry_after
-  reply[replied + 4], reply[replied + 5] = reset_after, delay
-  replied = replied + 5
-end
-
--- What is left when nothing is taken.
-local function answer_unspent(charge)
-  local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
-  answer(1, algorithm.remaining(state, quota), 0, algorithm.reset_after(state, quota, 0), 0)
-end
-
-local function save(charge)
-  if charge.algorithm.is_empty(charge.state) then
-    call('DEL', charge.key)
-  else
-    charge.algorithm.save(charge.key, charge.state, charge.quota)
-  end
-end
-
--- `together`: every charge of this request fits.
-local function decide(charge, action, together)
-  local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
-  local remaining, spend = charge.remaining, 0
-  if cost > remaining then
-    if quota.count_denied then spend, remaining = cost, 0 end
-    answer(0, remaining, algorithm.retry_after(state, quota, cost), algorithm.reset_after(state, quota, spend), 0)
-  elseif together then
-    spend = cost
-    -- What is taken afterwards has had its turn.
-    local delay = algorithm.delay and action ~= 'take' and algorithm.delay(state, quota) or 0
-    answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
-  else
-    answer_unspent(charge)
-  end
-  -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
-  if action ~= 'peek' and (spend > 0 or state.stepped_back or state.short_lived) then
-    algorithm.spend(state, quota, spend)
-    save(charge)
-  end
-end
-
 local quotas, at, last, next_key = {}, 4, #ARGV, 1
 for i = 1, tonumber(ARGV[3]) do
   local algorithm, option = algorithms[ARGV[at]], tonumber(ARGV[at + 3])
   quotas[i] = {
+    name = ARGV[at],
     algorithm = algorithm,
     limit = tonumber(ARGV[at + 1]),
     window = tonumber(ARGV[at + 2]),
@@ -85,12 +44,25 @@ for i = 1, tonumber(ARGV[3]) do
   at = at + 4
 end
 
+local function save(key, state, quota)
+  if quota.algorithm.is_empty(state) then
+    call('DEL', key)
+  else
+    quota.algorithm.save(key, state, quota)
+  end
+end
+
 -- Grants as many of these equal acquires as there is room for: read once, written once.
 local function grant(key, quota, cost, times)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
   local remaining = algorithm.remaining(state, quota)
-  local granted = math.min(times, floor(remaining / cost))
+  local granted
+  if times == 1 then
+    granted = cost <= remaining and 1 or 0
+  else
+    granted = math.min(times, floor(remaining / cost))
+  end
   reply[replied + 1], reply[replied + 2] = granted, remaining
   replied = replied + 2
   if algorithm.evidence then replied = algorithm.evidence(state, quota, reply, replied) end
@@ -106,46 +78,83 @@ local function grant(key, quota, cost, times)
   replied = replied + 2
   if state.stepped_back or state.short_lived then
     algorithm.spend(state, quota, 0)
-    save({key = key, algorithm = algorithm, state = state, quota = quota})
+    save(key, state, quota)
   end
 end
 
--- The charges of one request, from this argument and this key on.
-local function decide_together(action, count, at, key)
-  local charges, together = {}, action ~= 'forgo'
-  for i = 1, count do
-    local quota = quotas[tonumber(ARGV[at])]
-    local algorithm = quota.algorithm
-    local charge = {key = KEYS[key], algorithm = algorithm, quota = quota, cost = tonumber(ARGV[at + 1])}
-    if action ~= 'reset' then
-      charge.state = algorithm.load(charge.key, quota)
-      charge.remaining = algorithm.remaining(charge.state, quota)
-      if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
-      together = together and charge.cost <= charge.remaining
-    end
-    charges[i] = charge
-    key, at = key + 1, at + 2
+-- Decides the charges of one request, from this argument and this key on. Lua makes functions anew at every call, so these
+-- only when they are needed.
+local function make_together()
+  local function answer(allowed, remaining, retry_after, reset_after, delay)
+    reply[replied + 1], reply[replied + 2], reply[replied + 3] = allowed, remaining, retry_after
+    reply[replied + 4], reply[replied + 5] = reset_after, delay
+    replied = replied + 5
   end
-  for i = 1, count do
-    local charge = charges[i]
-    if action == 'reset' then
-      call('DEL', charge.key)
-      answer(1, 0, 0, 0, 0)
-    elseif action == 'refund' then
-      if not charge.algorithm.is_empty(charge.state) then
-        charge.algorithm.refund(charge.state, charge.quota, charge.cost)
-        save(charge)
-      end
-      answer_unspent(charge)
+
+  -- What is left when nothing is taken.
+  local function answer_unspent(charge)
+    local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
+    answer(1, algorithm.remaining(state, quota), 0, algorithm.reset_after(state, quota, 0), 0)
+  end
+
+  -- `together`: every charge of this request fits.
+  local function decide(charge, action, together)
+    local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
+    local remaining, spend = charge.remaining, 0
+    if cost > remaining then
+      if quota.count_denied then spend, remaining = cost, 0 end
+      answer(0, remaining, algorithm.retry_after(state, quota, cost), algorithm.reset_after(state, quota, spend), 0)
+    elseif together then
+      spend = cost
+      -- What is taken afterwards has had its turn.
+      local delay = algorithm.delay and action ~= 'take' and algorithm.delay(state, quota) or 0
+      answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
     else
-      decide(charge, action, together)
+      answer_unspent(charge)
+    end
+    -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
+    if action ~= 'peek' and (spend > 0 or state.stepped_back or state.short_lived) then
+      algorithm.spend(state, quota, spend)
+      save(charge.key, state, quota)
+    end
+  end
+
+  return function(action, count, at, key)
+    local charges, together = {}, action ~= 'forgo'
+    for i = 1, count do
+      local quota = quotas[tonumber(ARGV[at])]
+      local algorithm = quota.algorithm
+      local charge = {key = KEYS[key], algorithm = algorithm, quota = quota, cost = tonumber(ARGV[at + 1])}
+      if action ~= 'reset' then
+        charge.state = algorithm.load(charge.key, quota)
+        charge.remaining = algorithm.remaining(charge.state, quota)
+        if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
+        together = together and charge.cost <= charge.remaining
+      end
+      charges[i] = charge
+      key, at = key + 1, at + 2
+    end
+    for i = 1, count do
+      local charge = charges[i]
+      if action == 'reset' then
+        call('DEL', charge.key)
+        answer(1, 0, 0, 0, 0)
+      elseif action == 'refund' then
+        if not charge.algorithm.is_empty(charge.state) then
+          charge.algorithm.refund(charge.state, charge.quota, charge.cost)
+          save(charge.key, charge.state, charge.quota)
+        end
+        answer_unspent(charge)
+      else
+        decide(charge, action, together)
+      end
     end
   end
 end
 
 -- `answered` is where the answer of the present request begins; `left` are those of an acquire-each that are still to be
 -- asked. What stands out here has moved past a request before it is decided, so that the rest can be decided after an error.
-local answered, left, quota, cost = replied, 0, nil, nil
+local answered, left, quota, cost, together = replied, 0, nil, nil, nil
 local function decide_rest()
   while true do
     answered = replied
@@ -165,7 +174,8 @@ local function decide_rest()
       else
         local count, from, key = tonumber(ARGV[at + 1]), at + 2, next_key
         at, next_key = from + 2 * count, key + count
-        decide_together(action, count, from, key)
+        together = together or make_together()
+        together(action, count, from, key)
       end
     end
   end

@@ -2,7 +2,8 @@
 //!
 //! Who finds nothing under way asks by itself, at once. Everybody else joins the batch that gathers; as soon as a call
 //! is over, that batch is sent, by a task of its own, so that no caller that goes away leaves the others behind.
-//! No timer: a call under way ends at its callers' deadlines, before those of the callers who gather meanwhile.
+//! Nobody waits for a timer, but when calls are slow: after a few milliseconds a batch is sent all the same. It may be that
+//! nobody looks at the call before it any more: a future that is neither polled nor dropped would keep its turn for ever.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -11,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use redis::{Pipeline, Value};
 use tokio::runtime::Handle;
-use tokio::time::{sleep_until, timeout_at};
+use tokio::time::sleep_until;
 
 use super::Shared;
-use super::batch::{Batch, Carried, Fate, Outcome, Sealed, Ticket};
+use super::batch::{Batch, Carried, Fate, Sealed, Ticket};
 use super::fault::{Fault, Said, named, says_readonly};
-use super::link::{Connection, Link};
+use super::link::Link;
 use super::requests::{Request, Told};
+use crate::charge::Charge;
 
 /// Of one node.
 pub(super) struct Queue {
@@ -27,14 +29,18 @@ pub(super) struct Queue {
 }
 
 struct Line {
-    under_way: usize,
-    gathering: VecDeque<Arc<Batch>>,
-    /// The last deadline of anybody who came.
-    latest: Instant,
+    /// The turns of those under way, the oldest first.
+    under_way: VecDeque<u64>,
+    turns: u64,
+    /// With when they began to gather.
+    gathering: VecDeque<(Arc<Batch>, Instant)>,
+    /// Somebody looks after those who gather.
+    watched: bool,
 }
 
-/// The right to have a call under way. Dropped, it goes to the batch that waits for it.
+/// The right to have a call under way. Dropped, it goes to the batch that waits for it. Kept for too long, it is lost.
 pub(super) struct Turn {
+    number: u64,
     shared: Arc<Shared>,
     link: Arc<Link>,
 }
@@ -42,14 +48,7 @@ pub(super) struct Turn {
 pub(super) enum Entrance {
     /// Nothing is under way: ask.
     Turn(Turn),
-    Wait(Place),
-}
-
-/// A place in a batch that gathers.
-pub(super) struct Place {
-    ticket: Ticket,
-    /// When others who came before may still be waited for.
-    deadline: Option<Instant>,
+    Wait(Ticket),
 }
 
 /// How many calls may be under way at once: while the replies of one are taken in, Redis has the other.
@@ -58,12 +57,12 @@ const MOST_UNDER_WAY: usize = 2;
 const MOST_CHARGES: usize = 256;
 /// How often a script is loaded for one batch.
 const MOST_LOADS: usize = 3;
-/// A deadline that is earlier by more than this than one already in line is watched by its caller.
-const OUT_OF_LINE: Duration = Duration::from_millis(1);
+/// How long a batch gathers at most: a twentieth of the timeout, within these.
+const PATIENCE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(5));
 
 impl Queue {
     pub(super) fn new() -> Self {
-        let line = Line { under_way: 0, gathering: VecDeque::new(), latest: Instant::now() };
+        let line = Line { under_way: VecDeque::new(), turns: 0, gathering: VecDeque::new(), watched: false };
         Self { line: Mutex::new(line), runtime: Handle::current() }
     }
 
@@ -81,41 +80,76 @@ pub(super) fn enter(
     deadline: Instant,
 ) -> Entrance {
     let mut line = link.queue().line();
-    let out_of_line = deadline + OUT_OF_LINE < line.latest;
-    line.latest = line.latest.max(deadline);
-    if line.under_way < MOST_UNDER_WAY && line.gathering.is_empty() {
-        line.under_way += 1;
+    if line.under_way.len() < MOST_UNDER_WAY && line.gathering.is_empty() {
+        let number = line.next_turn();
         drop(line);
-        return Entrance::Turn(Turn { shared: Arc::clone(shared), link });
+        return Entrance::Turn(Turn { number, shared: Arc::clone(shared), link });
     }
-    if line.gathering.back().is_none_or(|batch| batch.charges() >= MOST_CHARGES) {
-        line.gathering.push_back(Arc::default());
+    let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
+    if let Some((batch, _)) = line.gathering.back()
+        && batch.charges() < MOST_CHARGES
+    {
+        return Entrance::Wait(batch.join(request, slot, deadline, write_key));
     }
-    let Some(batch) = line.gathering.back() else { unreachable!("one was just put there") };
-    let ticket = batch.join(request, slot, deadline, |text, charge| shared.write_redis_key(text, charge));
-    Entrance::Wait(Place { ticket, deadline: out_of_line.then_some(deadline) })
+    let batch = Arc::<Batch>::default();
+    let ticket = batch.join(request, slot, deadline, write_key);
+    line.gathering.push_back((batch, Instant::now()));
+    let watched = std::mem::replace(&mut line.watched, true);
+    drop(line);
+    if !watched {
+        link.queue().runtime.spawn(watch(Arc::clone(shared), Arc::clone(&link)));
+    }
+    Entrance::Wait(ticket)
 }
 
-impl Place {
-    pub(super) async fn outcome(self, request: &Request<'_>) -> Outcome {
-        let outcome = self.ticket.outcome(request);
-        match self.deadline {
-            Some(deadline) => timeout_at(deadline.into(), outcome).await.unwrap_or(Outcome::TimedOut),
-            None => outcome.await,
+/// Sends batches that have waited for too long. Goes when nobody gathers.
+async fn watch(shared: Arc<Shared>, link: Arc<Link>) {
+    let patience = (shared.timeout / 20).clamp(PATIENCE.0, PATIENCE.1);
+    let mut until = Instant::now() + patience;
+    loop {
+        sleep_until(until.into()).await;
+        let mut line = link.queue().line();
+        let Some((_, begun)) = line.gathering.front() else {
+            line.watched = false;
+            return;
+        };
+        until = *begun + patience;
+        if until <= Instant::now()
+            && let Some((batch, _)) = line.gathering.pop_front()
+        {
+            line.under_way.pop_front();
+            let number = line.next_turn();
+            drop(line);
+            let turn = Turn { number, shared: Arc::clone(&shared), link: Arc::clone(&link) };
+            link.queue().runtime.spawn(turn.carry_all(Carried(batch)));
         }
+    }
+}
+
+impl Line {
+    fn next_turn(&mut self) -> u64 {
+        self.turns += 1;
+        self.under_way.push_back(self.turns);
+        self.turns
+    }
+
+    /// What is to be sent in this turn next; if there is nothing, the turn is over. If it is lost, others see to it.
+    fn next(&mut self, turn: u64) -> Option<Carried> {
+        let held = self.under_way.iter().position(|held| *held == turn)?;
+        self.under_way.remove(held);
+        let (batch, _) = self.gathering.pop_front()?;
+        self.under_way.push_back(turn);
+        Some(Carried(batch))
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        let mut line = self.link.queue().line();
-        let Some(batch) = line.gathering.pop_front() else {
-            line.under_way -= 1;
-            return;
-        };
-        drop(line);
-        let turn = Turn { shared: Arc::clone(&self.shared), link: Arc::clone(&self.link) };
-        self.link.queue().runtime.spawn(turn.carry_all(Carried(batch)));
+        let next = self.link.queue().line().next(self.number);
+        if let Some(batch) = next {
+            let turn = Turn { number: self.number, shared: Arc::clone(&self.shared), link: Arc::clone(&self.link) };
+            self.link.queue().runtime.spawn(turn.carry_all(batch));
+        }
     }
 }
 
@@ -124,7 +158,7 @@ impl Turn {
         let mut next = Some(first);
         while let Some(batch) = next {
             self.carry(&batch).await;
-            next = self.link.queue().line().gathering.pop_front().map(Carried);
+            next = self.link.queue().line().next(self.number);
         }
     }
 
@@ -149,53 +183,42 @@ impl Turn {
 
     /// What becomes of each item. On a cluster a call has the keys of one slot, so there are as many as slots, in one go.
     async fn send(&self, sealed: &Sealed) -> Vec<Fate> {
-        let known = self.shared.topology.known();
         let mut fates = vec![Fate::Alone; sealed.requests.items().len()];
-        let mut calls = calls_of(sealed, known.is_cluster());
+        let mut calls = calls_of(sealed, self.shared.topology.known().is_cluster());
         for _ in 0..=MOST_LOADS {
-            let loads: Vec<u64> = calls.iter().map(|items| self.link.loads_of(sealed.requests.script(items))).collect();
-            let (replies, connection, sent) = match self.attempt(sealed, &calls).await {
-                Ok(attempted) => attempted,
+            let loads = |items: &Vec<usize>| self.link.loads_of(sealed.requests.script(items));
+            let loads: Vec<u64> = calls.iter().map(loads).collect();
+            let replies = match self.attempt(sealed, &calls).await {
+                Ok(replies) => replies,
                 Err(fault) => {
                     let fate = self.fate_of(0, fault);
                     calls.iter().flatten().for_each(|item| fates[*item] = fate.clone());
-                    return fates;
+                    break;
                 }
             };
-            let received = Instant::now();
             let mut missed = Vec::new();
             for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
-                let answer = match reply {
-                    Ok(value) => sealed.requests.read(&items, |item| sealed.times[item], value).map_err(Fate::Failed),
+                let loaded = match reply {
                     Err(Fault::Said(Said::NoScript)) => {
-                        missed.push((items, loads));
+                        self.link.load(sealed.requests.script(&items), loads, sealed.latest).await
+                    }
+                    Err(fault) => Err(fault),
+                    Ok(told) => {
+                        items.iter().zip(told).for_each(|(item, told)| fates[*item] = told);
                         continue;
                     }
-                    Err(fault) => Err(self.fate_of(sealed.requests.items()[items[0]].slot, fault)),
                 };
-                match answer {
-                    Ok(answer) => {
-                        connection.clock().heard(answer.now, sent, received);
-                        match answer.told {
-                            Some(told) => {
-                                items.into_iter().zip(told).for_each(|(item, told)| fates[item] = self.told(told));
-                            }
-                            None => items.into_iter().for_each(|item| fates[item] = Fate::Again),
+                match loaded {
+                    Ok(()) => missed.push(items),
+                    Err(fault) => {
+                        let fate = self.fate_of(sealed.requests.items()[items[0]].slot, fault);
+                        for item in items {
+                            fates[item] = fate.clone();
                         }
                     }
-                    Err(fate) => items.into_iter().for_each(|item| fates[item] = fate.clone()),
                 }
             }
-            calls = Vec::with_capacity(missed.len());
-            for (items, loads) in missed {
-                match self.link.load(sealed.requests.script(&items), loads, sealed.latest).await {
-                    Ok(()) => calls.push(items),
-                    Err(fault) => {
-                        let fate = self.fate_of(0, fault);
-                        items.into_iter().for_each(|item| fates[item] = fate.clone());
-                    }
-                }
-            }
+            calls = missed;
             if calls.is_empty() {
                 break;
             }
@@ -203,25 +226,20 @@ impl Turn {
         fates
     }
 
-    /// Sends the calls, once: a reply to each, what they came on, and when they left.
-    async fn attempt(
-        &self,
-        sealed: &Sealed,
-        calls: &[Vec<usize>],
-    ) -> Result<(Vec<Result<Value, Fault>>, Arc<Connection>, Instant), Fault> {
+    /// Sends the calls, once: what each brings to its items.
+    async fn attempt(&self, sealed: &Sealed, calls: &[Vec<usize>]) -> Result<Vec<Result<Vec<Fate>, Fault>>, Fault> {
         let connection = self.link.connection(sealed.latest).await?;
         let deadline = sealed.earliest.and_then(|earliest| connection.clock().at(earliest));
-        let time = self.shared.driven_time();
-        let command = |items: &Vec<usize>| sealed.requests.command(items, |item| sealed.times[item], time, deadline);
+        let (time, times) = (self.shared.driven_time(), |item: usize| sealed.times[item]);
+        let command = |items: &Vec<usize>| sealed.requests.command(items, times, time, deadline);
         let (sent, replies);
         if let [items] = calls {
             let command = command(items);
             sent = Instant::now();
-            let reply = self.link.send(&connection, &command, sealed.latest).await;
-            match reply {
-                Ok(_) | Err(Fault::Said(_)) => replies = vec![reply],
-                Err(fault) => return Err(fault),
-            }
+            replies = match self.link.send(&connection, &command, sealed.latest).await {
+                Err(fault) if !matches!(fault, Fault::Said(_)) => return Err(fault),
+                reply => vec![reply],
+            };
         } else {
             let mut commands = Pipeline::with_capacity(calls.len());
             for items in calls {
@@ -230,7 +248,20 @@ impl Turn {
             sent = Instant::now();
             replies = self.link.send_all(&connection, &commands, sealed.latest).await?;
         }
-        Ok((replies, connection, sent))
+        let received = Instant::now();
+        let read =
+            |(items, reply): (&Vec<usize>, Result<Value, Fault>)| match sealed.requests.read(items, times, reply?) {
+                Ok(answer) => {
+                    connection.clock().heard(answer.now, sent, received);
+                    Ok(match answer.told {
+                        Some(told) => told.into_iter().map(|told| self.told(told)).collect(),
+                        // Time is up; or the server's clock was set, and is known now.
+                        None => vec![Fate::Again; items.len()],
+                    })
+                }
+                Err(error) => Ok(vec![Fate::Failed(error); items.len()]),
+            };
+        Ok(calls.iter().zip(replies).map(read).collect())
     }
 
     /// What a fault of a whole call means to its items. What surely did not run, goes on by itself: it follows its slot.

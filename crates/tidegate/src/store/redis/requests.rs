@@ -320,8 +320,8 @@ impl Requests {
     ) -> Result<Answer, StoreError> {
         let Value::Array(values) = reply else { return Err(unexpected("not an array")) };
         let mut values = values.into_iter();
-        let now = integer(values.next())?.cast_signed();
-        let in_time = integer(values.next())? == 1;
+        let now = integer(values.next().as_ref())?.cast_signed();
+        let in_time = integer(values.next().as_ref())? == 1;
         if !in_time {
             return Ok(Answer { now, told: None });
         }
@@ -336,9 +336,9 @@ impl Requests {
         let charges = self.charges_of(item);
         let first = match values.next() {
             Some(Value::BulkString(text)) => return Ok(Told::Error(String::from_utf8_lossy(&text).into_owned())),
-            first => integer(first)?,
+            first => integer(first.as_ref())?,
         };
-        let mut next = || integer(values.next());
+        let mut next = || integer(values.next().as_ref());
         if self.items[item].form == Form::Acquire {
             let (granted, remaining) = (first, next()?);
             let evidence = Evidence::read(self.terms[charges[0].terms].algorithm, &mut next)?;
@@ -362,9 +362,9 @@ fn or_empty(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
     };
 }
 
-fn integer(value: Option<Value>) -> Result<u64, StoreError> {
+fn integer(value: Option<&Value>) -> Result<u64, StoreError> {
     match value {
-        Some(Value::Int(integer)) => u64::try_from(integer).map_err(|_| unexpected("a negative number")),
+        Some(Value::Int(integer)) => u64::try_from(*integer).map_err(|_| unexpected("a negative number")),
         Some(_) => Err(unexpected("not integers")),
         None => Err(unexpected("a wrong length")),
     }
@@ -372,4 +372,74 @@ fn integer(value: Option<Value>) -> Result<u64, StoreError> {
 
 fn unexpected(what: &str) -> StoreError {
     StoreError::Refused(format!("unexpected reply of the script: {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn add(requests: &mut Requests, verb: Verb, charges: &[Charge<'_>]) -> usize {
+        requests.add(&Request { verb, charges }, 7, |text, charge| text.push_str(charge.key()))
+    }
+
+    fn arguments(command: &Cmd) -> Vec<String> {
+        let text = |argument| match argument {
+            redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+            _ => panic!("a plain argument"),
+        };
+        command.args_iter().skip(2).map(text).collect()
+    }
+
+    #[test]
+    fn equal_acquires_are_one_item_and_neighbours_share_their_words() {
+        const ACQUIRE: Verb = Verb::Do(Action::Acquire);
+        let minute = Duration::from_secs(60);
+        let ten = Quota::fixed_window(10, minute).expect("valid");
+        let five = Quota::token_bucket(5, minute).expect("valid");
+        let strict = Quota::sliding_log(3, minute).and_then(|quota| quota.with_count_denied(true)).expect("valid");
+        let (a, b, c) = (Charge::new("a", &ten), Charge::new("b", &ten), Charge::new("c", &five));
+        let mut requests = Requests::default();
+        assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
+        assert_eq!(add(&mut requests, ACQUIRE, &[b]), 1);
+        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2);
+        assert_eq!(add(&mut requests, ACQUIRE, &[a.cost(2)]), 3, "another cost");
+        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2, "equal");
+        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 4, "together");
+        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 5, "together, and not to be merged");
+        assert_eq!(add(&mut requests, Verb::Do(Action::Peek), &[a]), 6, "another action");
+        let strict = Charge::new("d", &strict);
+        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
+        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 8, "a denial that counts makes the next one another");
+        assert_eq!(requests.charges(), 11);
+
+        // The fourth has gone away.
+        let command = requests.command(&[0, 1, 2, 4, 6, 7], |item| if item == 2 { 2 } else { 1 }, None, Some(99));
+        let expected = "7 a b c a c a d  99 \
+                        3 fixed-window 10 60000000 0 token-bucket 5 60000000 5 sliding-log 3 60000000 1 \
+                        acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 peek 1 1 1 acquire 1 3 1";
+        assert_eq!(arguments(&command).join(" "), expected);
+    }
+
+    #[test]
+    fn a_reply_of_another_shape_is_an_error() {
+        let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
+        let mut requests = Requests::default();
+        add(&mut requests, Verb::Do(Action::Acquire), &[Charge::new("a", &quota)]);
+        let read = |values: &[i64]| {
+            let reply = Value::Array(values.iter().map(|value| Value::Int(*value)).collect());
+            requests.read(&[0], |_| 1, reply)
+        };
+        let granted = read(&[5, 1, 1, 10, 60]).expect("right").told.expect("in time");
+        assert!(matches!(&granted[..], [Told::Grants(grants)] if grants.granted == 1 && grants.remaining == 10));
+        assert!(read(&[5, 0]).expect("right").told.is_none(), "too late");
+        assert!(read(&[5, 1, 0, 10, 60, 7, 8]).expect("right").told.is_some(), "denied");
+        for wrong in
+            [&[][..], &[5], &[5, 1], &[5, 1, 1, 10], &[5, 1, 0, 10, 60], &[5, 1, 1, 10, 60, 1], &[5, 1, -1, 10, 60]]
+        {
+            assert!(read(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());
+    }
 }
