@@ -161,7 +161,9 @@ impl Service {
         }
         if let Some(redis) = self.engine.counts.redis() {
             // What was admitted in its place is not forgotten with this process.
-            let _ = tokio::time::timeout(Duration::from_millis(500), redis.fallback().repay()).await;
+            // On the heap: with all the stores within, it is a deep type.
+            let repay = Box::pin(redis.fallback().repay());
+            let _ = tokio::time::timeout(Duration::from_millis(500), repay).await;
         }
         let _ = self.admin_stop.send(true);
         let _ = self.admin.await;

@@ -50,8 +50,9 @@ pub trait Store: Send + Sync + 'static {
         std::future::ready(Ok(vec![instance.to_owned()]))
     }
 
-    /// Which counts had units given back, or were forgotten, since this mark, by whomever. `None`, and always `None`, if nobody
-    /// can do that but who goes through this very store.
+    /// Which counts had units given back, or were forgotten, since this mark, by whomever. A store whose counts other processes
+    /// share must tell it within a moment, or denials that are remembered (`DenyCache`) outlive what they were made by.
+    /// `None`, and always `None`, if nobody can free a count but through this store.
     fn news(&self, _since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         None::<std::future::Ready<Result<News, StoreError>>>
     }

@@ -30,16 +30,17 @@ const MOST_COMPANIONS: usize = 8;
 /// Who is denied and keeps asking then costs the store nothing. An answer from here has [`Source::DenyCache`]; its
 /// `retry_after` and `reset_after` go down as time goes by, its `remaining` is what the store told.
 ///
-/// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied, and counts down from
-///   when the store was asked, so that no answer could have been an admission. A request of several charges is denied if
-///   one of them is. What is left of the others is then what the store told when it denied the same request;
-///   if it never did, they are told as untouched.
+/// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied, and for less time than
+///   the store said, so that no answer could have been an admission. (Who asks for ever other costs is answered by the denial
+///   of a lower one.)
+/// * A request of several charges is denied if one of them is. What is left of the others is then what the store told when
+///   it denied the same request; if it never did, they are told as untouched.
 /// * Quotas that count denied requests are never answered from here: each denial counts.
 /// * A refund or a reset through this store is seen at once. One through any other that shares the counts is seen
-///   within a second, by the [news](Store::news) that a `RedisStore` has of them. While news cannot be
+///   within a second of its end, by the [news](Store::news) that a `RedisStore` has of them. While news cannot be
 ///   read, the store is asked. So is it if news would have to be read, but there is no Tokio runtime to read them on.
-/// * Not seen is who frees a count without a word: deletes its key in Redis by hand, say, or decides by another quota
-///   on the same count in another process. It ends with the denial's `retry_after`. (A store that is emptied, or that lost
+/// * Not seen is who frees a count without a word: goes around this cache to the memory store within it, deletes a key in
+///   Redis by hand, or decides by another quota on the same count in another process. It ends with the denial's `retry_after`. (A store that is emptied, or that lost
 ///   the news with its other writes in a failover, is noticed.)
 /// * It holds a fixed number of denials. What is of no use lately makes room for what is new.
 ///

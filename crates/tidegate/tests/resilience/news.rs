@@ -9,7 +9,7 @@ use tidegate::{
     Store, StoreError,
 };
 
-use crate::support::{Cluster, LONG, PATIENCE, Redis, redis_with_a_clock_to_set, until};
+use crate::support::{Cluster, LONG, PATIENCE, Redis, redis_6, redis_with_a_clock_to_set, until, valkey_9};
 
 const SECOND: Duration = Duration::from_secs(1);
 const NEWS: &str = "rate_limit:{%news}";
@@ -104,6 +104,20 @@ async fn what_another_instance_gives_back_is_noticed_within_a_second() {
     other.decide_all(Action::Refund, &[bystander, charge]).await.expect("given back");
     assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
     assert!(until_admitted(&limiter, &bystander, Instant::now()).await < SECOND);
+}
+
+#[tokio::test]
+async fn redis_6_2_and_valkey_9_tell_alike() {
+    for program in [redis_6(), valkey_9()] {
+        let redis = Redis::start_program(&program, &[]);
+        let (limiter, other) = (cached(&redis).await, store(&redis).await);
+        let quota = quota();
+        let charge = Charge::new("u", &quota);
+        exhaust(&limiter, &charge).await;
+        other.decide(Action::Refund, &charge).await.expect("given back");
+        assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
+        redis.assert_every_key_expires();
+    }
 }
 
 #[tokio::test]
