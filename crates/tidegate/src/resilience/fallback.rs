@@ -286,7 +286,7 @@ impl<S: Store> Inner<S> {
     fn still_counting(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
         let Some(share) = self.share(&charge) else { return debt.units };
-        let look = self.local.decide_now::<StoreError>(Action::Take, &charge.with_quota(&share).cost(0));
+        let look = self.local.decide_now(Action::Take, &charge.with_quota(&share).cost(0));
         look.map_or(debt.units, |found| debt.units.min(share.burst() - found.remaining))
     }
 
@@ -308,7 +308,7 @@ impl<S: Store> Inner<S> {
             let recent = now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
             if let Some(share) = self.share(charge).filter(|_| recent) {
                 // Memory that is full forgets this one: that can only admit what a first failure could.
-                let _ = self.local.decide_now::<StoreError>(Action::Take, &charge.with_quota(&share));
+                let _ = self.local.decide_now(Action::Take, &charge.with_quota(&share));
             }
         }
     }

@@ -313,7 +313,8 @@ impl MemoryStore {
 
     /// Locks every shard of these keys, in their order: two callers never wait for each other in a circle.
     fn lock_all(&self, fingerprints: &[Fingerprint]) -> Locked<'_> {
-        let mut indices: Vec<usize> = fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
+        let mut indices: Vec<usize> =
+            fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
         indices.sort_unstable();
         indices.dedup();
         Locked(indices.into_iter().map(|index| (index, self.shards[index].lock())).collect())

@@ -91,7 +91,7 @@ impl<S: Store> Inner<S> {
         }
         let found = match (&*asked, denied) {
             ([], _) => Vec::new(),
-            ([one], false) => vec![self.local.decide_now::<StoreError>(action, one)?],
+            ([one], false) => vec![self.local.decide_now(action, one)?],
             (all, false) => self.local.decide_all_now(action, all)?,
             (all, true) => all.iter().map(|charge| self.look(charge)).collect::<Result<_, _>>()?,
         };
@@ -110,15 +110,15 @@ impl<S: Store> Inner<S> {
 
     /// What a charge would get, with nothing taken because another one denies.
     fn look(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let decision = self.local.decide_now::<StoreError>(Action::Peek, charge)?;
-        if decision.allowed { self.local.decide_now::<StoreError>(Action::Take, &charge.cost(0)) } else { Ok(decision) }
+        let decision = self.local.decide_now(Action::Peek, charge)?;
+        if decision.allowed { self.local.decide_now(Action::Take, &charge.cost(0)) } else { Ok(decision) }
     }
 
     /// No wait makes room here for more than the share: only the store can admit it.
     fn beyond_the_share(&self, charge: &Charge<'_>, share: Option<&Quota>) -> Result<Decision, StoreError> {
         let denied = Decision { source: Source::Local, ..by_rule(charge, false) };
         let Some(share) = share else { return Ok(denied) };
-        let look = self.local.decide_now::<StoreError>(Action::Take, &charge.with_quota(share).cost(0))?;
+        let look = self.local.decide_now(Action::Take, &charge.with_quota(share).cost(0))?;
         Ok(Decision { remaining: look.remaining, reset_after: look.reset_after, ..denied })
     }
 
@@ -127,7 +127,7 @@ impl<S: Store> Inner<S> {
         let shares: Option<Vec<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
         let Some(shares) = shares.filter(|_| self.owed.forgive(charges)) else { return Err(error) };
         let refund = |(charge, share): (&Charge<'_>, &Quota)| {
-            let decision = self.local.decide_now::<StoreError>(Action::Refund, &charge.with_quota(share))?;
+            let decision = self.local.decide_now(Action::Refund, &charge.with_quota(share))?;
             Ok(Decision { limit: charge.quota().limit(), source: Source::Local, ..decision })
         };
         charges.iter().zip(&shares).map(refund).collect()
@@ -137,7 +137,7 @@ impl<S: Store> Inner<S> {
     pub(super) fn forget(&self, charge: &Charge<'_>) {
         self.owed.forget(charge);
         // A memory store has no error for a reset.
-        let _ = self.local.decide_now::<StoreError>(Action::Reset, charge);
+        let _ = self.local.decide_now(Action::Reset, charge);
     }
 }
 
