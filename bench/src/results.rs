@@ -27,6 +27,8 @@ pub struct Header {
     /// Seconds since the epoch.
     pub started: u64,
     pub seconds: f64,
+    /// How many others wanted a processor when it began.
+    pub load: f64,
 }
 
 /// A suite's measurements.
@@ -46,6 +48,7 @@ impl Results {
             plan: plan.name().to_owned(),
             started: since_epoch.as_secs(),
             seconds: 0.0,
+            load: load_average(),
         };
         Self { header, begun: Instant::now(), rows: Vec::new() }
     }
@@ -112,6 +115,12 @@ impl Results {
         let rows = lines.map(serde_json::from_str).collect::<Result<_, _>>()?;
         Ok(Some(Self { header, begun: Instant::now(), rows }))
     }
+}
+
+/// Of the last minute.
+fn load_average() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split_whitespace().next().and_then(|load| load.parse().ok()).unwrap_or_default()
 }
 
 /// The repository.

@@ -38,6 +38,14 @@ pub(super) fn write(page: &mut Page, found: &Found) -> Result<()> {
     if let Some(binary) = peer_binary("throttlecrab-server") {
         rows.push(row("throttlecrab-server", first_line(&output_of(Command::new(binary).arg("--version")))));
     }
+    // Each suite is the others' load, but only one at a time.
+    let load = headers.iter().map(|header| header.load).fold(0.0, f64::max);
+    if load > 3.0 {
+        page.line(&format!(
+            "\n**The machine was busy** (a load of {load:.1} before a suite began): these numbers show that everything runs, and \
+             little else."
+        ));
+    }
     if quick {
         page.line("\n**A quick pass**: fewer rounds, shorter turns, and no 10M keys. The full one is `make bench`.");
     }
