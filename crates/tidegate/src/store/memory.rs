@@ -1,10 +1,11 @@
 //! [`MemoryStore`]: counts of one process, for millions of keys.
 //!
-//! Shards of a hash table behind a mutex each. A key is hashed once, with a secret seed, to 128 bits: they choose the shard and
-//! the bucket, and stand for the key itself, so an entry has a fixed size and a known key costs no allocation.
-//! Each decision is a read and a write, so a plain mutex, held for some nanoseconds, is the right lock.
+//! Shards of an open hash table behind a mutex each. A key is hashed once, under a secret, to a [`Fingerprint`]: that
+//! chooses the shard and the slot, and stands for the key itself, so a slot has a fixed size of 40 bytes, and a known key costs
+//! no allocation and one place in memory. Each decision is a read and a write, so a plain mutex, held for some
+//! nanoseconds, is the right lock.
 //!
-//! Expired keys are swept a few buckets for each write, so no thread has to run beside. At the cap a new key makes room
+//! Expired keys are swept some slots at a time by decisions in passing, so no thread has to run beside. At the cap a new key makes room
 //! by the sweep of whole shards; if every key there still counts for somebody, the new one is refused.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -313,7 +314,8 @@ impl MemoryStore {
 
     /// Locks every shard of these keys, in their order: two callers never wait for each other in a circle.
     fn lock_all(&self, fingerprints: &[Fingerprint]) -> Locked<'_> {
-        let mut indices: Vec<usize> = fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
+        let mut indices: Vec<usize> =
+            fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
         indices.sort_unstable();
         indices.dedup();
         Locked(indices.into_iter().map(|index| (index, self.shards[index].lock())).collect())
