@@ -21,8 +21,9 @@ use crate::fingerprint::{Fingerprint, Secret};
 
 mod table;
 
-/// Many, so that to go through one of them is short work even with millions of keys.
-const SHARDS: usize = 1024;
+/// Many, so that to go through one of them is short work even with millions of keys; and no more than whose heads stay in the
+/// nearest cache.
+const SHARDS: usize = 256;
 /// Entries that a new key at the cap looks at, at most about, to find an expired one. Up to so many keys the search is
 /// complete; beyond that a key may be refused while an expired one is left in a shard that the next call gets to.
 const SEARCHED_AT_THE_CAP: usize = 16_384;
@@ -168,10 +169,10 @@ impl MemoryStore {
 
     /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
     fn decide_as<C: Kept, E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
-        // Before the lock, so that the processor reads its counter while it works on the fingerprint.
-        let mut now = self.clock.now();
         let fingerprint = self.fingerprint(charge);
         let shard = self.shard(fingerprint);
+        // Before the lock, so that the processor reads its counter while it still works on the fingerprint.
+        let mut now = self.clock.now();
         let mut table = shard.lock();
         if action == Action::Acquire
             && let Ok(at) = table.find(fingerprint)
