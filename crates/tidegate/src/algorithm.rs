@@ -195,12 +195,18 @@ impl Verdict {
             allowed: self.allowed,
             limit: quota.limit(),
             remaining: self.remaining,
-            retry_after: Duration::from_micros(self.retry_after),
+            retry_after: duration(self.retry_after),
             reset_after: Duration::from_micros(self.reset_after),
-            delay: Duration::from_micros(self.delay),
+            delay: duration(self.delay),
             source,
         }
     }
+}
+
+/// Of one that is mostly zero.
+#[inline]
+fn duration(micros: u64) -> Duration {
+    if micros == 0 { Duration::ZERO } else { Duration::from_micros(micros) }
 }
 
 /// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota` allows fits.

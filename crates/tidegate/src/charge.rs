@@ -170,7 +170,8 @@ impl<'a> Charge<'a> {
 
     /// Whether it can be decided at all. What was once taken can be given back even if a lower limit would not admit it
     /// now, and to forget a key costs nothing.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "some ten instructions of every call, but for the cold part")]
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
         let sound = (1..=self.quota.burst()).contains(&self.cost)
             && is_plain_key(self.key)

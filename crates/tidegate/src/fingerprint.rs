@@ -103,22 +103,25 @@ impl Secret {
     /// The part of the sum that is the policy's: the same for all keys.
     #[inline]
     pub(crate) fn policy(&self, name: &str) -> PolicySum {
-        if name.len() > MAX_KEY_BYTES {
-            return self.policy(&self.digest(name));
-        }
         let mut sum = Sum { low: self.start[0].into(), high: self.start[1].into() };
-        sum.add_text(&self.policy_length, &self.policy, name.as_bytes());
+        if name.len() <= MAX_KEY_BYTES {
+            sum.add_text(&self.policy_length, &self.policy, name.as_bytes());
+        } else {
+            sum.add_text(&self.policy_length, &self.policy, self.digest(name).as_bytes());
+        }
         PolicySum(sum)
     }
 
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a tenth of what a decision takes, and its one caller is the decision")]
     #[expect(clippy::cast_possible_truncation, reason = "both halves, one by one")]
     pub(crate) fn fingerprint(&self, key: &str, policy: PolicySum) -> Fingerprint {
-        if key.len() > MAX_KEY_BYTES {
-            return self.fingerprint(&self.digest(key), policy);
-        }
         let PolicySum(mut sum) = policy;
-        sum.add_text(&self.key_length, &self.key, key.as_bytes());
+        if key.len() <= MAX_KEY_BYTES {
+            sum.add_text(&self.key_length, &self.key, key.as_bytes());
+        } else {
+            sum.add_text(&self.key_length, &self.key, self.digest(key).as_bytes());
+        }
         let sum = sum.modulo_prime();
         self.mixed((sum >> 64) as u64, sum as u64)
     }

@@ -174,6 +174,21 @@ fn a_known_key_costs_no_allocation() {
 }
 
 #[test]
+fn a_million_keys_take_at_most_64_bytes_each() {
+    let limiter = limiter_on(&ManualClock::new());
+    let quota = Quota::token_bucket(100, LONG).expect("valid");
+    let keys: Vec<String> = (0..1_000_000).map(|number| format!("user:{number:08}")).collect();
+    let measured = allocation_counter::measure(|| {
+        for key in &keys {
+            limiter.blocking().acquire(&Charge::new(key, &quota)).expect("decided");
+        }
+    });
+    assert_eq!(limiter.store().keys(), 1_000_000);
+    let bytes = measured.bytes_current / 1_000_000;
+    assert!(bytes <= 64, "{bytes} bytes a key");
+}
+
+#[test]
 fn a_logs_memory_follows_its_window_and_not_its_limit() {
     let clock = ManualClock::new();
     let limiter = limiter_on(&clock);

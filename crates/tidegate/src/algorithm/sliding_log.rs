@@ -38,6 +38,27 @@ impl Log {
         self.last_total() - self.settled_base()
     }
 
+    /// The first entry from `from` on for which this does not hold, as `partition_point` would say. It is mostly close: so
+    /// steps that double, before the halving.
+    #[inline]
+    fn first_without(&self, from: usize, holds: impl Fn(&Entry) -> bool) -> usize {
+        let (mut start, mut step) = (from, 1);
+        while self.entries.get(start + step - 1).is_some_and(&holds) {
+            start += step;
+            step *= 2;
+        }
+        let mut end = self.entries.len().min(start + step - 1);
+        while start < end {
+            let middle = start.midpoint(end);
+            if holds(&self.entries[middle]) {
+                start = middle + 1;
+            } else {
+                end = middle;
+            }
+        }
+        start
+    }
+
     /// Drops what has left the window; what lies in the future becomes one entry at `now`.
     fn write_down(&mut self, now: u64) {
         self.base = self.settled_base();
@@ -71,10 +92,7 @@ impl Count for Log {
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         let gone = |entry: &Entry| entry.time + window <= now;
-        self.first = match self.entries.front() {
-            Some(oldest) if gone(oldest) => self.entries.partition_point(gone),
-            _ => 0,
-        };
+        self.first = self.first_without(0, gone);
         self.entries.back().is_some_and(|entry| entry.time > now)
     }
 
@@ -90,7 +108,7 @@ impl Count for Log {
             return quota.window_micros();
         }
         let target = self.settled_base() + must_leave;
-        let last_to_leave = self.entries.partition_point(|entry| entry.total < target);
+        let last_to_leave = self.first_without(self.first, |entry| entry.total < target);
         self.entries[last_to_leave].time.min(now) + quota.window_micros() - now
     }
 
@@ -217,6 +235,28 @@ impl Logs {
     fn put(&mut self, place: u32, log: Log) {
         if let Some(places) = &mut self.0 {
             places.logs[place as usize] = log;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_search_by_doubling_steps_finds_what_a_partition_point_is() {
+        for len in 0..70_u64 {
+            let log = Log { entries: (0..len).map(|time| Entry { time, total: time }).collect(), ..Log::default() };
+            for bound in 0..=len + 1 {
+                let holds = |entry: &Entry| entry.time < bound;
+                for from in 0..=log.entries.partition_point(holds) {
+                    assert_eq!(
+                        log.first_without(from, holds),
+                        log.entries.partition_point(holds),
+                        "{len} {bound} {from}"
+                    );
+                }
+            }
         }
     }
 }

@@ -188,3 +188,57 @@ impl Counter {
         self.0.as_ref().map(quanta::Clock::raw)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_never_ahead_of_the_monotonic_clock_and_never_a_microsecond_behind() {
+        let clock = Anchored::new(1_700_000_000_000_000);
+        let (mut ahead, mut behind, mut anchors) = (0, 0, 0);
+        for _ in 0..300_000 {
+            let sequence = clock.sequence.load(Ordering::Relaxed);
+            let before = clock.monotonic() >> FRACTION_BITS;
+            let now = clock.now();
+            let after = clock.monotonic() >> FRACTION_BITS;
+            ahead = ahead.max(now.saturating_sub(after));
+            behind = behind.max(before.saturating_sub(now));
+            anchors += u32::from(clock.sequence.load(Ordering::Relaxed) != sequence);
+        }
+        // To the whole microsecond, of which each clock drops its fraction.
+        assert!(ahead == 0 && behind <= 1, "{ahead} µs ahead, {behind} µs behind, with {anchors} anchors");
+        assert!(clock.counter.0.is_none() || anchors > 3, "{anchors} anchors");
+    }
+
+    #[test]
+    fn it_never_steps_back_from_one_thread_to_another() {
+        let clock = Anchored::new(1_700_000_000_000_000);
+        let latest = AtomicU64::new(0);
+        let look = || {
+            for _ in 0..100_000 {
+                let seen = latest.load(Ordering::SeqCst);
+                let now = clock.now();
+                assert!(now >= seen, "{now} after {seen}");
+                latest.fetch_max(now, Ordering::SeqCst);
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(look))));
+    }
+
+    #[test]
+    fn a_rate_is_told_once_it_is_known_well_enough_and_is_never_too_high() {
+        // Three ticks in a nanosecond, and readings that are unsure by 300 of them.
+        let reading = |nanos: u64| Reading { time: nanos * 1_024 / 1_000, ticks: 3 * nanos, within: 300 };
+        let mut measured = Measured { older: reading(0), newer: reading(0) };
+        assert_eq!(measured.rate_until(reading(10_000)), None, "ten microseconds are too short");
+        let exact = (1_u64 << 32) * 1_024 / 3_000;
+        for millis in [1, 10, 400, 700, 1_500, 100_000] {
+            let rate = measured.rate_until(reading(millis * 1_000_000)).expect("long enough");
+            assert!(rate <= exact && exact - rate < exact / (PRECISION / 2), "{rate} for {exact} after {millis} ms");
+        }
+        assert!(measured.older.time > 0, "an old reading is left behind");
+        let unsure = Reading { within: 3_000_000_000, ..reading(101_000_000_000) };
+        assert_eq!(measured.rate_until(unsure), None, "who was interrupted for a second knows nothing");
+    }
+}

@@ -1,10 +1,11 @@
 //! [`MemoryStore`]: counts of one process, for millions of keys.
 //!
-//! Shards of a hash table behind a mutex each. A key is hashed once, with a secret seed, to 128 bits: they choose the shard and
-//! the bucket, and stand for the key itself, so an entry has a fixed size and a known key costs no allocation.
-//! Each decision is a read and a write, so a plain mutex, held for some nanoseconds, is the right lock.
+//! Shards of an open hash table behind a mutex each. A key is hashed once, under a secret, to a [`Fingerprint`]: that
+//! chooses the shard and the slot, and stands for the key itself, so a slot has a fixed size of 40 bytes, and a known key costs
+//! no allocation and one place in memory. Each decision is a read and a write, so a plain mutex, held for some
+//! nanoseconds, is the right lock.
 //!
-//! Expired keys are swept a few buckets for each write, so no thread has to run beside. At the cap a new key makes room
+//! Expired keys are swept some slots at a time by decisions in passing, so no thread has to run beside. At the cap a new key makes room
 //! by the sweep of whole shards; if every key there still counts for somebody, the new one is refused.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -20,8 +21,9 @@ use crate::fingerprint::{Fingerprint, Secret};
 
 mod table;
 
-/// Many, so that to go through one of them is short work even with millions of keys.
-const SHARDS: usize = 1024;
+/// Many, so that to go through one of them is short work even with millions of keys; and no more than whose heads stay in the
+/// nearest cache.
+const SHARDS: usize = 256;
 /// Entries that a new key at the cap looks at, at most about, to find an expired one. Up to so many keys the search is
 /// complete; beyond that a key may be refused while an expired one is left in a shard that the next call gets to.
 const SEARCHED_AT_THE_CAP: usize = 16_384;
@@ -167,10 +169,10 @@ impl MemoryStore {
 
     /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
     fn decide_as<C: Kept, E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
-        // Before the lock, so that the processor reads its counter while it works on the fingerprint.
-        let mut now = self.clock.now();
         let fingerprint = self.fingerprint(charge);
         let shard = self.shard(fingerprint);
+        // Before the lock, so that the processor reads its counter while it still works on the fingerprint.
+        let mut now = self.clock.now();
         let mut table = shard.lock();
         if action == Action::Acquire
             && let Ok(at) = table.find(fingerprint)

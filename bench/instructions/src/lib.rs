@@ -1,0 +1,1 @@
+//! Nothing: the counting is in `benches/decisions.rs`.
