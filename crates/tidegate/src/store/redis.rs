@@ -1,6 +1,7 @@
 //! [`RedisStore`]: counts that a fleet shares, decided inside Redis by atomic Lua scripts.
 //!
-//! One decision is one round trip, however many charges it has. The time is the server's, so clients' clocks never matter.
+//! One decision is one round trip, however many charges it has; decisions that come while others are under way go together in
+//! the next. The time is the server's, so clients' clocks never matter.
 //!
 //! # Which Redis
 //!

@@ -53,8 +53,8 @@ pub(super) enum Entrance {
 
 /// How many calls may be under way at once: while the replies of one are taken in, Redis has the other.
 const MOST_UNDER_WAY: usize = 2;
-/// How many counts one call looks at: about a millisecond of Redis's time, in which it hears nobody else.
-const MOST_CHARGES: usize = 256;
+/// How many counts one call looks at: less than a millisecond of Redis's time, in which it hears nobody else.
+const MOST_CHARGES: usize = 128;
 /// How often a script is loaded for one batch.
 const MOST_LOADS: usize = 3;
 /// How long a batch gathers at most: a twentieth of the timeout, within these.
