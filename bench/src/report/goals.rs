@@ -99,9 +99,9 @@ fn growth(results: Option<&Results>, goals: &mut Vec<Goal>) {
         let which = last.split_once('/').map(|(_, which)| which);
         let of_kind = |case: &str| case.starts_with(kind) && which.is_none_or(|which| case.ends_with(which));
         let growths = rows.iter().filter(|row| of_kind(&row.case)).filter_map(|row| {
-            let (here, there) = (Spread::of(&row.rounds)?, results?.spread(first, &row.contestant, "ns")?);
+            let growth = results?.ratio("ns", (&row.case, &row.contestant), (first, &row.contestant))?;
             let size = row.case.split('/').nth(1)?;
-            Some((format!("{} at {size}", row.contestant), here.median / there.median))
+            Some((format!("{} at {size}", row.contestant), growth.median))
         });
         let worst = growths.max_by(|one, other| one.1.total_cmp(&other.1));
         goals.push(Goal {

@@ -114,7 +114,7 @@ fn bytes(page: &mut Page, results: &Results) {
 fn growth(page: &mut Page, results: &Results) {
     page.heading("How the cost grows");
     page.line(
-        "Our memory store, nanoseconds a decision by the keys in it (one thread, L = 1M, allowed). In brackets: with as many keys in the store, but asked only for \
+        "Our memory store, nanoseconds a decision by the keys in it (one thread, allowed). In brackets: with as many keys in the store, but asked only for \
          1,000 of them, which stay in the cache. That is what more keys cost beside cache misses; the rest is the misses.",
     );
     let sizes: Vec<usize> = GROWTH_KEYS.into_iter().filter(|keys| has(results, &format!("keys/{keys}/any"))).collect();

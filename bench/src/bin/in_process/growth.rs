@@ -15,7 +15,10 @@ use crate::walk::{Kind, walk};
 
 /// So few that they stay in the cache, however many others there are in the store.
 const FEW: usize = 1_000;
-const WINDOW: Duration = Duration::from_secs(3_600);
+/// In a turn.
+const DECISIONS: usize = 200_000;
+/// So long that it hardly ever ends while this runs.
+const WINDOW: Duration = Duration::from_secs(86_400);
 
 /// Twice at each size: asked for any key, and only ever for a few of them. The difference is what the cache misses cost,
 /// and the second alone is what a larger table costs beside them.
@@ -24,33 +27,29 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
         Plan::Full => &[1_000, 10_000, 100_000, 1_000_000, 10_000_000],
         Plan::Quick => &[1_000, 10_000, 1_000_000],
     };
+    let few = walk(Kind::Uniform, FEW);
+    let walks: Vec<Vec<String>> = sizes.iter().map(|&keys| walk(Kind::Uniform, keys)).collect();
     for algorithm in Algorithm::ALL {
-        let quota = Quota::new(algorithm, 1_000_000, WINDOW)?;
-        for &keys in sizes {
-            let limiter = Limiter::new(MemoryStore::new());
-            for number in 0..keys {
-                let key = key_of(number);
-                ensure!(
-                    limiter.blocking().acquire(&Charge::new(&key, &quota))?.allowed,
-                    "{algorithm}: no room for a key"
-                );
-            }
-            for (which, walk) in [("any", walk(Kind::Uniform, keys)), ("few", walk(Kind::Uniform, FEW))] {
-                let mut at = 0;
-                for round in 0..=plan.rounds() {
-                    let count = 200_000;
+        let quota = roomy(algorithm)?;
+        let limiters = sizes.iter().map(|&keys| filled(keys, &quota)).collect::<Result<Vec<_>>>()?;
+        for round in 0..=plan.rounds() {
+            for ((keys, limiter), any) in sizes.iter().zip(&limiters).zip(&walks) {
+                for (which, walk) in [("any", any), ("few", &few)] {
+                    let from = round * DECISIONS % walk.len();
                     let start = Instant::now();
-                    for key in walk.iter().cycle().skip(at).take(count) {
+                    for key in walk.iter().cycle().skip(from).take(DECISIONS) {
                         ensure!(limiter.blocking().acquire(&Charge::new(key, &quota))?.allowed, "{algorithm}: denied");
                     }
-                    at = (at + count) % walk.len();
                     // The first round is to get warm.
                     if round > 0 {
                         let case = format!("keys/{keys}/{which}");
-                        results.add(&case, algorithm.as_str(), "ns", nanoseconds(start, count));
+                        results.add(&case, algorithm.as_str(), "ns", nanoseconds(start));
                     }
                 }
             }
+        }
+        for (keys, limiter) in sizes.iter().zip(&limiters) {
+            ensure!(limiter.store().keys() == *keys, "{algorithm}: of {keys} keys some have expired");
         }
         let medians = sizes.iter().map(|keys| {
             let median = |which: &str| {
@@ -64,6 +63,25 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
     Ok(())
 }
 
+/// Admits all that is asked here, and forgets no key in that time: a bucket would, had it a unit back in milliseconds.
+fn roomy(algorithm: Algorithm) -> Result<Quota> {
+    Ok(match algorithm {
+        Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+            Quota::new(algorithm, 1, Duration::from_secs(300))?.with_burst(1_000_000)?
+        }
+        _ => Quota::new(algorithm, 1_000_000, WINDOW)?,
+    })
+}
+
+fn filled(keys: usize, quota: &Quota) -> Result<Limiter> {
+    let limiter = Limiter::new(MemoryStore::new());
+    for number in 0..keys {
+        let key = key_of(number);
+        ensure!(limiter.blocking().acquire(&Charge::new(&key, quota))?.allowed, "no room for {key}");
+    }
+    Ok(limiter)
+}
+
 /// In the steady state: L requests in every window, so that a log is full, and loses an entry with each that it gets. Time
 /// is driven by hand.
 pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
@@ -73,27 +91,31 @@ pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
     };
     let key = key_of(0);
     for algorithm in Algorithm::ALL {
+        let mut stores = Vec::new();
         for &limit in limits {
             let clock = ByHand(Arc::new(AtomicU64::new(1_700_000_000_000_000)));
             let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
-            let quota = Quota::new(algorithm, limit, WINDOW)?;
-            let charge = Charge::new(&key, &quota);
-            let step = u64::try_from(WINDOW.as_micros())? / limit;
-            for _ in 0..limit {
-                clock.advance(step);
-                limiter.blocking().acquire(&charge)?;
-            }
-            for round in 0..=plan.rounds() {
-                let count = 100_000;
-                let start = Instant::now();
-                for _ in 0..count {
+            stores.push((limit, Quota::new(algorithm, limit, WINDOW)?, clock, limiter));
+        }
+        for round in 0..=plan.rounds() {
+            for (limit, quota, clock, limiter) in &stores {
+                let charge = Charge::new(&key, quota);
+                let step = u64::try_from(WINDOW.as_micros())? / limit;
+                let decide = || {
                     clock.advance(step);
-                    std::hint::black_box(limiter.blocking().acquire(&charge)?);
+                    limiter.blocking().acquire(&charge)
+                };
+                if round == 0 {
+                    for _ in 0..*limit {
+                        decide()?;
+                    }
+                    continue;
                 }
-                if round > 0 {
-                    let case = format!("limit/{limit}");
-                    results.add(&case, algorithm.as_str(), "ns", nanoseconds(start, count));
+                let start = Instant::now();
+                for _ in 0..DECISIONS {
+                    std::hint::black_box(decide()?);
                 }
+                results.add(&format!("limit/{limit}"), algorithm.as_str(), "ns", nanoseconds(start));
             }
         }
         let medians = limits.iter().map(|limit| {
@@ -130,6 +152,7 @@ impl Clock for ByHand {
     }
 }
 
-fn nanoseconds(start: Instant, count: usize) -> f64 {
-    start.elapsed().as_secs_f64() * 1e9 / count as f64
+/// Of one of [`DECISIONS`].
+fn nanoseconds(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1e9 / DECISIONS as f64
 }
