@@ -1,6 +1,6 @@
 //! [`MemoryStore`]: counts of one process, for millions of keys.
 //!
-//! Shards of an open hash table behind a mutex each. A key is hashed once, under a secret, to a [`Fingerprint`]: that
+//! Shards of an open hash table behind a mutex each. A key is hashed once, under a secret, to a fingerprint: that
 //! chooses the shard and the slot, and stands for the key itself, so a slot has a fixed size of 40 bytes, and a known key costs
 //! no allocation and one place in memory. Each decision is a read and a write, so a plain mutex, held for some
 //! nanoseconds, is the right lock.
