@@ -23,7 +23,7 @@ pub trait Clock: Send + Sync + fmt::Debug + 'static {
     fn sleep_blocking(&self, duration: Duration);
 }
 
-/// The machine's clock: the wall clock at the start, moved on by the monotonic one, so it never steps back.
+/// The machine's clock: the wall clock at the start, moved on by the monotonic one, so it never follows a wall clock that is set.
 ///
 /// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with its timer on.
 #[derive(Clone)]
