@@ -46,11 +46,16 @@ impl Proxy {
         let asked: u16 = tidegate.1.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
         let ports = [(8000, address.port()), (3000, app), (tidegate.0, asked)];
         let mut all = recipe.files.iter().map(|file| deployed(file)).collect::<Vec<_>>().join("\u{0}");
-        for (from, to) in ports {
-            let as_envoy = (format!("port_value: {from}"), format!("port_value: {to}"));
-            let usual = (format!(":{from}"), format!(":{to}"));
+        // In two steps: a port that is written in may begin with one that is still to be changed.
+        let place = |number: usize| format!("\u{1}{number}\u{1}");
+        for (number, (from, _)) in ports.iter().enumerate() {
+            let as_envoy = (format!("port_value: {from}"), format!("port_value: {}", place(number)));
+            let usual = (format!(":{from}"), format!(":{}", place(number)));
             let (from, to) = if all.contains(&as_envoy.0) { as_envoy } else { usual };
             all = changed(&all, &[(&from, &to)]);
+        }
+        for (number, (_, to)) in ports.iter().enumerate() {
+            all = all.replace(&place(number), &to.to_string());
         }
         let all = changed(&all, recipe.changes);
         for (file, text) in recipe.files.iter().zip(all.split('\u{0}')) {
