@@ -111,12 +111,13 @@ impl Anchored {
         if let Some(time) = taken {
             return time;
         }
-        let reading = self.reading();
-        let time = reading.time.max(self.latest_told());
-        let Some(rate) = measured.rate_until(reading) else { return time };
+        // From here on nobody tells a time by the old anchor.
         let sequence = self.sequence.load(Ordering::Relaxed);
-        self.sequence.store(sequence | 1, Ordering::Relaxed);
-        fence(Ordering::Release);
+        self.sequence.store(sequence | 1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let reading = self.reading();
+        let time = if sequence == 1 { reading.time } else { reading.time.max(self.latest_told()) };
+        let Some(rate) = measured.rate_until(reading) else { return time };
         self.ticks.store(reading.ticks, Ordering::Relaxed);
         self.time.store(time, Ordering::Relaxed);
         self.rate.store(rate, Ordering::Relaxed);
@@ -127,9 +128,6 @@ impl Anchored {
     /// No time later than this was told from the present anchor. Only if the counter's rate has changed, as on a virtual
     /// machine that was moved, is it later than the monotonic clock.
     fn latest_told(&self) -> u64 {
-        if self.sequence.load(Ordering::Relaxed) == 1 {
-            return 0;
-        }
         let ticks = self.counter.ticks().unwrap_or_default();
         let passed = passed(self.ticks.load(Ordering::Relaxed), ticks, self.rate.load(Ordering::Relaxed));
         self.time.load(Ordering::Relaxed) + passed.min(SPAN)
