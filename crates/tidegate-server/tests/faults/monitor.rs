@@ -1,7 +1,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::servers::Server;
 
@@ -45,10 +45,13 @@ impl Monitor {
         assert_eq!(line, "+OK\r\n");
         let lines = Arc::new(Mutex::new(Vec::new()));
         let sink = Arc::clone(&lines);
+        let start = (Instant::now(), SystemTime::now());
         // Ends with the server.
         std::thread::spawn(move || {
             for line in reader.lines().map_while(Result::ok) {
-                sink.lock().expect("no panic").push((Instant::now(), line));
+                // Not when it came: a server that is stopped may have something to tell when it wakes up, from before.
+                let at = executed(&line, start).unwrap_or_else(Instant::now);
+                sink.lock().expect("no panic").push((at, line));
             }
         });
         Self { lines }
@@ -77,6 +80,13 @@ impl Monitor {
     pub(crate) fn last_call(&self) -> Option<Instant> {
         self.calls().last().copied()
     }
+}
+
+/// When a line was executed, by the server's clock, which is this machine's.
+fn executed(line: &str, (start, then): (Instant, SystemTime)) -> Option<Instant> {
+    let seconds: f64 = line.trim_start_matches('+').split(' ').next()?.parse().ok()?;
+    let since_start = Duration::try_from_secs_f64(seconds).ok()?.checked_sub(then.duration_since(UNIX_EPOCH).ok()?);
+    Some(start + since_start.unwrap_or_default())
 }
 
 /// `1700000000.123456 [0 lua] "ZADD" …` is a zadd.
