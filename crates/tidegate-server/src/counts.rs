@@ -214,6 +214,10 @@ impl Store for Observed {
     fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         self.store.news(since)
     }
+
+    fn epoch(&self) -> u64 {
+        self.store.epoch()
+    }
 }
 
 fn store_error<T>(result: &Result<T, Error>) -> Option<&StoreError> {

@@ -56,6 +56,12 @@ pub trait Store: Send + Sync + 'static {
     fn news(&self, _since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         None::<std::future::Ready<Result<News, StoreError>>>
     }
+
+    /// A number that changes whenever other servers come to decide, by other clocks: what was told before is not
+    /// to be relied on then.
+    fn epoch(&self) -> u64 {
+        0
+    }
 }
 
 /// A store that several own: some behind a fallback, say, and some who want its errors.
@@ -90,6 +96,10 @@ impl<S: Store> Store for Arc<S> {
 
     fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         S::news(self, since)
+    }
+
+    fn epoch(&self) -> u64 {
+        S::epoch(self)
     }
 }
 

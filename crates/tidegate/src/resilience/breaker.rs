@@ -383,4 +383,8 @@ impl<S: Store> Store for Breaker<S> {
     fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         self.inner.store.news(since)
     }
+
+    fn epoch(&self) -> u64 {
+        self.inner.store.epoch()
+    }
 }

@@ -75,6 +75,8 @@ struct Inner<S> {
     has_news: bool,
     /// Until then what is in the table may be believed, by the store's clock.
     trusted_until: AtomicU64,
+    /// The store's, of which all denials in the table are.
+    epoch: AtomicU64,
     /// Whether it was of use lately.
     used: AtomicBool,
     follower: Mutex<Option<AbortHandle>>,
@@ -104,6 +106,7 @@ impl<S: Store> Builder<S> {
             table: Table::new(self.max_entries),
             has_news,
             trusted_until: AtomicU64::new(if has_news { 0 } else { u64::MAX }),
+            epoch: AtomicU64::new(0),
             used: AtomicBool::new(false),
             follower: Mutex::default(),
         };
@@ -165,6 +168,12 @@ impl<S: Store> Inner<S> {
 
     /// As the table does, but nothing is found there while it cannot be believed.
     fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
+        // Other servers, other clocks: what these say is not what those said.
+        let epoch = self.store.epoch();
+        if self.epoch.load(Ordering::Acquire) != epoch {
+            self.table.clear();
+            self.epoch.store(epoch, Ordering::Release);
+        }
         if self.is_trusted(now) { self.table.find(name, charge, now, request) } else { Err(self.table.ticket(name)) }
     }
 
@@ -373,6 +382,10 @@ impl<S: Store> Store for DenyCache<S> {
 
     fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         self.inner.store.news(since)
+    }
+
+    fn epoch(&self) -> u64 {
+        self.inner.store.epoch()
     }
 }
 

@@ -430,6 +430,10 @@ impl<S: Store> Store for Fallback<S> {
     fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         self.inner.store.news(since)
     }
+
+    fn epoch(&self) -> u64 {
+        self.inner.store.epoch()
+    }
 }
 
 impl<S: Store> Drop for Fallback<S> {

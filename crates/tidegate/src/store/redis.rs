@@ -255,6 +255,10 @@ impl Store for RedisStore {
     fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         Some(self.shared.news(since))
     }
+
+    fn epoch(&self) -> u64 {
+        self.shared.topology.known().epoch()
+    }
 }
 
 impl fmt::Debug for RedisStore {

@@ -187,6 +187,42 @@ impl Store for Late {
     }
 }
 
+/// A store whose servers change.
+struct Moving {
+    memory: MemoryStore,
+    epoch: AtomicU64,
+}
+
+impl Store for Moving {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        self.memory.decide(action, charge).await
+    }
+
+    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+        self.memory.decide_all(action, charges).await
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.memory.clock()
+    }
+
+    fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Relaxed)
+    }
+}
+
+#[tokio::test]
+async fn what_another_server_said_is_not_said_again() {
+    let cache = DenyCache::new(Moving { memory: MemoryStore::new(), epoch: AtomicU64::new(7) });
+    let quota = Quota::sliding_log(1, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    let ask = async || cache.decide(Action::Acquire, &charge).await.expect("decided").source;
+    let sources = [ask().await, ask().await, ask().await];
+    assert_eq!(sources, [Source::Store, Source::Store, Source::DenyCache]);
+    cache.store().epoch.fetch_add(1, Ordering::Relaxed);
+    assert_eq!([ask().await, ask().await], [Source::Store, Source::DenyCache]);
+}
+
 #[tokio::test]
 async fn a_denial_that_was_under_way_while_units_came_back_is_not_kept() {
     for action in [Action::Refund, Action::Reset] {

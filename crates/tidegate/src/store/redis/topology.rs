@@ -43,6 +43,8 @@ pub(super) struct Known {
     access: Arc<Access>,
     timeout: Duration,
     routes: ArcSwap<Routes>,
+    /// Goes up after the routes have changed.
+    epoch: AtomicU64,
     /// Every data node that is, or was just now, of use.
     links: Mutex<HashMap<Address, InUse>>,
     sentinels: Vec<Arc<Link>>,
@@ -87,6 +89,7 @@ impl Topology {
             access: Arc::new(access),
             timeout,
             routes: ArcSwap::from_pointee(Routes::Unknown(nobody)),
+            epoch: AtomicU64::new(0),
             links: Mutex::default(),
             sentinels,
             stir,
@@ -98,7 +101,7 @@ impl Topology {
         let tasks = match plan {
             Plan::Single(address) => {
                 let link = known.link_to(&address);
-                known.routes.store(Arc::new(Routes::One(Arc::clone(&link))));
+                known.take_route(Routes::One(Arc::clone(&link)));
                 vec![tokio::spawn(cluster::follow_if_it_is_one(Arc::clone(&known), link))]
             }
             Plan::Cluster(seeds) => vec![tokio::spawn(cluster::follow(Arc::clone(&known), seeds))],
@@ -199,7 +202,7 @@ impl Known {
         if let Routes::Slots(map) = &**self.routes.load()
             && let Some(changed) = map.with_owner(slot, &link)
         {
-            self.routes.store(Arc::new(Routes::Slots(changed)));
+            self.take_route(Routes::Slots(changed));
         }
         self.stir.stir();
         link
@@ -232,6 +235,16 @@ impl Known {
 
     pub(super) fn redirects(&self) -> u64 {
         self.redirects.load(Ordering::Relaxed)
+    }
+
+    fn take_route(&self, routes: Routes) {
+        self.routes.store(Arc::new(routes));
+        self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Who reads it before it asks is answered by the routes of this epoch, or newer ones.
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
     }
 
     pub(super) fn reconnects(&self) -> u64 {

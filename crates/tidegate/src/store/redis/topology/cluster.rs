@@ -40,6 +40,15 @@ impl SlotMap {
         self.links.get(usize::from(*self.owners.get(usize::from(slot))?))
     }
 
+    /// Whether every slot has the same owner in both.
+    fn is_same_as(&self, other: &Self) -> bool {
+        let same = |slot: u16| match (self.owner(slot), other.owner(slot)) {
+            (Some(one), Some(another)) => Arc::ptr_eq(one, another),
+            (one, another) => one.is_none() && another.is_none(),
+        };
+        self.owners.len() == other.owners.len() && (0..).take(self.owners.len()).all(same)
+    }
+
     pub(super) fn links(&self) -> &[Arc<Link>] {
         &self.links
     }
@@ -173,7 +182,12 @@ fn adopt(known: &Known, told: &Told) {
     }
     known.forget_unused(&map.links);
     let _one_writer = known.links();
-    known.routes.store(Arc::new(Routes::Slots(map)));
+    let is_as_before = matches!(&**known.routes.load(), Routes::Slots(before) if before.is_same_as(&map));
+    if is_as_before {
+        known.routes.store(Arc::new(Routes::Slots(map)));
+    } else {
+        known.take_route(Routes::Slots(map));
+    }
 }
 
 /// The reply of `CLUSTER SLOTS`: for each range its first and last slot, its primary, then its replicas, and of each

@@ -165,7 +165,7 @@ impl Council {
             tracing::info!(from = %current.primary, to = %primary, "the sentinels name another primary");
         }
         let link = known.link_to(&primary);
-        known.routes.store(Arc::new(Routes::One(Arc::clone(&link))));
+        known.take_route(Routes::One(Arc::clone(&link)));
         // Not one more write to the old one.
         known.retire_all_but(&link);
         *believed = Some(Believed { primary, epoch, good: Instant::now() });
