@@ -1,5 +1,6 @@
 //! Where counts live: in memory, or in Redis behind a breaker, a deny cache and a fallback.
 
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -132,16 +133,19 @@ impl Redis {
                 config.builder().connect_in_background()?
             }
         };
-        let timeout = config.timeout();
+        let fleet = Fleet::new().expecting(config.instances);
+        let local = MemoryStore::builder().max_keys(config.max_keys).build();
+        Ok(Self::around(Observed { store, metrics }, config.timeout(), fleet, local))
+    }
+
+    fn around(store: Observed, timeout: Duration, fleet: Fleet, local: MemoryStore) -> Self {
         // The store keeps its own, and must be the first to notice; this one is for charges that several nodes decide one
         // after the other.
         let all = timeout + Duration::from_millis(25);
-        let breaker = Breaker::builder(Observed { store, metrics }).deadline(all).probe_deadline(timeout);
+        let breaker = Breaker::builder(store).deadline(all).probe_deadline(timeout);
         let guarded = Arc::new(DenyCache::new(breaker.build()));
-        let fleet = Fleet::new().expecting(config.instances);
-        let local = MemoryStore::builder().max_keys(config.max_keys).build();
         let fallback = Fallback::builder(Arc::clone(&guarded)).fleet(fleet).local(local).build();
-        Ok(Self { limiter: Limiter::new(fallback), strict: Limiter::new(guarded), timeout })
+        Self { limiter: Limiter::new(fallback), strict: Limiter::new(guarded), timeout }
     }
 
     pub(crate) fn fallback(&self) -> &Fallback<Guarded> {
@@ -176,7 +180,7 @@ impl Observed {
         &self,
         action: Action,
         charges: usize,
-        call: impl Future<Output = Result<T, StoreError>>,
+        call: Pin<&mut impl Future<Output = Result<T, StoreError>>>,
     ) -> Result<T, StoreError> {
         let start = Instant::now();
         let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
@@ -188,11 +192,11 @@ impl Observed {
 
 impl Store for Observed {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.observed(action, 1, self.store.decide(action, charge)).await
+        self.observed(action, 1, pin!(self.store.decide(action, charge))).await
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        self.observed(action, charges.len(), self.store.decide_all(action, charges)).await
+        self.observed(action, charges.len(), pin!(self.store.decide_all(action, charges))).await
     }
 
     fn clock(&self) -> &dyn Clock {
@@ -260,5 +264,16 @@ mod tests {
         let counts = Counts::Memory { limiter: Limiter::new(MemoryStore::new()), metrics: Arc::default() };
         assert!(size_of_val(&counts.decide(Action::Acquire, &charge)) <= 256);
         assert!(size_of_val(&counts.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 256);
+    }
+
+    #[tokio::test]
+    async fn what_waits_for_redis_is_small_too() {
+        let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let charge = Charge::new("k", &quota);
+        let store = RedisStore::builder("redis://127.0.0.1:1").connect_in_background().expect("valid");
+        let observed = Observed { store, metrics: Arc::default() };
+        let redis = Redis::around(observed, Duration::from_millis(100), Fleet::new(), MemoryStore::new());
+        assert!(size_of_val(&redis.limiter.decide(Action::Acquire, &charge)) <= 1_024);
+        assert!(size_of_val(&redis.limiter.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 1_536);
     }
 }

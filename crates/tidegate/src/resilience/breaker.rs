@@ -4,6 +4,7 @@
 //! steps. Open, they fail at once, while a task in the background probes the part; two good probes in a row close it.
 
 use std::future::Future;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -181,12 +182,12 @@ impl<S: Store> Inner<S> {
         self.options.deadline.map(|deadline| Instant::now() + deadline)
     }
 
-    /// A call to a part of the store, if it is not known to fail.
+    /// A call to a part of the store, if it is not known to fail. The call stays where it is: each move would copy it.
     async fn guarded<T>(
         self: &Arc<Self>,
         circuit: &Circuit,
         deadline: Option<Instant>,
-        call: impl Future<Output = Result<T, StoreError>>,
+        call: Pin<&mut impl Future<Output = Result<T, StoreError>>>,
     ) -> Result<T, StoreError> {
         if circuit.is_open() {
             return Err(self.refusal(circuit));
@@ -312,7 +313,7 @@ impl<S: Store> Groups for Parts<'_, S> {
             Step::Do(action) => action,
             Step::Forgo => Action::Peek,
         };
-        let call = self.inner.store.decide_all(action, charges);
+        let call = pin!(self.inner.store.decide_all(action, charges));
         let mut decisions = self.inner.guarded(self.circuit(group), self.deadline, call).await?;
         if step == Step::Forgo {
             untake(charges, &mut decisions);
@@ -327,7 +328,7 @@ impl<S: Store> Groups for Parts<'_, S> {
         let task = Handle::try_current().ok().map(|runtime| {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
-                let refund = inner.store.decide_all(Action::Refund, &charges);
+                let refund = pin!(inner.store.decide_all(Action::Refund, &charges));
                 // What cannot be given back counts until it expires: too much refused, never too much admitted.
                 inner.guarded(inner.circuits.of(part), inner.deadline(), refund).await.ok()
             })
@@ -350,7 +351,7 @@ impl<S: Store> Groups for Parts<'_, S> {
 impl<S: Store> Store for Breaker<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let circuit = self.inner.circuits.of(self.inner.store.part(charge));
-        self.inner.guarded(circuit, self.inner.deadline(), self.inner.store.decide(action, charge)).await
+        self.inner.guarded(circuit, self.inner.deadline(), pin!(self.inner.store.decide(action, charge))).await
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
@@ -358,10 +359,10 @@ impl<S: Store> Store for Breaker<S> {
         let Some((first, others)) = charges.split_first() else { return Ok(Vec::new()) };
         let part = store.part(first);
         if others.iter().any(|charge| store.part(charge) != part) {
-            return self.decide_parts(action, charges).await;
+            return Box::pin(self.decide_parts(action, charges)).await;
         }
         let circuit = self.inner.circuits.of(part);
-        self.inner.guarded(circuit, self.inner.deadline(), store.decide_all(action, charges)).await
+        self.inner.guarded(circuit, self.inner.deadline(), pin!(store.decide_all(action, charges))).await
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -384,7 +384,7 @@ impl<S: Store> Store for Fallback<S> {
         let answer = if inner.owed.is_empty() {
             inner.store.decide(action, charge).await
         } else {
-            inner.ask(action, std::slice::from_ref(charge)).await.map(|decisions| decisions[0])
+            Box::pin(inner.ask(action, std::slice::from_ref(charge))).await.map(|decisions| decisions[0])
         };
         match answer {
             Ok(decision) => {

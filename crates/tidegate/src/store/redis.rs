@@ -160,7 +160,7 @@ impl Shared {
         while together {
             let link = self.topology.known().route(slot)?;
             let ticket = match queue::enter(self, link, request, slot, deadline) {
-                Entrance::Turn(turn) => return self.decide_alone(request, slot, started, Some(turn)).await,
+                Entrance::Turn(turn) => return Box::pin(self.decide_alone(request, slot, started, Some(turn))).await,
                 Entrance::Wait(ticket) => ticket,
             };
             match ticket.outcome(request).await {
@@ -171,9 +171,10 @@ impl Shared {
                 Outcome::Alone => together = false,
             }
         }
-        self.decide_alone(request, slot, started, None).await
+        Box::pin(self.decide_alone(request, slot, started, None)).await
     }
 
+    /// On the heap, for it is large: those who wait for others would carry it along.
     async fn decide_alone(
         &self,
         request: &Request<'_>,
@@ -218,7 +219,7 @@ impl Store for RedisStore {
             Err(setback) => Err(setback.into_store_error()),
         };
         if let Some(untold) = untold {
-            untold.tell(started + self.shared.timeout).await;
+            Box::pin(untold.tell(started + self.shared.timeout)).await;
         }
         decided
     }
@@ -227,7 +228,7 @@ impl Store for RedisStore {
         let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
         let decided = groups::decide_all(&self.shared, action, charges, started).await;
         if let Some(untold) = untold {
-            untold.tell(started + self.shared.timeout).await;
+            Box::pin(untold.tell(started + self.shared.timeout)).await;
         }
         decided
     }

@@ -33,7 +33,7 @@ pub(super) async fn decide_all(
     if shared.topology.known().is_cluster() {
         let groups = by_slot();
         if groups.len() > 1 {
-            return apart(shared, action, charges, groups, started).await;
+            return Box::pin(apart(shared, action, charges, groups, started)).await;
         }
     }
     match shared.decide(&Request { verb: Verb::Do(action), charges }, started).await {
@@ -42,7 +42,7 @@ pub(super) async fn decide_all(
         Err(Setback::Apart) => {
             // This was a cluster, and we did not know; or a slot is migrating, with a part of its keys.
             let groups = Some(by_slot()).filter(|groups| groups.len() > 1).unwrap_or_else(one_by_one);
-            apart(shared, action, charges, groups, started).await
+            Box::pin(apart(shared, action, charges, groups, started)).await
         }
     }
 }
