@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use tidegate::headers::Limited;
@@ -162,15 +162,7 @@ impl<'a> Line<'a> {
 
     /// The denial of a policy whose key the request lacks. No wait helps.
     fn without_key(policy: &'a Policy) -> Self {
-        let decision = Decision {
-            allowed: false,
-            limit: policy.quota().limit(),
-            remaining: 0,
-            retry_after: Duration::ZERO,
-            reset_after: Duration::ZERO,
-            delay: Duration::ZERO,
-            source: Source::Deny,
-        };
+        let decision = policy.without_key();
         Self { policy: policy.name(), quota: policy.quota(), decision, shadow: false }
     }
 }

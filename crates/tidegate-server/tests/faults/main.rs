@@ -25,6 +25,8 @@ mod load;
 mod monitor;
 /// A TCP proxy that adds latency, or swallows.
 mod proxy;
+/// How late the servers are by themselves.
+mod pulse;
 /// A row of the table: its turn, its figures, its verdict.
 mod row;
 mod sentinel;

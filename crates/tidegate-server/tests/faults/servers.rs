@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::hole::Hole;
+use crate::support::folder_in_memory;
 
 /// What takes this long hangs. A Sentinel that finds that it stood still itself for two seconds does nothing for half a minute
 /// (TILT), and on a busy machine it may.
@@ -65,7 +66,7 @@ impl Launch {
     pub(crate) fn start(self) -> Server {
         // Another program may take the port between our look and the server's start.
         for _ in 0..5 {
-            let (port, folder) = (free_port(), tempfile::tempdir().expect("a temporary folder"));
+            let (port, folder) = (free_port(), folder_in_memory());
             if let Some(process) = self.run(port, folder.path()) {
                 return Server { process, port, launch: self, folder };
             }
@@ -141,6 +142,10 @@ impl Server {
 
     pub(crate) fn url(&self) -> String {
         format!("redis://{}:{}", self.launch.host, self.port)
+    }
+
+    pub(crate) fn address(&self) -> (&str, u16) {
+        (&self.launch.host, self.port)
     }
 
     /// As a store in a configuration.

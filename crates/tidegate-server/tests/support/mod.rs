@@ -15,7 +15,7 @@ use serde_json::Value;
 #[path = "../../../tidegate/tests/support/server.rs"]
 mod server;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use server::Redis;
+pub(crate) use server::{Redis, folder_in_memory};
 
 /// What takes this long hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);

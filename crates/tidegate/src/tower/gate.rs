@@ -147,15 +147,7 @@ impl Line {
     /// The denial of a policy whose key the request lacks. No wait helps.
     #[must_use]
     pub fn without_key(policy: &Policy) -> Self {
-        let decision = Decision {
-            allowed: false,
-            limit: policy.quota().limit(),
-            remaining: 0,
-            retry_after: Duration::ZERO,
-            reset_after: Duration::ZERO,
-            delay: Duration::ZERO,
-            source: Source::Deny,
-        };
+        let decision = policy.without_key();
         Self {
             policy: Arc::clone(&policy.name),
             key: String::new(),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::server::{Redis, free_port};
+use super::server::{Redis, folder_in_memory, free_port};
 
 pub(crate) const NAME: &str = "the-primary";
 
@@ -92,7 +92,7 @@ impl IsPrimary for redis::Value {
 
 impl Sentinel {
     fn start(primary_port: &str, lines: &str, password: Option<&'static str>) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = folder_in_memory();
         let port = free_port();
         let file = folder.path().join("sentinel.conf");
         let text = format!(

@@ -32,6 +32,12 @@ fn out_of_venv(program: &str) -> PathBuf {
     found.find(|path| path.exists()).unwrap_or_else(|| panic!("{program} is not there: install it with `make setup`"))
 }
 
+/// A cluster's node or a Sentinel that writes down what it has learned waits for the disk, and all its clients with it. Where
+/// the disk is busy, that takes longer than their deadline.
+pub(crate) fn folder_in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a temporary folder")
+}
+
 impl Redis {
     /// A server of its own for one test.
     pub(crate) fn start() -> Self {
@@ -54,7 +60,7 @@ impl Redis {
 
     /// On this port, if it is still free.
     pub(crate) fn try_start(program: &Path, port: u16, options: &[&str]) -> Option<Self> {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = folder_in_memory();
         let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
         let process = launch(program, port, folder.path(), &options)?;
         Some(Self { process, port, folder, program: program.to_owned(), options })

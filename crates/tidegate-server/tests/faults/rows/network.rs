@@ -8,6 +8,7 @@ use crate::fleet::{Fleet, usual_streams};
 use crate::hole::Hole;
 use crate::load::Load;
 use crate::proxy::Proxy;
+use crate::pulse::Pulse;
 use crate::row::{AT_ONCE, SECOND, WARM_UP, let_pass, row};
 use crate::servers::{Launch, Server};
 
@@ -65,6 +66,7 @@ fn answers_50_ms_later() {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
+        let pulse = Pulse::of(&[&redis]);
         let load = Load::start(&fleet, usual_streams());
         let_pass(WARM_UP);
         let slow = Instant::now();
@@ -72,6 +74,7 @@ fn answers_50_ms_later() {
         let_pass(5 * SECOND);
         let run = load.finish();
 
+        row.store_was_late(pulse.finish());
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, slow, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);

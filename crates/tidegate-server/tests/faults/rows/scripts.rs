@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use crate::fleet::{Fleet, usual_streams};
 use crate::load::Load;
+use crate::pulse::Pulse;
 use crate::row::{SECOND, WARM_UP, let_pass, row};
 use crate::servers::{Server, tell};
 
@@ -12,6 +13,7 @@ fn scripts_flushed_every_100_ms() {
     row("SCRIPT FLUSH every 100 ms", |row| {
         let redis = Server::start();
         let fleet = Fleet::start(&redis.store());
+        let pulse = Pulse::of(&[&redis]);
         let load = Load::start(&fleet, usual_streams());
         let_pass(WARM_UP);
         let (mut connection, start) = (redis.connection(), Instant::now());
@@ -23,6 +25,7 @@ fn scripts_flushed_every_100_ms() {
         let_pass(SECOND);
         let run = load.finish();
 
+        row.store_was_late(pulse.finish());
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use crate::cluster::Cluster;
 use crate::fleet::{Fleet, PAIR, WINDOW, usual_streams};
 use crate::load::{Load, Stream};
+use crate::pulse::Pulse;
 use crate::row::{SECOND, WARM_UP, let_pass, row};
 
 #[test]
@@ -18,6 +19,7 @@ fn the_hot_slot_moves_under_load() {
         // One request charged to keys on two nodes, one of which moves.
         let team = cluster.key_for("team", |node| node.port != home.port);
         streams.push(Stream::path("across", "hot", &team, 20));
+        let pulse = Pulse::of(&cluster.primaries());
         let load = Load::start(&fleet, streams);
         let_pass(WARM_UP);
         let start = Instant::now();
@@ -34,6 +36,7 @@ fn the_hot_slot_moves_under_load() {
         }
         let run = load.finish();
 
+        row.store_was_late(pulse.finish());
         let primaries = cluster.primaries();
         row.check(&run, &fleet, 1, &primaries);
         row.check_store_decides(&run, start, Instant::now());
