@@ -27,12 +27,14 @@ async fn occupy(redis: &Redis, limiter: &Limiter<RedisStore>) -> Vec<JoinHandle<
 
 /// Callers that are under way, so that everybody who comes after them gathers. The runtime must have one thread.
 async fn under_way(limiter: &Limiter<RedisStore>) -> Vec<JoinHandle<Result<Decision, Error>>> {
-    let occupied = (0..CALLS).map(|number| {
+    let mut occupied = Vec::new();
+    for number in 0..CALLS {
         let (limiter, quota) = (limiter.clone(), Quota::fixed_window(1_000_000, LONG).expect("valid"));
-        tokio::spawn(async move { limiter.peek(&Charge::new(&format!("occupied-{number}"), &quota)).await })
-    });
-    let occupied = occupied.collect();
-    everybody_has_come().await;
+        let key = format!("occupied-{number}");
+        occupied.push(tokio::spawn(async move { limiter.peek(&Charge::new(&key, &quota)).await }));
+        // One by one, or they would all go in one call.
+        everybody_has_come().await;
+    }
     occupied
 }
 
@@ -238,6 +240,44 @@ async fn many_decisions_go_in_few_calls() {
     assert!(calls < 256 * 20 / 8, "{calls} calls for {} decisions", 256 * 20);
     assert_eq!(redis.query::<u64>(&["DBSIZE"]), 256 * 20);
     redis.assert_every_key_expires();
+}
+
+/// Not even the first of them goes ahead alone; and they are told in the order in which they came.
+#[tokio::test]
+async fn all_who_are_ready_at_once_go_in_one_call() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = packed(100, LONG);
+    limiter.acquire(&Charge::new("loads the script", &quota)).await.expect("decided");
+    let before = redis.calls_of("evalsha");
+    let acquire = |key: String| {
+        let (limiter, quota) = (limiter.clone(), quota.clone());
+        tokio::spawn(async move { limiter.acquire(&Charge::new(&key, &quota)).await.expect("decided").remaining })
+    };
+    let tasks: Vec<_> = (0..40).map(|caller| acquire(format!("user-{}", caller % 2))).collect();
+    for (caller, task) in tasks.into_iter().enumerate() {
+        assert_eq!(task.await.expect("no panic"), 99 - caller as u64 / 2);
+    }
+    assert_eq!(redis.calls_of("evalsha") - before, 1);
+}
+
+/// The first one steps aside for the others; if it then goes away, they are asked for, and it is not.
+#[tokio::test]
+async fn who_leads_and_goes_away_leaves_nobody_behind() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::fixed_window(10, LONG).expect("valid");
+    let charge = Charge::new("u", &quota);
+    let (mut first, mut second) = (Box::pin(limiter.acquire(&charge)), Box::pin(limiter.acquire(&charge)));
+    std::future::poll_fn(|context| {
+        assert!(first.as_mut().poll(context).is_pending(), "it has stepped aside");
+        assert!(second.as_mut().poll(context).is_pending(), "it has joined");
+        std::task::Poll::Ready(())
+    })
+    .await;
+    drop(first);
+    assert_eq!(second.await.expect("decided").remaining, 9);
+    assert_eq!(limiter.acquire(&charge).await.expect("decided").remaining, 8, "only one has taken a unit");
 }
 
 // ---- Nobody's trouble is another's ------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
 use self::news::Untold;
-use self::queue::{Entrance, Turn};
+use self::queue::{Entrance, Turn, Way};
 use self::requests::{Request, Requests, Verb, Verdicts};
 use self::slot::slot_of_counts;
 pub use self::tls::Tls;
@@ -160,8 +160,11 @@ impl Shared {
         while together {
             let link = self.topology.known().route(slot)?;
             let ticket = match queue::enter(self, link, request, slot, deadline) {
-                Entrance::Turn(turn) => return Box::pin(self.decide_alone(request, slot, started, Some(turn))).await,
                 Entrance::Wait(ticket) => ticket,
+                Entrance::Lead(lead) => match lead.go().await {
+                    Way::Wait(ticket) => ticket,
+                    Way::Alone(turn) => return Box::pin(self.decide_alone(request, slot, started, Some(turn))).await,
+                },
             };
             match ticket.outcome(request).await {
                 Outcome::Decided(verdicts) => return Ok(verdicts),

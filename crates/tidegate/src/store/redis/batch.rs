@@ -116,6 +116,11 @@ impl Batch {
         self.gathering().requests.charges()
     }
 
+    /// Whether only one has ever joined.
+    pub(super) fn has_one_caller(&self) -> bool {
+        self.gathering().callers.len() == 1
+    }
+
     fn gathering(&self) -> MutexGuard<'_, Gathering> {
         self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -207,6 +212,10 @@ impl Settled {
 }
 
 impl Ticket {
+    pub(super) fn batch(&self) -> &Arc<Batch> {
+        &self.batch
+    }
+
     /// What becomes of the request that it was given for.
     pub(super) async fn outcome(mut self, request: &Request<'_>) -> Outcome {
         let in_time = Settles(&mut self).await;

@@ -1,7 +1,8 @@
 //! Group commit: while calls to a node are under way, decisions gather, and go together in the next.
 //!
-//! Who finds nothing under way asks by itself, at once. Everybody else joins the batch that gathers; as soon as a call
-//! is over, that batch is sent, by a task of its own, so that no caller that goes away leaves the others behind.
+//! Who finds nothing under way steps aside once, so that all who are ready to ask now can join, and then asks: by itself
+//! if nobody came. Everybody else joins the batch that gathers; as soon as a call is over, that batch is sent, by a task of
+//! its own, so that no caller that goes away leaves the others behind.
 //! Nobody waits for a timer, but when calls are slow: after a few milliseconds a batch is sent all the same. It may be that
 //! nobody looks at the call before it any more: a future that is neither polled nor dropped would keep its turn for ever.
 
@@ -46,8 +47,23 @@ pub(super) struct Turn {
 }
 
 pub(super) enum Entrance {
-    /// Nothing is under way: ask.
-    Turn(Turn),
+    /// Nothing is under way: step aside once, then go.
+    Lead(Lead),
+    Wait(Ticket),
+}
+
+/// The first of a batch, with the right to send it.
+pub(super) struct Lead {
+    // Goes before the turn: who leaves is not asked for by those who then send the batch.
+    ticket: Ticket,
+    turn: Turn,
+}
+
+/// How a leader goes on.
+pub(super) enum Way {
+    /// Nobody came: ask.
+    Alone(Turn),
+    /// They are asked for together.
     Wait(Ticket),
 }
 
@@ -80,26 +96,48 @@ pub(super) fn enter(
     deadline: Instant,
 ) -> Entrance {
     let mut line = link.queue().line();
-    if line.under_way.len() < MOST_UNDER_WAY && line.gathering.is_empty() {
+    let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
+    let leads = line.under_way.len() < MOST_UNDER_WAY && line.gathering.is_empty();
+    let ticket = match line.gathering.back() {
+        Some((batch, _)) if batch.charges() < MOST_CHARGES => batch.join(request, slot, deadline, write_key),
+        _ => {
+            let batch = Arc::<Batch>::default();
+            let ticket = batch.join(request, slot, deadline, write_key);
+            line.gathering.push_back((batch, Instant::now()));
+            ticket
+        }
+    };
+    if leads {
         let number = line.next_turn();
         drop(line);
-        return Entrance::Turn(Turn { number, shared: Arc::clone(shared), link });
+        return Entrance::Lead(Lead { ticket, turn: Turn { number, shared: Arc::clone(shared), link } });
     }
-    let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
-    if let Some((batch, _)) = line.gathering.back()
-        && batch.charges() < MOST_CHARGES
-    {
-        return Entrance::Wait(batch.join(request, slot, deadline, write_key));
-    }
-    let batch = Arc::<Batch>::default();
-    let ticket = batch.join(request, slot, deadline, write_key);
-    line.gathering.push_back((batch, Instant::now()));
+    // Who leads looks after itself.
     let watched = std::mem::replace(&mut line.watched, true);
     drop(line);
     if !watched {
         link.queue().runtime.spawn(watch(Arc::clone(shared), Arc::clone(&link)));
     }
     Entrance::Wait(ticket)
+}
+
+impl Lead {
+    /// Lets those join who are ready to.
+    pub(super) async fn go(self) -> Way {
+        tokio::task::yield_now().await;
+        let Self { ticket, turn } = self;
+        let taken = turn.link.queue().line().take(ticket.batch());
+        match taken {
+            Some(batch) if batch.has_one_caller() => Way::Alone(turn),
+            Some(batch) => {
+                let runtime = turn.link.queue().runtime.clone();
+                runtime.spawn(turn.carry_all(Carried(batch)));
+                Way::Wait(ticket)
+            }
+            // A call that was over has taken it along.
+            None => Way::Wait(ticket),
+        }
+    }
 }
 
 /// Sends batches that have waited for too long. Goes when nobody gathers.
@@ -131,6 +169,12 @@ impl Line {
         self.turns += 1;
         self.under_way.push_back(self.turns);
         self.turns
+    }
+
+    /// This batch, if it still gathers.
+    fn take(&mut self, batch: &Arc<Batch>) -> Option<Arc<Batch>> {
+        let at = self.gathering.iter().position(|(gathering, _)| Arc::ptr_eq(gathering, batch))?;
+        self.gathering.remove(at).map(|(batch, _)| batch)
     }
 
     /// What is to be sent in this turn next; if there is nothing, the turn is over. If it is lost, others see to it.
