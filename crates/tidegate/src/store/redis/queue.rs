@@ -69,6 +69,9 @@ pub(super) enum Way {
 
 /// How many calls may be under way at once: while the replies of one are taken in, Redis has the other.
 const MOST_UNDER_WAY: usize = 2;
+/// So many counts are worth a second call beside the first. Fewer wait for its end: a call costs Redis, and us, as much as
+/// some decisions.
+const ENOUGH_CHARGES: usize = 64;
 /// How many counts one call looks at: less than a millisecond of Redis's time, in which it hears nobody else.
 const MOST_CHARGES: usize = 128;
 /// How often a script is loaded for one batch.
@@ -97,7 +100,7 @@ pub(super) fn enter(
 ) -> Entrance {
     let mut line = link.queue().line();
     let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
-    let leads = line.under_way.len() < MOST_UNDER_WAY && line.gathering.is_empty();
+    let leads = line.under_way.is_empty() && line.gathering.is_empty();
     let ticket = match line.gathering.back() {
         Some((batch, _)) if batch.charges() < MOST_CHARGES => batch.join(request, slot, deadline, write_key),
         _ => {
@@ -111,6 +114,16 @@ pub(super) fn enter(
         let number = line.next_turn();
         drop(line);
         return Entrance::Lead(Lead { ticket, turn: Turn { number, shared: Arc::clone(shared), link } });
+    }
+    if line.under_way.len() < MOST_UNDER_WAY
+        && ticket.batch().charges() >= ENOUGH_CHARGES
+        && let Some(batch) = line.take(ticket.batch())
+    {
+        let number = line.next_turn();
+        drop(line);
+        let turn = Turn { number, shared: Arc::clone(shared), link: Arc::clone(&link) };
+        link.queue().runtime.spawn(turn.carry_all(Carried(batch)));
+        return Entrance::Wait(ticket);
     }
     // Who leads looks after itself.
     let watched = std::mem::replace(&mut line.watched, true);
