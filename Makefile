@@ -33,6 +33,8 @@ setup: .venv/installed ## Install what the tests need and is not there yet (by a
 
 format: ## Check the format (cargo fmt mends it)
 	cargo fmt --all --check
+	cargo fmt --all --check --manifest-path bench/Cargo.toml
+	cargo fmt --all --check --manifest-path bench/instructions/Cargo.toml
 
 lint: ## Clippy, with every warning an error, and the documentation's links
 	cargo clippy --workspace --all-targets --locked -- -D warnings

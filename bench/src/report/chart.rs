@@ -27,12 +27,14 @@ const WIDTH: f64 = 760.0;
 const LABELS: f64 = 250.0;
 const BARS: f64 = 400.0;
 const BAR: f64 = 22.0;
+/// So many times the next longest.
+const TOO_LONG: f64 = 6.0;
 
 const STYLE: &str = "<style>\
     text{font:13px system-ui,sans-serif;fill:#1f2328}.title{font-size:16px;font-weight:600}.panel{font-weight:600}\
-    .page{fill:#fff}.ours{fill:#0b7285}.other{fill:#adb5bd}.spread{stroke:#1f2328;stroke-width:1.5}\
+    .page{fill:#fff}.ours{fill:#0b7285}.other{fill:#adb5bd}.spread{stroke:#1f2328;stroke-width:1.5}.cut{stroke:#fff;stroke-width:5}\
     @media (prefers-color-scheme:dark){text{fill:#e6edf3}.page{fill:#0d1117}.ours{fill:#3bc9db}.other{fill:#6e7681}\
-    .spread{stroke:#e6edf3}}</style>";
+    .spread{stroke:#e6edf3}.cut{stroke:#0d1117}}</style>";
 
 impl Chart {
     pub(super) fn svg(&self) -> String {
@@ -43,7 +45,7 @@ impl Chart {
             top += 32.0;
             let _ = write!(body, r#"<text class="panel" x="12" y="{top}">{}</text>"#, escaped(&panel.title));
             top += 8.0;
-            let longest = panel.bars.iter().map(|bar| bar.value.most).fold(f64::MIN_POSITIVE, f64::max);
+            let longest = panel.longest();
             for bar in &panel.bars {
                 bar.draw(&mut body, top, BARS / longest);
                 top += BAR;
@@ -57,19 +59,40 @@ impl Chart {
     }
 }
 
+impl Panel {
+    /// What reaches across. One bar that dwarfs the others is cut off, or nothing could be seen of them.
+    fn longest(&self) -> f64 {
+        let mut bars: Vec<Spread> = self.bars.iter().map(|bar| bar.value).collect();
+        bars.sort_by(|one, other| other.median.total_cmp(&one.median));
+        let dwarfs = bars.len() > 2 && bars[0].median > TOO_LONG * bars[1].median;
+        let seen = if dwarfs { &bars[1..] } else { &bars[..] };
+        let longest = seen.iter().map(|bar| bar.most).fold(f64::MIN_POSITIVE, f64::max);
+        if dwarfs { longest * 1.4 } else { longest }
+    }
+}
+
 impl Bar {
     /// The bar up to its median, a line from the least to the greatest, and the median in figures.
     fn draw(&self, body: &mut String, top: f64, scale: f64) {
         let (text, middle) = (top + 15.0, top + 10.5);
-        let (width, least, most) =
-            (self.value.median * scale, LABELS + self.value.least * scale, LABELS + self.value.most * scale);
+        let is_cut = self.value.median * scale > BARS;
+        let (width, least, most) = if is_cut {
+            (BARS, LABELS + BARS, LABELS + BARS)
+        } else {
+            (self.value.median * scale, LABELS + self.value.least * scale, LABELS + self.value.most * scale)
+        };
         let class = if self.ours { "ours" } else { "other" };
         let label = escaped(&self.label);
         let _ = write!(body, r#"<text x="{:.0}" y="{text:.1}" text-anchor="end">{label}</text>"#, LABELS - 8.0);
         let bar = top + 3.0;
         let _ =
             write!(body, r#"<rect class="{class}" x="{LABELS}" y="{bar:.1}" width="{width:.1}" height="16" rx="2"/>"#);
-        let _ = write!(body, r#"<path class="spread" d="M{least:.1} {middle:.1}H{most:.1}"/>"#);
+        if is_cut {
+            let (cut, bottom) = (LABELS + BARS * 0.92, bar + 18.0);
+            let _ = write!(body, r#"<path class="cut" d="M{cut:.0} {bottom:.1}l8 -20"/>"#);
+        } else {
+            let _ = write!(body, r#"<path class="spread" d="M{least:.1} {middle:.1}H{most:.1}"/>"#);
+        }
         let figures = figures(self.value.median);
         let _ = write!(body, r#"<text x="{:.1}" y="{text:.1}">{figures}</text>"#, most.max(LABELS + width) + 8.0);
     }

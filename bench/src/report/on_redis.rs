@@ -44,7 +44,9 @@ fn decisions(page: &mut Page, results: &Results) {
         (order.iter().position(|one| *one == what), callers.parse::<usize>().unwrap_or_default())
     });
     let mut rows = Vec::new();
-    let mut bars = Vec::new();
+    let panel = |title: &str| Panel { title: title.to_owned(), bars: Vec::new() };
+    let mut panels =
+        vec![("random", panel("random keys")), ("hot", panel("one hot key")), ("denied", panel("one hot key, denied"))];
     for (case, who) in rates {
         let Some(rate) = results.spread(case, who, "per_second") else { continue };
         let of = |metric: &str| results.spread(case, who, metric);
@@ -60,8 +62,15 @@ fn decisions(page: &mut Page, results: &Results) {
             of("redis_micros").map_or(NONE.to_owned(), |spread| format!("{:.2}", spread.median)),
             of("redis_calls").map_or(NONE.to_owned(), |spread| format!("{:.3}", spread.median)),
         ]);
-        let label = if who == CEILING.1 { who.to_owned() } else { format!("{who}, {}", case.replace('/', ", ")) };
-        bars.push(Bar { label, value: rate, ours: who != CEILING.1 });
+        let (what, callers) = case.split_once('/').unwrap_or((case, ""));
+        if who == CEILING.1 {
+            // Beside each of them.
+            for (_, panel) in &mut panels {
+                panel.bars.push(Bar { label: format!("{who}, random keys"), value: rate, ours: false });
+            }
+        } else if let Some((_, panel)) = panels.iter_mut().find(|(kind, _)| *kind == what) {
+            panel.bars.push(Bar { label: format!("{who}, {callers}"), value: rate, ours: true });
+        }
     }
     let heads = [
         "",
@@ -74,11 +83,8 @@ fn decisions(page: &mut Page, results: &Results) {
         "calls a decision",
     ];
     page.table(&heads, &rows);
-    let panel = Panel { title: "by what is asked and how many ask at a time".to_owned(), bars };
-    page.chart(
-        "redis",
-        &Chart { title: "Decisions a second on one Redis (more is better)".to_owned(), panels: vec![panel] },
-    );
+    let title = "Decisions a second on one Redis, by how many ask at a time (more is better)".to_owned();
+    page.chart("redis", &Chart { title, panels: panels.into_iter().map(|(_, panel)| panel).collect() });
 }
 
 fn logs(page: &mut Page, results: &Results) {
