@@ -1,27 +1,35 @@
 //! Envoy's rate limit service, v3: translates descriptors and statuses, decides nothing.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
+use hyper::service::{Service, service_fn};
 use tidegate::Decision;
-use tonic::{Request, Response, Status};
+use tonic::Status;
+use tonic_health::ServingStatus;
+use tower::ServiceExt as _;
 
 use crate::engine::{AskError, Engine, EnvoyCharge, Live};
+use crate::listener::Request;
 use crate::token;
 
 pub(crate) mod rules;
 
+mod grpc;
 mod proto;
 
+use grpc::{Body, Reply};
 use proto::envoy::config::core::v3::HeaderValue;
 use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit, rate_limit};
-use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{RateLimitService, RateLimitServiceServer};
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use proto::envoy::r#type::v3::RateLimitUnit;
 use rules::{Limit, Rule, Unit};
 
+const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
+const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 /// More descriptors in one request are a mistake, or an attack.
 const MAX_DESCRIPTORS: usize = 100;
 const MAX_MESSAGE: usize = 256 * 1024;
@@ -29,21 +37,42 @@ const MAX_MESSAGE: usize = 256 * 1024;
 const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
 /// The service, with gRPC health and reflection.
-pub(crate) async fn router(engine: Arc<Engine>) -> anyhow::Result<Router> {
-    let service = RateLimitServiceServer::new(Envoy { engine }).max_decoding_message_size(MAX_MESSAGE);
-    let (reporter, health) = tonic_health::server::health_reporter();
-    reporter.set_serving::<RateLimitServiceServer<Envoy>>().await;
-    let reflection =
-        || tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(DESCRIPTORS);
-    let routes = tonic::service::Routes::new(service)
-        .add_service(health)
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?);
-    Ok(routes.into_axum_router())
+pub(crate) struct Envoy {
+    engine: Arc<Engine>,
+    others: Router,
 }
 
-struct Envoy {
-    engine: Arc<Engine>,
+impl Envoy {
+    pub(crate) async fn new(engine: Arc<Engine>) -> anyhow::Result<Arc<Self>> {
+        let (reporter, health) = tonic_health::server::health_reporter();
+        reporter.set_service_status(SERVICE, ServingStatus::Serving).await;
+        let reflection =
+            || tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(DESCRIPTORS);
+        let others = tonic::service::Routes::new(health)
+            .add_service(reflection().build_v1()?)
+            .add_service(reflection().build_v1alpha()?);
+        Ok(Arc::new(Self { engine, others: others.into_axum_router() }))
+    }
+
+    /// For one connection. It is hyper's own service, as that of the HTTP API is: only what is seldom asked goes to tonic.
+    pub(crate) fn service(
+        self: &Arc<Self>,
+    ) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<> {
+        let envoy = Arc::clone(self);
+        service_fn(move |request: Request| {
+            let envoy = Arc::clone(&envoy);
+            async move {
+                if request.uri().path() != SHOULD_RATE_LIMIT {
+                    let reply = Box::pin(envoy.others.clone().oneshot(request)).await?;
+                    return Ok(reply.map(Body::Other));
+                }
+                match grpc::refusal(&request) {
+                    Some(refusal) => Ok(refusal),
+                    None => Ok(should_rate_limit(&envoy.engine, request).await.unwrap_or_else(Status::into_http)),
+                }
+            }
+        })
+    }
 }
 
 /// What a descriptor comes to before anybody is asked.
@@ -67,48 +96,41 @@ struct ChargedPart {
     charges: Vec<EnvoyCharge>,
 }
 
-#[tonic::async_trait]
-impl RateLimitService for Envoy {
-    async fn should_rate_limit(
-        &self,
-        request: Request<RateLimitRequest>,
-    ) -> Result<Response<RateLimitResponse>, Status> {
-        let live = self.engine.live();
-        if let Err(reason) = token::check(live.api_token.as_ref(), request.metadata().as_ref()) {
-            return Err(Status::unauthenticated(reason));
-        }
-        let request = request.into_inner();
-        if request.domain.is_empty() {
-            return Err(Status::invalid_argument("the domain is empty: it must be that of the rules to apply"));
-        }
-        if request.descriptors.is_empty() || request.descriptors.len() > MAX_DESCRIPTORS {
-            return Err(Status::invalid_argument(format!(
-                "{} descriptors: from 1 to {MAX_DESCRIPTORS} are allowed",
-                request.descriptors.len()
-            )));
-        }
-        let parts = parts(&live, &request)?;
-        let charges: Vec<&EnvoyCharge> = parts.iter().flat_map(Part::charges).collect();
-        let mut decisions = self
-            .engine
-            .ask_envoy(&live, &charges)
-            .await
-            .map_err(|error| match error {
-                // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
-                AskError::Store(error) => {
-                    tracing::warn!(%error, "the store could not decide");
-                    Status::unavailable("the store cannot decide now")
-                }
-                other => Status::invalid_argument(other.to_string()),
-            })?
-            .into_iter();
-        let mut answer = Overall::default();
-        for part in &parts {
-            let decided: Vec<Decision> = decisions.by_ref().take(part.charges().len()).collect();
-            answer.add(part, &decided);
-        }
-        Ok(Response::new(answer.into_response()))
+async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, Status> {
+    let live = engine.live();
+    let (head, body) = request.into_parts();
+    token::check(live.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
+    grpc::check_encoding(&head.headers)?;
+    let request: RateLimitRequest = grpc::read(body, MAX_MESSAGE).await?;
+    if request.domain.is_empty() {
+        return Err(Status::invalid_argument("the domain is empty: it must be that of the rules to apply"));
     }
+    if request.descriptors.is_empty() || request.descriptors.len() > MAX_DESCRIPTORS {
+        return Err(Status::invalid_argument(format!(
+            "{} descriptors: from 1 to {MAX_DESCRIPTORS} are allowed",
+            request.descriptors.len()
+        )));
+    }
+    let parts = parts(&live, &request)?;
+    let charges: Vec<&EnvoyCharge> = parts.iter().flat_map(Part::charges).collect();
+    let mut decisions = engine
+        .ask_envoy(&live, &charges)
+        .await
+        .map_err(|error| match error {
+            // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
+            AskError::Store(error) => {
+                tracing::warn!(%error, "the store could not decide");
+                Status::unavailable("the store cannot decide now")
+            }
+            other => Status::invalid_argument(other.to_string()),
+        })?
+        .into_iter();
+    let mut answer = Overall::default();
+    for part in &parts {
+        let decided: Vec<Decision> = decisions.by_ref().take(part.charges().len()).collect();
+        answer.add(part, &decided);
+    }
+    Ok(grpc::reply(&answer.into_response()))
 }
 
 /// Each descriptor, by the rules of the files, by its own limit, or by our policies.
