@@ -187,12 +187,14 @@ impl Overall {
 
     fn into_response(self) -> RateLimitResponse {
         let denied = self.denied || (self.in_quota_mode.0 > 0 && self.in_quota_mode.0 == self.in_quota_mode.1);
-        let wait = whole_seconds(self.retry_after).seconds.max(1);
-        let retry_after = HeaderValue { key: "retry-after".to_owned(), value: wait.to_string() };
+        let retry_after = || {
+            let wait = whole_seconds(self.retry_after).seconds.max(1);
+            HeaderValue { key: "retry-after".to_owned(), value: wait.to_string() }
+        };
         RateLimitResponse {
             overall_code: if denied { Code::OverLimit } else { Code::Ok }.into(),
             statuses: self.statuses,
-            response_headers_to_add: if denied { vec![retry_after] } else { Vec::new() },
+            response_headers_to_add: if denied { vec![retry_after()] } else { Vec::new() },
         }
     }
 }

@@ -70,17 +70,17 @@ pub(super) fn of<'a>(
     let replaced: Vec<&str> =
         found.iter().flatten().flat_map(|found| found.rule.replaces.iter().map(String::as_str)).collect();
     let is_replaced = |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
+    let mut parts = Vec::with_capacity(found.len());
     let mut charges = Vec::with_capacity(found.len());
-    let part = |(descriptor, found): (&RateLimitDescriptor, Option<Found<'a>>)| {
+    for (descriptor, found) in request.descriptors.iter().zip(found) {
         let hits = Hits::of(request, descriptor);
-        match (&descriptor.limit, found) {
-            (Some(wanted), _) => overridden(live, &request.domain, descriptor, wanted, hits, &mut charges),
-            (None, None) => by_policies(live, &request.domain, descriptor, hits, &mut charges),
-            (None, Some(found)) if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited => Ok(Part::Free),
-            (None, Some(found)) => Ok(by_rule(found, hits, &mut charges)),
-        }
-    };
-    let parts = request.descriptors.iter().zip(found).map(part).collect::<Result<_, _>>()?;
+        parts.push(match (&descriptor.limit, found) {
+            (Some(wanted), _) => overridden(live, &request.domain, descriptor, wanted, hits, &mut charges)?,
+            (None, None) => by_policies(live, &request.domain, descriptor, hits, &mut charges)?,
+            (None, Some(found)) if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited => Part::Free,
+            (None, Some(found)) => by_rule(found, hits, &mut charges),
+        });
+    }
     Ok((parts, charges))
 }
 

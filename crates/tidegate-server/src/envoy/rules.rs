@@ -163,7 +163,8 @@ impl Rules {
         entries: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Option<Found<'_>> {
         let mut level = self.domains.get(domain)?;
-        let mut steps = Vec::new();
+        let entries = entries.into_iter();
+        let mut steps = Vec::with_capacity(entries.size_hint().0);
         for (key, value) in entries {
             let step = level.step(key, value)?;
             level = &step.node.below;
