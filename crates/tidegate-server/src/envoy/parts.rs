@@ -74,7 +74,7 @@ pub(super) fn of<'a>(
     let mut charges = Vec::with_capacity(found.len());
     for (descriptor, found) in request.descriptors.iter().zip(found) {
         let hits = Hits::of(request, descriptor);
-        parts.push(match (&descriptor.limit, found) {
+        parts.push(match (descriptor.limit, found) {
             (Some(wanted), _) => overridden(live, &request.domain, descriptor, wanted, hits, &mut charges)?,
             (None, None) => by_policies(live, &request.domain, descriptor, hits, &mut charges)?,
             (None, Some(found)) if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited => Part::Free,
@@ -121,7 +121,7 @@ fn overridden<'a>(
     live: &Live,
     domain: &str,
     descriptor: &RateLimitDescriptor,
-    wanted: &RateLimitOverride,
+    wanted: RateLimitOverride,
     Hits { cost, peek }: Hits,
     charges: &mut Vec<EnvoyCharge<'a>>,
 ) -> Result<Part<'a>, Status> {
