@@ -6,6 +6,7 @@ mod support;
 mod proto;
 
 use std::convert::Infallible;
+use std::sync::Arc;
 
 use axum::body::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode};
@@ -18,9 +19,11 @@ use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use support::{PATIENCE, Service};
+use support::{PATIENCE, Service, with_free_ports};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
+use tokio_rustls::TlsConnector;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code as GrpcCode;
 
@@ -50,7 +53,10 @@ struct Answer {
 
 impl Connection {
     async fn open(service: &Service) -> Self {
-        let stream = TcpStream::connect(service.grpc.as_deref().expect("an address")).await.expect("it listens");
+        Self::over(connect(service).await).await
+    }
+
+    async fn over(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Self {
         let (sender, connection) = handshake(TokioExecutor::new(), TokioIo::new(stream)).await.expect("HTTP/2");
         tokio::spawn(connection);
         Self(sender)
@@ -117,6 +123,10 @@ impl Answer {
     }
 }
 
+async fn connect(service: &Service) -> TcpStream {
+    TcpStream::connect(service.grpc.as_deref().expect("an address")).await.expect("it listens")
+}
+
 fn framed(flag: u8, message: &[u8]) -> Vec<u8> {
     let length = u32::try_from(message.len()).expect("small").to_be_bytes();
     [&[flag], &length[..], message].concat()
@@ -138,6 +148,29 @@ async fn an_answer_is_one_message_and_a_status() {
         assert_eq!(answer.message().overall_code(), Code::Ok);
         assert_eq!(answer.message().statuses.len(), 1);
     }
+}
+
+#[tokio::test]
+async fn an_answer_is_the_same_over_tls() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let own = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
+    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
+    write("cert.pem", own.cert.pem());
+    write("key.pem", own.signing_key.serialize_pem());
+    write("tidegate.yaml", with_free_ports("tls: {certificate: cert.pem, key: key.pem}\n"));
+    let file = folder.path().join("tidegate.yaml");
+    let service = Service::start_on(folder, &file, &[]);
+
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(own.cert.der().clone()).expect("a certificate");
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let mut client = builder.expect("versions").with_root_certificates(roots).with_no_client_auth();
+    client.alpn_protocols = vec![b"h2".to_vec()];
+    let name = "localhost".try_into().expect("a name");
+    let stream = TlsConnector::from(Arc::new(client)).connect(name, connect(&service).await).await.expect("TLS");
+    let answer = Connection::over(stream).await.call(&[GRPC], &question("x")).await;
+    assert_eq!(answer.message().overall_code(), Code::Ok);
 }
 
 #[tokio::test]
