@@ -13,7 +13,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let set = PathBuf::from(std::env::var("OUT_DIR")?).join("rls.bin");
     // What gRPC reflection answers with.
     std::fs::write(set, descriptors.encode_to_vec())?;
-    // The client is for the tests.
-    tonic_prost_build::configure().build_transport(false).compile_fds(descriptors)?;
+    // The server is our own; the client is for the tests.
+    tonic_prost_build::configure().build_server(false).build_transport(false).compile_fds(descriptors)?;
     Ok(())
 }

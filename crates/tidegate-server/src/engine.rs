@@ -19,6 +19,9 @@ use crate::logs::TRACE;
 use crate::metrics::{Metrics, Outcomes};
 
 mod admit;
+mod envoy;
+
+pub(crate) use envoy::EnvoyCharge;
 
 pub(crate) struct Engine {
     live: ArcSwap<Live>,
@@ -74,32 +77,6 @@ pub(crate) struct Line<'a> {
     quota: &'a Quota,
     pub(crate) decision: Decision,
     shadow: bool,
-}
-
-/// What a descriptor of Envoy charges.
-#[derive(Debug)]
-pub(crate) struct EnvoyCharge {
-    pub(crate) policy: String,
-    /// What metrics call it.
-    pub(crate) metric: String,
-    pub(crate) key: String,
-    pub(crate) quota: Quota,
-    pub(crate) cost: u64,
-    /// Only a look.
-    pub(crate) peek: bool,
-    /// Not all or nothing with the others: it does not deny, or not by itself.
-    pub(crate) alone: bool,
-}
-
-impl EnvoyCharge {
-    /// The charge; what costs more than could ever be admitted is asked for at the most that can.
-    fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost.min(self.quota.burst()))
-    }
-
-    fn is_hopeless(&self) -> bool {
-        self.cost > self.quota.burst()
-    }
 }
 
 /// Why there is no answer.
@@ -303,65 +280,6 @@ impl Engine {
                 self.hot_keys.record(now, line.policy, charge.key(), line.decision.allowed);
             }
         }
-    }
-
-    /// Decides the charges of one request of Envoy: one decision each, in their order. Those that deny by themselves are
-    /// all or nothing.
-    pub(crate) async fn ask_envoy(&self, live: &Live, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
-        let span = tracing::debug_span!(target: TRACE, "decide", descriptors = charges.len());
-        if span.is_disabled() {
-            self.answer_envoy(live, charges).await
-        } else {
-            self.answer_envoy(live, charges).instrument(span).await
-        }
-    }
-
-    async fn answer_envoy(&self, live: &Live, charges: &[&EnvoyCharge]) -> Result<Vec<Decision>, AskError> {
-        let start = Instant::now();
-        let mut decisions: Vec<Option<Decision>> = vec![None; charges.len()];
-        let same = |one: &EnvoyCharge, other: &EnvoyCharge| one.key == other.key && one.policy == other.policy;
-        let is_first = |at: usize| !charges[..at].iter().any(|earlier| same(earlier, charges[at]));
-        let joint: Vec<usize> =
-            (0..charges.len()).filter(|at| !charges[*at].alone && !charges[*at].peek && is_first(*at)).collect();
-        // One that can never fit denies the rest, which then only look.
-        let hopeless = charges.iter().any(|charge| !charge.alone && !charge.peek && charge.is_hopeless());
-        let action = if hopeless { Action::Peek } else { Action::Acquire };
-        let asked: Vec<Charge<'_>> = joint.iter().map(|at| charges[*at].charge()).collect();
-        for (at, decision) in joint.iter().zip(self.counts.decide_all_or_fail(action, &asked).await?) {
-            decisions[*at] = Some(decision);
-        }
-        let denied = hopeless || decisions.iter().flatten().any(|decision| !decision.allowed);
-        for (at, charge) in charges.iter().enumerate() {
-            if decisions[at].is_none() {
-                let looks = charge.peek || denied || charge.is_hopeless();
-                let action = if looks { Action::Peek } else { Action::Acquire };
-                let asked = charge.charge();
-                let call = self.counts.decide_or_fail(action, &asked);
-                let too_late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
-                let decided = in_time(self.counts.deadline(start), call).await;
-                decisions[at] = Some(decided.unwrap_or_else(too_late)?);
-            }
-            if let Some(decision) = decisions[at].as_mut().filter(|_| charge.is_hopeless()) {
-                // The peek spoke of less than was asked for.
-                decision.remaining += if decision.allowed { charge.quota.burst() } else { 0 };
-                decision.retry_after = decision.retry_after.max(decision.reset_after);
-                decision.allowed = false;
-            }
-        }
-        let decisions: Vec<Decision> = decisions.into_iter().flatten().collect();
-        for (charge, decision) in charges.iter().zip(&decisions).filter(|(charge, _)| !charge.peek) {
-            self.metrics.count_source(decision.source);
-            match live.outcomes.get(&charge.metric) {
-                Some(outcomes) => outcomes.count(decision.allowed, charge.alone),
-                None => {
-                    let outcomes = self.metrics.envoy_outcomes(&charge.metric, &charge.policy);
-                    outcomes.count(decision.allowed, charge.alone);
-                }
-            }
-            self.hot_keys.record(self.uptime_at(start), &charge.policy, &charge.key, decision.allowed);
-        }
-        self.metrics.decision_seconds.observe(start.elapsed());
-        Ok(decisions)
     }
 }
 

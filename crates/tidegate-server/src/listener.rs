@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http_body::Body;
 use hyper::service::Service as HyperService;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
@@ -20,8 +20,10 @@ use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
 
 mod framing;
+mod streams;
 mod wire;
 
+use streams::Streams;
 use wire::Wire;
 
 /// Connections at a time; more wait to be accepted.
@@ -47,6 +49,8 @@ pub(crate) struct Manner {
     pub(crate) write_time: Duration,
     /// Requests that another server could read otherwise are refused.
     pub(crate) strict: bool,
+    /// Most answers wait for nothing.
+    pub(crate) at_once: bool,
 }
 
 /// A service of Tower's, which finds the [`Peer`] among a request's extensions.
@@ -117,7 +121,7 @@ where
     B::Error: Into<axum::BoxError>,
 {
     let stream = Wire::new(stream, place, HEADER_TIME, manner);
-    let mut builder = auto::Builder::new(TokioExecutor::new());
+    let mut builder = auto::Builder::new(Streams { at_once: manner.at_once });
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);

@@ -16,8 +16,9 @@ use tokio::task::JoinHandle;
 use crate::admin::{self, Admin};
 use crate::config::{Config, GatewayConfig, Listen, RedisConfig, StoreConfig};
 use crate::engine::Engine;
+use crate::envoy::Envoy;
 use crate::listener::{self, Manner};
-use crate::{doctor, envoy, gateway, http, reload};
+use crate::{doctor, gateway, http, reload};
 
 /// What is under way when the process is asked to end gets this long; then it ends all the same.
 const DRAIN: Duration = Duration::from_secs(8);
@@ -59,15 +60,16 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let service = Service::start(config, file).await?;
     listen.admin = service.admin_address;
 
-    let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false };
     let (engine, stopped) = (&service.engine, &service.stopped);
+    let at_once = engine.counts.redis().is_none();
+    let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false, at_once };
     let http = {
         let engine = Arc::clone(engine);
         move |peer| http::service(&engine, peer)
     };
     let http = tokio::spawn(listener::serve(http_listener, http, secured(engine), stopped.clone(), manner));
-    let grpc = envoy::router(Arc::clone(engine)).await?;
-    let grpc = move |peer| listener::told_the_peer(&grpc, peer);
+    let grpc = Envoy::new(Arc::clone(engine)).await?;
+    let grpc = move |_| grpc.service();
     let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(engine), stopped.clone(), manner));
     announce(&listen);
     service.run(signals, [http, grpc]).await;
@@ -88,7 +90,7 @@ pub(crate) async fn gateway(
     let service = Service::start(config, file).await?;
     listen.admin = service.admin_address;
 
-    let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true };
+    let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, at_once: false };
     let gateway = gateway::service(&settings, &service.engine)?;
     let gateway = move |peer| listener::told_the_peer(&gateway, peer);
     let (tls, stopped) = (secured(&service.engine), service.stopped.clone());
@@ -142,7 +144,7 @@ impl Service {
         let (admin_stop, admin_stopped) = watch::channel(false);
         let admin = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
         let router = move |peer| listener::told_the_peer(&admin, peer);
-        let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false };
+        let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false, at_once: true };
         let admin = tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
         Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })
     }

@@ -5,7 +5,7 @@
 //! key alone. It never turns back, and only the node where its last entry ends can limit it.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_saphyr::{Location, Spanned};
@@ -157,10 +157,15 @@ impl Rules {
     }
 
     /// The rule for a descriptor, given by its entries' keys and values. `None`: nothing limits it.
-    pub(crate) fn find(&self, domain: &str, entries: &[(&str, &str)]) -> Option<Found<'_>> {
+    pub(crate) fn find<'a>(
+        &self,
+        domain: &str,
+        entries: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Option<Found<'_>> {
         let mut level = self.domains.get(domain)?;
-        let mut steps = Vec::new();
-        for &(key, value) in entries {
+        let entries = entries.into_iter();
+        let mut steps = Vec::with_capacity(entries.size_hint().0);
+        for (key, value) in entries {
             let step = level.step(key, value)?;
             level = &step.node.below;
             steps.push(step);
@@ -233,7 +238,7 @@ impl Unit {
 /// The nodes below a domain or another node.
 #[derive(Debug, Default)]
 struct Level {
-    nodes: HashMap<String, Node>,
+    nodes: BTreeMap<String, Node>,
     /// In the order of the file.
     wildcards: Vec<Wildcard>,
 }
@@ -268,7 +273,7 @@ struct Step<'a> {
 
 impl Level {
     fn step<'a>(&'a self, key: &'a str, value: &'a str) -> Option<Step<'a>> {
-        let exact = format!("{key}_{value}");
+        let exact = [key, "_", value].concat();
         if let Some(node) = self.nodes.get(&exact) {
             return Some(Step { node, key, counted: value, shown: value });
         }
