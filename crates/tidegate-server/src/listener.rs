@@ -49,8 +49,8 @@ pub(crate) struct Manner {
     pub(crate) write_time: Duration,
     /// Requests that another server could read otherwise are refused.
     pub(crate) strict: bool,
-    /// Most answers wait for nothing.
-    pub(crate) at_once: bool,
+    /// Answers take little of a processor: those of one connection need no tasks of their own.
+    pub(crate) light: bool,
 }
 
 /// A service of Tower's, which finds the [`Peer`] among a request's extensions.
@@ -121,12 +121,13 @@ where
     B::Error: Into<axum::BoxError>,
 {
     let stream = Wire::new(stream, place, HEADER_TIME, manner);
-    let mut builder = auto::Builder::new(Streams { at_once: manner.at_once });
+    let streams = if manner.light { Streams::together() } else { Streams::Apart };
+    let mut builder = auto::Builder::new(streams.clone());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-    let _ = watcher.watch(connection).await;
+    let _ = streams.answer(watcher.watch(connection)).await;
 }
 
 pub(crate) type Request = hyper::Request<hyper::body::Incoming>;

@@ -61,8 +61,7 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     listen.admin = service.admin_address;
 
     let (engine, stopped) = (&service.engine, &service.stopped);
-    let at_once = engine.counts.redis().is_none();
-    let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false, at_once };
+    let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false, light: true };
     let http = {
         let engine = Arc::clone(engine);
         move |peer| http::service(&engine, peer)
@@ -90,7 +89,7 @@ pub(crate) async fn gateway(
     let service = Service::start(config, file).await?;
     listen.admin = service.admin_address;
 
-    let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, at_once: false };
+    let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, light: false };
     let gateway = gateway::service(&settings, &service.engine)?;
     let gateway = move |peer| listener::told_the_peer(&gateway, peer);
     let (tls, stopped) = (secured(&service.engine), service.stopped.clone());
@@ -144,7 +143,7 @@ impl Service {
         let (admin_stop, admin_stopped) = watch::channel(false);
         let admin = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
         let router = move |peer| listener::told_the_peer(&admin, peer);
-        let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false, at_once: true };
+        let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false, light: true };
         let admin = tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
         Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })
     }
