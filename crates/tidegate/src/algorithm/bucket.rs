@@ -11,7 +11,7 @@ use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
 use crate::algorithm::Algorithm;
 use crate::quota::Quota;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bucket {
     /// When the level was as it is written here.
     time: u64,
@@ -123,5 +123,10 @@ impl Kept for Bucket {
     #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
         State::new(Self::KIND, self.time, self.level, self.part, quota)
+    }
+
+    #[inline]
+    fn copied(&self) -> Option<Self> {
+        Some(*self)
     }
 }

@@ -6,7 +6,7 @@
 use super::{Count, Kept, Kind, Logs, State};
 use crate::quota::Quota;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Window {
     start: u64,
     count: u64,
@@ -60,5 +60,10 @@ impl Kept for Window {
     #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
         State::new(Self::KIND, self.start, self.count, 0, quota)
+    }
+
+    #[inline]
+    fn copied(&self) -> Option<Self> {
+        Some(*self)
     }
 }

@@ -7,7 +7,7 @@
 use super::{Count, Kept, Kind, Logs, State, mul_div_ceil, mul_div_rem};
 use crate::quota::Quota;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counter {
     /// When the current window began.
     start: u64,
@@ -110,5 +110,10 @@ impl Kept for Counter {
     #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
         State::new(Self::KIND, self.start, self.current, self.previous, quota)
+    }
+
+    #[inline]
+    fn copied(&self) -> Option<Self> {
+        Some(*self)
     }
 }
