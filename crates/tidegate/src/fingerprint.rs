@@ -37,6 +37,12 @@ impl Fingerprint {
         Self { high, low: low.min(u64::MAX - 1) }
     }
 
+    /// Whether their first halves tell that it comes before the other. They nearly always do.
+    #[inline]
+    pub(crate) fn is_clearly_before(self, other: Self) -> bool {
+        self.high < other.high
+    }
+
     /// From 0 to `count`, without regard to the order of fingerprints.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "less than count")]
