@@ -460,14 +460,14 @@ impl Shard {
         self.table.try_lock().unwrap_or_else(|_| self.lock_soon())
     }
 
-    /// Who holds a lock needs it for some nanoseconds only. So a few looks, ever further apart, before the thread is put to
-    /// sleep: on one key, two threads get a fifth more decisions than with the mutex's own, which looks all the time and so keeps
-    /// taking away the holder's cache line.
+    /// Who holds a lock needs it for some nanoseconds only. So a few looks, far apart, before the thread is put to sleep. The
+    /// mutex's own wait looks all the time, and each look takes the cache line from who works on it: on one key, two
+    /// threads get twice as many decisions like this.
     #[cold]
     fn lock_soon(&self) -> MutexGuard<'_, Table> {
         for look in 0..LOOKS_AT_A_LOCK {
             if look < 3 {
-                (0..2 << look).for_each(|_| std::hint::spin_loop());
+                (0..16 << look).for_each(|_| std::hint::spin_loop());
             } else {
                 std::thread::yield_now();
             }
