@@ -177,14 +177,16 @@ impl<'a> Charge<'a> {
         self.cost
     }
 
+    /// Whether there is a time when its units can be taken.
+    #[inline]
+    pub(crate) fn can_be_admitted(&self) -> bool {
+        (1..=self.quota.burst()).contains(&self.cost)
+    }
+
     /// Whether it can be decided at all. What was once taken can be given back even if a lower limit would not admit it
     /// now, and to forget a key costs nothing.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "some ten instructions of every call, but for the cold part")]
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
-        let sound = (1..=self.quota.burst()).contains(&self.cost)
-            && is_plain_key(self.key)
-            && self.policy.is_none_or(is_plain_key);
+        let sound = self.can_be_admitted() && is_plain_key(self.key) && self.policy.is_none_or(is_plain_key);
         if sound { Ok(()) } else { self.check_with_care(action) }
     }
 

@@ -155,30 +155,42 @@ impl MemoryStore {
     }
 
     pub(crate) fn decide_now(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.decide_into(action, charge)
+        self.decide_into(action, charge, || Ok(()))
     }
 
-    /// The error is the caller's own, so that a decision is written once, where the caller wants it.
+    /// The error is the caller's own, so that a decision is written once, where the caller wants it. Whether the charge is
+    /// sound is not asked for a known key: it has been when the key came.
     #[inline]
-    pub(crate) fn decide_into<E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
+    pub(crate) fn decide_into<E: From<StoreError>>(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
         match charge.quota().algorithm() {
-            Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge),
-            Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge),
-            Algorithm::FixedWindow => self.decide_as::<Window, E>(action, charge),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.decide_as::<Bucket, E>(action, charge),
+            Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge, check),
+            Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge, check),
+            Algorithm::FixedWindow => self.decide_as::<Window, E>(action, charge, check),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.decide_as::<Bucket, E>(action, charge, check),
         }
     }
 
     /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a frame of its own, and what goes in and out, are a tenth of it")]
-    fn decide_as<C: Kept, E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
+    fn decide_as<C: Kept, E: From<StoreError>>(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
         let fingerprint = charge.fingerprint(self.secret);
         let shard = self.shard(fingerprint);
         // Before the lock, so that the processor reads its counter while it still works on the fingerprint.
         let mut now = self.clock.now();
         let mut table = shard.lock();
         if action == Action::Acquire
+            && charge.can_be_admitted()
             && let Some((state, logs)) = table.known(fingerprint, C::KIND)
         {
             let (quota, before) = (charge.quota(), *state);
@@ -208,6 +220,7 @@ impl MemoryStore {
             let verdict = settled.map_or_else(|verdict| verdict, |count| step.verdict(&count, quota, now));
             return Ok(verdict.into_decision(quota, Source::Store));
         }
+        check()?;
         Ok(self.decide_with_care::<C>(action, charge, fingerprint, table)?)
     }
 
