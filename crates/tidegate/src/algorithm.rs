@@ -131,45 +131,72 @@ pub(crate) fn apply<C: Count>(
     cost: u64,
     together: bool,
 ) -> Outcome {
-    let stepped_back = count.settle(quota, now);
     if action == Action::Refund {
+        count.settle(quota, now);
         let written = !count.is_empty();
         if written {
             count.refund(quota, now, cost);
         }
         return Outcome { verdict: unspent(count, quota, now), written };
     }
-    let remaining = count.remaining(quota);
-    let takes = action == Action::Take;
-    let cost = if takes { cost.min(remaining) } else { cost };
-    let (verdict, spend) = if cost > remaining {
-        let counted = if quota.count_denied() { cost } else { 0 };
-        let verdict = Verdict {
-            allowed: false,
-            remaining: if counted > 0 { 0 } else { remaining },
-            retry_after: count.retry_after(quota, now, cost),
-            reset_after: count.reset_after(quota, now, counted),
-            delay: 0,
-        };
-        (verdict, counted)
-    } else if together {
-        let verdict = Verdict {
-            allowed: true,
-            remaining: remaining - cost,
-            retry_after: 0,
-            reset_after: count.reset_after(quota, now, cost),
-            // What is taken afterwards has had its turn.
-            delay: if takes { 0 } else { count.delay(quota) },
-        };
-        (verdict, cost)
-    } else {
-        (unspent(count, quota, now), 0)
-    };
-    let written = action != Action::Peek && (spend > 0 || stepped_back);
-    if written {
-        count.spend(quota, now, spend);
+    let step = Step::on(count, action, quota, now, cost, together);
+    let verdict = step.verdict(count, quota, now);
+    if step.written {
+        count.spend(quota, now, step.spend);
     }
-    Outcome { verdict, written }
+    Outcome { verdict, written: step.written }
+}
+
+/// What an action, but for a refund, comes to; nothing is done yet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Step {
+    allowed: bool,
+    cost: u64,
+    remaining: u64,
+    in_turn: bool,
+    pub(crate) spend: u64,
+    pub(crate) written: bool,
+}
+
+impl Step {
+    /// Settles the count.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
+    pub(crate) fn on<C: Count>(
+        count: &mut C,
+        action: Action,
+        quota: &Quota,
+        now: u64,
+        cost: u64,
+        together: bool,
+    ) -> Self {
+        let stepped_back = count.settle(quota, now);
+        let remaining = count.remaining(quota);
+        let takes = action == Action::Take;
+        let cost = if takes { cost.min(remaining) } else { cost };
+        let allowed = cost <= remaining;
+        let counts = if allowed { together } else { quota.count_denied() };
+        let spend = if counts { cost } else { 0 };
+        let written = action != Action::Peek && (spend > 0 || stepped_back);
+        // What is taken afterwards has had its turn.
+        let in_turn = together && !takes;
+        Self { allowed, cost, remaining, in_turn, spend, written }
+    }
+
+    /// Of the count that is settled, with nothing spent yet.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
+    pub(crate) fn verdict(&self, count: &impl Count, quota: &Quota, now: u64) -> Verdict {
+        let reset_after = count.reset_after(quota, now, self.spend);
+        if self.allowed {
+            let remaining = self.remaining - self.spend;
+            let delay = if self.in_turn { count.delay(quota) } else { 0 };
+            return Verdict { allowed: true, remaining, retry_after: 0, reset_after, delay };
+        }
+        let remaining = if self.spend > 0 { 0 } else { self.remaining };
+        let retry_after = count.retry_after(quota, now, self.cost);
+        Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 }
+    }
 }
 
 /// What is left when nothing is taken.

@@ -37,6 +37,12 @@ impl Fingerprint {
         Self { high, low: low.min(u64::MAX - 1) }
     }
 
+    /// Whether their first halves tell that it comes before the other. They nearly always do.
+    #[inline]
+    pub(crate) fn is_clearly_before(self, other: Self) -> bool {
+        self.high < other.high
+    }
+
     /// From 0 to `count`, without regard to the order of fingerprints.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "less than count")]
@@ -115,15 +121,19 @@ impl Secret {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a tenth of what a decision takes, and its one caller is the decision")]
     #[expect(clippy::cast_possible_truncation, reason = "both halves, one by one")]
-    pub(crate) fn fingerprint(&self, key: &str, policy: PolicySum) -> Fingerprint {
-        let PolicySum(mut sum) = policy;
-        if key.len() <= MAX_KEY_BYTES {
-            sum.add_text(&self.key_length, &self.key, key.as_bytes());
-        } else {
-            sum.add_text(&self.key_length, &self.key, self.digest(key).as_bytes());
+    pub(crate) fn fingerprint(&self, key: &str, policy: &PolicySum) -> Fingerprint {
+        if key.len() > MAX_KEY_BYTES {
+            return self.fingerprint_of_longer(key, policy);
         }
+        let mut sum = policy.0;
+        sum.add_text(&self.key_length, &self.key, key.as_bytes());
         let sum = sum.modulo_prime();
         self.mixed((sum >> 64) as u64, sum as u64)
+    }
+
+    #[cold]
+    fn fingerprint_of_longer(&self, key: &str, policy: &PolicySum) -> Fingerprint {
+        self.fingerprint(&self.digest(key), policy)
     }
 
     #[inline]
@@ -169,16 +179,12 @@ impl Sum {
         let Some(last) = text.last_chunk::<8>() else {
             return self.add(&secrets[0], short_word(text));
         };
-        let (words, rest) = text.as_chunks::<8>();
-        let mut secrets = secrets.iter();
-        for (word, secret) in words.iter().zip(&mut secrets) {
+        let (words, _) = text.as_chunks::<8>();
+        let before_last = (text.len() - 1) / 8;
+        for (word, secret) in words[..before_last].iter().zip(secrets) {
             self.add(secret, u64::from_le_bytes(*word));
         }
-        if !rest.is_empty()
-            && let Some(secret) = secrets.next()
-        {
-            self.add(secret, u64::from_le_bytes(*last));
-        }
+        self.add(&secrets[before_last], u64::from_le_bytes(*last));
     }
 
     /// 2^127 is 1 modulo the prime: what is above is added below, until all of it fits. It need not be less than the prime
@@ -212,7 +218,7 @@ mod tests {
     use super::*;
 
     fn of(secret: &Secret, key: &str, policy: &str) -> Fingerprint {
-        secret.fingerprint(key, secret.policy(policy))
+        secret.fingerprint(key, &secret.policy(policy))
     }
 
     proptest! {

@@ -277,8 +277,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::decide`].
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        charge.check(action)?;
-        self.store.decide_into(action, charge)
+        self.store.decide_into(action, charge, || Ok(charge.check(action)?))
     }
 
     /// See [`Limiter::decide_all`].

@@ -231,8 +231,8 @@ impl Quota {
     }
 
     #[inline]
-    pub(crate) fn unnamed_policy_sum(&self) -> PolicySum {
-        self.unnamed_policy_sum
+    pub(crate) fn unnamed_policy_sum(&self) -> &PolicySum {
+        &self.unnamed_policy_sum
     }
 
     /// The same with other numbers, no larger than these and at least 1. The name it counts under stays.

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use support::{LONG, every_quota};
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Clock, Error, Limiter, ManualClock, MemoryStore, Quota, StoreError};
+use tidegate::{
+    Algorithm, Charge, ChargeError, Clock, Error, KeyError, Limiter, ManualClock, MemoryStore, Quota, StoreError,
+};
 
 /// Seeds that once showed a difference, on whichever store.
 const REGRESSIONS: [u64; 1] = [1381];
@@ -235,5 +237,31 @@ fn the_machines_clock_is_the_wall_clock_and_goes_on() {
         let now = clock.now();
         assert!(now >= last);
         last = now;
+    }
+}
+
+#[test]
+fn a_blocking_call_finds_what_is_wrong_with_a_charge_whether_its_key_is_known_or_not() {
+    let limiter = limiter_on(&ManualClock::new());
+    let blocking = limiter.blocking();
+    for algorithm in Algorithm::ALL {
+        let quota = Quota::new(algorithm, 10, Duration::from_secs(3600)).expect("valid");
+        let charge = |key| Charge::new(key, &quota);
+        for known in [false, true] {
+            assert_eq!(limiter.store().keys(), usize::from(known), "{algorithm}");
+            let cases = [
+                (charge(""), ChargeError::Key(KeyError::Empty)),
+                (charge("a\nb"), ChargeError::Key(KeyError::Control { character: '\n', at: 1 })),
+                (charge("k").policy(""), ChargeError::Policy(KeyError::Empty)),
+                (charge("k").cost(0), ChargeError::ZeroCost),
+                (charge("k").cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
+            ];
+            for (bad, error) in cases {
+                assert_eq!(blocking.acquire(&bad), Err(Error::Charge(error)), "{algorithm}, {known}");
+            }
+            assert_eq!(blocking.peek(&charge("k")).map(|decision| decision.remaining), Ok(if known { 8 } else { 9 }));
+            blocking.acquire(&charge("k")).expect("a decision");
+        }
+        blocking.reset(&charge("k")).expect("a decision");
     }
 }

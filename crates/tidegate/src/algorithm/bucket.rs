@@ -11,7 +11,7 @@ use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
 use crate::algorithm::Algorithm;
 use crate::quota::Quota;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bucket {
     /// When the level was as it is written here.
     time: u64,
@@ -34,11 +34,13 @@ impl Bucket {
     }
 
     /// A part of a unit takes the room of a whole one.
+    #[inline]
     fn occupied(&self) -> u64 {
         self.level + u64::from(self.part > 0)
     }
 
     /// How long until `units` fewer whole units are in the bucket than its level now: to drain `units` and the part.
+    #[inline]
     fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
         let (window, limit) = (quota.window_micros(), quota.limit());
         // Most of the time all of it fits 64 bits, and one division will do.
@@ -51,6 +53,7 @@ impl Bucket {
 }
 
 impl Count for Bucket {
+    #[inline]
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         // A limit or window that was changed: no more than a full bucket.
@@ -77,18 +80,22 @@ impl Count for Bucket {
         stepped_back
     }
 
+    #[inline]
     fn remaining(&self, quota: &Quota) -> u64 {
         quota.burst() - self.occupied()
     }
 
+    #[inline]
     fn retry_after(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
         self.drain_time(quota, self.level + cost - quota.burst())
     }
 
+    #[inline]
     fn reset_after(&self, quota: &Quota, _now: u64, extra: u64) -> u64 {
         self.drain_time(quota, self.level + extra)
     }
 
+    #[inline]
     fn delay(&self, quota: &Quota) -> u64 {
         match quota.algorithm() {
             Algorithm::LeakyBucket => self.drain_time(quota, self.level),
@@ -96,6 +103,7 @@ impl Count for Bucket {
         }
     }
 
+    #[inline]
     fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
         self.level += cost;
     }
@@ -107,6 +115,7 @@ impl Count for Bucket {
         };
     }
 
+    #[inline]
     fn is_empty(&self) -> bool {
         self.level == 0 && self.part == 0
     }
@@ -123,5 +132,10 @@ impl Kept for Bucket {
     #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
         State::new(Self::KIND, self.time, self.level, self.part, quota)
+    }
+
+    #[inline]
+    fn copied(&self) -> Option<Self> {
+        Some(*self)
     }
 }

@@ -6,13 +6,14 @@
 use super::{Count, Kept, Kind, Logs, State};
 use crate::quota::Quota;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Window {
     start: u64,
     count: u64,
 }
 
 impl Count for Window {
+    #[inline]
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         let stepped_back = self.start > now;
@@ -24,18 +25,22 @@ impl Count for Window {
         stepped_back
     }
 
+    #[inline]
     fn remaining(&self, quota: &Quota) -> u64 {
         quota.limit().saturating_sub(self.count)
     }
 
+    #[inline]
     fn retry_after(&self, quota: &Quota, now: u64, _cost: u64) -> u64 {
         self.start + quota.window_micros() - now
     }
 
+    #[inline]
     fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64 {
         if self.count + extra == 0 { 0 } else { self.start + quota.window_micros() - now }
     }
 
+    #[inline]
     fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
         self.count += cost;
     }
@@ -44,6 +49,7 @@ impl Count for Window {
         self.count = self.count.saturating_sub(cost);
     }
 
+    #[inline]
     fn is_empty(&self) -> bool {
         self.count == 0
     }
@@ -60,5 +66,10 @@ impl Kept for Window {
     #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
         State::new(Self::KIND, self.start, self.count, 0, quota)
+    }
+
+    #[inline]
+    fn copied(&self) -> Option<Self> {
+        Some(*self)
     }
 }

@@ -7,7 +7,7 @@
 use super::{Count, Kept, Kind, Logs, State, mul_div_ceil, mul_div_rem};
 use crate::quota::Quota;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counter {
     /// When the current window began.
     start: u64,
@@ -30,6 +30,7 @@ impl Counter {
     }
 
     /// What still counts of the previous window.
+    #[inline]
     fn carried(&self, window: u64) -> u64 {
         mul_div_rem(self.previous, window - self.elapsed, window).0
     }
@@ -45,6 +46,7 @@ fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
 }
 
 impl Count for Counter {
+    #[inline]
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         let stepped_back = self.start > now;
@@ -63,10 +65,12 @@ impl Count for Counter {
         stepped_back
     }
 
+    #[inline]
     fn remaining(&self, quota: &Quota) -> u64 {
         quota.limit().saturating_sub(self.current + self.carried(quota.window_micros()))
     }
 
+    #[inline]
     fn retry_after(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
         let window = quota.window_micros();
         match quota.limit().checked_sub(self.current + cost) {
@@ -76,6 +80,7 @@ impl Count for Counter {
         }
     }
 
+    #[inline]
     fn reset_after(&self, quota: &Quota, _now: u64, extra: u64) -> u64 {
         let window = quota.window_micros();
         match self.current + extra {
@@ -84,6 +89,7 @@ impl Count for Counter {
         }
     }
 
+    #[inline]
     fn spend(&mut self, _quota: &Quota, _now: u64, cost: u64) {
         self.current += cost;
     }
@@ -94,6 +100,7 @@ impl Count for Counter {
         self.previous = self.previous.saturating_sub(cost - from_current);
     }
 
+    #[inline]
     fn is_empty(&self) -> bool {
         self.current == 0 && self.previous == 0
     }
@@ -110,5 +117,10 @@ impl Kept for Counter {
     #[inline]
     fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
         State::new(Self::KIND, self.start, self.current, self.previous, quota)
+    }
+
+    #[inline]
+    fn copied(&self) -> Option<Self> {
+        Some(*self)
     }
 }

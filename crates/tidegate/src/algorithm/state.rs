@@ -44,6 +44,11 @@ pub(crate) trait Kept: Count + Default {
 
     /// Nothing was written.
     fn put_back(self, _state: State, _logs: &mut Logs) {}
+
+    /// One to ask once the lock on the other is gone, if it is some numbers and no more.
+    fn copied(&self) -> Option<Self> {
+        None
+    }
 }
 
 impl State {

@@ -170,8 +170,7 @@ impl<C: Clocks> Anchored<C> {
 /// The time from one value of the counter to another. From a later one to an earlier it is very long.
 #[inline]
 fn passed(from: u64, to: u64, rate: u64) -> u64 {
-    let passed = (u128::from(to.wrapping_sub(from)) * u128::from(rate)) >> 32;
-    u64::try_from(passed).unwrap_or(u64::MAX)
+    to.wrapping_sub(from).checked_mul(rate).map_or(u64::MAX, |passed| passed >> 32)
 }
 
 impl Measured {

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::table::Table;
 use super::{Action, Store, StoreError};
-use crate::algorithm::{self, Algorithm, Bucket, Counter, Kept, Log, MAX_TIME, Verdict, Window};
+use crate::algorithm::{self, Algorithm, Bucket, Counter, Kept, Log, MAX_TIME, Step, Verdict, Window};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
@@ -24,6 +24,8 @@ mod table;
 /// Many, so that to go through one of them is short work even with millions of keys; and no more than whose heads stay in the
 /// nearest cache.
 const SHARDS: usize = 256;
+/// How often a thread looks whether a lock is free before it sleeps until it is.
+const LOOKS_AT_A_LOCK: u32 = 10;
 /// Entries that a new key at the cap looks at, at most about, to find an expired one. Up to so many keys the search is
 /// complete; beyond that a key may be refused while an expired one is left in a shard that the next call gets to.
 const SEARCHED_AT_THE_CAP: usize = 16_384;
@@ -153,41 +155,72 @@ impl MemoryStore {
     }
 
     pub(crate) fn decide_now(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        self.decide_into(action, charge)
+        self.decide_into(action, charge, || Ok(()))
     }
 
-    /// The error is the caller's own, so that a decision is written once, where the caller wants it.
+    /// The error is the caller's own, so that a decision is written once, where the caller wants it. Whether the charge is
+    /// sound is not asked for a known key: it has been when the key came.
     #[inline]
-    pub(crate) fn decide_into<E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
+    pub(crate) fn decide_into<E: From<StoreError>>(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
         match charge.quota().algorithm() {
-            Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge),
-            Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge),
-            Algorithm::FixedWindow => self.decide_as::<Window, E>(action, charge),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.decide_as::<Bucket, E>(action, charge),
+            Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge, check),
+            Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge, check),
+            Algorithm::FixedWindow => self.decide_as::<Window, E>(action, charge, check),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.decide_as::<Bucket, E>(action, charge, check),
         }
     }
 
     /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
-    fn decide_as<C: Kept, E: From<StoreError>>(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, E> {
-        let fingerprint = self.fingerprint(charge);
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a frame of its own, and what goes in and out, are a tenth of it")]
+    fn decide_as<C: Kept, E: From<StoreError>>(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Decision, E> {
+        let fingerprint = charge.fingerprint(self.secret);
         let shard = self.shard(fingerprint);
         // Before the lock, so that the processor reads its counter while it still works on the fingerprint.
         let mut now = self.clock.now();
         let mut table = shard.lock();
         if action == Action::Acquire
-            && let Ok(at) = table.find(fingerprint)
-            && table.state(at).is_of(C::KIND)
+            && charge.can_be_admitted()
+            && let Some((state, logs)) = table.known(fingerprint, C::KIND)
         {
-            if table.state(at).is_ahead_of(now) {
+            let (quota, before) = (charge.quota(), *state);
+            if before.is_ahead_of(now) {
                 // Another was faster. Read under the lock, times come in the order of decisions.
                 now = self.clock.now();
             }
-            let one = One { store: self, shard, action: Action::Acquire, charge, fingerprint, now, together: true };
-            let verdict = one.apply_to_known::<C>(&mut table, at);
+            let mut count = C::load(before, logs);
+            let step = Step::on(&mut count, Action::Acquire, quota, now, charge.units(), true);
+            // Others wait for the lock: what a copy can be asked, it is asked afterwards.
+            let settled = count.copied().ok_or_else(|| step.verdict(&count, quota, now));
+            if step.written {
+                count.spend(quota, now, step.spend);
+                *state = count.keep(quota, Some(before), logs);
+                if state.may_expire_before(before) {
+                    self.expires_no_later_than(shard, state.expires_at());
+                }
+            } else {
+                count.put_back(before, logs);
+                // A limit was lowered, and the entry would expire before its bucket has drained.
+                if !before.lives_for(quota) {
+                    *state = before.living_for(quota);
+                }
+            }
             self.sweep(&mut table, now);
             drop(table);
-            return Ok(verdict.into_decision(charge.quota(), Source::Store));
+            let verdict = settled.map_or_else(|verdict| verdict, |count| step.verdict(&count, quota, now));
+            return Ok(verdict.into_decision(quota, Source::Store));
         }
+        check()?;
         Ok(self.decide_with_care::<C>(action, charge, fingerprint, table)?)
     }
 
@@ -216,7 +249,7 @@ impl MemoryStore {
     }
 
     pub(crate) fn decide_all_now(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        let fingerprints: Vec<Fingerprint> = charges.iter().map(|charge| self.fingerprint(charge)).collect();
+        let fingerprints: Vec<Fingerprint> = charges.iter().map(|charge| charge.fingerprint(self.secret)).collect();
         let mut room = Room::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
@@ -301,11 +334,6 @@ impl MemoryStore {
         if dropped > 0 {
             self.keys.count.fetch_sub(dropped, Ordering::Relaxed);
         }
-    }
-
-    #[inline]
-    fn fingerprint(&self, charge: &Charge<'_>) -> Fingerprint {
-        self.secret.fingerprint(charge.key(), charge.policy_sum(self.secret))
     }
 
     #[inline]
@@ -442,7 +470,26 @@ impl One<'_> {
 
 impl Shard {
     fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.try_lock().unwrap_or_else(|_| self.lock_soon())
+    }
+
+    /// Who holds a lock needs it for some nanoseconds only. So a few looks, far apart, before the thread is put to sleep. The
+    /// mutex's own wait looks all the time, and each look takes the cache line from who works on it: on one key, two
+    /// threads get twice as many decisions like this.
+    #[cold]
+    fn lock_soon(&self) -> MutexGuard<'_, Table> {
+        for look in 0..LOOKS_AT_A_LOCK {
+            if look < 3 {
+                (0..16 << look).for_each(|_| std::hint::spin_loop());
+            } else {
+                std::thread::yield_now();
+            }
+            if let Ok(table) = self.table.try_lock() {
+                return table;
+            }
+        }
         // A panic elsewhere cannot leave an entry half written: states are written whole.
+        self.table.clear_poison();
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

