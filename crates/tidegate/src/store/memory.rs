@@ -11,6 +11,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use self::shard::{Locked, Shard};
 use self::table::Table;
 use super::{Action, Store, StoreError};
 use crate::algorithm::{self, Algorithm, Bucket, Counter, Kept, Log, MAX_TIME, Step, Verdict, Window};
@@ -19,13 +20,12 @@ use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
 use crate::fingerprint::{Fingerprint, Secret};
 
+mod shard;
 mod table;
 
 /// Many, so that to go through one of them is short work even with millions of keys; and no more than whose heads stay in the
 /// nearest cache.
 const SHARDS: usize = 256;
-/// How often a thread looks whether a lock is free before it sleeps until it is.
-const LOOKS_AT_A_LOCK: u32 = 10;
 /// Entries that a new key at the cap looks at, at most about, to find an expired one. Up to so many keys the search is
 /// complete; beyond that a key may be refused while an expired one is left in a shard that the next call gets to.
 const SEARCHED_AT_THE_CAP: usize = 16_384;
@@ -58,17 +58,6 @@ struct Keys {
     hand: AtomicUsize,
     searching: Mutex<()>,
 }
-
-/// On a cache line of its own, or a lock on one shard would slow its neighbours.
-#[derive(Debug)]
-#[repr(align(64))]
-struct Shard {
-    table: Mutex<Table>,
-    /// No key of the shard expires before this time. May be too early, never too late.
-    next_expiry: AtomicU64,
-}
-
-const _: () = assert!(size_of::<Shard>() == 64);
 
 /// The machine's clock is called directly: that is nearly every store's.
 #[derive(Debug)]
@@ -113,9 +102,8 @@ impl Builder {
     /// The store.
     #[must_use]
     pub fn build(self) -> MemoryStore {
-        let shard = || Shard { table: Mutex::default(), next_expiry: AtomicU64::new(u64::MAX) };
         MemoryStore {
-            shards: std::iter::repeat_with(shard).take(SHARDS).collect(),
+            shards: std::iter::repeat_with(Shard::default).take(SHARDS).collect(),
             secret: Secret::of_this_process(),
             clock: self.clock.map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Other),
             max_keys: self.max_keys,
@@ -465,51 +453,6 @@ impl One<'_> {
     fn remove(&self, table: &mut Table, at: usize) {
         table.remove(at);
         self.store.keys.count.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Shard {
-    fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.try_lock().unwrap_or_else(|_| self.lock_soon())
-    }
-
-    /// Who holds a lock needs it for some nanoseconds only. So a few looks, far apart, before the thread is put to sleep. The
-    /// mutex's own wait looks all the time, and each look takes the cache line from who works on it: on one key, two
-    /// threads get twice as many decisions like this.
-    #[cold]
-    fn lock_soon(&self) -> MutexGuard<'_, Table> {
-        for look in 0..LOOKS_AT_A_LOCK {
-            if look < 3 {
-                (0..16 << look).for_each(|_| std::hint::spin_loop());
-            } else {
-                std::thread::yield_now();
-            }
-            if let Ok(table) = self.table.try_lock() {
-                return table;
-            }
-        }
-        // A panic elsewhere cannot leave an entry half written: states are written whole.
-        self.table.clear_poison();
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// How many entries there were, and how many of them have expired and are gone.
-    fn drop_expired(&self, now: u64) -> (usize, usize) {
-        let mut table = self.lock();
-        let seen = table.len();
-        let (dropped, next) = table.drop_expired(now);
-        self.next_expiry.store(next, Ordering::SeqCst);
-        (seen, dropped)
-    }
-}
-
-struct Locked<'a>(Vec<(usize, MutexGuard<'a, Table>)>);
-
-impl Locked<'_> {
-    fn table(&mut self, fingerprint: Fingerprint) -> &mut Table {
-        let index = fingerprint.remainder_of(SHARDS);
-        let at = self.0.partition_point(|(locked, _)| *locked < index);
-        &mut self.0[at].1
     }
 }
 
