@@ -124,6 +124,8 @@ where
     let streams = if manner.light { Streams::together() } else { Streams::Apart };
     let mut builder = auto::Builder::new(streams.clone());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
+    // A small answer is sooner copied behind its head than told to the system in two pieces.
+    builder.http1().writev(!manner.light);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
