@@ -164,6 +164,22 @@ impl Run {
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 
+    /// What was sent in this time and decided without the store, though nothing was in its way.
+    ///
+    /// An instance that has admitted requests of a key itself owes them to the store for a window. While it pays, or as long
+    /// as the debt leaves no room, it goes on deciding for that key itself.
+    pub(crate) fn without_store(&self, from: Instant, to: Instant, window: Duration) -> Vec<&Record> {
+        let admitted_itself = |record: &&Record| record.allowed && record.source == Source::Local;
+        let before = self.records.iter().filter(|record| record.sent < from);
+        let lenders: Vec<&Record> = before.filter(admitted_itself).collect();
+        let owes = |record: &Record| {
+            let own = |lent: &&&Record| (lent.stream, lent.instance) == (record.stream, record.instance);
+            record.source == Source::Local
+                && lenders.iter().filter(own).any(|lent| lent.answered + window > record.sent)
+        };
+        self.sent_between(from, to).filter(|record| !record.by_store() && !owes(record)).collect()
+    }
+
     /// The numbers of instances that the instances knew of, as their metrics told meanwhile.
     pub(crate) fn fleet_sizes(&self) -> BTreeSet<String> {
         self.samples.iter().map(|sample| sample.value("tidegate_fleet_instances").to_string()).collect()
@@ -229,6 +245,24 @@ mod tests {
         assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
         let slow = run(start, &[(0, 1, true), (50, 150, true)], &[]);
         assert_eq!(slow.most_admitted_ever("hot", MS * 100), 1, "it may have happened later");
+    }
+
+    #[test]
+    fn who_admitted_itself_decides_itself_for_a_window() {
+        let start = Instant::now();
+        let mut all = run(start, &[(0, 1, true), (50, 51, true), (99, 100, false), (102, 103, false)], &[]);
+        all.records[0].source = Source::Local;
+        let none = |all: &Run| all.without_store(start + MS * 10, start + MS * 200, MS * 100).len();
+        assert_eq!(none(&all), 0);
+        all.records[2].source = Source::Local;
+        assert_eq!(none(&all), 0, "it owes");
+        all.records[3].source = Source::Local;
+        assert_eq!(none(&all), 1, "it owes no more");
+        all.records[2].source = Source::Deny;
+        assert_eq!(none(&all), 2, "nobody owes by this word");
+        all.records[2].source = Source::Local;
+        all.records[0].instance = 1;
+        assert_eq!(none(&all), 2, "another instance owes");
     }
 
     #[test]

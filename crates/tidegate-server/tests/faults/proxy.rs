@@ -1,3 +1,4 @@
+use std::io::{Read as _, Write as _};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -47,6 +48,14 @@ impl Proxy {
     /// From now on, what the server says arrives later by this.
     pub(crate) fn set_latency(&self, latency: Duration) {
         self.state.latency.store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
+    }
+
+    /// How long a server's answer takes through it, on a connection of its own.
+    pub(crate) fn round_trip(&self) -> Duration {
+        let mut stream = std::net::TcpStream::connect(self.address).expect("our own proxy listens");
+        let (asked, mut answer) = (Instant::now(), *b"+PONG\r\n");
+        stream.write_all(b"PING\r\n").and_then(|()| stream.read_exact(&mut answer)).expect("an answer");
+        asked.elapsed()
     }
 
     /// Every connection that there is says nothing any more, and looks alive. New ones work.

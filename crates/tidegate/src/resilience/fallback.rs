@@ -241,9 +241,10 @@ impl<S: Store> Inner<S> {
         if self.owed.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
             return self.store.decide_all(action, charges).await;
         }
+        let now = self.local.clock().now();
         // Who only looks pays nothing, so there is nothing to claim.
-        let claimed =
-            if action == Action::Peek && self.owed.is_busy(charges) { Err(Busy) } else { self.owed.claim(charges) };
+        let busy = action == Action::Peek && self.owed.is_busy(charges, now);
+        let claimed = if busy { Err(Busy) } else { self.owed.claim(charges, now) };
         let Ok(mut claims) = claimed else { return self.without_asking(action, charges) };
         if claims.debts.is_empty() {
             return self.store.decide_all(action, charges).await;

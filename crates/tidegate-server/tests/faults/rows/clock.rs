@@ -55,7 +55,7 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
     let left = monitor.last_call().expect("it was asked before").max(promoted);
     let there = run.back_after(left, |_| true).map(|time| left + time - promoted);
     row.within("following", there, SECOND);
-    row.check_store_decides(&run, promoted + 2 * SECOND, Instant::now());
+    row.check_store_decides(&run, &fleet, promoted + 2 * SECOND, Instant::now());
     let mut longest = Duration::ZERO;
     for policy in ALGORITHMS {
         let by_new_primary = |record: &&Record| record.by_store() && record.sent >= left;

@@ -29,7 +29,7 @@ fn sentinels_promote_the_replica_of_a_stopped_primary() {
 
         row.check(&run, &fleet, 2, &[&watched.replica]);
         row.within("following", run.back_after(promoted, |_| true), SECOND);
-        row.check_store_decides(&run, promoted + 2 * SECOND, Instant::now());
+        row.check_store_decides(&run, &fleet, promoted + 2 * SECOND, Instant::now());
         row.check_old_primary(&monitor, awake);
     });
 }
@@ -68,7 +68,7 @@ fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
         row.figure("promotion", format_args!("{} ms", (promoted - gone).as_millis()));
         let here = |stream: &Stream| !elsewhere.contains(&stream.key);
         row.within("following", run.back_after(promoted, here), SECOND);
-        row.check_store_decides(&run, promoted + 2 * SECOND, Instant::now());
+        row.check_store_decides(&run, &fleet, promoted + 2 * SECOND, Instant::now());
         let fallen = run.sent_between(gone, promoted).filter(|record| !record.by_store());
         let fallen = fallen.filter(|record| !here(run.stream(record))).count();
         row.require(fallen == 0, || format!("{fallen} decisions without the store for keys of nodes that live"));
@@ -98,7 +98,7 @@ fn turn_read_only(row: &mut Row, swap: impl Fn(&Watched) -> Instant) {
 
     row.check(&run, &fleet, 2, &[&watched.replica]);
     row.within("rediscovered", run.back_after(swapped, |_| true), SECOND);
-    row.check_store_decides(&run, swapped + 2 * SECOND, Instant::now());
+    row.check_store_decides(&run, &fleet, swapped + 2 * SECOND, Instant::now());
     let calls = monitor.calls_after(swapped + SECOND);
     row.require(calls == 0, || format!("{calls} calls to the old primary after a second"));
 }
@@ -122,6 +122,6 @@ fn a_single_server_is_read_only_for_a_while() {
         row.check(&run, &fleet, 3, &[&redis]);
         row.check_outage(&run, gone, back);
         row.within("back", run.back_after(back, |_| true), SECOND);
-        row.check_store_decides(&run, back + 2 * SECOND, Instant::now());
+        row.check_store_decides(&run, &fleet, back + 2 * SECOND, Instant::now());
     });
 }

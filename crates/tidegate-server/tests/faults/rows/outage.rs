@@ -27,7 +27,7 @@ fn redis_stopped_for_ten_seconds() {
         row.check(&run, &fleet, 2, &[&redis]);
         row.check_outage(&run, stopped, resumed);
         row.within("back", run.back_after(resumed, |_| true), SECOND);
-        row.check_store_decides(&run, resumed + 2 * SECOND, Instant::now());
+        row.check_store_decides(&run, &fleet, resumed + 2 * SECOND, Instant::now());
         // Who asked while it was stopped was told that nobody could decide. What lay in its socket must not be charged now.
         row.check_ledger(&run, fleet.charged("hot"), Some((stopped, resumed.checked_sub(TIMEOUT).expect("later"))));
     });
@@ -56,7 +56,7 @@ fn redis_killed_and_restarted_empty() {
         row.within("breaker open", run.shown_after(killed, Sample::breaker_is_open), SECOND);
         row.within("p99 away", Some(run.p99(killed + SECOND / 2, returning)), AT_ONCE);
         row.within("back", run.back_after(returned, |_| true), SECOND);
-        row.check_store_decides(&run, returned + 2 * SECOND, Instant::now());
+        row.check_store_decides(&run, &fleet, returned + 2 * SECOND, Instant::now());
         let seen =
             run.records.iter().filter(|record| record.trouble.as_deref().is_some_and(|text| text.contains("NOSCRIPT")));
         let seen = seen.count();

@@ -49,7 +49,7 @@ fn refuse(
         row.require(clear == 1, || format!("instance {instance} names the reason {clear} times: {lines:#?}"));
     }
     row.within("back", run.back_after(mended, |_| true), 3 * SECOND);
-    row.check_store_decides(&run, mended + 3 * SECOND, Instant::now());
+    row.check_store_decides(&run, &fleet, mended + 3 * SECOND, Instant::now());
     let told = fleet.instances.iter().any(|service| service.output().contains(SECRET));
     row.insist(!told, || "the password is in the log".to_owned());
     run

@@ -27,7 +27,7 @@ fn scripts_flushed_every_100_ms() {
 
         row.store_was_late(pulse.finish());
         row.check(&run, &fleet, 1, &[&redis]);
-        row.check_store_decides(&run, start, Instant::now());
+        row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
         let errors = fleet.metric("tidegate_store_errors_total");
         row.require(errors == errors_before, || format!("errors of the store: {errors_before:?}, then {errors:?}"));

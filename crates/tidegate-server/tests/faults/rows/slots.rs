@@ -39,7 +39,7 @@ fn the_hot_slot_moves_under_load() {
         row.store_was_late(pulse.finish());
         let primaries = cluster.primaries();
         row.check(&run, &fleet, 1, &primaries);
-        row.check_store_decides(&run, start, Instant::now());
+        row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
         let across = run.most_admitted_ever("across", WINDOW);
         row.insist(across <= PAIR, || format!("{across} admitted across slots, and {PAIR} is the limit"));

@@ -154,13 +154,13 @@ impl Owed {
     }
 
     /// The debts of these charges, to be paid along with them.
-    pub(super) fn claim(&self, charges: &[Charge<'_>]) -> Result<Claims<'_>, Busy> {
+    pub(super) fn claim(&self, charges: &[Charge<'_>], now: u64) -> Result<Claims<'_>, Busy> {
         let mut claims = Claims { owed: self, debts: Vec::new() };
         let local = charges.iter().enumerate().filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
         for (place, charge) in local {
             let hash = self.hash(charge.key(), charge.policy_name());
             let mut table = self.lock_of(hash);
-            let Some(debt) = table.find_mut(hash, |debt| debt.is_of(charge)) else { continue };
+            let Some(debt) = table.find_mut(hash, |debt| debt.is_of(charge) && debt.until > now) else { continue };
             // What was claimed before this one is let go again.
             if std::mem::replace(&mut debt.claimed, true) {
                 return Err(Busy);
@@ -171,10 +171,11 @@ impl Owed {
     }
 
     /// Whether somebody is about to pay the debt of one of these keys.
-    pub(super) fn is_busy(&self, charges: &[Charge<'_>]) -> bool {
+    pub(super) fn is_busy(&self, charges: &[Charge<'_>], now: u64) -> bool {
         charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local).any(|charge| {
             let hash = self.hash(charge.key(), charge.policy_name());
-            self.lock_of(hash).find(hash, |debt| debt.is_of(charge)).is_some_and(|debt| debt.claimed)
+            let debt = |debt: &Debt| debt.is_of(charge) && debt.until > now;
+            self.lock_of(hash).find(hash, debt).is_some_and(|debt| debt.claimed)
         })
     }
 
