@@ -9,7 +9,9 @@
 //! by the sweep of whole shards; if every key there still counts for somebody, the new one is refused.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use spin::mutex::SpinMutexGuard;
 
 use self::shard::{Locked, Shard};
 use self::table::Table;
@@ -219,7 +221,7 @@ impl MemoryStore {
         action: Action,
         charge: &Charge<'_>,
         fingerprint: Fingerprint,
-        mut table: MutexGuard<'a, Table>,
+        mut table: SpinMutexGuard<'a, Table>,
     ) -> Result<Decision, StoreError> {
         let shard = self.shard(fingerprint);
         let mut room = Room::new(self);

@@ -1,7 +1,9 @@
 //! [`Shard`]: a table behind its lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use spin::mutex::{SpinMutex, SpinMutexGuard};
 
 use super::SHARDS;
 use super::table::Table;
@@ -14,7 +16,7 @@ const LOOKS_AT_A_LOCK: u32 = 10;
 #[derive(Debug)]
 #[repr(align(64))]
 pub(super) struct Shard {
-    table: Mutex<Table>,
+    table: SpinMutex<Table>,
     /// No key of the shard expires before this time. May be too early, never too late.
     pub(super) next_expiry: AtomicU64,
 }
@@ -23,34 +25,32 @@ const _: () = assert!(size_of::<Shard>() == 64);
 
 impl Default for Shard {
     fn default() -> Self {
-        Self { table: Mutex::default(), next_expiry: AtomicU64::new(u64::MAX) }
+        Self { table: SpinMutex::default(), next_expiry: AtomicU64::new(u64::MAX) }
     }
 }
 
 impl Shard {
     #[inline]
-    pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.try_lock().unwrap_or_else(|_| self.lock_soon())
+    pub(super) fn lock(&self) -> SpinMutexGuard<'_, Table> {
+        self.table.try_lock().unwrap_or_else(|| self.lock_soon())
     }
 
-    /// Who holds a lock needs it for some nanoseconds only. So a few looks, far apart, before the thread is put to sleep. The
-    /// mutex's own wait looks all the time, and each look takes the cache line from who works on it: on one key, two
-    /// threads get twice as many decisions like this.
+    /// Who holds a lock needs it for some nanoseconds only. So a few looks, far apart: each takes the cache line from who works
+    /// on it. Who is held up for longer waits for a thread that the system has put aside, and lets others run.
     #[cold]
-    fn lock_soon(&self) -> MutexGuard<'_, Table> {
-        for look in 0..LOOKS_AT_A_LOCK {
-            if look < 3 {
-                (0..16 << look).for_each(|_| std::hint::spin_loop());
-            } else {
-                std::thread::yield_now();
+    fn lock_soon(&self) -> SpinMutexGuard<'_, Table> {
+        let mut look = 0;
+        loop {
+            match look {
+                0..3 => (0..16 << look).for_each(|_| std::hint::spin_loop()),
+                3..LOOKS_AT_A_LOCK => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(50)),
             }
-            if let Ok(table) = self.table.try_lock() {
+            if let Some(table) = self.table.try_lock() {
                 return table;
             }
+            look += 1;
         }
-        // A panic elsewhere cannot leave an entry half written: states are written whole.
-        self.table.clear_poison();
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many entries there were, and how many of them have expired and are gone.
@@ -63,7 +63,7 @@ impl Shard {
     }
 }
 
-pub(super) struct Locked<'a>(pub(super) Vec<(usize, MutexGuard<'a, Table>)>);
+pub(super) struct Locked<'a>(pub(super) Vec<(usize, SpinMutexGuard<'a, Table>)>);
 
 impl Locked<'_> {
     pub(super) fn table(&mut self, fingerprint: Fingerprint) -> &mut Table {
