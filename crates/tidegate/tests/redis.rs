@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use support::{LONG, PATIENCE, Redis, every_quota, packed};
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Error, Limiter, ManualClock, Quota, RedisStore, StoreError};
+use tidegate::{Algorithm, Charge, Error, Limiter, ManualClock, Quota, RedisStore, StoreError};
 
 const MINUTE: Duration = Duration::from_secs(60);
 /// Seeds that once showed a difference, on whichever store.
@@ -96,6 +96,38 @@ async fn each_algorithm_has_its_representation() {
     }
     let window: String = redis.query(&["GET", "rate_limit:{u}:fixed-window-8640000s"]);
     assert!(window.starts_with("1:"), "{window}");
+}
+
+/// While a new configuration is rolled out, some instances go by the old one.
+#[tokio::test]
+async fn two_algorithms_on_one_count_do_not_make_each_other_forget() {
+    let redis = Redis::start();
+    let (one, other) = (redis.limiter().await, redis.limiter().await);
+    let quotas = every_quota(3, LONG);
+    for (at, old) in quotas.iter().enumerate() {
+        for (beside, new) in quotas.iter().enumerate().filter(|(beside, _)| *beside != at) {
+            let key = format!("{at}-{beside}");
+            let (old, new) = (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+            let (mut by_old, mut by_new) = (0, 0);
+            for _ in 0..10 {
+                by_old += usize::from(one.acquire(&old).await.expect("decided").allowed);
+                by_new += usize::from(other.acquire(&new).await.expect("decided").allowed);
+            }
+            let as_one = matches!(old.quota().algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
+                && matches!(new.quota().algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
+            assert_eq!(by_old + by_new, if as_one { 3 } else { 6 }, "{old:?} and {new:?}");
+            one.refund(&new).await.expect("refunded");
+            assert!(one.acquire(&new).await.expect("decided").allowed);
+            one.reset(&new).await.expect("reset");
+            for charge in [&old, &new] {
+                assert!(
+                    one.acquire(charge).await.expect("decided").allowed,
+                    "forgotten: {charge:?} of {old:?} and {new:?}"
+                );
+            }
+        }
+    }
+    redis.assert_every_key_expires();
 }
 
 #[tokio::test]

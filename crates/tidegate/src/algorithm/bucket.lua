@@ -22,6 +22,8 @@ local function drain_micros(quota)
 end
 
 local bucket = {
+  aside = 'bucket',
+
   load = function(key, quota)
     local window, burst = quota.window, quota.option
     local state = {level = 0, part = 0}
@@ -30,7 +32,10 @@ local bucket = {
       state.foreign = true
       return state
     end
-    if stored[1] ~= 'bucket' then return state end
+    if stored[1] ~= 'bucket' then
+      state.foreign = stored[1]
+      return state
+    end
     local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
     -- A limit was lowered, and the key would expire before it has drained.
     state.short_lived = tonumber(stored[5]) < time + drain_micros(quota)
@@ -93,7 +98,6 @@ local bucket = {
   end,
 
   save = function(key, state, quota)
-    if state.foreign then call('DEL', key) end
     if not quota.expires then
       -- The same for all buckets of this quota. To write a number down costs as much as a small command.
       local drained = now + drain_micros(quota)

@@ -5,11 +5,14 @@
 --   GET rate_limit:{user123}:per-user   ->   "7:1700000000000000"
 
 algorithms['fixed-window'] = {
+  aside = 'window',
+
   load = function(key, quota)
     local state = {start = now - now % quota.window, count = 0}
     local value = read('GET', key)
     local count, start = string.match(value or '', '^(%d+):(%d+)$')
     start = tonumber(start)
+    state.foreign = value ~= false and not start
     if start and start + quota.window > now then
       state.stepped_back = start > now
       state.start, state.count = math.min(start, now), tonumber(count)

@@ -12,13 +12,17 @@ local function elapsed_until(previous, room, window)
 end
 
 algorithms['sliding-counter'] = {
+  aside = 'counter',
+
   load = function(key, quota)
     local window = quota.window
     local state = {start = now - now % window, current = 0, previous = 0}
     local stored = read('HMGET', key, 'kind', 'start', 'current', 'previous')
     if not stored then
       state.foreign = true
-    elseif stored[1] == 'counter' then
+    elseif stored[1] ~= 'counter' then
+      state.foreign = stored[1]
+    else
       local start, current = tonumber(stored[2]), tonumber(stored[3])
       if start + window > now then
         state.stepped_back = start > now
@@ -74,7 +78,6 @@ algorithms['sliding-counter'] = {
   end,
 
   save = function(key, state, quota)
-    if state.foreign then call('DEL', key) end
     call('HSET', key, 'kind', 'counter', 'start', state.start, 'current', state.current, 'previous', state.previous)
     call('PEXPIREAT', key, expiry(state.start + 2 * quota.window))
   end,

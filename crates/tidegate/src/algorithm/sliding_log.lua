@@ -42,6 +42,7 @@ local function renumber(key, state)
 end
 
 algorithms['sliding-log'] = {
+  aside = 'log',
   counts_denied = true,
 
   -- total: of the newest member; units: those in the window; spent, refunded: what save() has to write.
@@ -103,7 +104,6 @@ algorithms['sliding-log'] = {
   end,
 
   save = function(key, state, quota)
-    if state.foreign then call('DEL', key) end
     if not quota.expires then
       quota.edge = quota.edge or whole(now - quota.window)
       quota.now, quota.expires = whole(now), whole(expiry(now + quota.window))

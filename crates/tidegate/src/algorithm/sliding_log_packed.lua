@@ -230,6 +230,7 @@ local function prepare(quota)
 end
 
 algorithms['sliding-log-packed'] = {
+  aside = 'packed',
   counts_denied = true,
 
   -- short: the string; live: the oldest request in the window, from 0; units: those in the window; spent, refunded: what
@@ -239,17 +240,18 @@ algorithms['sliding-log-packed'] = {
     local text
     if quota.limit <= 120 then
       -- It is short, but just after a limit was lowered.
-      text = read('GET', key) or ''
+      text = read('GET', key)
     else
-      text = read('GETRANGE', key, 0, FIRST_READ - 1) or ''
+      text = read('GETRANGE', key, 0, FIRST_READ - 1)
     end
-    local magic, width = string.byte(text, 1, 2)
+    local magic, width = string.byte(text or '', 1, 2)
     if magic ~= SHORT or #text <= SHORT_HEADER_SIZE then
       if magic == LONG and #text >= LONG_HEADER_SIZE then
         long_form = long_form or make_long_form()
         return long_form.load(key, text, quota)
       end
-      return {short = '', width = quota.width, newest = 0, live = 0, units = 0, spent = 0, refunded = 0}
+      local foreign = text == nil or magic ~= nil
+      return {short = '', width = quota.width, newest = 0, live = 0, units = 0, spent = 0, refunded = 0, foreign = foreign}
     end
     local newest, count, live = unpack_struct('<I8', text, 3), (#text - SHORT_HEADER_SIZE) / width, 0
     local format, modulus = quota.time_format, quota.modulus

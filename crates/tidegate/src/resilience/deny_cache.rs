@@ -28,7 +28,9 @@ const MOST_COMPANIONS: usize = 8;
 /// A store around a store that answers a denial again, without asking, for as long as it surely holds.
 ///
 /// Who is denied and keeps asking then costs the store nothing. An answer from here has [`Source::DenyCache`]; its
-/// `retry_after` and `reset_after` go down as time goes by, its `remaining` is what the store told.
+/// `retry_after` and `reset_after` go down as time goes by, its `remaining` is what the store told (of a bucket, what has come
+/// back since is in it). What this instance admits meanwhile, to who asks for less, makes it ask the store again; of what others
+/// admit it does not know: then the wait that it tells may be too short.
 ///
 /// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied, and for less time than
 ///   the store said, so that no answer could have been an admission. (Who asks for ever other costs is answered by the denial
@@ -239,15 +241,30 @@ impl<S: Store> Inner<S> {
 
     /// The store is about to be asked by these quotas.
     fn ask_by(&self, action: Action, names: impl IntoIterator<Item = Name>) {
-        if matches!(action, Action::Acquire | Action::Take) {
-            names.into_iter().for_each(|name| self.table.forget_other_quotas(name));
+        match action {
+            Action::Acquire => names.into_iter().for_each(|name| self.table.forget_other_quotas(name)),
+            // Whatever it takes, those who wait have to wait longer.
+            Action::Take => names.into_iter().for_each(|name| self.table.forget(name.count())),
+            _ => {}
         }
     }
 
     /// The store has answered.
-    fn after(self: &Arc<Self>, sent: u64, tickets: &[Ticket], charges: &[Charge<'_>], decisions: &[Decision]) {
+    fn after(
+        self: &Arc<Self>,
+        action: Action,
+        sent: u64,
+        tickets: &[Ticket],
+        charges: &[Charge<'_>],
+        decisions: &[Decision],
+    ) {
         let is_denial = |decision: &Decision| !decision.allowed && decision.source == Source::Store;
         if tickets.is_empty() || !decisions.iter().any(is_denial) {
+            if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
+                for ticket in tickets {
+                    self.table.admitted(*ticket);
+                }
+            }
             return;
         }
         let received = self.now().max(sent);
@@ -347,7 +364,7 @@ impl<S: Store> Store for DenyCache<S> {
         let freeing = Freeing::begin(inner, action, charges);
         let decision = inner.store.decide(action, charge).await?;
         drop(freeing);
-        inner.after(sent, tickets.as_slice(), charges, std::slice::from_ref(&decision));
+        inner.after(action, sent, tickets.as_slice(), charges, std::slice::from_ref(&decision));
         Ok(decision)
     }
 
@@ -360,7 +377,7 @@ impl<S: Store> Store for DenyCache<S> {
         let freeing = Freeing::begin(inner, action, charges);
         let decisions = inner.store.decide_all(action, charges).await?;
         drop(freeing);
-        inner.after(sent, tickets.as_slice(), charges, &decisions);
+        inner.after(action, sent, tickets.as_slice(), charges, &decisions);
         Ok(decisions)
     }
 

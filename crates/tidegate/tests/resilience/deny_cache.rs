@@ -84,6 +84,41 @@ async fn only_the_same_count_quota_and_cost_is_denied() {
 }
 
 #[tokio::test]
+async fn what_was_admitted_since_is_in_the_wait() {
+    for algorithm in Algorithm::ALL {
+        let clock = ManualClock::new();
+        let (_, limiter) = counted(&clock);
+        let quota = Quota::new(algorithm, 10, Duration::from_secs(10)).expect("valid");
+        let charge = Charge::new("u", &quota);
+        assert!(limiter.acquire(&charge.cost(5)).await.expect("decided").allowed);
+        assert!(!limiter.acquire(&charge.cost(10)).await.expect("decided").allowed);
+        assert_eq!(limiter.peek(&charge.cost(10)).await.expect("decided").source, Source::DenyCache);
+        clock.advance(Duration::from_secs(1));
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        let denied = limiter.acquire(&charge.cost(10)).await.expect("decided");
+        assert!(!denied.allowed);
+        clock.advance(denied.retry_after);
+        assert!(limiter.acquire(&charge.cost(10)).await.expect("decided").allowed, "{algorithm}: {denied:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_bucket_that_drains_has_more_left() {
+    let clock = ManualClock::new();
+    let (store, limiter) = counted(&clock);
+    let quota = Quota::token_bucket(10, Duration::from_secs(10)).expect("valid");
+    let charge = Charge::new("u", &quota);
+    assert!(limiter.acquire(&charge.cost(10)).await.expect("decided").allowed);
+    assert_eq!(limiter.acquire(&charge.cost(9)).await.expect("decided").remaining, 0);
+    for (millis, remaining) in [(999, 0), (1, 1), (1_999, 2), (1, 3)] {
+        clock.advance(Duration::from_millis(millis));
+        let denied = limiter.acquire(&charge.cost(9)).await.expect("decided");
+        assert_eq!((denied.source, denied.remaining), (Source::DenyCache, remaining));
+    }
+    assert_eq!(store.calls(), 2, "the store was not asked");
+}
+
+#[tokio::test]
 async fn many_costs_of_one_count_are_denied_by_a_lower_one() {
     let clock = ManualClock::new();
     let (store, limiter) = counted(&clock);

@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
-use crate::algorithm::Verdict;
+use crate::algorithm::{Algorithm, Verdict};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
+use crate::quota::Quota;
 use crate::resilience::random;
 use crate::store::news::CountId;
 
@@ -79,11 +80,19 @@ pub(super) struct Name {
     fingerprint: u128,
 }
 
+impl Name {
+    pub(super) fn count(self) -> CountId {
+        self.count
+    }
+}
+
 /// What was known before the store was asked.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ticket {
     pub(super) name: Name,
     generation: u64,
+    /// There are denials of other costs.
+    has_others: bool,
 }
 
 /// A denial, and what was left of all charges of the request; or what to come back with once the store has answered.
@@ -98,6 +107,13 @@ pub(super) struct Denial {
     pub(super) sent: u64,
     pub(super) received: u64,
     pub(super) companions: Option<Box<Companions>>,
+}
+
+impl Shard {
+    fn ticket(&self, name: Name, set: usize) -> Ticket {
+        let has_others = self.sets[set].iter().any(|entry| entry.fingerprint == name.fingerprint);
+        Ticket { name, generation: self.generation, has_others }
+    }
 }
 
 impl Entry {
@@ -121,11 +137,12 @@ impl Entry {
     }
 
     fn decision(&self, charge: &Charge<'_>, now: u64) -> Decision {
+        let reset_after = self.reset_at.saturating_sub(now);
         let verdict = Verdict {
             allowed: false,
-            remaining: self.remaining,
+            remaining: remaining(charge.quota(), self.remaining, reset_after),
             retry_after: self.retry_at.saturating_sub(now),
-            reset_after: self.reset_at.saturating_sub(now),
+            reset_after,
             delay: 0,
         };
         verdict.into_decision(charge.quota(), Source::DenyCache)
@@ -135,7 +152,8 @@ impl Entry {
 impl Left {
     pub(super) fn decision(self, charge: &Charge<'_>, now: u64) -> Decision {
         let reset_after = self.reset_at.saturating_sub(now);
-        let verdict = Verdict { remaining: self.remaining, reset_after, ..Verdict::untouched(charge.quota()) };
+        let remaining = remaining(charge.quota(), self.remaining, reset_after);
+        let verdict = Verdict { remaining, reset_after, ..Verdict::untouched(charge.quota()) };
         verdict.into_decision(charge.quota(), Source::DenyCache)
     }
 }
@@ -200,7 +218,7 @@ impl Table {
     pub(super) fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
         let (mut shard, set) = self.lock(name.count);
         let Some(entry) = covering(&mut shard.sets[set], name, charge.units(), now) else {
-            return Err(Ticket { name, generation: shard.generation });
+            return Err(shard.ticket(name, set));
         };
         entry.used = true;
         let companions = entry.companions.as_ref().filter(|companions| request == Some(companions.request));
@@ -208,8 +226,16 @@ impl Table {
     }
 
     pub(super) fn ticket(&self, name: Name) -> Ticket {
-        let (shard, _) = self.lock(name.count);
-        Ticket { name, generation: shard.generation }
+        let (shard, set) = self.lock(name.count);
+        shard.ticket(name, set)
+    }
+
+    /// It was admitted: what was told to those who asked for more has become too short a wait.
+    pub(super) fn admitted(&self, ticket: Ticket) {
+        if ticket.has_others {
+            let Name { count, fingerprint } = ticket.name;
+            self.forget_if(count, false, |entry| entry.fingerprint == fingerprint);
+        }
     }
 
     /// Keeps a denial, unless something has happened since it was asked for that may have made it wrong.
@@ -303,6 +329,16 @@ fn covering(set: &mut [Entry], name: Name, cost: u64, now: u64) -> Option<&mut E
     found.filter(|_| lower >= COSTS).map(|at| &mut set[at])
 }
 
+/// What is left by now of what the store told. A bucket's level follows from when it will have drained; of other counts nobody
+/// knows when which unit leaves, so it stays as told: not more than there is.
+fn remaining(quota: &Quota, told: u64, reset_after: u64) -> u64 {
+    if !matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+        return told;
+    }
+    let level = (u128::from(reset_after) * u128::from(quota.limit())).div_ceil(u128::from(quota.window_micros()));
+    quota.burst().saturating_sub(u64::try_from(level).unwrap_or(u64::MAX)).max(told)
+}
+
 /// The first to go is what has expired, then what was of no use lately; of these what expires first.
 fn make_room(set: &mut Vec<Entry>, now: u64) {
     if set.iter().any(|entry| entry.until <= now) {
@@ -342,7 +378,6 @@ fn micros(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quota::Quota;
 
     #[test]
     fn a_name_tells_key_policy_and_quota_apart_and_its_count_is_the_one_of_the_news() {

@@ -52,10 +52,23 @@ local function save(key, state, quota)
   end
 end
 
--- Grants as many of these equal acquires as there is room for: read once, written once.
-local function grant(key, quota, cost, times)
+-- The state of a key, and where it is kept. Where another algorithm counts, it goes on undisturbed, and this one counts beside
+-- it: while a new configuration is rolled out some instances still go by the old one, and if each forgot what the other has
+-- counted, nobody would be denied. What is not counted on expires.
+local function load(key, quota)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
+  if state.foreign then
+    key = key .. ':' .. algorithm.aside
+    state = algorithm.load(key, quota)
+  end
+  return state, key
+end
+
+-- Grants as many of these equal acquires as there is room for: read once, written once.
+local function grant(key, quota, cost, times)
+  local algorithm, state = quota.algorithm, nil
+  state, key = load(key, quota)
   local remaining = algorithm.remaining(state, quota)
   local granted
   if times == 1 then
@@ -126,7 +139,7 @@ local function make_together()
       local algorithm = quota.algorithm
       local charge = {key = KEYS[key], algorithm = algorithm, quota = quota, cost = tonumber(ARGV[at + 1])}
       if action ~= 'reset' then
-        charge.state = algorithm.load(charge.key, quota)
+        charge.state, charge.key = load(charge.key, quota)
         charge.remaining = algorithm.remaining(charge.state, quota)
         if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
         together = together and charge.cost <= charge.remaining
@@ -137,7 +150,7 @@ local function make_together()
     for i = 1, count do
       local charge = charges[i]
       if action == 'reset' then
-        call('DEL', charge.key)
+        call('DEL', charge.key, charge.key .. ':' .. charge.algorithm.aside)
         answer(1, 0, 0, 0, 0)
       elseif action == 'refund' then
         if not charge.algorithm.is_empty(charge.state) then
