@@ -2,12 +2,16 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::{Deserialize, Deserializer, de};
 use tidegate::{Algorithm, Decision, Encoding, Quota};
 
 use crate::engine::Answer;
+use crate::forward_auth::plain_host;
 
 /// A question, in one of three forms: a policy and a key; attributes; a key and a quota.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
@@ -22,12 +26,75 @@ pub(crate) struct AskBody<'a> {
     #[schema(value_type = Option<String>, min_length = 1, max_length = 512)]
     pub(crate) key: Option<Text<'a>>,
     /// What is known of the request; the policies that apply are found by it.
-    pub(crate) attributes: Option<BTreeMap<String, String>>,
+    #[schema(value_type = Option<BTreeMap<String, String>>)]
+    pub(crate) attributes: Option<AttributesBody>,
     /// A quota of the caller's own; with `key`.
-    pub(crate) quota: Option<QuotaBody>,
+    #[schema(value_type = Option<QuotaBody>)]
+    pub(crate) quota: Option<Object<QuotaBody>>,
     /// How many units it takes; as the policy says by default, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
+}
+
+/// A JSON object with the fields of this type. (serde would also take an array of its values.)
+#[derive(Debug)]
+pub(crate) struct Object<T>(pub(crate) T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> de::Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, fields: A) -> Result<Object<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(Object)
+            }
+        }
+        deserializer.deserialize_map(Fields(PhantomData))
+    }
+}
+
+/// Attributes by name, each once. Names of headers are told in any case, a host in any of the ways to write it.
+#[derive(Debug, Default)]
+pub(crate) struct AttributesBody(pub(crate) BTreeMap<String, String>);
+
+impl AttributesBody {
+    fn name(name: String) -> String {
+        if name.starts_with("header.") { name.to_ascii_lowercase() } else { name }
+    }
+}
+
+impl<'de> Deserialize<'de> for AttributesBody {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Pairs;
+        impl<'de> de::Visitor<'de> for Pairs {
+            type Value = AttributesBody;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object of names and texts")
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, mut pairs: A) -> Result<AttributesBody, A::Error> {
+                let mut all = BTreeMap::new();
+                while let Some((name, mut value)) = pairs.next_entry::<String, String>()? {
+                    let name = AttributesBody::name(name);
+                    if name == "host" {
+                        value = plain_host(&value);
+                    }
+                    if all.contains_key(&name) {
+                        return Err(de::Error::custom(format_args!("{name:?} is there twice")));
+                    }
+                    all.insert(name, value);
+                }
+                Ok(AttributesBody(all))
+            }
+        }
+        deserializer.deserialize_map(Pairs)
+    }
 }
 
 /// A string, not copied where JSON has it as it is. (serde's own `Option<Cow<str>>` always copies.)
@@ -69,8 +136,10 @@ impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
 #[serde(deny_unknown_fields)]
 pub(crate) struct QuotaBody {
     /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
+    #[schema(value_type = Option<Algorithms>)]
     algorithm: Option<String>,
     /// For sliding-log: sorted-set (default) or packed.
+    #[schema(value_type = Option<Encodings>)]
     encoding: Option<String>,
     /// For sliding-log: denied requests count as well.
     count_denied: Option<bool>,
@@ -110,6 +179,39 @@ impl QuotaBody {
     }
 }
 
+/// How units are counted.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+#[expect(dead_code, reason = "it describes the API")]
+pub(crate) enum Algorithms {
+    SlidingLog,
+    SlidingCounter,
+    FixedWindow,
+    TokenBucket,
+    LeakyBucket,
+}
+
+/// How Redis keeps a sliding-log.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+#[expect(dead_code, reason = "it describes the API")]
+pub(crate) enum Encodings {
+    SortedSet,
+    Packed,
+}
+
+/// Who decided: the store, its remembered denial, this instance in its place, or the policy's word for when it fails.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+#[expect(dead_code, reason = "it describes the API")]
+pub(crate) enum Sources {
+    Store,
+    DenyCache,
+    Local,
+    Allow,
+    Deny,
+}
+
 /// What is decided, the most restrictive decision on top.
 #[derive(utoipa::ToSchema)]
 #[expect(dead_code, reason = "it describes the API; `to_json` writes it")]
@@ -137,7 +239,8 @@ pub(crate) struct DecisionBody<'a> {
     reset_after_ms: u64,
     /// How long an admitted request waits for its turn.
     delay_ms: u64,
-    /// Who decided: store, deny-cache, local, allow, deny.
+    /// Who decided.
+    #[schema(value_type = Sources)]
     source: &'static str,
 }
 
@@ -198,7 +301,10 @@ pub(crate) fn of_answer(answer: &Answer<'_>) -> Vec<u8> {
     let decisions = answer.lines.iter().map(|line| DecisionBody::new(line.policy, &line.decision));
     let leading = match answer.leading() {
         // A policy in shadow mode may deny; the request passes all the same.
-        Some(line) => DecisionBody { allowed: answer.allowed(), ..DecisionBody::new(line.policy, &line.decision) },
+        Some(line) if answer.allowed() => {
+            DecisionBody { allowed: true, retry_after_ms: 0, ..DecisionBody::new(line.policy, &line.decision) }
+        }
+        Some(line) => DecisionBody { allowed: false, ..DecisionBody::new(line.policy, &line.decision) },
         None => DecisionBody {
             allowed: true,
             policy: None,
@@ -242,6 +348,26 @@ fn millis(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_question_is_an_object_and_says_each_thing_once() {
+        fn parse(text: &str) -> Result<Object<AskBody<'_>>, String> {
+            serde_json::from_str(text).map_err(|error| error.to_string())
+        }
+        let attributes = parse(r#"{"attributes": {"header.X-User": "U", "host": "A.Example.com:8080", "Path": "/"}}"#);
+        let attributes = attributes.expect("a question").0.attributes.expect("attributes").0;
+        let expected = [("Path", "/"), ("header.x-user", "U"), ("host", "a.example.com")];
+        assert!(attributes.iter().map(|(name, value)| (name.as_str(), value.as_str())).eq(expected));
+        for (text, reason) in [
+            (r#"["p", "k", null, null, 1]"#, "expected a JSON object"),
+            (r#"{"key": "k", "quota": ["sliding-log", null, null, 5, "1s", null]}"#, "expected a JSON object"),
+            (r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#, "\"header.a\" is there twice"),
+            (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is there twice"),
+        ] {
+            let error = parse(text).expect_err(text);
+            assert!(error.contains(reason), "{text}: {error}");
+        }
+    }
 
     #[test]
     fn a_part_of_a_millisecond_is_a_whole_one() {

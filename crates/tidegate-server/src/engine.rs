@@ -31,6 +31,10 @@ pub(crate) struct Engine {
     started: Instant,
 }
 
+/// The policy in metrics of questions that bring their own quota: their quotas are the callers' to choose, and would be labels
+/// without end.
+const OWN_QUOTA: &str = "(quota)";
+
 /// What a reload replaces, whole.
 pub(crate) struct Live {
     pub(crate) client_ip: ClientIp,
@@ -39,6 +43,8 @@ pub(crate) struct Live {
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     /// By policy and by rule: found without a lock.
     outcomes: HashMap<String, Arc<Outcomes>>,
+    /// Of all questions that bring their own quota.
+    own_quotas: Arc<Outcomes>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
@@ -139,8 +145,8 @@ impl<'a> Line<'a> {
 
     /// The denial of a policy whose key the request lacks. No wait helps.
     fn without_key(policy: &'a Policy) -> Self {
-        let decision = policy.without_key();
-        Self { policy: policy.name(), quota: policy.quota(), decision, shadow: false }
+        let (decision, shadow) = (policy.without_key(), policy.mode() == Mode::Shadow);
+        Self { policy: policy.name(), quota: policy.quota(), decision, shadow }
     }
 }
 
@@ -198,7 +204,7 @@ impl Engine {
                     .policy(policy.name())
                     .cost(cost.unwrap_or_else(|| policy.usual_cost()))
                     .on_store_failure(policy.store_failure());
-                self.ask_policies(action, start, live, &[(policy, charge)]).await?
+                self.ask_policies(action, start, live, &[(policy, charge)], &[]).await?
             }
             Ask::Attributes { attributes, only, cost } => {
                 let selection = match only {
@@ -216,12 +222,16 @@ impl Engine {
                 } else {
                     let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
                     let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
-                    self.ask_policies(action, start, live, &charges).await?
+                    self.ask_policies(action, start, live, &charges, &selection.turned_away_in_shadow).await?
                 }
             }
             Ask::Quota { key, quota, cost } => {
                 let charge = Charge::new(key, quota).cost(cost);
                 let decision = self.counts.decide(action, &charge).await?;
+                if action == Action::Acquire {
+                    self.metrics.count_source(decision.source);
+                    live.own_quotas.count(decision.allowed, false);
+                }
                 Answer::new(vec![Line { policy: quota.unnamed_policy(), quota, decision, shadow: false }])
             }
         };
@@ -231,13 +241,15 @@ impl Engine {
         Ok(answer)
     }
 
-    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and only if the request passes.
+    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and only if the request passes, or has
+    /// `turned_away` the request without being asked.
     async fn ask_policies<'a>(
         &self,
         action: Action,
         start: Instant,
         live: &Live,
         charges: &[(&'a Policy, Charge<'_>)],
+        turned_away: &[&'a Policy],
     ) -> Result<Answer<'a>, AskError> {
         let is_shadow = |policy: &Policy| policy.mode() == Mode::Shadow;
         let mut lines = Vec::with_capacity(charges.len());
@@ -258,10 +270,14 @@ impl Engine {
         for (policy, charge) in charges.iter().filter(|(policy, _)| is_shadow(policy)) {
             let action = if action == Action::Acquire && !passes { Action::Peek } else { action };
             // What is only looked at must neither fail a request nor make it wait longer.
-            if let Some(Ok(decision)) = in_time(self.counts.deadline(start), self.counts.decide(action, charge)).await {
-                lines.push(Line::new(policy, charge.key(), decision));
+            match in_time(self.counts.deadline(start), self.counts.decide(action, charge)).await {
+                Some(Ok(decision)) => lines.push(Line::new(policy, charge.key(), decision)),
+                // Enforced, it would refuse the request: a cost above all that there is.
+                Some(Err(Error::Charge(_))) => lines.push(Line::without_key(policy)),
+                _ => {}
             }
         }
+        lines.extend(turned_away.iter().map(|policy| Line::without_key(policy)));
         if action == Action::Acquire {
             self.count(live, start, charges, &lines);
         }
@@ -302,6 +318,7 @@ impl Live {
             envoy: config.envoy,
             tls: config.tls,
             outcomes,
+            own_quotas: metrics.outcomes(OWN_QUOTA),
             x_ratelimit_headers: config.x_ratelimit_headers,
             api_token: config.api_token,
             admin_token: config.admin_token,

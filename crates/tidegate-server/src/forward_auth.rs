@@ -165,7 +165,7 @@ fn origin_form(uri: &str) -> Option<&str> {
 }
 
 /// The name that the nearest proxy was asked by: no port, and in one case.
-fn plain_host(host: &str) -> String {
+pub(crate) fn plain_host(host: &str) -> String {
     let nearest = host.rsplit(',').next().unwrap_or_default().trim();
     let name = match nearest.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) && !name.ends_with(':') => name,

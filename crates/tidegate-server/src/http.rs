@@ -17,9 +17,10 @@ use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::tower::each_field;
 use tidegate::{Action, ClientIp};
-use utoipa::OpenApi;
+use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
+use utoipa::{Modify, OpenApi};
 
-use crate::body::{self, AskBody, Body, DecisionBody, QuotaBody};
+use crate::body::{self, AskBody, AttributesBody, Body, DecisionBody, Object, QuotaBody};
 use crate::engine::{Answer, Ask, Engine};
 use crate::forward_auth;
 use crate::listener::{Peer, Request};
@@ -35,9 +36,21 @@ const BODY_TIME: Duration = Duration::from_secs(10);
 #[openapi(
     info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
     paths(acquire, peek, refund, forward_auth::forward_auth),
-    components(schemas(AskBody<'static>, QuotaBody, Body<'static>, DecisionBody<'static>, Problem))
+    components(schemas(AskBody<'static>, QuotaBody, Body<'static>, DecisionBody<'static>, Problem)),
+    modifiers(&Tokens),
+    security((), ("token" = []))
 )]
 struct Api;
+
+/// Asked for where `auth.api_token` is set.
+struct Tokens;
+
+impl Modify for Tokens {
+    fn modify(&self, api: &mut utoipa::openapi::OpenApi) {
+        let token = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
+        api.components.get_or_insert_default().add_security_scheme("token", token);
+    }
+}
 
 /// What each question may be answered with instead of a decision.
 #[derive(utoipa::IntoResponses)]
@@ -52,6 +65,9 @@ enum Problems {
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
     NoPolicy(#[to_schema] Problem),
+    /// Another method than the one of this path
+    #[response(status = 405, content_type = "application/problem+json")]
+    WrongMethod(#[to_schema] Problem),
     /// The body took too long
     #[response(status = 408, content_type = "application/problem+json")]
     Slow(#[to_schema] Problem),
@@ -128,8 +144,21 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
 #[utoipa::path(
     post, path = "/v1/acquire", request_body = AskBody<'static>,
     responses(
-        (status = 200, description = "Allowed", body = Body<'static>),
-        (status = 429, description = "Denied", body = Body<'static>),
+        (
+            status = 200, description = "Allowed", body = Body<'static>,
+            headers(
+                ("RateLimit-Policy" = String, description = "The limits that apply, as in the IETF's draft"),
+                ("RateLimit" = String, description = "What is left of each"),
+            )
+        ),
+        (
+            status = 429, description = "Denied", body = Body<'static>,
+            headers(
+                ("RateLimit-Policy" = String, description = "The limits that apply, as in the IETF's draft"),
+                ("RateLimit" = String, description = "What is left of each"),
+                ("Retry-After" = u64, description = "Seconds to wait, rounded up"),
+            )
+        ),
         Problems,
     )
 )]
@@ -166,14 +195,16 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
     let (head, body) = request.into_parts();
     token::check(live.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
     let bytes = read(body).await?;
-    let mut body: AskBody<'_> = parse(&bytes)?;
-    if let Some(attributes) = &mut body.attributes {
+    let Object(mut body): Object<AskBody<'_>> = parse(&bytes)?;
+    if let Some(AttributesBody(attributes)) = &mut body.attributes {
         add_address(attributes, &live.client_ip, peer, &head.headers)?;
     }
-    let quota = body.quota.as_ref().map(QuotaBody::quota).transpose().map_err(Problem::bad_request)?;
+    let quota = body.quota.as_ref().map(|Object(quota)| quota.quota()).transpose().map_err(Problem::bad_request)?;
     let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
         (Some(policy), Some(key), None, None) => Ask::Policy { policy, key, cost: body.cost },
-        (None, None, Some(attributes), None) => Ask::Attributes { attributes, only: None, cost: body.cost },
+        (None, None, Some(AttributesBody(attributes)), None) => {
+            Ask::Attributes { attributes, only: None, cost: body.cost }
+        }
         (None, Some(key), None, Some(quota)) => Ask::Quota { key, quota, cost: body.cost.unwrap_or(1) },
         _ => {
             return Err(Problem::bad_request(
@@ -238,8 +269,15 @@ pub(crate) async fn read_json<T: serde::de::DeserializeOwned>(body: AnyBody) -> 
 
 fn parse<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
     serde_json::from_slice(body).map_err(|error| {
-        let kind = if error.is_data() { "the body is not a question" } else { "the body is not JSON" };
-        Problem::bad_request(format!("{kind}: {error}"))
+        if !error.is_data() {
+            return Problem::bad_request(format!("the body is not JSON: {error}"));
+        }
+        // Once more, to tell which field it is.
+        let mut again = serde_json::Deserializer::from_slice(body);
+        let field = serde_path_to_error::deserialize::<_, T>(&mut again).err().map(|error| error.path().to_string());
+        let field = field.filter(|path| path != ".").map(|path| format!("{path}: ")).unwrap_or_default();
+        let told = error.to_string().replace("expected u64", "expected a whole number");
+        Problem::bad_request(format!("the body is not a question: {field}{told}"))
     })
 }
 

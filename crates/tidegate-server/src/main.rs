@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 
 mod admin;
 mod body;
@@ -34,6 +35,11 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         // Help and the version are no errors, and have their own form.
         Err(error) if !error.use_stderr() => error.exit(),
+        // Nothing was asked for: what there is.
+        Err(error) if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            return ExitCode::from(2);
+        }
         Err(error) => {
             anstream::eprintln!("{}", cli::one_line(&error));
             return ExitCode::from(2);

@@ -18,16 +18,19 @@ pub(crate) struct Problem {
     status: u16,
     /// What is wrong, and what would be right.
     detail: String,
+    /// Whether a token would help.
+    #[serde(skip)]
+    challenge: bool,
 }
 
 impl Problem {
     pub(crate) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
         let title = status.canonical_reason().unwrap_or("Error");
-        Self { kind: "about:blank", title, status: status.as_u16(), detail: detail.into() }
+        Self { kind: "about:blank", title, status: status.as_u16(), detail: detail.into(), challenge: false }
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        Self::new(StatusCode::UNAUTHORIZED, detail)
+        Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
     }
 
     pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
@@ -66,6 +69,9 @@ impl Problem {
         *response.status_mut() = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
+        if self.challenge {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         response
     }
 }

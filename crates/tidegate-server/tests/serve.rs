@@ -145,6 +145,7 @@ fn policies_apply_as_they_say() {
     let shadowed = service.acquire(&watched);
     assert_eq!((shadowed.status, &shadowed.json()["allowed"]), (200, &json!(true)));
     assert_eq!(shadowed.json()["decisions"][0]["allowed"], false);
+    assert_eq!(shadowed.json()["retry_after_ms"], 0, "it passes");
     assert_eq!(shadowed.header("ratelimit"), None, "nothing is enforced");
     // A missing key.
     let stranger = service.acquire(&attributes(&[("path", "/members")]));
@@ -176,6 +177,53 @@ fn policies_apply_as_they_say() {
 }
 
 #[test]
+fn a_policy_that_only_watches_turns_nobody_away_and_says_whom_it_would() {
+    let policy = "{name: watched, mode: shadow, key: [header.authorization], missing_key: deny, limit: 2, window: 1h}";
+    let service = Service::start(&format!("policies:\n  - {policy}\n"));
+    let long = format!("Bearer {}", "x".repeat(600));
+    let questions = [
+        json!({"attributes": {"path": "/"}}),
+        json!({"attributes": {"header.authorization": long}}),
+        json!({"attributes": {"header.authorization": "a"}, "cost": 3}),
+        json!({"policy": "watched", "key": "a", "cost": 3}),
+    ];
+    for question in &questions {
+        let answer = service.acquire(question);
+        assert_eq!((answer.status, &answer.json()["allowed"]), (200, &json!(true)), "{question}: {answer:?}");
+        let line = &answer.json()["decisions"][0];
+        assert_eq!((&line["policy"], &line["allowed"]), (&json!("watched"), &json!(false)), "{question}");
+    }
+    let metrics = service.admin("/metrics").body;
+    assert!(metrics.contains(r#"{policy="watched",outcome="shadow_denied"} 4"#), "{metrics}");
+}
+
+#[test]
+fn names_of_headers_and_hosts_are_told_in_any_way_to_write_them() {
+    let policy = "{name: p, match: {host: '*.example.com'}, key: [header.x-user], limit: 9, window: 1h}";
+    let service = Service::start(&format!("policies:\n  - {policy}\n"));
+    for (left, host) in (0..9).rev().zip(["a.example.com", "A.EXAMPLE.com", "a.example.com:8080", "a.example.com."]) {
+        let question = attributes(&[("host", host), ("header.X-User", "u")]);
+        assert_eq!(service.acquire(&question).json()["remaining"], left, "{host}");
+    }
+}
+
+#[test]
+fn a_quota_of_the_callers_own_is_counted_under_one_name() {
+    let service = Service::start(POLICIES);
+    for window in ["60s", "61s", "60s"] {
+        service.acquire(&json!({"key": "k", "quota": {"limit": 1, "window": window}}));
+    }
+    let metrics = service.admin("/metrics").body;
+    for line in [
+        r#"tidegate_decisions_total{policy="(quota)",outcome="allowed"} 2"#,
+        r#"tidegate_decisions_total{policy="(quota)",outcome="denied"} 1"#,
+        r#"tidegate_decision_sources_total{source="store"} 3"#,
+    ] {
+        assert!(metrics.contains(line), "{line} in\n{metrics}");
+    }
+}
+
+#[test]
 fn each_bad_question_gets_its_status_and_a_message_that_helps() {
     let service = Service::start(POLICIES);
     let long_key = json!({"policy": "per-user", "key": "k".repeat(513)}).to_string();
@@ -192,14 +240,22 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
         (r#"{"policy": 5, "key": "u"}"#.to_owned(), 400, "expected a string"),
         (r#"{"policy": "per-usr", "key": "u"}"#.to_owned(), 404, "did you mean \"per-user\"?"),
         (with(r#""cost": 0"#), 400, "at least 1"),
-        (with(r#""cost": -1"#), 400, "expected u64"),
-        (with(r#""cost": 1.5"#), 400, "expected u64"),
+        (with(r#""cost": -1"#), 400, "cost: invalid value: integer `-1`, expected a whole number"),
+        (with(r#""cost": 1.5"#), 400, "expected a whole number"),
         (with(r#""cost": NaN"#), 400, "not JSON"),
         (with(r#""cost": 4"#), 400, "at most 3 at once"),
-        (with(r#""cost": 99999999999999999999999"#), 400, "expected u64"),
+        (with(r#""cost": 99999999999999999999999"#), 400, "expected a whole number"),
         (r#"{"policy": "per-user", "key": ""}"#.to_owned(), 400, "the key is empty"),
         (r#"{"policy": "per-user", "key": "a\nb"}"#.to_owned(), 400, "control character"),
         (long_key, 400, "at most 512"),
+        (r#"["per-user", "u", null, null, 1]"#.to_owned(), 400, "expected a JSON object"),
+        (
+            r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#.to_owned(),
+            400,
+            "attributes: \"header.a\" is there twice",
+        ),
+        (quota(r#"["sliding-log", null, null, 5, "1s", null]"#), 400, "quota: "),
+        (quota(r#"{"limit": 5, "window": 60}"#), 400, "quota.window: "),
         (quota(r#"{"limit": 5, "window": "60"}"#), 400, "write it like 500ms"),
         (quota(r#"{"limit": 0, "window": "60s"}"#), 400, "from 1 to 1000000000000"),
         (quota(r#"{"limit": 5, "window": "60s", "algorithm": "gcra"}"#), 400, "it must be one of sliding-log"),
@@ -246,8 +302,11 @@ fn a_token_guards_the_api_and_another_the_admin_listener() {
     let service = Service::start(&format!("{auth}{POLICIES}"));
     let body = br#"{"policy": "per-user", "key": "u1"}"#;
     let ask = |token: &str| request(&service.http, "POST", "/v1/acquire", &[("Authorization", token)], body);
-    assert_eq!(service.post("/v1/acquire", "{}").status, 401);
+    let nobody = service.post("/v1/acquire", "{}");
+    assert_eq!((nobody.status, nobody.header("www-authenticate")), (401, Some("Bearer")));
     assert_eq!(ask("Bearer wrong").status, 401);
+    service.until("it says what to try", |service| service.output().contains("Try it:"));
+    assert!(service.output().contains("curl -i -H 'Authorization: Bearer TOKEN' -d "), "{}", service.output());
     assert_eq!(ask("Basic open-sesame").status, 401);
     assert_eq!(ask("Bearer open-sesame").status, 200);
     assert_eq!(ask("bearer open-sesame").status, 200);
@@ -557,6 +616,10 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         assert_eq!(code, Some(2), "{error}");
         assert!(error.contains(message), "{config}: {error}");
     }
+    let nothing = Command::new(env!("CARGO_BIN_EXE_tidegate")).output().expect("the binary runs");
+    let told = String::from_utf8_lossy(&nothing.stderr).into_owned();
+    assert_eq!(nothing.status.code(), Some(2));
+    assert!(told.contains("Usage:") && told.contains("serve") && !told.contains("error"), "{told}");
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let output = command.args(["serve", "--config", "nowhere.yaml"]).output().expect("the binary runs");
     assert!(String::from_utf8_lossy(&output.stderr).contains("nowhere.yaml: cannot be read"));

@@ -51,8 +51,8 @@
 //! # }
 //! ```
 //!
-//! Policies are built by code here. The YAML of a configuration file is read by the `tidegate` binary, for its service and
-//! its gateway; a service of yours that wants limits from a file reads it in the format that it has anyway.
+//! Policies can be built by code, as here, or come from a configuration file of the `tidegate` service, by `Policies::load` (with
+//! the feature `config`).
 //!
 //! # The client's address
 //!

@@ -127,7 +127,7 @@ impl Acquire {
                 output.write_all(&body::of_one(charge.policy_name(), &decision))?;
                 writeln!(output)?;
             } else {
-                writeln!(output, "{}", line(&decision))?;
+                writeln!(output, "{}", line(&decision, charge.quota().burst()))?;
             }
         }
         output.flush()?;
@@ -135,9 +135,9 @@ impl Acquire {
     }
 }
 
-/// For people: what was decided, what is left, and when to come again.
-fn line(decision: &Decision) -> String {
-    let left = format!("{} of {} left", decision.remaining, decision.limit);
+/// For people: what was decided, what is left of `all` that there can be, and when to come again.
+fn line(decision: &Decision, all: u64) -> String {
+    let left = format!("{} of {all} left", decision.remaining);
     if !decision.allowed {
         let retry = readable(decision.retry_after);
         return format!("{}denied{}   {left}, retry in {retry}", style::DENIED, style::RESET);

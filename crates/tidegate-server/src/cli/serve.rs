@@ -47,12 +47,13 @@ impl Serve {
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
+        let doors = Doors { secured: config.tls.is_some(), guarded: config.api_token.is_some() };
         let text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
             let Listen { http, grpc, admin, .. } = bound;
             tracing::info!(%http, %grpc, %admin, store, config = %source, "listening");
             if text {
-                anstream::println!("{}", welcome(bound, store, &source, example.as_deref()));
+                anstream::println!("{}", welcome(bound, doors, store, &source, example.as_deref()));
             }
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -65,20 +66,39 @@ impl Serve {
     }
 }
 
-fn welcome(Listen { http, grpc, admin, .. }: &Listen, store: &str, source: &str, policy: Option<&str>) -> String {
+/// How the API is to be asked.
+#[derive(Clone, Copy)]
+struct Doors {
+    /// By TLS.
+    secured: bool,
+    /// With a token.
+    guarded: bool,
+}
+
+fn welcome(
+    Listen { http, grpc, admin, .. }: &Listen,
+    doors: Doors,
+    store: &str,
+    source: &str,
+    policy: Option<&str>,
+) -> String {
     let question = match policy {
         Some(policy) => format!(r#"{{"policy": "{policy}", "key": "user123"}}"#),
         None => r#"{"key": "user123", "quota": {"limit": 5, "window": "60s"}}"#.to_owned(),
     };
+    let (scheme, authority) = if doors.secured { ("https", "--cacert CA.pem ") } else { ("http", "") };
+    let grpc_scheme = if doors.secured { "grpcs" } else { "grpc" };
+    // The token itself is never shown.
+    let token = if doors.guarded { "-H 'Authorization: Bearer TOKEN' " } else { "" };
     format!(
         "Tidegate {} on {store}, with {source}\n\
          \n\
-         \x20 API    http://{http}\n\
-         \x20 Envoy  grpc://{grpc}\n\
+         \x20 API    {scheme}://{http}\n\
+         \x20 Envoy  {grpc_scheme}://{grpc}\n\
          \x20 admin  http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n\
          \n\
          Try it:\n\
-         \x20 curl -i -d '{question}' http://{http}/v1/acquire\n",
+         \x20 curl -i {authority}{token}-d '{question}' {scheme}://{http}/v1/acquire\n",
         env!("CARGO_PKG_VERSION")
     )
 }

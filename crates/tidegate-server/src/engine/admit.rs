@@ -22,14 +22,16 @@ impl Engine {
                 outcomes.count(false, false);
             }
             Admission::new(asked, vec![AdmittedLine::without_key(policy)])
-        } else if selection.charges.is_empty() {
+        } else if selection.charges.is_empty() && selection.turned_away_in_shadow.is_empty() {
             Admission::unlimited()
         } else {
-            let mut selected = selection.charges;
+            let (mut selected, turned_away) = (selection.charges, selection.turned_away_in_shadow);
             let answer = {
                 let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
                 let charges: Vec<(&Policy, Charge<'_>)> = selected.iter().map(charge).collect();
-                self.ask_policies(Action::Acquire, start, &live, &charges).await.map_err(without_policy)?
+                self.ask_policies(Action::Acquire, start, &live, &charges, &turned_away)
+                    .await
+                    .map_err(without_policy)?
             };
             let lines = answer.lines.iter().filter_map(|line| {
                 let at = selected.iter().position(|selected| selected.policy().name() == line.policy)?;

@@ -71,6 +71,8 @@ pub struct Selection<'a> {
     pub charges: Vec<Selected<'a>>,
     /// A policy that denies because the request lacks its key.
     pub key_missing_for: Option<&'a Policy>,
+    /// Policies in shadow mode that would have turned the request away, because it lacks their key or has one that is none.
+    pub turned_away_in_shadow: Vec<&'a Policy>,
 }
 
 /// A policy that applies to a request, with what it charges.
@@ -96,17 +98,26 @@ impl Policy {
         attributes: &dyn Attributes,
         cost: Option<u64>,
     ) -> Result<(), SelectError> {
+        let shadow = self.mode == Mode::Shadow;
         let Some(key) = self.key_of(attributes) else {
-            if self.missing_key == MissingKey::Deny && self.mode == Mode::Enforce {
-                selection.key_missing_for.get_or_insert(self);
+            match self.missing_key {
+                MissingKey::Deny if shadow => selection.turned_away_in_shadow.push(self),
+                MissingKey::Deny => _ = selection.key_missing_for.get_or_insert(self),
+                MissingKey::Skip => {}
             }
             return Ok(());
         };
-        Key::new(&key).map_err(|reason| SelectError {
-            policy: self.name.to_string(),
-            attributes: self.key.join(", "),
-            reason,
-        })?;
+        match Key::new(&key) {
+            Ok(_) => {}
+            Err(_) if shadow => {
+                selection.turned_away_in_shadow.push(self);
+                return Ok(());
+            }
+            Err(reason) => {
+                let (policy, attributes) = (self.name.to_string(), self.key.join(", "));
+                return Err(SelectError { policy, attributes, reason });
+            }
+        }
         let quota = self.quota_for(&key);
         let cost = cost.unwrap_or_else(|| self.cost_of(attributes));
         selection.charges.push(Selected { policy: self, key, quota, cost });
@@ -256,6 +267,17 @@ mod tests {
             assert_eq!(selection.key_missing_for.map(Policy::name), Some("deny"));
         }
         assert_eq!(names(&policies, &[("header.x-user-id", "u1")]), ["skip", "deny"]);
+    }
+
+    #[test]
+    fn what_is_only_looked_at_turns_nobody_away() {
+        let shadow = policy("shadow").counting(&["header.x"]).expect("valid").in_mode(Mode::Shadow);
+        let policies = Policies::new(vec![shadow.on_missing_key(MissingKey::Deny)]).expect("one name");
+        for request in [request(&[]), request(&[("header.x", &"x".repeat(513))])] {
+            let selection = policies.select(&request, None).expect("nobody is turned away");
+            assert!(selection.charges.is_empty() && selection.key_missing_for.is_none());
+            assert_eq!(selection.turned_away_in_shadow.len(), 1);
+        }
     }
 
     #[test]
