@@ -63,7 +63,7 @@ fn flags_can_come_from_the_environment() {
         ("TIDEGATE_LIMIT", "1"),
         ("TIDEGATE_WINDOW", LONG),
         ("TIDEGATE_COUNT", "2"),
-        ("TIDEGATE_JSON", "true"),
+        ("TIDEGATE_JSON", "1"),
     ]);
     let output = command.output().expect("the binary runs");
     assert_eq!(bodies(&output).len(), 2, "{}", text(&output.stderr));

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
+use clap::builder::FalseyValueParser;
 use clap::builder::PossibleValuesParser;
 use tidegate::{Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
 
@@ -82,7 +83,7 @@ pub(super) struct Acquire {
     count: u64,
 
     /// Print JSON lines
-    #[arg(long, env = "TIDEGATE_JSON")]
+    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
 }
 

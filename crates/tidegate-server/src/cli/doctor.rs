@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::bail;
 use clap::Args;
+use clap::builder::FalseyValueParser;
 use clap::builder::styling::Style;
 
 use super::style;
@@ -53,7 +54,7 @@ pub(super) struct Doctor {
     keys: u32,
 
     /// Print one JSON object
-    #[arg(long, env = "TIDEGATE_JSON")]
+    #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
 }
 
