@@ -59,7 +59,7 @@ fn dots(segment: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use tidegate::policy::normal_path;
+    use tidegate::normal_path;
 
     use super::*;
 
