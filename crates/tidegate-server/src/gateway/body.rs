@@ -15,8 +15,10 @@ use tokio::time::{Instant, Sleep};
 use super::head;
 use crate::listener::{self, Taking};
 
-/// A client of HTTP/2 that takes so much within its time goes on being served: frames are no larger, as a rule.
+/// A client of HTTP/2 that takes so much within its time goes on being served.
 const PIECE: usize = 16 * 1024;
+/// Who takes a piece in a small part of that time gets a larger one: many small ones take longer.
+const LARGEST_PIECE: usize = 256 * 1024;
 
 /// When the last byte moved; shared by those who move bytes and who watches over them.
 #[derive(Debug, Clone)]
@@ -120,12 +122,13 @@ pub(super) struct Download {
     body: Timed<Incoming>,
     /// Of a frame that was too long.
     rest: Bytes,
+    piece: usize,
     taking: Option<Arc<Taking>>,
 }
 
 impl Download {
     pub(super) fn new(body: Incoming, patience: Duration) -> Self {
-        Self { body: Timed::new(body, patience), rest: Bytes::new(), taking: Taking::current() }
+        Self { body: Timed::new(body, patience), rest: Bytes::new(), piece: PIECE, taking: Taking::current() }
     }
 }
 
@@ -136,7 +139,10 @@ impl Body for Download {
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
         let Some(taking) = &this.taking else { return Pin::new(&mut this.body).poll_frame(cx) };
-        taking.is_taken();
+        if let Some(waited) = taking.is_taken() {
+            let is_soon = waited < this.body.patience / 8;
+            this.piece = if is_soon { LARGEST_PIECE.min(this.piece * 2) } else { PIECE };
+        }
         let mut data = std::mem::take(&mut this.rest);
         if data.is_empty() {
             match ready!(Pin::new(&mut this.body).poll_frame(cx)).transpose()?.map(Frame::into_data) {
@@ -145,7 +151,7 @@ impl Body for Download {
                 None => return Poll::Ready(None),
             }
         }
-        this.rest = data.split_off(data.len().min(PIECE));
+        this.rest = data.split_off(data.len().min(this.piece));
         taking.is_sent();
         Poll::Ready(Some(Ok(Frame::data(data))))
     }

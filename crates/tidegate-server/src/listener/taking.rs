@@ -31,13 +31,13 @@ impl Taking {
         self.set(Some(Instant::now()));
     }
 
-    /// More is asked for.
-    pub(crate) fn is_taken(&self) {
-        self.set(None);
+    /// More is asked for. How long the last piece has waited.
+    pub(crate) fn is_taken(&self) -> Option<Duration> {
+        self.set(None).map(|waiting| waiting.elapsed())
     }
 
-    fn set(&self, waiting: Option<Instant>) {
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = waiting;
+    fn set(&self, waiting: Option<Instant>) -> Option<Instant> {
+        std::mem::replace(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner), waiting)
     }
 
     fn waiting(&self) -> Option<Instant> {
