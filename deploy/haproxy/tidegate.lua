@@ -1,51 +1,66 @@
--- http-request lua.tidegate URL: asks Tidegate's /v1/forward-auth about this request and sets
---   txn.tidegate          allowed or denied; not set if nobody decided
---   txn.ratelimit_policy, txn.ratelimit, txn.retry_after          its headers, for the client
+-- http-request lua.tidegate URL: asks Tidegate's /v1/forward-auth about this request. A denial is answered here, as Tidegate
+-- says it. Otherwise it sets
+--   txn.tidegate          allowed; not set if nobody decided: no answer, or a 5xx
+--   txn.ratelimit_policy, txn.ratelimit          its headers, for the client
 
 local TIMEOUT = 1000 -- milliseconds
 -- With auth.api_token:
 local TOKEN = os.getenv("TIDEGATE_API_TOKEN")
 
--- About this connection, or set below.
-local OURS = {
-    ["connection"] = true, ["content-length"] = true, ["expect"] = true, ["host"] = true, ["keep-alive"] = true,
-    ["te"] = true, ["trailer"] = true, ["transfer-encoding"] = true, ["upgrade"] = true,
-    ["forwarded"] = true, ["x-forwarded-for"] = true, ["x-forwarded-host"] = true, ["x-forwarded-method"] = true,
-    ["x-forwarded-uri"] = true, ["x-original-host"] = true, ["x-original-method"] = true, ["x-original-uri"] = true,
-    ["x-original-url"] = true, ["x-tidegate-token"] = true,
+-- The client's headers that policies look at, by header.NAME or cookie.NAME, in lower case: add yours. Not all of them: what
+-- asks, HAProxy's httpclient, has room for some dozens of headers, and 2.6 crashes on more.
+local ASKED_WITH = { "authorization", "cookie", "user-agent", "x-api-key", "x-user-id" }
+
+-- What a client is told with a denial.
+local TOLD = {
+    "content-type", "retry-after", "ratelimit-policy", "ratelimit",
+    "x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset",
 }
 
-local function question(txn)
-    local headers = {}
-    local host
-    for name, values in pairs(txn.http:req_get_headers()) do
-        if name == "host" then
-            host = values[0]
-        end
-        if not OURS[name] then
-            local list = {}
-            for at = 0, #values do
-                list[at + 1] = values[at]
-            end
-            headers[name] = list
-        end
+-- HAProxy counts values from 0. Several of one name become one, as policies see them anyway.
+local function joined(values, name)
+    local list = {}
+    for at = 0, #values do
+        list[at + 1] = values[at]
     end
-    headers["x-forwarded-method"] = { txn.sf:method() }
-    headers["x-forwarded-uri"] = { txn.sf:pathq() }
-    headers["x-forwarded-for"] = { txn.sf:src() }
-    headers["x-forwarded-host"] = host and { host }
-    headers["x-tidegate-token"] = TOKEN and { TOKEN }
+    return { table.concat(list, name == "cookie" and "; " or ", ") }
+end
+
+local function question(txn)
+    local given = txn.http:req_get_headers()
+    local headers = {
+        ["x-forwarded-method"] = { txn.sf:method() },
+        ["x-forwarded-uri"] = { txn.sf:pathq() },
+        ["x-forwarded-for"] = { txn.sf:src() },
+        ["x-forwarded-host"] = given["host"] and { given["host"][0] },
+        ["x-tidegate-token"] = TOKEN and { TOKEN },
+    }
+    for _, name in ipairs(ASKED_WITH) do
+        headers[name] = given[name] and joined(given[name], name)
+    end
     return headers
+end
+
+local function deny(txn, answer)
+    local headers = {}
+    for _, name in ipairs(TOLD) do
+        headers[name] = answer.headers[name] and { answer.headers[name][0] }
+    end
+    local status = answer.status
+    txn:done(txn:reply { status = status >= 400 and status or 400, headers = headers, body = answer.body })
 end
 
 core.register_action("tidegate", { "http-req" }, function(txn, url)
     local answer = core.httpclient():get { url = url, headers = question(txn), timeout = TIMEOUT }
-    local status = answer and answer.status
-    if status ~= 200 and status ~= 429 then
+    local status = answer and answer.status or 0
+    if status == 0 or status >= 500 then
         return
     end
-    txn:set_var("txn.tidegate", status == 200 and "allowed" or "denied")
-    for variable, name in pairs { ratelimit_policy = "ratelimit-policy", ratelimit = "ratelimit", retry_after = "retry-after" } do
+    if status ~= 200 then
+        return deny(txn, answer)
+    end
+    txn:set_var("txn.tidegate", "allowed")
+    for variable, name in pairs { ratelimit_policy = "ratelimit-policy", ratelimit = "ratelimit" } do
         local values = answer.headers[name]
         if values then
             txn:set_var("txn." .. variable, values[0])

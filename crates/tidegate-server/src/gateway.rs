@@ -20,19 +20,20 @@ use tower::Service;
 
 use crate::config::GatewayConfig;
 use crate::engine::Engine;
-use crate::listener::Peer;
+use crate::listener::{self, Peer};
 
 mod body;
 mod client;
 mod head;
 mod limit;
+mod path;
 mod refusal;
 mod tunnel;
 mod upstreams;
 
-use body::{Activity, Sent, Timed};
+use body::{Activity, Download, Sent, Timed, Upload};
 use client::Clients;
-use limit::Limited;
+use limit::{Limited, UpstreamsLimits};
 use refusal::Refusal;
 pub(crate) use upstreams::Upstream;
 use upstreams::{Speaks, Upstreams};
@@ -56,7 +57,7 @@ pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow:
 #[derive(Clone)]
 pub(crate) struct Gateway(Arc<Proxy>);
 
-impl Service<Request<Incoming>> for Gateway {
+impl Service<listener::Request> for Gateway {
     type Response = Response<Body>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
@@ -65,7 +66,7 @@ impl Service<Request<Incoming>> for Gateway {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Incoming>) -> Self::Future {
+    fn call(&mut self, request: listener::Request) -> Self::Future {
         let proxy = Arc::clone(&self.0);
         Box::pin(async move { Ok(proxy.answer(request).await) })
     }
@@ -80,7 +81,7 @@ struct Proxy {
 }
 
 impl Proxy {
-    async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
+    async fn answer(&self, request: listener::Request) -> Response<Body> {
         let is_http1 = request.version() < Version::HTTP_2;
         self.forward(request).await.unwrap_or_else(|refusal| {
             tracing::debug!(reason = refusal.reason(), "a request could not be handed on");
@@ -93,7 +94,7 @@ impl Proxy {
         })
     }
 
-    async fn forward(&self, mut request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
+    async fn forward(&self, mut request: listener::Request) -> Result<Response<Body>, Refusal> {
         let client_side = hyper::upgrade::on(&mut request);
         let (mut head, body) = request.into_parts();
         head::check(&head)?;
@@ -107,7 +108,7 @@ impl Proxy {
     }
 
     /// Asks one upstream after the other, until one is reached.
-    async fn ask(&self, mut head: Parts, mut body: Option<Timed>) -> Result<Response<Incoming>, Refusal> {
+    async fn ask(&self, mut head: Parts, mut body: Option<Upload>) -> Result<Response<Incoming>, Refusal> {
         let has_body = body.is_some();
         let mut last = Refusal::Unreachable;
         let mut candidates = self.upstreams.candidates().peekable();
@@ -160,10 +161,14 @@ impl Proxy {
         mut answer: Response<Incoming>,
         client_side: Option<OnUpgrade>,
     ) -> Result<Response<Body>, Refusal> {
-        let version = answer.version();
+        // What the upstream speaks is its affair: the client is spoken to as it speaks.
+        let version = std::mem::replace(answer.version_mut(), Version::HTTP_11);
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             head::to_client(version, answer.headers_mut());
-            let timed = |body| Body::new(Timed::new(body, self.idle_timeout));
+            if let Some(limits) = UpstreamsLimits::take(answer.headers_mut()) {
+                answer.extensions_mut().insert(limits);
+            }
+            let timed = |body| Body::new(Download::new(body, self.idle_timeout));
             return Ok(answer.map(|body| if body.is_end_stream() { Body::empty() } else { timed(body) }));
         }
         // An upgrade that nobody asked for.

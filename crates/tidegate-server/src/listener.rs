@@ -20,10 +20,15 @@ use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
 
 mod framing;
+mod incoming;
 mod streams;
+mod taking;
 mod wire;
 
+pub(crate) use incoming::Incoming;
+use incoming::Lingering;
 use streams::Streams;
+pub(crate) use taking::Taking;
 use wire::Wire;
 
 /// Connections at a time; more wait to be accepted.
@@ -121,18 +126,19 @@ where
     B::Error: Into<axum::BoxError>,
 {
     let stream = Wire::new(stream, place, HEADER_TIME, manner);
-    let streams = if manner.light { Streams::together() } else { Streams::Apart };
+    let streams = if manner.light { Streams::together() } else { Streams::Apart(manner.write_time) };
     let mut builder = auto::Builder::new(streams.clone());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
     // A small answer is sooner copied behind its head than told to the system in two pieces.
     builder.http1().writev(!manner.light);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
+    let service = Lingering(service);
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     let _ = streams.answer(watcher.watch(connection)).await;
 }
 
-pub(crate) type Request = hyper::Request<hyper::body::Incoming>;
+pub(crate) type Request = hyper::Request<Incoming>;
 
 async fn accept(
     listener: &TcpListener,

@@ -71,6 +71,7 @@ impl Gateway {
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let scheme = if config.tls.is_some() { "https" } else { "http" };
         let text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
@@ -79,7 +80,7 @@ impl Gateway {
                 anstream::println!(
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
-                     \x20 gateway  http://{gateway}   to {upstreams}\n\
+                     \x20 gateway  {scheme}://{gateway}   to {upstreams}\n\
                      \x20 admin    http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
                     env!("CARGO_PKG_VERSION")
                 );

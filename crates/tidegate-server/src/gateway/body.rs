@@ -3,7 +3,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Bytes;
@@ -11,6 +11,14 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
+
+use super::head;
+use crate::listener::{self, Taking};
+
+/// A client of HTTP/2 that takes so much within its time goes on being served.
+const PIECE: usize = 16 * 1024;
+/// Who takes a piece in a small part of that time gets a larger one: many small ones take longer.
+const LARGEST_PIECE: usize = 256 * 1024;
 
 /// When the last byte moved; shared by those who move bytes and who watches over them.
 #[derive(Debug, Clone)]
@@ -60,21 +68,24 @@ pub(super) struct Stalled(Duration);
 
 /// A body that fails when no frame has come for a while.
 #[derive(Debug)]
-pub(super) struct Timed {
-    body: Incoming,
+pub(super) struct Timed<B> {
+    body: B,
     patience: Duration,
     /// Made when it first has to wait; most bodies never do.
     alarm: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }
 
-impl Timed {
-    pub(super) fn new(body: Incoming, patience: Duration) -> Self {
+/// The body of a request.
+pub(super) type Upload = Timed<listener::Incoming>;
+
+impl<B> Timed<B> {
+    pub(super) fn new(body: B, patience: Duration) -> Self {
         Self { body, patience, alarm: None, is_waiting: false }
     }
 }
 
-impl Body for Timed {
+impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for Timed<B> {
     type Data = Bytes;
     type Error = axum::BoxError;
 
@@ -82,7 +93,11 @@ impl Body for Timed {
         let this = self.get_mut();
         if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
             this.is_waiting = false;
-            return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
+            let passed = |mut frame: Frame<Bytes>| {
+                let _ = frame.trailers_mut().map(head::clean_trailers);
+                frame
+            };
+            return Poll::Ready(frame.map(|frame| frame.map(passed).map_err(Into::into)));
         }
         let alarm = this.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep(this.patience)));
         if !this.is_waiting {
@@ -101,17 +116,72 @@ impl Body for Timed {
     }
 }
 
+/// The body of an answer, in pieces where it can be seen whether the client takes them.
+#[derive(Debug)]
+pub(super) struct Download {
+    body: Timed<Incoming>,
+    /// Of a frame that was too long.
+    rest: Bytes,
+    piece: usize,
+    taking: Option<Arc<Taking>>,
+}
+
+impl Download {
+    pub(super) fn new(body: Incoming, patience: Duration) -> Self {
+        Self { body: Timed::new(body, patience), rest: Bytes::new(), piece: PIECE, taking: Taking::current() }
+    }
+}
+
+impl Body for Download {
+    type Data = Bytes;
+    type Error = axum::BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+        let this = self.get_mut();
+        let Some(taking) = &this.taking else { return Pin::new(&mut this.body).poll_frame(cx) };
+        if let Some(waited) = taking.is_taken() {
+            let is_soon = waited < this.body.patience / 8;
+            this.piece = if is_soon { LARGEST_PIECE.min(this.piece * 2) } else { PIECE };
+        }
+        let mut data = std::mem::take(&mut this.rest);
+        if data.is_empty() {
+            match ready!(Pin::new(&mut this.body).poll_frame(cx)).transpose()?.map(Frame::into_data) {
+                Some(Ok(frame)) => data = frame,
+                Some(Err(other)) => return Poll::Ready(Some(Ok(other))),
+                None => return Poll::Ready(None),
+            }
+        }
+        this.rest = data.split_off(data.len().min(this.piece));
+        taking.is_sent();
+        Poll::Ready(Some(Ok(Frame::data(data))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let (mut hint, rest) = (self.body.size_hint(), self.rest.len() as u64);
+        let upper = hint.upper();
+        hint.set_lower(hint.lower() + rest);
+        if let Some(upper) = upper {
+            hint.set_upper(upper + rest);
+        }
+        hint
+    }
+}
+
 /// The body of a request to an upstream. If nothing of it was asked for, it comes back, for another upstream.
 #[derive(Debug)]
 pub(super) struct Sent {
     /// None: there is no body.
-    body: Option<Timed>,
+    body: Option<Upload>,
     activity: Activity,
-    back: Option<oneshot::Sender<Timed>>,
+    back: Option<oneshot::Sender<Upload>>,
 }
 
 impl Sent {
-    pub(super) fn new(body: Option<Timed>, activity: Activity) -> (Self, oneshot::Receiver<Timed>) {
+    pub(super) fn new(body: Option<Upload>, activity: Activity) -> (Self, oneshot::Receiver<Upload>) {
         let (back, returned) = oneshot::channel();
         (Self { body, activity, back: Some(back) }, returned)
     }

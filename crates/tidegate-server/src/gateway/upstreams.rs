@@ -4,8 +4,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use http::Uri;
-use http::uri::{Authority, PathAndQuery, Scheme};
+use http::uri::{Authority, Scheme};
 use siphasher::sip::SipHasher13;
+
+use super::path;
 
 /// So many failures in a row, and an upstream is left out.
 const FAILURES: u32 = 3;
@@ -81,7 +83,7 @@ impl Upstream {
 
     /// Where this request goes there.
     pub(super) fn uri(&self, request: &Uri) -> Option<Uri> {
-        let path = request.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
+        let path = path::forwarded(request)?;
         let path = if self.base.is_empty() { path } else { format!("{}{path}", self.base).parse().ok()? };
         let mut parts = http::uri::Parts::default();
         parts.scheme = Some(self.scheme.clone());
@@ -105,14 +107,17 @@ impl Upstreams {
         (!all.is_empty()).then(|| Self { all, turn: AtomicUsize::new(0), start: Instant::now() })
     }
 
-    /// Whom to try for one request, one after the other: those that do well, in turns. If none does, all: an answer that an
-    /// upstream could not be reached takes as long as to try, and the first that is back is found at once.
+    /// Whom to try for one request, one after the other: those that do well, in turns, so that all of them share the turns
+    /// of one that is left out. If none does, all: an answer that an upstream could not be reached takes as long as to try,
+    /// and the first that is back is found at once.
     pub(super) fn candidates(&self) -> impl Iterator<Item = &Upstream> {
         let now = self.now();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let any_in = self.all.iter().any(|upstream| upstream.out_until.load(Ordering::Relaxed) <= now);
-        let in_turn = (0..self.all.len()).map(move |step| &self.all[turn.wrapping_add(step) % self.all.len()]);
-        in_turn.filter(move |upstream| !any_in || upstream.out_until.load(Ordering::Relaxed) <= now).take(TRIES)
+        let is_in = move |upstream: &&Upstream| upstream.out_until.load(Ordering::Relaxed) <= now;
+        let all_out = !self.all.iter().any(|upstream| is_in(&upstream));
+        let taking_part = self.all.iter().filter(move |upstream| all_out || is_in(upstream));
+        let count = taking_part.clone().count();
+        taking_part.cycle().skip(turn % count.max(1)).take(count.min(TRIES))
     }
 
     /// Whether every upstream is left out.
@@ -190,6 +195,17 @@ mod tests {
     }
 
     #[test]
+    fn the_turns_of_one_that_is_left_out_are_spread() {
+        let three = upstreams(&["http://a", "http://b", "http://c"]);
+        for _ in 0..FAILURES {
+            three.has_failed(&three.all[1], "refused");
+        }
+        let turns: Vec<&str> = (0..6).map(|_| next(&three)[0]).collect();
+        assert_eq!(["a", "c"].map(|name| turns.iter().filter(|turn| **turn == name).count()), [3, 3], "{turns:?}");
+        assert_eq!(next(&three).len(), 2);
+    }
+
+    #[test]
     fn urls_are_read_whole_or_not_at_all() {
         let uri = |upstream: &str, request: &str| {
             let upstream: Upstream = upstream.parse().expect("valid");
@@ -197,6 +213,7 @@ mod tests {
         };
         assert_eq!(uri("http://a:1", "/x?y=z"), "http://a:1/x?y=z");
         assert_eq!(uri("http://a:1/base/", "/x?y=z"), "http://a:1/base/x?y=z");
+        assert_eq!(uri("http://a:1/base/", "/x/../../y"), "http://a:1/base/y");
         assert_eq!(uri("h2://a", "http://other/x"), "https://a/x");
         assert_eq!(uri("http://[::1]:80", "/"), "http://[::1]:80/");
         for wrong in ["", "a", "a:80", "ftp://a", "http://", "http://a?b=c", "/x", "http://a b"] {

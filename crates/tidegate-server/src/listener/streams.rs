@@ -6,19 +6,22 @@
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use hyper::rt::Executor;
 use tokio::task::coop::cooperative;
 
+use super::taking;
+
 type Stream = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Where hyper brings the streams of one connection.
 #[derive(Clone)]
 pub(super) enum Streams {
-    /// Each on a task of its own.
-    Apart,
+    /// Each on a task of its own, which ends when its client takes nothing of the answer for so long.
+    Apart(Duration),
     /// All on the connection's: those that have come since it looked last.
     Together(Arc<Mutex<Vec<Stream>>>),
 }
@@ -42,7 +45,7 @@ impl Streams {
 
     fn new_ones(&self) -> Option<MutexGuard<'_, Vec<Stream>>> {
         match self {
-            Self::Apart => None,
+            Self::Apart(_) => None,
             Self::Together(streams) => Some(streams.lock().unwrap_or_else(PoisonError::into_inner)),
         }
     }
@@ -50,10 +53,13 @@ impl Streams {
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
     fn execute(&self, stream: F) {
-        match self.new_ones() {
-            // Only as many in a row as tokio lets a task do: others wait for the same thread.
-            Some(mut streams) => streams.push(Box::pin(cooperative(stream))),
-            None => drop(tokio::spawn(stream)),
+        match self {
+            Self::Apart(patience) => drop(tokio::spawn(taking::watched(stream, *patience))),
+            Self::Together(streams) => {
+                // Only as many in a row as tokio lets a task do: others wait for the same thread.
+                let stream: Stream = Box::pin(cooperative(stream));
+                streams.lock().unwrap_or_else(PoisonError::into_inner).push(stream);
+            }
         }
     }
 }

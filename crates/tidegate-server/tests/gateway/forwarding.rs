@@ -54,6 +54,98 @@ fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
 }
 
 #[test]
+fn what_connection_names_is_dropped_whatever_else_it_names() {
+    let upstream = Upstream::answering(OK);
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    let bytes = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close, X-Secret, \xff\r\nX-Secret: s\r\n\r\n";
+    assert_eq!(raw(&gateway.http, bytes).status, 200);
+    assert_eq!(upstream.received()[0].header("x-secret"), None);
+}
+
+#[test]
+fn trailers_tell_of_no_other_client() {
+    let upstream = Upstream::start(|_, stream| {
+        stream.write_all(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum, keep-alive\r\n\r\n2\r\nok\r\n0\r\n\
+              X-Sum: 2\r\nKeep-Alive: 5\r\n\r\n",
+        )
+    });
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    let bytes = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\n\
+        Trailer: x-sum, x-forwarded-for, forwarded, connection\r\n\r\n1\r\na\r\n0\r\nX-Sum: 1\r\n\
+        X-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\nConnection: x\r\n\r\n";
+    let answer = raw(&gateway.http, bytes);
+    assert_eq!(answer.status, 200);
+    assert!(answer.body.ends_with("0\r\nx-sum: 2\r\n\r\n"), "{answer:?}");
+    let trailers = upstream.received().remove(0).trailers;
+    assert_eq!(trailers.to_ascii_lowercase(), "x-sum: 1\r\n\r\n");
+}
+
+#[test]
+fn an_answer_is_framed_by_us_whatever_the_upstream_speaks() {
+    let upstream = Upstream::start(|request, stream| {
+        if request.head.starts_with("GET /both") {
+            return stream.write_all(
+                b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nwhole\r\n0\r\n\r\n",
+            );
+        }
+        if request.head.starts_with("GET /stops") {
+            stream.write_all(b"HTTP/1.0 200 OK\r\n\r\nhalf")?;
+            std::thread::sleep(std::time::Duration::from_secs(2));
+        } else {
+            stream.write_all(b"HTTP/1.0 200 OK\r\n\r\nwhole")?;
+        }
+        stream.shutdown(std::net::Shutdown::Both)?;
+        Err(std::io::ErrorKind::BrokenPipe.into())
+    });
+    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    // One after the other on one connection, which lasts; the last is cut off where it is seen.
+    client
+        .write_all(
+            b"GET /both HTTP/1.1\r\nHost: h\r\n\r\nGET /old HTTP/1.1\r\nHost: h\r\n\r\nGET /stops HTTP/1.1\r\nHost: h\r\n\r\n",
+        )
+        .expect("sent");
+    let mut all = String::new();
+    let _ = std::io::Read::read_to_string(&mut client, &mut all);
+    assert_eq!(all.matches("HTTP/1.1 200 OK\r\n").count(), 3, "{all}");
+    assert_eq!(all.matches("transfer-encoding: chunked\r\n").count(), 3, "{all}");
+    assert_eq!(all.matches("\r\n5\r\nwhole\r\n0\r\n\r\n").count(), 2, "{all}");
+    assert!(!all.contains("content-length") && all.ends_with("\r\n4\r\nhalf\r\n"), "{all}");
+}
+
+#[test]
+fn the_limits_of_an_upstream_are_not_mixed_with_ours() {
+    let upstream = Upstream::answering(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nRateLimit: \"up\";r=7;t=1\r\nRateLimit-Policy: \"up\";q=9;w=1\r\n\
+          RateLimit-Remaining: 7\r\nX-RateLimit-Limit: 9\r\nX-RateLimit-Used: 2\r\nRetry-After: 5\r\n\r\n",
+    );
+    let ask = |config: &str, path: &str| {
+        let gateway = Service::gateway(config, &[&upstream.url()]);
+        let answer = request(&gateway.http, "GET", path, &[("X-User-Id", "u1")], b"");
+        let limits = answer.headers.into_iter().filter(|(name, _)| name.contains("ratelimit") || name == "retry-after");
+        limits.map(|(name, value)| format!("{name}: {value}")).collect::<std::collections::BTreeSet<_>>()
+    };
+    let ours = ["ratelimit-policy: \"per-user\";q=3;w=3600", "ratelimit: \"per-user\";r=2;t=3600"];
+    let our_x = ["x-ratelimit-limit: 3", "x-ratelimit-remaining: 2", "x-ratelimit-reset: 3600"];
+    let theirs = ["ratelimit: \"up\";r=7;t=1", "ratelimit-policy: \"up\";q=9;w=1", "ratelimit-remaining: 7"];
+    let their_x = ["x-ratelimit-limit: 9", "x-ratelimit-used: 2"];
+    let set = |parts: &[&[&str]]| {
+        parts
+            .concat()
+            .into_iter()
+            .chain(["retry-after: 5"])
+            .map(str::to_owned)
+            .collect::<std::collections::BTreeSet<_>>()
+    };
+    assert_eq!(ask(LIMIT, "/api/x"), set(&[&ours, &our_x]));
+    assert_eq!(ask(LIMIT, "/other"), set(&[&theirs, &their_x]));
+    let without_x = format!("{LIMIT}headers: {{x_ratelimit: false}}\n");
+    assert_eq!(ask(&without_x, "/api/x"), set(&[&ours, &their_x]));
+}
+
+#[test]
 fn a_trusted_proxy_is_believed_and_added_to() {
     let upstream = Upstream::answering(OK);
     let gateway = Service::gateway("client_ip: {trusted_proxies: [127.0.0.1]}\n", &[&upstream.url()]);

@@ -5,6 +5,8 @@ mod support;
 
 /// What the client and the upstream see of each other.
 mod forwarding;
+/// Streams of HTTP/2: answered before they are read, and not taken.
+mod http2;
 /// A large body, many requests, a long life.
 mod load;
 /// Requests that could be read in two ways, byte by byte.

@@ -1,7 +1,7 @@
 use std::io::Write as _;
 use std::net::TcpStream;
 
-use crate::support::{PATIENCE, Service, raw, read_answer};
+use crate::support::{PATIENCE, Service, raw, read_answer, request};
 use crate::upstream::{OK, Upstream};
 
 /// Each as it goes over the wire.
@@ -38,6 +38,10 @@ const AMBIGUOUS: &[(&str, &[u8])] = &[
     ("two hosts", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
     ("no host", b"GET / HTTP/1.1\r\n\r\n"),
     ("a host that is none", b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n"),
+    ("a target with a host, and no Host", b"GET http://a/ HTTP/1.1\r\n\r\n"),
+    ("a host with a user", b"GET / HTTP/1.1\r\nHost: u@h\r\n\r\n"),
+    ("a target and a host with a user", b"GET http://u@h/ HTTP/1.1\r\nHost: u@h\r\n\r\n"),
+    ("two users", b"GET / HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n"),
     ("a target for another host", b"GET http://a/ HTTP/1.1\r\nHost: b\r\n\r\n"),
     (
         "a chunk that ends with a lone LF",
@@ -91,6 +95,48 @@ fn what_follows_a_refused_upgrade_is_not_read_as_a_request() {
     let answer = raw(&gateway.http, bytes);
     assert_eq!((answer.status, answer.header("connection")), (200, Some("close")));
     assert_eq!(upstream.received().len(), 1);
+}
+
+#[test]
+fn no_other_http_is_gone_over_to() {
+    // It would grant it, and answer all that comes then.
+    let upstream = Upstream::start(|request, stream| {
+        let granted = request.header("upgrade").is_some();
+        stream.write_all(if granted { b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n" } else { OK })
+    });
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    for protocol in
+        ["h2c", "H2C", "websocket, h2c", "websocket\r\nUpgrade: h2c", "h2c, websocket", "HTTP/2.0", "TLS/1.2"]
+    {
+        let bytes = format!(
+            "GET / HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n\
+             HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        );
+        let answer = raw(&gateway.http, bytes.as_bytes());
+        assert_eq!((answer.status, answer.body.as_str()), (200, "ok"), "{protocol}: {answer:?}");
+    }
+    let received = upstream.received();
+    assert_eq!(received.len(), 7);
+    assert!(received.iter().all(|request| request.header("http2-settings").is_none()), "{received:?}");
+}
+
+#[test]
+fn the_upstream_is_told_the_path_that_the_policies_saw() {
+    let upstream = Upstream::answering(OK);
+    let policies = "policies: [{name: p, match: {path: /limited/**}, limit: 1, window: 1h}]\n";
+    let gateway = Service::gateway(policies, &[&upstream.url()]);
+    let ask = |path: &str| request(&gateway.http, "GET", path, &[], b"").status;
+    assert_eq!((ask("/limited/a"), ask("/open/../limited/a")), (200, 429));
+    for (path, told) in [
+        ("/limited/../open", "/open"),
+        ("/limited/%2e%2E/open?x=/../y", "/open?x=/../y"),
+        ("/a/./b%2Fc//d/.%2e/?", "/a/b%2Fc//?"),
+        ("/a/b%2F../.c//%41", "/a/b%2F../.c//%41"),
+    ] {
+        assert_eq!(ask(path), 200, "{path}");
+        let head = upstream.received().pop().expect("a request").head;
+        assert_eq!(head.split(' ').nth(1), Some(told), "{path}");
+    }
 }
 
 #[test]

@@ -50,6 +50,19 @@ fn several_upstreams_take_turns() {
 }
 
 #[test]
+fn the_turns_of_an_upstream_that_is_left_out_are_spread_over_the_others() {
+    let (one, other) = (Upstream::answering(OK), Upstream::answering(OK));
+    let gateway = Service::gateway("", &[&one.url(), &nobody(), &other.url()]);
+    let ask = || assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
+    // Three failures in nine turns.
+    (0..9).for_each(|_| ask());
+    assert!(gateway.output().contains("is left out"), "{}", gateway.output());
+    let before = [one.received().len(), other.received().len()];
+    (0..10).for_each(|_| ask());
+    assert_eq!([one.received().len() - before[0], other.received().len() - before[1]], [5, 5]);
+}
+
+#[test]
 fn an_upstream_that_does_not_answer_in_time_is_504() {
     let silent = Upstream::start(|_, _| {
         std::thread::sleep(PATIENCE);

@@ -13,6 +13,8 @@ pub(crate) struct Received {
     /// Not kept, but counted, where the request has `X-Discard`.
     pub(crate) body: Vec<u8>,
     pub(crate) length: u64,
+    /// With the empty line.
+    pub(crate) trailers: String,
 }
 
 impl Received {
@@ -86,7 +88,7 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
             return None;
         }
     }
-    let mut request = Received { head, body: Vec::new(), length: 0 };
+    let mut request = Received { head, body: Vec::new(), length: 0, trailers: String::new() };
     let is_kept = request.header("x-discard").is_none();
     if let Some(length) = request.header("content-length") {
         let length: u64 = length.parse().expect("a length");
@@ -104,14 +106,19 @@ fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
             let mut size = String::new();
             reader.read_line(&mut size).ok()?;
             let size = usize::from_str_radix(size.trim_end(), 16).ok()?;
+            if size == 0 {
+                while !request.trailers.ends_with("\r\n\r\n") && request.trailers != "\r\n" {
+                    if reader.read_line(&mut request.trailers).ok()? == 0 {
+                        return None;
+                    }
+                }
+                break;
+            }
             let mut chunk = vec![0; size + 2];
             reader.read_exact(&mut chunk).ok()?;
             request.length += size as u64;
             if is_kept {
                 request.body.extend_from_slice(&chunk[..size]);
-            }
-            if size == 0 {
-                break;
             }
         }
     }

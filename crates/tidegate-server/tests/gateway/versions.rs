@@ -11,7 +11,7 @@ use crate::upstream::{OK, Upstream};
 const LIMIT: &str = "policies: [{name: p, limit: 3, window: 1h}]\n";
 
 /// A certificate for localhost, its key and who signed it, as files.
-fn certified(config: &str) -> tempfile::TempDir {
+pub(crate) fn certified(config: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut params = CertificateParams::new(Vec::<String>::new()).expect("parameters");
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -29,7 +29,7 @@ fn certified(config: &str) -> tempfile::TempDir {
     folder
 }
 
-fn port(address: &str) -> &str {
+pub(crate) fn port(address: &str) -> &str {
     address.rsplit(':').next().expect("a port")
 }
 

@@ -8,17 +8,9 @@ use crate::support::Service;
 // A proxy that gives up on Tidegate soon is right to; here the machine may be busy.
 const NGINX: Recipe<'static> = Recipe {
     program: "nginx",
-    arguments: &["-e", "stderr", "-p", ".", "-c", "nginx.conf", "-g", "daemon off; pid nginx.pid;"],
+    arguments: &["-p", ".", "-e", "error.log", "-c", "nginx.conf", "-g", "daemon off;"],
     files: &["nginx/nginx.conf"],
-    changes: &[
-        ("_timeout 1s", "_timeout 10s"),
-        // Nothing outside of the folder, for who is not root.
-        (
-            "http {\n",
-            "http {\n access_log off; client_body_temp_path a; proxy_temp_path b; fastcgi_temp_path c; uwsgi_temp_path d; \
-             scgi_temp_path e;\n",
-        ),
-    ],
+    changes: &[("_timeout 1s", "_timeout 10s")],
     environment: &[],
 };
 const CADDY: Recipe<'static> =
@@ -184,10 +176,14 @@ fn caddy_limits_each_client_and_tells_when_to_come_again() {
 fn traefik_limits_each_client_and_tells_when_to_come_again() {
     let stage = Stage::new(&TRAEFIK, &LIMITS, "");
     stage.limits_each_client(Shown::ToApp);
-    stage.asks_about_the_real_request(&[("X-Forwarded-Method", "GET"), ("X-Forwarded-Uri", "/")]);
-    // Traefik hands on what it does not know. That is no way around a limit, either.
-    let contradiction = Client(60).post(stage.proxy.address, "/login", &[("X-Original-URI", "/")], "");
-    assert_eq!(contradiction.status, 400, "{contradiction:?}");
+    stage.asks_about_the_real_request(&[
+        ("X-Forwarded-Method", "GET"),
+        ("X-Forwarded-Uri", "/"),
+        ("X-Original-Method", "GET"),
+        ("X-Original-URI", "/"),
+        ("X-Original-URL", "/"),
+        ("X-Original-Host", "other"),
+    ]);
 }
 
 #[test]
@@ -203,9 +199,34 @@ fn haproxy_limits_each_client_and_tells_when_to_come_again() {
 }
 
 #[test]
+fn haproxy_lets_nobody_pass_by_a_question_that_is_refused() {
+    let limits = [("limit: 100\n    window: 60s", "limit: 3\n    window: 1h")];
+    let by_user = "  - {name: per-user, key: [header.x-user-id], limit: 1000, window: 1h}";
+    let stage = Stage::new(&HAPROXY, &limits, by_user);
+    let (address, client) = (stage.proxy.address, Client(70));
+    // No key is so long.
+    let refused = client.get(address, "/refused", &[("X-User-Id", &"k".repeat(600))]);
+    assert_eq!((refused.status, refused.header("content-type")), (400, Some("application/problem+json")));
+    assert_eq!(client.send(address, "OPTIONS", "*", &[], "").expect("it listens").status, 400);
+    // So many headers: more than Tidegate takes, and than HAProxy's client survives; of one name, or of many.
+    let names: Vec<String> = (0..97).map(|number| format!("X-{number}")).collect();
+    let many: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "y")).collect();
+    let statuses: Vec<u16> = (0..3).map(|_| client.get(address, "/many", &many).status).collect();
+    assert_eq!(statuses, [200; 3]);
+    assert_eq!(client.get(address, "/many", &many).status, 429);
+    assert_eq!(client.get(address, "/many", &[("X-User-Id", "u"); 90]).status, 429);
+    assert_eq!(client.get(address, "/many", &[("Cookie", "a=b"); 90]).status, 429);
+    // As long as HAProxy takes it.
+    assert_eq!(client.get(address, "/many", &[("Cookie", &"c".repeat(15_000))]).status, 429);
+    assert_eq!(client.get(address, &format!("/{}", "p".repeat(15_000)), &[]).status, 429);
+    assert_eq!((stage.app.requests("/refused").len(), stage.app.requests("/many").len()), (0, 3));
+    assert_eq!(Client(71).get(address, "/", &[]).status, 200, "it is still there");
+}
+
+#[test]
 fn nginx_sends_a_token_and_lets_pass_without_tidegate() {
     let token = ("# proxy_set_header X-Tidegate-Token", "proxy_set_header X-Tidegate-Token");
-    let recipe = Recipe { changes: &[NGINX.changes[0], NGINX.changes[1], token], ..NGINX };
+    let recipe = Recipe { changes: &[NGINX.changes[0], token], ..NGINX };
     guards_its_token_and_then_is_left_alone(&recipe, 200);
 }
 
@@ -219,7 +240,7 @@ fn caddy_sends_a_token_and_lets_nobody_pass_without_tidegate() {
 #[test]
 fn traefik_sends_a_token_and_lets_nobody_pass_without_tidegate() {
     let token = [
-        ("middlewares: [tidegate]", "middlewares: [token, tidegate, no-token]"),
+        ("middlewares: [no-original, tidegate]", "middlewares: [no-original, token, tidegate, no-token]"),
         ("# token:", "token:"),
         ("# no-token:", "no-token:"),
     ];

@@ -1,0 +1,180 @@
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::process::Command;
+
+use crate::support::{PATIENCE, Service, request, with_free_ports};
+use crate::upstream::{OK, Upstream};
+use crate::versions::{certified, port};
+
+/// The statuses that curl tells of, thirty times; its own number where it has failed.
+fn statuses(arguments: &[&str]) -> Vec<String> {
+    let once = |_| {
+        let told = ["-s", "-m", "20", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"];
+        let output = Command::new("curl").args(told).args(arguments).output().expect("curl runs");
+        match output.status.code() {
+            Some(0) => String::from_utf8(output.stdout).expect("text"),
+            failed => format!("failed: {failed:?}"),
+        }
+    };
+    (0..30).map(once).collect()
+}
+
+fn large_body(folder: &std::path::Path) -> String {
+    let file = folder.join("large");
+    std::fs::write(&file, vec![0; 5_000_000]).expect("written");
+    format!("@{}", file.display())
+}
+
+#[test]
+fn a_denied_request_hears_its_answer_however_large_its_body() {
+    let upstream = Upstream::answering(OK);
+    let policies = "policies: [{name: p, limit: 1, window: 1h}]\n";
+    let folder = certified(&format!("{policies}tls: {{certificate: cert.pem, key: key.pem}}\n"));
+    let ca = folder.path().join("ca.pem").display().to_string();
+    let large = large_body(folder.path());
+    let gateway = Service::gateway_on(folder, &[&upstream.url()]);
+    assert!(gateway.output().contains(&format!("gateway  https://{}", gateway.http)), "{}", gateway.output());
+    let url = format!("https://localhost:{}/", port(&gateway.http));
+    assert_eq!(statuses(&["--cacert", &ca, &url])[..2], ["2 200", "2 429"]);
+    assert_eq!(statuses(&["--cacert", &ca, "--data-binary", &large, &url]), ["2 429"; 30]);
+    let gateway = Service::gateway(policies, &[&upstream.url()]);
+    assert!(gateway.output().contains(&format!("gateway  http://{}", gateway.http)), "{}", gateway.output());
+    assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
+    let url = format!("http://{}/", gateway.http);
+    assert_eq!(statuses(&["--http2-prior-knowledge", "--data-binary", &large, &url]), ["2 429"; 30]);
+    assert_eq!(upstream.received().len(), 2);
+}
+
+#[test]
+fn the_service_is_heard_though_it_reads_no_body() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let large = large_body(folder.path());
+    let file = folder.path().join("tidegate.yaml");
+    std::fs::write(&file, with_free_ports("auth: {api_token: right}\n")).expect("written");
+    let service = Service::start_on(folder, &file, &[]);
+    let url = |path: &str| format!("http://{}{path}", service.http);
+    let ask = |body: &str, path: &str| {
+        statuses(&["--http2-prior-knowledge", "-H", "Authorization: Bearer wrong", "--data-binary", body, &url(path)])
+    };
+    for body in ["{}", &large] {
+        assert_eq!(ask(body, "/v1/acquire"), ["2 401"; 30]);
+        assert_eq!(ask(body, "/nowhere"), ["2 404"; 30]);
+        assert_eq!(ask(body, "/openapi.json"), ["2 405"; 30]);
+    }
+}
+
+/// A client that speaks frames.
+struct Frames(TcpStream);
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const WINDOW_UPDATE: u8 = 8;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+const ACK: u8 = 1;
+
+/// In HPACK: `:method: GET` or `POST`, `:scheme: http`, `:path: /`, `:authority: h`.
+const GET: &[u8] = b"\x82\x86\x84\x41\x01h";
+const POST: &[u8] = b"\x83\x86\x84\x41\x01h";
+
+impl Frames {
+    /// It lets streams be sent so many bytes until it says more.
+    fn connect(address: &str, window: u32) -> Self {
+        let stream = TcpStream::connect(address).expect("it listens");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let mut frames = Self(stream);
+        frames.0.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").expect("sent");
+        frames.send(SETTINGS, 0, 0, &[&[0, 4][..], &window.to_be_bytes()].concat());
+        frames
+    }
+
+    fn send(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+        let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
+        let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
+        self.0.write_all(&[&head, payload].concat()).expect("sent");
+    }
+
+    /// The next frame of a stream: its kind, flags and payload. What concerns the connection is answered.
+    fn next(&mut self) -> (u8, u8, Vec<u8>) {
+        loop {
+            let mut head = [0; 9];
+            self.0.read_exact(&mut head).expect("a frame");
+            let [high, middle, low, kind, flags, stream @ ..] = head;
+            let mut payload = vec![0; u32::from_be_bytes([0, high, middle, low]) as usize];
+            self.0.read_exact(&mut payload).expect("a frame");
+            match (kind, u32::from_be_bytes(stream)) {
+                (PING | SETTINGS, 0) if flags & ACK == 0 => {
+                    let payload = if kind == PING { payload } else { Vec::new() };
+                    self.send(kind, ACK, 0, &payload);
+                }
+                (_, 0) => {}
+                _ => return (kind, flags, payload),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_client_that_takes_nothing_of_its_answer_loses_its_stream_and_the_upstream_is_let_go() {
+    let upstream = Upstream::start(|request, stream| {
+        if request.head.starts_with("POST") {
+            return stream.write_all(OK);
+        }
+        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
+        let piece = vec![0; 64 * 1024];
+        loop {
+            stream.write_all(&piece)?;
+        }
+    });
+    let gateway = Service::gateway("gateway: {idle_timeout: 1s}\n", &[&upstream.url()]);
+    let before = gateway.open_files();
+    let mut client = Frames::connect(&gateway.http, 0);
+    client.send(HEADERS, END_HEADERS | END_STREAM, 1, GET);
+    assert_eq!(client.next().0, HEADERS);
+    assert_eq!(client.next().0, RST_STREAM);
+    gateway.until("the upstream is let go", |gateway| gateway.open_files() <= before + 1);
+    // One that takes little, but goes on, is served; and the connection is as good as before.
+    client.send(HEADERS, END_HEADERS | END_STREAM, 3, POST);
+    assert_eq!(client.next().0, HEADERS);
+    client.send(HEADERS, END_HEADERS | END_STREAM, 5, GET);
+    assert_eq!(client.next().0, HEADERS);
+    client.send(WINDOW_UPDATE, 0, 3, &2_u32.to_be_bytes());
+    assert_eq!(client.next(), (DATA, END_STREAM, b"ok".to_vec()));
+    let start = std::time::Instant::now();
+    while start.elapsed() < std::time::Duration::from_millis(2_500) {
+        client.send(WINDOW_UPDATE, 0, 5, &16_384_u32.to_be_bytes());
+        client.send(WINDOW_UPDATE, 0, 0, &16_384_u32.to_be_bytes());
+        let mut taken = 0;
+        while taken < 16_384 {
+            let (kind, _, payload) = client.next();
+            assert_eq!(kind, DATA);
+            taken += payload.len();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    assert_eq!(client.next().0, RST_STREAM);
+}
+
+#[test]
+fn the_rest_of_a_denied_body_is_not_read() {
+    let upstream = Upstream::answering(OK);
+    let gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    let mut client = Frames::connect(&gateway.http, 65_535);
+    client.send(HEADERS, END_HEADERS | END_STREAM, 1, POST);
+    assert_eq!((client.next().0, client.next().0), (HEADERS, DATA));
+    client.send(HEADERS, END_HEADERS, 3, POST);
+    // As much as it may send without being granted more.
+    for _ in 0..60 {
+        client.send(DATA, 0, 3, &[0; 16_384]);
+    }
+    assert_eq!(client.next().0, HEADERS);
+    let (kind, flags, body) = client.next();
+    assert_eq!((kind, flags & END_STREAM), (DATA, END_STREAM));
+    assert!(String::from_utf8_lossy(&body).contains("429"));
+    // Nothing is granted; after a while the stream ends, and not before, without an error.
+    assert_eq!(client.next(), (RST_STREAM, 0, vec![0; 4]));
+    assert_eq!(upstream.received().len(), 1);
+}
