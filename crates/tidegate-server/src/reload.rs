@@ -38,7 +38,7 @@ pub(crate) fn watch(file: PathBuf, files: Vec<PathBuf>, fixed: Fixed, engine: Ar
     };
     let watcher = notify::recommended_watcher(notice).context("the file cannot be watched")?;
     let mut watched = Watched { watcher, file, files, folders: BTreeSet::new(), last: Vec::new() };
-    watched.watch_folders().context("the file cannot be watched")?;
+    watched.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
     // Before anybody knows that we listen, and may change them.
     watched.last = contents(look(&watched.files));
@@ -69,10 +69,11 @@ impl Watched {
                     false
                 }
                 () = tokio::time::sleep(pause), if settling.is_some() || lost => {
-                    let found = Some(look(&self.files));
-                    let settled = settling.is_none() || settling == found;
-                    settling = found.filter(|found| contents(found.clone()) != self.last);
-                    settled && settling.is_some()
+                    let found = look(&self.files);
+                    let changed = contents(found.clone()) != self.last;
+                    let settled = settling.as_ref() == Some(&found);
+                    settling = changed.then_some(found);
+                    changed && settled
                 }
             };
             if due {
@@ -80,7 +81,7 @@ impl Watched {
                 self.take(&fixed, &engine);
             }
             // A link may lead elsewhere now, and a folder be another of the same name.
-            let _ = self.watch_folders();
+            self.watch_folders();
         }
     }
 
@@ -107,7 +108,7 @@ impl Watched {
         let mut tries = 0;
         loop {
             tries += 1;
-            let _ = self.watch_folders();
+            self.watch_folders();
             self.last = contents(look(&self.files));
             let config = Config::load(&self.file)?;
             if config.files == self.files || tries == 3 {
@@ -117,15 +118,19 @@ impl Watched {
         }
     }
 
-    fn watch_folders(&mut self) -> notify::Result<()> {
+    fn watch_folders(&mut self) {
         let folders: BTreeSet<PathBuf> = self.files.iter().flat_map(|file| links::folders(file)).collect();
-        for gone in self.folders.difference(&folders) {
-            let _ = self.watcher.unwatch(gone);
+        for left in self.folders.difference(&folders) {
+            // With a folder its watch is gone.
+            let _ = self.watcher.unwatch(left);
         }
-        let watched = folders.iter().map(|folder| self.watcher.watch(folder, RecursiveMode::NonRecursive));
-        let result = watched.fold(Ok(()), Result::and);
+        for folder in &folders {
+            let watched = self.watcher.watch(folder, RecursiveMode::NonRecursive);
+            if let Some(error) = watched.err().filter(|_| !self.folders.contains(folder)) {
+                tracing::warn!(folder = %folder.display(), %error, "not watched: changes there take a SIGHUP");
+            }
+        }
         self.folders = folders;
-        result
     }
 }
 
