@@ -11,37 +11,36 @@ pub(super) fn folders(file: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     let mut next = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
     for _ in 0..MAX_LINKS {
-        match first_link(&next) {
-            Some((folder, there)) => {
-                found.insert(folder);
-                next = there;
-            }
+        let (folder, there) = first_link(&next);
+        found.insert(folder);
+        match there {
+            Some(there) => next = there,
             None => break,
         }
     }
-    found.extend(next.parent().map(Path::to_owned));
     found
 }
 
-/// The folder of the first link on a path, and the path with that link followed.
-fn first_link(path: &Path) -> Option<(PathBuf, PathBuf)> {
+/// The folder of the first link on a path, and the path with that link followed; without any, the folder of the file.
+fn first_link(path: &Path) -> (PathBuf, Option<PathBuf>) {
     let mut folder = PathBuf::new();
     let mut parts = path.components();
     while let Some(part) = parts.next() {
         if part == Component::ParentDir {
-            // No link is before it: they are followed first.
+            // What stands before it is no link: those are followed first.
             folder.pop();
             continue;
         }
         let here = folder.join(part);
         if let Ok(target) = std::fs::read_link(&here) {
             let there = folder.join(target).join(parts.as_path());
-            // With nothing behind it, a join would leave a slash at the end.
-            return Some((folder, there.components().collect()));
+            // By its parts, because a join with nothing leaves a slash at the end.
+            return (folder, Some(there.components().collect()));
         }
         folder = here;
     }
-    None
+    folder.pop();
+    (folder, None)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use serde::de::{self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, M
 use serde_saphyr::{Location, Options, Spanned};
 
 use super::message::{self, with_suggestion};
-use super::secrets::{self, is_name, may_be_secret, without_quoted, without_userinfo};
+use super::secrets::{self, is_name, is_of_name, may_be_secret, without_quoted, without_userinfo};
 
 /// A text that errors can point into.
 #[derive(Debug, Clone, Copy)]
@@ -102,7 +102,7 @@ impl<'a> Document<'a> {
         let line = secrets::lines(self.text).nth(place.line - 1)?;
         let (start, _) = line.char_indices().nth(place.column.checked_sub(1)?)?;
         let before = line[..start].trim_end().strip_suffix(':')?;
-        let field = before.rsplit(|c: char| !(c.is_alphanumeric() || "_-.".contains(c))).next()?;
+        let field = before.rsplit(|character| !is_of_name(character)).next()?;
         let shown = is_name(field) || !may_be_secret(self.text, place.line - 1);
         (shown && !field.is_empty()).then_some(field)
     }

@@ -74,7 +74,12 @@ pub(super) fn is_name(word: &str) -> bool {
 
 fn is_near(word: &str, name: &str) -> bool {
     let length = word.chars().count();
-    word == name || ((3..=32).contains(&length) && strsim::damerau_levenshtein(word, name) <= (length / 4).max(1))
+    let like_a_name = (3..=32).contains(&length) && word.chars().all(is_of_name);
+    word == name || (like_a_name && strsim::damerau_levenshtein(word, name) <= (length / 4).max(1))
+}
+
+pub(super) fn is_of_name(character: char) -> bool {
+    character.is_alphanumeric() || "_-.".contains(character)
 }
 
 /// Spaces, and the dashes of lists.
@@ -86,12 +91,12 @@ fn indent(line: &str) -> usize {
     line.len() - rest.len()
 }
 
-/// The words before colons.
+/// The words before colons, but for those of URLs.
 fn fields(line: &str) -> impl Iterator<Item = &str> {
-    let part_of_name = |character: char| character.is_alphanumeric() || "_-.".contains(character);
-    line.match_indices(':').filter_map(move |(colon, _)| {
+    let colons = line.match_indices(':').filter(|(colon, _)| !line[*colon..].starts_with("://"));
+    colons.filter_map(|(colon, _)| {
         let word = line[..colon].trim_end().trim_end_matches(['"', '\'']);
-        word.rsplit(|character| !part_of_name(character)).next().filter(|word| !word.is_empty())
+        word.rsplit(|character| !is_of_name(character)).next().filter(|word| !word.is_empty())
     })
 }
 
