@@ -52,6 +52,8 @@ const WRONG: &[&str] = &[
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: *t, window: 1s}\n",
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, mode: *t}\n",
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, *t : b}\n",
+    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, cost: *t}\n",
+    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: *t, limit: 1, window: 1s, cost: 2}\n",
     "auth: {api_token: &t S3CR3T}\nlisten: {http: *t}\n",
     "auth: {api_token: &t S3CR3T}\nheaders: {x_ratelimit: *t}\n",
     "store: S3CR3T\n",

@@ -22,12 +22,11 @@ pub(super) fn of(error: &Error, secret: bool) -> String {
         Error::InvalidBooleanStrict { .. } => format!("must be {}", kind("boolean")),
         Error::NullIntoString { .. } => "has no value: write one, or take the field out".to_owned(),
         Error::SerdeMissingField { field, .. } => format!("missing field `{field}`"),
-        Error::SerdeInvalidType { expected, .. } | Error::SerdeInvalidValue { expected, .. } if secret => {
-            format!("must be {}", kind(expected))
-        }
+        // What it is, never what it says: that may have come from elsewhere, by an alias.
         Error::SerdeInvalidType { unexpected, expected, .. }
         | Error::SerdeInvalidValue { unexpected, expected, .. } => {
-            format!("must be {}, not {unexpected}", kind(expected))
+            let found = unexpected.split(['"', '`']).next().unwrap_or_default().trim();
+            format!("must be {}, not {found}", kind(expected))
         }
         Error::Message { msg, .. } | Error::ExternalMessage { msg, .. } if secret => without_quoted(msg),
         _ if secret => "this is not as it must be".to_owned(),
@@ -46,7 +45,7 @@ fn unknown(field: &str, expected: &[&str], secret: bool) -> String {
     with_suggestion(&format!("unknown field `{field}`, expected one of {allowed}"))
 }
 
-fn kind<'a>(name: &'a str) -> &'a str {
+fn kind(name: &str) -> &str {
     match name {
         "mapping start" | "map" => "fields, each as `name: value`",
         "sequence start" | "seq" => "a list",
