@@ -103,6 +103,7 @@ fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
         ("match: {header.X-A: a, header.x-a: b}", "5:40:", "header.x-a is there twice"),
         ("match: {'': a}", "5:17:", "is no attribute"),
         ("key: ['']", "5:10:", "is no attribute"),
+        ("key: null", "5:5:", "a text or a list of texts, not nothing"),
         ("key: [ip, header.]", "5:10:", "a name is missing after the dot"),
         ("limit: 5", "5:5:", "the field `limit` is there twice"),
     ] {
@@ -131,7 +132,7 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "is more than 60s"),
         ("store:\n  redis: redis://h\n  instances: 0\n", "3:14:", "a whole number from 1 to 10000"),
         ("store:\n  redis: redis://h\n  prefix: ''\n", "3:11:", "is not usable"),
-        ("store:\n  redis: rediss://h\n  tls: {key: a.pem}\n", "3:9:", "certificate and key together"),
+        ("store:\n  redis: rediss://h\n  tls: {key: a.pem}\n", "3:8:", "certificate and key together"),
         ("store:\n  redis: rediss://h\n  tls: {ca: nowhere.pem}\n", "3:13:", "nowhere.pem: cannot be read"),
         ("listen:\n  admin: 0.0.0.0:9\n", "2:10:", "auth.admin_token"),
         ("listen:\n  http: 127.0.0.1:9\n  grpc: 127.0.0.1:9\n", "3:9:", "127.0.0.1:9 is taken already"),

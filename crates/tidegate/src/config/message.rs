@@ -26,6 +26,7 @@ pub(super) fn of(error: &Error, secret: bool) -> String {
         Error::SerdeInvalidType { unexpected, expected, .. }
         | Error::SerdeInvalidValue { unexpected, expected, .. } => {
             let found = unexpected.split(['"', '`']).next().unwrap_or_default().trim();
+            let found = if found == "unit value" { "nothing" } else { found };
             format!("must be {}, not {found}", kind(expected))
         }
         Error::Message { msg, .. } | Error::ExternalMessage { msg, .. } if secret => without_quoted(msg),

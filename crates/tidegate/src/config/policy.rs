@@ -34,7 +34,8 @@ pub struct RawPolicy {
     #[schemars(with = "BTreeMap<String, OneOrMany>")]
     matches: BTreeMap<String, Spanned<OneOrMany>>,
     /// The attributes whose values are counted separately. None: all requests together.
-    #[schemars(with = "Option<OneOrMany>")]
+    #[serde(default, deserialize_with = "written")]
+    #[schemars(with = "OneOrMany")]
     key: Option<Spanned<OneOrMany>>,
     /// What to do with a request that lacks the key: skip (default) or deny.
     #[schemars(with = "Option<MissingKey>")]
@@ -166,6 +167,11 @@ fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
     }
 }
 
+/// A key without a value would count all requests together: it is wrong, not left out.
+fn written<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Spanned<OneOrMany>>, D::Error> {
+    Spanned::deserialize(deserializer).map(Some)
+}
+
 fn window_of(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
     duration::parse(&text.value).map_err(|error| document.at(text, &error))
 }
@@ -285,7 +291,7 @@ impl<'de> Deserialize<'de> for RawCost {
             type Value = RawCost;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a whole number, or {attribute: NAME, default: 1, max: 50}")
+                f.write_str("a cost: a whole number, or {attribute: NAME, default: 1, max: 50}")
             }
 
             fn visit_u64<E: de::Error>(self, units: u64) -> Result<RawCost, E> {
