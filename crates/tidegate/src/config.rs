@@ -21,19 +21,25 @@
 //! # Ok::<(), tidegate::config::ConfigError>(())
 //! ```
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+mod attribute;
 mod document;
 pub mod duration;
+mod message;
+mod number;
 mod policy;
+mod secrets;
 
 pub use document::{ConfigError, Document};
+pub use number::Whole;
 pub use policy::{OneOrMany, RawPolicy};
 
-use crate::policy::Policies;
+use crate::policy::{Policies, PolicyError};
 
 /// The file of the service. What is not about limits is its own affair: known by name, and not looked at.
 #[derive(Debug, Default, Deserialize)]
@@ -67,6 +73,10 @@ impl Policies {
 
     /// The same of what was read already.
     pub fn from_raw(document: &Document<'_>, policies: Vec<RawPolicy>) -> Result<Self, ConfigError> {
+        let mut names = BTreeSet::new();
+        if let Some(twice) = policies.iter().map(|policy| &policy.name).find(|name| !names.insert(name.value.clone())) {
+            return Err(document.at(twice, &PolicyError::Twice(twice.value.clone()).to_string()));
+        }
         let policies = policies.into_iter().map(|policy| policy.validate(document)).collect::<Result<_, _>>()?;
         Self::new(policies).map_err(|error| document.plain(&error.to_string()))
     }

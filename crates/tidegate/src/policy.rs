@@ -120,7 +120,7 @@ pub enum Cost {
         name: String,
         /// If it is absent or no whole number from 1 on.
         default: u64,
-        /// More than this counts as this.
+        /// More than this counts as this; and more than the key's quota admits at once, as that.
         max: u64,
     },
 }
@@ -146,8 +146,16 @@ pub enum PolicyError {
     Cost {
         /// The cost.
         cost: u64,
-        /// The smallest of the policy's quotas.
+        /// The smallest of the policy's quotas; for the `max` of an attribute, the largest.
         most: u64,
+    },
+    /// What a request takes that says nothing would be more than what any may take.
+    #[error("the default cost {default} is more than the max {max}: lower it, or raise the max")]
+    DefaultCost {
+        /// The default.
+        default: u64,
+        /// The most.
+        max: u64,
     },
     /// A cost of nothing.
     #[error("cost 0 takes nothing: a cost is at least 1")]
@@ -226,20 +234,34 @@ impl Policy {
 
     /// How many units a request takes. Call it after all overrides: the cost must fit every quota.
     pub fn costing(mut self, cost: Cost) -> Result<Self, PolicyError> {
-        let (least, highest) = match &cost {
-            Cost::Fixed(units) => (*units, *units),
-            Cost::Attribute { default, max, .. } => (*default.min(max), *default.max(max)),
+        let usual = match &cost {
+            Cost::Fixed(0) | Cost::Attribute { default: 0, .. } | Cost::Attribute { max: 0, .. } => {
+                return Err(PolicyError::ZeroCost);
+            }
+            Cost::Attribute { default, max, .. } if default > max => {
+                return Err(PolicyError::DefaultCost { default: *default, max: *max });
+            }
+            // A key with a smaller quota takes less at most; but one that all quotas are smaller than says nothing.
+            Cost::Attribute { max, .. } if *max > self.largest_cost() => {
+                return Err(PolicyError::Cost { cost: *max, most: self.largest_cost() });
+            }
+            Cost::Fixed(units) | Cost::Attribute { default: units, .. } => *units,
         };
-        if least == 0 {
-            return Err(PolicyError::ZeroCost);
-        }
-        let quotas = self.overrides.values().chain([&self.quota]);
-        let most = quotas.map(Quota::burst).min().unwrap_or(0);
-        if highest > most {
-            return Err(PolicyError::Cost { cost: highest, most });
+        let most = self.quotas().map(Quota::burst).min().unwrap_or(0);
+        if usual > most {
+            return Err(PolicyError::Cost { cost: usual, most });
         }
         self.cost = cost;
         Ok(self)
+    }
+
+    fn quotas(&self) -> impl Iterator<Item = &Quota> {
+        self.overrides.values().chain([&self.quota])
+    }
+
+    /// What one request can take at most, of the key with the largest quota.
+    pub(crate) fn largest_cost(&self) -> u64 {
+        self.quotas().map(Quota::burst).max().unwrap_or(0)
     }
 
     /// Its name.
@@ -351,6 +373,13 @@ mod tests {
         assert!(policy("a").matching::<&str>("path", &[]).is_err());
         assert!(policy("a").costing(Cost::Fixed(0)).is_err());
         assert!(policy("a").costing(Cost::Fixed(11)).is_err_and(|error| error.to_string().contains("at most 10")));
+        let cost = |default, max| Cost::Attribute { name: "c".to_owned(), default, max };
+        assert!(policy("a").costing(cost(7, 5)).is_err_and(|error| error.to_string().contains("more than the max 5")));
+        assert!(policy("a").costing(cost(1, 11)).is_err_and(|error| error.to_string().contains("at most 10")));
+        let small = || policy("a").overriding(&["small"], quota(5)).expect("one");
+        assert!(small().costing(cost(1, 10)).is_ok(), "the small one takes 5 at most");
+        assert!(small().costing(cost(6, 10)).is_err_and(|error| error.to_string().contains("at most 5")));
+        assert!(small().costing(Cost::Fixed(6)).is_err_and(|error| error.to_string().contains("at most 5")));
         let twice = policy("a").overriding(&["k"], quota(1)).and_then(|p| p.overriding(&["k"], quota(2)));
         assert!(twice.is_err_and(|error| error.to_string().contains("overridden twice")));
         assert!("shadwo".parse::<Mode>().is_err_and(|error| error.to_string().contains("enforce, shadow")));

@@ -30,9 +30,9 @@ pub(super) fn validate(
     let time = |text: &Option<Spanned<String>>, default: u64| {
         text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
     };
-    let ca = raw.ca.as_ref().map(|file| folder.join(file));
-    if let Some(ca) = &ca {
-        crate::tls::certificates(ca).map_err(|error| document.plain(&format!("gateway.ca: {error}")))?;
+    let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
+    if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
+        crate::tls::certificates(ca).map_err(|error| document.at(file, &format!("gateway.ca: {error}")))?;
     }
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use schemars::JsonSchema;
+use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
-use tidegate::config::{OneOrMany, RawPolicy};
+use tidegate::Algorithm;
+use tidegate::config::{OneOrMany, RawPolicy, Whole};
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
@@ -46,20 +48,25 @@ pub(super) struct Listen {
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Store {
     /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some nodes for a cluster.
-    pub(super) redis: Option<OneOrMany>,
-    pub(super) sentinel: Option<Sentinel>,
+    #[serde(deserialize_with = "given")]
+    #[schemars(with = "Option<OneOrMany>")]
+    pub(super) redis: Option<Spanned<Option<OneOrMany>>>,
+    #[schemars(with = "Option<Sentinel>")]
+    pub(super) sentinel: Option<Spanned<Sentinel>>,
     /// Certificates for `rediss://`; without them the system's are trusted, and none is shown.
-    pub(super) tls: Option<StoreTls>,
+    #[schemars(with = "Option<StoreTls>")]
+    pub(super) tls: Option<Spanned<StoreTls>>,
     /// What every key in Redis begins with; `rate_limit` by default.
-    pub(super) prefix: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) prefix: Option<Spanned<String>>,
     /// How long Redis may take to decide; 100ms by default.
     #[schemars(with = "Option<String>")]
     pub(super) timeout: Option<Spanned<String>>,
     /// How many instances of Tidegate there are at least. While Redis is away each takes its share of the limits; normally
     /// they know their number through Redis, and this is for those that start while it is away. 1 by default.
-    pub(super) instances: Option<usize>,
+    pub(super) instances: Option<Whole<1, 10_000>>,
     /// The cap on keys in memory; 10,000,000 by default.
-    pub(super) max_keys: Option<usize>,
+    pub(super) max_keys: Option<Whole<1, 1_000_000_000_000>>,
 }
 
 /// Redis behind Sentinels: the primary that they know by a name.
@@ -69,11 +76,15 @@ pub(super) struct Sentinel {
     /// The name of the primary, as in `sentinel monitor NAME …`.
     pub(super) master: String,
     /// The Sentinels, `redis://[user:password@]host[:port]`.
-    pub(super) nodes: Vec<String>,
+    #[schemars(with = "Vec<String>")]
+    pub(super) nodes: Spanned<Vec<String>>,
     /// For the servers that hold the counts, if not the same as for the Sentinels.
-    pub(super) username: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) username: Option<Spanned<String>>,
     /// For the servers that hold the counts, if not the same as for the Sentinels.
-    pub(super) password: Option<String>,
+    #[serde(default, deserialize_with = "given")]
+    #[schemars(with = "Option<String>")]
+    pub(super) password: Option<Spanned<Option<String>>>,
 }
 
 /// TLS to Redis. Files are from the folder of this one.
@@ -81,11 +92,14 @@ pub(super) struct Sentinel {
 #[serde(deny_unknown_fields)]
 pub(super) struct StoreTls {
     /// Who signs the servers' certificates, in PEM; the system's roots by default.
-    pub(super) ca: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) ca: Option<Spanned<String>>,
     /// The certificate to show, in PEM; with `key`.
-    pub(super) certificate: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) certificate: Option<Spanned<String>>,
     /// Its private key, in PEM.
-    pub(super) key: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) key: Option<Spanned<String>>,
 }
 
 impl fmt::Debug for Store {
@@ -103,8 +117,7 @@ pub(super) struct ClientIp {
     #[schemars(with = "Vec<String>")]
     pub(super) trusted_proxies: Vec<Spanned<String>>,
     /// IPv6 clients count together by this many bits; 64 by default.
-    #[schemars(with = "u8")]
-    pub(super) ipv6_prefix: Option<Spanned<u8>>,
+    pub(super) ipv6_prefix: Option<Whole<1, 128>>,
 }
 
 /// Who may ask.
@@ -112,9 +125,22 @@ pub(super) struct ClientIp {
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Auth {
     /// Callers of the API, over HTTP and gRPC, must send it as a bearer token (`authorization: Bearer …`).
-    pub(super) api_token: Option<String>,
+    #[serde(deserialize_with = "given")]
+    #[schemars(with = "Option<String>")]
+    pub(super) api_token: Option<Spanned<Option<String>>>,
     /// Callers of the admin listener must send it as a bearer token (but for /healthz and /readyz).
-    pub(super) admin_token: Option<String>,
+    #[serde(deserialize_with = "given")]
+    #[schemars(with = "Option<String>")]
+    pub(super) admin_token: Option<Spanned<Option<String>>>,
+}
+
+/// A field that is there without a value is not the same as one that is not there: `!word` and `&word` have none.
+fn given<'de, D, T>(deserializer: D) -> Result<Option<Spanned<Option<T>>>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    Spanned::deserialize(deserializer).map(Some)
 }
 
 impl fmt::Debug for Auth {
@@ -128,11 +154,14 @@ impl fmt::Debug for Auth {
 #[serde(deny_unknown_fields)]
 pub(super) struct Tls {
     /// The certificate, and those that lead to its root, in PEM.
-    pub(super) certificate: String,
+    #[schemars(with = "String")]
+    pub(super) certificate: Spanned<String>,
     /// Its private key, in PEM.
-    pub(super) key: String,
+    #[schemars(with = "String")]
+    pub(super) key: Spanned<String>,
     /// If given, clients must show a certificate that one of these has signed.
-    pub(super) client_ca: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) client_ca: Option<Spanned<String>>,
 }
 
 /// Which headers answers have.
@@ -154,12 +183,13 @@ impl Default for Headers {
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Envoy {
     /// Its YAML files, unmodified; from the folder of this file.
-    pub(super) files: Vec<String>,
+    #[schemars(with = "Vec<String>")]
+    pub(super) files: Vec<Spanned<String>>,
     /// How their rules count; fixed-window by default.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Algorithm>")]
     pub(super) algorithm: Option<Spanned<String>>,
     /// The same for single rules, by their names.
-    #[schemars(with = "BTreeMap<String, String>")]
+    #[schemars(with = "BTreeMap<String, Algorithm>")]
     pub(super) algorithms: BTreeMap<String, Spanned<String>>,
 }
 
@@ -172,7 +202,8 @@ pub(super) struct Gateway {
     #[schemars(with = "Vec<String>")]
     pub(super) upstreams: Vec<Spanned<String>>,
     /// Who signs the upstreams' certificates, in PEM; the system's roots by default. From the folder of this file.
-    pub(super) ca: Option<String>,
+    #[schemars(with = "Option<String>")]
+    pub(super) ca: Option<Spanned<String>>,
     /// How long a connection to an upstream may take, with TLS; 2s by default.
     #[schemars(with = "Option<String>")]
     pub(super) connect_timeout: Option<Spanned<String>>,

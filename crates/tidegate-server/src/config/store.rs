@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde_saphyr::Spanned;
 use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
 use super::{ConfigError, Secret, duration, raw};
+use crate::tls;
 use tidegate::config::{Document, OneOrMany};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,7 +30,6 @@ pub(crate) struct RedisConfig {
 }
 
 const MAX_KEYS: usize = 10_000_000;
-const MAX_INSTANCES: usize = 10_000;
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,80 +129,114 @@ pub(super) fn validate(
     folder: &Path,
     raw: raw::Store,
 ) -> Result<(StoreConfig, Vec<PathBuf>), ConfigError> {
-    let servers = match (raw.redis, raw.sentinel) {
-        (Some(_), Some(_)) => return Err(document.plain("store has both redis and sentinel: take one of them out")),
-        (None, None) => {
-            let max_keys = raw.max_keys.unwrap_or(MAX_KEYS);
-            return Ok((StoreConfig::Memory { max_keys }, Vec::new()));
+    let max_keys = raw.max_keys.map_or(MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
+    let (servers, urls) = match (raw.redis, raw.sentinel) {
+        (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
+        (Some(_), Some(sentinel)) => {
+            return Err(document.at(&sentinel, "store has both redis and sentinel: take one of them out"));
         }
-        (Some(OneOrMany::One(url)), None) => Servers::One(Secret::new(url)),
-        (Some(OneOrMany::Many(urls)), None) => {
-            Servers::Cluster(some(document, urls, "store.redis", "redis://10.0.0.1:6379")?)
-        }
-        (None, Some(sentinel)) => Servers::Sentinel {
-            nodes: some(document, sentinel.nodes, "store.sentinel.nodes", "redis://10.0.0.1:26379")?,
-            credentials: match (sentinel.username, sentinel.password) {
-                (Some(_), None) => {
-                    return Err(document.plain("store.sentinel has a username but no password: write both, or neither"));
+        (Some(redis), None) => {
+            let place = place_of(&redis);
+            let servers = match redis.value {
+                Some(OneOrMany::One(url)) => Servers::One(Secret::new(url)),
+                several => {
+                    let urls = several.map_or_else(Vec::new, |urls| urls.texts().to_vec());
+                    Servers::Cluster(some(document, &place, urls, "store.redis", "redis://10.0.0.1:6379")?)
                 }
-                (user, password) => password.map(|password| (user, Secret::new(password))),
-            },
-            master: sentinel.master,
-        },
+            };
+            (servers, place)
+        }
+        (None, Some(sentinel)) => sentinels(document, sentinel.value)?,
     };
     let timeout = match &raw.timeout {
-        Some(text) => duration(document, text)?,
         None => Duration::from_millis(100),
+        Some(text) => match duration(document, text)? {
+            Duration::ZERO => {
+                return Err(document.at(text, "store.timeout must be more than 0: 100ms is a good start"));
+            }
+            long if long > MAX_TIMEOUT => {
+                let message = "store.timeout is more than 60s, for which no request waits: 100ms is a good start";
+                return Err(document.at(text, message));
+            }
+            timeout => timeout,
+        },
     };
-    if timeout.is_zero() {
-        return Err(document.plain("store.timeout must be more than 0: 100ms is a good start"));
-    }
-    if timeout > MAX_TIMEOUT {
-        return Err(document.plain("store.timeout is more than 60s, for which no request waits: 100ms is a good start"));
-    }
-    let instances = raw.instances.unwrap_or(1);
-    if !(1..=MAX_INSTANCES).contains(&instances) {
-        return Err(document.plain(&format!("store.instances is {instances}: it must be from 1 to {MAX_INSTANCES}")));
-    }
     let (tls, files) = tls(document, folder, raw.tls)?;
     let redis = RedisConfig {
         servers,
-        prefix: raw.prefix.unwrap_or_else(|| "rate_limit".to_owned()),
+        prefix: raw.prefix.as_ref().map_or_else(|| "rate_limit".to_owned(), |prefix| prefix.value.clone()),
         timeout,
         tls,
-        instances,
-        max_keys: raw.max_keys.unwrap_or(MAX_KEYS),
+        instances: raw.instances.map_or(1, |instances| usize::try_from(instances.get()).unwrap_or(1)),
+        max_keys,
     };
-    redis.builder().check().map_err(|error| document.plain(&format!("store: {error}")))?;
+    redis.builder().check().map_err(|error| {
+        let message = format!("store: {error}");
+        match &raw.prefix {
+            Some(prefix) if message.contains("prefix") => document.at(prefix, &message),
+            _ => document.at(&urls, &message),
+        }
+    })?;
     Ok((StoreConfig::Redis(Box::new(redis)), files))
 }
 
-fn some(document: &Document<'_>, urls: Vec<String>, field: &str, such_as: &str) -> Result<Vec<Secret>, ConfigError> {
+/// Sentinels, and where their addresses stand.
+fn sentinels(document: &Document<'_>, raw: raw::Sentinel) -> Result<(Servers, Spanned<()>), ConfigError> {
+    let place = place_of(&raw.nodes);
+    let credentials = match (raw.username, raw.password) {
+        (Some(user), None) => {
+            let message = "store.sentinel has a username but no password: write both, or neither";
+            return Err(document.at(&user, message));
+        }
+        (_, Some(password)) if password.value.is_none() => {
+            return Err(document.at(&password, "this password is empty: write it in quotes, if it begins with a sign"));
+        }
+        (user, password) => {
+            let password = password.and_then(|password| password.value).map(Secret::new);
+            password.map(|password| (user.map(|user| user.value), password))
+        }
+    };
+    let nodes = some(document, &place, raw.nodes.value, "store.sentinel.nodes", "redis://10.0.0.1:26379")?;
+    Ok((Servers::Sentinel { master: raw.master, nodes, credentials }, place))
+}
+
+fn some(
+    document: &Document<'_>,
+    place: &Spanned<()>,
+    urls: Vec<String>,
+    field: &str,
+    such_as: &str,
+) -> Result<Vec<Secret>, ConfigError> {
     if urls.is_empty() {
-        return Err(document.plain(&format!("{field} is empty: write at least one address, such as {such_as}")));
+        return Err(document.at(place, &format!("{field} is empty: write at least one address, such as {such_as}")));
     }
     Ok(urls.into_iter().map(Secret::new).collect())
+}
+
+/// Where a value stands, without the value.
+fn place_of<T>(value: &Spanned<T>) -> Spanned<()> {
+    Spanned { value: (), referenced: value.referenced, defined: value.defined }
 }
 
 fn tls(
     document: &Document<'_>,
     folder: &Path,
-    raw: Option<raw::StoreTls>,
+    raw: Option<Spanned<raw::StoreTls>>,
 ) -> Result<(Option<RedisTls>, Vec<PathBuf>), ConfigError> {
     let Some(raw) = raw else { return Ok((None, Vec::new())) };
     let mut files = Vec::new();
-    let mut read = |name: &str| {
-        let file = folder.join(name);
+    let mut read = |name: &Spanned<String>| {
+        let file = folder.join(&name.value);
         let text = std::fs::read_to_string(&file)
-            .map_err(|error| ConfigError::unreadable(&file.display().to_string(), &error.to_string()))?;
+            .map_err(|error| document.at(name, &format!("{}: cannot be read: {error}", tls::shown(&file))))?;
         files.push(file);
         Ok::<String, ConfigError>(text)
     };
-    let ca = raw.ca.as_deref().map(&mut read).transpose()?;
-    let identity = match (raw.certificate, raw.key) {
-        (Some(certificate), Some(key)) => Some((read(&certificate)?, Secret::new(read(&key)?))),
+    let ca = raw.value.ca.as_ref().map(&mut read).transpose()?;
+    let identity = match (&raw.value.certificate, &raw.value.key) {
+        (Some(certificate), Some(key)) => Some((read(certificate)?, Secret::new(read(key)?))),
         (None, None) => None,
-        _ => return Err(document.plain("store.tls needs certificate and key together, or neither")),
+        _ => return Err(document.at(&raw, "store.tls needs certificate and key together, or neither")),
     };
     Ok((Some(RedisTls { ca, identity }), files))
 }

@@ -1,6 +1,6 @@
 //! A policy as it is written in a configuration, and what it means.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -9,12 +9,17 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
+use super::attribute;
 use super::document::{ConfigError, Document};
 use super::duration;
-use crate::algorithm::Algorithm;
+use super::number::Whole;
+use crate::algorithm::{Algorithm, Encoding};
 use crate::named::UnknownName;
-use crate::policy::{Cost, Policy, PolicyError};
-use crate::quota::Quota;
+use crate::policy::{Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
+use crate::quota::{Quota, QuotaError};
+
+/// A limit, a burst or a cost.
+type Units = Whole<1, { Quota::MAX_LIMIT }>;
 
 /// A named limit, as it is written.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
@@ -23,41 +28,44 @@ use crate::quota::Quota;
 pub struct RawPolicy {
     /// Its name in answers, metrics and Redis keys.
     #[schemars(with = "String")]
-    name: Spanned<String>,
+    pub(super) name: Spanned<String>,
     /// Attributes that must match: a value or a list of some; `*` stands for anything but a slash, `**` for anything.
     #[serde(default, rename = "match")]
-    matches: BTreeMap<String, OneOrMany>,
+    #[schemars(with = "BTreeMap<String, OneOrMany>")]
+    matches: BTreeMap<String, Spanned<OneOrMany>>,
     /// The attributes whose values are counted separately. None: all requests together.
-    #[serde(default)]
-    key: OneOrMany,
+    #[serde(default, deserialize_with = "written")]
+    #[schemars(with = "OneOrMany")]
+    key: Option<Spanned<OneOrMany>>,
     /// What to do with a request that lacks the key: skip (default) or deny.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<MissingKey>")]
     missing_key: Option<Spanned<String>>,
     /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Algorithm>")]
     algorithm: Option<Spanned<String>>,
     /// For sliding-log: sorted-set (default) or packed.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Encoding>")]
     encoding: Option<Spanned<String>>,
     /// For sliding-log: denied requests count as well.
     #[schemars(with = "Option<bool>")]
     count_denied: Option<Spanned<bool>>,
     /// Units per window.
-    #[schemars(with = "u64")]
-    limit: Spanned<u64>,
+    #[schemars(with = "Units")]
+    limit: Spanned<Units>,
     /// Such as 500ms, 60s, 5m, 1h, 30d.
     #[schemars(with = "String")]
     window: Spanned<String>,
     /// What a bucket holds; the limit by default.
-    #[schemars(with = "Option<u64>")]
-    burst: Option<Spanned<u64>>,
+    #[schemars(with = "Option<Units>")]
+    burst: Option<Spanned<Units>>,
     /// Units that a request takes: a number, or from an attribute.
-    cost: Option<RawCost>,
+    #[schemars(with = "Option<RawCost>")]
+    cost: Option<Spanned<RawCost>>,
     /// enforce (default), or shadow: decide and count, but let through.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Mode>")]
     mode: Option<Spanned<String>>,
     /// While the store cannot decide: local (default), allow or deny.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<OnStoreFailure>")]
     on_store_failure: Option<Spanned<String>>,
     /// Other limits for some keys.
     #[serde(default)]
@@ -73,9 +81,12 @@ impl RawPolicy {
             None => Algorithm::SlidingLog,
         };
         let window = window_of(document, &raw.window)?;
-        let quota = |limit: &Spanned<u64>, window: Duration, burst: Option<&Spanned<u64>>| {
-            let mut quota =
-                Quota::new(algorithm, limit.value, window).map_err(|error| document.at(limit, &error.to_string()))?;
+        let name = &raw.name;
+        let quota = |limit: &Spanned<Units>, window: (Duration, &Spanned<String>), burst: Option<&Spanned<Units>>| {
+            let mut quota = Quota::new(algorithm, limit.value.get(), window.0).map_err(|error| match error {
+                QuotaError::Window(_) | QuotaError::WindowFraction(_) => document.at(window.1, &error.to_string()),
+                _ => document.at(limit, &error.to_string()),
+            })?;
             if let Some(encoding) = &raw.encoding {
                 let kind = named(document, encoding)?;
                 quota = quota.with_encoding(kind).map_err(|error| document.at(encoding, &error.to_string()))?;
@@ -85,17 +96,28 @@ impl RawPolicy {
                 quota = counted.map_err(|error| document.at(count_denied, &error.to_string()))?;
             }
             if let Some(burst) = burst {
-                quota = quota.with_burst(burst.value).map_err(|error| document.at(burst, &error.to_string()))?;
+                quota = quota.with_burst(burst.value.get()).map_err(|error| document.at(burst, &error.to_string()))?;
             }
             Ok::<Quota, ConfigError>(quota)
         };
-        let name = &raw.name;
-        let wrong = |error: PolicyError| document.at(name, &error.to_string());
-        let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?).map_err(wrong)?;
-        for (attribute, patterns) in &raw.matches {
-            policy = policy.matching(attribute, patterns.texts()).map_err(wrong)?;
+        let window = (window, &raw.window);
+        let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?)
+            .map_err(|error| document.at(name, &error.to_string()))?;
+        let mut matched = BTreeSet::new();
+        for (written, patterns) in &raw.matches {
+            let attribute = attribute::name(written).map_err(|error| document.at(patterns, &error))?;
+            if !matched.insert(attribute.clone()) {
+                let twice =
+                    format!("{attribute} is there twice, in other letters: a header's name is alike in either case");
+                return Err(document.at(patterns, &twice));
+            }
+            policy = policy.matching(attribute, patterns.value.texts()).map_err(wrong_at(document, patterns))?;
         }
-        policy = policy.counting(raw.key.texts()).map_err(wrong)?;
+        if let Some(key) = &raw.key {
+            let names = key.value.texts().iter().map(|written| attribute::name(written));
+            let names = names.collect::<Result<Vec<_>, _>>().map_err(|error| document.at(key, &error))?;
+            policy = policy.counting(&names).map_err(wrong_at(document, key))?;
+        }
         if let Some(missing) = &raw.missing_key {
             policy = policy.on_missing_key(named(document, missing)?);
         }
@@ -106,21 +128,48 @@ impl RawPolicy {
             policy = policy.on_store_failure(named(document, failure)?);
         }
         for entry in &raw.overrides {
-            let window = entry.window.as_ref().map_or(Ok(window), |text| window_of(document, text))?;
+            let window = match &entry.window {
+                Some(text) => (window_of(document, text)?, text),
+                None => window,
+            };
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
-            policy = policy.overriding(entry.key.texts(), quota(&entry.limit, window, burst)?).map_err(wrong)?;
+            let values = entry.key.value.texts();
+            check_parts(values.len(), &policy).map_err(|error| document.at(&entry.key, &error))?;
+            let quota = quota(&entry.limit, window, burst)?;
+            policy = policy.overriding(values, quota).map_err(wrong_at(document, &entry.key))?;
         }
-        let cost = match raw.cost {
-            None => Cost::Fixed(1),
-            Some(RawCost::Fixed(units)) => Cost::Fixed(units),
-            Some(RawCost::Attribute(cost)) => Cost::Attribute {
-                name: cost.attribute,
-                default: cost.default,
-                max: cost.max.unwrap_or(raw.limit.value),
-            },
-        };
-        policy.costing(cost).map_err(wrong)
+        match &raw.cost {
+            None => policy.costing(Cost::Fixed(1)).map_err(wrong_at(document, name)),
+            Some(cost) => {
+                let units = cost.value.of(&policy).map_err(|error| document.at(cost, &error))?;
+                policy.costing(units).map_err(wrong_at(document, cost))
+            }
+        }
     }
+}
+
+fn wrong_at<T>(document: &Document<'_>, value: &Spanned<T>) -> impl FnOnce(PolicyError) -> ConfigError {
+    move |error| document.at(value, &error.to_string())
+}
+
+/// A key of several attributes has a value of each; one that has none is one for all.
+fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
+    match (parts, policy.key_attributes()) {
+        (1, [] | [_]) => Ok(()),
+        (parts, [_, _, ..]) if parts == policy.key_attributes().len() => Ok(()),
+        (_, []) => Err("this policy has no key of several parts: write one value, not a list".to_owned()),
+        (_, [one]) => Err(format!("this policy counts by {one} alone: write one value, not a list")),
+        (parts, many) => Err(format!(
+            "has {parts} of the {} values that this policy counts by: write a list of {}, in their order",
+            many.len(),
+            many.join(", ")
+        )),
+    }
+}
+
+/// A key without a value would count all requests together: it is wrong, not left out.
+fn written<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Spanned<OneOrMany>>, D::Error> {
+    Spanned::deserialize(deserializer).map(Some)
 }
 
 fn window_of(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
@@ -136,13 +185,14 @@ fn named<T: FromStr<Err = UnknownName>>(document: &Document<'_>, text: &Spanned<
 #[serde(deny_unknown_fields)]
 struct Override {
     /// The value of the key; for a key of several attributes a list, in their order.
-    key: OneOrMany,
-    #[schemars(with = "u64")]
-    limit: Spanned<u64>,
+    #[schemars(with = "OneOrMany")]
+    key: Spanned<OneOrMany>,
+    #[schemars(with = "Units")]
+    limit: Spanned<Units>,
     #[schemars(with = "Option<String>")]
     window: Option<Spanned<String>>,
-    #[schemars(with = "Option<u64>")]
-    burst: Option<Spanned<u64>>,
+    #[schemars(with = "Option<Units>")]
+    burst: Option<Spanned<Units>>,
 }
 
 /// A text, or a list of texts.
@@ -180,19 +230,28 @@ enum RawCost {
     Attribute(CostAttribute),
 }
 
+impl RawCost {
+    /// What a policy with these quotas charges.
+    fn of(&self, policy: &Policy) -> Result<Cost, String> {
+        Ok(match self {
+            Self::Fixed(units) => Cost::Fixed(*units),
+            Self::Attribute(cost) => Cost::Attribute {
+                name: attribute::name(&cost.attribute)?,
+                default: cost.default.map_or(1, Units::get),
+                max: cost.max.map_or_else(|| policy.largest_cost(), Units::get),
+            },
+        })
+    }
+}
+
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct CostAttribute {
     attribute: String,
-    /// If the attribute is absent or no whole number.
-    #[serde(default = "one")]
-    default: u64,
-    /// More counts as this; the limit by default.
-    max: Option<u64>,
-}
-
-fn one() -> u64 {
-    1
+    /// If the attribute is absent or no whole number; 1 by default.
+    default: Option<Units>,
+    /// More counts as this; and as the key's own limit, or burst, if that is less.
+    max: Option<Units>,
 }
 
 impl<'de> Deserialize<'de> for OneOrMany {
@@ -232,7 +291,7 @@ impl<'de> Deserialize<'de> for RawCost {
             type Value = RawCost;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a whole number, or {attribute: NAME, default: 1, max: 50}")
+                f.write_str("a cost: a whole number, or {attribute: NAME, default: 1, max: 50}")
             }
 
             fn visit_u64<E: de::Error>(self, units: u64) -> Result<RawCost, E> {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
 use super::{Attributes, Cost, MissingKey, Mode, Policy, PolicyError, join, normal_path};
@@ -119,7 +120,7 @@ impl Policy {
             }
         }
         let quota = self.quota_for(&key);
-        let cost = cost.unwrap_or_else(|| self.cost_of(attributes));
+        let cost = cost.unwrap_or_else(|| self.cost_of(attributes, quota));
         selection.charges.push(Selected { policy: self, key, quota, cost });
         Ok(())
     }
@@ -133,13 +134,12 @@ impl Policy {
         })
     }
 
-    fn cost_of(&self, attributes: &dyn Attributes) -> u64 {
+    fn cost_of(&self, attributes: &dyn Attributes, quota: &Quota) -> u64 {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { name, default, max } => {
-                let value = attributes.get(name);
-                let units = value.and_then(|value| value.parse::<u64>().ok()).filter(|units| *units > 0);
-                units.map_or(*default, |units| units.min(*max))
+                let units = attributes.get(name).and_then(|value| whole_number(&value)).filter(|units| *units > 0);
+                units.map_or(*default, |units| units.min(*max).min(quota.burst()))
             }
         }
     }
@@ -192,6 +192,12 @@ impl<'a> Selected<'a> {
         let charge = Charge::new(&self.key, self.quota).policy(&self.policy.name).cost(self.cost);
         charge.on_store_failure(self.policy.on_store_failure)
     }
+}
+
+/// One that is too large for our numbers is the largest of them.
+fn whole_number(text: &str) -> Option<u64> {
+    text.parse()
+        .map_or_else(|error: ParseIntError| (*error.kind() == IntErrorKind::PosOverflow).then_some(u64::MAX), Some)
 }
 
 #[cfg(test)]
@@ -319,9 +325,22 @@ mod tests {
         assert_eq!(charged(&[("tenant", "acme")], None), (1_000, 2));
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "5")], None), (10, 5));
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "99")], None), (10, 8));
-        for nonsense in ["0", "-1", "NaN", "1e3", "", "99999999999999999999999"] {
+        assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "99999999999999999999999")], None), (10, 8));
+        for nonsense in ["0", "-1", "NaN", "1e3", ""] {
             assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", nonsense)], None), (10, 2), "{nonsense}");
         }
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "5")], Some(7)), (10, 7));
+    }
+
+    #[test]
+    fn an_attribute_costs_no_more_than_the_keys_own_quota_admits() {
+        let policy = policy("p").counting(&["tenant"]).and_then(|p| p.overriding(&["small"], quota(5)));
+        let cost = Cost::Attribute { name: "cost".to_owned(), default: 1, max: 10 };
+        let policy = policy.and_then(|p| p.costing(cost)).expect("fits the larger");
+        let charged = |tenant: &str| {
+            let request = request(&[("tenant", tenant), ("cost", "100")]);
+            policy.select(&request, None).expect("sound").charges[0].cost()
+        };
+        assert_eq!((charged("small"), charged("other")), (5, 10));
     }
 }

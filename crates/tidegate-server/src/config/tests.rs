@@ -1,0 +1,195 @@
+use proptest::prelude::*;
+
+use super::*;
+
+#[test]
+fn the_sample_is_valid() {
+    let config = Config::parse("sample.yaml", SAMPLE).expect("valid");
+    assert!(config.policies.iter().count() > 0);
+}
+
+#[test]
+fn what_the_documents_show_is_valid() {
+    for document in [
+        include_str!("../../../../docs/configuration.md"),
+        include_str!("../../../../docs/redis.md"),
+        include_str!("../../../../docs/gateway.md"),
+        include_str!("../../../../README.md"),
+    ] {
+        let blocks: Vec<&str> =
+            document.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+        assert!(!blocks.is_empty());
+        for block in blocks {
+            // Files that they name are the reader's own.
+            let block = block.replace("files: [ratelimit.yaml]", "files: []");
+            match Config::parse("the document", &block) {
+                Err(error) if error.to_string().contains(".pem: no certificate can be read") => {}
+                Err(error) if error.to_string().contains(".pem: cannot be read") => {}
+                result => assert!(result.is_ok(), "{block}\n{}", result.expect_err("wrong")),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_truncated_file_never_panics_and_never_half_loads() {
+    let policies = Config::parse("sample.yaml", SAMPLE).expect("valid").policies.iter().count();
+    for end in (0..SAMPLE.len()).filter(|end| SAMPLE.is_char_boundary(*end)) {
+        if let Ok(config) = Config::parse("sample.yaml", &SAMPLE[..end]) {
+            assert!(config.policies.iter().count() <= policies);
+        }
+    }
+}
+
+fn error(text: &str) -> String {
+    Config::parse("tidegate.yaml", text).expect_err("wrong").to_string()
+}
+
+#[test]
+fn an_error_shows_file_line_field_and_the_nearest_right_name() {
+    let text = error("policies:\n  - name: a\n    limt: 5\n    window: 60s\n");
+    assert!(text.starts_with("tidegate.yaml:3:5: unknown field `limt`"), "{text}");
+    assert!(text.contains("did you mean `limit`?"), "{text}");
+    assert!(text.ends_with("  |\n3 |     limt: 5\n  |     ^"), "{text}");
+}
+
+#[test]
+fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
+    let policy = |lines: &str| format!("policies:\n  - name: a\n    limit: 5\n    window: 60s\n{lines}");
+    for (text, place, message) in [
+        (policy("").replace("limit: 5", "limit: 0"), "tidegate.yaml:3:12:", "from 1 to 1000000000000"),
+        (policy("").replace("60s", "60"), "tidegate.yaml:4:13:", "write it like 500ms"),
+        (policy("    algorithm: tokn-bucket\n"), "tidegate.yaml:5:16:", "did you mean `token-bucket`?"),
+        (policy("    burst: 9\n"), "tidegate.yaml:5:12:", "has no burst"),
+        (policy("    mode: shadwo\n"), "tidegate.yaml:5:11:", "did you mean `shadow`?"),
+        (policy("    cost: 6\n"), "tidegate.yaml:5:11:", "at most 5 at once"),
+        (policy("    name: b\n"), "tidegate.yaml:5:5:", "`name` is there twice"),
+        (policy("  - name: a\n    limit: 5\n    window: 60s\n"), "tidegate.yaml:", "used twice"),
+        ("listen: {http: localhost}\n".to_owned(), "tidegate.yaml:1:16:", "127.0.0.1:8080"),
+        ("listen: {admin: 0.0.0.0:9}\n".to_owned(), "tidegate.yaml:", "auth.admin_token"),
+        ("policies: 5\n".to_owned(), "tidegate.yaml:1:11:", "policies: must be a list"),
+    ] {
+        let found = error(&text);
+        assert!(found.starts_with(place) && found.contains(message), "{text}\n{found}");
+    }
+}
+
+#[test]
+fn every_wrong_number_says_which_would_be_right() {
+    for number in ["-1", "1.5", "1e3", "null", "many", "99999999999999999999999", "0", "[1]"] {
+        let text = error(&format!("policies:\n  - name: a\n    limit: {number}\n    window: 60s\n"));
+        let expected = "tidegate.yaml:3:12: limit: must be a whole number from 1 to 1000000000000";
+        assert!(text.starts_with(expected), "{number}: {text}");
+    }
+    let prefix = error("client_ip: {ipv6_prefix: 129}\n");
+    assert!(prefix.contains("1:26: ipv6_prefix: must be a whole number from 1 to 128"), "{prefix}");
+}
+
+/// Of a policy: `rest` begins at line 5.
+#[test]
+fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
+    for (rest, place, message) in [
+        ("cost: 0", "5:11:", "cost 0 takes nothing"),
+        ("cost: {attribute: c, default: 7, max: 5}", "5:11:", "the default cost 7 is more than the max 5"),
+        ("cost: {attribute: header., max: 5}", "5:11:", "a name is missing after the dot"),
+        ("overrides:\n      - {key: k, limit: 1}\n      - {key: k, limit: 2}", "7:15:", "overridden twice"),
+        ("overrides:\n      - {key: k, limit: 1, window: 400d}", "6:36:", "from 1ms to 366 days"),
+        ("overrides:\n      - {key: k, limit: 20000000}", "6:25:", "too large for sliding-log"),
+        ("overrides: [{key: [a, b], limit: 1}]", "5:23:", "one value, not a list"),
+        ("overrides: [{key: [], limit: 1}]", "5:23:", "one value, not a list"),
+        ("key: ip\n    overrides: [{key: [a, b], limit: 1}]", "6:23:", "counts by ip alone"),
+        ("key: [ip, path]\n    overrides: [{key: 'a:b', limit: 1}]", "6:23:", "write a list of ip, path"),
+        ("match:\n      path: /\n      method: []", "7:15:", "has no value to match"),
+        ("match: {header.X-A: a, header.x-a: b}", "5:40:", "header.x-a is there twice"),
+        ("match: {'': a}", "5:17:", "is no attribute"),
+        ("key: ['']", "5:10:", "is no attribute"),
+        ("key: null", "5:5:", "a text or a list of texts, not nothing"),
+        ("key: [ip, header.]", "5:10:", "a name is missing after the dot"),
+        ("limit: 5", "5:5:", "the field `limit` is there twice"),
+    ] {
+        let found = error(&format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n    {rest}\n"));
+        assert!(found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message), "{rest}\n{found}");
+    }
+    let window = error("policies:\n  - name: a\n    limit: 10\n    window: 400d\n");
+    assert!(window.starts_with("tidegate.yaml:4:13: window 34560000s is out of range"), "{window}");
+    let twice = error("policies:\n  - {name: a, limit: 1, window: 1s}\n  - {name: a, limit: 1, window: 1s}\n");
+    assert!(twice.starts_with("tidegate.yaml:3:12: the policy name \"a\" is used twice"), "{twice}");
+}
+
+#[test]
+fn what_is_wrong_elsewhere_is_shown_in_its_line() {
+    for (text, place, message) in [
+        ("store:\n  redis: ''\n", "2:10:", "it must look like redis://[user:password@]host"),
+        ("store:\n  redis:\n", "2:8:", "store.redis is empty"),
+        ("store:\n  redis: []\n", "2:10:", "store.redis is empty"),
+        (
+            "store:\n  redis: redis://h\n  sentinel: {master: m, nodes: [redis://h]}\n",
+            "3:13:",
+            "both redis and sentinel",
+        ),
+        ("store:\n  sentinel: {master: m, nodes: []}\n", "2:32:", "store.sentinel.nodes is empty"),
+        ("store:\n  redis: redis://h\n  timeout: 0s\n", "3:12:", "must be more than 0"),
+        ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "is more than 60s"),
+        ("store:\n  redis: redis://h\n  instances: 0\n", "3:14:", "a whole number from 1 to 10000"),
+        ("store:\n  redis: redis://h\n  prefix: ''\n", "3:11:", "is not usable"),
+        ("store:\n  redis: rediss://h\n  tls: {key: a.pem}\n", "3:8:", "certificate and key together"),
+        ("store:\n  redis: rediss://h\n  tls: {ca: nowhere.pem}\n", "3:13:", "nowhere.pem: cannot be read"),
+        ("listen:\n  admin: 0.0.0.0:9\n", "2:10:", "auth.admin_token"),
+        ("listen:\n  http: 127.0.0.1:9\n  grpc: 127.0.0.1:9\n", "3:9:", "127.0.0.1:9 is taken already"),
+        ("listen:\n  http: 0.0.0.0:9\n  admin: 127.0.0.1:9\n", "3:10:", "0.0.0.0:9 is taken already"),
+        ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
+        ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
+        ("tls:\n  certificate: nowhere.pem\n  key: key.pem\n", "2:16:", "nowhere.pem: no certificate can be read"),
+        ("gateway:\n  ca: nowhere.pem\n", "2:7:", "nowhere.pem: no certificate can be read"),
+        ("auth: {api_token: ''}\n", "1:19:", "this token is empty"),
+        ("auth:\n  admin_token:\n", "2:14:", "this token is empty"),
+        ("auth: {api_token: a, api_token: b}\n", "1:22:", "`api_token` is there twice"),
+        ("policies: []\n---\npolicies: []\n", "3:1:", "one document only"),
+        ("listen: 5\n", "1:9:", "listen: must be fields"),
+        ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
+    ] {
+        let found = error(text);
+        assert!(found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message), "{text}\n{found}");
+    }
+    for good in ["listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n", "listen: {admin: 127.0.0.1:8080}\n"] {
+        assert!(Config::parse("good", good).is_ok(), "{good}");
+    }
+}
+
+#[test]
+fn nothing_is_no_configuration() {
+    for text in ["", "\n", "# only a comment\n", "null\n", "~", "{}\n", "---\n", "---\n{}\n...\n", "{} # none\n"] {
+        assert!(error(text).starts_with("tidegate.yaml: is empty, which is no configuration"), "{text}");
+    }
+}
+
+#[test]
+fn the_schema_knows_names_and_bounds() {
+    let schema = serde_json::to_value(Config::schema()).expect("JSON");
+    let policy = &schema["$defs"]["Policy"]["properties"];
+    for (field, name) in [
+        ("algorithm", "leaky-bucket"),
+        ("mode", "shadow"),
+        ("missing_key", "deny"),
+        ("on_store_failure", "local"),
+        ("encoding", "packed"),
+    ] {
+        let names = policy[field]["enum"].as_array().unwrap_or_else(|| panic!("{field} has no names: {policy}"));
+        assert!(names.iter().any(|known| known == name), "{names:?}");
+    }
+    assert_eq!(policy["limit"]["minimum"], 1);
+    assert_eq!(schema["$defs"]["ClientIp"]["properties"]["ipv6_prefix"]["maximum"], 128);
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_a_config_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let _ = Config::parse("any", &String::from_utf8_lossy(&bytes));
+    }
+
+    #[test]
+    fn any_change_to_a_good_file_is_a_config_or_an_error(at in 0..SAMPLE.len(), text in "[ -~\n]{0,6}") {
+        prop_assume!(SAMPLE.is_char_boundary(at));
+        let _ = Config::parse("any", &format!("{}{text}{}", &SAMPLE[..at], &SAMPLE[at..]));
+    }
+}
