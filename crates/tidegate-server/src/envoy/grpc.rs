@@ -2,8 +2,10 @@
 //!
 //! tonic does the same for every service, and boxes bodies and futures for it: that took longer than a decision.
 
-use std::pin::Pin;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
@@ -17,6 +19,8 @@ use crate::listener::Request;
 
 /// Before each message: whether it is compressed, and its length.
 const PREFIX: usize = 5;
+/// How long a client may take to send its message.
+const MESSAGE_TIME: Duration = Duration::from_secs(10);
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_ENCODING: HeaderName = HeaderName::from_static("grpc-encoding");
 const OK: HeaderValue = HeaderValue::from_static("0");
@@ -63,8 +67,28 @@ pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
     Err(status)
 }
 
-/// Reads the message of a call, of at most `limit` bytes. What comes after it has to be messages too, and is left aside.
-pub(super) async fn read<M, B>(mut body: B, limit: usize) -> Result<M, Status>
+/// Reads the message of a call, of at most `limit` bytes, which must not take long. What comes after it has to be messages
+/// too, and is left aside.
+pub(super) async fn read<M, B>(body: B, limit: usize) -> Result<M, Status>
+where
+    M: Message + Default,
+    B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
+{
+    let mut reading = pin!(read_all(body, limit));
+    // Nearly every message is there with its head: nobody has to look at the clock.
+    if let Poll::Ready(read) = poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
+        return read;
+    }
+    in_time(reading).await.unwrap_or_else(Err)
+}
+
+/// For what waits until the client has sent its message.
+pub(super) async fn in_time<T>(call: impl Future<Output = T>) -> Result<T, Status> {
+    let late = |_| Status::deadline_exceeded("the message did not come within 10 seconds");
+    tokio::time::timeout(MESSAGE_TIME, call).await.map_err(late)
+}
+
+async fn read_all<M, B>(mut body: B, limit: usize) -> Result<M, Status>
 where
     M: Message + Default,
     B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
