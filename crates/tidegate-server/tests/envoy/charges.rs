@@ -16,7 +16,6 @@ descriptors:
   - {key: on-trial, shadow_mode: true, rate_limit: {unit: year, requests_per_unit: 0}}
   - {key: soft, quota_mode: true, rate_limit: {unit: year, requests_per_unit: 1}}
   - {key: soft-shut, quota_mode: true, rate_limit: {unit: year, requests_per_unit: 0}}
-  - {key: long, rate_limit: {unit: second, unit_multiplier: 30000000, requests_per_unit: 1}}
 ";
 
 fn hits(descriptor: RateLimitDescriptor, hits: u64) -> RateLimitDescriptor {
@@ -137,7 +136,9 @@ async fn a_limit_of_0_has_its_name_and_is_counted() {
 
 #[tokio::test]
 async fn a_window_may_be_several_units_long() {
-    let (_service, mut client) = start_on(FILES, RULES).await;
+    let limit = "{unit: second, unit_multiplier: 30000000, requests_per_unit: 1}";
+    let rules = format!("domain: edge\ndescriptors: [{{key: long, rate_limit: {limit}}}]");
+    let (_service, mut client) = start_on(FILES, &rules).await;
     let first = client.ask(&[("long", "x")]).await;
     assert_eq!(first.code(), Code::Ok);
     assert!(first.duration_until_reset.expect("a time").seconds > 2);
