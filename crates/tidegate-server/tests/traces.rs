@@ -35,10 +35,14 @@ impl Collector {
     async fn start(&self) -> String {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
+        self.start_on(listener);
+        format!("http://{address}")
+    }
+
+    fn start_on(&self, listener: tokio::net::TcpListener) {
         let incoming = tonic::transport::server::TcpIncoming::from(listener);
         let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
         tokio::spawn(server.serve_with_incoming(incoming));
-        format!("http://{address}")
     }
 
     fn spans(&self) -> Vec<Span> {
@@ -47,11 +51,11 @@ impl Collector {
         scopes.flat_map(|scope| &scope.spans).cloned().collect()
     }
 
-    /// The trace and the parent of each `decide`, in hexadecimal.
-    fn parents(&self) -> Vec<(String, String)> {
-        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    /// The trace and the parent of each `decide`. No parent is 0.
+    fn parents(&self) -> Vec<(u128, u128)> {
+        let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| (number << 8) | u128::from(*byte));
         let decisions = self.spans().into_iter().filter(|span| span.name == "decide");
-        decisions.map(|span| (hex(&span.trace_id), hex(&span.parent_span_id))).collect()
+        decisions.map(|span| (number(&span.trace_id), number(&span.parent_span_id))).collect()
     }
 
     fn service_names(&self) -> Vec<String> {
@@ -125,9 +129,9 @@ async fn nothing_is_traced_unless_it_is_asked_for() {
 async fn a_decision_belongs_to_the_trace_of_its_request() {
     let collector = Collector::default();
     let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.start().await);
-    let parent = ("4bf92f3577b34da6a3ce929d0e0e4736".to_owned(), "00f067aa0ba902b7".to_owned());
+    let parent = (0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, 0x00f0_67aa_0ba9_02b7);
     ask_and_end(vec![endpoint.clone()]).await;
-    assert_eq!(collector.parents(), [parent.clone()]);
+    assert_eq!(collector.parents(), [parent]);
 
     let mut service = Service::start_in(POLICY, &[(endpoint.0, &endpoint.1)]);
     ask_envoy(&service).await;
@@ -136,19 +140,44 @@ async fn a_decision_belongs_to_the_trace_of_its_request() {
     assert_eq!(tokio::task::spawn_blocking(move || service.ended().code()).await.expect("no panic"), Some(0));
     let parents = collector.parents();
     assert_eq!((parents.len(), &parents[1]), (3, &parent), "over gRPC as well");
-    assert_eq!(parents[2].1, "", "a request that belongs to none begins one");
+    assert_eq!(parents[2].1, 0, "a request that belongs to none begins one");
     assert_ne!(parents[2].0, parent.0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_sent_is_told_once_with_what_would_be_right() {
+async fn a_collector_that_is_away_is_told_once_and_once_when_it_is_back() {
     let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
     let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", format!("http://{free}"));
-    let often = ("OTEL_BSP_SCHEDULE_DELAY", "1".to_owned());
-    let protocol = ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf".to_owned());
-    let output = ask_and_end(vec![endpoint.clone(), often, protocol]).await;
-    assert_eq!(output.matches("traces cannot be sent to the collector").count(), 1, "{output}");
-    assert_eq!(output.matches("WARN").count(), 2, "{output}");
-    let words = "OTEL_EXPORTER_OTLP_PROTOCOL is \"http/protobuf\": traces are sent by grpc, which is the only";
-    assert!(output.contains(words), "{output}");
+    let service = Service::start_in(POLICY, &[(endpoint.0, &endpoint.1), ("OTEL_BSP_SCHEDULE_DELAY", "1")]);
+    let ask_until = |what: &str, happened: &dyn Fn() -> bool| {
+        service.until(what, |service| {
+            service.post("/v1/peek", &json!({"policy": "p", "key": "u"}).to_string());
+            happened()
+        });
+    };
+    let told = |words: &str| service.output().matches(words).count();
+    ask_until("it is told", &|| told("traces cannot be sent to the collector") > 0);
+    let asked = std::cell::Cell::new(0);
+    ask_until("many could not be sent", &|| asked.replace(asked.get() + 1) == 30);
+    let collector = Collector::default();
+    collector.start_on(tokio::net::TcpListener::bind(free).await.expect("still free"));
+    ask_until("it is told", &|| told("traces are sent to the collector again") > 0);
+    assert_eq!(told("traces cannot be sent to the collector"), 1, "{}", service.output());
+    assert!(!collector.spans().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_protocol_than_grpc_is_warned_of() {
+    let collector = Collector::default();
+    let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.start().await);
+    for (name, protocol, warned) in [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", true),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", true),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", false),
+    ] {
+        let output = ask_and_end(vec![endpoint.clone(), (name, protocol.to_owned())]).await;
+        let words = format!("{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported");
+        assert_eq!((output.contains(&words), output.contains("WARN")), (warned, warned), "{output}");
+    }
+    assert_eq!(collector.parents().len(), 3, "they are sent by grpc all the same");
 }

@@ -35,11 +35,6 @@ impl EnvoyCharge<'_> {
         Some(Charge::new(&self.key, quota).policy(&self.policy).cost(self.cost.min(quota.burst())))
     }
 
-    /// It denies by itself.
-    fn is_joint(&self) -> bool {
-        self.mode == RuleMode::Enforce && self.action == Action::Acquire
-    }
-
     /// No wait helps.
     fn is_hopeless(&self) -> bool {
         self.action == Action::Acquire && self.quota.as_deref().is_none_or(|quota| self.cost > quota.burst())
@@ -67,6 +62,11 @@ impl EnvoyCharge<'_> {
     fn cost_asked(&self) -> u64 {
         self.charge().map_or(0, |charge| charge.units())
     }
+}
+
+/// It spends, and denies by itself.
+fn is_joint(charge: &EnvoyCharge<'_>) -> bool {
+    charge.mode == RuleMode::Enforce && charge.action == Action::Acquire
 }
 
 /// As far as is known.
@@ -98,7 +98,7 @@ impl Engine {
         let start = Instant::now();
         match charges {
             // Nearly every request: no list of those that belong together.
-            [charge] if charge.is_joint() && !charge.is_hopeless() => {
+            [charge] if is_joint(charge) && !charge.is_hopeless() => {
                 if let Some(asked) = charge.charge() {
                     charge.decision = Some(self.counts.decide_or_fail(Action::Acquire, &asked).await?);
                 }
@@ -125,15 +125,19 @@ impl Engine {
 
     /// First those that can deny without spending; then, all or nothing, those that deny by themselves; then the others.
     async fn ask_jointly(&self, start: Instant, charges: &mut [EnvoyCharge<'_>]) -> Result<(), AskError> {
-        self.ask_all(start, Action::Peek, charges, |charge| match charge.mode {
+        // The store keeps its own deadline with the first call, and must be the first to notice.
+        let deadline_after = |calls: usize| if calls == 0 { None } else { self.counts.deadline(start) };
+        let can_deny_unspent = |charge: &EnvoyCharge<'_>| match charge.mode {
             RuleMode::Enforce => charge.action == Action::Peek,
             // They deny only if all do.
             RuleMode::Quota => true,
             RuleMode::Shadow => false,
-        })
-        .await?;
+        };
+        let looked_at = self.ask_all(None, Action::Peek, charges, can_deny_unspent).await?;
         let action = if is_denied(charges) { Action::Peek } else { Action::Acquire };
-        let joint = self.ask_all(start, action, charges, |charge| charge.is_joint()).await?;
+        let deadline = deadline_after(looked_at.len());
+        let joint = self.ask_all(deadline, action, charges, is_joint).await?;
+        let mut calls = looked_at.len() + joint.len();
         let denied = is_denied(charges);
         let mut spent = if denied { Vec::new() } else { joint };
         for (at, charge) in charges.iter_mut().enumerate() {
@@ -146,7 +150,8 @@ impl Engine {
                 continue;
             }
             let Some(asked) = charge.charge() else { continue };
-            let decision = self.in_time(start, self.counts.decide_or_fail(action, &asked)).await?;
+            let decision = or_too_late(deadline_after(calls), self.counts.decide_or_fail(action, &asked)).await?;
+            calls += 1;
             charge.decided(decision);
             if action == Action::Acquire && decision.allowed {
                 spent.push(at);
@@ -161,25 +166,22 @@ impl Engine {
     /// Forgets a key of a rule, or of the limits that requests bring themselves. Answers whether there is such a rule.
     pub(crate) async fn reset_envoy(&self, live: &Live, policy: &str, key: &str) -> Result<bool, AskError> {
         let algorithm = live.envoy.algorithm;
-        let mut limits = live.envoy.rules.rules().filter(|rule| rule.path == policy).map(|rule| rule.limit.clone());
-        let by_request = || Unit::ALL.into_iter().find(|unit| override_name(algorithm, *unit) == policy);
-        let limit = match limits.next() {
-            Some(limit) => limit,
-            None => match by_request() {
-                Some(unit) => Limit::new(algorithm, 1, 1, unit)?,
-                None => return Ok(false),
-            },
-        };
-        if let Limit::Quota(_, quota) = &limit {
-            self.counts.decide_or_fail(Action::Reset, &Charge::new(key, quota).policy(policy)).await?;
+        let of_rules = live.envoy.rules.rules().filter(|rule| rule.path == policy).map(|rule| rule.limit.clone());
+        let of_requests = Unit::ALL.into_iter().filter(|unit| override_name(algorithm, *unit) == policy);
+        let of_requests = of_requests.filter_map(|unit| Limit::new(algorithm, 1, 1, unit).ok());
+        let limits: Vec<Limit> = of_rules.chain(of_requests).collect();
+        for limit in &limits {
+            if let Limit::Quota(_, quota) = limit {
+                self.counts.decide_or_fail(Action::Reset, &Charge::new(key, quota).policy(policy)).await?;
+            }
         }
-        Ok(true)
+        Ok(!limits.is_empty())
     }
 
     /// Asks for those of a kind together, each count once, and answers which they are.
     async fn ask_all(
         &self,
-        start: Instant,
+        deadline: Option<Instant>,
         action: Action,
         charges: &mut [EnvoyCharge<'_>],
         is_meant: fn(&EnvoyCharge<'_>) -> bool,
@@ -191,7 +193,7 @@ impl Engine {
         };
         let meant: Vec<usize> = (0..charges.len()).filter(|at| is_meant(&charges[*at]) && is_first(*at)).collect();
         let asked: Vec<Charge<'_>> = meant.iter().filter_map(|at| charges[*at].charge()).collect();
-        let decisions = self.in_time(start, self.counts.decide_all_or_fail(action, &asked)).await?;
+        let decisions = or_too_late(deadline, self.counts.decide_all_or_fail(action, &asked)).await?;
         for (at, decision) in meant.iter().zip(decisions) {
             charges[*at].decided(decision);
         }
@@ -210,9 +212,10 @@ impl Engine {
             }
         }
     }
+}
 
-    async fn in_time<T>(&self, start: Instant, call: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-        let too_late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
-        in_time(self.counts.deadline(start), call).await.unwrap_or_else(too_late)
-    }
+async fn or_too_late<T>(deadline: Option<Instant>, call: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    let start = Instant::now();
+    let too_late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
+    in_time(deadline, call).await.unwrap_or_else(too_late)
 }

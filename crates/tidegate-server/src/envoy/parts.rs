@@ -207,7 +207,7 @@ fn by_policies<'a>(
         action: hits.action,
         mode: hits.mode(match selected.policy().mode() {
             Mode::Shadow => RuleMode::Shadow,
-            _ => RuleMode::Enforce,
+            Mode::Enforce => RuleMode::Enforce,
         }),
         decision: None,
         key: selected.into_key(),
