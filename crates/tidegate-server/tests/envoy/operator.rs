@@ -5,8 +5,8 @@ use tonic::Code as GrpcCode;
 
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
-use super::support::{Redis, request};
-use super::{FILES, descriptor, start, start_on, with_limit};
+use super::support::{Redis, Service, request};
+use super::{Client, FILES, descriptor, start, start_on, with_limit};
 
 /// Each policy that decisions are counted by.
 fn labels(metrics: &str) -> Vec<&str> {
@@ -54,7 +54,7 @@ async fn a_store_that_is_gone_is_told_once_and_not_with_each_request() {
 }
 
 #[tokio::test]
-async fn rules_are_listed_and_what_is_hot_can_be_reset() {
+async fn rules_are_listed_like_policies() {
     let rules = "
 domain: edge
 descriptors:
@@ -65,7 +65,7 @@ descriptors:
   - {key: soft, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 5}}
   - {key: free, rate_limit: {unlimited: true}}
 ";
-    let (service, mut client) = start_on(FILES, rules).await;
+    let (service, _client) = start_on(FILES, rules).await;
     let rule = |name: &str, limit: u64, window_ms: u64, key: &[&str], mode: &str| {
         json!({"name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms, "burst": limit,
                "key": key, "mode": mode, "on_store_failure": "unavailable", "overrides": 0})
@@ -77,11 +77,19 @@ descriptors:
         service.admin("/v1/policies").json(),
         json!([each_user, rule("edge.shut", 0, 86_400_000, &["shut"], "shadow"), soft])
     );
+}
 
-    let asked = [
-        vec![descriptor(&[("tenant", "acme"), ("user", "ann")])],
-        vec![with_limit(descriptor(&[("client", "x|y")]), 1)],
-    ];
+#[tokio::test]
+async fn what_is_hot_can_be_reset_as_it_is_shown() {
+    let redis = Redis::start();
+    for store in [String::new(), format!("store: {{redis: '{}'}}\n", redis.url())] {
+        let (service, mut client) = start(&format!("{store}{FILES}")).await;
+        reset_what_is_hot(&service, &mut client).await;
+    }
+}
+
+async fn reset_what_is_hot(service: &Service, client: &mut Client) {
+    let asked = [vec![descriptor(&[("path", "/api/x")])], vec![with_limit(descriptor(&[("client", "x|y")]), 1)]];
     for asked in &asked {
         assert_eq!(client.ask_all(asked.clone()).await.overall_code(), Code::Ok);
         assert_eq!(client.ask_all(asked.clone()).await.overall_code(), Code::OverLimit);
@@ -99,6 +107,9 @@ descriptors:
     for asked in asked {
         assert_eq!(client.ask_all(asked).await.overall_code(), Code::Ok);
     }
-    assert_eq!(reset(&json!("edge.shut"), &json!("edge|shut=x")), 204, "there is nothing to forget");
+    let shut = "203.0.113.66";
+    assert_eq!(client.ask(&[("remote_address", shut)]).await.code(), Code::OverLimit);
+    let (rule, key) = (format!("edge.remote_address_{shut}"), format!("edge|remote_address={shut}"));
+    assert_eq!(reset(&json!(rule), &json!(key)), 204, "there is nothing to forget");
     assert_eq!(reset(&json!("edge.nobody"), &json!("edge|nobody=x")), 404);
 }
