@@ -62,7 +62,6 @@ impl Envoy {
             let envoy = Arc::clone(&envoy);
             async move {
                 if request.uri().path() != SHOULD_RATE_LIMIT {
-                    // It begins to answer once the (first) message is there.
                     let reply = grpc::in_time(Box::pin(envoy.others.clone().oneshot(request))).await;
                     return reply.map_or_else(|late| Ok(late.into_http()), |reply| Ok(reply?.map(Body::Other)));
                 }

@@ -103,7 +103,8 @@ impl Engine {
                     charge.decision = Some(self.counts.decide_or_fail(Action::Acquire, &asked).await?);
                 }
             }
-            _ => self.ask_jointly(start, charges).await?,
+            // On the heap, for it is large: every request would carry it along.
+            _ => Box::pin(self.ask_jointly(start, charges)).await?,
         }
         for charge in charges.iter().filter(|charge| charge.action == Action::Acquire) {
             let Some(decision) = &charge.decision else { continue };
