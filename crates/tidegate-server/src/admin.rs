@@ -15,6 +15,7 @@ use tidegate::store::redis::NodeHealth;
 
 use crate::counts::Redis;
 use crate::engine::{Ask, Engine};
+use crate::envoy::rules::Limit;
 use crate::http::{not_found, read_json, wrong_method};
 use crate::problem::Problem;
 use crate::token;
@@ -128,24 +129,45 @@ async fn policies(State(admin): State<Admin>) -> Response {
         mode: &'static str,
         on_store_failure: &'static str,
         overrides: usize,
+        /// The name that ratelimit's file gives to a rule; `name` is that of its counts.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        rule: Option<&'a str>,
     }
     let live = admin.engine.live();
-    let all: Vec<PolicyBody<'_>> = live
-        .policies
-        .iter()
-        .map(|policy| PolicyBody {
-            name: policy.name(),
-            algorithm: policy.quota().algorithm().as_str(),
-            limit: policy.quota().limit(),
-            window_ms: policy.quota().window().as_millis(),
-            burst: policy.quota().burst(),
-            key: policy.key_attributes(),
-            mode: policy.mode().as_str(),
-            on_store_failure: policy.store_failure().as_str(),
-            overrides: policy.overrides(),
+    let policies = live.policies.iter().map(|policy| PolicyBody {
+        name: policy.name(),
+        algorithm: policy.quota().algorithm().as_str(),
+        limit: policy.quota().limit(),
+        window_ms: policy.quota().window().as_millis(),
+        burst: policy.quota().burst(),
+        key: policy.key_attributes(),
+        mode: policy.mode().as_str(),
+        on_store_failure: policy.store_failure().as_str(),
+        overrides: policy.overrides(),
+        rule: None,
+    });
+    let rules = live.envoy.rules.rules().filter_map(|rule| {
+        let (algorithm, limit, window, burst) = match &rule.limit {
+            // Nothing is counted.
+            Limit::Unlimited => return None,
+            Limit::Never(_, window) => (live.envoy.algorithm, 0, *window, 0),
+            Limit::Quota(_, quota) => (quota.algorithm(), quota.limit(), quota.window(), quota.burst()),
+        };
+        Some(PolicyBody {
+            name: &rule.path,
+            algorithm: algorithm.as_str(),
+            limit,
+            window_ms: window.as_millis(),
+            burst,
+            key: &rule.keys,
+            mode: rule.mode.as_str(),
+            // A gRPC status; then Envoy's failure_mode_deny decides.
+            on_store_failure: "unavailable",
+            overrides: 0,
+            rule: rule.name.as_deref(),
         })
-        .collect();
-    Json(all).into_response()
+    });
+    Json(policies.chain(rules).collect::<Vec<_>>()).into_response()
 }
 
 #[derive(Deserialize)]
@@ -187,6 +209,9 @@ struct ResetBody {
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
     let live = admin.engine.live();
-    admin.engine.ask(&live, Action::Reset, Ask::Policy { policy: &policy, key: &key, cost: None }).await?;
+    if live.policies.get(&policy).is_some() || !admin.engine.reset_envoy(&live, &policy, &key).await? {
+        let ask = Ask::Policy { policy: &policy, key: &key, cost: None };
+        admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask).await?;
+    }
     Ok(StatusCode::NO_CONTENT)
 }

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tidegate::RedisStore;
 use tidegate::store::redis::Reply;
+use tidegate::{RedisStore, StoreError};
 
 use self::info::Info;
 
@@ -95,7 +95,7 @@ struct Subject<'a> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub(crate) enum Kind {
     Single,
     Sentinel,
     Cluster,
@@ -145,6 +145,11 @@ pub(crate) async fn examine(store: &RedisStore, examination: &Examination<'_>) -
     }
     clocks.compare(&mut report);
     report
+}
+
+/// What is wrong with a Redis that could not be connected to, if it is a permission that lacks.
+pub(crate) fn lacks_to_connect(error: &StoreError, prefix: &str, kind: Kind) -> Option<Report> {
+    acl::lacks_to_connect(&error.to_string(), prefix, kind).map(Report::of)
 }
 
 /// Logs each warning and each error once.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
+use http::HeaderMap;
 use tidegate::headers::Limited;
 use tidegate::{
     Action, Attributes, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy, Quota, QuotaError,
@@ -15,7 +16,7 @@ use tracing::Instrument as _;
 use crate::config::{Config, Envoy, Secret};
 use crate::counts::Counts;
 use crate::hot_keys::HotKeys;
-use crate::logs::TRACE;
+use crate::logs::{self, TRACE};
 use crate::metrics::{Metrics, Outcomes};
 
 mod admit;
@@ -183,11 +184,19 @@ impl Engine {
         moment.saturating_duration_since(self.started).as_secs()
     }
 
-    pub(crate) async fn ask<'a>(&self, live: &'a Live, action: Action, ask: Ask<'a>) -> Result<Answer<'a>, AskError> {
+    /// Answers a question that came with this head.
+    pub(crate) async fn ask<'a>(
+        &self,
+        live: &'a Live,
+        head: &HeaderMap,
+        action: Action,
+        ask: Ask<'a>,
+    ) -> Result<Answer<'a>, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
         if span.is_disabled() {
             return self.answer(live, action, ask).await;
         }
+        logs::continue_trace(&span, head);
         let answer = self.answer(live, action, ask).instrument(span.clone()).await;
         if let Ok(answer) = &answer {
             span.record("allowed", answer.allowed());

@@ -2,18 +2,17 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::Router;
 use hyper::service::{Service, service_fn};
-use tidegate::Decision;
 use tonic::Status;
 use tonic_health::ServingStatus;
 use tower::ServiceExt as _;
 
-use crate::engine::{AskError, Engine};
+use crate::engine::{AskError, Engine, EnvoyCharge};
 use crate::listener::Request;
-use crate::token;
+use crate::{logs, token};
 
 pub(crate) mod rules;
 
@@ -26,7 +25,7 @@ use parts::Part;
 use proto::envoy::config::core::v3::HeaderValue;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit, rate_limit};
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use rules::Unit;
+use rules::{RuleMode, Unit};
 
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
@@ -63,8 +62,8 @@ impl Envoy {
             let envoy = Arc::clone(&envoy);
             async move {
                 if request.uri().path() != SHOULD_RATE_LIMIT {
-                    let reply = Box::pin(envoy.others.clone().oneshot(request)).await?;
-                    return Ok(reply.map(Body::Other));
+                    let reply = grpc::in_time(Box::pin(envoy.others.clone().oneshot(request))).await;
+                    return reply.map_or_else(|late| Ok(late.into_http()), |reply| Ok(reply?.map(Body::Other)));
                 }
                 match grpc::refusal(&request) {
                     Some(refusal) => Ok(refusal),
@@ -91,20 +90,20 @@ async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, S
         )));
     }
     let (parts, mut charges) = parts::of(&live, &request)?;
-    engine.ask_envoy(&live, &mut charges).await.map_err(|error| match error {
+    let allowed = engine.ask_envoy(&live, &head.headers, &mut charges).await.map_err(|error| match error {
         // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
         AskError::Store(error) => {
-            tracing::warn!(%error, "the store could not decide");
+            logs::store_failed(&error);
             Status::unavailable("the store cannot decide now")
         }
         other => Status::invalid_argument(other.to_string()),
     })?;
-    let mut decisions = charges.iter().filter_map(|charge| charge.decision.as_ref());
+    let mut charges = charges.iter();
     let mut answer = Overall::default();
     for part in &parts {
-        answer.add(part, &mut decisions);
+        answer.add(part, &mut charges);
     }
-    Ok(grpc::reply(&answer.into_response()))
+    Ok(grpc::reply(&answer.into_response(allowed)))
 }
 
 fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateLimit {
@@ -129,39 +128,28 @@ fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateL
 #[derive(Default)]
 struct Overall {
     statuses: Vec<DescriptorStatus>,
-    denied: bool,
-    /// Descriptors in quota mode, and how many of them are over their limit: together they deny only if all are.
-    in_quota_mode: (usize, usize),
     retry_after: Duration,
 }
 
 impl Overall {
-    /// Takes as many decisions as the part has charges.
-    fn add<'a>(&mut self, part: &Part<'_>, decisions: &mut impl Iterator<Item = &'a Decision>) {
+    /// Takes as many charges as the part has.
+    fn add<'a>(&mut self, part: &Part<'_>, charges: &mut impl Iterator<Item = &'a EnvoyCharge<'a>>) {
         let ok = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
         let status = match part {
             Part::Free => ok,
             Part::Unlimited => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
-            Part::Never { unit, shadow } => {
-                let wait = until_next(unit.window());
-                self.count_denial(*shadow, false, wait);
-                DescriptorStatus {
-                    code: if *shadow { Code::Ok } else { Code::OverLimit }.into(),
-                    current_limit: Some(current_limit(0, Some(*unit), None)),
-                    limit_remaining: 0,
-                    duration_until_reset: Some(whole_seconds(wait)),
-                }
-            }
             Part::Charged(part) => {
-                let leading = decisions.take(part.charges).min_by_key(|decision| decision.rank());
-                let Some(leading) = leading else { return self.statuses.push(ok) };
-                if part.quota_mode {
-                    self.in_quota_mode.0 += 1;
+                let decided = |charge: &EnvoyCharge<'_>| Some((charge.mode == RuleMode::Shadow, charge.decision?));
+                // What is only looked at leads only where nothing is enforced, and never denies.
+                let decided = charges.take(part.charges).filter_map(decided);
+                let Some((shadow, leading)) = decided.min_by_key(|(shadow, decision)| (*shadow, decision.rank()))
+                else {
+                    return self.statuses.push(ok);
+                };
+                let over = !leading.allowed && !shadow;
+                if over {
+                    self.retry_after = self.retry_after.max(leading.retry_after);
                 }
-                if !leading.allowed {
-                    self.count_denial(part.shadow, part.quota_mode, leading.retry_after);
-                }
-                let over = !leading.allowed && !part.shadow;
                 let reset = if leading.allowed { leading.reset_after } else { leading.retry_after };
                 DescriptorStatus {
                     code: if over { Code::OverLimit } else { Code::Ok }.into(),
@@ -174,27 +162,15 @@ impl Overall {
         self.statuses.push(status);
     }
 
-    fn count_denial(&mut self, shadow: bool, quota_mode: bool, wait: Duration) {
-        if quota_mode {
-            self.in_quota_mode.1 += 1;
-        } else if !shadow {
-            self.denied = true;
-        }
-        if !shadow {
-            self.retry_after = self.retry_after.max(wait);
-        }
-    }
-
-    fn into_response(self) -> RateLimitResponse {
-        let denied = self.denied || (self.in_quota_mode.0 > 0 && self.in_quota_mode.0 == self.in_quota_mode.1);
+    fn into_response(self, allowed: bool) -> RateLimitResponse {
         let retry_after = || {
             let wait = whole_seconds(self.retry_after).seconds.max(1);
             HeaderValue { key: "retry-after".to_owned(), value: wait.to_string() }
         };
         RateLimitResponse {
-            overall_code: if denied { Code::OverLimit } else { Code::Ok }.into(),
+            overall_code: if allowed { Code::Ok } else { Code::OverLimit }.into(),
             statuses: self.statuses,
-            response_headers_to_add: if denied { vec![retry_after()] } else { Vec::new() },
+            response_headers_to_add: if allowed { Vec::new() } else { vec![retry_after()] },
         }
     }
 }
@@ -203,12 +179,4 @@ impl Overall {
 fn whole_seconds(duration: Duration) -> prost_types::Duration {
     let seconds = duration.as_secs() + u64::from(duration.subsec_nanos() > 0);
     prost_types::Duration { seconds: i64::try_from(seconds).unwrap_or(i64::MAX), nanos: 0 }
-}
-
-/// Until the next window of the clock begins.
-fn until_next(window: Duration) -> Duration {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let micros = window.as_micros();
-    let left = micros - now.as_micros() % micros.max(1);
-    Duration::from_micros(u64::try_from(left).unwrap_or(0))
 }

@@ -213,7 +213,7 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
             ));
         }
     };
-    let answer = engine.ask(&live, action, ask).await?;
+    let answer = engine.ask(&live, &head.headers, action, ask).await?;
     let denied = action == Action::Acquire && !answer.allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     // With room for those that the server adds, and none to grow.

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -16,6 +16,8 @@ use crate::counts::{Counts, Redis};
 pub(crate) struct Metrics {
     /// By policy, for all that there were since the start: a reload loses no counts.
     outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
+    /// How many of those requests with limits of their own have named.
+    override_names: AtomicUsize,
     sources: [AtomicU64; SOURCES.len()],
     pub(crate) decision_seconds: Histogram,
     pub(crate) store_seconds: Histogram,
@@ -36,6 +38,8 @@ pub(crate) struct Outcomes {
 
 /// The most policies and rules with counters of their own that requests can name.
 const MAX_NAMES: usize = 2_000;
+/// The same for limits that requests bring themselves, for which nothing is configured.
+const MAX_OVERRIDE_NAMES: usize = 200;
 const SOURCES: [Source; 5] = [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
 /// Who decides while the store cannot.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
@@ -65,16 +69,22 @@ impl Metrics {
         Arc::clone(all.entry(policy.to_owned()).or_default())
     }
 
-    /// The counters of a rule by the name that its metrics have, which may hold values of requests: once there are too many
-    /// names, those of the rule itself.
-    pub(crate) fn envoy_outcomes(&self, metric: &str, rule: &str) -> Arc<Outcomes> {
+    /// The counters of a rule, or of limits that requests bring themselves, by the name that its metrics have. That may hold
+    /// what requests say: once there are too many names, they are counted together under `common`.
+    pub(crate) fn envoy_outcomes(&self, metric: &str, common: &str, is_of_a_rule: bool) -> Arc<Outcomes> {
         let known = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(outcomes) = known.get(metric) {
+        let has_room = if is_of_a_rule {
+            known.len() < MAX_NAMES
+        } else {
+            self.override_names.load(Ordering::Relaxed) < MAX_OVERRIDE_NAMES
+        };
+        let name = if has_room || known.contains_key(metric) { metric } else { common };
+        if let Some(outcomes) = known.get(name) {
             return Arc::clone(outcomes);
         }
-        let room = known.len() < MAX_NAMES;
         drop(known);
-        self.outcomes(if room { metric } else { rule })
+        self.override_names.fetch_add(usize::from(!is_of_a_rule), Ordering::Relaxed);
+        self.outcomes(name)
     }
 
     pub(crate) fn count_source(&self, source: Source) {

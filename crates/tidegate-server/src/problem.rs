@@ -7,6 +7,7 @@ use http_body_util::Full;
 use serde::Serialize;
 
 use crate::engine::AskError;
+use crate::logs;
 
 /// What went wrong, for the client.
 #[derive(Debug, Serialize, utoipa::ToSchema)]
@@ -45,7 +46,7 @@ impl From<AskError> for Problem {
             AskError::Charge(_) | AskError::Quota(_) | AskError::Select(_) => StatusCode::BAD_REQUEST,
             AskError::Store(store) => {
                 // The operator reads the reason; the client only that it was not its fault.
-                tracing::warn!(error = %store, "the store could not decide");
+                logs::store_failed(store);
                 return Self::new(
                     StatusCode::SERVICE_UNAVAILABLE,
                     "the store cannot decide now; try again in a moment",

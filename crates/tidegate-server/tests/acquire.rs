@@ -59,12 +59,7 @@ fn machines_read_the_body_of_the_api() {
 fn flags_can_come_from_the_environment() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.args(["acquire", "user123"]).env_clear();
-    command.envs([
-        ("TIDEGATE_LIMIT", "1"),
-        ("TIDEGATE_WINDOW", LONG),
-        ("TIDEGATE_COUNT", "2"),
-        ("TIDEGATE_JSON", "1"),
-    ]);
+    command.envs([("TIDEGATE_LIMIT", "1"), ("TIDEGATE_WINDOW", LONG), ("TIDEGATE_COUNT", "2"), ("TIDEGATE_JSON", "1")]);
     let output = command.output().expect("the binary runs");
     assert_eq!(bodies(&output).len(), 2, "{}", text(&output.stderr));
     assert_eq!(output.status.code(), Some(1));

@@ -7,6 +7,7 @@ mod proto;
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode};
@@ -297,4 +298,28 @@ async fn who_is_slow_to_ask_holds_nobody_up_and_is_answered_at_the_end() {
     slow.send(tail).await;
     assert_eq!(slow.end().await.message().overall_code(), Code::Ok);
     assert!(service.ended().success());
+}
+
+#[tokio::test]
+async fn a_message_that_never_comes_is_not_waited_for() {
+    let service = Service::start("");
+    let connection = Connection::open(&service).await;
+    let started = Instant::now();
+    let mut nothing = connection.begin(Method::POST, PATH, &[GRPC]);
+    let mut half = connection.begin(Method::POST, PATH, &[GRPC]);
+    half.send(&question("x")[..9]).await;
+    let health = connection.begin(Method::POST, "/grpc.health.v1.Health/Check", &[GRPC]);
+    for late in [&mut nothing, &mut half] {
+        let answer = tokio::time::timeout(PATIENCE, &mut late.answer).await.expect("in time").expect("no panic");
+        let (code, message) = answer.error();
+        assert_eq!(
+            (code, message.as_str()),
+            (GrpcCode::DeadlineExceeded, "the message did not come within 10 seconds")
+        );
+        assert!(started.elapsed() >= Duration::from_secs(9), "{:?}", started.elapsed());
+        // The stream is reset, and with it who sends.
+        tokio::time::timeout(PATIENCE, late.pieces.closed()).await.expect("nobody reads any more");
+    }
+    assert_eq!(health.answer.await.expect("no panic").error().0, GrpcCode::DeadlineExceeded);
+    assert_eq!(connection.call(&[GRPC], &question("x")).await.message().overall_code(), Code::Ok);
 }

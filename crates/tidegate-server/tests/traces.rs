@@ -2,12 +2,18 @@
 
 mod support;
 
+#[path = "../src/envoy/proto.rs"]
+mod proto;
+
 use std::sync::{Arc, Mutex};
 
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use serde_json::json;
-use support::Service;
+use support::{Service, request};
 use tonic::{Request, Response, Status};
 
 /// The receiving end of OTLP.
@@ -29,17 +35,27 @@ impl Collector {
     async fn start(&self) -> String {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
-        let incoming = tonic::transport::server::TcpIncoming::from(listener);
-        let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
-        tokio::spawn(server.serve_with_incoming(incoming));
+        self.start_on(listener);
         format!("http://{address}")
     }
 
-    /// Each span's name, and the names of its parents' spans are there too.
-    fn spans(&self) -> Vec<String> {
+    fn start_on(&self, listener: tokio::net::TcpListener) {
+        let incoming = tonic::transport::server::TcpIncoming::from(listener);
+        let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
+        tokio::spawn(server.serve_with_incoming(incoming));
+    }
+
+    fn spans(&self) -> Vec<Span> {
         let received = self.0.lock().expect("no panic");
         let scopes = received.iter().flat_map(|request| &request.resource_spans).flat_map(|spans| &spans.scope_spans);
-        scopes.flat_map(|scope| &scope.spans).map(|span| span.name.clone()).collect()
+        scopes.flat_map(|scope| &scope.spans).cloned().collect()
+    }
+
+    /// The trace and the parent of each `decide`. No parent is 0.
+    fn parents(&self) -> Vec<(u128, u128)> {
+        let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| (number << 8) | u128::from(*byte));
+        let decisions = self.spans().into_iter().filter(|span| span.name == "decide");
+        decisions.map(|span| (number(&span.trace_id), number(&span.parent_span_id))).collect()
     }
 
     fn service_names(&self) -> Vec<String> {
@@ -54,16 +70,36 @@ impl Collector {
 
 const POLICY: &str = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
 
-/// Asks once, and ends the service, which sends what it has gathered.
-async fn ask_and_end(environment: Vec<(&'static str, String)>) {
+/// Asks once, and ends the service, which sends what it has gathered. Answers what it has logged.
+async fn ask_and_end(environment: Vec<(&'static str, String)>) -> String {
     let run = move || {
         let environment: Vec<(&str, &str)> = environment.iter().map(|(name, value)| (*name, value.as_str())).collect();
         let mut service = Service::start_in(POLICY, &environment);
-        assert_eq!(service.acquire(&json!({"policy": "p", "key": "secret-user"})).status, 200);
+        let question = json!({"policy": "p", "key": "secret-user"}).to_string();
+        let asked = request(&service.http, "POST", "/v1/acquire", &[("traceparent", PARENT)], question.as_bytes());
+        assert_eq!(asked.status, 200);
         service.signal("TERM");
         assert_eq!(service.ended().code(), Some(0));
+        service.output()
     };
-    tokio::task::spawn_blocking(run).await.expect("no panic");
+    tokio::task::spawn_blocking(run).await.expect("no panic")
+}
+
+const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+/// Of a request to Envoy's service: anything of a domain that has no rules.
+async fn ask_envoy(service: &Service) {
+    let channel = tonic::transport::Endpoint::new(format!("http://{}", service.grpc.as_deref().expect("an address")));
+    let client = channel.expect("an address").connect().await.expect("it listens");
+    let mut client =
+        proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient::new(client);
+    let mut request = Request::new(RateLimitRequest {
+        domain: "edge".to_owned(),
+        descriptors: vec![RateLimitDescriptor::default()],
+        hits_addend: 0,
+    });
+    request.metadata_mut().insert("traceparent", PARENT.parse().expect("ascii"));
+    client.should_rate_limit(request).await.expect("an answer");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -72,7 +108,7 @@ async fn a_decision_and_its_call_to_the_store_are_traced_if_a_collector_is_named
     let endpoint = collector.start().await;
     let name = ("OTEL_SERVICE_NAME", "limits-of-ours".to_owned());
     ask_and_end(vec![("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint), name]).await;
-    let spans = collector.spans();
+    let spans: Vec<String> = collector.spans().into_iter().map(|span| span.name).collect();
     assert!(spans.contains(&"decide".to_owned()) && spans.contains(&"store".to_owned()), "{spans:?}");
     assert!(collector.service_names()[0].contains("limits-of-ours"), "{:?}", collector.service_names());
     let all = format!("{:?}", collector.0.lock().expect("no panic"));
@@ -87,4 +123,61 @@ async fn nothing_is_traced_unless_it_is_asked_for() {
     let switched_off = ("OTEL_SDK_DISABLED", "true".to_owned());
     ask_and_end(vec![("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint), switched_off]).await;
     assert!(collector.spans().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decision_belongs_to_the_trace_of_its_request() {
+    let collector = Collector::default();
+    let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.start().await);
+    let parent = (0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, 0x00f0_67aa_0ba9_02b7);
+    ask_and_end(vec![endpoint.clone()]).await;
+    assert_eq!(collector.parents(), [parent]);
+
+    let mut service = Service::start_in(POLICY, &[(endpoint.0, &endpoint.1)]);
+    ask_envoy(&service).await;
+    assert_eq!(service.acquire(&json!({"policy": "p", "key": "u"})).status, 200);
+    service.signal("TERM");
+    assert_eq!(tokio::task::spawn_blocking(move || service.ended().code()).await.expect("no panic"), Some(0));
+    let parents = collector.parents();
+    assert_eq!((parents.len(), &parents[1]), (3, &parent), "over gRPC as well");
+    assert_eq!(parents[2].1, 0, "a request that belongs to none begins one");
+    assert_ne!(parents[2].0, parent.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collector_that_is_away_is_told_once_and_once_when_it_is_back() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
+    let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", format!("http://{free}"));
+    let service = Service::start_in(POLICY, &[(endpoint.0, &endpoint.1), ("OTEL_BSP_SCHEDULE_DELAY", "1")]);
+    let ask_until = |what: &str, happened: &dyn Fn() -> bool| {
+        service.until(what, |service| {
+            service.post("/v1/peek", &json!({"policy": "p", "key": "u"}).to_string());
+            happened()
+        });
+    };
+    let told = |words: &str| service.output().matches(words).count();
+    ask_until("it is told", &|| told("traces cannot be sent to the collector") > 0);
+    let asked = std::cell::Cell::new(0);
+    ask_until("many could not be sent", &|| asked.replace(asked.get() + 1) == 30);
+    let collector = Collector::default();
+    collector.start_on(tokio::net::TcpListener::bind(free).await.expect("still free"));
+    ask_until("it is told", &|| told("traces are sent to the collector again") > 0);
+    assert_eq!(told("traces cannot be sent to the collector"), 1, "{}", service.output());
+    assert!(!collector.spans().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_protocol_than_grpc_is_warned_of() {
+    let collector = Collector::default();
+    let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.start().await);
+    for (name, protocol, warned) in [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", true),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", true),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", false),
+    ] {
+        let output = ask_and_end(vec![endpoint.clone(), (name, protocol.to_owned())]).await;
+        let words = format!("{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported");
+        assert_eq!((output.contains(&words), output.contains("WARN")), (warned, warned), "{output}");
+    }
+    assert_eq!(collector.parents().len(), 3, "they are sent by grpc all the same");
 }

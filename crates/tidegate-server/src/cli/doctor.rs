@@ -96,9 +96,15 @@ impl Doctor {
     async fn examine(&self, redis: &RedisConfig) -> anyhow::Result<Report> {
         let store = match redis.builder().connect().await {
             Ok(store) => store,
-            // For machines a finding like any other; for people one line.
-            Err(error) if self.json => return Ok(Report::of(Finding::error("connection", error.to_string()))),
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                let lacks = doctor::lacks_to_connect(&error, redis.prefix(), redis.kind());
+                return match lacks {
+                    Some(report) => Ok(report),
+                    // For machines a finding like any other; for people one line.
+                    None if self.json => Ok(Report::of(Finding::error("connection", error.to_string()))),
+                    None => Err(error.into()),
+                };
+            }
         };
         let examination = Examination {
             prefix: redis.prefix(),

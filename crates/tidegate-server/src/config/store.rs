@@ -8,6 +8,7 @@ use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
 use super::{ConfigError, Secret, duration, raw};
+use crate::doctor::Kind;
 use crate::tls;
 use tidegate::config::{Document, OneOrMany};
 
@@ -94,6 +95,15 @@ impl RedisConfig {
     /// How long a decision may take.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
+    }
+
+    /// As far as the addresses tell: a cluster may be named by one of its nodes.
+    pub(crate) fn kind(&self) -> Kind {
+        match &self.servers {
+            Servers::One(_) => Kind::Single,
+            Servers::Cluster(_) => Kind::Cluster,
+            Servers::Sentinel { .. } => Kind::Sentinel,
+        }
     }
 
     /// A store that is not connected yet.

@@ -35,12 +35,9 @@ const BY_SCRIPTS: [(&str, &[&str]); 16] = [
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
 pub(super) async fn check(subject: &Subject<'_>, prefix: &str, report: &mut Report) {
-    let line = smallest(prefix, subject.kind);
-    let advice = format!("the smallest that works: {line}");
     let missing = missing(subject, prefix).await;
     if !missing.is_empty() {
-        let message = format!("this user lacks what decisions need: {}", missing.join(", "));
-        return subject.found(report, Finding::error(CHECK, message).advice(advice));
+        return subject.found(report, lacks(&missing.join(", "), prefix, subject.kind));
     }
     let Ok(Reply::Text(user)) = subject.store.ask_node(subject.address, &["ACL", "WHOAMI"]).await else {
         return subject
@@ -53,11 +50,26 @@ pub(super) async fn check(subject: &Subject<'_>, prefix: &str, report: &mut Repo
         match rules.as_ref().map(may_do_anything) {
             Ok(Some(true)) => {
                 let message = format!("user {user} may do anything, and needs very little");
-                Finding::note(CHECK, message).advice(advice)
+                Finding::note(CHECK, message).advice(advice(prefix, subject.kind))
             }
             _ => Finding::ok(CHECK, format!("user {user} may do what decisions need")),
         },
     );
+}
+
+/// For a user who cannot even connect for want of a permission. `None`: that is not what the error says.
+pub(super) fn lacks_to_connect(error: &str, prefix: &str, kind: Kind) -> Option<Finding> {
+    let command = error.split_once("NOPERM")?.1.split('\'').nth(1)?;
+    Some(lacks(command, prefix, kind))
+}
+
+fn lacks(missing: &str, prefix: &str, kind: Kind) -> Finding {
+    let message = format!("this user lacks what decisions need: {missing}");
+    Finding::error(CHECK, message).advice(advice(prefix, kind))
+}
+
+fn advice(prefix: &str, kind: Kind) -> String {
+    format!("the smallest that works: {}", smallest(prefix, kind))
 }
 
 /// The rules of a user for decisions, and nothing else.

@@ -2,14 +2,16 @@
 //!
 //! tonic does the same for every service, and boxes bodies and futures for it: that took longer than a decision.
 
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
 use http_body::{Body as HttpBody, Frame};
-use http_body_util::BodyExt as _;
 use prost::Message;
+use tokio::time::Sleep;
 use tonic::Status;
 use tonic::metadata::{GRPC_CONTENT_TYPE, MetadataValue};
 
@@ -17,6 +19,8 @@ use crate::listener::Request;
 
 /// Before each message: whether it is compressed, and its length.
 const PREFIX: usize = 5;
+/// How long a client may take to send its message.
+const MESSAGE_TIME: Duration = Duration::from_secs(10);
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_ENCODING: HeaderName = HeaderName::from_static("grpc-encoding");
 const OK: HeaderValue = HeaderValue::from_static("0");
@@ -63,20 +67,21 @@ pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
     Err(status)
 }
 
-/// Reads the message of a call, of at most `limit` bytes. What comes after it has to be messages too, and is left aside.
+/// Reads the message of a call, of at most `limit` bytes, which must not take long. What comes after it has to be messages
+/// too, and is left aside.
 pub(super) async fn read<M, B>(mut body: B, limit: usize) -> Result<M, Status>
 where
     M: Message + Default,
     B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
 {
-    let mut message = None;
+    let (mut message, mut clock) = (None, None);
     // Nearly every message comes in one piece, which is not copied.
-    let first = next_piece(&mut body).await?.unwrap_or_default();
+    let first = next_piece(&mut body, &mut clock).await?.unwrap_or_default();
     let taken = take_messages(&first, limit, &mut message)?;
     let mut is_whole = taken == first.len();
     if !body.is_end_stream() {
         let mut rest = first[taken..].to_vec();
-        while let Some(piece) = next_piece(&mut body).await? {
+        while let Some(piece) = next_piece(&mut body, &mut clock).await? {
             rest.extend_from_slice(&piece);
             rest.drain(..take_messages(&rest, limit, &mut message)?);
         }
@@ -88,14 +93,32 @@ where
     message.ok_or_else(|| Status::internal("there is no message"))
 }
 
-async fn next_piece<B>(body: &mut B) -> Result<Option<Bytes>, Status>
+/// Who has to wait sets the clock, which then goes on for the whole message.
+async fn next_piece<B>(body: &mut B, clock: &mut Option<Pin<Box<Sleep>>>) -> Result<Option<Bytes>, Status>
 where
     B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
 {
-    let Some(frame) = body.frame().await else { return Ok(None) };
+    let frame = poll_fn(|cx| match Pin::new(&mut *body).poll_frame(cx) {
+        Poll::Ready(frame) => Poll::Ready(Ok(frame)),
+        // Nearly every message is there with its head: nobody has to look at a clock.
+        Poll::Pending => {
+            let clock = clock.get_or_insert_with(|| Box::pin(tokio::time::sleep(MESSAGE_TIME)));
+            clock.as_mut().poll(cx).map(|()| Err(too_late()))
+        }
+    });
+    let Some(frame) = frame.await? else { return Ok(None) };
     let frame = frame.map_err(|error| Status::from_error(Box::new(error)))?;
     // Trailers say nothing here.
     Ok(Some(frame.into_data().unwrap_or_default()))
+}
+
+fn too_late() -> Status {
+    Status::deadline_exceeded("the message did not come within 10 seconds")
+}
+
+/// For what tonic answers: it begins once the (first) message is there.
+pub(super) async fn in_time<T>(call: impl Future<Output = T> + Unpin) -> Result<T, Status> {
+    Box::pin(tokio::time::timeout(MESSAGE_TIME, call)).await.map_err(|_| too_late())
 }
 
 /// Takes the whole messages at the start of these bytes and keeps the first of all. Answers how many bytes they are.

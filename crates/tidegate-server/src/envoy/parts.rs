@@ -2,15 +2,16 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tidegate::Mode;
+use tidegate::{Action, Decision, Mode, Quota, Source};
 use tonic::Status;
 
 use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use super::proto::envoy::r#type::v3::RateLimitUnit;
-use super::rules::{self, Found, Limit, Rule, Unit};
+use super::rules::{self, Found, Limit, Rule, RuleMode, Unit};
 use crate::engine::{EnvoyCharge, Live};
 
 /// What a descriptor comes to before anybody is asked.
@@ -19,11 +20,6 @@ pub(super) enum Part<'a> {
     Free,
     /// A rule says that nothing does.
     Unlimited,
-    /// A limit of 0.
-    Never {
-        unit: Unit,
-        shadow: bool,
-    },
     Charged(ChargedPart<'a>),
 }
 
@@ -31,26 +27,33 @@ pub(super) struct ChargedPart<'a> {
     pub(super) limit: u64,
     pub(super) unit: Option<Unit>,
     pub(super) name: Option<&'a str>,
-    pub(super) shadow: bool,
-    pub(super) quota_mode: bool,
     /// How many of the request's charges are its own: the next ones after those of the descriptors before it.
     pub(super) charges: usize,
 }
 
-/// What a descriptor takes.
+/// What a descriptor takes, or gives back.
 #[derive(Clone, Copy)]
 struct Hits {
     cost: u64,
-    peek: bool,
+    action: Action,
+    /// Whatever is left, it is told as OK.
+    never_denies: bool,
 }
 
 impl Hits {
     fn of(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Self {
-        match descriptor.hits_addend {
-            Some(0) => Self { cost: 1, peek: true },
-            Some(hits) => Self { cost: hits, peek: false },
-            None => Self { cost: u64::from(request.hits_addend.max(1)), peek: false },
-        }
+        let gives_back = descriptor.is_negative_hits;
+        let action = if gives_back { Action::Refund } else { Action::Acquire };
+        let (cost, action) = match descriptor.hits_addend {
+            Some(0) => (1, Action::Peek),
+            Some(hits) => (hits, action),
+            None => (u64::from(request.hits_addend.max(1)), action),
+        };
+        Self { cost, action, never_denies: gives_back }
+    }
+
+    fn mode(self, mode: RuleMode) -> RuleMode {
+        if self.never_denies { RuleMode::Shadow } else { mode }
     }
 }
 
@@ -89,31 +92,41 @@ fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&str, &str
 }
 
 /// A rule of the files.
-fn by_rule<'a>(found: Found<'a>, Hits { cost, peek }: Hits, charges: &mut Vec<EnvoyCharge<'a>>) -> Part<'a> {
+fn by_rule<'a>(found: Found<'a>, hits: Hits, charges: &mut Vec<EnvoyCharge<'a>>) -> Part<'a> {
     let Found { rule, metric, key } = found;
-    let (unit, quota) = match &rule.limit {
+    let (unit, quota, decision) = match &rule.limit {
         Limit::Unlimited => return Part::Unlimited,
-        Limit::Never(unit) => return Part::Never { unit: *unit, shadow: rule.shadow_mode },
-        Limit::Quota(unit, quota) => (*unit, quota),
+        Limit::Never(unit, window) => (*unit, None, Some(denied_until_next(*window))),
+        Limit::Quota(unit, quota) => (*unit, Some(quota), None),
     };
     charges.push(EnvoyCharge {
         policy: Cow::Borrowed(&rule.path),
         metric,
         key,
-        quota: Cow::Borrowed(quota),
-        cost,
-        peek,
-        alone: rule.shadow_mode || rule.quota_mode,
-        decision: None,
+        quota: quota.map(Cow::Borrowed),
+        cost: hits.cost,
+        action: hits.action,
+        mode: hits.mode(rule.mode),
+        decision,
     });
-    Part::Charged(ChargedPart {
-        limit: quota.limit(),
-        unit: Some(unit),
-        name: rule.name.as_deref(),
-        shadow: rule.shadow_mode,
-        quota_mode: rule.quota_mode,
-        charges: 1,
-    })
+    let limit = quota.map_or(0, Quota::limit);
+    Part::Charged(ChargedPart { limit, unit: Some(unit), name: rule.name.as_deref(), charges: 1 })
+}
+
+/// A limit of 0: denied without asking anybody, until the next window of the clock begins.
+fn denied_until_next(window: Duration) -> Decision {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let micros = window.as_micros().max(1);
+    let left = Duration::from_micros(u64::try_from(micros - now.as_micros() % micros).unwrap_or(u64::MAX));
+    Decision {
+        allowed: false,
+        limit: 0,
+        remaining: 0,
+        retry_after: left,
+        reset_after: left,
+        delay: Duration::ZERO,
+        source: Source::Deny,
+    }
 }
 
 /// A limit that the request brings itself.
@@ -122,7 +135,7 @@ fn overridden<'a>(
     domain: &str,
     descriptor: &RateLimitDescriptor,
     wanted: RateLimitOverride,
-    Hits { cost, peek }: Hits,
+    hits: Hits,
     charges: &mut Vec<EnvoyCharge<'a>>,
 ) -> Result<Part<'a>, Status> {
     let unit = match wanted.unit() {
@@ -135,22 +148,26 @@ fn overridden<'a>(
         RateLimitUnit::Year => Unit::Year,
         RateLimitUnit::Unknown => return Err(Status::invalid_argument("a descriptor's limit has no unit")),
     };
-    let limit = Limit::new(live.envoy.algorithm, wanted.requests_per_unit, unit)
+    let limit = Limit::new(live.envoy.algorithm, wanted.requests_per_unit, 1, unit)
         .map_err(|error| Status::invalid_argument(format!("a descriptor's limit: {error}")))?;
-    let Limit::Quota(unit, quota) = limit else { return Ok(Part::Never { unit, shadow: false }) };
-    let limit = quota.limit();
+    let (quota, decision) = match limit {
+        Limit::Quota(_, quota) => (Some(quota), None),
+        _ => (None, Some(denied_until_next(unit.window()))),
+    };
+    let limit = u64::from(wanted.requests_per_unit);
+    // Clients choose the values, which are keys: their number has no bound.
+    let without_values = entries(descriptor).map(|(key, _)| (key, ""));
     charges.push(EnvoyCharge {
-        policy: Cow::Owned(format!("override-{}-{}", quota.algorithm(), unit.as_str())),
-        metric: Cow::Owned(rules::metric_name(domain, entries(descriptor))),
+        policy: Cow::Owned(rules::override_name(live.envoy.algorithm, unit)),
+        metric: Cow::Owned(rules::metric_name(domain, without_values)),
         key: rules::counter_key(domain, entries(descriptor)),
-        quota: Cow::Owned(quota),
-        cost,
-        peek,
-        alone: false,
-        decision: None,
+        quota: quota.map(Cow::Owned),
+        cost: hits.cost,
+        action: hits.action,
+        mode: hits.mode(RuleMode::Enforce),
+        decision,
     });
-    let part = ChargedPart { limit, unit: Some(unit), name: None, shadow: false, quota_mode: false, charges: 1 };
-    Ok(Part::Charged(part))
+    Ok(Part::Charged(ChargedPart { limit, unit: Some(unit), name: None, charges: 1 }))
 }
 
 /// Our own policies that speak of `domain` or `descriptor.KEY`.
@@ -158,7 +175,7 @@ fn by_policies<'a>(
     live: &'a Live,
     domain: &str,
     descriptor: &RateLimitDescriptor,
-    Hits { cost, peek }: Hits,
+    hits: Hits,
     charges: &mut Vec<EnvoyCharge<'a>>,
 ) -> Result<Part<'a>, Status> {
     let attributes: BTreeMap<String, String> = descriptor
@@ -167,8 +184,10 @@ fn by_policies<'a>(
         .map(|entry| (format!("descriptor.{}", entry.key), entry.value.clone()))
         .chain([("domain".to_owned(), domain.to_owned())])
         .collect();
-    let selection =
-        live.policies.select(&attributes, Some(cost)).map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let selection = live
+        .policies
+        .select(&attributes, Some(hits.cost))
+        .map_err(|error| Status::invalid_argument(error.to_string()))?;
     let ours = |name: &str| name == "domain" || name.starts_with("descriptor.");
     let mut selected = selection.charges;
     selected.retain(|selected| selected.policy().speaks_of(ours));
@@ -178,17 +197,18 @@ fn by_policies<'a>(
         limit: quota.limit(),
         unit: Unit::ALL.into_iter().find(|unit| unit.window() == quota.window()),
         name: Some(policy.name()),
-        shadow: selected.iter().all(|selected| selected.policy().mode() == Mode::Shadow),
-        quota_mode: false,
         charges: selected.len(),
     };
     charges.extend(selected.into_iter().map(|selected| EnvoyCharge {
         policy: Cow::Borrowed(selected.policy().name()),
         metric: Cow::Borrowed(selected.policy().name()),
-        quota: Cow::Borrowed(selected.quota()),
-        cost,
-        peek,
-        alone: selected.policy().mode() == Mode::Shadow,
+        quota: Some(Cow::Borrowed(selected.quota())),
+        cost: hits.cost,
+        action: hits.action,
+        mode: hits.mode(match selected.policy().mode() {
+            Mode::Shadow => RuleMode::Shadow,
+            Mode::Enforce => RuleMode::Enforce,
+        }),
         decision: None,
         key: selected.into_key(),
     }));

@@ -15,7 +15,7 @@ mod names;
 mod raw;
 
 use names::{composite, printable};
-pub(crate) use names::{counter_key, metric_name};
+pub(crate) use names::{counter_key, metric_name, override_name};
 use raw::{MAX_FILE_BYTES, RawDescriptor, RawFile, RawLimit};
 
 #[cfg(test)]
@@ -36,22 +36,31 @@ pub(crate) struct Rule {
     /// Fit for the name of a policy.
     pub(crate) path: String,
     pub(crate) name: Option<String>,
+    /// Those of the entries that lead to it.
+    pub(crate) keys: Vec<String>,
     /// While this rule applies to one descriptor of a request, rules of these names are left out for the others.
     pub(crate) replaces: Vec<String>,
     pub(crate) limit: Limit,
-    /// Decide and count, but let through.
-    pub(crate) shadow_mode: bool,
-    /// Over the limit, it denies only together with all the others of the request that are in this mode.
-    pub(crate) quota_mode: bool,
+    pub(crate) mode: RuleMode,
     detailed_metric: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Limit {
     Unlimited,
-    /// 0 a unit, which no [`Quota`] can be.
-    Never(Unit),
+    /// 0 in this window, which no [`Quota`] can be.
+    Never(Unit, Duration),
     Quota(Unit, Quota),
+}
+
+/// What it does when it is over its limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RuleMode {
+    Enforce,
+    /// Decide and count, but let through.
+    Shadow,
+    /// It denies only together with all the others of the request that are in this mode.
+    Quota,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,8 +115,8 @@ enum Problem {
     NoRequests,
     #[error("rate_limit has both unlimited and the unit {}: take one of them out", .0.as_str())]
     UnlimitedUnit(Unit),
-    #[error("rate_limit.requests_per_unit: {0}")]
-    Quota(QuotaError),
+    #[error("rate_limit.{field}: {error}")]
+    Quota { field: &'static str, error: QuotaError },
     #[error("rate_limit.replaces has an entry without a name: write the name of the rule to replace")]
     ReplacesNothing,
     #[error("rate_limit.replaces has the rule's own name {0:?}: a rule cannot replace itself")]
@@ -135,7 +144,7 @@ impl Rules {
                 return Err(place.error(Problem::DomainTwice { domain, first: first.clone() }));
             }
             let mut loader = Loader { file, algorithm, algorithms, rules: &mut all.rules };
-            let level = loader.level(&domain, descriptors)?;
+            let level = loader.level(&domain, &[], descriptors)?;
             all.domains.insert(domain, level);
         }
         all.check_named(algorithms)?;
@@ -192,10 +201,22 @@ impl Rules {
 }
 
 impl Limit {
-    pub(crate) fn new(algorithm: Algorithm, requests_per_unit: u32, unit: Unit) -> Result<Self, QuotaError> {
-        match requests_per_unit {
-            0 => Ok(Self::Never(unit)),
-            requests => Ok(Self::Quota(unit, Quota::new(algorithm, requests.into(), unit.window())?)),
+    /// So many requests in so many units.
+    pub(crate) fn new(algorithm: Algorithm, requests: u32, units: u32, unit: Unit) -> Result<Self, QuotaError> {
+        let window = unit.window() * units;
+        match requests {
+            0 => Ok(Self::Never(unit, window)),
+            requests => Ok(Self::Quota(unit, Quota::new(algorithm, requests.into(), window)?)),
+        }
+    }
+}
+
+impl RuleMode {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Enforce => "enforce",
+            Self::Shadow => "shadow",
+            Self::Quota => "quota",
         }
     }
 }
@@ -329,7 +350,12 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    fn level(&mut self, path: &str, descriptors: Vec<Spanned<RawDescriptor>>) -> Result<Level, RulesError> {
+    fn level(
+        &mut self,
+        path: &str,
+        keys: &[String],
+        descriptors: Vec<Spanned<RawDescriptor>>,
+    ) -> Result<Level, RulesError> {
         let mut level = Level::default();
         for Spanned { value: raw, referenced: location, .. } in descriptors {
             let place = Place { file: self.file, location };
@@ -346,28 +372,29 @@ impl Loader<'_> {
                 None if raw.share_threshold => return Err(place.error(Problem::NothingToShare)),
                 None => {}
             }
-            let node = self.node(&path, raw)?;
+            let keys: Vec<String> = keys.iter().chain([&raw.key]).cloned().collect();
+            let node = self.node(&path, &keys, raw)?;
             level.nodes.insert(composite, node);
         }
         Ok(level)
     }
 
-    fn node(&mut self, path: &str, raw: RawDescriptor) -> Result<Node, RulesError> {
+    fn node(&mut self, path: &str, keys: &[String], raw: RawDescriptor) -> Result<Node, RulesError> {
         let mut rule = None;
         if let Some(Spanned { value: limit, referenced: location, .. }) = &raw.rate_limit {
             let place = Place { file: self.file, location: *location };
             rule = Some(self.rules.len());
-            self.rules.push(self.rule(path, &raw, limit).map_err(|problem| place.error(problem))?);
+            self.rules.push(self.rule(path, keys, &raw, limit).map_err(|problem| place.error(problem))?);
         }
         Ok(Node {
             rule,
-            below: self.level(path, raw.descriptors)?,
+            below: self.level(path, keys, raw.descriptors)?,
             value_to_metric: raw.value_to_metric,
             share_threshold: raw.share_threshold,
         })
     }
 
-    fn rule(&self, path: &str, raw: &RawDescriptor, limit: &RawLimit) -> Result<Rule, Problem> {
+    fn rule(&self, path: &str, keys: &[String], raw: &RawDescriptor, limit: &RawLimit) -> Result<Rule, Problem> {
         let name = Some(limit.name.clone()).filter(|name| !name.is_empty());
         let algorithm = name.as_ref().and_then(|name| self.algorithms.get(name)).copied().unwrap_or(self.algorithm);
         let replaces: Vec<String> = limit.replaces.iter().map(|replaced| replaced.name.clone()).collect();
@@ -380,10 +407,14 @@ impl Loader<'_> {
         Ok(Rule {
             path: printable(path),
             name,
+            keys: keys.to_vec(),
             replaces,
             limit: limit.validated(algorithm)?,
-            shadow_mode: raw.shadow_mode,
-            quota_mode: raw.quota_mode,
+            mode: match (raw.shadow_mode, raw.quota_mode) {
+                (true, _) => RuleMode::Shadow,
+                (false, true) => RuleMode::Quota,
+                (false, false) => RuleMode::Enforce,
+            },
             detailed_metric: raw.detailed_metric,
         })
     }

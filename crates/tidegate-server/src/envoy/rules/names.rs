@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use siphasher::sip128::SipHasher24;
-use tidegate::MAX_KEY_BYTES;
+use tidegate::{Algorithm, MAX_KEY_BYTES};
+
+use super::Unit;
 
 /// Names the count of a descriptor, fit for a key of the store. What separates the parts is escaped inside them, so two
 /// different descriptors never get the same one, whichever domains and rules they belong to.
@@ -29,6 +31,11 @@ pub(crate) fn metric_name<'a>(domain: &str, entries: impl IntoIterator<Item = (&
         path.push_str(&composite(key, value));
     }
     printable(&path)
+}
+
+/// The policy that limits count under which requests bring themselves.
+pub(crate) fn override_name(algorithm: Algorithm, unit: Unit) -> String {
+    format!("override-{algorithm}-{}", unit.as_str())
 }
 
 pub(super) fn printable(path: &str) -> String {

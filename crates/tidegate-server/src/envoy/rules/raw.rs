@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
 use serde_saphyr::{Localizer, Location, Spanned, UserMessageFormatter};
-use tidegate::Algorithm;
+use tidegate::{Algorithm, QuotaError};
 
 use super::{Limit, Place, Problem, RulesError, Unit};
 
@@ -51,6 +51,8 @@ pub(super) struct RawLimit {
     pub(super) unit: Option<Unit>,
     #[serde(default, deserialize_with = "requests")]
     pub(super) requests_per_unit: Option<u32>,
+    #[serde(default, deserialize_with = "units")]
+    pub(super) unit_multiplier: Option<u32>,
     #[serde(default, deserialize_with = "flag")]
     pub(super) unlimited: bool,
     #[serde(default, deserialize_with = "text")]
@@ -108,7 +110,12 @@ impl RawLimit {
             (false, None) => Err(Problem::NoUnit),
             (false, Some(unit)) => {
                 let requests = self.requests_per_unit.ok_or(Problem::NoRequests)?;
-                Limit::new(algorithm, requests, unit).map_err(Problem::Quota)
+                let limit = Limit::new(algorithm, requests, self.unit_multiplier.unwrap_or(1), unit);
+                limit.map_err(|error| {
+                    let of_window = matches!(error, QuotaError::Window(_));
+                    let field = if of_window { "unit and unit_multiplier" } else { "requests_per_unit" };
+                    Problem::Quota { field, error }
+                })
             }
         }
     }
@@ -144,6 +151,13 @@ fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::E
 fn requests<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
     Option::deserialize(deserializer)
         .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
+}
+
+fn units<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    match Option::deserialize(deserializer) {
+        Ok(units) if units != Some(0) => Ok(units),
+        _ => Err(D::Error::custom(format!("must be a whole number from 1 to {}", u32::MAX))),
+    }
 }
 
 /// The name of the field whose value stands at a location.

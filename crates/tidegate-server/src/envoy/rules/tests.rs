@@ -40,7 +40,7 @@ fn metric(rules: &Rules, entries: &[(&str, &str)]) -> String {
 fn requests_and_unit(limit: &Limit) -> (u64, Unit) {
     match limit {
         Limit::Unlimited => panic!("unlimited"),
-        Limit::Never(unit) => (0, *unit),
+        Limit::Never(unit, _) => (0, *unit),
         Limit::Quota(unit, quota) => (quota.limit(), *unit),
     }
 }
@@ -160,11 +160,11 @@ fn metrics_have_the_names_of_ratelimits_statistics() {
 fn modes_names_and_replacements_are_read() {
     let rules = sample();
     let vip = found(&rules, &[("message_type", "marketing"), ("to_number", "2061234567")]).rule;
-    assert!(vip.shadow_mode && !vip.quota_mode);
+    assert_eq!(vip.mode, RuleMode::Shadow);
     assert_eq!(vip.name.as_deref(), Some("marketing-to-vip"));
     assert_eq!(vip.replaces, ["marketing", "marketing-to-one"]);
     let backend = found(&rules, &[("backend", "reserved")]).rule;
-    assert!(backend.quota_mode && !backend.shadow_mode);
+    assert_eq!(backend.mode, RuleMode::Quota);
     assert_eq!((backend.name.as_deref(), backend.replaces.as_slice()), (None, &[][..]));
 }
 
@@ -187,6 +187,18 @@ fn each_unit_has_its_fixed_length() {
         let quota = Quota::fixed_window(3, Duration::from_secs(seconds)).expect("valid");
         assert_eq!(found(&rules, &[("k", "v")]).rule.limit, Limit::Quota(unit, quota), "{name}");
     }
+}
+
+#[test]
+fn a_window_may_be_several_units_long() {
+    let rules = rules(
+        "[{key: k, rate_limit: {unit: minute, unit_multiplier: 10, requests_per_unit: 3}},
+          {key: never, rate_limit: {unit: hour, unit_multiplier: 2, requests_per_unit: 0}}]",
+    );
+    let quota = Quota::fixed_window(3, Duration::from_secs(600)).expect("valid");
+    assert_eq!(found(&rules, &[("k", "v")]).rule.limit, Limit::Quota(Unit::Minute, quota));
+    let two_hours = Limit::Never(Unit::Hour, Duration::from_secs(7_200));
+    assert_eq!(found(&rules, &[("never", "v")]).rule.limit, two_hours);
 }
 
 #[test]
@@ -273,6 +285,14 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
         (
             limit("    unit: day\n    requests_per_unit: many"),
             "rules.yaml:6: requests_per_unit: must be a whole number",
+        ),
+        (
+            limit("    unit: day\n    unit_multiplier: 0\n    requests_per_unit: 1"),
+            "rules.yaml:6: unit_multiplier: must be a whole number from 1 to 4294967295",
+        ),
+        (
+            limit("    unit: year\n    unit_multiplier: 2\n    requests_per_unit: 1"),
+            "rules.yaml:5: rate_limit.unit and unit_multiplier: window",
         ),
         (
             limit("    unlimited: true\n    unit: day"),

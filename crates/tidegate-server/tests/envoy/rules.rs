@@ -1,74 +1,16 @@
-//! Envoy's rate limit service over the wire, asked by a real gRPC client.
+//! ratelimit's files, descriptors and hits.
 
-mod support;
+use std::time::Duration;
 
-#[path = "../src/envoy/proto.rs"]
-mod proto;
+use tonic::Code as GrpcCode;
 
-use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{Entry, RateLimitOverride};
-use proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, rate_limit::Unit};
-use proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
-use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use proto::envoy::r#type::v3::RateLimitUnit;
-use support::{Redis, Service, with_free_ports};
-use tonic::transport::Channel;
-use tonic::{Code as GrpcCode, Status};
-
-const RULES: &str = include_str!("data/envoy-ratelimit.yaml");
-
-/// The service with ratelimit's file beside its configuration, and a client.
-async fn start(config: &str) -> (Service, Client) {
-    // Its rules count by windows of the clock: none must end in the middle of a test.
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
-    if now % 60 >= 50 {
-        tokio::time::sleep(std::time::Duration::from_secs(60 - now % 60)).await;
-    }
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    std::fs::write(folder.path().join("ratelimit.yaml"), RULES).expect("written");
-    let file = folder.path().join("tidegate.yaml");
-    std::fs::write(&file, with_free_ports(config)).expect("written");
-    let service = Service::start_on(folder, &file, &[]);
-    let client = Client::connect(&service).await;
-    (service, client)
-}
-
-struct Client(RateLimitServiceClient<Channel>);
-
-impl Client {
-    async fn connect(service: &Service) -> Self {
-        Self(RateLimitServiceClient::new(channel(service).await))
-    }
-
-    async fn try_ask(&mut self, request: RateLimitRequest) -> Result<RateLimitResponse, Status> {
-        self.0.should_rate_limit(request).await.map(tonic::Response::into_inner)
-    }
-
-    /// One descriptor of the domain `edge`.
-    async fn ask(&mut self, entries: &[(&str, &str)]) -> DescriptorStatus {
-        let mut response = self.ask_all(vec![descriptor(entries)]).await;
-        assert_eq!(response.statuses.len(), 1);
-        assert_eq!(response.overall_code, response.statuses[0].code);
-        response.statuses.remove(0)
-    }
-
-    async fn ask_all(&mut self, descriptors: Vec<RateLimitDescriptor>) -> RateLimitResponse {
-        let request = RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 };
-        self.try_ask(request).await.expect("an answer")
-    }
-}
-
-async fn channel(service: &Service) -> Channel {
-    let address = format!("http://{}", service.grpc.as_deref().expect("an address"));
-    Channel::from_shared(address).expect("an address").connect().await.expect("it listens")
-}
-
-fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
-    let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
-    RateLimitDescriptor { entries: entries.iter().map(entry).collect(), ..RateLimitDescriptor::default() }
-}
-
-const FILES: &str = "envoy: {files: [ratelimit.yaml]}\n";
+use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, rate_limit::Unit};
+use super::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use super::proto::envoy::r#type::v3::RateLimitUnit;
+use super::support::{PATIENCE, Redis};
+use super::{FILES, RULES, channel, descriptor, start};
 
 #[tokio::test]
 async fn each_rule_of_the_sample_applies_as_ratelimit_would() {
@@ -304,14 +246,14 @@ async fn a_changed_rules_file_is_taken_and_a_bad_one_refused() {
     let (service, mut client) = start(FILES).await;
     let rules = service.folder().join("ratelimit.yaml");
     std::fs::write(&rules, RULES.replace("requests_per_unit: 60\n", "requests_per_unit: 77\n")).expect("written");
-    let deadline = std::time::Instant::now() + support::PATIENCE;
+    let deadline = std::time::Instant::now() + PATIENCE;
     loop {
         let status = client.ask(&[("path", "/other")]).await;
         if status.current_limit.map(|limit| limit.requests_per_unit) == Some(77) {
             break;
         }
         assert!(std::time::Instant::now() < deadline, "it is never taken: {}", service.output());
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
     std::fs::write(&rules, RULES.replace("unit: week", "unit: fortnight")).expect("written");
     service.until("it is refused", |service| service.output().contains("refused"));

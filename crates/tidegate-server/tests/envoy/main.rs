@@ -1,0 +1,85 @@
+//! Envoy's rate limit service over the wire, asked by a real gRPC client.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+#[path = "../../src/envoy/proto.rs"]
+mod proto;
+
+/// What a request takes, gives back, and leaves alone.
+mod charges;
+/// What an operator sees: names in metrics, logs, the admin listener.
+mod operator;
+/// ratelimit's files, descriptors and hits.
+mod rules;
+
+use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{Entry, RateLimitOverride};
+use proto::envoy::service::ratelimit::v3::rate_limit_response::DescriptorStatus;
+use proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
+use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use proto::envoy::r#type::v3::RateLimitUnit;
+use support::{Service, with_free_ports};
+use tonic::Status;
+use tonic::transport::Channel;
+
+const RULES: &str = include_str!("../data/envoy-ratelimit.yaml");
+const FILES: &str = "envoy: {files: [ratelimit.yaml]}\n";
+
+/// The service with ratelimit's sample file beside its configuration, and a client.
+async fn start(config: &str) -> (Service, Client) {
+    // Its rules count by windows of the clock: none must end in the middle of a test.
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
+    if now % 60 >= 50 {
+        tokio::time::sleep(std::time::Duration::from_secs(60 - now % 60)).await;
+    }
+    start_on(config, RULES).await
+}
+
+/// The same with these rules.
+async fn start_on(config: &str, rules: &str) -> (Service, Client) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::write(folder.path().join("ratelimit.yaml"), rules).expect("written");
+    let file = folder.path().join("tidegate.yaml");
+    std::fs::write(&file, with_free_ports(config)).expect("written");
+    let service = Service::start_on(folder, &file, &[]);
+    let client = Client(RateLimitServiceClient::new(channel(&service).await));
+    (service, client)
+}
+
+struct Client(RateLimitServiceClient<Channel>);
+
+impl Client {
+    async fn try_ask(&mut self, request: RateLimitRequest) -> Result<RateLimitResponse, Status> {
+        self.0.should_rate_limit(request).await.map(tonic::Response::into_inner)
+    }
+
+    /// One descriptor of the domain `edge`.
+    async fn ask(&mut self, entries: &[(&str, &str)]) -> DescriptorStatus {
+        let mut response = self.ask_all(vec![descriptor(entries)]).await;
+        assert_eq!(response.statuses.len(), 1);
+        assert_eq!(response.overall_code, response.statuses[0].code);
+        response.statuses.remove(0)
+    }
+
+    async fn ask_all(&mut self, descriptors: Vec<RateLimitDescriptor>) -> RateLimitResponse {
+        let request = RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 };
+        self.try_ask(request).await.expect("an answer")
+    }
+}
+
+async fn channel(service: &Service) -> Channel {
+    let address = format!("http://{}", service.grpc.as_deref().expect("an address"));
+    Channel::from_shared(address).expect("an address").connect().await.expect("it listens")
+}
+
+fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
+    let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
+    RateLimitDescriptor { entries: entries.iter().map(entry).collect(), ..RateLimitDescriptor::default() }
+}
+
+/// Which brings its own limit, by the hour.
+fn with_limit(descriptor: RateLimitDescriptor, requests_per_unit: u32) -> RateLimitDescriptor {
+    let limit = RateLimitOverride { requests_per_unit, unit: RateLimitUnit::Hour.into() };
+    RateLimitDescriptor { limit: Some(limit), ..descriptor }
+}
