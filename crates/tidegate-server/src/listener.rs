@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http_body::Body;
 use hyper::service::Service as HyperService;
@@ -18,6 +18,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
+
+use crate::logs::Seldom;
 
 mod framing;
 mod incoming;
@@ -149,7 +151,10 @@ async fn accept(
         Ok((stream, peer)) => Some((stream, peer, place)),
         Err(error) => {
             // Out of file descriptors, most likely: it passes.
-            tracing::warn!(%error, "a connection could not be accepted");
+            static FAILURES: Seldom = Seldom::new();
+            if let Some(untold) = FAILURES.to_tell(Instant::now()) {
+                tracing::warn!(%error, untold, "a connection could not be accepted; told once a minute");
+            }
             tokio::time::sleep(Duration::from_millis(50)).await;
             None
         }

@@ -11,7 +11,7 @@ use tracing_subscriber::{EnvFilter, Layer as _, filter::Targets};
 mod seldom;
 mod traces;
 
-pub(crate) use seldom::store_failed;
+pub(crate) use seldom::{Seldom, store_failed};
 pub(crate) use traces::{TRACE, Traces, continue_trace};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
