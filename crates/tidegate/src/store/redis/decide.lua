@@ -150,7 +150,8 @@ local function make_together()
     for i = 1, count do
       local charge = charges[i]
       if action == 'reset' then
-        call('DEL', charge.key, charge.key .. ':' .. charge.algorithm.aside)
+        local key = charge.key .. ':'
+        call('DEL', charge.key, key .. 'log', key .. 'packed', key .. 'counter', key .. 'window', key .. 'bucket')
         answer(1, 0, 0, 0, 0)
       elseif action == 'refund' then
         if not charge.algorithm.is_empty(charge.state) then
