@@ -25,6 +25,8 @@ struct State {
     swallow_below: AtomicUsize,
     connections: AtomicUsize,
     bytes: AtomicU64,
+    /// Microseconds that a piece was written after its time, at the worst.
+    late: AtomicU64,
 }
 
 impl Proxy {
@@ -48,6 +50,12 @@ impl Proxy {
     /// From now on, what the server says arrives later by this.
     pub(crate) fn set_latency(&self, latency: Duration) {
         self.state.latency.store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
+    }
+
+    /// How late it was by itself, at the worst: it waits for a processor like everybody else. (After a latency that was
+    /// lowered this says nothing: what comes later waits for what came before.)
+    pub(crate) fn lateness(&self) -> Duration {
+        Duration::from_micros(self.state.late.load(Ordering::SeqCst))
     }
 
     /// How long a server's answer takes through it, on a connection of its own.
@@ -88,12 +96,14 @@ async fn accept(listener: TcpListener, port: u16, state: Arc<State>) {
 /// One direction. Reading goes on while earlier bytes wait for their time, so latency does not become throughput.
 async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, number: usize, state: Arc<State>, delayed: bool) {
     let (sender, mut receiver) = mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
+    let told = Arc::clone(&state);
     let write = async move {
         while let Some((due, bytes)) = receiver.recv().await {
             tokio::time::sleep_until(due.into()).await;
             if to.write_all(&bytes).await.is_err() {
                 return;
             }
+            told.late.fetch_max(u64::try_from(due.elapsed().as_micros()).unwrap_or(u64::MAX), Ordering::SeqCst);
         }
     };
     let read = async move {

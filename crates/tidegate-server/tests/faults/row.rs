@@ -51,30 +51,24 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     // A row that failed does not stop the next one.
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let _preferred = Preferred::before_others();
-    BEGAN.get_or_init(Instant::now);
-    let mut missed: Option<Row> = None;
+    let began = *BEGAN.get_or_init(Instant::now);
+    let mut missed = false;
     for _ in 0..ATTEMPTS {
         let (started, late) = (Instant::now(), Duration::ZERO);
         let mut row =
             Row { name, started, figures: Vec::new(), failures: Vec::new(), inexcusable: 0, late, done: false };
         measure(&mut row);
         let quiet = row.late < TOO_LATE;
-        if row.failures.is_empty() || row.inexcusable > 0 || (quiet && missed.is_some()) {
+        if row.failures.is_empty() || row.inexcusable > 0 || (quiet && missed) {
             return row.finish();
         }
+        missed |= quiet;
         row.done = true;
         row.write(if quiet { "missed" } else { "void" });
         println!("{}", row.failures.join("\n"));
-        if quiet {
-            missed = Some(row);
+        if !quiet && began.elapsed() > TIME_FOR_REPEATS {
+            return;
         }
-        if BEGAN.get_or_init(Instant::now).elapsed() > TIME_FOR_REPEATS {
-            break;
-        }
-    }
-    // Nothing has shown since that it could be kept.
-    if let Some(missed) = missed {
-        missed.finish();
     }
 }
 

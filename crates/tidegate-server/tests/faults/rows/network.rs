@@ -53,6 +53,7 @@ fn connections_that_say_nothing_any_more() {
         let_pass(5 * SECOND);
         let run = load.finish();
 
+        row.store_was_late(proxy.lateness());
         row.check(&run, &fleet, 2, &[&redis]);
         row.within("replaced", run.back_after(cut, |_| true), 2 * SECOND);
         row.figure("new connections", proxy.connections() - before);
@@ -75,7 +76,7 @@ fn answers_50_ms_later() {
         let_pass(5 * SECOND);
         let run = load.finish();
 
-        row.store_was_late(pulse.finish());
+        row.store_was_late(pulse.finish().max(proxy.lateness()));
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, &fleet, slow, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
