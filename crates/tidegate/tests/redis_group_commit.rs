@@ -186,7 +186,7 @@ fn redis_6_decides_together_what_it_decides_one_by_one() {
 async fn callers_of_one_key_are_granted_in_the_order_in_which_they_came() {
     let redis = Redis::start();
     for quota in every_quota(50, LONG) {
-        let limiter = redis.limiter().await;
+        let limiter = redis.driven_limiter(ManualClock::new()).await;
         let occupied = occupy(&redis, &limiter).await;
         let before = redis.calls_of("evalsha");
         let tasks: Vec<_> = (0..60)
