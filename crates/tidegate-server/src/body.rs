@@ -62,12 +62,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
 #[derive(Debug, Default)]
 pub(crate) struct AttributesBody(pub(crate) BTreeMap<String, String>);
 
-impl AttributesBody {
-    fn name(name: String) -> String {
-        if name.starts_with("header.") { name.to_ascii_lowercase() } else { name }
-    }
-}
-
 impl<'de> Deserialize<'de> for AttributesBody {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Pairs;
@@ -80,9 +74,10 @@ impl<'de> Deserialize<'de> for AttributesBody {
 
             fn visit_map<A: de::MapAccess<'de>>(self, mut pairs: A) -> Result<AttributesBody, A::Error> {
                 let mut all = BTreeMap::new();
-                while let Some((name, mut value)) = pairs.next_entry::<String, String>()? {
-                    let name = AttributesBody::name(name);
-                    if name == "host" {
+                while let Some((mut name, mut value)) = pairs.next_entry::<String, String>()? {
+                    if name.starts_with("header.") {
+                        name.make_ascii_lowercase();
+                    } else if name == "host" {
                         value = plain_host(&value);
                     }
                     if all.contains_key(&name) {

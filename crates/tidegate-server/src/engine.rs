@@ -144,8 +144,9 @@ impl<'a> Line<'a> {
         Self { policy: policy.name(), quota: policy.quota_for(key), decision, shadow }
     }
 
-    /// The denial of a policy whose key the request lacks. No wait helps.
-    fn without_key(policy: &'a Policy) -> Self {
+    /// The denial of a policy that cannot count the request: it lacks the key, or has one that is none, or costs more than
+    /// there can be. No wait helps.
+    fn turned_away(policy: &'a Policy) -> Self {
         let (decision, shadow) = (policy.without_key(), policy.mode() == Mode::Shadow);
         Self { policy: policy.name(), quota: policy.quota(), decision, shadow }
     }
@@ -227,7 +228,7 @@ impl Engine {
                             outcomes.count(false, false);
                         }
                     }
-                    Answer::new(vec![Line::without_key(policy)])
+                    Answer::new(vec![Line::turned_away(policy)])
                 } else {
                     let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
                     let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
@@ -282,11 +283,11 @@ impl Engine {
             match in_time(self.counts.deadline(start), self.counts.decide(action, charge)).await {
                 Some(Ok(decision)) => lines.push(Line::new(policy, charge.key(), decision)),
                 // Enforced, it would refuse the request: a cost above all that there is.
-                Some(Err(Error::Charge(_))) => lines.push(Line::without_key(policy)),
+                Some(Err(Error::Charge(_))) => lines.push(Line::turned_away(policy)),
                 _ => {}
             }
         }
-        lines.extend(turned_away.iter().map(|policy| Line::without_key(policy)));
+        lines.extend(turned_away.iter().map(|policy| Line::turned_away(policy)));
         if action == Action::Acquire {
             self.count(live, start, charges, &lines);
         }
