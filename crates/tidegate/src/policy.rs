@@ -18,6 +18,8 @@ mod select;
 
 pub use attribute::AttributeError;
 pub(crate) use attribute::AttributeNames;
+#[cfg(feature = "tower")]
+pub(crate) use attribute::check_http;
 use pattern::Pattern;
 pub use pattern::normal_path;
 pub use select::{Policies, SelectError, Selected, Selection};

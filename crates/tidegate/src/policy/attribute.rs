@@ -26,6 +26,18 @@ pub enum AttributeError {
         /// The most similar known name.
         nearest: Option<String>,
     },
+    /// A plain HTTP request never has the attribute.
+    #[error(
+        "no HTTP request has the attribute {name:?}: it must be one of ip, method, path, host, \
+         header.NAME, query.NAME, cookie.NAME{}",
+        suggestion(nearest.as_deref())
+    )]
+    NotHttp {
+        /// The name.
+        name: String,
+        /// The most similar attribute of an HTTP request.
+        nearest: Option<String>,
+    },
     /// The name is malformed.
     #[error("{name:?} is not an attribute name: {reason}")]
     Malformed {
@@ -68,6 +80,16 @@ fn built_in(name: &str) -> Option<Origin> {
 /// Whether a plain HTTP request may have the attribute.
 pub(super) fn is_http(name: &str) -> bool {
     built_in(name) == Some(Origin::Http)
+}
+
+/// Checks a name for a front door that knows only HTTP requests.
+#[cfg(feature = "tower")]
+pub(crate) fn check_http(name: &str) -> Result<(), AttributeError> {
+    if !is_http(name) {
+        let nearest = AttributeNames::default().nearest(name).filter(|nearest| is_http(nearest));
+        return Err(AttributeError::NotHttp { name: shown(name), nearest });
+    }
+    check_form(name)
 }
 
 /// The attributes that policies may use: the built-in ones, and those which were declared.
