@@ -7,6 +7,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -21,6 +22,9 @@ use crate::store::{Action, Part, Store, StoreError};
 
 mod follow;
 mod table;
+
+/// The longest life of an entry, whatever its `retry_after`: bounds how long a lost invalidation has an effect.
+pub(crate) const MAX_ENTRY_TTL: Duration = Duration::from_secs(5);
 
 /// What is left of the other charges is remembered for requests of up to so many.
 const MOST_COMPANIONS: usize = 8;

@@ -44,7 +44,7 @@ async fn a_denial_is_answered_without_the_store_and_counts_down_until_it_is_over
     let first = limiter.acquire(&charge).await.expect("decided");
     assert_eq!((first.source, first.retry_after), (Source::Store, Duration::from_secs(59)));
     assert_eq!(store.calls(), 3);
-    for (action, passed) in [(Action::Acquire, 0), (Action::Peek, 20), (Action::Acquire, 58)] {
+    for (action, passed) in [(Action::Acquire, 0), (Action::Peek, 2), (Action::Acquire, 4)] {
         clock.set(memory_noon() + (1 + passed) * 1_000_000);
         let again = limiter.decide(action, &charge).await.expect("decided");
         let left = Duration::from_secs(59 - passed);
@@ -54,6 +54,21 @@ async fn a_denial_is_answered_without_the_store_and_counts_down_until_it_is_over
     assert_eq!(store.calls(), 3, "the store was not asked");
     clock.set(memory_noon() + 60 * 1_000_000);
     assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+}
+
+#[tokio::test]
+async fn an_entry_lives_five_seconds_and_its_wait_stays_the_real_one() {
+    let clock = ManualClock::new();
+    let (store, limiter) = counted(&clock);
+    let quota = quota(1);
+    let charge = Charge::new("u", &quota);
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    for passed in 0..60_000 {
+        clock.set(memory_noon() + passed * 1_000);
+        let denied = limiter.acquire(&charge).await.expect("decided");
+        assert_eq!((denied.allowed, denied.retry_after), (false, Duration::from_millis(60_000 - passed)));
+    }
+    assert!((13..16).contains(&store.calls()), "{} calls in a minute", store.calls());
 }
 
 fn memory_noon() -> u64 {

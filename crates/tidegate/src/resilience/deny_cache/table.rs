@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
+use super::MAX_ENTRY_TTL;
 use crate::algorithm::{Algorithm, Verdict};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
@@ -128,7 +129,7 @@ impl Entry {
             fingerprint: name.fingerprint,
             cost,
             remaining: decision.remaining,
-            until: sent.saturating_add(surely),
+            until: sent.saturating_add(surely.min(micros(MAX_ENTRY_TTL))),
             retry_at: received.saturating_add(retry),
             reset_at: received.saturating_add(reset),
             companions,

@@ -7,7 +7,7 @@ use tokio::time::timeout_at;
 
 use super::Shared;
 use super::call::Setback;
-use super::news::Untold;
+use super::news::PendingInvalidation;
 use super::requests::{Request, Verb, Verdicts};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
@@ -96,8 +96,8 @@ impl Groups for Apart<'_> {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
                 let request = Request { verb: Verb::Do(Action::Refund), charges: &charges };
-                // Told when this ends.
-                let _untold = Untold::of(&shared, Action::Refund, &charges);
+                // Published when this task ends.
+                let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
                 match shared.decide(&request, Instant::now()).await.map_err(Setback::into_store_error) {
                     Ok(verdicts) => Some(dress(verdicts, &charges)),
                     Err(error) => {
