@@ -398,4 +398,8 @@ impl<S: Store> Store for Breaker<S> {
     fn epoch(&self) -> u64 {
         self.inner.store.epoch()
     }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.inner.store.epoch_of(charge)
+    }
 }

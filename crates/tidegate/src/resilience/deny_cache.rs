@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-use self::table::{Companions, Denial, Found, Left, Name, Table, Ticket};
+use self::table::{Companions, Denial, Found, Left, Name, Query, Table, Ticket};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::clock::Clock;
@@ -81,8 +81,6 @@ struct Inner<S> {
     has_news: bool,
     /// Until then what is in the table may be believed, by the store's clock.
     trusted_until: AtomicU64,
-    /// The store's, of which all denials in the table are.
-    epoch: AtomicU64,
     /// Whether it was of use lately.
     used: AtomicBool,
     follower: Mutex<Option<AbortHandle>>,
@@ -112,7 +110,6 @@ impl<S: Store> Builder<S> {
             table: Table::new(self.max_entries),
             has_news,
             trusted_until: AtomicU64::new(if has_news { 0 } else { u64::MAX }),
-            epoch: AtomicU64::new(0),
             used: AtomicBool::new(false),
             follower: Mutex::default(),
         };
@@ -173,14 +170,11 @@ impl<S: Store> Inner<S> {
     }
 
     /// As the table does, but nothing is found there while it cannot be believed.
-    fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
-        // Other servers, other clocks: what these say is not what those said.
-        let epoch = self.store.epoch();
-        if self.epoch.load(Ordering::Acquire) != epoch {
-            self.table.clear();
-            self.epoch.store(epoch, Ordering::Release);
-        }
-        if self.is_trusted(now) { self.table.find(name, charge, now, request) } else { Err(self.table.ticket(name)) }
+    fn find(&self, action: Action, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
+        let epoch = self.store.epoch_of(charge);
+        let spends_alone = action == Action::Acquire && request.is_none();
+        let query = Query { name, charge, epoch, now, request, spends_alone };
+        if self.is_trusted(now) { self.table.find(&query) } else { Err(self.table.ticket(&query)) }
     }
 
     fn is_trusted(&self, now: u64) -> bool {
@@ -195,7 +189,7 @@ impl<S: Store> Inner<S> {
             self.ask_by(action, [name]);
             return Known::Asked { tickets: Tickets::None, sent };
         }
-        match self.find(name, charge, sent, None) {
+        match self.find(action, name, charge, sent, None) {
             Ok((denied, _)) => {
                 self.was_used();
                 Known::Denied(denied)
@@ -219,7 +213,7 @@ impl<S: Store> Inner<S> {
         let mut denied: Vec<Option<Decision>> = vec![None; charges.len()];
         let mut left: Option<Vec<Left>> = None;
         for ((name, charge), denied) in names.iter().zip(charges).zip(&mut denied) {
-            match self.find(*name, charge, sent, Some(request)) {
+            match self.find(action, *name, charge, sent, Some(request)) {
                 Ok((decision, companions)) => {
                     *denied = Some(decision);
                     left = left.or(companions);
@@ -265,8 +259,8 @@ impl<S: Store> Inner<S> {
         let is_denial = |decision: &Decision| !decision.allowed && decision.source == Source::Store;
         if tickets.is_empty() || !decisions.iter().any(is_denial) {
             if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
-                for ticket in tickets {
-                    self.table.admitted(*ticket);
+                for (ticket, charge) in tickets.iter().zip(charges) {
+                    self.table.admitted(*ticket, charge);
                 }
             }
             return;
@@ -280,7 +274,7 @@ impl<S: Store> Inner<S> {
                 let companions = (Some(at) == longest && (2..=MOST_COMPANIONS).contains(&charges.len()))
                     .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
                 let denial = Denial { cost: charge.units(), decision: *decision, sent, received, companions };
-                self.table.keep(tickets[at], denial);
+                self.table.keep(tickets[at], charge.quota(), denial);
             }
         }
         self.was_used();
@@ -357,6 +351,34 @@ impl Drop for Freeing<'_> {
     }
 }
 
+/// A request that is counted in an entry while it is in flight. Without an answer of the store, even because the caller goes
+/// away, the entry is dropped.
+struct CountedAsk<'a> {
+    table: &'a Table,
+    ticket: Option<Ticket>,
+}
+
+impl<'a> CountedAsk<'a> {
+    fn begin(table: &'a Table, tickets: &Tickets) -> Self {
+        let counted = tickets.as_slice().first().filter(|ticket| ticket.counted);
+        Self { table, ticket: counted.copied() }
+    }
+
+    fn answered(mut self, decision: &Decision) {
+        if decision.source == Source::Store {
+            self.ticket = None;
+        }
+    }
+}
+
+impl Drop for CountedAsk<'_> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket {
+            self.table.unanswered(ticket);
+        }
+    }
+}
+
 impl<S: Store> Store for DenyCache<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let inner = &self.inner;
@@ -366,7 +388,9 @@ impl<S: Store> Store for DenyCache<S> {
         };
         let charges = std::slice::from_ref(charge);
         let freeing = Freeing::begin(inner, action, charges);
+        let counted = CountedAsk::begin(&inner.table, &tickets);
         let decision = inner.store.decide(action, charge).await?;
+        counted.answered(&decision);
         drop(freeing);
         inner.after(action, sent, tickets.as_slice(), charges, std::slice::from_ref(&decision));
         Ok(decision)
@@ -407,6 +431,10 @@ impl<S: Store> Store for DenyCache<S> {
 
     fn epoch(&self) -> u64 {
         self.inner.store.epoch()
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.inner.store.epoch_of(charge)
     }
 }
 

@@ -269,6 +269,10 @@ impl Store for RedisStore {
     fn epoch(&self) -> u64 {
         self.shared.topology.known().epoch()
     }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.shared.topology.known().epoch_of(|| Shared::slot(charge))
+    }
 }
 
 impl fmt::Debug for RedisStore {
