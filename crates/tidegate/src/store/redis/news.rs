@@ -11,6 +11,7 @@ use super::Shared;
 use super::call::{Reply, Setback};
 use super::publisher::Scope;
 use super::script::Script;
+use super::server_clock::ServerClock;
 use crate::charge::Charge;
 use crate::resilience::random;
 use crate::store::news::{CountId, Freed, Mark, News};
@@ -82,7 +83,7 @@ impl Shared {
         read: impl Fn(Value) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let (script, key) = (Script::news(), self.own_key("news"));
-        let command = |_| {
+        let command = |_: &ServerClock| {
             let mut command = script.evalsha(1);
             command.arg(&key).arg(verb).arg(format!("{:016x}", random()));
             arguments(&mut command);

@@ -10,6 +10,7 @@ use super::call::{Call, Reply, Setback};
 use super::link::Link;
 use super::requests::{Request, Requests, Verb};
 use super::script::Script;
+use super::server_clock::ServerClock;
 use super::slot::{SLOTS, slot_of};
 use crate::charge::Charge;
 use crate::quota::Quota;
@@ -48,7 +49,8 @@ impl Shared {
         let request = Request { verb: Verb::Do(Action::Acquire), charges: &charge };
         let requests = Requests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
         let call = self.call(requests.script(&[0]), &key);
-        let command = |deadline| requests.command(&[0], |_| 1, self.driven_time(), deadline);
+        let deadline = Instant::now() + self.timeout;
+        let command = |clock: &ServerClock| requests.command(&[0], |_| 1, &self.server_times(clock, deadline));
         let read = |reply: Value| {
             let answer = requests.read(&[0], |_| 1, reply)?;
             Ok((Some(answer.now), answer.told.map_or(Reply::Late, |_| Reply::Answer(()))))
@@ -59,7 +61,7 @@ impl Shared {
     /// By alive.lua, which has the contract.
     pub(super) async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         let (script, key) = (Script::alive(), self.own_key("alive"));
-        let command = |_| {
+        let command = |_: &ServerClock| {
             let mut command = script.evalsha(1);
             let silence = u64::try_from(SILENCE.as_micros()).unwrap_or(u64::MAX);
             command.arg(&key).arg(instance).arg(silence).arg(MOST_INSTANCES);
