@@ -206,18 +206,59 @@ async fn many_costs_of_one_count_are_denied_by_a_lower_one() {
     assert!(limiter.acquire(&charge.cost(1_001)).await.is_err(), "what can never pass is an error as before");
 }
 
-#[tokio::test]
-async fn denials_that_count_are_not_answered_from_here() {
+/// A client that hammers a quota which counts denials costs two calls every 100 ms, and stays out as long as by the store.
+#[tokio::test(start_paused = true)]
+async fn denials_that_count_are_recorded_in_bulk() {
     let clock = ManualClock::new();
     let (store, limiter) = counted(&clock);
-    let quota = quota(1).with_count_denied(true).expect("a log");
-    let plain = self::quota(1);
-    let (charge, other) = (Charge::new("u", &quota), Charge::new("v", &plain));
-    for _ in 0..5 {
-        limiter.acquire(&charge).await.expect("decided");
-        limiter.acquire_all(&[charge, other]).await.expect("decided");
+    let twin = memory(&clock);
+    let quota = quota(10).with_count_denied(true).expect("a log");
+    let charge = Charge::new("u", &quota);
+    let late = Duration::from_millis(100);
+    for number in 0..10_000_u64 {
+        let found = limiter.acquire(&charge).await.expect("decided");
+        let truth = twin.decide(Action::Acquire, &charge).await.expect("decided");
+        assert_eq!((found.allowed, found.remaining), (truth.allowed, truth.remaining));
+        let (shortest, longest) = (truth.retry_after.saturating_sub(late), truth.retry_after + late);
+        assert!((shortest..=longest).contains(&found.retry_after), "{number}: {found:?} {truth:?}");
+        clock.advance(Duration::from_micros(100));
     }
-    assert_eq!(store.calls(), 10);
+    assert!(store.calls() < 45, "{} calls for 10,000 requests in a second", store.calls());
+    // The last denials are recorded without another request.
+    let (calls, last) = (store.calls(), clock.now());
+    clock.advance(late);
+    tokio::time::sleep(late + Duration::from_millis(1)).await;
+    assert_eq!(store.calls(), calls + 1);
+    assert_eq!(store.left(&charge).await, 0);
+    let minute = 60_000_000;
+    clock.set(last + minute - 1_000);
+    assert!(!limiter.peek(&charge).await.expect("decided").allowed);
+    clock.set(last + minute + 100_000);
+    assert_eq!(store.left(&charge).await, 10, "none is recorded later than that");
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_answered_only_if_each_charge_that_counts_denials_is_known_to_deny() {
+    let clock = ManualClock::new();
+    let (store, limiter) = counted(&clock);
+    let (counting, plain) = (quota(1).with_count_denied(true).expect("a log"), self::quota(1));
+    let (charge, other) = (Charge::new("u", &counting), Charge::new("v", &plain));
+    for _ in 0..2 {
+        limiter.acquire(&other).await.expect("decided");
+    }
+    let before = store.calls();
+    // The other charge denies, but whether this denial counts for the first one, the store must say.
+    for _ in 0..3 {
+        assert!(!limiter.acquire_all(&[charge, other]).await.expect("decided")[1].allowed);
+    }
+    assert_eq!(store.calls() - before, 3);
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    assert!(!limiter.acquire_all(&[charge, other]).await.expect("decided")[0].allowed);
+    let before = store.calls();
+    let both = limiter.acquire_all(&[charge, other]).await.expect("decided");
+    assert!(both.iter().all(|decision| !decision.allowed && decision.source == Source::DenyCache));
+    assert_eq!(store.calls(), before);
 }
 
 #[tokio::test]

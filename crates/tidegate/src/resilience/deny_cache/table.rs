@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
-use super::MAX_ENTRY_TTL;
+use super::{COUNTED_DENIAL_TTL, MAX_ENTRY_TTL};
 use crate::algorithm::{Algorithm, Verdict, mul_div_ceil};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
@@ -62,8 +62,9 @@ struct Entry {
     serial: u64,
     /// Surely denied before this time.
     until: u64,
-    /// Units of a bucket that this instance has asked for since the denial.
-    asked: u64,
+    /// Of a bucket: units that this instance has asked for since the denial. Of a log that counts denials: units that were
+    /// denied from here, and that the store has not recorded yet.
+    units: u64,
     companions: Option<Box<Companions>>,
     /// It was of use since others last needed room.
     used: bool,
@@ -168,7 +169,8 @@ impl Entry {
     fn new(ticket: Ticket, serial: u64, quota: &Quota, denial: Denial) -> Option<Self> {
         let Denial { cost, decision, sent, received, companions } = denial;
         let (retry_after, reset_after) = (micros(decision.retry_after), micros(decision.reset_after));
-        let until = sent.saturating_add(surely(retry_after).min(micros(MAX_ENTRY_TTL)));
+        let ttl = if quota.count_denied() { COUNTED_DENIAL_TTL } else { MAX_ENTRY_TTL };
+        let until = sent.saturating_add(surely(retry_after).min(micros(ttl)));
         (until > sent || is_bucket(quota)).then(|| Self {
             count: ticket.name.count,
             fingerprint: ticket.name.fingerprint,
@@ -181,7 +183,7 @@ impl Entry {
             epoch: ticket.epoch,
             serial,
             until,
-            asked: 0,
+            units: 0,
             companions,
             used: false,
         })
@@ -200,19 +202,25 @@ impl Entry {
     /// in flight counts as admitted: if it is denied instead, there were fewer than `cost` units, so that the later request
     /// is denied as well, and the entry is replaced or dropped by its answer. One that fails drops the entry.
     fn count_ask(&mut self, quota: &Quota, units: u64) {
-        self.asked = self.asked.saturating_add(units);
-        let drained = mul_div_floor(self.asked, quota.window_micros(), quota.limit());
+        self.units = self.units.saturating_add(units);
+        let drained = mul_div_floor(self.units, quota.window_micros(), quota.limit());
         let holds = surely(self.retry_after.saturating_add(drained));
         self.until = self.sent.saturating_add(holds.min(micros(MAX_ENTRY_TTL)));
     }
 
     fn decision(&self, charge: &Charge<'_>, now: u64) -> Decision {
         let quota = charge.quota();
-        let drained = if self.asked == 0 { 0 } else { mul_div_ceil(self.asked, quota.window_micros(), quota.limit()) };
+        if quota.count_denied() {
+            // This denial counts, too: the wait begins again.
+            let Self { remaining, retry_after, reset_after, .. } = *self;
+            let verdict = Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 };
+            return verdict.into_decision(quota, Source::DenyCache);
+        }
+        let drained = if self.units == 0 { 0 } else { mul_div_ceil(self.units, quota.window_micros(), quota.limit()) };
         let left = |told: u64| self.received.saturating_add(told).saturating_add(drained).saturating_sub(now);
         let reset_after = left(self.reset_after);
         // What was left at the denial has been asked for since.
-        let told = if self.asked == 0 { self.remaining } else { 0 };
+        let told = if self.units == 0 { self.remaining } else { 0 };
         let verdict = Verdict {
             allowed: false,
             remaining: remaining(quota, told, reset_after),
@@ -305,6 +313,22 @@ impl Table {
     pub(super) fn ticket(&self, query: &Query<'_>) -> Ticket {
         let (mut shard, set) = self.lock(query.name.count);
         shard.ticket(query, set)
+    }
+
+    /// Counts a denial from here that the store must record later. True if it is the first one since the last record.
+    pub(super) fn count_denial(&self, query: &Query<'_>) -> bool {
+        let (mut shard, set) = self.lock(query.name.count);
+        let Some(entry) = covering(&mut shard.sets[set], query) else { return false };
+        let is_first = entry.units == 0;
+        entry.units = entry.units.saturating_add(query.charge.units());
+        is_first
+    }
+
+    /// Takes the units of denials that the store has not recorded yet, to record them.
+    pub(super) fn take_unrecorded(&self, name: Name) -> u64 {
+        let (mut shard, set) = self.lock(name.count);
+        let entries = shard.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint);
+        entries.map(|entry| std::mem::take(&mut entry.units)).fold(0, u64::saturating_add)
     }
 
     /// The store has admitted this charge: denials of it have a longer wait now.
