@@ -190,8 +190,7 @@ impl<S: Store> Inner<S> {
         request: Option<u128>,
     ) -> Query<'a> {
         let epoch = self.store.epoch_of(charge);
-        let spends_alone = action == Action::Acquire && request.is_none();
-        Query { name, charge, epoch, now, request, spends_alone }
+        Query { name, charge, epoch, now, request, spends: action == Action::Acquire }
     }
 
     /// As the table does, but nothing is found there while entries are stale.

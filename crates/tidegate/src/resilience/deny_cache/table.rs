@@ -122,8 +122,8 @@ pub(super) struct Query<'a> {
     pub(super) now: u64,
     /// Of several charges, of which this is one.
     pub(super) request: Option<u128>,
-    /// It spends, and nothing else decides whether it does: it is counted if it is let through to the store.
-    pub(super) spends_alone: bool,
+    /// It is an acquire.
+    pub(super) spends: bool,
 }
 
 /// A denial, and what was left of all charges of the request; or what to come back with once the store has answered.
@@ -151,13 +151,17 @@ impl Shard {
             if is_bucket && entry.cost == charge.units() {
                 if entry.epoch == epoch && now < entry.expires() {
                     ticket.bucket_entry = Some(entry.serial);
-                    ticket.counted = query.spends_alone;
-                    if query.spends_alone {
+                    // Of several charges, the others decide as well whether this one is spent.
+                    ticket.counted = query.spends && query.request.is_none();
+                    if ticket.counted {
                         entry.count_ask(charge.quota(), charge.units());
                     }
                 }
             } else {
                 ticket.has_others = true;
+                if query.spends && charge.quota().count_denied() {
+                    entry.extend(now);
+                }
             }
         }
         ticket
@@ -192,6 +196,12 @@ impl Entry {
     /// When it is dropped, whatever it says.
     fn expires(&self) -> u64 {
         self.sent.saturating_add(micros(MAX_ENTRY_TTL))
+    }
+
+    /// One request asks the store again; the denial holds for the others, as long as it would without its being counted.
+    fn extend(&mut self, now: u64) {
+        let holds = surely(self.retry_after).min(micros(MAX_ENTRY_TTL));
+        self.until = self.sent.saturating_add(holds).min(now.saturating_add(micros(COUNTED_DENIAL_TTL)));
     }
 
     /// Counts units of a bucket that the store is asked for after this denial.
@@ -364,7 +374,7 @@ impl Table {
         }
         shard.serial += 1;
         let serial = shard.serial;
-        let Some(entry) = Entry::new(ticket, serial, quota, denial) else { return };
+        let Some(mut entry) = Entry::new(ticket, serial, quota, denial) else { return };
         let set = &mut shard.sets[set];
         let before = set.len();
         let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
@@ -375,6 +385,12 @@ impl Table {
         if set.iter().any(|other| of_it(other) && other.cost == entry.cost && is_better(other)) {
             return;
         }
+        if quota.count_denied() {
+            // Denials that were counted during the call.
+            let unrecorded = set.iter_mut().filter(|other| other.fingerprint == ticket.name.fingerprint);
+            entry.units = unrecorded.map(|other| std::mem::take(&mut other.units)).fold(0, u64::saturating_add);
+        }
+        let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
         // The new one covers these, or replaces them.
         set.retain(|other| !(of_it(other) && other.cost >= entry.cost && other.until <= entry.until));
         set.retain(|other| !(of_it(other) && other.cost == entry.cost));
