@@ -119,8 +119,8 @@ impl RedisStore {
 
     /// A store on a cluster, of which these are some nodes; the others are found.
     ///
-    /// Charges of one key are decided together, as on one server. Charges of several keys may live on several nodes: then they are
-    /// decided in their order, and if one denies, what the earlier ones spent is given back.
+    /// Charges of one key are decided together, as on one server. Charges of several keys may live in several slots: those of one
+    /// node are decided at the same time, nodes in order, and if one charge denies, what the others spent is given back.
     #[must_use]
     pub fn cluster(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Builder {
         Builder::new(Kind::Cluster, urls)
