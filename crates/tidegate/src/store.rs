@@ -62,6 +62,12 @@ pub trait Store: Send + Sync + 'static {
     fn epoch(&self) -> u64 {
         0
     }
+
+    /// Returns a number that changes whenever another server comes to decide this charge: a cached decision from before is
+    /// stale then. By default the [epoch](Self::epoch) of the whole store.
+    fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
+        self.epoch()
+    }
 }
 
 /// A store that several own: some behind a fallback, say, and some who want its errors.
@@ -100,6 +106,10 @@ impl<S: Store> Store for Arc<S> {
 
     fn epoch(&self) -> u64 {
         S::epoch(self)
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        S::epoch_of(self, charge)
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use redis::{ConnectionAddr, IntoConnectionInfo};
 
 use super::access::{Access, Address};
+use super::publisher::Publisher;
 use super::tls::Tls;
 use super::topology::{Plan, Topology};
 use super::{RedisStore, Shared};
@@ -124,6 +125,7 @@ impl Builder {
             shared: Arc::new(Shared {
                 clock: SystemClock::new(),
                 topology: Topology::start(plan, access, self.timeout),
+                publisher: Publisher::new(),
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,
