@@ -148,6 +148,28 @@ impl MemoryStore {
         self.decide_into(action, charge, || Ok(()))
     }
 
+    /// Returns whether this charge's key has a count, which may have expired and not been swept yet.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn has_count(&self, charge: &Charge<'_>) -> bool {
+        let fingerprint = charge.fingerprint(self.secret);
+        self.shard(fingerprint).lock().find(fingerprint).is_ok()
+    }
+
+    /// Takes as many of the charge's units as fit, if its key has a count; inserts nothing otherwise.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn charge_if_present(&self, charge: &Charge<'_>) {
+        let fingerprint = charge.fingerprint(self.secret);
+        let shard = self.shard(fingerprint);
+        let mut table = shard.lock();
+        if table.find(fingerprint).is_err() {
+            return;
+        }
+        let now = self.clock.now();
+        let one = One { store: self, shard, action: Action::Take, charge, fingerprint, now, together: true };
+        one.apply(&mut table, &mut Room::new(self));
+        self.sweep(&mut table, now);
+    }
+
     /// The error is the caller's own, so that a decision is written once, where the caller wants it. Whether the charge is
     /// sound is not asked for a known key: it has been when the key came.
     #[inline]

@@ -8,7 +8,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::owed::{Claim, Debt, Owed};
-use super::{Inner, jittered};
+use super::{Inner, jittered, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::store::{Action, Part, Store, StoreError};
 
@@ -83,7 +83,8 @@ impl<S: Store> Inner<S> {
                     for some in group.debts.chunks_mut(at_once) {
                         match self.pay(some, now).await {
                             Ok(units) => pass.repaid += units,
-                            Err(_) => {
+                            Err(error) => {
+                                some.iter_mut().for_each(|claim| claim.debt.in_doubt |= may_have_run(&error));
                                 pass.failed.push(part);
                                 break;
                             }
@@ -117,6 +118,7 @@ impl<S: Store> Inner<S> {
         }
         for (debt, units) in debts.iter_mut().zip(&payments) {
             debt.units -= units;
+            debt.in_doubt = false;
             // The store has no room for the rest now, and gets some as its window goes on.
             debt.not_before = now.saturating_add((debt.quota.window_micros() / 10).clamp(100_000, 10_000_000));
         }
