@@ -42,6 +42,7 @@ pub use self::builder::Builder;
 use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
+use self::heartbeat::CachedInstances;
 use self::news::Untold;
 use self::queue::{Entrance, Turn, Way};
 use self::requests::{Request, Requests, Verb, Verdicts};
@@ -62,6 +63,7 @@ mod call;
 mod fault;
 mod groups;
 mod health;
+mod heartbeat;
 mod link;
 mod news;
 mod probe;
@@ -95,6 +97,7 @@ struct Shared {
     prefix: String,
     timeout: Duration,
     group_commit: bool,
+    instances: CachedInstances,
     /// Tests drive the script's time by this clock.
     #[cfg(feature = "testing")]
     driven_by: Option<crate::clock::ManualClock>,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use redis::{ConnectionAddr, IntoConnectionInfo};
 
 use super::access::{Access, Address};
+use super::heartbeat::CachedInstances;
 use super::tls::Tls;
 use super::topology::{Plan, Topology};
 use super::{RedisStore, Shared};
@@ -127,6 +128,7 @@ impl Builder {
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,
+                instances: CachedInstances::default(),
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
             }),
