@@ -25,7 +25,9 @@ pub(crate) struct AskBody<'a> {
     #[serde(borrow)]
     #[schema(value_type = Option<String>, min_length = 1, max_length = 512)]
     pub(crate) key: Option<Text<'a>>,
-    /// What is known of the request; the policies that apply are found by it.
+    /// Attributes of the request, which select the policies: ip, method, path, host, header.NAME,
+    /// query.NAME, cookie.NAME, domain, descriptor.KEY, and those that the configuration declares
+    /// in `attributes`. Any other name is an error.
     #[schema(value_type = Option<BTreeMap<String, String>>)]
     pub(crate) attributes: Option<AttributesBody>,
     /// A quota of the caller's own; with `key`.

@@ -107,6 +107,14 @@ impl Counts {
         self.redis().map(|redis| start + redis.timeout)
     }
 
+    /// The time by the store's clock, in microseconds.
+    pub(crate) fn now(&self) -> u64 {
+        match self {
+            Self::Memory { limiter, .. } => limiter.store().clock().now(),
+            Self::Redis(redis) => redis.limiter.store().clock().now(),
+        }
+    }
+
     pub(crate) fn memory_keys(&self) -> usize {
         match self {
             Self::Memory { limiter, .. } => limiter.store().keys(),

@@ -16,6 +16,7 @@ use http::{HeaderValue, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
+use tidegate::Policies;
 use tower::Service;
 
 use crate::config::GatewayConfig;
@@ -51,6 +52,20 @@ pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow:
         idle_timeout: settings.idle_timeout,
     };
     Ok(Limited::new(engine, &Gateway(Arc::new(proxy))))
+}
+
+/// Warns about policies for other front doors: one file may serve several, but a limit that never
+/// applies must not surprise.
+pub(crate) fn warn_of_unused_policies(policies: &Policies) {
+    for policy in policies.iter() {
+        if let Some(attribute) = policy.non_http_attribute() {
+            tracing::warn!(
+                policy = policy.name(),
+                attribute,
+                "no request to the gateway has an attribute of this policy"
+            );
+        }
+    }
 }
 
 /// The reverse proxy, as a service.

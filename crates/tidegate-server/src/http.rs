@@ -16,7 +16,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::tower::each_field;
-use tidegate::{Action, ClientIp};
+use tidegate::{Action, ClientIp, Policies};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
@@ -197,6 +197,7 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
     let bytes = read(body).await?;
     let Object(mut body): Object<AskBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
+        check_names(attributes, &live.policies)?;
         add_address(attributes, &live.client_ip, peer, &head.headers)?;
     }
     let quota = body.quota.as_ref().map(|Object(quota)| quota.quota()).transpose().map_err(Problem::bad_request)?;
@@ -230,6 +231,12 @@ pub(crate) fn add_limits(fields: &mut HeaderMap, answer: &Answer<'_>, with_x_hea
             fields.insert(name, value);
         }
     });
+}
+
+/// Rejects unknown attributes: a limit on a misspelt one would never apply.
+fn check_names(attributes: &BTreeMap<String, String>, policies: &Policies) -> Result<(), Problem> {
+    let unknown = attributes.keys().find_map(|name| policies.check_attribute(name).err());
+    unknown.map_or(Ok(()), |error| Err(Problem::bad_request(format!("attributes: {error}"))))
 }
 
 /// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.

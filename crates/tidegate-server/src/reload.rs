@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
+use tidegate::Policies;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
@@ -27,7 +28,13 @@ const SETTLE: Duration = Duration::from_millis(250);
 const LOOK_FOR_THE_LOST: Duration = Duration::from_secs(1);
 
 /// Watches until the process ends.
-pub(crate) fn watch(file: PathBuf, files: Vec<PathBuf>, fixed: Fixed, engine: Arc<Engine>) -> anyhow::Result<()> {
+pub(crate) fn watch(
+    file: PathBuf,
+    files: Vec<PathBuf>,
+    fixed: Fixed,
+    warn: fn(&Policies),
+    engine: Arc<Engine>,
+) -> anyhow::Result<()> {
     let (changed, changes) = mpsc::channel(1);
     let notice = move |event: notify::Result<notify::Event>| {
         // A read, such as our own, is no change.
@@ -37,7 +44,7 @@ pub(crate) fn watch(file: PathBuf, files: Vec<PathBuf>, fixed: Fixed, engine: Ar
         }
     };
     let watcher = notify::recommended_watcher(notice).context("the file cannot be watched")?;
-    let mut watched = Watched { watcher, file, files, folders: BTreeSet::new(), last: Vec::new() };
+    let mut watched = Watched { watcher, warn, file, files, folders: BTreeSet::new(), last: Vec::new() };
     watched.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
     // Before anybody knows that we listen, and may change them.
@@ -49,6 +56,7 @@ pub(crate) fn watch(file: PathBuf, files: Vec<PathBuf>, fixed: Fixed, engine: Ar
 /// The configuration and all files that it names.
 struct Watched {
     watcher: RecommendedWatcher,
+    warn: fn(&Policies),
     file: PathBuf,
     files: Vec<PathBuf>,
     folders: BTreeSet<PathBuf>,
@@ -92,6 +100,7 @@ impl Watched {
                 if let Some(part) = fixed.differs(&config) {
                     tracing::warn!("{part} has changed, which takes a restart; the rest is taken");
                 }
+                (self.warn)(&config.policies);
                 engine.reload(config);
                 engine.metrics.count_reload(true);
                 tracing::info!(file = %self.file.display(), "configuration reloaded");

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tidegate::Policies;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -57,7 +58,7 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
     let grpc_listener = bind(config.listen.grpc, "listen.grpc").await?;
     let mut listen = config.listen.clone();
     (listen.http, listen.grpc) = (http_listener.local_addr()?, grpc_listener.local_addr()?);
-    let service = Service::start(config, file).await?;
+    let service = Service::start(config, file, |_| ()).await?;
     listen.admin = service.admin_address;
 
     let (engine, stopped) = (&service.engine, &service.stopped);
@@ -86,7 +87,7 @@ pub(crate) async fn gateway(
     let mut listen = config.listen.clone();
     listen.gateway = listener.local_addr()?;
     let settings = config.gateway.clone();
-    let service = Service::start(config, file).await?;
+    let service = Service::start(config, file, gateway::warn_of_unused_policies).await?;
     listen.admin = service.admin_address;
 
     let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, light: false };
@@ -123,8 +124,10 @@ struct Service {
 }
 
 impl Service {
-    async fn start(config: Config, file: Option<PathBuf>) -> anyhow::Result<Self> {
+    /// Starts the engine; `warn` is called with the policies now and after each reload.
+    async fn start(config: Config, file: Option<PathBuf>, warn: fn(&Policies)) -> anyhow::Result<Self> {
         raise_file_limit();
+        warn(&config.policies);
         let (files, store) = (config.files.clone(), config.store.clone());
         let admin_listener = bind(config.listen.admin, "listen.admin").await?;
         let admin_address = admin_listener.local_addr()?;
@@ -137,7 +140,7 @@ impl Service {
         if let Some(file) = file {
             // As the file says it: what flags say instead is no change of the file.
             let fixed = Fixed::of(&Config::load(&file)?);
-            reload::watch(file, files, fixed, Arc::clone(&engine))?;
+            reload::watch(file, files, fixed, warn, Arc::clone(&engine))?;
         }
         // The admin listener answers as long as anything is under way: it says that we are not ready any more.
         let (admin_stop, admin_stopped) = watch::channel(false);

@@ -26,6 +26,11 @@ fn a_script_is_told_in_json() {
     let message = "limit: must be a whole number from 1 to 1000000000000";
     let expected = json!({"file": file, "good": false, "line": 2, "column": 22, "message": message});
     assert_eq!((code, wrong), (Some(2), expected));
+    let (code, unknown) = check(&file, "policies:\n  - {name: a, limit: 1, window: 1s, key: [ip, heder.x]}\n");
+    assert_eq!((code, &unknown["line"], &unknown["column"]), (Some(2), &json!(2), &json!(47)));
+    let message = unknown["message"].as_str().expect("a message");
+    assert!(message.starts_with("key: unknown attribute \"heder.x\""), "{message}");
+    assert!(message.ends_with("(did you mean `header.x`?)"), "{message}");
     let (code, empty) = check(&file, "");
     assert_eq!((code, &empty["good"], &empty["line"]), (Some(2), &json!(false), &Value::Null));
 }

@@ -152,3 +152,21 @@ fn a_file_that_is_gone_is_said_once_and_taken_when_it_is_back() {
     fs::write(root.join("real/t.yaml"), policy(5)).expect("written");
     until_limit(&service, 5);
 }
+
+#[test]
+fn misspelt_attribute_is_refused_and_the_old_configuration_stays_active() {
+    let config = |key: &str, limit: u64| {
+        let policy = format!("{{name: p, key: [{key}], limit: {limit}, window: 1h}}");
+        with_free_ports(&format!("attributes: [tenant]\npolicies:\n  - {policy}\n"))
+    };
+    let service = Service::start(&config("tenant", 3));
+    fs::write(service.file(), config("tennant", 7)).expect("written");
+    service.until("it is refused", |service| reloads(service, "refused") == 1);
+    let output = service.output();
+    assert!(output.contains("key: unknown attribute") && output.contains("did you mean `tenant`?"), "{output}");
+    let acquire = |name: &str| service.acquire(&json!({"attributes": {name: "acme"}}));
+    assert_eq!(acquire("tenant").json()["limit"], 3);
+    assert_eq!(acquire("tennant").status, 400);
+    fs::write(service.file(), config("tenant", 7)).expect("written");
+    until_limit(&service, 7);
+}

@@ -254,6 +254,10 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
             400,
             "attributes: \"header.a\" is there twice",
         ),
+        (r#"{"attributes": {"paths": "/"}}"#.to_owned(), 400, "attributes: unknown attribute \"paths\""),
+        (r#"{"attributes": {"headers.X-User": "u"}}"#.to_owned(), 400, "(did you mean `header.X-User`?)"),
+        (r#"{"attributes": {"tenant": "acme"}}"#.to_owned(), 400, "or be declared in `attributes`"),
+        (json!({"attributes": {"é".repeat(9_000): ""}}).to_string(), 400, "é…\""),
         (quota(r#"["sliding-log", null, null, 5, "1s", null]"#), 400, "quota: "),
         (quota(r#"{"limit": 5, "window": 60}"#), 400, "quota.window: "),
         (quota(r#"{"limit": 5, "window": "60"}"#), 400, "write it like 500ms"),
@@ -281,6 +285,33 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
     let nowhere = request(&service.http, "POST", "/v2/acquire", &[], b"{}");
     assert_eq!((nowhere.status, nowhere.header("content-type")), (404, Some("application/problem+json")));
     assert_eq!(service.acquire(&json!({"policy": "per-user", "key": "u"})).json()["remaining"], 2, "nothing was spent");
+}
+
+#[test]
+fn callers_send_their_own_attributes_once_they_are_declared() {
+    let service = Service::start(
+        "attributes: [tenant, plan]
+policies:
+  - {name: per-tenant, match: {plan: free}, key: [tenant], limit: 2, window: 1h}
+",
+    );
+    let acquire = |pairs: &[(&str, &str)]| service.acquire(&attributes(pairs));
+    for (tenant, status) in [("acme", 200), ("acme", 200), ("acme", 429), ("other", 200)] {
+        assert_eq!(acquire(&[("plan", "free"), ("tenant", tenant)]).status, status, "{tenant}");
+    }
+    assert_eq!(acquire(&[("plan", "gold"), ("tenant", "acme")]).json()["policy"], Value::Null);
+    // Clients choose the names of parameters and cookies, and a caller may pass on all of them.
+    let others =
+        [("query.any thing", "x"), ("query.", "x"), ("cookie.\u{7}", "x"), ("domain", "d"), ("descriptor.k", "v")];
+    assert_eq!(acquire(&others).status, 200);
+    for path in ["/v1/acquire", "/v1/peek", "/v1/refund"] {
+        let answer = service.post(path, &attributes(&[("plan", "free"), ("tennant", "acme")]).to_string());
+        assert_eq!(answer.status, 400, "{path}: {answer:?}");
+        let detail = &answer.json()["detail"];
+        let message = detail.as_str().expect("a detail");
+        assert!(message.starts_with("attributes: unknown attribute \"tennant\""), "{message}");
+        assert!(message.ends_with("(did you mean `tenant`?)"), "{message}");
+    }
 }
 
 #[test]

@@ -16,6 +16,7 @@
 
 use std::time::Duration;
 
+use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::named::named;
 use crate::quota::Quota;
@@ -29,7 +30,7 @@ mod sliding_counter;
 mod sliding_log;
 mod state;
 
-pub(crate) use bucket::Bucket;
+pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW};
 pub(crate) use fixed_window::Window;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{Evidence, Grants};
@@ -80,8 +81,19 @@ pub(crate) trait Count {
     fn settle(&mut self, quota: &Quota, now: u64) -> bool;
     /// Units that could be taken now.
     fn remaining(&self, quota: &Quota) -> u64;
+    /// Units recorded now, which may be more than the limit: see [`Quota::max_level`]. What counts of a window before the
+    /// current one is not in it.
+    fn level(&self) -> u64;
+    /// Whether more is recorded than the limit.
+    fn is_overdrawn(&self, quota: &Quota) -> bool {
+        self.level() > quota.burst()
+    }
     /// The shortest wait until `cost` units, more than there are now, could be taken.
-    fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64;
+    fn wait_for(&self, quota: &Quota, now: u64, cost: u64) -> u64;
+    /// The same for a request of `cost` units that is denied now.
+    fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
+        self.wait_for(quota, now, cost)
+    }
     /// How long until nothing counts any more, if `extra` units were spent first.
     fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64;
     /// How long what is taken now has to wait for its turn.
@@ -90,8 +102,9 @@ pub(crate) trait Count {
     }
     /// Takes `cost` units; 0 only writes down what `settle` found.
     fn spend(&mut self, quota: &Quota, now: u64, cost: u64);
-    /// Gives back `cost` units, the newest first.
-    fn refund(&mut self, quota: &Quota, now: u64, cost: u64);
+    /// Returns `cost` units of a charge made at `charged_at` or a little later: never units younger than that charge. If the
+    /// time is unknown (0), the oldest units go first.
+    fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64);
     /// Nothing counts any more.
     fn is_empty(&self) -> bool;
 }
@@ -116,28 +129,31 @@ pub(crate) struct Outcome {
 /// Whether `cost` units could be taken now.
 pub(crate) fn fits(count: &mut impl Count, quota: &Quota, now: u64, cost: u64) -> bool {
     count.settle(quota, now);
-    cost <= count.remaining(quota)
+    has_room(count, quota, count.remaining(quota), cost)
+}
+
+/// Whether there is room for `cost`. A cost of 0 asks whether more is recorded than the limit.
+#[inline]
+fn has_room(count: &impl Count, quota: &Quota, remaining: u64, cost: u64) -> bool {
+    if cost == 0 { !count.is_overdrawn(quota) } else { cost <= remaining }
 }
 
 /// Decides, and changes the count as the action does. `together` is false for a charge whose companions (all or nothing)
 /// do not all fit. If nothing is `written`, the count is not worth keeping: it is only settled.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
-pub(crate) fn apply<C: Count>(
-    count: &mut C,
-    action: Action,
-    quota: &Quota,
-    now: u64,
-    cost: u64,
-    together: bool,
-) -> Outcome {
+pub(crate) fn apply<C: Count>(count: &mut C, action: Action, charge: &Charge<'_>, now: u64, together: bool) -> Outcome {
+    let (quota, cost) = (charge.quota(), charge.units());
     if action == Action::Refund {
         count.settle(quota, now);
         let written = !count.is_empty();
         if written {
-            count.refund(quota, now, cost);
+            count.refund(quota, now, cost, charge.charge_time());
         }
         return Outcome { verdict: unspent(count, quota, now), written };
+    }
+    if action == Action::Report {
+        return report(count, quota, now, cost);
     }
     let step = Step::on(count, action, quota, now, cost, together);
     let verdict = step.verdict(count, quota, now);
@@ -147,7 +163,20 @@ pub(crate) fn apply<C: Count>(
     Outcome { verdict, written: step.written }
 }
 
-/// What an action, but for a refund, comes to; nothing is done yet.
+/// Records units that were used already.
+fn report<C: Count>(count: &mut C, quota: &Quota, now: u64, cost: u64) -> Outcome {
+    let stepped_back = count.settle(quota, now);
+    let fits = cost <= count.remaining(quota);
+    let spend = cost.min(quota.max_level().saturating_sub(count.level()));
+    let written = spend > 0 || stepped_back;
+    if written {
+        count.spend(quota, now, spend);
+    }
+    let retry_after = if fits { 0 } else { count.wait_for(quota, now, 1) };
+    Outcome { verdict: Verdict { allowed: fits, retry_after, ..unspent(count, quota, now) }, written }
+}
+
+/// What an action, but for a refund or a report, comes to; nothing is done yet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     allowed: bool,
@@ -174,7 +203,7 @@ impl Step {
         let remaining = count.remaining(quota);
         let takes = action == Action::Take;
         let cost = if takes { cost.min(remaining) } else { cost };
-        let allowed = cost <= remaining;
+        let allowed = takes || has_room(count, quota, remaining, cost);
         let counts = if allowed { together } else { quota.count_denied() };
         let spend = if counts { cost } else { 0 };
         let written = action != Action::Peek && (spend > 0 || stepped_back);

@@ -1,10 +1,7 @@
 //! [`Charge`]: one (key, quota, cost) to be decided.
 
 #[cfg(any(feature = "resilience", feature = "tower"))]
-use std::time::Duration;
-
-#[cfg(any(feature = "resilience", feature = "tower"))]
-use crate::algorithm::Algorithm;
+use crate::algorithm::{Algorithm, mul_div_ceil};
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::decision::Decision;
 use crate::fingerprint::{Fingerprint, Secret};
@@ -33,6 +30,8 @@ pub struct Charge<'a> {
     quota: &'a Quota,
     policy: Option<&'a str>,
     cost: u64,
+    /// Microseconds by the store's clock; 0 if unknown.
+    charged_at: u64,
     on_store_failure: OnStoreFailure,
 }
 
@@ -74,7 +73,7 @@ impl<'a> Charge<'a> {
     /// One unit of `quota` for `key`. What is wrong with the key, if anything, the limiter says.
     #[must_use]
     pub fn new(key: &'a str, quota: &'a Quota) -> Self {
-        Self { key, quota, policy: None, cost: 1, on_store_failure: OnStoreFailure::default() }
+        Self { key, quota, policy: None, cost: 1, charged_at: 0, on_store_failure: OnStoreFailure::default() }
     }
 
     /// Counts under this policy's name. Without it, the algorithm and the window are the name
@@ -89,6 +88,31 @@ impl<'a> Charge<'a> {
     #[must_use]
     pub fn cost(mut self, units: u64) -> Self {
         self.cost = units;
+        self
+    }
+
+    /// For a refund: when the charge to be refunded was made, in microseconds by the store's clock
+    /// ([`Store::clock`](crate::Store::clock)), read just before the acquire. The refund then returns that charge's units and
+    /// never younger ones.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota, Store as _};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(MemoryStore::new());
+    /// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
+    /// let charge = Charge::new("user123", &quota);
+    /// let asked = limiter.store().clock().now();
+    /// limiter.blocking().acquire(&charge)?;
+    /// // The request failed.
+    /// limiter.blocking().refund(&charge.charged_at(asked))?;
+    /// assert!(limiter.blocking().acquire(&charge)?.allowed);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn charged_at(mut self, micros: u64) -> Self {
+        self.charged_at = micros;
         self
     }
 
@@ -147,28 +171,33 @@ impl<'a> Charge<'a> {
         self.on_store_failure
     }
 
-    /// For how long what an allowed charge took can be given back without giving back what others took. After that it is
-    /// better left to fade.
+    /// The charge that refunds this one, which was allowed by `decision` and asked for at `asked`. `None` if nothing of it can
+    /// be left at `now`.
     #[cfg(any(feature = "resilience", feature = "tower"))]
-    pub(crate) fn keeps(&self, decision: &Decision) -> Duration {
-        let (window, limit) = (self.quota.window_micros(), self.quota.limit());
-        let taken = self.quota.burst().saturating_sub(decision.remaining);
-        match self.quota.algorithm() {
-            // Until the window ends, or the log's newest entry leaves.
-            Algorithm::FixedWindow | Algorithm::SlidingLog => decision.reset_after,
-            // Until this window ends: in the next one, others' units go first. It ends as much before the reset as a count,
-            // which is at most all that is taken, needs in the next window to weigh less than one.
-            Algorithm::SlidingCounter => {
-                decision.reset_after.saturating_sub(Duration::from_micros(window - window / taken.max(1) + 1))
-            }
-            // Until the bucket would be empty without it: what drains from then on is not there to be given back. (To
-            // the unit: what it held before is known no better.)
+    pub(crate) fn to_refund(self, decision: &Decision, asked: u64, now: u64) -> Option<Self> {
+        let age = now.saturating_sub(asked);
+        let charged_at = match self.quota.algorithm() {
+            Algorithm::SlidingLog | Algorithm::FixedWindow if age >= self.quota.window_micros() => return None,
+            Algorithm::SlidingCounter if age >= 2 * self.quota.window_micros() => return None,
+            Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::SlidingCounter => asked,
+            // What the bucket held before this charge drains first, whether this charge is refunded or not. Only from then on
+            // does this charge drain.
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                let before = u128::from(taken.saturating_sub(self.cost).max(1));
-                let drained = before * u128::from(window) / u128::from(limit);
-                Duration::from_micros(u64::try_from(drained).unwrap_or(u64::MAX))
+                let own = mul_div_ceil(self.cost, self.quota.window_micros(), self.quota.limit());
+                let reset_after = u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX);
+                let held_before = reset_after.saturating_sub(own + 1);
+                if age.saturating_sub(held_before) >= own {
+                    return None;
+                }
+                asked.saturating_add(held_before).min(now)
             }
-        }
+        };
+        Some(self.charged_at(charged_at.max(1)))
+    }
+
+    /// When the charge to be refunded was made; 0 if unknown.
+    pub(crate) fn charge_time(&self) -> u64 {
+        self.charged_at
     }
 
     /// How many units it takes.
@@ -197,7 +226,8 @@ impl<'a> Charge<'a> {
             Key::new(policy).map_err(ChargeError::Policy)?;
         }
         match (action, self.cost) {
-            (Action::Reset, _) => Ok(()),
+            // A peek of cost 0 asks whether more is recorded than the limit.
+            (Action::Reset, _) | (Action::Peek, 0) => Ok(()),
             (_, 0) => Err(ChargeError::ZeroCost),
             (Action::Acquire | Action::Peek, cost) if cost > self.quota.burst() => {
                 Err(ChargeError::CostTooHigh { cost, most: self.quota.burst() })

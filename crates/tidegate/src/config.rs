@@ -26,8 +26,8 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde_saphyr::Spanned;
 
-mod attribute;
 mod document;
 pub mod duration;
 mod message;
@@ -39,7 +39,7 @@ pub use document::{ConfigError, Document};
 pub use number::Whole;
 pub use policy::{OneOrMany, RawPolicy};
 
-use crate::policy::{Policies, PolicyError};
+use crate::policy::{AttributeNames, Policies, PolicyError};
 
 /// The file of the service. What is not about limits is its own affair: known by name, and not looked at.
 #[derive(Debug, Default, Deserialize)]
@@ -53,6 +53,7 @@ struct File {
     headers: IgnoredAny,
     envoy: IgnoredAny,
     gateway: IgnoredAny,
+    attributes: Vec<Spanned<String>>,
     policies: Vec<RawPolicy>,
 }
 
@@ -68,16 +69,26 @@ impl Policies {
     pub fn from_yaml(name: &str, text: &str) -> Result<Self, ConfigError> {
         let document = Document::new(name, text);
         let file: File = document.parse()?;
-        Self::from_raw(&document, file.policies)
+        Self::from_raw(&document, &file.attributes, file.policies)
     }
 
-    /// The same of what was read already.
-    pub fn from_raw(document: &Document<'_>, policies: Vec<RawPolicy>) -> Result<Self, ConfigError> {
+    /// Validates the declared attributes and the policies of a document.
+    pub fn from_raw(
+        document: &Document<'_>,
+        attributes: &[Spanned<String>],
+        policies: Vec<RawPolicy>,
+    ) -> Result<Self, ConfigError> {
+        let mut declared = AttributeNames::default();
+        for name in attributes {
+            declared.declare(&name.value).map_err(|error| document.at(name, &format!("attributes: {error}")))?;
+        }
         let mut names = BTreeSet::new();
         if let Some(twice) = policies.iter().map(|policy| &policy.name).find(|name| !names.insert(name.value.clone())) {
             return Err(document.at(twice, &PolicyError::Twice(twice.value.clone()).to_string()));
         }
-        let policies = policies.into_iter().map(|policy| policy.validate(document)).collect::<Result<_, _>>()?;
-        Self::new(policies).map_err(|error| document.plain(&error.to_string()))
+        let policies = policies.into_iter().map(|policy| policy.validate(document, &declared));
+        let policies = policies.collect::<Result<_, _>>()?;
+        let set = Self::new(policies).map_err(|error| document.plain(&error.to_string()))?;
+        Ok(set.with_attribute_names(&declared))
     }
 }

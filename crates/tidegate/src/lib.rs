@@ -114,8 +114,8 @@ pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
 pub use named::UnknownName;
 pub use policy::{
-    Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy, PolicyError, SelectError, Selected,
-    Selection, normal_path,
+    AttributeError, Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy, PolicyError, SelectError,
+    Selected, Selection, normal_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

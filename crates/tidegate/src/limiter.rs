@@ -77,7 +77,15 @@ impl<S: Store> Limiter<S> {
         self.decide_all(Action::Peek, charges).await
     }
 
-    /// Gives the charge's cost back, the newest units first, and tells what is left then.
+    /// Records units that were used already, such as the bytes of a finished response: always charges, even beyond the limit.
+    /// The overdraft is bounded ([`Quota::max_level`]) and paid back by time. `allowed` says whether the units fitted; if not,
+    /// `remaining` is 0 and `retry_after` is the wait until one unit is free again.
+    pub async fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+        self.decide(Action::Report, charge).await
+    }
+
+    /// Returns the units of an earlier charge, and answers what is left then. [`Charge::charged_at`] names the time of that
+    /// charge; without it the oldest units that still count are returned, so that the limit is never exceeded.
     pub async fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Refund, charge).await
     }
@@ -242,6 +250,11 @@ impl Blocking<'_> {
     /// See [`Limiter::peek_all`].
     pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
         self.decide_all(Action::Peek, charges)
+    }
+
+    /// See [`Limiter::report`].
+    pub fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+        self.decide(Action::Report, charge)
     }
 
     /// See [`Limiter::refund`].

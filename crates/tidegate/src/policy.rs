@@ -11,16 +11,22 @@ use crate::key::{Key, KeyError};
 use crate::named::named;
 use crate::quota::Quota;
 
+mod attribute;
 mod index;
 mod pattern;
 mod select;
 
+pub use attribute::AttributeError;
+pub(crate) use attribute::AttributeNames;
+#[cfg(feature = "tower")]
+pub(crate) use attribute::check_http;
 use pattern::Pattern;
 pub use pattern::normal_path;
 pub use select::{Policies, SelectError, Selected, Selection};
 
-/// What is known of a request, by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`, `cookie.NAME`, or any
-/// other name that a policy asks for.
+/// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
+/// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and those that
+/// [`Policy::with_attributes`] declares.
 pub trait Attributes {
     /// The value of this attribute, if the request has it.
     fn get(&self, name: &str) -> Option<Cow<'_, str>>;
@@ -68,6 +74,7 @@ pub struct Policy {
     mode: Mode,
     on_store_failure: OnStoreFailure,
     overrides: HashMap<String, Quota>,
+    attributes: AttributeNames,
 }
 
 /// One attribute that must match any of the patterns.
@@ -160,6 +167,9 @@ pub enum PolicyError {
     /// A cost of nothing.
     #[error("cost 0 takes nothing: a cost is at least 1")]
     ZeroCost,
+    /// The name of an attribute is unknown or malformed.
+    #[error(transparent)]
+    Attribute(#[from] AttributeError),
 }
 
 impl Policy {
@@ -177,17 +187,53 @@ impl Policy {
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
             overrides: HashMap::new(),
+            attributes: AttributeNames::default(),
         })
     }
 
+    /// Declares attributes of your own, beside the built-in ones, before they are used: a name that
+    /// is neither is an error.
+    ///
+    /// ```
+    /// use std::collections::BTreeMap;
+    /// use std::time::Duration;
+    /// use tidegate::{Policy, Quota};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// let policy = Policy::new("per-tenant", quota)?.with_attributes(&["tenant"])?;
+    /// let misspelt = policy.clone().counting(&["tennant"]).unwrap_err();
+    /// assert!(misspelt.to_string().ends_with("(did you mean `tenant`?)"));
+    ///
+    /// let request = BTreeMap::from([("tenant".to_owned(), "acme".to_owned())]);
+    /// assert_eq!(policy.counting(&["tenant"])?.select(&request, None)?.charges[0].key(), "acme");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_attributes<A: AsRef<str>>(mut self, names: &[A]) -> Result<Self, PolicyError> {
+        for name in names {
+            self.attributes.declare(name.as_ref())?;
+        }
+        Ok(self)
+    }
+
+    /// Replaces the declared attributes.
+    #[cfg(feature = "config")]
+    pub(crate) fn with_attribute_names(mut self, names: &AttributeNames) -> Self {
+        self.attributes = names.clone();
+        self
+    }
+
     /// Applies only if this attribute matches any of these patterns: `*` stands for anything but a slash, `**` for
-    /// anything. (A path pattern that ends in `/**` matches the path before it, too.)
+    /// anything. (A path pattern that ends in `/**` matches the path before it, too.) An unknown
+    /// attribute is an error.
     pub fn matching<P: AsRef<str>>(
         mut self,
         attribute: impl Into<String>,
         patterns: &[P],
     ) -> Result<Self, PolicyError> {
         let attribute = attribute.into();
+        self.attributes.check(&attribute)?;
         if patterns.is_empty() {
             return Err(PolicyError::NoPattern(attribute));
         }
@@ -196,8 +242,9 @@ impl Policy {
         Ok(self)
     }
 
-    /// Counts by these attributes. None: all requests together.
+    /// Counts by these attributes. None: all requests together. An unknown attribute is an error.
     pub fn counting<A: AsRef<str>>(mut self, attributes: &[A]) -> Result<Self, PolicyError> {
+        attributes.iter().try_for_each(|attribute| self.attributes.check(attribute.as_ref()))?;
         self.key = attributes.iter().map(|attribute| attribute.as_ref().to_owned()).collect();
         Ok(self)
     }
@@ -234,6 +281,9 @@ impl Policy {
 
     /// How many units a request takes. Call it after all overrides: the cost must fit every quota.
     pub fn costing(mut self, cost: Cost) -> Result<Self, PolicyError> {
+        if let Cost::Attribute { name, .. } = &cost {
+            self.attributes.check(name)?;
+        }
         let usual = match &cost {
             Cost::Fixed(0) | Cost::Attribute { default: 0, .. } | Cost::Attribute { max: 0, .. } => {
                 return Err(PolicyError::ZeroCost);
@@ -313,6 +363,19 @@ impl Policy {
         conditions.chain(&self.key).any(|name| is_such(name))
     }
 
+    /// Returns the first attribute of the conditions, the key or the cost that no plain HTTP
+    /// request has: `domain`, `descriptor.KEY`, or one that
+    /// [`with_attributes`](Self::with_attributes) declares.
+    #[must_use]
+    pub fn non_http_attribute(&self) -> Option<&str> {
+        let conditions = self.conditions.iter().map(|condition| &condition.attribute);
+        let cost = match &self.cost {
+            Cost::Fixed(_) => None,
+            Cost::Attribute { name, .. } => Some(name),
+        };
+        conditions.chain(&self.key).chain(cost).map(String::as_str).find(|name| !attribute::is_http(name))
+    }
+
     /// What a request is told that lacks the key which this policy counts by. No wait helps.
     #[must_use]
     pub fn without_key(&self) -> Decision {
@@ -373,7 +436,7 @@ mod tests {
         assert!(policy("a").matching::<&str>("path", &[]).is_err());
         assert!(policy("a").costing(Cost::Fixed(0)).is_err());
         assert!(policy("a").costing(Cost::Fixed(11)).is_err_and(|error| error.to_string().contains("at most 10")));
-        let cost = |default, max| Cost::Attribute { name: "c".to_owned(), default, max };
+        let cost = |default, max| Cost::Attribute { name: "header.c".to_owned(), default, max };
         assert!(policy("a").costing(cost(7, 5)).is_err_and(|error| error.to_string().contains("more than the max 5")));
         assert!(policy("a").costing(cost(1, 11)).is_err_and(|error| error.to_string().contains("at most 10")));
         let small = || policy("a").overriding(&["small"], quota(5)).expect("one");
@@ -382,6 +445,30 @@ mod tests {
         assert!(small().costing(Cost::Fixed(6)).is_err_and(|error| error.to_string().contains("at most 5")));
         let twice = policy("a").overriding(&["k"], quota(1)).and_then(|p| p.overriding(&["k"], quota(2)));
         assert!(twice.is_err_and(|error| error.to_string().contains("overridden twice")));
+        let unknown = Cost::Attribute { name: "heder.c".to_owned(), default: 1, max: 1 };
+        for wrong in [
+            policy("a").matching("heder.c", &["x"]),
+            policy("a").counting(&["ip", "heder.c"]),
+            policy("a").costing(unknown),
+        ] {
+            assert!(wrong.is_err_and(|error| error.to_string().contains("did you mean `header.c`?")));
+        }
         assert!("shadwo".parse::<Mode>().is_err_and(|error| error.to_string().contains("enforce, shadow")));
+    }
+
+    #[test]
+    fn attributes_that_no_http_request_has_are_found_wherever_they_are_used() {
+        let own = || policy("a").with_attributes(&["tenant"]).expect("a good name");
+        let cost = Cost::Attribute { name: "tenant".to_owned(), default: 1, max: 1 };
+        assert_eq!(policy("a").counting(&["ip", "header.x"]).expect("known").non_http_attribute(), None);
+        for (policy, name) in [
+            (own().matching("tenant", &["acme"]), "tenant"),
+            (own().counting(&["ip", "tenant"]), "tenant"),
+            (own().costing(cost), "tenant"),
+            (policy("a").matching("domain", &["edge"]), "domain"),
+            (policy("a").counting(&["descriptor.user"]), "descriptor.user"),
+        ] {
+            assert_eq!(policy.expect("known").non_http_attribute(), Some(name));
+        }
     }
 }

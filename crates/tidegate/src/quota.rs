@@ -29,6 +29,8 @@ pub struct Quota {
     burst: u64,
     /// How long a full bucket takes to drain, in microseconds.
     drain: u64,
+    /// A few bits of the window, to tell whether a stored fraction of a unit is in this window's parts.
+    window_tag: u8,
     /// After so many milliseconds a count that nobody adds to is as good as none.
     lifetime: u64,
     /// The policy that a charge counts under when it names none.
@@ -117,6 +119,7 @@ impl Quota {
             window: micros,
             burst: limit,
             drain: micros,
+            window_tag: window_tag(micros),
             lifetime: lifetime(algorithm, micros),
             unnamed_policy_sum: Secret::of_this_process().policy(&unnamed_policy),
             unnamed_policy,
@@ -223,6 +226,13 @@ impl Quota {
         self.burst
     }
 
+    /// The most units that can ever be recorded for a key: ten times the burst, and no more than [`Self::MAX_LIMIT`]. Only
+    /// reports of finished work go beyond the burst.
+    #[must_use]
+    pub fn max_level(&self) -> u64 {
+        (10 * self.burst).min(Self::MAX_LIMIT)
+    }
+
     /// The name that a charge counts under when it names no policy: the algorithm and the window, so that two windows
     /// on one key never mix, and a changed limit keeps its counts.
     #[must_use]
@@ -244,6 +254,11 @@ impl Quota {
         Self { limit, burst, drain, lifetime: lifetime(self.algorithm, drain), ..self.clone() }
     }
 
+    /// See [`crate::algorithm::State`].
+    pub(crate) fn window_tag(&self) -> u8 {
+        self.window_tag
+    }
+
     pub(crate) fn window_micros(&self) -> u64 {
         self.window
     }
@@ -258,6 +273,11 @@ impl Quota {
     pub(crate) fn lifetime_millis(&self) -> u64 {
         self.lifetime
     }
+}
+
+/// Eight bits that differ for most pairs of windows; for the usual ones (seconds, minutes, hours, days) nearly always.
+fn window_tag(micros: u64) -> u8 {
+    micros.wrapping_mul(0x8d8e_3b13_e83b_3ab1).to_be_bytes()[0]
 }
 
 /// `drain` is the window for all but the buckets.

@@ -119,7 +119,8 @@ pub enum Action {
     Acquire,
     /// What acquire would answer; writes nothing.
     Peek,
-    /// Give the units back, the newest first.
+    /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it, the oldest units that still
+    /// count go first, because that never admits too much.
     Refund,
     /// Forget the key.
     Reset,
@@ -127,6 +128,11 @@ pub enum Action {
     /// afterwards. Always answers `allowed`, and what is left then. A cost of 0 only looks; one above the burst is fine.
     /// Several charges are taken each for itself.
     Take,
+    /// Records units that were used already: always charges, even beyond the limit. The overdraft is bounded at
+    /// [`Quota::max_level`](crate::Quota::max_level) and is paid back by time. Answers whether the units fitted; if not,
+    /// `remaining` is 0 and `retry_after` is the wait until one unit is free again. Several charges are recorded each for
+    /// itself.
+    Report,
 }
 
 /// Why nobody could decide.
@@ -151,6 +157,9 @@ pub enum StoreError {
     /// The store answered, but not with a decision.
     #[error("the store refused: {0}")]
     Refused(String),
+    /// The value stored under this key is not a count, or is damaged. Other keys are not affected.
+    #[error("the count of this key cannot be read: {0}; reset the key to start over")]
+    Unreadable(String),
     /// The store was not asked, for it has failed and is not back yet: a `Breaker` is open.
     #[error("the store was not asked, for it is failing: {0}")]
     Open(std::sync::Arc<StoreError>),

@@ -1,6 +1,6 @@
 //! The conformance suite: drives any [`Store`] against a naive model, and tells the first difference.
 //!
-//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset, take; time that passes by interesting amounts;
+//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset, take, report; time that passes by interesting amounts;
 //! a clock that steps back; limits that change). Every field of every decision must equal the model's. A sequence that
 //! fails is shortened to the steps that matter before it is shown.
 //!
@@ -97,10 +97,18 @@ async fn run<S: Store>(
     let limiter = make(clock.clone()).await;
     let mut model = Model::default();
     let mut retry_after = Duration::ZERO;
+    let mut decided_at: Vec<u64> = Vec::new();
     for (index, step) in sequence.steps.iter().enumerate() {
         let (action, charges) = match step {
             Step::Advance(advance) => {
                 clock.advance(advance.duration(retry_after));
+                // A count that the shortest window of its policy no longer needs may have expired or not.
+                for charge in sequence.charges_of_changed_windows() {
+                    if model.nothing_counts(&charge, clock.now()) {
+                        model.decide(Action::Reset, &[charge], clock.now());
+                        limiter.reset(&charge).await.map_err(|error| error.to_string())?;
+                    }
+                }
                 continue;
             }
             Step::Back(duration) => {
@@ -116,7 +124,11 @@ async fn run<S: Store>(
             }
             Step::Decide(action, charges) => (*action, charges),
         };
-        let charges: Vec<Charge<'_>> = charges.iter().map(|charge| sequence.charge(charge)).collect();
+        let charged_at = |charged: usize| decided_at.iter().rev().nth(charged).copied().unwrap_or_default();
+        let charge =
+            |part: &sequence::Part| sequence.charge(part).charged_at(part.charged.map(charged_at).unwrap_or_default());
+        let charges: Vec<Charge<'_>> = charges.iter().map(charge).collect();
+        decided_at.push(clock.now());
         let expected = model.decide(action, &charges, clock.now());
         let found = decide(&limiter, action, &charges).await?;
         if found != expected {
@@ -144,8 +156,11 @@ async fn decide<S: Store>(
         (Action::Refund, [charge]) => single(limiter.refund(charge).await),
         (Action::Reset, [charge]) => single(limiter.reset(charge).await),
         // Not for users of a limiter: only of a store.
+        (Action::Report, [charge]) => single(limiter.report(charge).await),
         (Action::Take, [charge]) => single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store)),
-        (Action::Take, charges) => limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store),
+        (Action::Take | Action::Report, charges) => {
+            limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store)
+        }
         (Action::Peek, charges) => limiter.peek_all(charges).await,
         (_, charges) => limiter.acquire_all(charges).await,
     };

@@ -89,7 +89,7 @@ use tower_layer::Layer;
 
 use crate::client_ip::ClientIp;
 use crate::limiter::{Error, Limiter};
-use crate::policy::{OnStoreFailure, Policies};
+use crate::policy::{OnStoreFailure, Policies, check_http};
 use crate::quota::Quota;
 use crate::store::Store;
 
@@ -135,8 +135,16 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
 
     /// Counts by an attribute: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME` or `cookie.NAME`. A request without
     /// it is not limited.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the attribute is not one of these: no request would ever be limited.
     #[must_use]
+    #[track_caller]
     pub fn by(self, attribute: &str) -> Self {
+        if let Err(error) = check_http(attribute) {
+            panic!("RateLimitLayer::by: {error}");
+        }
         self.with(|shared| shared.gate.key = KeyBy::Attribute(attribute.into()))
     }
 
@@ -161,9 +169,33 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
 
 impl<S: Store> RateLimitLayer<PolicyGate<S>> {
     /// The policies that apply to a request, all or nothing.
+    ///
+    /// # Panics
+    ///
+    /// Panics if a policy uses an attribute that no HTTP request has (`domain`, `descriptor.KEY`,
+    /// or one of your own): its limit would never apply. A file that also has policies for Envoy or
+    /// for callers of the API can be filtered:
+    ///
+    /// ```
+    /// # use tidegate::tower::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyError};
+    /// # fn layer(all: Policies) -> Result<(), PolicyError> {
+    /// let is_http = |policy: &&Policy| policy.non_http_attribute().is_none();
+    /// let policies = Policies::new(all.iter().filter(is_http).cloned().collect())?;
+    /// let layer = RateLimitLayer::with_policies(Limiter::new(MemoryStore::new()), policies);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
+    #[track_caller]
     pub fn with_policies(limiter: Limiter<S>, policies: impl Into<Arc<Policies>>) -> Self {
-        Self::with_gate(PolicyGate::new(limiter, policies.into()))
+        let policies = policies.into();
+        for policy in policies.iter() {
+            if let Some(Err(error)) = policy.non_http_attribute().map(check_http) {
+                panic!("RateLimitLayer::with_policies: policy {:?}: {error}", policy.name());
+            }
+        }
+        Self::with_gate(PolicyGate::new(limiter, policies))
     }
 }
 

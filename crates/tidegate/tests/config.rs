@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tidegate::Policies;
 
 fn policies(lines: &str) -> Policies {
-    let text = format!("policies:\n  - name: p\n    limit: 100\n    window: 60s\n{lines}");
+    let text = format!("attributes: [tenant, c]\npolicies:\n  - name: p\n    limit: 100\n    window: 60s\n{lines}");
     Policies::from_yaml("limits.yaml", &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -42,4 +42,57 @@ fn headers_are_written_in_either_case() {
 fn an_empty_file_has_no_policies_to_load() {
     let error = Policies::from_yaml("limits.yaml", "# soon\n").expect_err("empty").to_string();
     assert!(error.starts_with("limits.yaml: is empty"), "{error}");
+}
+
+fn error(text: &str) -> String {
+    Policies::from_yaml("limits.yaml", text).expect_err("wrong").to_string()
+}
+
+#[test]
+fn unknown_attribute_is_an_error_at_its_position_with_the_nearest_name() {
+    for (lines, place, message) in [
+        ("match: {paths: /x}", "5:13: match: unknown attribute \"paths\"", "did you mean `path`?"),
+        ("match:\n      ip: a\n      hots:\n        - b", "7:7: match: unknown attribute \"hots\"", "`host`"),
+        ("match: {tennant: acme}", "5:13: match: unknown attribute \"tennant\"", "did you mean `tenant`?"),
+        ("key: headers.x-user", "5:10: key: unknown attribute \"headers.x-user\"", "`header.x-user`"),
+        ("key: [ip, heder.x]", "5:15: key: unknown attribute \"heder.x\"", "did you mean `header.x`?"),
+        ("key:\n      - ip\n      - IP", "7:9: key: unknown attribute \"IP\"", "did you mean `ip`?"),
+        ("key: user", "5:10: key: unknown attribute \"user\"", "be declared in `attributes`\n"),
+        ("cost: {max: 5, attribute: header-x}", "5:31: cost.attribute: unknown attribute \"header-x\"", "`header.x`"),
+        ("cost:\n      attribute: header.", "6:18: cost.attribute: \"header.\"", "a name is missing after the dot"),
+    ] {
+        let text = format!("attributes: [tenant]\npolicies:\n  - name: p\n    limit: 9\n    {lines}\n    window: 1s\n");
+        let found = error(&text);
+        assert!(found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message), "{lines}\n{found}");
+    }
+}
+
+#[test]
+fn declared_attribute_names_are_checked() {
+    for (list, place, message) in [
+        ("[tenant, tenant]", "1:22:", "attributes: the attribute \"tenant\" is declared twice"),
+        ("[tenant, '']", "1:22:", "is not an attribute name: it is empty"),
+        ("[a b]", "1:14:", "it has a space or a control character"),
+        ("[\"a\\u0007\"]", "1:14:", "it has a space or a control character"),
+        ("[ip]", "1:14:", "\"ip\" cannot be declared: the name is built in"),
+        ("[header.x-user]", "1:14:", "\"header.x-user\" cannot be declared: the name is built in"),
+        ("[query]", "1:14:", "\"query\" cannot be declared: the name is built in"),
+        ("tenant", "1:13:", "attributes: must be a list"),
+    ] {
+        let found = error(&format!("attributes: {list}\npolicies: []\n"));
+        assert!(found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message), "{list}\n{found}");
+    }
+}
+
+#[test]
+fn declared_attributes_are_known_even_if_no_policy_uses_them() {
+    let policies = Policies::from_yaml("limits.yaml", "attributes: [tenant]\npolicies: []\n").expect("valid");
+    assert!(policies.check_attribute("tenant").is_ok());
+    assert!(policies.check_attribute("plan").is_err());
+}
+
+#[test]
+fn condition_on_the_same_attribute_twice_is_an_error() {
+    let found = error("policies: [{name: p, limit: 1, window: 1s, match: {path: /a, path: /b}}]\n");
+    assert!(found.contains("the field `path` is there twice"), "{found}");
 }

@@ -1,6 +1,6 @@
 //! The configuration as it is written, field by field. What the fields mean is decided in `config.rs`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use schemars::JsonSchema;
@@ -21,6 +21,15 @@ pub(super) struct Config {
     pub(super) headers: Headers,
     pub(super) envoy: Envoy,
     pub(super) gateway: Gateway,
+    /// Attributes that callers of the API send beside the built-in ones, such as tenant. Any other
+    /// name is an error.
+    #[schemars(
+        with = "BTreeSet<String>",
+        inner(regex(
+            pattern = r"^(?!(ip|method|path|host|domain|header|query|cookie|descriptor)$|(header|query|cookie|descriptor)\.)\S+$"
+        ))
+    )]
+    pub(super) attributes: Vec<Spanned<String>>,
     /// What is limited: every policy that applies to a request must allow it.
     pub(super) policies: Vec<RawPolicy>,
 }

@@ -90,8 +90,9 @@ fn every_wrong_number_says_which_would_be_right() {
 fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
     for (rest, place, message) in [
         ("cost: 0", "5:11:", "cost 0 takes nothing"),
-        ("cost: {attribute: c, default: 7, max: 5}", "5:11:", "the default cost 7 is more than the max 5"),
-        ("cost: {attribute: header., max: 5}", "5:11:", "a name is missing after the dot"),
+        ("cost: {attribute: header.c, default: 7, max: 5}", "5:11:", "the default cost 7 is more than the max 5"),
+        ("cost: {attribute: header., max: 5}", "5:23:", "a name is missing after the dot"),
+        ("cost: {attribute: heder.x, max: 5}", "5:23:", "did you mean `header.x`?"),
         ("overrides:\n      - {key: k, limit: 1}\n      - {key: k, limit: 2}", "7:15:", "overridden twice"),
         ("overrides:\n      - {key: k, limit: 1, window: 400d}", "6:36:", "from 1ms to 366 days"),
         ("overrides:\n      - {key: k, limit: 20000000}", "6:25:", "too large for sliding-log"),
@@ -101,10 +102,13 @@ fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
         ("key: [ip, path]\n    overrides: [{key: 'a:b', limit: 1}]", "6:23:", "write a list of ip, path"),
         ("match:\n      path: /\n      method: []", "7:15:", "has no value to match"),
         ("match: {header.X-A: a, header.x-a: b}", "5:40:", "header.x-a is there twice"),
-        ("match: {'': a}", "5:17:", "is no attribute"),
-        ("key: ['']", "5:10:", "is no attribute"),
+        ("match: {'': a}", "5:13:", "is not an attribute name"),
+        ("match: {paths: /x}", "5:13:", "match: unknown attribute \"paths\""),
+        ("key: ['']", "5:11:", "is not an attribute name"),
+        ("key: [headers.x-user]", "5:11:", "did you mean `header.x-user`?"),
+        ("key: tenant", "5:10:", "key: unknown attribute \"tenant\""),
         ("key: null", "5:5:", "a text or a list of texts, not nothing"),
-        ("key: [ip, header.]", "5:10:", "a name is missing after the dot"),
+        ("key: [ip, header.]", "5:15:", "a name is missing after the dot"),
         ("limit: 5", "5:5:", "the field `limit` is there twice"),
     ] {
         let found = error(&format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n    {rest}\n"));
@@ -144,6 +148,9 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         ("auth: {api_token: ''}\n", "1:19:", "this token is empty"),
         ("auth:\n  admin_token:\n", "2:14:", "this token is empty"),
         ("auth: {api_token: a, api_token: b}\n", "1:22:", "`api_token` is there twice"),
+        ("attributes:\n  - tenant\n  - header.x\n", "3:5:", "attributes: \"header.x\" cannot be declared"),
+        ("attributes: [tenant, tenant]\n", "1:22:", "is declared twice"),
+        ("attribute: [tenant]\n", "1:1:", "did you mean `attributes`?"),
         ("policies: []\n---\npolicies: []\n", "3:1:", "one document only"),
         ("listen: 5\n", "1:9:", "listen: must be fields"),
         ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
@@ -178,6 +185,9 @@ fn the_schema_knows_names_and_bounds() {
         assert!(names.iter().any(|known| known == name), "{names:?}");
     }
     assert_eq!(policy["limit"]["minimum"], 1);
+    let attributes = &schema["properties"]["attributes"];
+    assert_eq!(attributes["uniqueItems"], true, "{attributes}");
+    assert!(attributes["items"]["pattern"].is_string(), "{attributes}");
     assert_eq!(schema["$defs"]["ClientIp"]["properties"]["ipv6_prefix"]["maximum"], 128);
 }
 

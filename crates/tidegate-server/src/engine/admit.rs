@@ -13,7 +13,7 @@ impl Engine {
     /// Decides about a request that `peer` sent and, if it passes, spends.
     pub(crate) async fn admit(&self, head: &Parts, peer: IpAddr) -> Result<Admission, Error> {
         let start = Instant::now();
-        let asked = self.micros_at(start);
+        let asked = self.counts.now();
         let live = self.live.load();
         let selection = live.policies.select(&HttpAttributes::new(head, Some(peer), &live.client_ip), None)?;
         let admission = if let Some(policy) = selection.key_missing_for {
@@ -43,14 +43,9 @@ impl Engine {
         Ok(admission)
     }
 
-    /// The clock of admissions.
-    fn micros_at(&self, moment: Instant) -> u64 {
-        u64::try_from(moment.saturating_duration_since(self.started).as_micros()).unwrap_or(u64::MAX)
-    }
-
     /// Gives back what an admission took.
     pub(crate) async fn give_back(&self, admission: &Admission) {
-        for charge in admission.spent(self.micros_at(Instant::now())) {
+        for charge in admission.spent(self.counts.now()) {
             // Who cannot be given it back now has waited for nothing, and is none the worse for it.
             if let Err(error) = self.counts.decide(Action::Refund, &charge).await {
                 tracing::debug!(%error, "a refund was lost");

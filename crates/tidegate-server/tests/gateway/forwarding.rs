@@ -3,7 +3,7 @@ use std::net::TcpStream;
 
 use serde_json::json;
 
-use crate::support::{PATIENCE, Service, raw, read_answer, request};
+use crate::support::{PATIENCE, Service, raw, read_answer, request, with_free_ports};
 use crate::upstream::{OK, Upstream};
 
 const LIMIT: &str = "
@@ -250,4 +250,25 @@ fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_en
     let answer = read_answer(&mut slow);
     assert_eq!((answer.status, answer.body.as_str()), (200, "ok"));
     assert_eq!(gateway.ended().code(), Some(0));
+}
+
+#[test]
+fn policies_that_no_request_to_the_gateway_can_match_are_logged() {
+    let upstream = Upstream::answering(OK);
+    let config = |policy: &str| with_free_ports(&format!("attributes: [tenant]\npolicies:\n  - {policy}\n"));
+    let by_tenant = "{name: by-tenant, key: [tenant], limit: 1, window: 1h}";
+    let gateway = Service::gateway(&config(by_tenant), &[&upstream.url()]);
+    let warned = |name: &str| {
+        let is_warning = |line: &str| line.contains("no request to the gateway") && line.contains(name);
+        gateway.output().lines().filter(|line| is_warning(line)).count()
+    };
+    assert_eq!(warned("by-tenant"), 1, "{}", gateway.output());
+    std::fs::write(gateway.file(), config("{name: edge, match: {domain: edge}, limit: 1, window: 1h}"))
+        .expect("written");
+    gateway.until("the new policy is logged", |_| warned("edge") == 1);
+    std::fs::write(gateway.file(), config("{name: by-ip, key: [ip], limit: 1, window: 1h}")).expect("written");
+    gateway.until("the limit applies", |gateway| {
+        request(&gateway.http, "GET", "/", &[], b"").header("ratelimit-policy").is_some()
+    });
+    assert_eq!((warned("by-tenant"), warned("by-ip")), (1, 0), "{}", gateway.output());
 }

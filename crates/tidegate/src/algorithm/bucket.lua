@@ -2,11 +2,13 @@
 -- For a token bucket the level is what is missing from it; for a leaky bucket it is the queue, and the delay of
 -- what is admitted is the time that the queue ahead of it takes.
 --
--- Redis: a hash of the level in whole units, its part in W-ths of a unit, and the time in microseconds; expires when a
--- full bucket would have drained, at `until`. (The kind tells it from the hash of a sliding counter, should a policy's
--- algorithm change.)
+-- Redis: a hash of the level in whole units, its part in W-ths of a unit, the time in microseconds, and W; expires when a
+-- full bucket would have drained. (The kind tells it from the hash of a sliding counter, should a policy's algorithm change.)
 --   HGETALL rate_limit:{user123}:per-user
---   ->   kind bucket, level 7, part 12000000, time 1700000000123456, until 1700000060123456
+--   ->   kind bucket, level 7, part 12000000, time 1700000000123456, window 60000000
+
+-- How far ahead of the present a stored time may be without the clock having stepped back, in microseconds.
+local MAX_CLOCK_SKEW = 1000
 
 -- How long to drain `units` and the part.
 local function drain_time(state, quota, units)
@@ -25,24 +27,24 @@ local bucket = {
   aside = 'bucket',
 
   load = function(key, quota)
-    local window, burst = quota.window, quota.option
-    local state = {level = 0, part = 0}
-    local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'until')
+    local window = quota.window
+    local state = {level = 0, part = 0, time = now}
+    local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'window')
     if not stored then
       state.foreign = true
       return state
     end
     if stored[1] ~= 'bucket' then
-      state.foreign = stored[1]
+      state.foreign, state.absent = stored[1], not stored[1]
       return state
     end
     local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
-    -- A limit was lowered, and the key would expire before it has drained.
-    state.short_lived = tonumber(stored[5]) < time + drain_micros(quota)
-    -- A limit or window that was changed: no more than a full bucket.
-    if part >= window then level, part = level + 1, 0 end
-    if level >= burst then level, part = burst, 0 end
-    state.stepped_back = time > now
+    -- The part of a unit is in parts of another window: a whole unit is never too little.
+    if part > 0 and (part >= window or tonumber(stored[5]) ~= window) then level, part = level + 1, 0 end
+    -- The limit was lowered.
+    if level >= quota.max_level then level, part = quota.max_level, 0 end
+    state.stepped_back = time > now + MAX_CLOCK_SKEW
+    if not state.stepped_back then state.time = math.max(time, now) end
     if time < now then
       local units, parts = mul_div_rem(now - time, quota.limit, window)
       if part < parts then
@@ -60,7 +62,15 @@ local bucket = {
   end,
 
   remaining = function(state, quota)
-    return quota.option - state.level - (state.part > 0 and 1 or 0)
+    return math.max(0, quota.option - state.level - (state.part > 0 and 1 or 0))
+  end,
+
+  level = function(state)
+    return state.level + (state.part > 0 and 1 or 0)
+  end,
+
+  overdrawn = function(state, quota)
+    return state.level + (state.part > 0 and 1 or 0) > quota.option
   end,
 
   retry_after = function(state, quota, cost)
@@ -69,6 +79,10 @@ local bucket = {
 
   reset_after = function(state, quota, extra)
     return drain_time(state, quota, state.level + extra)
+  end,
+
+  counts_until = function(state, quota)
+    return state.time + drain_time(state, quota, state.level)
   end,
 
   -- The level and its part: what each of several acquires is told follows from them.
@@ -85,11 +99,21 @@ local bucket = {
     state.level = state.level + cost
   end,
 
-  refund = function(state, quota, cost)
-    if state.level < cost then
+  -- The cost less what has drained since the charge.
+  refund = function(key, state, quota, cost, since)
+    local age = since == 0 and 0 or math.max(0, state.time - since)
+    local drained, parts = mul_div_rem(age, quota.limit, quota.window)
+    local units = cost - drained
+    if parts > 0 then units, parts = units - 1, quota.window - parts end
+    if units < 0 then return end
+    if state.part < parts then
+      state.part = state.part + quota.window
+      units = units + 1
+    end
+    if state.level < units then
       state.level, state.part = 0, 0
     else
-      state.level = state.level - cost
+      state.level, state.part = state.level - units, state.part - parts
     end
   end,
 
@@ -100,11 +124,12 @@ local bucket = {
   save = function(key, state, quota)
     if not quota.expires then
       -- The same for all buckets of this quota. To write a number down costs as much as a small command.
-      local drained = now + drain_micros(quota)
-      quota.time, quota.drained, quota.expires = whole(now), whole(drained), whole(expiry(drained))
+      quota.time, quota.expires = whole(now), whole(expiry(now + drain_micros(quota)))
     end
-    call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', quota.time, 'until', quota.drained)
-    call('PEXPIREAT', key, quota.expires)
+    local time = state.time == now and quota.time or whole(state.time)
+    call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', time, 'window', quota.window)
+    local is_overdrawn = state.level >= quota.option
+    call('PEXPIREAT', key, is_overdrawn and expiry(state.time + drain_time(state, quota, state.level)) or quota.expires)
   end,
 }
 

@@ -11,6 +11,10 @@ use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
 use crate::algorithm::Algorithm;
 use crate::quota::Quota;
 
+/// How far ahead of the present a stored time may be without the clock having stepped back, in microseconds: each processor
+/// reads its own counter. To write such a time back would let the bucket drain twice for the same microsecond.
+pub(crate) const MAX_CLOCK_SKEW: u64 = 1_000;
+
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bucket {
     /// When the level was as it is written here.
@@ -19,13 +23,15 @@ pub(crate) struct Bucket {
     level: u64,
     /// W-ths of a unit, fewer than W.
     part: u64,
+    /// Of the window that the part is measured by.
+    window_tag: u8,
 }
 
 impl Bucket {
     /// One that was settled elsewhere, in a script.
     #[cfg(feature = "redis")]
     pub(super) fn at_level(level: u64, part: u64) -> Self {
-        Self { time: 0, level, part }
+        Self { level, part, ..Self::default() }
     }
 
     #[cfg(all(test, feature = "redis"))]
@@ -56,14 +62,15 @@ impl Count for Bucket {
     #[inline]
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
-        // A limit or window that was changed: no more than a full bucket.
-        if self.part >= window {
+        // The part of a unit is in parts of another window: a whole unit is never too little.
+        if self.part > 0 && (self.window_tag != quota.window_tag() || self.part >= window) {
             (self.level, self.part) = (self.level + 1, 0);
         }
-        if self.level >= quota.burst() {
-            (self.level, self.part) = (quota.burst(), 0);
+        // The limit was lowered.
+        if self.level >= quota.max_level() {
+            (self.level, self.part) = (quota.max_level(), 0);
         }
-        let stepped_back = self.time > now;
+        let stepped_back = self.time > now + MAX_CLOCK_SKEW;
         if self.time < now {
             let (mut units, parts) = mul_div_rem(now - self.time, quota.limit(), window);
             let mut part = self.part;
@@ -76,17 +83,21 @@ impl Count for Bucket {
                 None => (0, 0),
             };
         }
-        self.time = now;
+        self.time = if stepped_back { now } else { self.time.max(now) };
         stepped_back
     }
 
     #[inline]
     fn remaining(&self, quota: &Quota) -> u64 {
-        quota.burst() - self.occupied()
+        quota.burst().saturating_sub(self.occupied())
+    }
+
+    fn level(&self) -> u64 {
+        self.occupied()
     }
 
     #[inline]
-    fn retry_after(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
+    fn wait_for(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
         self.drain_time(quota, self.level + cost - quota.burst())
     }
 
@@ -108,9 +119,19 @@ impl Count for Bucket {
         self.level += cost;
     }
 
-    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64) {
-        (self.level, self.part) = match self.level.checked_sub(cost) {
-            Some(level) => (level, self.part),
+    /// The cost less what has drained since the charge.
+    fn refund(&mut self, quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
+        let window = quota.window_micros();
+        let age = if charged_at == 0 { 0 } else { self.time.saturating_sub(charged_at) };
+        let (drained, drained_parts) = mul_div_rem(age, quota.limit(), window);
+        let Some(mut units) = cost.checked_sub(drained.saturating_add(u64::from(drained_parts > 0))) else { return };
+        let parts = if drained_parts > 0 { window - drained_parts } else { 0 };
+        if self.part < parts {
+            self.part += window;
+            units += 1;
+        }
+        (self.level, self.part) = match self.level.checked_sub(units) {
+            Some(level) => (level, self.part - parts),
             None => (0, 0),
         };
     }
@@ -126,7 +147,7 @@ impl Kept for Bucket {
 
     #[inline]
     fn load(state: State, _logs: &mut Logs) -> Self {
-        Self { time: state.time(), level: state.units(), part: state.parts() }
+        Self { time: state.time(), level: state.units(), part: state.parts(), window_tag: state.window_tag() }
     }
 
     #[inline]

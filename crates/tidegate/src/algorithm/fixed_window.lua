@@ -12,7 +12,8 @@ algorithms['fixed-window'] = {
     local value = read('GET', key)
     local count, start = string.match(value or '', '^(%d+):(%d+)$')
     start = tonumber(start)
-    state.foreign = value ~= false and not start
+    state.absent = value == false
+    state.foreign = not state.absent and not start
     if start and start + quota.window > now then
       state.stepped_back = start > now
       state.start, state.count = math.min(start, now), tonumber(count)
@@ -24,12 +25,24 @@ algorithms['fixed-window'] = {
     return math.max(0, quota.limit - state.count)
   end,
 
+  level = function(state)
+    return state.count
+  end,
+
+  overdrawn = function(state, quota)
+    return state.count > quota.limit
+  end,
+
   retry_after = function(state, quota)
     return state.start + quota.window - now
   end,
 
   reset_after = function(state, quota, extra)
     return state.count + extra == 0 and 0 or state.start + quota.window - now
+  end,
+
+  counts_until = function(state, quota)
+    return state.start + quota.window
   end,
 
   -- How long the window lasts yet.
@@ -42,8 +55,9 @@ algorithms['fixed-window'] = {
     state.count = state.count + cost
   end,
 
-  refund = function(state, quota, cost)
-    state.count = math.max(0, state.count - cost)
+  -- A charge of an earlier window has nothing left to return.
+  refund = function(key, state, quota, cost, since)
+    if since == 0 or since >= state.start then state.count = math.max(0, state.count - cost) end
   end,
 
   is_empty = function(state)

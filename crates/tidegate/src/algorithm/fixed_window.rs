@@ -31,7 +31,12 @@ impl Count for Window {
     }
 
     #[inline]
-    fn retry_after(&self, quota: &Quota, now: u64, _cost: u64) -> u64 {
+    fn level(&self) -> u64 {
+        self.count
+    }
+
+    #[inline]
+    fn wait_for(&self, quota: &Quota, now: u64, _cost: u64) -> u64 {
         self.start + quota.window_micros() - now
     }
 
@@ -45,7 +50,11 @@ impl Count for Window {
         self.count += cost;
     }
 
-    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64) {
+    /// A charge of an earlier window has nothing left to return.
+    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
+        if charged_at > 0 && charged_at < self.start {
+            return;
+        }
         self.count = self.count.saturating_sub(cost);
     }
 

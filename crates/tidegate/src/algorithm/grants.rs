@@ -77,6 +77,7 @@ mod tests {
 
     use super::super::{Count, Log, Window, apply};
     use super::*;
+    use crate::charge::Charge;
     use crate::store::Action;
 
     const NOW: u64 = 1_700_049_612_345_678;
@@ -108,13 +109,14 @@ mod tests {
             let quota = Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
             let mut count = C::default();
             for early in 0..earlier {
-                apply(&mut count, Action::Acquire, &quota, NOW + 1_000 * early, 1, true);
+                apply(&mut count, Action::Acquire, &Charge::new("k", &quota), NOW + 1_000 * early, true);
             }
             let now = NOW + 123_457;
-            let before = apply(&mut count, Action::Peek, &quota, now, 1, true).verdict;
+            let before = apply(&mut count, Action::Peek, &Charge::new("k", &quota), now, true).verdict;
             let remaining = before.remaining + u64::from(before.allowed);
             let evidence = evidence(&count, &quota, now);
-            let mut ask = || apply(&mut count, Action::Acquire, &quota, now, cost, true).verdict;
+            let mut ask =
+                || apply(&mut count, Action::Acquire, &Charge::new("k", &quota).cost(cost), now, true).verdict;
             let told: Vec<Verdict> = (0..12).map(|_| ask()).collect();
             let granted = told.iter().filter(|verdict| verdict.allowed).count() as u64;
             let denied = told.last().filter(|verdict| !verdict.allowed);

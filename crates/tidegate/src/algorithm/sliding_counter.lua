@@ -21,7 +21,7 @@ algorithms['sliding-counter'] = {
     if not stored then
       state.foreign = true
     elseif stored[1] ~= 'counter' then
-      state.foreign = stored[1]
+      state.foreign, state.absent = stored[1], not stored[1]
     else
       local start, current = tonumber(stored[2]), tonumber(stored[3])
       if start + window > now then
@@ -38,6 +38,15 @@ algorithms['sliding-counter'] = {
   remaining = function(state, quota)
     local carried = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
     return math.max(0, quota.limit - state.current - carried)
+  end,
+
+  level = function(state)
+    return state.current
+  end,
+
+  overdrawn = function(state, quota)
+    local carried = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
+    return state.current + carried > quota.limit
   end,
 
   retry_after = function(state, quota, cost)
@@ -57,6 +66,10 @@ algorithms['sliding-counter'] = {
     return quota.window - state.elapsed + elapsed_until(current, 0, quota.window)
   end,
 
+  counts_until = function(state, quota)
+    return state.start + 2 * quota.window
+  end,
+
   -- The count of the current window, and how far it has come.
   evidence = function(state, quota, reply, replied)
     reply[replied + 1], reply[replied + 2] = state.current, state.elapsed
@@ -67,10 +80,16 @@ algorithms['sliding-counter'] = {
     state.current = state.current + cost
   end,
 
-  refund = function(state, quota, cost)
-    local from_current = math.min(cost, state.current)
-    state.current = state.current - from_current
-    state.previous = math.max(0, state.previous - (cost - from_current))
+  refund = function(key, state, quota, cost, since)
+    if since == 0 then
+      local from_previous = math.min(cost, state.previous)
+      state.previous = state.previous - from_previous
+      state.current = math.max(0, state.current - (cost - from_previous))
+    elseif since >= state.start then
+      state.current = math.max(0, state.current - cost)
+    elseif since + quota.window >= state.start then
+      state.previous = math.max(0, state.previous - cost)
+    end
   end,
 
   is_empty = function(state)

@@ -71,7 +71,16 @@ impl Count for Counter {
     }
 
     #[inline]
-    fn retry_after(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
+    fn level(&self) -> u64 {
+        self.current
+    }
+
+    fn is_overdrawn(&self, quota: &Quota) -> bool {
+        self.current + self.carried(quota.window_micros()) > quota.limit()
+    }
+
+    #[inline]
+    fn wait_for(&self, quota: &Quota, _now: u64, cost: u64) -> u64 {
         let window = quota.window_micros();
         match quota.limit().checked_sub(self.current + cost) {
             Some(room) => elapsed_until(self.previous, room, window) - self.elapsed,
@@ -94,10 +103,16 @@ impl Count for Counter {
         self.current += cost;
     }
 
-    fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64) {
-        let from_current = cost.min(self.current);
-        self.current -= from_current;
-        self.previous = self.previous.saturating_sub(cost - from_current);
+    fn refund(&mut self, quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
+        if charged_at == 0 {
+            let from_previous = cost.min(self.previous);
+            self.previous -= from_previous;
+            self.current = self.current.saturating_sub(cost - from_previous);
+        } else if charged_at >= self.start {
+            self.current = self.current.saturating_sub(cost);
+        } else if charged_at + quota.window_micros() >= self.start {
+            self.previous = self.previous.saturating_sub(cost);
+        }
     }
 
     #[inline]

@@ -1,12 +1,21 @@
 -- sliding-log as a sorted set, the twin of sliding_log.rs: admits when the units admitted in (now - W, now], plus the cost, are
 -- at most L. Exact.
 --
--- Redis: one member a request, its score the time in microseconds; for cost 1, ZCARD is the count. A member is
+-- Redis: one member per request, its score the time in microseconds; for cost 1, ZCOUNT of the window is the count. A member is
 -- "<running total of units, this request's among them>:<its cost>". The total makes it unique, keeps requests of one
--- microsecond in order (it has 16 digits, always), and makes the units between two members a subtraction: a cost
--- of 10,000 is one member. The set expires when its newest member leaves the window.
+-- microsecond in order (it always has 16 digits), and makes the units between two members a subtraction: a cost
+-- of 10,000 is one member. Members that have left the window are removed some at a time, so no call takes long. The set
+-- expires when its newest member leaves the window.
 --   ZRANGE rate_limit:{user123}:per-user 0 -1 WITHSCORES
 --   ->   0000000000000041:1 1700000000000000   0000000000000046:5 1700000000250000
+
+local TOTALS = 9e15 -- running totals are kept modulo this
+-- One write in so many units removes members that have left the window.
+local CLEANUP_INTERVAL = 8
+-- A refund in the middle rewrites up to this many members on its shorter side, and removes up to this many.
+local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
+-- Up to this many members of the future become one when the clock has stepped back; beyond that all members do.
+local MAX_COLLAPSED = 2000
 
 local function member(total, cost)
   return string.format('%016.0f:%.0f', total, cost)
@@ -16,51 +25,140 @@ end
 local function totals(text)
   local total, cost = string.match(text or '', '^(%d+):(%d+)$')
   total = tonumber(total)
-  return total and total - tonumber(cost), total
+  return total and (total - cost) % TOTALS, total
 end
 
--- The lowest rank from `low` to `high` whose total reaches `target`; `high` is known to.
-local function rank_reaching(key, low, high, target)
+-- The lowest rank from `low` to `high` with which `units` are reached, counted from the total `base`; `high` is known to.
+local function rank_reaching(key, low, high, base, units)
   while low < high do
     local middle = floor((low + high) / 2)
     local _, total = totals(call('ZRANGE', key, middle, middle)[1])
-    if total and total < target then low = middle + 1 else high = middle end
+    if total and (total - base) % TOTALS < units then low = middle + 1 else high = middle end
   end
   return low
 end
 
--- Totals start again from zero, long before they would reach 2^53.
-local function renumber(key, state)
-  local base = state.total - state.units
-  local entries = call('ZRANGE', key, 0, -1, 'WITHSCORES')
-  call('DEL', key)
-  for i = 1, #entries, 2 do
-    local before, total = totals(entries[i])
-    call('ZADD', key, entries[i + 1], member(total - base, total - before))
+-- The score up to which members are out of the window. When the clock has stepped back, those that had left by the last
+-- write stay out.
+local function edge_of(state, quota)
+  if state.stepped_back then return whole(state.newest - quota.window) end
+  -- To write a number down costs as much as a small command: once for all logs of this quota.
+  quota.edge = quota.edge or whole(now - quota.window)
+  return quota.edge
+end
+
+-- Members of the future become one member at now.
+local function collapse_future(key, state)
+  local after = '(' .. whole(now)
+  if call('ZCOUNT', key, after, '+inf') > MAX_COLLAPSED then
+    call('UNLINK', key)
+    call('ZADD', key, now, member(state.total, state.units))
+  else
+    local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
+    call('ZREMRANGEBYSCORE', key, after, '+inf')
+    call('ZADD', key, now, member(state.total, (state.total - before) % TOTALS))
   end
-  state.total = state.units
+  state.newest, state.stepped_back = now, false
+end
+
+-- Lua creates functions at every call, so these only when they are needed.
+local function make_refund()
+  -- Removes the units of the members from rank `from` on, the first in the window. Nothing else changes.
+  local function remove_oldest(key, state, from, removed)
+    local base = (state.total - state.units) % TOTALS
+    local last = rank_reaching(key, from, from + removed - 1, base, removed)
+    if last - from >= MAX_REMOVED then last = from + MAX_REMOVED - 1 end
+    local entry = call('ZRANGE', key, last, last, 'WITHSCORES')
+    local _, total = totals(entry[1])
+    local left = (total - base) % TOTALS - removed
+    if left > 0 then
+      -- First the new member: a Redis that is out of memory refuses it, but would take the removal.
+      call('ZADD', key, entry[2], member(total, left))
+      call('ZREM', key, entry[1])
+    else
+      last, removed = last + 1, removed + left
+    end
+    if last > 0 then call('ZREMRANGEBYRANK', key, 0, last - 1) end
+    state.units = state.units - removed
+  end
+
+  -- Writes the members of these ranks with totals that are higher by `shift`, except for the first `removed` units.
+  local function rewrite(key, from, to, shift, removed)
+    local entries = call('ZRANGE', key, from, to, 'WITHSCORES')
+    local added, old, kept = {}, {}, {}
+    for i = 1, #entries, 2 do
+      local before, total = totals(entries[i])
+      local cost = (total - before) % TOTALS
+      local skipped = math.min(cost, removed)
+      removed = removed - skipped
+      old[#old + 1] = entries[i]
+      if cost > skipped then
+        local text = member((total + shift) % TOTALS, cost - skipped)
+        added[#added + 1], added[#added + 2] = entries[i + 1], text
+        kept[text] = true
+      end
+    end
+    if #added > 0 then call('ZADD', key, unpack(added)) end
+    local gone = {}
+    for i = 1, #old do
+      if not kept[old[i]] then gone[#gone + 1] = old[i] end
+    end
+    if #gone > 0 then call('ZREM', key, unpack(gone)) end
+  end
+
+  return function(key, state, quota, cost, since)
+    local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
+    if first > 0 and state.stepped_back then
+      -- They would count again from now on.
+      call('ZREMRANGEBYSCORE', key, '-inf', edge_of(state, quota))
+      first = 0
+    end
+    if state.stepped_back then collapse_future(key, state) end
+    if since == 0 then return remove_oldest(key, state, first, math.min(cost, state.units)) end
+    if since + quota.window <= now then return end
+    local from, count = call('ZCOUNT', key, '-inf', '(' .. whole(since)), call('ZCARD', key)
+    if from >= count then return end
+    local base = (state.total - state.units) % TOTALS
+    local before = (totals(call('ZRANGE', key, from, from)[1]) - base) % TOTALS
+    local removed = math.min(cost, state.units - before)
+    if from <= first then return remove_oldest(key, state, first, removed) end
+    local last = rank_reaching(key, from, math.min(count - 1, from + removed - 1), base, before + removed)
+    if last - from < MAX_REWRITTEN and count - last <= MAX_REWRITTEN then
+      rewrite(key, from, count - 1, -removed, removed)
+      state.total = (state.total - removed) % TOTALS
+    elseif last - from < MAX_REWRITTEN and from - first <= MAX_REWRITTEN then
+      -- The units to be removed lie behind these members: cut them out first, then make up for their totals.
+      rewrite(key, from, last, 0, removed)
+      rewrite(key, first, from - 1, removed, 0)
+    else
+      -- Too many on both sides: older units go instead.
+      return remove_oldest(key, state, first, removed)
+    end
+    state.units = state.units - removed
+    local newest = call('ZRANGE', key, -1, -1, 'WITHSCORES')
+    if newest[2] then state.newest = tonumber(newest[2]) end
+  end
 end
 
 algorithms['sliding-log'] = {
   aside = 'log',
   counts_denied = true,
 
-  -- total: of the newest member; units: those in the window; spent, refunded: what save() has to write.
+  -- total: of the newest member; units: those in the window; spent: what save() has to write.
   load = function(key, quota)
-    local state = {key = key, total = 0, units = 0, newest = 0, spent = 0, refunded = 0}
+    local state = {key = key, total = 0, units = 0, newest = 0, spent = 0}
     local newest = read('ZRANGE', key, '-1', '-1', 'WITHSCORES')
     local _, total = totals(newest and newest[1])
     if not total then
       state.foreign = not newest or newest[1] ~= nil
+      state.absent = not state.foreign
       return state
     end
     state.total, state.newest = total, tonumber(newest[2])
     if state.newest + quota.window > now then
       state.stepped_back = state.newest > now
-      -- To write a number down costs as much as a small command: once for all logs of this quota.
-      quota.edge = quota.edge or whole(now - quota.window)
-      state.oldest = call('ZRANGEBYSCORE', key, '(' .. quota.edge, '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
-      state.units = total - totals(state.oldest[1])
+      state.oldest = call('ZRANGEBYSCORE', key, '(' .. edge_of(state, quota), '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
+      state.units = (total - totals(state.oldest[1])) % TOTALS
     end
     return state
   end,
@@ -69,24 +167,36 @@ algorithms['sliding-log'] = {
     return math.max(0, quota.limit - state.units)
   end,
 
-  retry_after = function(state, quota, cost)
-    -- If this denial counts as well, its own units are the newest, and have to leave last.
-    local must_leave = state.units + (quota.count_denied and cost or 0) + cost - quota.limit
-    if must_leave > state.units then return quota.window end
-    local target = state.total - state.units + must_leave
+  level = function(state)
+    return state.units
+  end,
+
+  overdrawn = function(state, quota)
+    return state.units > quota.limit
+  end,
+
+  retry_after = function(state, quota, cost, counted)
+    local before = state.units - state.spent
+    local must_leave = state.units + counted + cost - quota.limit
+    if must_leave > before then return quota.window end
+    local base = (state.total - before) % TOTALS
     local _, oldest_total = totals(state.oldest[1])
     local leaves = tonumber(state.oldest[2])
-    if oldest_total < target then
-      local first = call('ZCOUNT', state.key, '-inf', now - quota.window)
-      local rank = rank_reaching(state.key, first + 1, first + must_leave - 1, target)
+    if (oldest_total - base) % TOTALS < must_leave then
+      local first = call('ZCOUNT', state.key, '-inf', edge_of(state, quota))
+      local rank = rank_reaching(state.key, first + 1, first + must_leave - 1, base, must_leave)
       leaves = tonumber(call('ZRANGE', state.key, rank, rank, 'WITHSCORES')[2])
     end
     return math.min(leaves, now) + quota.window - now
   end,
 
   reset_after = function(state, quota, extra)
-    if extra > 0 then return quota.window end
+    if extra + state.spent > 0 then return quota.window end
     return state.units == 0 and 0 or math.min(state.newest, now) + quota.window - now
+  end,
+
+  counts_until = function(state, quota)
+    return state.newest + quota.window
   end,
 
   spend = function(state, quota, cost)
@@ -94,9 +204,8 @@ algorithms['sliding-log'] = {
     state.units = state.units + cost
   end,
 
-  refund = function(state, quota, cost)
-    state.refunded = math.min(cost, state.units)
-    state.units = state.units - state.refunded
+  refund = function(key, state, quota, cost, since)
+    make_refund()(key, state, quota, cost, since)
   end,
 
   is_empty = function(state)
@@ -105,51 +214,45 @@ algorithms['sliding-log'] = {
 
   save = function(key, state, quota)
     if not quota.expires then
-      quota.edge = quota.edge or whole(now - quota.window)
       quota.now, quota.expires = whole(now), whole(expiry(now + quota.window))
     end
-    -- The member first: a Redis that is out of memory refuses it, but would take whatever follows a removal.
-    local total = state.total
-    if state.spent > 0 then
-      state.total = total + state.spent
-      call('ZADD', key, quota.now, member(state.total, state.spent))
-    end
-    call('ZREMRANGEBYSCORE', key, '-inf', quota.edge)
     if state.stepped_back then
-      -- What lies in the future becomes one member at now.
-      local after = '(' .. whole(now)
-      local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
-      call('ZREMRANGEBYSCORE', key, after, '+inf')
-      call('ZADD', key, now, member(total, total - before))
+      state.units = state.units - state.spent
+      call('ZREMRANGEBYSCORE', key, '-inf', edge_of(state, quota))
+      collapse_future(key, state)
+      state.units = state.units + state.spent
+    end
+    local total, spent = state.total, state.spent
+    if spent > 0 then
+      state.total = (total + spent) % TOTALS
+      call('ZADD', key, quota.now, member(state.total, spent))
       state.newest = now
     end
-    if state.refunded > 0 then
-      local target, last = state.total - state.refunded, call('ZCARD', key) - 1
-      local rank = rank_reaching(key, math.max(0, last - state.refunded), last, target)
-      call('ZREMRANGEBYRANK', key, rank + 1, -1)
-      local newest = call('ZRANGE', key, -1, -1, 'WITHSCORES')
-      local before, total = totals(newest[1])
-      if total > target then
-        call('ZREM', key, newest[1])
-        call('ZADD', key, newest[2], member(target, target - before))
+    if spent == 0 or total % CLEANUP_INTERVAL + spent >= CLEANUP_INTERVAL then
+      local gone = call('ZCOUNT', key, '-inf', edge_of(state, quota))
+      if gone > 0 then
+        gone = math.min(gone, math.max(removals, 16))
+        removals = removals - gone
+        call('ZREMRANGEBYRANK', key, 0, gone - 1)
       end
-      state.total, state.newest = target, tonumber(newest[2])
     end
-    if state.spent > 0 then state.newest = now end
-    -- Only denials that count get here with more than the limit. The newest L units say all that matters.
-    if state.spent > 0 and quota.count_denied and state.units > quota.limit then
-      local base = state.total - quota.limit
-      local rank = rank_reaching(key, 0, state.units - quota.limit, base + 1)
-      if rank > 0 then call('ZREMRANGEBYRANK', key, 0, rank - 1) end
-      local oldest = call('ZRANGE', key, 0, 0, 'WITHSCORES')
-      local before, total = totals(oldest[1])
-      if before < base then
-        call('ZREM', key, oldest[1])
-        call('ZADD', key, oldest[2], member(total, total - base))
+    -- Only denials that count get here with more than the limit. The newest L units say all that matters, so the others can
+    -- go, if not all at once.
+    if spent > 0 and quota.count_denied and state.units > quota.limit then
+      local surplus = state.units - quota.limit
+      local base = (state.total - state.units) % TOTALS
+      local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
+      local rank = rank_reaching(key, first, first + surplus, base, surplus + 1)
+      local entry = call('ZRANGE', key, rank, rank, 'WITHSCORES')
+      local before, last = totals(entry[1])
+      local is_cut = (before - base) % TOTALS < surplus
+      if is_cut then
+        call('ZADD', key, entry[2], member(last, (last - base) % TOTALS - surplus))
+        call('ZREM', key, entry[1])
       end
+      if rank > 0 then call('ZREMRANGEBYRANK', key, 0, math.min(rank, MAX_REMOVED) - 1) end
       state.units = quota.limit
     end
-    if state.total > 9e15 then renumber(key, state) end
     call('PEXPIREAT', key, state.newest == now and quota.expires or expiry(state.newest + quota.window))
   end,
 }

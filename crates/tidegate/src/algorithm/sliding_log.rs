@@ -79,6 +79,32 @@ impl Log {
         }
     }
 
+    /// How long until the oldest `units` have left the window.
+    fn wait_until_gone(&self, quota: &Quota, now: u64, units: u64) -> u64 {
+        if units > self.units() {
+            return quota.window_micros();
+        }
+        let target = self.settled_base() + units;
+        let last_to_leave = self.first_without(self.first, |entry| entry.total < target);
+        self.entries[last_to_leave].time.min(now) + quota.window_micros() - now
+    }
+
+    /// Removes up to `cost` units from the first entry on that is not older than `since`.
+    fn remove(&mut self, since: u64, cost: u64) {
+        let start = self.entries.partition_point(|entry| entry.time < since);
+        let before = start.checked_sub(1).map_or(self.base, |at| self.entries[at].total);
+        let removed = cost.min(self.last_total() - before);
+        let end = self.entries.partition_point(|entry| entry.total <= before + removed);
+        self.entries.drain(start..end);
+        // The totals on one side have to follow: on the shorter one.
+        if start < self.entries.len() - start {
+            self.base += removed;
+            self.entries.range_mut(..start).for_each(|entry| entry.total += removed);
+        } else {
+            self.entries.range_mut(start..).for_each(|entry| entry.total -= removed);
+        }
+    }
+
     /// The memory follows what is in the window, not what once was.
     fn shrink(&mut self) {
         let len = self.entries.len();
@@ -100,16 +126,18 @@ impl Count for Log {
         quota.limit().saturating_sub(self.units())
     }
 
+    fn level(&self) -> u64 {
+        self.units()
+    }
+
+    fn wait_for(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
+        self.wait_until_gone(quota, now, (self.units() + cost).saturating_sub(quota.limit()))
+    }
+
+    /// If this denial counts as well, its own units are the newest, and have to leave last.
     fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
-        // If this denial counts as well, its own units are the newest, and have to leave last.
         let counted = if quota.count_denied() { cost } else { 0 };
-        let must_leave = self.units() + counted + cost - quota.limit();
-        if must_leave > self.units() {
-            return quota.window_micros();
-        }
-        let target = self.settled_base() + must_leave;
-        let last_to_leave = self.first_without(self.first, |entry| entry.total < target);
-        self.entries[last_to_leave].time.min(now) + quota.window_micros() - now
+        self.wait_until_gone(quota, now, self.units() + counted + cost - quota.limit())
     }
 
     fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64 {
@@ -137,15 +165,10 @@ impl Count for Log {
         self.shrink();
     }
 
-    fn refund(&mut self, _quota: &Quota, now: u64, cost: u64) {
+    fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
         self.write_down(now);
-        let target = self.base + self.units().saturating_sub(cost);
-        if target == self.base {
-            self.entries.clear();
-        } else {
-            let newest = self.entries.partition_point(|entry| entry.total < target);
-            self.entries[newest].total = target;
-            self.entries.truncate(newest + 1);
+        if charged_at == 0 || charged_at + quota.window_micros() > now {
+            self.remove(charged_at, cost);
         }
         self.shrink();
     }

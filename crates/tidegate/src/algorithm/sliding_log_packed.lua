@@ -5,16 +5,17 @@
 --   "q", the width of a time, the newest time in 8 bytes, then the requests in the order of time
 --   a request is its time, in 4, 5 or 6 bytes (enough for the window; the rest of the time follows from the newest)
 -- Long:
---   "p" and the rest of a header, then the requests in the order of time, then unused room
+--   "r" and the rest of a header, then the requests of the open chunk in the order of time, then unused room
 --   a request of cost 1 is its time; from the first other cost on, each is its time and the running total of units, in
 --   4 more bytes
--- In the long form requests that have left the window are skipped by `first`; they go when the string is next rewritten. A
--- string that fits into one read is rewritten at each write; a longer one is patched in place, and rewritten, with a little
--- room to grow, when it is full: one copy in some n/32 writes. Searches are binary, so no decision walks the log.
--- It expires when its newest request leaves the window.
+-- A chunk has 8,192 requests. A full one is sealed: it moves to a key of its own, <prefix>:{<key>}%<number>:<policy>, which
+-- expires when its newest request leaves the window. So no write copies more than a chunk, however long the log is.
+-- Requests that have left the window are skipped by `first`. A string that fits into one read is rewritten at each write; a
+-- longer one is patched in place, and rewritten, with a little room to grow, when it is full: one copy in some n/32 writes.
+-- Searches are binary, so no decision walks the log. It expires when its newest request leaves the window.
 
-local SHORT, LONG = 113, 112 -- "q", "p"
-local SHORT_HEADER_SIZE, LONG_HEADER_SIZE = 10, 34
+local SHORT, LONG = 113, 114 -- "q", "r"
+local SHORT_HEADER_SIZE = 10
 local FIRST_READ = 1024
 local pack, unpack_struct, sub = struct.pack, struct.unpack, string.sub
 
@@ -22,38 +23,64 @@ local function width_for(window)
   return window < 4294967296 and 4 or window < 1099511627776 and 5 or 6
 end
 
--- The long form. Lua makes functions anew at every call, so these only when they are needed.
+-- The long form. Lua creates functions at every call, so these only when they are needed.
 local function make_long_form()
-  local HEADER = '<BBI4I4I4I4I4I4I8'
-  local HEADER_SIZE = LONG_HEADER_SIZE
+  local HEADER = '<BBI4I8I8I8I4I4I8'
+  local HEADER_SIZE = 46
+  local CHUNK = 8192
   local TOTALS = 4294967296 -- running totals are kept modulo 2^32
+  -- A refund in the middle rewrites up to this many totals behind it.
+  local MAX_REWRITTEN = 128
+  -- A log whose times get wider is copied as it is up to this many requests. A longer one becomes this many blocks, each
+  -- at the time of its newest request: that counts units for a little too long, never too short.
+  local MAX_COPIED, BLOCKS = 512, 128
+  -- A raised window extends up to this many chunks.
+  local MAX_EXTENDED = 1000
 
-  local function offset(log, index)
-    if index <= log.narrow then return HEADER_SIZE + index * log.width end
-    return HEADER_SIZE + log.narrow * log.width + (index - log.narrow) * (log.width + 4)
+  local function chunk_key(key, number)
+    return (string.gsub(key, '}', '}%%' .. number, 1))
   end
 
-  -- The bytes from `from` to before `to`, and the position of the first of them.
-  local function bytes(log, from, to)
-    if to <= #log.head then return log.head, from + 1 end
-    if not (log.piece and from >= log.piece_from and to <= log.piece_from + #log.piece) then
-      log.piece, log.piece_from = call('GETRANGE', log.key, from, math.max(to, from + 256) - 1), from
+  local function chunk_start(index)
+    return index - index % CHUNK
+  end
+
+  -- How many bytes the requests of a chunk take, from its start on up to before this one.
+  local function bytes_before(log, start, index)
+    local narrow = math.min(math.max(log.narrow - start, 0), index - start)
+    return narrow * log.width + (index - start - narrow) * (log.width + 4)
+  end
+
+  -- `size` bytes of a request, from `skip` on: the text that holds them, and their position in it.
+  local function bytes(log, index, skip, size)
+    local start = chunk_start(index)
+    local from = bytes_before(log, start, index) + skip
+    local key = log.key
+    if start == chunk_start(log.stored) then
+      if log.open then return log.open, from + 1 end
+      from = from + HEADER_SIZE
+      if from + size <= #log.head then return log.head, from + 1 end
+    else
+      key = chunk_key(key, start / CHUNK)
+    end
+    if log.piece_key ~= key or from < log.piece_from or from + size > log.piece_from + #log.piece then
+      log.piece, log.piece_key, log.piece_from = call('GETRANGE', key, from, from + 255), key, from
     end
     return log.piece, from - log.piece_from + 1
   end
 
+  -- A chunk that has expired before its time holds nothing that counts.
   local function time_at(log, index)
-    local from = offset(log, index)
-    local text, position = bytes(log, from, from + log.width)
-    local stored = unpack_struct(log.time_format, text, position)
-    return log.newest - (log.newest - stored) % log.modulus
+    local text, position = bytes(log, index, 0, log.width)
+    if #text < position + log.width - 1 then return -1 end
+    return log.newest - (log.newest - unpack_struct(log.time_format, text, position)) % log.modulus
   end
 
   -- Units from the header's base up to and with this request.
   local function units_at(log, index)
     if index < log.narrow then return index - log.first + 1 end
-    local from = offset(log, index) + log.width
-    local text, position = bytes(log, from, from + 4)
+    local text, position = bytes(log, index, log.width, 4)
+    if #text < position + 3 then return 0 end
     return (unpack_struct('<I4', text, position) - log.base) % TOTALS
   end
 
@@ -66,7 +93,7 @@ local function make_long_form()
     return low
   end
 
-  -- The request with which so many units are reached.
+  -- The request with which this number of units is reached.
   local function index_reaching(log, units)
     local index = log.first + units - 1 -- where it is if every request before costs 1
     if index < log.narrow then return index end
@@ -77,7 +104,23 @@ local function make_long_form()
     log.width, log.modulus, log.time_format = width, 256 ^ width, '<I' .. width
   end
 
-  -- How long to make a string of so many bytes: a little room, then up to what the allocator would round up to anyway
+  -- The requests of the chunk that begins at `start`, up to before `index`.
+  local function text_of(log, start, index)
+    local size = bytes_before(log, start, index)
+    if size == 0 then return '' end
+    if start ~= chunk_start(log.stored) then return call('GETRANGE', chunk_key(log.key, start / CHUNK), 0, size - 1) end
+    if log.open then return sub(log.open, 1, size) end
+    if HEADER_SIZE + size <= #log.head then return sub(log.head, HEADER_SIZE + 1, HEADER_SIZE + size) end
+    return call('GETRANGE', log.key, HEADER_SIZE, HEADER_SIZE + size - 1)
+  end
+
+  -- Keeps the requests before `index` alone.
+  local function truncate(log, index)
+    log.open = text_of(log, chunk_start(index), index)
+    log.count, log.stored, log.narrow = index, index, math.min(index, log.narrow)
+  end
+
+  -- How long to make a string of this many bytes: a little room, then up to what the allocator would round up to anyway
   -- (four sizes to each power of two), less the string's own header in Redis.
   local function roomy(size)
     size = size * 33 / 32 + 10
@@ -86,35 +129,57 @@ local function make_long_form()
     return math.ceil(size / step) * step - 10
   end
 
-  -- The requests from the first on with times of another width.
-  local function widened(log, width)
-    local parts, format = {}, '<I' .. width
-    for index = log.first, log.count - 1 do
-      local text = pack(format, time_at(log, index) % 256 ^ width)
-      if index >= log.narrow then text = text .. pack('<I4', (log.base + units_at(log, index)) % TOTALS) end
-      parts[#parts + 1] = text
+  local function entry(log, time, units)
+    local text = pack(log.time_format, time % log.modulus)
+    return units and text .. pack('<I4', (log.base + units) % TOTALS) or text
+  end
+
+  -- Writes the times with another width, from the first request on.
+  local function widen(log, width)
+    local wider = {base = log.base}
+    set_width(wider, width)
+    local parts, requests = {}, log.count - log.first
+    local narrow = math.max(0, log.narrow - log.first)
+    if requests <= MAX_COPIED then
+      for index = log.first, log.count - 1 do
+        parts[#parts + 1] = entry(wider, time_at(log, index), index >= log.narrow and units_at(log, index))
+      end
+    else
+      narrow = 0
+      for block = 1, BLOCKS do
+        local index = log.first + math.ceil(block * requests / BLOCKS) - 1
+        parts[block] = entry(wider, time_at(log, index), units_at(log, index))
+      end
     end
-    return table.concat(parts)
+    log.open, log.first, log.live, log.count, log.stored, log.narrow = table.concat(parts), 0, 0, #parts, #parts, narrow
+    set_width(log, width)
+  end
+
+  -- Removes `units`, the oldest first.
+  local function remove_oldest(log, units)
+    log.gone, log.units = log.gone + units, log.units - units
+    log.live = log.units == 0 and log.count or index_reaching(log, log.gone + 1)
   end
 
   return {
-    -- A short log, for what is not done every day.
+    -- A short log, for the rare actions.
     lengthen = function(key, log)
-      local text = log.short
-      log.key, log.head = key, string.rep('\0', HEADER_SIZE) .. sub(text, SHORT_HEADER_SIZE + 1)
+      log.key, log.head, log.open = key, '', sub(log.short, SHORT_HEADER_SIZE + 1)
       set_width(log, log.width)
-      local count = (#log.head - HEADER_SIZE) / log.width
-      log.capacity, log.narrow, log.count, log.first, log.base, log.gone = 0, count, count, 0, 0, log.live
+      local count = #log.open / log.width
+      log.capacity, log.narrow, log.count, log.stored, log.first, log.base, log.gone = 0, count, count, count, 0, 0, log.live
       log.short = nil
     end,
 
-    -- count: requests in the string, of which `narrow` have no total; first: the oldest that was in the window at the last
-    -- write; live: the oldest that is now; gone: units from first up to there; units: those in the window.
+    -- count: the number of the request after the newest, of which those before `narrow` have no total; first: the oldest that
+    -- was in the window at the last write; live: the oldest that is now; gone: units from first up to there; units: those in
+    -- the window; stored: count as Redis has it; open: the requests of the open chunk, if they are not as Redis has them.
     load = function(key, head, quota)
-      local log = {key = key, head = head, units = 0, gone = 0, live = 0, spent = 0, refunded = 0}
+      local log = {key = key, head = head, units = 0, gone = 0, live = 0, spent = 0}
       local _, width, stored_units
       _, width, log.capacity, log.narrow, log.count, log.first, log.base, stored_units, log.newest =
         unpack_struct(HEADER, head)
+      log.stored = log.count
       set_width(log, width)
       log.live = log.count
       if log.newest + quota.window > now then
@@ -136,85 +201,112 @@ local function make_long_form()
       return time_at(log, index_reaching(log, log.gone + units))
     end,
 
+    -- A request in the middle of the open chunk is cut out if that changes few totals. Otherwise older units go instead.
+    refund = function(log, quota, cost, since)
+      if since == 0 then return remove_oldest(log, math.min(cost, log.units)) end
+      if since + quota.window <= now or since > now or log.newest < since then return end
+      local first = search(log.live, log.count - 1, function(i) return time_at(log, i) >= since end)
+      local before = first > log.live and units_at(log, first - 1) or log.gone
+      local removed = math.min(cost, log.gone + log.units - before)
+      if first == log.live then return remove_oldest(log, removed) end
+      local last = index_reaching(log, before + removed)
+      local start, rewritten = chunk_start(log.count - 1), log.count - math.max(last, log.narrow)
+      if first < start or rewritten > MAX_REWRITTEN then return remove_oldest(log, removed) end
+      local whole = units_at(log, last) == before + removed
+      local kept = whole and last + 1 or last
+      local newest = kept == log.count and time_at(log, first - 1) or log.newest
+      local tail = {}
+      if kept < log.narrow then
+        -- Requests without totals move as they are.
+        tail[1] = sub(text_of(log, start, log.narrow), bytes_before(log, start, kept) + 1)
+      end
+      for index = math.max(kept, log.narrow), log.count - 1 do
+        tail[#tail + 1] = entry(log, time_at(log, index), units_at(log, index) - removed)
+      end
+      local gone = kept - first
+      log.open = text_of(log, start, first) .. table.concat(tail)
+      log.narrow = math.max(math.min(log.narrow, first), log.narrow - gone)
+      log.count, log.stored = log.count - gone, log.count - gone
+      log.newest, log.units = newest, log.units - removed
+    end,
+
+    -- The window was raised: the sealed chunks have to live longer, too.
+    extend = function(key, log, quota)
+      local open = chunk_start(log.stored) / CHUNK
+      local expires = whole(expiry(log.newest + quota.window))
+      for number = math.max(floor(log.first / CHUNK), open - MAX_EXTENDED), open - 1 do
+        call('PEXPIREAT', chunk_key(key, number), expires)
+      end
+    end,
+
     save = function(key, log, quota)
-      -- What has left the window is skipped from now on.
+      -- Requests that have left the window are skipped from now on.
       log.base, log.first, log.gone = (log.base + log.gone) % TOTALS, log.live, 0
-      if log.first == log.count then log.narrow, log.count, log.first, log.base = 0, 0, 0, 0 end
+      if log.first == log.count then
+        log.narrow, log.count, log.stored, log.first, log.live, log.base, log.open = 0, 0, 0, 0, 0, 0, ''
+      end
 
       -- `kept` units stay as they are stored; after them comes one request of `added` units at `newest`, if any.
-      local kept, added, newest = log.units - log.spent + log.refunded, log.spent, log.newest
-      local function keep(count)
-        log.count, log.narrow = count, math.min(count, log.narrow)
-        kept = count > log.first and units_at(log, count - 1) or 0
-      end
-      if log.spent > 0 then newest = now end
+      local kept, added = log.units - log.spent, log.spent
       if log.stepped_back then
         -- What lies in the future becomes one request at now.
+        truncate(log, search(log.first, log.count - 1, function(i) return time_at(log, i) > now end))
         local units = kept
-        keep(search(log.first, log.count - 1, function(i) return time_at(log, i) > now end))
-        added, newest = added + units - kept, now
+        kept = log.count > log.first and units_at(log, log.count - 1) or 0
+        added = added + units - kept
       end
-      if log.refunded >= added then
-        -- The newest request that is left over is written anew, with what is left of it.
-        local left = kept + added - log.refunded
-        local index = index_reaching(log, left)
-        newest = time_at(log, index)
-        keep(index)
-        added = left - kept
-      else
-        added = added - log.refunded
-      end
-
       local width = width_for(quota.window)
-      local widens = width > log.width
-      if widens then
-        log.head = string.rep('\0', HEADER_SIZE) .. widened(log, width)
-        log.narrow, log.count, log.first = math.max(0, log.narrow - log.first), log.count - log.first, 0
-        set_width(log, width)
-      end
+      if width > log.width then widen(log, width) end
+      if added > 0 then log.newest = now end
 
-      local units, appended = kept + added, pack(log.time_format, newest % log.modulus)
-      if added > 1 or log.narrow < log.count then
-        appended = appended .. pack('<I4', (log.base + units) % TOTALS)
-      else
-        log.narrow = log.narrow + 1
+      local appended, units = '', kept + added
+      if added > 0 then
+        local is_narrow = added == 1 and log.narrow == log.count
+        if is_narrow then log.narrow = log.narrow + 1 end
+        appended = entry(log, now, not is_narrow and units)
+        log.count = log.count + 1
       end
-      log.count = log.count + 1
 
       -- Only denials that count get here with more than the limit. The newest L units say all that matters.
       if log.spent > 0 and quota.count_denied and units > quota.limit then
         local surplus = units - quota.limit
-        local first = surplus < kept and index_reaching(log, surplus + 1) or log.count - 1
-        log.first, log.base, units = first, (log.base + surplus) % TOTALS, quota.limit
+        log.first = surplus < kept and index_reaching(log, surplus + 1) or log.count - 1
+        log.base, units = (log.base + surplus) % TOTALS, quota.limit
       end
 
-      log.newest = newest
-      local from, to = offset(log, log.first), offset(log, log.count)
-      local size = HEADER_SIZE + to - from
-      local expires = expiry(newest + quota.window)
+      local expires = whole(expiry(log.newest + quota.window))
       local function header()
-        return pack(HEADER, LONG, log.width, log.capacity, log.narrow, log.count, log.first, log.base, units,
-          newest)
+        return pack(HEADER, LONG, log.width, log.capacity, log.narrow, log.count, log.first, log.base, units, log.newest)
       end
-      local wasteful = log.capacity > 1.3 * size and log.capacity > roomy(size)
-      if log.capacity > FIRST_READ and to <= log.capacity and not wasteful and not widens then
-        call('SETRANGE', key, to - #appended, appended)
+      local start = chunk_start(log.stored)
+      local is_full = log.count - start == CHUNK
+      local size = HEADER_SIZE + bytes_before(log, start, log.count)
+      local dead = log.first > start and bytes_before(log, start, log.first) or 0
+      local wasteful = log.capacity > 1.3 * (size - dead) and log.capacity > roomy(size - dead)
+      if not log.open and log.capacity > FIRST_READ and size <= log.capacity and not wasteful and not is_full then
+        if added > 0 then call('SETRANGE', key, size - #appended, appended) end
         call('SETRANGE', key, 0, header())
         call('PEXPIREAT', key, expires)
         return
       end
-      to = to - #appended
-      local text = ''
-      if to > from then
-        text = to <= #log.head and sub(log.head, from + 1, to) or call('GETRANGE', key, from, to - 1)
+      local text = text_of(log, start, log.stored) .. appended
+      if log.first > start and (not is_full or log.first - start >= CHUNK / 8) then
+        -- All that counts is in the open chunk, which begins with the oldest from now on.
+        text = sub(text, dead + 1)
+        log.narrow, log.count, log.first = math.max(0, log.narrow - log.first), log.count - log.first, 0
+        start, is_full = 0, false
       end
-      log.narrow, log.count, log.first = math.max(0, log.narrow - log.first), log.count - log.first, 0
-      if log.narrow == log.count and SHORT_HEADER_SIZE + to - from + #appended <= FIRST_READ then
-        call('SET', key, pack('<BBI8', SHORT, log.width, newest) .. text .. appended, 'PXAT', expires)
+      if start == 0 and log.first == 0 and log.narrow == log.count and SHORT_HEADER_SIZE + #text <= FIRST_READ then
+        call('SET', key, pack('<BBI8', SHORT, log.width, log.newest) .. text, 'PXAT', expires)
         return
       end
+      if is_full then
+        call('SET', chunk_key(key, start / CHUNK), text, 'PXAT', expires)
+        text = ''
+      end
+      size = HEADER_SIZE + #text
       log.capacity = size <= FIRST_READ and size or roomy(size)
-      call('SET', key, header() .. text .. appended .. string.rep('\0', log.capacity - size), 'PXAT', expires)
+      call('SET', key, header() .. text .. string.rep('\0', log.capacity - size), 'PXAT', expires)
     end,
   }
 end
@@ -233,8 +325,8 @@ algorithms['sliding-log-packed'] = {
   aside = 'packed',
   counts_denied = true,
 
-  -- short: the string; live: the oldest request in the window, from 0; units: those in the window; spent, refunded: what
-  -- save() has to write.
+  -- short: the string; live: the oldest request in the window, from 0; units: those in the window; spent: what save() has to
+  -- write.
   load = function(key, quota)
     if not quota.width then prepare(quota) end
     local text
@@ -246,12 +338,14 @@ algorithms['sliding-log-packed'] = {
     end
     local magic, width = string.byte(text or '', 1, 2)
     if magic ~= SHORT or #text <= SHORT_HEADER_SIZE then
-      if magic == LONG and #text >= LONG_HEADER_SIZE then
+      if magic == LONG then
         long_form = long_form or make_long_form()
         return long_form.load(key, text, quota)
       end
       local foreign = text == nil or magic ~= nil
-      return {short = '', width = quota.width, newest = 0, live = 0, units = 0, spent = 0, refunded = 0, foreign = foreign}
+      return {
+        short = '', width = quota.width, newest = 0, live = 0, units = 0, spent = 0, foreign = foreign, absent = not foreign,
+      }
     end
     local newest, count, live = unpack_struct('<I8', text, 3), (#text - SHORT_HEADER_SIZE) / width, 0
     local format, modulus = quota.time_format, quota.modulus
@@ -269,7 +363,7 @@ algorithms['sliding-log-packed'] = {
         if age < reach then high = middle else live = middle + 1 end
       end
     end
-    local log = {short = text, width = width, newest = newest, live = live, units = count - live, spent = 0, refunded = 0}
+    local log = {short = text, width = width, newest = newest, live = live, units = count - live, spent = 0}
     if newest > now then log.stepped_back = true end
     return log
   end,
@@ -279,10 +373,17 @@ algorithms['sliding-log-packed'] = {
     return remaining > 0 and remaining or 0
   end,
 
-  retry_after = function(log, quota, cost)
-    -- If this denial counts as well, its own units are the newest, and have to leave last.
-    local must_leave = log.units + (quota.count_denied and cost or 0) + cost - quota.limit
-    if must_leave > log.units then return quota.window end
+  level = function(log)
+    return log.units
+  end,
+
+  overdrawn = function(log, quota)
+    return log.units > quota.limit
+  end,
+
+  retry_after = function(log, quota, cost, counted)
+    local must_leave = log.units + counted + cost - quota.limit
+    if must_leave > log.units - log.spent then return quota.window end
     local leaves
     if log.short then
       local from = SHORT_HEADER_SIZE + 1 + (log.live + must_leave - 1) * log.width
@@ -294,8 +395,12 @@ algorithms['sliding-log-packed'] = {
   end,
 
   reset_after = function(log, quota, extra)
-    if extra > 0 then return quota.window end
+    if extra + log.spent > 0 then return quota.window end
     return log.units == 0 and 0 or math.min(log.newest, now) + quota.window - now
+  end,
+
+  counts_until = function(log, quota)
+    return log.newest + quota.window
   end,
 
   spend = function(log, quota, cost)
@@ -303,19 +408,24 @@ algorithms['sliding-log-packed'] = {
     log.units = log.units + cost
   end,
 
-  refund = function(log, quota, cost)
-    log.refunded = math.min(cost, log.units)
-    log.units = log.units - log.refunded
+  refund = function(key, log, quota, cost, since)
+    long_form = long_form or make_long_form()
+    if log.short then long_form.lengthen(key, log) end
+    long_form.refund(log, quota, cost, since)
   end,
 
   is_empty = function(log)
     return log.units == 0
   end,
 
+  extend = function(key, log, quota)
+    if not log.short then long_form.extend(key, log, quota) end
+  end,
+
   save = function(key, log, quota)
     local text, spent = log.short, log.spent
     -- A few units that come together are still written as single requests.
-    if text and spent > 0 and spent <= 8 and log.refunded == 0 and not log.stepped_back and log.width == quota.width
+    if text and spent > 0 and spent <= 8 and not log.stepped_back and log.width == quota.width
       and SHORT_HEADER_SIZE + log.units * log.width <= FIRST_READ
       and not (quota.count_denied and log.units > quota.limit) then
       local kept = sub(text, SHORT_HEADER_SIZE + 1 + log.live * log.width)

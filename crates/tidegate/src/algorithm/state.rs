@@ -2,7 +2,7 @@
 //!
 //! | word | high bits | low bits |
 //! | --- | --- | --- |
-//! | 0 | time, 56 | kind, 8 |
+//! | 0 | time, 53 | window tag, 8; kind, 3 |
 //! | 1 | units, 40 | lifetime, its high 24 |
 //! | 2 | parts, 45 | lifetime, its low 19 |
 //!
@@ -13,9 +13,11 @@ use super::Count;
 use super::sliding_log::Logs;
 use crate::quota::Quota;
 
-/// The latest time that a state can hold: the year 4253.
-pub(crate) const MAX_TIME: u64 = (1 << 56) - 1;
+/// The latest time that a state can hold: the year 2255.
+pub(crate) const MAX_TIME: u64 = (1 << (64 - TIME_SHIFT)) - 1;
 
+const KIND_BITS: u32 = 3;
+const TIME_SHIFT: u32 = KIND_BITS + 8;
 const LOW_LIFETIME_BITS: u32 = 19;
 const HIGH_LIFETIME_BITS: u32 = 24;
 
@@ -59,20 +61,25 @@ impl State {
     #[inline]
     pub(super) fn new(kind: Kind, time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
         debug_assert!(time <= MAX_TIME && units < 1 << 40 && parts < 1 << 45, "{time} {units} {parts}");
-        let millis = quota.lifetime_millis();
+        let millis = if kind == Kind::Bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
         Self([
-            time << 8 | kind as u64,
+            time << TIME_SHIFT | u64::from(quota.window_tag()) << KIND_BITS | kind as u64,
             units << HIGH_LIFETIME_BITS | millis >> LOW_LIFETIME_BITS,
             parts << LOW_LIFETIME_BITS | millis & low_bits(LOW_LIFETIME_BITS),
         ])
     }
 
     pub(crate) fn is_of(self, kind: Kind) -> bool {
-        self.0[0] & 0xff == kind as u64
+        self.0[0] & low_bits(KIND_BITS) == kind as u64
     }
 
-    pub(super) fn time(self) -> u64 {
-        self.0[0] >> 8
+    /// Of the window that the parts of a bucket are measured by.
+    pub(super) fn window_tag(self) -> u8 {
+        (self.0[0] >> KIND_BITS).to_le_bytes()[0]
+    }
+
+    pub(crate) fn time(self) -> u64 {
+        self.0[0] >> TIME_SHIFT
     }
 
     pub(super) fn units(self) -> u64 {
@@ -93,16 +100,16 @@ impl State {
         self.time() + 1_000 * self.lifetime_millis()
     }
 
-    /// Whether it is kept for this quota's lifetime or longer.
+    /// Whether it is kept for as long as this quota needs it, or longer.
     #[inline]
     pub(crate) fn lives_for(self, quota: &Quota) -> bool {
-        quota.lifetime_millis() <= self.lifetime_millis()
+        self.lifetime_for(quota) <= self.lifetime_millis()
     }
 
-    /// The same for this quota's lifetime.
+    /// The same state, kept for as long as this quota needs it.
     pub(crate) fn living_for(self, quota: &Quota) -> Self {
         let [time, units, parts] = self.0;
-        let millis = quota.lifetime_millis();
+        let millis = self.lifetime_for(quota);
         Self([
             time,
             units & !low_bits(HIGH_LIFETIME_BITS) | millis >> LOW_LIFETIME_BITS,
@@ -122,9 +129,21 @@ impl State {
         self.time() < other.time() || self.lifetime_millis() < other.lifetime_millis()
     }
 
+    #[inline]
+    fn lifetime_for(self, quota: &Quota) -> u64 {
+        if self.is_of(Kind::Bucket) { bucket_lifetime(self.units(), quota) } else { quota.lifetime_millis() }
+    }
+
     fn lifetime_millis(self) -> u64 {
         (self.0[1] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS | self.0[2] & low_bits(LOW_LIFETIME_BITS)
     }
+}
+
+/// A bucket that holds more than its burst, at most [ten times](Quota::max_level) as much, takes longer to drain.
+#[inline]
+fn bucket_lifetime(level: u64, quota: &Quota) -> u64 {
+    let lifetime = quota.lifetime_millis();
+    if level > quota.burst() { 10 * lifetime } else { lifetime }
 }
 
 const fn low_bits(count: u32) -> u64 {

@@ -9,13 +9,12 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-use super::attribute;
 use super::document::{ConfigError, Document};
 use super::duration;
 use super::number::Whole;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::named::UnknownName;
-use crate::policy::{Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
+use crate::policy::{AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
 use crate::quota::{Quota, QuotaError};
 
 /// A limit, a burst or a cost.
@@ -29,14 +28,17 @@ pub struct RawPolicy {
     /// Its name in answers, metrics and Redis keys.
     #[schemars(with = "String")]
     pub(super) name: Spanned<String>,
-    /// Attributes that must match: a value or a list of some; `*` stands for anything but a slash, `**` for anything.
+    /// Attributes that must match: ip, method, path, host, header.NAME, query.NAME, cookie.NAME,
+    /// domain, descriptor.KEY, or one declared in `attributes`. Each has a value or a list of some;
+    /// `*` stands for anything but a slash, `**` for anything.
     #[serde(default, rename = "match")]
     #[schemars(with = "BTreeMap<String, OneOrMany>")]
-    matches: BTreeMap<String, Spanned<OneOrMany>>,
-    /// The attributes whose values are counted separately. None: all requests together.
+    matches: Conditions,
+    /// The attributes whose values are counted separately, named as in `match`. None: all requests
+    /// together.
     #[serde(default, deserialize_with = "written")]
     #[schemars(with = "OneOrMany")]
-    key: Option<Spanned<OneOrMany>>,
+    key: Option<Spanned<KeyNames>>,
     /// What to do with a request that lacks the key: skip (default) or deny.
     #[schemars(with = "Option<MissingKey>")]
     missing_key: Option<Spanned<String>>,
@@ -73,8 +75,8 @@ pub struct RawPolicy {
 }
 
 impl RawPolicy {
-    /// The policy, or what is wrong with it and where in the document.
-    pub fn validate(self, document: &Document<'_>) -> Result<Policy, ConfigError> {
+    /// Builds the policy, or returns an error with its position in the document.
+    pub(super) fn validate(self, document: &Document<'_>, attributes: &AttributeNames) -> Result<Policy, ConfigError> {
         let raw = self;
         let algorithm = match &raw.algorithm {
             Some(name) => named(document, name)?,
@@ -102,10 +104,11 @@ impl RawPolicy {
         };
         let window = (window, &raw.window);
         let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?)
-            .map_err(|error| document.at(name, &error.to_string()))?;
+            .map_err(|error| document.at(name, &error.to_string()))?
+            .with_attribute_names(attributes);
         let mut matched = BTreeSet::new();
-        for (written, patterns) in &raw.matches {
-            let attribute = attribute::name(written).map_err(|error| document.at(patterns, &error))?;
+        for (written, patterns) in &raw.matches.0 {
+            let attribute = attribute_name(document, attributes, "match", written)?;
             if !matched.insert(attribute.clone()) {
                 let twice =
                     format!("{attribute} is there twice, in other letters: a header's name is alike in either case");
@@ -114,8 +117,9 @@ impl RawPolicy {
             policy = policy.matching(attribute, patterns.value.texts()).map_err(wrong_at(document, patterns))?;
         }
         if let Some(key) = &raw.key {
-            let names = key.value.texts().iter().map(|written| attribute::name(written));
-            let names = names.collect::<Result<Vec<_>, _>>().map_err(|error| document.at(key, &error))?;
+            let names = key.value.names(key).into_iter();
+            let names = names.map(|name| attribute_name(document, attributes, "key", &name));
+            let names = names.collect::<Result<Vec<_>, _>>()?;
             policy = policy.counting(&names).map_err(wrong_at(document, key))?;
         }
         if let Some(missing) = &raw.missing_key {
@@ -141,11 +145,24 @@ impl RawPolicy {
         match &raw.cost {
             None => policy.costing(Cost::Fixed(1)).map_err(wrong_at(document, name)),
             Some(cost) => {
-                let units = cost.value.of(&policy).map_err(|error| document.at(cost, &error))?;
+                let units = cost.value.of(document, attributes, &policy)?;
                 policy.costing(units).map_err(wrong_at(document, cost))
             }
         }
     }
+}
+
+/// Returns the name as requests have it: header names are case-insensitive, and front doors use
+/// lower case.
+fn attribute_name(
+    document: &Document<'_>,
+    attributes: &AttributeNames,
+    field: &str,
+    written: &Spanned<String>,
+) -> Result<String, ConfigError> {
+    let name = &written.value;
+    attributes.check(name).map_err(|error| document.at(written, &format!("{field}: {error}")))?;
+    Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
 }
 
 fn wrong_at<T>(document: &Document<'_>, value: &Spanned<T>) -> impl FnOnce(PolicyError) -> ConfigError {
@@ -168,7 +185,7 @@ fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
 }
 
 /// A key without a value would count all requests together: it is wrong, not left out.
-fn written<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Spanned<OneOrMany>>, D::Error> {
+fn written<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Spanned<KeyNames>>, D::Error> {
     Spanned::deserialize(deserializer).map(Some)
 }
 
@@ -216,6 +233,27 @@ impl OneOrMany {
     }
 }
 
+/// The attributes of a key, each with its position.
+#[derive(Debug)]
+enum KeyNames {
+    One(String),
+    Many(Vec<Spanned<String>>),
+}
+
+impl KeyNames {
+    /// Returns the names; `key` has the position of a single one.
+    fn names(&self, key: &Spanned<Self>) -> Vec<Spanned<String>> {
+        match self {
+            Self::One(name) => vec![Spanned::new(name.clone(), key.referenced, key.defined)],
+            Self::Many(names) => names.clone(),
+        }
+    }
+}
+
+/// The attributes that must match, in the order of the document.
+#[derive(Debug, Default)]
+struct Conditions(Vec<(Spanned<String>, Spanned<OneOrMany>)>);
+
 impl Default for OneOrMany {
     fn default() -> Self {
         Self::Many(Vec::new())
@@ -231,12 +269,12 @@ enum RawCost {
 }
 
 impl RawCost {
-    /// What a policy with these quotas charges.
-    fn of(&self, policy: &Policy) -> Result<Cost, String> {
+    /// Builds the cost of a policy with these quotas.
+    fn of(&self, document: &Document<'_>, attributes: &AttributeNames, policy: &Policy) -> Result<Cost, ConfigError> {
         Ok(match self {
             Self::Fixed(units) => Cost::Fixed(*units),
             Self::Attribute(cost) => Cost::Attribute {
-                name: attribute::name(&cost.attribute)?,
+                name: attribute_name(document, attributes, "cost.attribute", &cost.attribute)?,
                 default: cost.default.map_or(1, Units::get),
                 max: cost.max.map_or_else(|| policy.largest_cost(), Units::get),
             },
@@ -247,7 +285,9 @@ impl RawCost {
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct CostAttribute {
-    attribute: String,
+    /// The attribute, named as in `match`.
+    #[schemars(with = "String")]
+    attribute: Spanned<String>,
     /// If the attribute is absent or no whole number; 1 by default.
     default: Option<Units>,
     /// More counts as this; and as the key's own limit, or burst, if that is less.
@@ -281,6 +321,54 @@ impl<'de> Deserialize<'de> for OneOrMany {
             }
         }
         deserializer.deserialize_any(Texts)
+    }
+}
+
+impl<'de> Deserialize<'de> for KeyNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = KeyNames;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text or a list of texts")
+            }
+
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<KeyNames, E> {
+                Ok(KeyNames::One(name.to_owned()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut names: A) -> Result<KeyNames, A::Error> {
+                let mut all = Vec::new();
+                while let Some(name) = names.next_element()? {
+                    all.push(name);
+                }
+                Ok(KeyNames::Many(all))
+            }
+        }
+        deserializer.deserialize_any(Names)
+    }
+}
+
+impl<'de> Deserialize<'de> for Conditions {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = Conditions;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Conditions, A::Error> {
+                let mut all = Vec::new();
+                while let Some(field) = fields.next_entry()? {
+                    all.push(field);
+                }
+                Ok(Conditions(all))
+            }
+        }
+        deserializer.deserialize_map(Fields)
     }
 }
 

@@ -5,7 +5,7 @@
 //! what stands under a field of a masked one (wrongly indented, say).
 
 /// Sections without secrets. The others are masked whatever their name: a misspelt `auth` holds a token all the same.
-const OPEN: [&str; 6] = ["listen", "client_ip", "headers", "envoy", "gateway", "policies"];
+const OPEN: [&str; 7] = ["listen", "client_ip", "headers", "envoy", "gateway", "attributes", "policies"];
 
 /// Where a secret stands, in whatever section it has got into.
 const HOLDERS: [&str; 8] = ["auth", "store", "api_token", "admin_token", "redis", "sentinel", "username", "password"];

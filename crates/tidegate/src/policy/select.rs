@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
-use super::{Attributes, Cost, MissingKey, Mode, Policy, PolicyError, join, normal_path};
+use super::{
+    AttributeError, AttributeNames, Attributes, Cost, MissingKey, Mode, Policy, PolicyError, join, normal_path,
+};
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
 use crate::quota::Quota;
@@ -16,6 +18,7 @@ pub struct Policies {
     all: Vec<Policy>,
     by_name: HashMap<String, usize>,
     index: Index,
+    attributes: AttributeNames,
 }
 
 impl Policies {
@@ -28,7 +31,24 @@ impl Policies {
             }
         }
         let index = Index::new(&policies);
-        Ok(Self { all: policies, by_name, index })
+        let mut attributes = AttributeNames::default();
+        for policy in &policies {
+            attributes.merge(&policy.attributes);
+        }
+        Ok(Self { all: policies, by_name, index, attributes })
+    }
+
+    /// Adds declared attributes, which callers may send even if no policy uses them.
+    #[cfg(feature = "config")]
+    pub(crate) fn with_attribute_names(mut self, names: &AttributeNames) -> Self {
+        self.attributes.merge(names);
+        self
+    }
+
+    /// Checks the name of an attribute that a caller sends: it must be built in, or declared by one
+    /// of the policies or their file. A limit on a misspelt one would never apply.
+    pub fn check_attribute(&self, name: &str) -> Result<(), AttributeError> {
+        self.attributes.check_known(name)
     }
 
     /// The policy of this name.
@@ -215,6 +235,10 @@ mod tests {
         Policy::new(name, quota(10)).expect("a name")
     }
 
+    fn by_tenant(declared: &[&str]) -> Result<Policy, PolicyError> {
+        policy("p").with_attributes(declared)?.counting(&["tenant"])
+    }
+
     fn request(attributes: &[(&str, &str)]) -> BTreeMap<String, String> {
         attributes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
     }
@@ -234,6 +258,18 @@ mod tests {
         assert_eq!(names(&policies, &[("path", "/api/items"), ("method", "PUT")]), ["all"]);
         assert_eq!(names(&policies, &[("path", "/apis"), ("method", "GET")]), ["all"]);
         assert_eq!(names(&policies, &[("path", "/api/items")]), ["all"], "an absent attribute matches nothing");
+    }
+
+    #[test]
+    fn attributes_of_callers_are_built_in_or_declared_by_a_policy() {
+        let policies = Policies::new(vec![policy("all"), by_tenant(&["tenant", "plan"]).expect("valid")]);
+        let policies = policies.expect("two names");
+        for known in ["tenant", "plan", "ip", "header.x", "descriptor.user", "query.any thing"] {
+            assert_eq!(policies.check_attribute(known), Ok(()), "{known}");
+        }
+        let error = policies.check_attribute("tennant").expect_err("unknown").to_string();
+        assert!(error.contains("\"tennant\"") && error.contains("did you mean `tenant`?"), "{error}");
+        assert!(Policies::default().check_attribute("tenant").is_err());
     }
 
     #[test]
@@ -312,8 +348,7 @@ mod tests {
 
     #[test]
     fn overrides_go_by_key_and_costs_by_attribute() {
-        let policy =
-            policy("p").counting(&["tenant"]).and_then(|p| p.overriding(&["acme"], quota(1_000))).expect("valid");
+        let policy = by_tenant(&["tenant"]).and_then(|p| p.overriding(&["acme"], quota(1_000))).expect("valid");
         let cost = Cost::Attribute { name: "header.x-cost".to_owned(), default: 2, max: 8 };
         let policies = Policies::new(vec![policy.costing(cost).expect("fits")]).expect("one name");
         let charged = |attributes: &[(&str, &str)], cost| {
@@ -334,7 +369,7 @@ mod tests {
 
     #[test]
     fn an_attribute_costs_no_more_than_the_keys_own_quota_admits() {
-        let policy = policy("p").counting(&["tenant"]).and_then(|p| p.overriding(&["small"], quota(5)));
+        let policy = by_tenant(&["tenant", "cost"]).and_then(|p| p.overriding(&["small"], quota(5)));
         let cost = Cost::Attribute { name: "cost".to_owned(), default: 1, max: 10 };
         let policy = policy.and_then(|p| p.costing(cost)).expect("fits the larger");
         let charged = |tenant: &str| {

@@ -278,7 +278,9 @@ impl<S> Drop for Breaker<S> {
 fn is_failure(error: &StoreError) -> bool {
     match error {
         StoreError::Timeout(_) | StoreError::Unreachable(_) | StoreError::Refused(_) => true,
-        StoreError::Full { .. } | StoreError::Misconfigured(_) | StoreError::Open(_) => false,
+        StoreError::Full { .. } | StoreError::Misconfigured(_) | StoreError::Open(_) | StoreError::Unreadable(_) => {
+            false
+        }
     }
 }
 
@@ -343,8 +345,8 @@ impl<S: Store> Groups for Parts<'_, S> {
         })
     }
 
-    fn refund_time(&self) -> Duration {
-        self.inner.options.deadline.unwrap_or(self.inner.options.probe_deadline)
+    fn now(&self) -> u64 {
+        self.inner.store.clock().now()
     }
 }
 

@@ -6,8 +6,6 @@
 use std::pin::Pin;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
@@ -32,8 +30,8 @@ pub(crate) trait Groups: Sync {
     /// may have gone, or its time may be up. Brings what is left then, if it is known in time.
     fn refund(&self, charges: &[Charge<'_>]) -> Refund;
 
-    /// So long after it was begun, a refund has been done, or never will be.
-    fn refund_time(&self) -> Duration;
+    /// The time by the store's clock.
+    fn now(&self) -> u64;
 }
 
 /// What a group is asked.
@@ -51,6 +49,7 @@ pub(crate) struct Owned {
     policy: String,
     quota: Quota,
     cost: u64,
+    charged_at: u64,
 }
 
 impl Owned {
@@ -60,11 +59,12 @@ impl Owned {
             policy: charge.policy_name().to_owned(),
             quota: charge.quota().clone(),
             cost: charge.units(),
+            charged_at: charge.charge_time(),
         }
     }
 
     pub(crate) fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost)
+        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost).charged_at(self.charged_at)
     }
 }
 
@@ -105,7 +105,7 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
     // Whatever happens from here on, a failure or a caller that goes away: what is in here is given back.
     let mut spent = Spent { groups, taken: Vec::new() };
     for group in 0..groups.count() {
-        let asked = Instant::now();
+        let asked = groups.now();
         let decisions = match groups.ask(group, Step::Do(Action::Acquire)).await {
             Ok(decisions) => decisions,
             Err(error) => {
@@ -115,8 +115,7 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
         };
         let denied = decisions.iter().any(|decision| !decision.allowed);
         if !denied {
-            let keeps = groups.charges(group).iter().zip(&decisions).map(|(charge, decision)| charge.keeps(decision));
-            spent.taken.push(Taken { group, asked, keeps: keeps.collect() });
+            spent.taken.push(Taken { group, asked, decisions: decisions.clone() });
         }
         decided.push(decisions);
         if denied {
@@ -157,17 +156,9 @@ struct Spent<'a, G: Groups> {
 /// What a group took.
 struct Taken {
     group: usize,
-    asked: Instant,
-    /// For how long each of its charges can be given back.
-    keeps: Vec<Duration>,
-}
-
-impl Taken {
-    /// Which of its charges can still be given back.
-    fn members(&self, refund_time: Duration) -> Vec<usize> {
-        let by_then = self.asked.elapsed() + refund_time;
-        (0..self.keeps.len()).filter(|member| by_then < self.keeps[*member]).collect()
-    }
+    /// By the store's clock, before the group was asked.
+    asked: u64,
+    decisions: Vec<Decision>,
 }
 
 impl<G: Groups> Spent<'_, G> {
@@ -175,8 +166,12 @@ impl<G: Groups> Spent<'_, G> {
     fn begin(&mut self) -> Vec<(usize, Vec<usize>, Refund)> {
         let groups = self.groups;
         let begin = |taken: Taken| {
-            let members = taken.members(groups.refund_time());
-            let charges: Vec<Charge<'_>> = members.iter().map(|at| groups.charges(taken.group)[*at]).collect();
+            let now = groups.now();
+            let spent = groups.charges(taken.group).iter().zip(&taken.decisions).enumerate();
+            let refunds = spent.filter_map(|(at, (charge, decision))| {
+                charge.to_refund(decision, taken.asked, now).map(|refund| (at, refund))
+            });
+            let (members, charges): (Vec<usize>, Vec<Charge<'_>>) = refunds.unzip();
             (!charges.is_empty()).then(|| (taken.group, members, groups.refund(&charges)))
         };
         self.taken.drain(..).filter_map(begin).collect()

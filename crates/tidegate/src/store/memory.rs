@@ -207,7 +207,7 @@ impl MemoryStore {
         {
             let (quota, before) = (charge.quota(), *state);
             if before.is_ahead_of(now) {
-                // Another was faster. Read under the lock, times come in the order of decisions.
+                // Another thread was faster. Read under the lock, times come in the order of decisions.
                 now = self.clock.now();
             }
             let mut count = C::load(before, logs);
@@ -279,7 +279,7 @@ impl MemoryStore {
                 together &= !all_or_nothing || one(charge, fingerprint, true).fits(table);
             }
             // All the room that may be needed, before anything is written.
-            if matches!(action, Action::Acquire | Action::Take) && together && !room.reserve(missing) {
+            if matches!(action, Action::Acquire | Action::Take | Action::Report) && together && !room.reserve(missing) {
                 drop(locked);
                 self.make_room(now, missing)?;
                 continue;
@@ -435,7 +435,7 @@ impl One<'_> {
             other => other,
         };
         let mut count = C::default();
-        let outcome = algorithm::apply(&mut count, self.action, quota, self.now, self.charge.units(), self.together);
+        let outcome = algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
         let verdict = Some(outcome.verdict);
         if !outcome.written {
             return verdict;
@@ -467,10 +467,10 @@ impl One<'_> {
         let quota = self.charge.quota();
         let before = table.state(at);
         let mut count = C::load(before, &mut table.logs);
-        let outcome = algorithm::apply(&mut count, self.action, quota, self.now, self.charge.units(), self.together);
+        let outcome = algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
         if !outcome.written {
             count.put_back(before, &mut table.logs);
-            if matches!(self.action, Action::Acquire | Action::Take) {
+            if matches!(self.action, Action::Acquire | Action::Take | Action::Report) {
                 // A limit was lowered, and the entry would expire before its bucket has drained.
                 if !before.lives_for(quota) {
                     table.set(at, before.living_for(quota));

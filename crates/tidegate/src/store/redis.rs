@@ -46,6 +46,7 @@ use self::heartbeat::CachedInstances;
 use self::news::Untold;
 use self::queue::{Entrance, Turn, Way};
 use self::requests::{Request, Requests, Verb, Verdicts};
+use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_counts;
 pub use self::tls::Tls;
 use self::topology::Topology;
@@ -88,13 +89,13 @@ mod topology;
 /// ```
 pub struct RedisStore {
     shared: Arc<Shared>,
-    clock: SystemClock,
 }
 
 /// What a refund needs that goes on after its caller has gone.
 struct Shared {
     topology: Topology,
     prefix: String,
+    clock: SystemClock,
     timeout: Duration,
     group_commit: bool,
     instances: CachedInstances,
@@ -190,8 +191,8 @@ impl Shared {
     ) -> Result<Verdicts, Setback> {
         let requests = Requests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
         let call = Call { script: requests.script(&[0]), slot, started, timeout: self.timeout };
-        let time = self.driven_time();
-        let command = |deadline| requests.command(&[0], |_| 1, time, deadline);
+        let command =
+            |clock: &ServerClock| requests.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout));
         let read = |reply| {
             let answer = requests.read(&[0], |_| 1, reply)?;
             let Some(told) = answer.told.into_iter().flatten().next() else {
@@ -200,6 +201,16 @@ impl Shared {
             Ok((Some(answer.now), Read::Answer(told.verdicts(request, 0)?)))
         };
         call.run(self.topology.known(), turn, command, read).await
+    }
+
+    /// The times of a call that is sent now.
+    fn server_times(&self, clock: &ServerClock, deadline: Instant) -> ServerTimes {
+        ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now())
+    }
+
+    /// The time by the store's own clock.
+    fn now(&self) -> u64 {
+        self.driven_time().unwrap_or_else(|| self.clock.now())
     }
 
     /// The script's time, if tests drive it.
@@ -244,7 +255,7 @@ impl Store for RedisStore {
         if let Some(clock) = &self.shared.driven_by {
             return clock;
         }
-        &self.clock
+        &self.shared.clock
     }
 
     fn part(&self, charge: &Charge<'_>) -> Part {

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::algorithm::Algorithm;
+use crate::algorithm::{Algorithm, MAX_CLOCK_SKEW};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -34,13 +34,17 @@ struct Event {
     units: i128,
     /// What was in force then; a bucket drained by it up to this event.
     quota: Quota,
+    /// Of units returned to a bucket: for how long they have drained.
+    aged: u64,
 }
 
 impl Model {
     /// The decisions for these charges at this time (microseconds).
     pub fn decide(&mut self, action: Action, charges: &[Charge<'_>], now: u64) -> Vec<Decision> {
         let together = charges.iter().all(|charge| {
-            let history = self.history(charge).seen_from(charge.quota(), now);
+            let stored = self.history(charge);
+            let now = stored.without_skew(charge.quota(), now);
+            let history = stored.seen_from(charge.quota(), now);
             history.counting(charge.quota(), now) + u128::from(charge.units()) <= u128::from(charge.quota().burst())
         });
         charges.iter().map(|charge| self.decide_one(action, charge, now, together)).collect()
@@ -49,7 +53,9 @@ impl Model {
     /// Whether this charge's key could as well be forgotten.
     #[must_use]
     pub fn nothing_counts(&self, charge: &Charge<'_>, now: u64) -> bool {
-        self.history(charge).seen_from(charge.quota(), now).is_void(charge.quota(), now)
+        let stored = self.history(charge);
+        let now = stored.without_skew(charge.quota(), now);
+        stored.seen_from(charge.quota(), now).is_void(charge.quota(), now)
     }
 
     fn history(&self, charge: &Charge<'_>) -> History {
@@ -61,6 +67,7 @@ impl Model {
         let (quota, cost) = (charge.quota(), charge.units());
         let name = (charge.key().to_owned(), charge.policy_name().to_owned());
         let stored = self.history(charge);
+        let now = stored.without_skew(quota, now);
         let mut seen = stored.seen_from(quota, now);
         let capacity = u128::from(quota.burst());
         let fits = seen.counting(quota, now) + u128::from(cost) <= capacity;
@@ -76,9 +83,22 @@ impl Model {
             Action::Refund => {
                 let something = !seen.is_void(quota, now);
                 if something {
-                    seen.give_back(quota, now, cost);
+                    seen.give_back(quota, now, cost, charge.charge_time());
                 }
                 something
+            }
+            Action::Report => {
+                denied = !fits;
+                let room = u128::from(quota.max_level()).saturating_sub(seen.recorded(quota, now));
+                let taken = u128::from(cost).min(room);
+                if taken > 0 {
+                    seen.forget_what_is_gone(quota, now);
+                    seen.push(now, i128::try_from(taken).expect("no more than the highest level"), quota);
+                    if quota.count_denied() {
+                        seen.keep_newest(u128::from(quota.limit()));
+                    }
+                }
+                taken > 0 || stepped_back
             }
             Action::Take => {
                 let room = capacity.saturating_sub(seen.counting(quota, now));
@@ -91,7 +111,7 @@ impl Model {
             }
             Action::Acquire | Action::Peek => {
                 denied = !fits;
-                let spend = (fits && together) || (denied && quota.count_denied());
+                let spend = cost > 0 && ((fits && together) || (denied && quota.count_denied()));
                 if fits && together && quota.algorithm() == Algorithm::LeakyBucket {
                     delay = seen.first_time(now, |history, time| history.bucket_level(quota, time) == 0) - now;
                 }
@@ -111,7 +131,9 @@ impl Model {
             kept.push(now, 0, quota);
             self.histories.insert(name.clone(), kept);
         }
-        let admits = |history: &History, time| history.counting(quota, time) + u128::from(cost) <= capacity;
+        // A report asks when one unit is free again.
+        let wanted = if action == Action::Report { 1 } else { u128::from(cost) };
+        let admits = |history: &History, time| history.counting(quota, time) + wanted <= capacity;
         let retry_after = if denied { seen.first_time(now, admits) - now } else { 0 };
         let reset_after = seen.first_time(now, |history, time| history.counting(quota, time) == 0) - now;
         let remaining = capacity.saturating_sub(seen.counting(quota, now));
@@ -141,10 +163,9 @@ impl History {
         match quota.algorithm() {
             Algorithm::SlidingLog | Algorithm::FixedWindow => sum(&|event| event.time + window > time),
             Algorithm::SlidingCounter => {
-                let start = self.window_start + (time - self.window_start) / window * window;
-                let current = sum(&|event| event.time == start);
-                let previous = sum(&|event| event.time + window == start);
-                current + previous * u128::from(window - (time - start)) / u128::from(window)
+                let (current, previous) = self.window_counts(window, time);
+                let elapsed = (time - self.window_start) % window;
+                current + previous * u128::from(window - elapsed) / u128::from(window)
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 self.bucket_level(quota, time).div_ceil(u128::from(window))
@@ -152,11 +173,35 @@ impl History {
         }
     }
 
+    /// Units recorded at `time`, without those of the window before the current one.
+    fn recorded(&self, quota: &Quota, time: u64) -> u128 {
+        let window = quota.window_micros();
+        match quota.algorithm() {
+            Algorithm::SlidingCounter => self.window_counts(window, time).0,
+            _ => self.counting(quota, time),
+        }
+    }
+
+    /// Of a `sliding-counter`: the units of the window at `time`, and of the one before it. At a write the events are those of
+    /// two windows; when the policy's window is changed, they stay in them.
+    fn window_counts(&self, window: u64, time: u64) -> (u128, u128) {
+        let sum = |is_current: bool| {
+            let events = self.events.iter().filter(|event| (event.time == self.window_start) == is_current);
+            let units: i128 = events.map(|event| event.units).sum();
+            u128::try_from(units).expect("never more returned than taken")
+        };
+        match (time - self.window_start) / window {
+            0 => (sum(true), sum(false)),
+            1 => (0, sum(true)),
+            _ => (0, 0),
+        }
+    }
+
     /// Nothing counts, nor will it. (A sliding counter may round down to nothing and still hold some units.)
     fn is_void(&self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         match quota.algorithm() {
-            Algorithm::SlidingCounter => self.events.iter().all(|event| event.time + 2 * window <= now),
+            Algorithm::SlidingCounter => self.window_counts(window, now) == (0, 0),
             _ => self.counting(quota, now) == 0,
         }
     }
@@ -165,17 +210,31 @@ impl History {
     fn bucket_level(&self, quota: &Quota, time: u64) -> u128 {
         let mut level = 0_u128;
         let mut at = 0;
-        let drained = |level: u128, from: u64, to: u64, quota: &Quota| {
-            let full = u128::from(quota.burst()) * u128::from(quota.window_micros());
-            level.min(full).saturating_sub(u128::from(to.saturating_sub(from)) * u128::from(quota.limit()))
+        let mut parts = quota.window_micros();
+        let mut drained = |level: u128, from: u64, to: u64, quota: &Quota| {
+            // Another window has other parts: a part of a unit becomes a whole one.
+            let window = u128::from(quota.window_micros());
+            let before = u128::from(std::mem::replace(&mut parts, quota.window_micros()));
+            let level = if before == window { level } else { level.div_ceil(before) * window };
+            let highest = u128::from(quota.max_level()) * window;
+            level.min(highest).saturating_sub(u128::from(to.saturating_sub(from)) * u128::from(quota.limit()))
         };
         for event in &self.events {
             level = drained(level, at, event.time, &event.quota);
             let units = event.units.unsigned_abs() * u128::from(event.quota.window_micros());
-            level = if event.units < 0 { level.saturating_sub(units) } else { level + units };
+            let aged = u128::from(event.aged) * u128::from(event.quota.limit());
+            let returned = units.saturating_sub(aged);
+            level = if event.units < 0 { level.saturating_sub(returned) } else { level + units };
             at = event.time;
         }
         drained(level, at, time, quota)
+    }
+
+    /// A bucket that was written a moment later than now: then it is that moment now.
+    fn without_skew(&self, quota: &Quota, now: u64) -> u64 {
+        let is_bucket = matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
+        let skewed = is_bucket && !self.events.is_empty() && self.last_write <= now + MAX_CLOCK_SKEW;
+        if skewed { now.max(self.last_write) } else { now }
     }
 
     /// A stored time later than now counts as now.
@@ -232,7 +291,7 @@ impl History {
         let windowed = matches!(quota.algorithm(), Algorithm::FixedWindow | Algorithm::SlidingCounter);
         let time = if windowed { self.window_start } else { now };
         if units != 0 || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
-            self.events.push(Event { time, units, quota: quota.clone() });
+            self.events.push(Event { time, units, quota: quota.clone(), aged: 0 });
         }
         self.last_write = now;
     }
@@ -249,9 +308,13 @@ impl History {
                 }
             }
             Algorithm::SlidingCounter => {
-                self.window_start += (now - self.window_start) / window * window;
                 let start = self.window_start;
-                self.events.retain(|event| event.time + window >= start);
+                match (now - start) / window {
+                    0 => {}
+                    1 => self.events.retain(|event| event.time == start),
+                    _ => self.events.clear(),
+                }
+                self.window_start += (now - start) / window * window;
                 // Nothing counts any more: aligned to the epoch again.
                 if self.events.is_empty() {
                     self.window_start = now / window * window;
@@ -261,15 +324,28 @@ impl History {
         }
     }
 
-    /// The newest units first.
-    fn give_back(&mut self, quota: &Quota, now: u64, cost: u64) {
+    /// Returns units of a charge made at `charged_at` (0: unknown): the oldest first that are not older than it.
+    fn give_back(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
         self.forget_what_is_gone(quota, now);
+        let (window, known) = (quota.window_micros(), charged_at > 0);
         if matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
             self.push(now, -i128::from(cost), quota);
+            if let Some(event) = self.events.last_mut().filter(|_| known) {
+                event.aged = now - charged_at.min(now);
+            }
             return;
         }
+        // A window's events have the beginning of their window for their time.
+        let refundable = |event: &Event| match quota.algorithm() {
+            _ if !known => true,
+            Algorithm::SlidingLog => event.time >= charged_at && charged_at + window > now,
+            // A charge of the current window, or of the one before.
+            _ if event.time == self.window_start => charged_at >= self.window_start,
+            _ => charged_at < self.window_start && charged_at + window >= self.window_start,
+        };
+        let refundable: Vec<bool> = self.events.iter().map(refundable).collect();
         let mut left = i128::from(cost);
-        for event in self.events.iter_mut().rev() {
+        for (event, _) in self.events.iter_mut().zip(refundable).filter(|(_, refundable)| *refundable) {
             let taken = event.units.min(left);
             event.units -= taken;
             left -= taken;

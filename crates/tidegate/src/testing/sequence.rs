@@ -41,6 +41,8 @@ pub(super) struct Part {
     policy: usize,
     quota: usize,
     cost: u64,
+    /// A refund names the time of the charge that was made so many decisions before, if any.
+    pub(super) charged: Option<usize>,
 }
 
 impl Advance {
@@ -62,7 +64,7 @@ impl Sequence {
             let step = sequence.step(random);
             sequence.steps.push(step);
         }
-        sequence.with_takes(seed)
+        sequence.with_rare_actions(seed)
     }
 
     /// One log that grows to hundreds of requests and keeps turning over.
@@ -81,7 +83,7 @@ impl Sequence {
         let mut sequence = Self { policies: vec![("long".to_owned(), quotas)], steps: Vec::new() };
         // Only cost 1 in some, for those are packed more tightly.
         let costs = if random.one_in(2) { vec![1] } else { vec![1, 1, 1, 1, 1, 1, 1, 2, 3, limit / 10] };
-        let part = |cost: u64| vec![Part { key: 0, policy: 0, quota: 0, cost }];
+        let part = |cost: u64| vec![Part { key: 0, policy: 0, quota: 0, cost, charged: None }];
         for _ in 0..2_000 {
             let cost = random.pick(&costs);
             sequence.steps.push(match random.below(1_000) {
@@ -90,21 +92,30 @@ impl Sequence {
                 _ => Step::Decide(Action::Acquire, part(cost)),
             });
         }
-        sequence.with_takes(seed)
+        sequence.with_rare_actions(seed)
     }
 
-    /// Turns some acquires into takes, which may cost more than could ever be admitted, or nothing. Only for even seeds:
-    /// what the odd ones once showed, they go on showing.
-    fn with_takes(mut self, seed: u64) -> Self {
+    /// Turns some acquires into takes and reports, which may cost more than could ever be admitted, or nothing; names the
+    /// charges of some refunds; and asks some peeks for nothing. Only for even seeds, so that the odd ones go on showing what
+    /// they once showed.
+    fn with_rare_actions(mut self, seed: u64) -> Self {
         let random = &mut Random(!seed);
         for step in self.steps.iter_mut().filter(|_| seed.is_multiple_of(2)) {
-            if let Step::Decide(action @ Action::Acquire, parts) = step
-                && random.one_in(6)
-            {
-                *action = Action::Take;
-                for part in parts {
-                    part.cost = random.pick(&[0, part.cost, part.cost, 2 * part.cost, Quota::MAX_LIMIT]);
+            let Step::Decide(action, parts) = step else { continue };
+            match action {
+                Action::Acquire if random.one_in(6) => {
+                    *action = if random.one_in(2) { Action::Take } else { Action::Report };
+                    for part in parts {
+                        let nothing = if *action == Action::Take { 0 } else { 1 };
+                        part.cost = random.pick(&[nothing, part.cost, part.cost, 2 * part.cost, Quota::MAX_LIMIT]);
+                    }
                 }
+                Action::Refund => {
+                    let charged = random.pick(&[0, 0, 0, 1, 1, 2, 3, 5, 10, 25]);
+                    parts.iter_mut().for_each(|part| part.charged = Some(charged));
+                }
+                Action::Peek if random.one_in(6) => parts.iter_mut().for_each(|part| part.cost = 0),
+                _ => {}
             }
         }
         self
@@ -119,6 +130,15 @@ impl Sequence {
     pub(super) fn all_charges(&self) -> impl Iterator<Item = Charge<'_>> {
         let policies = self.policies.iter();
         policies.flat_map(|(name, quotas)| KEYS.map(|key| Charge::new(key, &quotas[0]).policy(name)))
+    }
+
+    /// Each count whose policy has several windows, with each of its quotas.
+    pub(super) fn charges_of_changed_windows(&self) -> impl Iterator<Item = Charge<'_>> {
+        let changes = |quotas: &[Quota]| quotas.iter().any(|quota| quota.window() != quotas[0].window());
+        let policies = self.policies.iter().filter(move |(_, quotas)| changes(quotas));
+        policies.flat_map(|(name, quotas)| {
+            KEYS.into_iter().flat_map(move |key| quotas.iter().map(move |quota| Charge::new(key, quota).policy(name)))
+        })
     }
 
     fn step(&self, random: &mut Random) -> Step {
@@ -164,7 +184,7 @@ impl Sequence {
         let most = quotas[quota].burst();
         let any = 1 + random.below(most);
         let cost = random.pick(&[1, 1, 1, 2, most / 3, most / 2, most - 1, most, any]);
-        Part { key, policy, quota, cost: cost.clamp(1, most) }
+        Part { key, policy, quota, cost: cost.clamp(1, most), charged: None }
     }
 }
 
@@ -206,6 +226,20 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
         for other in [limit.div_ceil(2), (2 * limit).min(largest)] {
             quotas.push(quota(other, other));
         }
+    }
+    // Another window. (Drawn last, so that older seeds make the same quotas as ever.)
+    if random.one_in(2) {
+        let other = random.pick(&[60, 10, 3]);
+        let windows = [window * other, window / other].map(|window| window.clamp(1_000, 366 * 86_400_000_000));
+        let changed = Quota::new(algorithm, limit, Duration::from_micros(windows[random.index(2)]));
+        let changed = changed.expect("within the range");
+        quotas.push(match algorithm {
+            Algorithm::SlidingLog => {
+                let changed = changed.with_encoding(quotas[0].encoding()).expect("a log");
+                changed.with_count_denied(count_denied).expect("a log")
+            }
+            _ => changed,
+        });
     }
     quotas
 }

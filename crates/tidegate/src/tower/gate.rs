@@ -30,7 +30,7 @@ pub trait Gate: Clone + Send + Sync + 'static {
 /// What was decided about one request: a line for each limit that applied to it.
 #[derive(Debug, Clone, Default)]
 pub struct Admission {
-    /// Microseconds by the gate's clock.
+    /// Microseconds by the clock of the gate's store.
     asked: u64,
     lines: Vec<Line>,
 }
@@ -50,7 +50,7 @@ pub struct Line {
 
 impl Admission {
     /// What these limits decided, all or nothing: the request passes if each that is enforced allows it. `asked` is the time
-    /// just before the store was asked, in microseconds by the gate's clock, whichever that is.
+    /// just before the store was asked, in microseconds by the store's clock ([`Store::clock`](crate::Store::clock)).
     #[must_use]
     pub fn new(asked: u64, lines: Vec<Line>) -> Self {
         Self { asked, lines }
@@ -97,16 +97,11 @@ impl Admission {
         self.enforced().map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
     }
 
-    /// What the request has spent, and a refund would give back at the time `now` by the gate's clock. What has come back by
-    /// itself since is not in it: to give it back again would take it from others' counts, and let one too many pass.
+    /// The charges that refund what the request has spent, each with the time at which it was charged. `now` is the time by
+    /// the same clock as `asked`: a charge of which nothing is left to return by then is not among them.
     pub fn spent(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
-        let passes = self.passes();
-        let since = Duration::from_micros(now.saturating_sub(self.asked));
-        let spent = self
-            .lines
-            .iter()
-            .filter(move |line| passes && line.is_spent() && since < line.charge().keeps(&line.decision));
-        spent.map(Line::charge)
+        let spent = self.lines.iter().filter(|line| self.passes() && line.is_spent());
+        spent.filter_map(move |line| line.charge().to_refund(&line.decision, self.asked, now))
     }
 
     fn enforced(&self) -> impl Iterator<Item = &Line> + Clone {
@@ -218,8 +213,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// How long after a first request, and then a second of another, what the second took can be given back.
-    fn keeps(quota: &Quota) -> Vec<u64> {
+    /// The seconds after a first request, and then a second one, at which the second has something left to refund.
+    fn refundable(quota: &Quota) -> Vec<u64> {
         let clock = ManualClock::new();
         let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
         let charge = Charge::new("key", quota);
@@ -233,16 +228,17 @@ mod tests {
     }
 
     #[test]
-    fn what_has_come_back_by_itself_is_not_given_back_again() {
+    fn a_charge_that_has_left_its_window_or_drained_is_not_refunded() {
         let until = |end| (0..end).collect::<Vec<u64>>();
         // The manual clock stands at the beginning of a window.
         let ten = |make: fn(u64, Duration) -> Result<Quota, crate::QuotaError>| make(5, 10 * SECOND).expect("valid");
-        assert_eq!(keeps(&ten(Quota::sliding_log)), until(10));
-        assert_eq!(keeps(&ten(Quota::fixed_window)), until(10));
-        assert_eq!(keeps(&ten(Quota::sliding_counter)), until(10));
-        // The first unit takes two seconds to come back. Then, without the second, the bucket would be empty.
-        assert_eq!(keeps(&ten(Quota::token_bucket)), until(2));
-        assert_eq!(keeps(&ten(Quota::leaky_bucket)), until(2));
+        assert_eq!(refundable(&ten(Quota::sliding_log)), until(10));
+        // The store decides what a charge of an earlier window has left: nothing of a fixed window.
+        assert_eq!(refundable(&ten(Quota::fixed_window)), until(10));
+        assert_eq!(refundable(&ten(Quota::sliding_counter)), until(20));
+        // The first unit drains in two seconds, then the second.
+        assert_eq!(refundable(&ten(Quota::token_bucket)), until(4));
+        assert_eq!(refundable(&ten(Quota::leaky_bucket)), until(4));
     }
 
     #[test]

@@ -146,3 +146,49 @@ async fn a_policy_by_address_never_lets_pass_whom_nobody_knows() {
     let site = site(&limiter, vec![by_address]).await;
     assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::INTERNAL_SERVER_ERROR);
 }
+
+#[test]
+#[should_panic(expected = "no HTTP request has the attribute \"heder.x\"")]
+fn layer_by_an_unknown_attribute_panics() {
+    let _ = RateLimitLayer::new(limiter(), quota(1)).by("heder.x");
+}
+
+#[test]
+fn layer_counts_by_attributes_of_http_only() {
+    let by = |attribute: &str| {
+        let layer = || drop(RateLimitLayer::new(limiter(), quota(1)).by(attribute));
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer)).map_err(panic_message)
+    };
+    for attribute in ["ip", "method", "path", "host", "header.X-User", "query.q", "cookie.sid"] {
+        assert_eq!(by(attribute), Ok(()), "{attribute}");
+    }
+    for (attribute, expected) in [
+        ("tenant", "no HTTP request has the attribute \"tenant\""),
+        ("domain", "no HTTP request has the attribute \"domain\""),
+        ("descriptor.user", "no HTTP request has the attribute \"descriptor.user\""),
+        ("headers.x-user", "did you mean `header.x-user`?"),
+        ("Path", "did you mean `path`?"),
+        ("header.", "a name is missing after the dot"),
+    ] {
+        let message = by(attribute).expect_err(attribute);
+        assert!(message.starts_with("RateLimitLayer::by: ") && message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn policies_for_other_front_doors_are_rejected() {
+    let bare = |name: &str| Policy::new(name, quota(1)).expect("a name");
+    let edge = bare("edge").matching("domain", &["edge"]).expect("known");
+    let tenant = bare("tenant").with_attributes(&["tenant"]).and_then(|policy| policy.counting(&["tenant"]));
+    for (policy, attribute) in [(edge, "domain"), (tenant.expect("declared"), "tenant")] {
+        let policies = Policies::new(vec![policy]).expect("one name");
+        let layer = || drop(RateLimitLayer::with_policies(limiter(), policies));
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer));
+        let message = panic_message(panicked.expect_err("no request would be limited"));
+        assert!(message.contains(&format!("no HTTP request has the attribute {attribute:?}")), "{message}");
+    }
+}
+
+fn panic_message(payload: Box<dyn std::any::Any + Send>) -> String {
+    *payload.downcast::<String>().expect("a formatted message")
+}

@@ -33,17 +33,22 @@ impl<S: Store> Inner<S> {
     ) -> Result<Vec<Decision>, StoreError> {
         let Some(first) = charges.first() else { return Err(error) };
         let memory_helps = match &error {
-            StoreError::Timeout(_) | StoreError::Unreachable(_) | StoreError::Refused(_) | StoreError::Open(_) => true,
+            StoreError::Timeout(_)
+            | StoreError::Unreachable(_)
+            | StoreError::Refused(_)
+            | StoreError::Open(_)
+            | StoreError::Unreadable(_) => true,
             StoreError::Full { .. } => false,
             StoreError::Misconfigured(_) => return Err(error),
         };
-        if memory_helps {
+        // One key whose value cannot be read says nothing about the store.
+        if memory_helps && !matches!(error, StoreError::Unreadable(_)) {
             self.failed(first, &error);
         }
         match action {
             Action::Acquire | Action::Peek => {}
             Action::Refund if memory_helps => return self.refund_here(charges, error),
-            Action::Refund | Action::Reset | Action::Take => return Err(error),
+            Action::Refund | Action::Reset | Action::Take | Action::Report => return Err(error),
         }
         let in_doubt = may_have_run(&error);
         if !memory_helps && charges.iter().any(|charge| charge.store_failure() == OnStoreFailure::Local) {

@@ -122,8 +122,8 @@ impl Builder {
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
         let (plan, access) = self.plan()?;
         Ok(RedisStore {
-            clock: SystemClock::new(),
             shared: Arc::new(Shared {
+                clock: SystemClock::new(),
                 topology: Topology::start(plan, access, self.timeout),
                 prefix: self.prefix,
                 timeout: self.timeout,

@@ -10,6 +10,7 @@ use super::fault::{Fault, Said};
 use super::link::{Connection, Link};
 use super::queue::Turn;
 use super::script::Script;
+use super::server_clock::ServerClock;
 use super::topology::Known;
 use crate::store::StoreError;
 
@@ -63,14 +64,14 @@ impl Call<'_> {
         self.started + self.timeout
     }
 
-    /// Runs it. `command` gets the deadline in the server's time; `read` gets the reply, and tells the server's time.
+    /// Runs it. `command` gets the server's clock, to carry its times; `read` gets the reply, and tells the server's time.
     ///
     /// Every wait in here ends at the deadline. The turn is for the first attempt: what goes on from there holds up nobody.
     pub(super) async fn run<T>(
         &self,
         known: &Known,
         mut turn: Option<Turn>,
-        command: impl Fn(Option<i64>) -> Cmd,
+        command: impl Fn(&ServerClock) -> Cmd,
         read: impl Fn(Value) -> Result<(Option<i64>, Reply<T>), StoreError>,
     ) -> Result<T, Setback> {
         let deadline = self.deadline();
@@ -155,11 +156,11 @@ impl Call<'_> {
         &self,
         link: &Link,
         asking: bool,
-        command: impl Fn(Option<i64>) -> Cmd,
+        command: impl Fn(&ServerClock) -> Cmd,
     ) -> Result<(Value, Arc<Connection>, Instant), Fault> {
         let deadline = self.deadline();
         let connection = link.connection(deadline).await?;
-        let command = command(connection.clock().at(deadline));
+        let command = command(connection.clock());
         let sent = Instant::now();
         let reply = if asking {
             link.send_asking(&connection, command, deadline).await?

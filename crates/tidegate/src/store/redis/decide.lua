@@ -11,7 +11,10 @@
 --          acquire-each <quota> <cost> <count>   so many acquires of one charge, each of the next key
 --          acquire-times <quota> <cost> <times>  so many equal acquires of one charge, all of the next key
 --          <action> <charges>, then for each charge: quota, cost
---            action   acquire | peek | refund | reset | take
+--            action   acquire | peek | reset | take
+--                     report: charges even beyond the limit, each charge by itself
+--                     refund: three arguments a charge: quota, cost, and when it was charged (server's microseconds, or a
+--                     little earlier; 0: unknown)
 --                     forgo: as acquire, when a charge on another node has denied, so nothing is spent
 --          (quotas that count denied requests only in the third)
 -- reply  the server's time in microseconds; 1, or 0 if it was too late, and nothing was done: then that is all
@@ -19,7 +22,8 @@
 --          which follows what each was told), and if some were denied: their retry_after, reset_after (microseconds)
 --        and for the third, five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
 --          (for a reset they say nothing: the caller knows what a forgotten key has left)
---        Of several requests, one that met an error has its text instead; a single one raises it.
+--        A request that met an error has its text instead. An error that is not about its key, such as OOM or READONLY, is
+--          raised if there is no other request.
 --
 -- The charges of one acquire are all or nothing: all are read and asked, then all are written or none.
 -- For example, one unit of 100 a minute for one key:
@@ -40,29 +44,49 @@ for i = 1, tonumber(ARGV[3]) do
     window = tonumber(ARGV[at + 2]),
     option = option,
     count_denied = algorithm.counts_denied and option == 1,
+    -- The most that can be recorded: ten times the capacity.
+    max_level = math.min(10 * (algorithm.counts_denied and 0 or option), 1e12),
   }
+  if quotas[i].max_level == 0 then quotas[i].max_level = math.min(10 * quotas[i].limit, 1e12) end
   at = at + 4
 end
 
 local function save(key, state, quota)
   if quota.algorithm.is_empty(state) then
-    call('DEL', key)
+    call('UNLINK', key)
   else
     quota.algorithm.save(key, state, quota)
   end
 end
 
+-- The key of an algorithm's count where another algorithm counts under the key itself. No key of a count has this form.
+local function key_beside(key, algorithm)
+  return (string.gsub(key, '}:', '}%%' .. algorithm.aside .. ':', 1))
+end
+
 -- The state of a key, and where it is kept. Where another algorithm counts, it goes on undisturbed, and this one counts beside
 -- it: while a new configuration is rolled out some instances still go by the old one, and if each forgot what the other has
--- counted, nobody would be denied. What is not counted on expires.
+-- counted, no request would be denied. A count that is there goes on when the one beside it has expired.
 local function load(key, quota)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
-  if state.foreign then
-    key = key .. ':' .. algorithm.aside
-    state = algorithm.load(key, quota)
+  if state.foreign or state.absent then
+    local beside = key_beside(key, algorithm)
+    local other = algorithm.load(beside, quota)
+    if state.foreign or not other.absent then return other, beside end
   end
   return state, key
+end
+
+-- A denied request writes nothing. But under a quota with a longer window, or a slower one, the count has to live longer.
+local function keep_alive(key, state, quota)
+  local left = call('PTTL', key)
+  if left == -2 then return end
+  local expires = expiry(quota.algorithm.counts_until(state, quota))
+  if left == -1 or floor(server_time / 1000) + left < expires - 1 then
+    call('PEXPIREAT', key, expires)
+    if quota.algorithm.extend then quota.algorithm.extend(key, state, quota) end
+  end
 end
 
 -- Grants as many of these equal acquires as there is room for: read once, written once.
@@ -86,12 +110,14 @@ local function grant(key, quota, cost, times)
     -- What is denied after a grant finds it in the count.
     state = algorithm.load(key, quota)
   end
-  reply[replied + 1] = algorithm.retry_after(state, quota, cost)
+  reply[replied + 1] = algorithm.retry_after(state, quota, cost, 0)
   reply[replied + 2] = algorithm.reset_after(state, quota, 0)
   replied = replied + 2
-  if state.stepped_back or state.short_lived then
+  if state.stepped_back then
     algorithm.spend(state, quota, 0)
     save(key, state, quota)
+  else
+    keep_alive(key, state, quota)
   end
 end
 
@@ -114,9 +140,9 @@ local function make_together()
   local function decide(charge, action, together)
     local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
     local remaining, spend = charge.remaining, 0
-    if cost > remaining then
+    if not charge.fits then
       if quota.count_denied then spend, remaining = cost, 0 end
-      answer(0, remaining, algorithm.retry_after(state, quota, cost), algorithm.reset_after(state, quota, spend), 0)
+      answer(0, remaining, algorithm.retry_after(state, quota, cost, spend), algorithm.reset_after(state, quota, spend), 0)
     elseif together then
       spend = cost
       -- What is taken afterwards has had its turn.
@@ -125,10 +151,26 @@ local function make_together()
     else
       answer_unspent(charge)
     end
-    -- Two things are written though nothing is spent: that a clock stepped back, and that a key must live longer.
-    if action ~= 'peek' and (spend > 0 or state.stepped_back or state.short_lived) then
+    if action == 'peek' then return end
+    if spend > 0 or state.stepped_back then
       algorithm.spend(state, quota, spend)
       save(charge.key, state, quota)
+    else
+      keep_alive(charge.key, state, quota)
+    end
+  end
+
+  -- Records units that were used already.
+  local function report(charge)
+    local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
+    local spend = math.max(0, math.min(charge.cost, quota.max_level - algorithm.level(state)))
+    algorithm.spend(state, quota, spend)
+    local retry_after = charge.fits and 0 or algorithm.retry_after(state, quota, 1, 0)
+    answer(charge.fits and 1 or 0, algorithm.remaining(state, quota), retry_after, algorithm.reset_after(state, quota, 0), 0)
+    if spend > 0 or state.stepped_back then
+      save(charge.key, state, quota)
+    else
+      keep_alive(charge.key, state, quota)
     end
   end
 
@@ -142,20 +184,30 @@ local function make_together()
         charge.state, charge.key = load(charge.key, quota)
         charge.remaining = algorithm.remaining(charge.state, quota)
         if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
-        together = together and charge.cost <= charge.remaining
+        charge.fits = charge.cost <= charge.remaining
+        -- A peek of cost 0 asks whether more is recorded than the limit.
+        if action == 'peek' and charge.cost == 0 then charge.fits = not algorithm.overdrawn(charge.state, quota) end
+        together = together and charge.fits
       end
+      if action == 'refund' then charge.since, at = tonumber(ARGV[at + 2]), at + 1 end
       charges[i] = charge
       key, at = key + 1, at + 2
     end
     for i = 1, count do
       local charge = charges[i]
       if action == 'reset' then
-        local key = charge.key .. ':'
-        call('DEL', charge.key, key .. 'log', key .. 'packed', key .. 'counter', key .. 'window', key .. 'bucket')
+        -- Every count of this key, by whichever algorithm.
+        local keys = {charge.key}
+        for _, aside in ipairs({'log', 'packed', 'counter', 'window', 'bucket'}) do
+          keys[#keys + 1] = key_beside(charge.key, {aside = aside})
+        end
+        call('UNLINK', unpack(keys))
         answer(1, 0, 0, 0, 0)
+      elseif action == 'report' then
+        report(charge)
       elseif action == 'refund' then
         if not charge.algorithm.is_empty(charge.state) then
-          charge.algorithm.refund(charge.state, charge.quota, charge.cost)
+          charge.algorithm.refund(charge.key, charge.state, charge.quota, charge.cost, charge.since)
           save(charge.key, charge.state, charge.quota)
         end
         answer_unspent(charge)
@@ -187,7 +239,7 @@ local function decide_rest()
         grant(KEYS[next_key - 1], quotas[tonumber(ARGV[at - 3])], tonumber(ARGV[at - 2]), tonumber(ARGV[at - 1]))
       else
         local count, from, key = tonumber(ARGV[at + 1]), at + 2, next_key
-        at, next_key = from + 2 * count, key + count
+        at, next_key = from + (action == 'refund' and 3 or 2) * count, key + count
         together = together or make_together()
         together(action, count, from, key)
       end
@@ -195,11 +247,19 @@ local function decide_rest()
   end
 end
 
+-- Whether an error says that the server refuses any request now, whatever its key.
+local function is_of_server(text)
+  for _, code in ipairs({'READONLY', 'OOM', 'MISCONF', 'NOPERM', 'NOREPLICAS', 'CLUSTERDOWN', 'MASTERDOWN'}) do
+    if text:find(code .. ' ', 1, true) then return true end
+  end
+end
+
 while true do
-  local done, trouble = pcall(decide_rest)
+  local done, failure = pcall(decide_rest)
   if done then return reply end
-  if answered == 2 and left == 0 and at > last then error(trouble, 0) end
+  local text = type(failure) == 'table' and failure.err or tostring(failure)
+  if answered == 2 and left == 0 and at > last and is_of_server(text) then error(failure, 0) end
   for i = #reply, answered + 2, -1 do reply[i] = nil end
   replied = answered + 1
-  reply[replied] = type(trouble) == 'table' and trouble.err or tostring(trouble)
+  reply[replied] = text
 end

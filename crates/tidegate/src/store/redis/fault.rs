@@ -121,6 +121,17 @@ impl Fault {
     }
 }
 
+/// The error codes by which a server refuses any request, whatever its key.
+const SERVER_CONDITIONS: [&str; 9] =
+    ["READONLY", "OOM", "MISCONF", "NOPERM", "NOREPLICAS", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "BUSY"];
+
+/// The error of one request of a script call, from the text that the script returned for it. A condition of the whole server
+/// is a failure of the store; anything else is the fault of this key's value.
+pub(super) fn error_of_request(reason: &str) -> StoreError {
+    let is_of_server = SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
+    if is_of_server { StoreError::Refused(reason.to_owned()) } else { StoreError::Unreadable(reason.to_owned()) }
+}
+
 /// What a script's command met, as the script tells it: a replica does not write.
 pub(super) fn says_readonly(reason: &str) -> bool {
     reason.starts_with("READONLY ") || reason.contains("-READONLY ")

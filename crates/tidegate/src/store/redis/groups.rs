@@ -1,7 +1,7 @@
 //! Several charges in one call: at once where they live in one place, else group by group.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::time::timeout_at;
 
@@ -83,8 +83,8 @@ impl Groups for Apart<'_> {
         Ok(dress(verdicts.map_err(Setback::into_store_error)?, charges))
     }
 
-    fn refund_time(&self) -> Duration {
-        self.shared.timeout
+    fn now(&self) -> u64 {
+        self.shared.now()
     }
 
     fn refund(&self, charges: &[Charge<'_>]) -> Refund {

@@ -11,6 +11,7 @@ use redis::{FromRedisValue, Value};
 use super::Shared;
 use super::call::{Reply, Setback};
 use super::script::Script;
+use super::server_clock::ServerClock;
 use crate::resilience::fleet::heartbeat_interval;
 use crate::resilience::random;
 use crate::store::StoreError;
@@ -53,7 +54,7 @@ impl Shared {
         let may_read = known.as_ref().is_none_or(|known| known.may_be_read_again(Instant::now()));
         let most = if may_read { MAX_INSTANCES } else { 0 };
         let token = format!("{:016x}{:016x}", random(), random());
-        let command = |_| {
+        let command = |_: &ServerClock| {
             let mut command = script.evalsha(2);
             command.arg(&key).arg(&version_key).arg(instance);
             command.arg(silence_timeout(1)).arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);

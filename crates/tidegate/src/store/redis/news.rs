@@ -13,6 +13,7 @@ use tokio::time::timeout_at;
 use super::Shared;
 use super::call::{Reply, Setback};
 use super::script::Script;
+use super::server_clock::ServerClock;
 use crate::charge::Charge;
 use crate::resilience::random;
 use crate::store::news::{CountId, Freed, Mark, News};
@@ -90,7 +91,7 @@ impl Shared {
         read: impl Fn(Value) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let (script, key) = (Script::news(), self.own_key("news"));
-        let command = |_| {
+        let command = |_: &ServerClock| {
             let mut command = script.evalsha(1);
             command.arg(&key).arg(verb).arg(format!("{:016x}", random()));
             arguments(&mut command);

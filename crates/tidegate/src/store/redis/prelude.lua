@@ -67,4 +67,7 @@ local function read(...)
   return reply
 end
 
+-- How many members of sorted sets this call may still remove at leisure: to remove one takes Redis some 0.2 microseconds.
+local removals = 1000
+
 local algorithms = {}

@@ -10,6 +10,7 @@ use super::call::{Call, Reply, Setback};
 use super::link::Link;
 use super::requests::{Request, Requests, Verb};
 use super::script::Script;
+use super::server_clock::ServerClock;
 use super::slot::{SLOTS, slot_of};
 use crate::charge::Charge;
 use crate::quota::Quota;
@@ -44,7 +45,8 @@ impl Shared {
         let request = Request { verb: Verb::Do(Action::Acquire), charges: &charge };
         let requests = Requests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
         let call = self.call(requests.script(&[0]), &key);
-        let command = |deadline| requests.command(&[0], |_| 1, self.driven_time(), deadline);
+        let deadline = Instant::now() + self.timeout;
+        let command = |clock: &ServerClock| requests.command(&[0], |_| 1, &self.server_times(clock, deadline));
         let read = |reply: Value| {
             let answer = requests.read(&[0], |_| 1, reply)?;
             Ok((Some(answer.now), answer.told.map_or(Reply::Late, |_| Reply::Answer(()))))

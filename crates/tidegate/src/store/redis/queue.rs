@@ -288,9 +288,9 @@ impl Turn {
     /// Sends the calls, once: what each brings to its items.
     async fn attempt(&self, sealed: &Sealed, calls: &[Vec<usize>]) -> Result<Vec<Result<Vec<Fate>, Fault>>, Fault> {
         let connection = self.link.connection(sealed.latest).await?;
-        let deadline = sealed.earliest.and_then(|earliest| connection.clock().at(earliest));
-        let (time, times) = (self.shared.driven_time(), |item: usize| sealed.times[item]);
-        let command = |items: &Vec<usize>| sealed.requests.command(items, times, time, deadline);
+        let server_times = self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
+        let times = |item: usize| sealed.times[item];
+        let command = |items: &Vec<usize>| sealed.requests.command(items, times, &server_times);
         let (sent, replies);
         if let [items] = calls {
             let command = command(items);

@@ -8,7 +8,9 @@ use std::ops::Range;
 use hashbrown::HashTable;
 use redis::{Cmd, Value};
 
+use super::fault::error_of_request;
 use super::script::{Pieces, Script};
+use super::server_clock::ServerTimes;
 use crate::algorithm::{Algorithm, Encoding, Evidence, Grants, Verdict};
 use crate::charge::Charge;
 use crate::quota::Quota;
@@ -62,6 +64,8 @@ struct Written {
     /// Which of the terms are its own.
     terms: usize,
     cost: u64,
+    /// Of a refund: when its charge was made, by the store's own clock; 0 if unknown.
+    charged_at: u64,
 }
 
 /// A quota as the script gets it.
@@ -99,6 +103,8 @@ pub(super) enum Verdicts {
     Several(Vec<Verdict>),
 }
 
+/// The largest cost that the script's doubles hold exactly. No count holds as much.
+const MAX_COST: u64 = 1 << 52;
 /// How far back equal terms are looked for: most calls have one or two, and to write some twice costs little.
 const TERMS_IN_SIGHT: usize = 8;
 
@@ -110,6 +116,7 @@ impl Verb {
             Self::Do(Action::Refund) => "refund",
             Self::Do(Action::Reset) => "reset",
             Self::Do(Action::Take) => "take",
+            Self::Do(Action::Report) => "report",
             Self::Forgo => "forgo",
         }
     }
@@ -128,7 +135,7 @@ impl Told {
                 Ok(Verdicts::Several(charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect()))
             }
             (Self::Verdicts(verdicts), _) => Ok(Verdicts::Several(verdicts.clone())),
-            (Self::Error(reason), _) => Err(StoreError::Refused(reason.clone())),
+            (Self::Error(reason), _) => Err(error_of_request(reason)),
         }
     }
 }
@@ -196,8 +203,9 @@ impl Requests {
             let start = self.text.len();
             write_key(&mut self.text, charge);
             let terms = self.terms_of(charge.quota());
-            let cost = charge.units().min(Quota::MAX_LIMIT);
-            self.charges.push(Written { key: start..self.text.len(), terms, cost });
+            let cost = charge.units().min(MAX_COST);
+            let charged_at = charge.charge_time();
+            self.charges.push(Written { key: start..self.text.len(), terms, cost, charged_at });
         }
         let number = self.items.len();
         if form == Form::Acquire {
@@ -253,20 +261,14 @@ impl Requests {
     }
 
     /// The call that asks these items, in this order; each `times` over.
-    pub(super) fn command(
-        &self,
-        items: &[usize],
-        times: impl Fn(usize) -> u64,
-        driven_time: Option<u64>,
-        deadline: Option<i64>,
-    ) -> Cmd {
+    pub(super) fn command(&self, items: &[usize], times: impl Fn(usize) -> u64, times_of_server: &ServerTimes) -> Cmd {
         let charges = || items.iter().flat_map(|item| self.charges_of(*item));
         let mut command = self.script(items).evalsha(charges().count());
         for charge in charges() {
             command.arg(&self.text[charge.key.clone()]);
         }
-        or_empty(&mut command, driven_time);
-        or_empty(&mut command, deadline);
+        or_empty(&mut command, times_of_server.driven);
+        or_empty(&mut command, times_of_server.deadline);
 
         // The terms that these items name, by their numbers in this call.
         let mut numbers = vec![0; self.terms.len()];
@@ -304,6 +306,9 @@ impl Requests {
                     command.arg(verb.name()).arg(self.charges_of(*item).len());
                     for charge in self.charges_of(*item) {
                         command.arg(numbers[charge.terms]).arg(charge.cost);
+                        if verb == Verb::Do(Action::Refund) {
+                            command.arg(times_of_server.of_charge(charge.charged_at));
+                        }
                     }
                 }
             }
@@ -415,7 +420,8 @@ mod tests {
         assert_eq!(requests.charges(), 11);
 
         // The fourth has gone away.
-        let command = requests.command(&[0, 1, 2, 4, 6, 7], |item| if item == 2 { 2 } else { 1 }, None, Some(99));
+        let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
+        let command = requests.command(&[0, 1, 2, 4, 6, 7], |item| if item == 2 { 2 } else { 1 }, &times);
         let expected = "7 a b c a c a d  99 \
                         3 fixed-window 10 60000000 0 token-bucket 5 60000000 5 sliding-log 3 60000000 1 \
                         acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 peek 1 1 1 acquire 1 3 1";

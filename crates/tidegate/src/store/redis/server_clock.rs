@@ -17,6 +17,44 @@ pub(super) struct ServerClock {
 
 const NOTHING_KNOWN: i64 = i64::MIN;
 
+/// The times that a script call carries, in the server's microseconds.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct ServerTimes {
+    /// The script's time, if tests drive it.
+    pub(super) driven: Option<u64>,
+    /// Later than this the script does nothing.
+    pub(super) deadline: Option<i64>,
+    /// The store's own clock and the server's, read at one moment; `None` before the first reply.
+    pub(super) now: Option<(u64, u64)>,
+}
+
+impl ServerTimes {
+    /// `clock` is the server's; `own_now` reads the store's own clock.
+    pub(super) fn new(
+        clock: &ServerClock,
+        deadline: Instant,
+        driven: Option<u64>,
+        own_now: impl FnOnce() -> u64,
+    ) -> Self {
+        // The store's clock is read last: an age by it is then too long rather than too short.
+        let server_now = clock.at(Instant::now()).and_then(|micros| u64::try_from(micros).ok());
+        Self { driven, deadline: clock.at(deadline), now: server_now.map(|server| (own_now(), server)) }
+    }
+
+    /// The time of a charge by the server's clock, or a little earlier, from its time by the store's own clock. 0 if that is
+    /// unknown.
+    pub(super) fn of_charge(&self, charged_at: u64) -> u64 {
+        if self.driven.is_some() {
+            return charged_at;
+        }
+        let Some((own, server)) = self.now.filter(|_| charged_at > 0) else { return 0 };
+        let age = own.saturating_sub(charged_at);
+        // NTP lets two clocks run apart by up to a thousandth.
+        let drift = age / 1_000;
+        server.saturating_sub(age + drift).max(1)
+    }
+}
+
 impl ServerClock {
     pub(super) fn new() -> Self {
         Self { ahead: AtomicI64::new(NOTHING_KNOWN) }

@@ -1,0 +1,277 @@
+//! Names of attributes: which names a policy may use, and the nearest right one for any other.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
+const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
+
+/// The number of characters of an unknown name that are compared and shown: clients choose their
+/// length.
+const MAX_SHOWN: usize = 64;
+
+/// Error in the name of an attribute.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttributeError {
+    /// The name is neither built in nor declared, so no request would have the attribute.
+    #[error(
+        "unknown attribute {name:?}: it must be one of ip, method, path, host, header.NAME, query.NAME, \
+         cookie.NAME, domain, descriptor.KEY, or be declared in `attributes`{}",
+        suggestion(nearest.as_deref())
+    )]
+    Unknown {
+        /// The unknown name.
+        name: String,
+        /// The most similar known name.
+        nearest: Option<String>,
+    },
+    /// A plain HTTP request never has the attribute.
+    #[error(
+        "no HTTP request has the attribute {name:?}: it must be one of ip, method, path, host, \
+         header.NAME, query.NAME, cookie.NAME{}",
+        suggestion(nearest.as_deref())
+    )]
+    NotHttp {
+        /// The name.
+        name: String,
+        /// The most similar attribute of an HTTP request.
+        nearest: Option<String>,
+    },
+    /// The name is malformed.
+    #[error("{name:?} is not an attribute name: {reason}")]
+    Malformed {
+        /// The malformed name.
+        name: String,
+        /// Description of the defect.
+        reason: &'static str,
+    },
+    /// A built-in attribute is declared.
+    #[error("{0:?} cannot be declared: the name is built in")]
+    BuiltIn(String),
+    /// An attribute is declared twice.
+    #[error("the attribute {0:?} is declared twice")]
+    DeclaredTwice(String),
+}
+
+fn suggestion(nearest: Option<&str>) -> String {
+    nearest.map(|name| format!(" (did you mean `{name}`?)")).unwrap_or_default()
+}
+
+/// The front door that provides a built-in attribute.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Http,
+    Envoy,
+}
+
+fn built_in(name: &str) -> Option<Origin> {
+    match name {
+        "ip" | "method" | "path" | "host" => Some(Origin::Http),
+        "domain" => Some(Origin::Envoy),
+        _ => match name.split_once('.')? {
+            ("header" | "query" | "cookie", _) => Some(Origin::Http),
+            ("descriptor", _) => Some(Origin::Envoy),
+            _ => None,
+        },
+    }
+}
+
+/// Whether a plain HTTP request may have the attribute.
+pub(super) fn is_http(name: &str) -> bool {
+    built_in(name) == Some(Origin::Http)
+}
+
+/// Checks a name for a front door that knows only HTTP requests.
+#[cfg(feature = "tower")]
+pub(crate) fn check_http(name: &str) -> Result<(), AttributeError> {
+    if !is_http(name) {
+        let nearest = AttributeNames::default().nearest(name).filter(|nearest| is_http(nearest));
+        return Err(AttributeError::NotHttp { name: shown(name), nearest });
+    }
+    check_form(name)
+}
+
+/// The attributes that policies may use: the built-in ones, and those which were declared.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct AttributeNames {
+    declared: Arc<BTreeSet<String>>,
+}
+
+impl AttributeNames {
+    /// Adds an attribute of the callers' own.
+    pub(crate) fn declare(&mut self, name: &str) -> Result<(), AttributeError> {
+        check_characters(name)?;
+        // Another spelling of a built-in name would be mistaken for it.
+        let lower = name.to_lowercase();
+        if built_in(&lower).is_some() || PREFIXES.contains(&lower.as_str()) {
+            return Err(AttributeError::BuiltIn(name.to_owned()));
+        }
+        if !Arc::make_mut(&mut self.declared).insert(name.to_owned()) {
+            return Err(AttributeError::DeclaredTwice(name.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Adds the attributes that `other` declares.
+    pub(crate) fn merge(&mut self, other: &Self) {
+        if !Arc::ptr_eq(&self.declared, &other.declared) && !other.declared.is_subset(&self.declared) {
+            Arc::make_mut(&mut self.declared).extend(other.declared.iter().cloned());
+        }
+    }
+
+    /// Checks a name that a policy uses.
+    pub(crate) fn check(&self, name: &str) -> Result<(), AttributeError> {
+        check_characters(name)?;
+        self.check_known(name)?;
+        check_form(name)
+    }
+
+    /// Checks the name of an attribute that a request has. The part after a prefix is not checked:
+    /// clients choose the names of their headers, cookies and query parameters.
+    pub(crate) fn check_known(&self, name: &str) -> Result<(), AttributeError> {
+        if built_in(name).is_some() || self.declared.contains(name) {
+            return Ok(());
+        }
+        Err(AttributeError::Unknown { name: shown(name), nearest: self.nearest(name) })
+    }
+
+    /// The most similar name, by its kind where the name has one: `headers.x-user` is near
+    /// `header.x-user`.
+    fn nearest(&self, name: &str) -> Option<String> {
+        let name: String = name.chars().take(MAX_SHOWN).collect();
+        let (kind, rest) = name.split_once(|character: char| !character.is_alphanumeric()).unwrap_or((&name, ""));
+        let rest = if rest.is_empty() { "NAME" } else { rest };
+        let names = NAMES.into_iter().chain(self.declared.iter().map(String::as_str));
+        let names = names.filter_map(|known| Some((distance(&name, known)?, known.to_owned())));
+        let prefixed = PREFIXES.iter().filter_map(|known| Some((distance(kind, known)?, format!("{known}.{rest}"))));
+        prefixed.chain(names).min_by_key(|(distance, _)| *distance).map(|(_, nearest)| nearest)
+    }
+}
+
+/// The number of different letters, in either case, if it is small enough for a misspelling.
+fn distance(written: &str, known: &str) -> Option<usize> {
+    let distance = strsim::damerau_levenshtein(&written.to_lowercase(), &known.to_lowercase());
+    (distance <= 1 + written.chars().count() / 3).then_some(distance)
+}
+
+fn shown(name: &str) -> String {
+    let mut start: String = name.chars().take(MAX_SHOWN).collect();
+    if start.len() < name.len() {
+        start.push('…');
+    }
+    start
+}
+
+fn malformed(name: &str, reason: &'static str) -> AttributeError {
+    AttributeError::Malformed { name: shown(name), reason }
+}
+
+fn check_characters(name: &str) -> Result<(), AttributeError> {
+    if name.is_empty() {
+        return Err(malformed(name, "it is empty; write a name, such as ip, path or header.x-user-id"));
+    }
+    if name.chars().any(|character| character.is_whitespace() || character.is_control()) {
+        return Err(malformed(name, "it has a space or a control character"));
+    }
+    Ok(())
+}
+
+/// Checks what follows the prefix of a built-in name.
+fn check_form(name: &str) -> Result<(), AttributeError> {
+    match name.split_once('.') {
+        Some((prefix, "")) if PREFIXES.contains(&prefix) => {
+            Err(malformed(name, "a name is missing after the dot, such as header.x-user-id"))
+        }
+        Some(("header", header)) if !header.chars().all(is_token) => {
+            Err(malformed(name, "the part after the dot cannot be the name of a header"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether RFC 9110 allows the character in a token.
+fn is_token(character: char) -> bool {
+    character.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(character)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(declared: &[&str]) -> AttributeNames {
+        let mut names = AttributeNames::default();
+        for name in declared {
+            names.declare(name).expect("a good name");
+        }
+        names
+    }
+
+    #[test]
+    fn built_in_and_declared_names_are_known() {
+        let names = names(&["tenant", "jwt.sub"]);
+        for known in
+            ["ip", "method", "path", "host", "domain", "header.X-User", "query.a.b", "cookie.SID", "descriptor.k"]
+        {
+            assert_eq!(names.check(known), Ok(()), "{known}");
+        }
+        assert_eq!((names.check("tenant"), names.check("jwt.sub")), (Ok(()), Ok(())));
+    }
+
+    #[test]
+    fn unknown_name_comes_with_the_nearest_one() {
+        let names = names(&["tenant", "Plan"]);
+        for (written, nearest) in [
+            ("headers.x-user", Some("header.x-user")),
+            ("heder.X-User", Some("header.X-User")),
+            ("Header.x", Some("header.x")),
+            ("header-x-user", Some("header.x-user")),
+            ("headers", Some("header.NAME")),
+            ("query", Some("query.NAME")),
+            ("cookies.sid", Some("cookie.sid")),
+            ("descriptors.user", Some("descriptor.user")),
+            ("paths", Some("path")),
+            ("IP", Some("ip")),
+            ("domian", Some("domain")),
+            ("tennant", Some("tenant")),
+            ("plan", Some("Plan")),
+            ("user", None),
+            ("foo.a-very-long-name-of-a-header", None),
+        ] {
+            let expected = AttributeError::Unknown { name: written.to_owned(), nearest: nearest.map(str::to_owned) };
+            assert_eq!(names.check(written), Err(expected));
+        }
+    }
+
+    #[test]
+    fn long_unknown_name_is_shortened() {
+        let error = names(&[]).check_known(&"é".repeat(60_000)).expect_err("unknown").to_string();
+        assert!(error.len() < 500 && error.contains("é…\""), "{error}");
+    }
+
+    #[test]
+    fn malformed_names_are_rejected_in_policies_only() {
+        for name in
+            ["header.", "query.", "cookie.", "descriptor.", "header.a:b", "header.é", "query.a b", "cookie.a\nb"]
+        {
+            let error = names(&[]).check(name).expect_err("malformed").to_string();
+            assert!(error.contains("is not an attribute name"), "{error}");
+            assert_eq!(names(&[]).check_known(name), Ok(()), "a client may have sent it");
+        }
+        assert!(names(&[]).check("").is_err_and(|error| error.to_string().contains("it is empty")));
+    }
+
+    #[test]
+    fn only_new_and_sound_names_are_declared() {
+        for name in ["", " ", "a b", "a\nb", "a\u{7f}"] {
+            let declared = AttributeNames::default().declare(name);
+            assert!(matches!(declared, Err(AttributeError::Malformed { .. })), "{name:?}: {declared:?}");
+        }
+        for name in ["ip", "Path", "domain", "header", "header.x-user", "Query.q", "descriptor.", "cookie"] {
+            assert_eq!(AttributeNames::default().declare(name), Err(AttributeError::BuiltIn(name.to_owned())));
+        }
+        let mut names = names(&["tenant"]);
+        assert_eq!(names.declare("tenant"), Err(AttributeError::DeclaredTwice("tenant".to_owned())));
+        assert_eq!(names.declare("Tenant"), Ok(()));
+    }
+}
