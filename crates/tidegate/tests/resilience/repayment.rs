@@ -243,7 +243,7 @@ async fn many_debts_go_in_batches_and_those_that_fail_stay() {
 }
 
 #[tokio::test]
-async fn a_store_without_room_is_charged_as_it_gets_some() {
+async fn a_store_without_room_is_overdrawn_and_recovers_with_time() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
     let [one, other] = fleet_of(2)
@@ -256,12 +256,31 @@ async fn a_store_without_room_is_charged_as_it_gets_some() {
     store.is(gone());
     assert_eq!(admit(&one, &charge, 10).await, 5, "its share");
     store.is(Mood::Well);
-    assert_eq!(one.repay().await, 0, "no room");
-    assert_eq!(one.stats().owed_units, 5);
-    // Six seconds a unit. Of the local debt as much drains as of the store's.
-    clock.advance(MINUTE / 5);
-    assert_eq!(one.repay().await, 2);
-    assert_eq!(admit(&other, &charge, 1).await, 0, "the other instance feels it");
+    assert_eq!((one.repay().await, one.stats().owed_keys), (5, 0), "a debt is settled by one report");
+    // The count is 15 of 10 and drains by one unit in six seconds.
+    clock.advance(MINUTE / 2);
+    assert_eq!(admit(&other, &charge, 1).await, 0, "the other instance is denied for it");
+    clock.advance(MINUTE / 10);
+    assert_eq!(admit(&other, &charge, 2).await, 1);
+}
+
+/// On a cluster each debt is one call, and those of one node are in flight together.
+#[tokio::test(start_paused = true)]
+async fn debts_of_one_node_are_reported_concurrently() {
+    let store = Flaky::new();
+    let fallback = Fallback::new(store.clone());
+    let quota = Quota::token_bucket(10, LONG).expect("valid");
+    store.part_is(1, gone());
+    for number in 0..200 {
+        admit(&fallback, &Charge::new(&format!("user-{number}@1"), &quota), 1).await;
+    }
+    let round_trip = Duration::from_millis(10);
+    store.part_is(1, Mood::Slow(round_trip));
+    let (calls, start) = (store.calls(), Instant::now());
+    assert_eq!(fallback.repay().await, 200);
+    assert_eq!(store.calls() - calls, 200);
+    // The first call alone, to see that the node is there, then one round trip per shard of the debts.
+    assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
 
 // ---- No loophole ------------------------------------------------------------------------------------------------
