@@ -24,8 +24,6 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A member is removed when it is absent from the lists of this many intervals. A store that was just flushed returns lists
 /// that are too short, and a share computed from such a list would be too large.
 const MAX_MISSED_HEARTBEATS: u32 = 3;
-/// Size of a fleet before its first agreement, if no number was set.
-const ASSUMED_INSTANCES: usize = 10;
 /// Keys with the same bucket have the same order of instances, so that the order is computed once per bucket.
 const BUCKETS: usize = 4096;
 
@@ -95,6 +93,9 @@ impl Default for Fleet {
 }
 
 impl Fleet {
+    /// Size of a fleet before its first agreement, unless [`expecting`](Self::expecting) sets one.
+    pub const ASSUMED_INSTANCES: usize = 10;
+
     /// Creates a fleet in which this instance has a random name.
     #[must_use]
     pub fn new() -> Self {
@@ -258,7 +259,7 @@ impl Snapshot {
     }
 
     fn size(&self) -> usize {
-        let assumed = if self.members.is_empty() { ASSUMED_INSTANCES } else { 1 };
+        let assumed = if self.members.is_empty() { Fleet::ASSUMED_INSTANCES } else { 1 };
         self.members.len().max(self.expected.unwrap_or(assumed))
     }
 
