@@ -111,7 +111,9 @@ impl<S: Store> Inner<S> {
         let debts: Vec<Debt> = claims.iter().map(|claim| claim.debt.clone()).collect();
         let charges: Vec<Charge<'_>> = debts.iter().map(Debt::charge).collect();
         // Until the answers are here, the store may have counted the debts: also if this future is dropped.
-        claims.iter_mut().for_each(|claim| claim.debt.in_doubt = true);
+        for claim in &mut *claims {
+            claim.debt.in_doubt = true;
+        }
         let results: Vec<Result<(), StoreError>> = match self.report_together(part, &charges).await {
             Some(result) => charges.iter().map(|_| result.clone()).collect(),
             // The counts of one node of a cluster are in many slots: concurrent calls share a pipeline there.
