@@ -467,6 +467,12 @@ fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
     assert!(service.output().contains("Redis is away"), "{}", service.output());
     let ask = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&ask).json()["source"], "local");
+    // Until then it assumes a fleet, unless the file has a number.
+    assert!(service.output().contains("store.instances is not set"), "{}", service.output());
+    assert!(service.admin("/metrics").body.contains("tidegate_fleet_instances 10\n"));
+    let alone = Service::start(&format!("store: {{redis: 'redis://{port}', instances: 1}}\n{POLICIES}"));
+    assert!(!alone.output().contains("store.instances"), "{}", alone.output());
+    assert!(alone.admin("/metrics").body.contains("tidegate_fleet_instances 1\n"));
     let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[]).expect("the port is still free");
     service.until("Redis decides", |service| service.acquire(&ask).json()["source"] == "store");
     service.until("it says so", |service| service.admin("/metrics").body.contains("tidegate_store_up 1\n"));
