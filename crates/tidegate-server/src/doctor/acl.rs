@@ -12,7 +12,7 @@ use super::{Finding, Kind, Report, Subject};
 const CHECK: &str = "acl";
 
 /// What the scripts call, beside TIME, each with arguments that do nothing to a key that is a short text.
-const BY_SCRIPTS: [(&str, &[&str]); 16] = [
+const BY_SCRIPTS: [(&str, &[&str]); 18] = [
     ("GET", &[]),
     ("GETRANGE", &["0", "0"]),
     ("SETRANGE", &["0", ""]),
@@ -27,8 +27,10 @@ const BY_SCRIPTS: [(&str, &[&str]); 16] = [
     ("ZREM", &["member"]),
     ("ZREMRANGEBYRANK", &["0", "0"]),
     ("ZREMRANGEBYSCORE", &["0", "0"]),
+    ("PTTL", &[]),
     // Long past: the key goes, which is what comes next anyway.
     ("PEXPIREAT", &["1"]),
+    ("UNLINK", &[]),
     ("DEL", &[]),
     ("SET", &["", "PX", "1", "XX"]),
 ];

@@ -13,6 +13,7 @@ pub(super) async fn check(subject: &Subject<'_>, report: &mut Report) {
     }
     eviction(subject, report);
     room(subject, report);
+    lazy_freeing(subject, report).await;
     persistence(subject, report).await;
 }
 
@@ -65,6 +66,22 @@ fn room(subject: &Subject<'_>, report: &mut Report) {
             }
         },
     );
+}
+
+/// A large sorted set that expires is freed at once unless Redis is told to free it in the background.
+async fn lazy_freeing(subject: &Subject<'_>, report: &mut Report) {
+    let finding = match subject.setting("lazyfree-lazy-expire").await.as_deref() {
+        Some("yes") => Finding::ok("lazy-freeing", "expired keys are freed in the background"),
+        Some(_) => {
+            let message = "lazyfree-lazy-expire is off: a sliding-log of 100,000 requests that expires as a sorted set holds \
+                           up other clients for some 20 ms";
+            let advice =
+                "CONFIG SET lazyfree-lazy-expire yes (and in redis.conf), or encoding: packed for limits beyond 5,000";
+            Finding::note("lazy-freeing", message).advice(advice)
+        }
+        None => return,
+    };
+    subject.found(report, finding);
 }
 
 async fn persistence(subject: &Subject<'_>, report: &mut Report) {

@@ -27,8 +27,8 @@
 //! sentinels:
 //!
 //! ```text
-//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +del +get +getrange +hmget +hset
-//!     +pexpireat +set +setrange +zadd +zcard +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
+//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +del +unlink +get +getrange +hmget +hset
+//!     +pexpireat +pttl +set +setrange +zadd +zcard +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
 //!

@@ -38,7 +38,7 @@ impl Redis {
 }
 
 /// What the documentation of `store::redis` says that a user must be allowed on one server.
-pub(crate) const RIGHTS: [&str; 20] = [
+pub(crate) const RIGHTS: [&str; 22] = [
     "evalsha",
     "script|load",
     "time",
@@ -48,6 +48,8 @@ pub(crate) const RIGHTS: [&str; 20] = [
     "hmget",
     "hset",
     "pexpireat",
+    "pttl",
+    "unlink",
     "set",
     "setrange",
     "zadd",

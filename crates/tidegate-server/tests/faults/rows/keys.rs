@@ -103,6 +103,67 @@ fn other_users_after_an_outage() {
     });
 }
 
+/// A value that no script can read is the trouble of its key: the others are decided by Redis.
+#[test]
+fn one_damaged_value() {
+    row("a damaged value of one key", |row| {
+        let redis = Server::start();
+        let policy =
+            "{name: api, match: {path: /api}, key: [header.user], algorithm: token-bucket, limit: 100000, window: 1h}";
+        // A machine that stands still must not make calls fail.
+        let service = Service::start(&format!("store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n", redis.store()));
+        let () = crate::servers::tell(&mut redis.connection(), &["HSET", "rate_limit:{damaged}:api", "kind", "bucket"]);
+        let ask = |key: &str| {
+            let answer = service.post("/v1/acquire", &format!(r#"{{"policy": "api", "key": "{key}"}}"#));
+            (answer.status, answer.json()["source"].clone())
+        };
+        let (mut others, mut damaged) = (0, 0);
+        for _ in 0..500 {
+            damaged += usize::from(ask("damaged") == (200, "local".into()));
+            others += usize::from(ask("other") == (200, "store".into()));
+        }
+        let metrics = crate::load::sums(&service.admin("/metrics").body);
+        row.figure("others", format_args!("{others} of 500 decided by Redis"));
+        row.insist(others == 500, || format!("{others} of 500 decisions for another key came from Redis"));
+        row.insist(damaged == 500, || format!("{damaged} of 500 for the damaged key were decided locally"));
+        row.insist(metrics["tidegate_store_breaker_opened_total"] == 0.0, || "the circuit was opened".to_owned());
+        row.insist(metrics["tidegate_store_up"] == 1.0, || "the store is said to be down".to_owned());
+    });
+}
+
+/// A log that rested for a window is cleaned up in pieces: other clients are served meanwhile.
+#[test]
+fn a_large_log_that_rested() {
+    row("a sorted-set log of 100,000 that rested", |row| {
+        let redis = Server::start();
+        let policy = "{name: api, match: {path: /api}, key: [header.user], limit: 100000, window: 1h}";
+        let service = Service::start(&format!("store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n", redis.store()));
+        let mut connection = redis.connection();
+        let fill = r"
+            local time = redis.call('TIME')
+            local now = time[1] * 1000000 + time[2]
+            for i = 1, 99999 do
+              redis.call('ZADD', KEYS[1], string.format('%.0f', now - 3700000000 + i), string.format('%016.0f:1', i))
+            end
+            redis.call('ZADD', KEYS[1], string.format('%.0f', now), '0000000000100000:1')
+            redis.call('PEXPIRE', KEYS[1], 3600000)";
+        let () = crate::servers::tell(&mut connection, &["EVAL", fill, "1", "rate_limit:{rested}:api"]);
+        let ask = || service.post("/v1/acquire", r#"{"policy": "api", "key": "rested"}"#);
+        let (mut most, mut calls, mut members) = (0_u64, 0, 100_000_u64);
+        let mut odd = 0;
+        while members > 2_000 && calls < 2_000 {
+            odd += usize::from(ask().status != 200);
+            let left: u64 = crate::servers::tell(&mut connection, &["ZCARD", "rate_limit:{rested}:api"]);
+            most = most.max((members + 1).saturating_sub(left));
+            (members, calls) = (left, calls + 1);
+        }
+        row.figure("removed", format_args!("at most {most} members in one of {calls} calls"));
+        row.insist(odd == 0, || format!("{odd} answers that are not 200"));
+        row.insist(most <= 1_001, || format!("{most} members removed in one call"));
+        row.insist(members <= 2_000, || format!("{members} members are left after {calls} calls"));
+    });
+}
+
 /// Rounds of one connection, for its part of a tenth of the keys.
 const ROUNDS: usize = KEYS / 10 / CONNECTIONS / PIPELINED / KEYS_A_REQUEST;
 

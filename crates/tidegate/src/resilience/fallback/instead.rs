@@ -48,6 +48,7 @@ impl<S: Store> Inner<S> {
         match action {
             Action::Acquire | Action::Peek => {}
             Action::Refund if memory_helps => return self.refund_here(charges, error),
+            Action::Report if memory_helps => return self.report_here(charges, may_have_run(&error)),
             Action::Refund | Action::Reset | Action::Take | Action::Report => return Err(error),
         }
         let in_doubt = may_have_run(&error);
@@ -142,6 +143,21 @@ impl<S: Store> Inner<S> {
             Ok(Decision { limit: charge.quota().limit(), source: Source::Local, ..decision })
         };
         charges.iter().zip(&shares).map(refund).collect()
+    }
+
+    /// Finished work is recorded here, and owed to the store, if its charge is decided locally. Otherwise it is lost.
+    fn report_here(&self, charges: &[Charge<'_>], in_doubt: bool) -> Result<Vec<Decision>, StoreError> {
+        let report = |charge: &Charge<'_>| match charge.store_failure() {
+            OnStoreFailure::Allow => Ok(by_rule(charge, true)),
+            OnStoreFailure::Deny => Ok(by_rule(charge, false)),
+            OnStoreFailure::Local => {
+                let quota = self.share(charge).unwrap_or_else(|| charge.quota().clone());
+                let decision = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
+                self.owed.add(charge, self.local.clock().now(), in_doubt);
+                Ok(Decision { limit: charge.quota().limit(), source: Source::Local, ..decision })
+            }
+        };
+        charges.iter().map(report).collect()
     }
 
     /// Nothing counts for this charge's key here any more, and nothing is owed.
