@@ -36,8 +36,8 @@ pub(crate) struct AskBody<'a> {
     /// How many units it takes; as the policy says by default, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
-    /// Only for a refund: how many milliseconds ago the charge was made, from just before it was asked for. Its own units are
-    /// then returned; otherwise the oldest that still count.
+    /// Only of use in a refund: how many milliseconds ago the charge was made, from just before it was asked for. Its own units
+    /// are then returned; otherwise the oldest that still count.
     pub(crate) age_ms: Option<u64>,
 }
 

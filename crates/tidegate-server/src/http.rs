@@ -232,11 +232,7 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
-    let charged_at = match body.age_ms {
-        None => 0,
-        Some(age) if action == Action::Refund => engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1),
-        Some(_) => return Err(Problem::bad_request("age_ms is for /v1/refund: how long ago the charge was made")),
-    };
+    let charged_at = body.age_ms.map_or(0, |age| engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1));
     let answer = engine.ask(&live, &head.headers, action, ask, charged_at).await?;
     let denied = action == Action::Acquire && !answer.allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };

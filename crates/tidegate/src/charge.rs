@@ -189,7 +189,7 @@ impl<'a> Charge<'a> {
                 if age.saturating_sub(held_before) >= own {
                     return None;
                 }
-                asked.saturating_add(held_before).min(now)
+                asked.saturating_add(held_before)
             }
         };
         Some(self.charged_at(charged_at.max(1)))

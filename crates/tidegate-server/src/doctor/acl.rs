@@ -12,7 +12,7 @@ use super::{Finding, Kind, Report, Subject};
 const CHECK: &str = "acl";
 
 /// What the scripts call, beside TIME, each with arguments that do nothing to a key that is a short text.
-const BY_SCRIPTS: [(&str, &[&str]); 18] = [
+const BY_SCRIPTS: [(&str, &[&str]); 17] = [
     ("GET", &[]),
     ("GETRANGE", &["0", "0"]),
     ("SETRANGE", &["0", ""]),
@@ -31,7 +31,6 @@ const BY_SCRIPTS: [(&str, &[&str]); 18] = [
     // Long past: the key goes, which is what comes next anyway.
     ("PEXPIREAT", &["1"]),
     ("UNLINK", &[]),
-    ("DEL", &[]),
     ("SET", &["", "PX", "1", "XX"]),
 ];
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";

@@ -84,6 +84,7 @@ impl Count for Bucket {
             };
         }
         self.time = if stepped_back { now } else { self.time.max(now) };
+        self.window_tag = quota.window_tag();
         stepped_back
     }
 

@@ -33,7 +33,7 @@ local function make_long_form()
   local MAX_REWRITTEN = 128
   -- A log whose times get wider is copied as it is up to this many requests. A longer one becomes this many blocks, each
   -- at the time of its newest request: that counts units for a little too long, never too short.
-  local MAX_COPIED, BLOCKS = 512, 128
+  local MAX_COPIED, BLOCKS = 512, 64
   -- A raised window extends up to this many chunks.
   local MAX_EXTENDED = 1000
 

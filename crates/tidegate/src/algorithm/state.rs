@@ -163,7 +163,9 @@ mod tests {
         let parts = quota.window_micros() - 1;
         let state = State::new(Kind::Bucket, MAX_TIME, Quota::MAX_LIMIT, parts, &quota);
         assert_eq!((state.time(), state.units(), state.parts()), (MAX_TIME, Quota::MAX_LIMIT, parts));
-        assert_eq!(state.expires_at(), MAX_TIME + 10 * quota.window_micros());
+        assert_eq!(state.expires_at(), MAX_TIME + 100 * quota.window_micros(), "an overdraft takes longer to drain");
+        let full = State::new(Kind::Bucket, MAX_TIME, quota.burst(), 0, &quota);
+        assert_eq!(full.expires_at(), MAX_TIME + 10 * quota.window_micros());
         assert!(state.is_of(Kind::Bucket) && !state.is_of(Kind::Window));
     }
 

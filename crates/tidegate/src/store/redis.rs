@@ -27,7 +27,7 @@
 //! sentinels:
 //!
 //! ```text
-//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +del +unlink +get +getrange +hmget +hset
+//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink +get +getrange +hmget +hset
 //!     +pexpireat +pttl +set +setrange +zadd +zcard +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```

@@ -38,11 +38,10 @@ impl Redis {
 }
 
 /// What the documentation of `store::redis` says that a user must be allowed on one server.
-pub(crate) const RIGHTS: [&str; 22] = [
+pub(crate) const RIGHTS: [&str; 21] = [
     "evalsha",
     "script|load",
     "time",
-    "del",
     "get",
     "getrange",
     "hmget",

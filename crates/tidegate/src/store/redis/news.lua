@@ -12,13 +12,13 @@
 --               missed; the new cursor; then, if the cursor was found, the members since
 --
 -- Readers whose cursor is gone drop everything. It is gone after too many invalidations, after a data loss, which may have
--- lost counts as well, and after publish-all, which deletes the set. So does a publish that a full server refuses: a DEL is
+-- lost counts as well, and after publish-all, which deletes the set. So does a publish that a full server refuses: an UNLINK is
 -- always accepted. The next reader then cannot create the set and fails, until there is memory again.
 
 local set, nonce = KEYS[1], ARGV[2]
 
 if ARGV[1] == 'publish-all' then
-  redis.call('DEL', set)
+  redis.call('UNLINK', set)
   return 0
 end
 
@@ -33,7 +33,7 @@ if ARGV[1] == 'publish' then
   end
   local added = redis.pcall('ZADD', set, unpack(members))
   if type(added) == 'table' and added.err then
-    redis.call('DEL', set)
+    redis.call('UNLINK', set)
     return 0
   end
   redis.call('ZREMRANGEBYRANK', set, 0, -1 - tonumber(ARGV[3]))

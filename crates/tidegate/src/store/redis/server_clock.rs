@@ -48,6 +48,10 @@ impl ServerTimes {
             return charged_at;
         }
         let Some((own, server)) = self.now.filter(|_| charged_at > 0) else { return 0 };
+        // A bucket's charge may begin to drain later than now: then nothing of it has drained yet.
+        if charged_at > own {
+            return server.saturating_add(charged_at - own);
+        }
         let age = own.saturating_sub(charged_at);
         // NTP lets two clocks run apart by up to a thousandth.
         let drift = age / 1_000;
