@@ -240,6 +240,10 @@ impl Store for Observed {
     fn epoch(&self) -> u64 {
         self.store.epoch()
     }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.store.epoch_of(charge)
+    }
 }
 
 fn store_error<T>(result: &Result<T, Error>) -> Option<&StoreError> {

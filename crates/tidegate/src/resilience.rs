@@ -38,7 +38,7 @@ pub(crate) fn random() -> u64 {
 }
 
 /// From half the duration to one and a half: many instances must not come all at once.
-fn jittered(duration: Duration) -> Duration {
+pub(crate) fn jittered(duration: Duration) -> Duration {
     let [byte, ..] = random().to_le_bytes();
     duration / 2 + duration * u32::from(byte) / 256
 }

@@ -62,6 +62,12 @@ pub trait Store: Send + Sync + 'static {
     fn epoch(&self) -> u64 {
         0
     }
+
+    /// Returns a number that changes whenever another server comes to decide this charge: a cached decision from before is
+    /// stale then. By default the [epoch](Self::epoch) of the whole store.
+    fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
+        self.epoch()
+    }
 }
 
 /// A store that several own: some behind a fallback, say, and some who want its errors.
@@ -101,6 +107,10 @@ impl<S: Store> Store for Arc<S> {
     fn epoch(&self) -> u64 {
         S::epoch(self)
     }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        S::epoch_of(self, charge)
+    }
 }
 
 /// A part of a store that fails, and comes back, apart from the others.
@@ -117,7 +127,7 @@ impl Part {
 pub enum Action {
     /// Decide and, if allowed, spend.
     Acquire,
-    /// What acquire would answer; writes nothing.
+    /// What acquire would answer; writes nothing. A cost of 0 asks whether more is recorded than the limit.
     Peek,
     /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it, the oldest units that still
     /// count go first, because that never admits too much.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use support::{Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, until};
 use tidegate::testing::conformance;
-use tidegate::{Charge, Limiter, ManualClock, Part, Quota, RedisStore, Store};
+use tidegate::{Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Part, Quota, RedisStore, Source, Store};
 
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
@@ -267,4 +267,131 @@ async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
         }
     }
     cluster.assert_every_key_expires();
+}
+
+/// Keys whose counts live in different slots of one node.
+fn keys_of_one_node(cluster: &Cluster, store: &RedisStore, count: usize) -> (usize, Vec<String>) {
+    let quota = Quota::fixed_window(1, LONG).expect("valid");
+    let redis_key = |key: &String| store.redis_key(&Charge::new(key, &quota));
+    let first = "same-node".to_owned();
+    let node = cluster.owner_of(&redis_key(&first));
+    let mut slots = vec![cluster.slot_of(&redis_key(&first))];
+    let mut keys = vec![first];
+    for key in (0..1_000).map(|number| format!("same-node-{number}")) {
+        let slot = cluster.slot_of(&redis_key(&key));
+        if keys.len() < count && !slots.contains(&slot) && cluster.owner_of(&redis_key(&key)) == node {
+            slots.push(slot);
+            keys.push(key);
+        }
+    }
+    assert_eq!(keys.len(), count);
+    (node, keys)
+}
+
+/// The bytes of calls of scripts that the server has read and not executed.
+fn query_buffer(node: &Redis) -> usize {
+    let clients: String = node.query(&["CLIENT", "LIST"]);
+    let of = |client: &str| client.split(" qbuf=").nth(1)?.split(' ').next()?.parse::<usize>().ok();
+    clients.lines().filter(|client| client.contains(" cmd=evalsha ")).filter_map(of).max().unwrap_or(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slots_of_one_node_are_asked_in_one_round_trip() {
+    let cluster = Cluster::start();
+    let limiter = limiter(&cluster).await;
+    let (node, keys) = keys_of_one_node(&cluster, limiter.store(), 5);
+    let node = &cluster.nodes()[node];
+    let quotas: Vec<Quota> =
+        (0..5).map(|at| Quota::sliding_log(if at == 3 { 3 } else { 10 }, LONG).expect("valid")).collect();
+    let charges = || keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota)).collect::<Vec<_>>();
+    // The scripts are loaded then.
+    assert!(limiter.acquire_all(&charges()).await.expect("decided").iter().all(|decision| decision.allowed));
+    // While the server is held back, what has arrived is in its query buffer. First of one call, then of all of them.
+    let mut one_call = 0;
+    for count in [1, 5] {
+        node.hold_back();
+        let (asking, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
+        let together = tokio::spawn(async move {
+            let charges = keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).cost(2));
+            asking.acquire_all(&charges.collect::<Vec<_>>()).await
+        });
+        until("all calls have arrived", async || {
+            let arrived = query_buffer(node);
+            one_call = if count == 1 { arrived } else { one_call };
+            arrived > 4 * one_call || (count == 1 && arrived > 0)
+        })
+        .await;
+        node.go_on();
+        assert!(together.await.expect("no panic").expect("decided").iter().all(|decision| decision.allowed));
+    }
+    // One denies: the others give back what they took.
+    let denied = limiter.acquire_all(&charges()).await.expect("decided");
+    let told: Vec<(bool, u64)> = denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
+    assert_eq!(told, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
+    for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
+        let look = limiter.store().decide(Action::Take, &charge.cost(0)).await.expect("decided");
+        assert_eq!(look.remaining, left);
+    }
+    cluster.assert_every_key_expires();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peek_across_slots_shows_unspent_numbers_when_one_denies() {
+    let cluster = Cluster::start();
+    for quotas in every_quota(4, Duration::from_secs(60)).chunks(2) {
+        let clock = ManualClock::new();
+        let limiter = driven(&cluster, clock.clone()).await;
+        let twin = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+        let keys: Vec<String> = (0..6).map(|number| format!("user-{number}")).collect();
+        let pairs = keys.iter().zip(quotas.iter().cycle());
+        let charges: Vec<Charge<'_>> = pairs.map(|(key, quota)| Charge::new(key, quota).cost(2)).collect();
+        for (at, charge) in charges.iter().enumerate() {
+            clock.advance(Duration::from_millis(700));
+            let spent = charge.cost(if at == 4 { 4 } else { 1 });
+            limiter.acquire(&spent).await.expect("decided");
+            twin.acquire(&spent).await.expect("decided");
+        }
+        let (found, truth) = (limiter.peek_all(&charges).await, twin.peek_all(&charges).await);
+        assert!(!truth.as_ref().expect("decided")[4].allowed);
+        assert_eq!(found.expect("decided"), truth.expect("decided"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_moved_slot_leaves_cached_denials_of_other_slots() {
+    let cluster = Cluster::start();
+    let store = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("our own cluster answers");
+    let limiter = Limiter::new(DenyCache::new(store));
+    let store = limiter.store().store();
+    let (from, keys) = keys_of_one_node(&cluster, store, 2);
+    let quota = Quota::fixed_window(1, LONG).expect("valid");
+    let (moving, staying) = (Charge::new(&keys[0], &quota), Charge::new(&keys[1], &quota));
+    let is_cached =
+        async |charge: &Charge<'_>| limiter.acquire(charge).await.expect("decided").source == Source::DenyCache;
+    let slot = cluster.slot_of(&store.redis_key(&moving));
+    let to = (0..3).find(|node| *node != from).expect("three primaries");
+    let epochs = || (store.epoch_of(&moving), store.epoch_of(&staying));
+    let mut moves = 0;
+    // Entries live five seconds: should the move take longer than that, it is made back, and so on.
+    until("a move leaves the other entry", async || {
+        for charge in [&moving, &staying] {
+            until("the denial is cached", async || is_cached(charge).await).await;
+        }
+        let ((before, other), redirects) = (epochs(), store.redirects());
+        let ends = if moves % 2 == 0 { (from, to) } else { (to, from) };
+        moves += 1;
+        cluster.move_slot(slot, &cluster.nodes()[ends.0], &cluster.nodes()[ends.1], async || {}).await;
+        until("the store is redirected", async || {
+            store.decide(Action::Peek, &moving).await.expect("decided");
+            store.redirects() > redirects || store.epoch_of(&moving) != before
+        })
+        .await;
+        assert_ne!(store.epoch_of(&moving), before);
+        assert_eq!(store.epoch_of(&staying), other);
+        let staying_is_cached = is_cached(&staying).await;
+        let denied = limiter.acquire(&moving).await.expect("decided");
+        assert_eq!((denied.allowed, denied.source), (false, Source::Store));
+        staying_is_cached
+    })
+    .await;
 }

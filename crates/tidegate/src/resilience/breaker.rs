@@ -16,7 +16,9 @@ use super::jittered;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
-use crate::store::in_order::{Groups, Owned, Refund, Step, group_by, in_order, in_places, untake};
+use crate::store::in_order::{
+    Groups, Owned, Refund, Step, group_by, in_order, in_places, restore_unspent, without_cost,
+};
 use crate::store::news::{Mark, News};
 use crate::store::{Action, Part, Store, StoreError};
 
@@ -311,16 +313,24 @@ impl<S: Store> Groups for Parts<'_, S> {
 
     async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
-        let action = match step {
-            Step::Do(action) => action,
-            Step::Forgo => Action::Peek,
+        let ask = async |action, charges: &[Charge<'_>]| {
+            let call = pin!(self.inner.store.decide_all(action, charges));
+            self.inner.guarded(self.circuit(group), self.deadline, call).await
         };
-        let call = pin!(self.inner.store.decide_all(action, charges));
-        let mut decisions = self.inner.guarded(self.circuit(group), self.deadline, call).await?;
-        if step == Step::Forgo {
-            untake(charges, &mut decisions);
+        match step {
+            Step::Do(action) => ask(action, charges).await,
+            Step::Look => ask(Action::Take, &without_cost(charges)).await,
+            Step::Forgo => {
+                let mut peeked = ask(Action::Peek, charges).await?;
+                if peeked.iter().all(|decision| decision.allowed) {
+                    match ask(Action::Take, &without_cost(charges)).await {
+                        Ok(unspent) => return Ok(unspent),
+                        Err(_) => restore_unspent(charges, &mut peeked),
+                    }
+                }
+                Ok(peeked)
+            }
         }
-        Ok(decisions)
     }
 
     fn refund(&self, charges: &[Charge<'_>]) -> Refund {
@@ -389,5 +399,9 @@ impl<S: Store> Store for Breaker<S> {
 
     fn epoch(&self) -> u64 {
         self.inner.store.epoch()
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.inner.store.epoch_of(charge)
     }
 }

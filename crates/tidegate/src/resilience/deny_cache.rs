@@ -1,26 +1,35 @@
 //! [`DenyCache`]: a denial by the store holds until its `retry_after`, and is answered here until then.
 //!
-//! Nobody can free units earlier, but for a refund, a reset and a raised limit. The first two make this instance forget
-//! what they touch, whoever makes them: those of others are [news](Store::news), read several times a second while there
-//! is something to forget. Without news for a second, nothing in here is believed. The last is another quota, and a denial
-//! holds for the very quota that it was made by.
+//! Units come back earlier only by a refund, a reset or a raised limit. The first two drop the entries of the counts that they
+//! touch: through this instance at once, through others by the [invalidations](Store::news), which are polled several times
+//! a second while entries are in use. Entries are ignored once the last successful poll is older than a second, and live for
+//! five seconds at most. A raised limit is another quota, and an entry holds for the very quota that it was made by.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
+use tokio::time::sleep;
 
-use self::table::{Companions, Denial, Found, Left, Name, Table, Ticket};
+use self::table::{Companions, Denial, Found, Left, Name, Query, Table, Ticket};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
+use crate::store::in_order::Owned;
 use crate::store::news::{CountId, Mark, News};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod follow;
 mod table;
+
+/// The longest life of an entry, whatever its `retry_after`: bounds how long a lost invalidation has an effect.
+pub(crate) const MAX_ENTRY_TTL: Duration = Duration::from_secs(5);
+
+/// How long a denial that counts is answered from here. Then the denials of that time are recorded in the store.
+pub(crate) const COUNTED_DENIAL_TTL: Duration = Duration::from_millis(100);
 
 /// What is left of the other charges is remembered for requests of up to so many.
 const MOST_COMPANIONS: usize = 8;
@@ -37,13 +46,16 @@ const MOST_COMPANIONS: usize = 8;
 ///   of a lower one.)
 /// * A request of several charges is denied if one of them is. What is left of the others is then what the store told when
 ///   it denied the same request; if it never did, they are told as untouched.
-/// * Quotas that count denied requests are never answered from here: each denial counts.
+/// * A denial by a quota that counts denied requests is answered from here for up to 100 ms, and its `retry_after` does not go
+///   down: each denial counts. The store records those of the last 100 ms before it is asked again, at most the limit.
 /// * A refund or a reset through this store is seen at once. One through any other that shares the counts is seen
 ///   within a second of its end, by the [news](Store::news) that a `RedisStore` has of them. While news cannot be
 ///   read, the store is asked. So is it if news would have to be read, but there is no Tokio runtime to read them on.
-/// * Not seen is who frees a count without a word: goes around this cache to the memory store within it, deletes a key in
-///   Redis by hand, or decides by another quota on the same count in another process. It ends with the denial's `retry_after`. (A store that is emptied, or that lost
-///   the news with its other writes in a failover, is noticed.)
+/// * A change without an invalidation is not seen before the entry ends, after five seconds at most: a call to the memory store
+///   within this cache, a key that is deleted in Redis by hand, another quota on the same count in another process. (A store
+///   that was emptied, or that lost invalidations with its other writes in a failover, is noticed.)
+/// * The entry of a bucket goes on being used when its time has come: this instance asks the store for as many units as can be
+///   available by then, and denies the rest.
 /// * It holds a fixed number of denials. What is of no use lately makes room for what is new.
 ///
 /// ```
@@ -77,8 +89,6 @@ struct Inner<S> {
     has_news: bool,
     /// Until then what is in the table may be believed, by the store's clock.
     trusted_until: AtomicU64,
-    /// The store's, of which all denials in the table are.
-    epoch: AtomicU64,
     /// Whether it was of use lately.
     used: AtomicBool,
     follower: Mutex<Option<AbortHandle>>,
@@ -92,7 +102,7 @@ pub struct Builder<S> {
 }
 
 impl<S: Store> Builder<S> {
-    /// How many denials it holds; 100,000 by default, which weigh some 8 MB. With 0 it never answers.
+    /// How many denials it holds; 100,000 by default, which take some 13 MB. With 0 it never answers.
     #[must_use]
     pub fn max_entries(mut self, entries: usize) -> Self {
         self.max_entries = entries;
@@ -108,7 +118,6 @@ impl<S: Store> Builder<S> {
             table: Table::new(self.max_entries),
             has_news,
             trusted_until: AtomicU64::new(if has_news { 0 } else { u64::MAX }),
-            epoch: AtomicU64::new(0),
             used: AtomicBool::new(false),
             follower: Mutex::default(),
         };
@@ -152,8 +161,12 @@ enum Known<T> {
     /// A denial that holds.
     Denied(T),
     /// Nothing; and what a denial is kept with.
-    Asked { tickets: Tickets, sent: u64 },
+    Asked { tickets: Tickets, sent: u64, unrecorded: Unrecorded },
 }
+
+/// Units of denials that count, answered from here, which the store must record before it is asked: with the position of
+/// their charge.
+type Unrecorded = Vec<(usize, u64)>;
 
 /// Of one charge, as nearly always, without a list.
 enum Tickets {
@@ -168,15 +181,21 @@ impl<S: Store> Inner<S> {
         self.store.clock().now()
     }
 
-    /// As the table does, but nothing is found there while it cannot be believed.
-    fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
-        // Other servers, other clocks: what these say is not what those said.
-        let epoch = self.store.epoch();
-        if self.epoch.load(Ordering::Acquire) != epoch {
-            self.table.clear();
-            self.epoch.store(epoch, Ordering::Release);
-        }
-        if self.is_trusted(now) { self.table.find(name, charge, now, request) } else { Err(self.table.ticket(name)) }
+    fn query<'a>(
+        &self,
+        action: Action,
+        name: Name,
+        charge: &'a Charge<'a>,
+        now: u64,
+        request: Option<u128>,
+    ) -> Query<'a> {
+        let epoch = self.store.epoch_of(charge);
+        Query { name, charge, epoch, now, request, spends: action == Action::Acquire }
+    }
+
+    /// As the table does, but nothing is found there while entries are stale.
+    fn find(&self, query: &Query<'_>) -> Found {
+        if self.is_trusted(query.now) { self.table.find(query) } else { Err(self.table.ticket(query)) }
     }
 
     fn is_trusted(&self, now: u64) -> bool {
@@ -184,38 +203,42 @@ impl<S: Store> Inner<S> {
     }
 
     /// What is done before the store is asked.
-    fn before(&self, action: Action, charge: &Charge<'_>) -> Known<Decision> {
+    fn before(self: &Arc<Self>, action: Action, charge: &Charge<'_>) -> Known<Decision> {
         let name = self.table.name(charge);
         let sent = self.now();
         if !may_be_kept(action, std::slice::from_ref(charge)) {
             self.ask_by(action, [name]);
-            return Known::Asked { tickets: Tickets::None, sent };
+            return Known::Asked { tickets: Tickets::None, sent, unrecorded: Vec::new() };
         }
-        match self.find(name, charge, sent, None) {
+        let query = self.query(action, name, charge, sent, None);
+        match self.find(&query) {
             Ok((denied, _)) => {
+                self.count_denial(action, &query);
                 self.was_used();
                 Known::Denied(denied)
             }
             Err(ticket) => {
+                let unrecorded = self.take_unrecorded(action, std::slice::from_ref(charge), &[name]);
                 self.ask_by(action, [name]);
-                Known::Asked { tickets: Tickets::One(ticket), sent }
+                Known::Asked { tickets: Tickets::One(ticket), sent, unrecorded }
             }
         }
     }
 
-    fn before_all(&self, action: Action, charges: &[Charge<'_>]) -> Known<Vec<Decision>> {
+    fn before_all(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Known<Vec<Decision>> {
         let names: Vec<Name> = charges.iter().map(|charge| self.table.name(charge)).collect();
         let sent = self.now();
         if !may_be_kept(action, charges) {
             self.ask_by(action, names);
-            return Known::Asked { tickets: Tickets::None, sent };
+            return Known::Asked { tickets: Tickets::None, sent, unrecorded: Vec::new() };
         }
         let request = self.table.request(charges, names.iter().copied());
+        let query = |at: usize| self.query(action, names[at], &charges[at], sent, Some(request));
         let mut tickets = Vec::with_capacity(charges.len());
         let mut denied: Vec<Option<Decision>> = vec![None; charges.len()];
         let mut left: Option<Vec<Left>> = None;
-        for ((name, charge), denied) in names.iter().zip(charges).zip(&mut denied) {
-            match self.find(*name, charge, sent, Some(request)) {
+        for (at, denied) in denied.iter_mut().enumerate() {
+            match self.find(&query(at)) {
                 Ok((decision, companions)) => {
                     *denied = Some(decision);
                     left = left.or(companions);
@@ -223,9 +246,20 @@ impl<S: Store> Inner<S> {
                 Err(ticket) => tickets.push(ticket),
             }
         }
-        if denied.iter().all(Option::is_none) {
+        // A charge that counts denials must be known to be denied, or the store has to say whether it counts this one.
+        let is_known = |(charge, denied): (&Charge<'_>, &Option<Decision>)| {
+            denied.is_some() || action == Action::Peek || !charge.quota().count_denied()
+        };
+        if denied.iter().all(Option::is_none) || !charges.iter().zip(&denied).all(is_known) {
+            if tickets.len() < charges.len() {
+                tickets = (0..charges.len()).map(|at| self.table.ticket(&query(at))).collect();
+            }
+            let unrecorded = self.take_unrecorded(action, charges, &names);
             self.ask_by(action, names);
-            return Known::Asked { tickets: Tickets::Several(tickets), sent };
+            return Known::Asked { tickets: Tickets::Several(tickets), sent, unrecorded };
+        }
+        for (at, _) in denied.iter().enumerate().filter(|(_, denied)| denied.is_some()) {
+            self.count_denial(action, &query(at));
         }
         self.was_used();
         let others = |(at, denied): (usize, Option<Decision>)| {
@@ -239,12 +273,50 @@ impl<S: Store> Inner<S> {
         Known::Denied(denied.into_iter().enumerate().map(others).collect())
     }
 
+    /// A denial from here of a quota that counts denials. The first one starts the timer that records them.
+    fn count_denial(self: &Arc<Self>, action: Action, query: &Query<'_>) {
+        if action != Action::Acquire || !query.charge.quota().count_denied() || !self.table.count_denial(query) {
+            return;
+        }
+        let Ok(runtime) = Handle::try_current() else { return };
+        let (inner, name, owned) = (Arc::downgrade(self), query.name, Owned::of(query.charge));
+        runtime.spawn(async move {
+            sleep(COUNTED_DENIAL_TTL).await;
+            let Some(inner) = inner.upgrade() else { return };
+            let units = inner.table.take_unrecorded(name);
+            inner.record(&owned.charge(), units).await;
+        });
+    }
+
+    /// The store is about to be asked: what it must record before.
+    fn take_unrecorded(&self, action: Action, charges: &[Charge<'_>], names: &[Name]) -> Unrecorded {
+        let counts = |charge: &Charge<'_>| action == Action::Acquire && charge.quota().count_denied();
+        let counted = charges.iter().zip(names).enumerate().filter(|(_, (charge, _))| counts(charge));
+        counted.map(|(at, (_, name))| (at, self.table.take_unrecorded(*name))).filter(|(_, units)| *units > 0).collect()
+    }
+
+    /// Records denials that were answered from here. A full log is full: more units than its limit change nothing.
+    async fn record(&self, charge: &Charge<'_>, units: u64) {
+        let charge = charge.cost(units.min(charge.quota().limit()));
+        if units > 0
+            && let Err(error) = self.store.decide(Action::Report, &charge).await
+        {
+            tracing::debug!(%error, units, "recording denials failed");
+        }
+    }
+
+    async fn record_all(&self, charges: &[Charge<'_>], unrecorded: Unrecorded) {
+        for (at, units) in unrecorded {
+            self.record(&charges[at], units).await;
+        }
+    }
+
     /// The store is about to be asked by these quotas.
     fn ask_by(&self, action: Action, names: impl IntoIterator<Item = Name>) {
         match action {
             Action::Acquire => names.into_iter().for_each(|name| self.table.forget_other_quotas(name)),
-            // Whatever it takes, those who wait have to wait longer.
-            Action::Take => names.into_iter().for_each(|name| self.table.forget(name.count())),
+            // It takes units that denials did not know of: their waits are too short.
+            Action::Take | Action::Report => names.into_iter().for_each(|name| self.table.forget(name.count())),
             _ => {}
         }
     }
@@ -261,8 +333,8 @@ impl<S: Store> Inner<S> {
         let is_denial = |decision: &Decision| !decision.allowed && decision.source == Source::Store;
         if tickets.is_empty() || !decisions.iter().any(is_denial) {
             if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
-                for ticket in tickets {
-                    self.table.admitted(*ticket);
+                for (ticket, charge) in tickets.iter().zip(charges) {
+                    self.table.admitted(*ticket, charge);
                 }
             }
             return;
@@ -276,7 +348,7 @@ impl<S: Store> Inner<S> {
                 let companions = (Some(at) == longest && (2..=MOST_COMPANIONS).contains(&charges.len()))
                     .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
                 let denial = Denial { cost: charge.units(), decision: *decision, sent, received, companions };
-                self.table.keep(tickets[at], denial);
+                self.table.keep(tickets[at], charge.quota(), denial);
             }
         }
         self.was_used();
@@ -320,9 +392,10 @@ impl<S: Store> Inner<S> {
     }
 }
 
-/// Whether a denial of this request changes nothing, so that it can be told again.
+/// Whether a denial of this request may be answered again. One that counts must be recorded later, by a task.
 fn may_be_kept(action: Action, charges: &[Charge<'_>]) -> bool {
-    matches!(action, Action::Acquire | Action::Peek) && !charges.iter().any(|charge| charge.quota().count_denied())
+    matches!(action, Action::Acquire | Action::Peek)
+        && (!charges.iter().any(|charge| charge.quota().count_denied()) || Handle::try_current().is_ok())
 }
 
 /// While units are given back, or a count is forgotten: denials of it are forgotten before, and after, for one may have been
@@ -353,16 +426,49 @@ impl Drop for Freeing<'_> {
     }
 }
 
+/// A request that is counted in an entry while it is in flight. Without an answer of the store, even because the caller goes
+/// away, the entry is dropped.
+struct CountedAsk<'a> {
+    table: &'a Table,
+    ticket: Option<Ticket>,
+}
+
+impl<'a> CountedAsk<'a> {
+    fn begin(table: &'a Table, tickets: &Tickets) -> Self {
+        let counted = tickets.as_slice().first().filter(|ticket| ticket.counted);
+        Self { table, ticket: counted.copied() }
+    }
+
+    fn answered(mut self, decision: &Decision) {
+        if decision.source == Source::Store {
+            self.ticket = None;
+        }
+    }
+}
+
+impl Drop for CountedAsk<'_> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket {
+            self.table.unanswered(ticket);
+        }
+    }
+}
+
 impl<S: Store> Store for DenyCache<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let inner = &self.inner;
-        let (tickets, sent) = match inner.before(action, charge) {
+        let (tickets, sent, unrecorded) = match inner.before(action, charge) {
             Known::Denied(decision) => return Ok(decision),
-            Known::Asked { tickets, sent } => (tickets, sent),
+            Known::Asked { tickets, sent, unrecorded } => (tickets, sent, unrecorded),
         };
         let charges = std::slice::from_ref(charge);
+        if !unrecorded.is_empty() {
+            Box::pin(inner.record_all(charges, unrecorded)).await;
+        }
         let freeing = Freeing::begin(inner, action, charges);
+        let counted = CountedAsk::begin(&inner.table, &tickets);
         let decision = inner.store.decide(action, charge).await?;
+        counted.answered(&decision);
         drop(freeing);
         inner.after(action, sent, tickets.as_slice(), charges, std::slice::from_ref(&decision));
         Ok(decision)
@@ -370,10 +476,13 @@ impl<S: Store> Store for DenyCache<S> {
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
-        let (tickets, sent) = match inner.before_all(action, charges) {
+        let (tickets, sent, unrecorded) = match inner.before_all(action, charges) {
             Known::Denied(decisions) => return Ok(decisions),
-            Known::Asked { tickets, sent } => (tickets, sent),
+            Known::Asked { tickets, sent, unrecorded } => (tickets, sent, unrecorded),
         };
+        if !unrecorded.is_empty() {
+            Box::pin(inner.record_all(charges, unrecorded)).await;
+        }
         let freeing = Freeing::begin(inner, action, charges);
         let decisions = inner.store.decide_all(action, charges).await?;
         drop(freeing);
@@ -403,6 +512,10 @@ impl<S: Store> Store for DenyCache<S> {
 
     fn epoch(&self) -> u64 {
         self.inner.store.epoch()
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.inner.store.epoch_of(charge)
     }
 }
 

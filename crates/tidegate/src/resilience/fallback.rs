@@ -479,6 +479,10 @@ impl<S: Store> Store for Fallback<S> {
     fn epoch(&self) -> u64 {
         self.inner.store.epoch()
     }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.inner.store.epoch_of(charge)
+    }
 }
 
 impl<S: Store> Drop for Fallback<S> {

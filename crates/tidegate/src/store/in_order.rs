@@ -1,9 +1,12 @@
 //! Charges that live apart, such as in different slots of a cluster, decided together all the same.
 //!
-//! No one can look at all of them at once, so they are asked group by group, in order. If one denies, what the earlier ones
-//! spent is given back. For a moment this may refuse a little too much; it never admits too much.
+//! No one can look at all of them at once, so they are asked group by group: groups of one node at the same time, nodes in
+//! order. If one denies, what the others spent is given back. For a moment this may refuse a little too much; it never admits
+//! too much.
 
+use std::future::poll_fn;
 use std::pin::Pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use crate::algorithm::Verdict;
@@ -26,6 +29,11 @@ pub(crate) trait Groups: Sync {
     /// Asks one group; a decision for each of its charges.
     fn ask(&self, group: usize, step: Step) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
+    /// The groups that are asked at the same time, stage by stage. Each group by itself, unless that is known to be slower.
+    fn stages(&self) -> Vec<Vec<usize>> {
+        (0..self.count()).map(|group| vec![group]).collect()
+    }
+
     /// Begins at once to give back what these charges of a group spent, and goes on even if nobody waits for it: the caller
     /// may have gone, or its time may be up. Brings what is left then, if it is known in time.
     fn refund(&self, charges: &[Charge<'_>]) -> Refund;
@@ -41,6 +49,8 @@ pub(crate) enum Step {
     Do(Action),
     /// As acquire, when another group has denied: what it would say, with nothing spent.
     Forgo,
+    /// What is left, with nothing spent.
+    Look,
 }
 
 /// A charge that outlives its caller.
@@ -90,45 +100,111 @@ pub(crate) fn in_places(groups: Vec<Vec<usize>>, decided: Vec<Vec<Decision>>) ->
 
 /// The decisions of each group, in their order.
 pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Vec<Vec<Decision>>, StoreError> {
-    let mut decided: Vec<Vec<Decision>> = Vec::with_capacity(groups.count());
-    if action != Action::Acquire {
-        for group in 0..groups.count() {
-            decided.push(groups.ask(group, Step::Do(action)).await?);
-        }
-        if action == Action::Peek && decided.iter().flatten().any(|decision| !decision.allowed) {
-            for (group, decisions) in decided.iter_mut().enumerate() {
-                untake(groups.charges(group), decisions);
-            }
-        }
-        return Ok(decided);
+    let stages = groups.stages();
+    if action == Action::Acquire {
+        return acquire_in_order(groups, &stages).await;
     }
+    let mut decided = vec![Vec::new(); groups.count()];
+    for stage in &stages {
+        let mut failure = None;
+        ask_together(groups, stage, Step::Do(action), |group, answer| match answer {
+            Ok(decisions) => decided[group] = decisions,
+            Err(error) => failure = Some(error),
+        })
+        .await;
+        if let Some(error) = failure {
+            return Err(error);
+        }
+    }
+    if action == Action::Peek && !decided.iter().all(|decisions| all_allowed(decisions)) {
+        show_unspent(groups, &stages, &mut decided).await;
+    }
+    Ok(decided)
+}
+
+async fn acquire_in_order<G: Groups>(groups: &G, stages: &[Vec<usize>]) -> Result<Vec<Vec<Decision>>, StoreError> {
+    let mut decided = vec![Vec::new(); groups.count()];
     // Whatever happens from here on, a failure or a caller that goes away: what is in here is given back.
     let mut spent = Spent { groups, taken: Vec::new() };
-    for group in 0..groups.count() {
+    for (at, stage) in stages.iter().enumerate() {
         let asked = groups.now();
-        let decisions = match groups.ask(group, Step::Do(Action::Acquire)).await {
-            Ok(decisions) => decisions,
-            Err(error) => {
-                spent.give_back(&mut decided).await;
-                return Err(error);
+        let (mut failure, mut denied) = (None, false);
+        ask_together(groups, stage, Step::Do(Action::Acquire), |group, answer| match answer {
+            Ok(decisions) => {
+                if all_allowed(&decisions) {
+                    spent.taken.push(Taken { group, asked, decisions: decisions.clone() });
+                } else {
+                    denied = true;
+                }
+                decided[group] = decisions;
             }
-        };
-        let denied = decisions.iter().any(|decision| !decision.allowed);
-        if !denied {
-            spent.taken.push(Taken { group, asked, decisions: decisions.clone() });
-        }
-        decided.push(decisions);
+            Err(error) => {
+                decided[group] = unasked(groups.charges(group));
+                failure = Some(error);
+            }
+        })
+        .await;
         if denied {
+            // A denial is an answer, even if another group of its stage has failed.
             spent.give_back(&mut decided).await;
-            for later in group + 1..groups.count() {
-                let decisions = groups.ask(later, Step::Forgo).await;
-                decided.push(decisions.unwrap_or_else(|_| unasked(groups.charges(later))));
+            for later in &stages[at + 1..] {
+                ask_together(groups, later, Step::Forgo, |group, answer| {
+                    decided[group] = answer.unwrap_or_else(|_| unasked(groups.charges(group)));
+                })
+                .await;
             }
             return Ok(decided);
+        }
+        if let Some(error) = failure {
+            spent.give_back(&mut decided).await;
+            return Err(error);
         }
     }
     spent.taken.clear();
     Ok(decided)
+}
+
+/// Asks groups at the same time. Each answer is handed over as soon as it is there: if the caller goes away, the answers
+/// so far have been seen.
+async fn ask_together<G: Groups>(
+    groups: &G,
+    stage: &[usize],
+    step: Step,
+    mut on_answer: impl FnMut(usize, Result<Vec<Decision>, StoreError>),
+) {
+    if let [group] = stage {
+        return on_answer(*group, groups.ask(*group, step).await);
+    }
+    let mut asks: Vec<_> = stage.iter().map(|group| Some((*group, Box::pin(groups.ask(*group, step))))).collect();
+    poll_fn(|context| {
+        for ask in &mut asks {
+            if let Some((group, call)) = ask
+                && let Poll::Ready(answer) = call.as_mut().poll(context)
+            {
+                on_answer(*group, answer);
+                *ask = None;
+            }
+        }
+        if asks.iter().all(Option::is_none) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
+fn all_allowed(decisions: &[Decision]) -> bool {
+    decisions.iter().all(|decision| decision.allowed)
+}
+
+/// A peek shows what would be left after the spend; another group denies, so nothing would be spent. Groups that would
+/// spend are asked for their unspent numbers.
+async fn show_unspent<G: Groups>(groups: &G, stages: &[Vec<usize>], decided: &mut [Vec<Decision>]) {
+    for stage in stages {
+        let allowed: Vec<usize> = stage.iter().copied().filter(|group| all_allowed(&decided[*group])).collect();
+        ask_together(groups, &allowed, Step::Look, |group, answer| match answer {
+            Ok(decisions) => decided[group] = decisions,
+            Err(_) => restore_unspent(groups.charges(group), &mut decided[group]),
+        })
+        .await;
+    }
 }
 
 /// What is said of charges that could not be asked, and need not be: others have denied.
@@ -138,14 +214,20 @@ fn unasked(charges: &[Charge<'_>]) -> Vec<Decision> {
     charges.iter().map(untouched).collect()
 }
 
-/// A look said what would be left if all were taken, but others deny. (A group that itself denies has said so already.)
-pub(crate) fn untake(charges: &[Charge<'_>], decisions: &mut [Decision]) {
-    if decisions.iter().all(|decision| decision.allowed) {
+/// Undoes the hypothetical spend in peeked decisions, as well as it can be done without the store: `reset_after` stays.
+/// (A group that denies has spent nothing.)
+pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
+    if all_allowed(decisions) {
         for (charge, decision) in charges.iter().zip(decisions) {
             decision.remaining += charge.units();
             decision.delay = Duration::ZERO;
         }
     }
+}
+
+/// The same charges with a cost of 0: [`Action::Take`] then looks without spending.
+pub(crate) fn without_cost<'a>(charges: &[Charge<'a>]) -> Vec<Charge<'a>> {
+    charges.iter().map(|charge| charge.cost(0)).collect()
 }
 
 struct Spent<'a, G: Groups> {

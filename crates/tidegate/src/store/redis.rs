@@ -14,11 +14,12 @@
 //! its caller's deadline spends nothing. While a node is away its calls fail at once; it is connected to again
 //! as soon as it is back.
 //!
-//! # News
+//! # Invalidations
 //!
-//! After each refund and reset the store tells, in a small sorted set beside the counts, which count has room again, if
-//! anybody reads it: a `DenyCache` (feature `resilience`) in another process, which remembers a denial until then. The call
-//! returns once that is told, or its timeout has passed; a refund does not fail for it.
+//! After each refund and reset the store publishes which count has units again, in a small sorted set beside the counts, if
+//! there is a reader: a `DenyCache` (feature `resilience`) in another process. Refunds at the same time share one call.
+//! A refund returns once its invalidation is published, or its timeout has passed; it does not fail for it. What could not be
+//! published is retried in the background for as long as a deny cache entry lives, five seconds.
 //!
 //! # What a Redis user must be allowed
 //!
@@ -43,7 +44,8 @@ use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
-use self::news::Untold;
+use self::news::PendingInvalidation;
+use self::publisher::Publisher;
 use self::queue::{Entrance, Turn, Way};
 use self::requests::{Request, Requests, Verb, Verdicts};
 use self::server_clock::{ServerClock, ServerTimes};
@@ -68,6 +70,7 @@ mod heartbeat;
 mod link;
 mod news;
 mod probe;
+mod publisher;
 mod queue;
 mod requests;
 mod script;
@@ -94,6 +97,7 @@ pub struct RedisStore {
 /// What a refund needs that goes on after its caller has gone.
 struct Shared {
     topology: Topology,
+    publisher: Publisher,
     prefix: String,
     clock: SystemClock,
     timeout: Duration,
@@ -118,8 +122,8 @@ impl RedisStore {
 
     /// A store on a cluster, of which these are some nodes; the others are found.
     ///
-    /// Charges of one key are decided together, as on one server. Charges of several keys may live on several nodes: then they are
-    /// decided in their order, and if one denies, what the earlier ones spent is given back.
+    /// Charges of one key are decided together, as on one server. Charges of several keys may live in several slots: those of one
+    /// node are decided at the same time, nodes in order, and if one charge denies, what the others spent is given back.
     #[must_use]
     pub fn cluster(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Builder {
         Builder::new(Kind::Cluster, urls)
@@ -230,22 +234,24 @@ impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let charges = std::slice::from_ref(charge);
         let request = Request { verb: Verb::Do(action), charges };
-        let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
+        let started = Instant::now();
+        let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = match self.shared.decide(&request, started).await {
             Ok(verdicts) => Ok(verdicts.first(charge).into_decision(charge.quota(), Source::Store)),
             Err(setback) => Err(setback.into_store_error()),
         };
-        if let Some(untold) = untold {
-            Box::pin(untold.tell(started + self.shared.timeout)).await;
+        if let Some(invalidation) = invalidation {
+            Box::pin(invalidation.publish(started + self.shared.timeout)).await;
         }
         decided
     }
 
     async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        let (started, untold) = (Instant::now(), Untold::of(&self.shared, action, charges));
+        let started = Instant::now();
+        let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = groups::decide_all(&self.shared, action, charges, started).await;
-        if let Some(untold) = untold {
-            Box::pin(untold.tell(started + self.shared.timeout)).await;
+        if let Some(invalidation) = invalidation {
+            Box::pin(invalidation.publish(started + self.shared.timeout)).await;
         }
         decided
     }
@@ -276,6 +282,10 @@ impl Store for RedisStore {
 
     fn epoch(&self) -> u64 {
         self.shared.topology.known().epoch()
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.shared.topology.known().epoch_of(|| Shared::slot(charge))
     }
 }
 

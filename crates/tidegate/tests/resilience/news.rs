@@ -235,6 +235,96 @@ async fn a_cluster_tells_from_all_its_nodes_and_of_what_it_gives_back_by_itself(
     cluster.assert_every_key_expires();
 }
 
+/// Makes a server full, with `noeviction`: what expires or is deleted makes no room.
+fn fill(redis: &Redis) {
+    redis.query::<()>(&["SET", "filler", &"x".repeat(20_000_000)]);
+    redis.query::<()>(&["CONFIG", "SET", "maxmemory", "10mb"]);
+}
+
+/// A reset is a DEL, which a full server accepts; an invalidation is a ZADD, which it refuses.
+#[tokio::test]
+async fn a_reset_on_a_full_redis_reaches_other_instances() {
+    let redis = Redis::start_with(&["--maxmemory-policy", "noeviction"]);
+    let (limiter, other) = (Limiter::new(DenyCache::new(store(&redis).await)), Limiter::new(store(&redis).await));
+    let quota = quota();
+    let (charge, bystander) = (Charge::new("u", &quota), Charge::new("v", &quota));
+    exhaust(&limiter, &bystander).await;
+    exhaust(&limiter, &charge).await;
+    fill(&redis);
+    other.reset(&charge).await.expect("a full server deletes");
+    let reset = Instant::now();
+    // The invalidation set is gone, and cannot be created: the poll fails, and entries go stale.
+    let mut last = Duration::ZERO;
+    until("the store is asked again", async || {
+        let asked = reset.elapsed();
+        let decided = limiter.acquire(&bystander).await.expect("a denial needs no memory");
+        if decided.source == Source::DenyCache {
+            last = asked;
+        }
+        decided.source == Source::Store
+    })
+    .await;
+    assert!(last < SECOND, "{last:?}");
+    assert!(!redis.query::<bool>(&["EXISTS", NEWS]));
+    redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
+    assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reset_reaches_other_instances_after_a_stall_of_the_invalidation_node() {
+    let cluster = Cluster::start();
+    let connect = async || RedisStore::cluster(&cluster.urls()[..3]).connect().await.expect("our own cluster answers");
+    // As the service has them, with its timeout of 100 ms.
+    let limiter = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(connect().await))));
+    let other = Limiter::new(connect().await);
+    let quota = quota();
+    let stalled = cluster.owner_of(NEWS);
+    let elsewhere = |key: &String| cluster.owner_of(&other.store().redis_key(&Charge::new(key, &quota))) != stalled;
+    let key = (0..1_000).map(|number| format!("user-{number}")).find(elsewhere).expect("a key elsewhere");
+    let charge = Charge::new(&key, &quota);
+    exhaust(&limiter, &charge).await;
+    cluster.nodes()[stalled].signal("STOP");
+    until("the connection is given up", async || {
+        let _ = other.store().news(&Mark::default()).expect("has news").await;
+        other.store().nodes().iter().any(|node| !node.connected)
+    })
+    .await;
+    other.reset(&charge).await.expect("the node of this key is up");
+    cluster.nodes()[stalled].signal("CONT");
+    let owner = || &cluster.nodes()[cluster.owner_of(NEWS)];
+    let id = format!("{:016x}", tidegate::store::news::CountId::of(&charge).0);
+    until("the invalidation is published", async || {
+        let members: Vec<String> = owner().query(&["ZRANGE", NEWS, "0", "-1"]);
+        members.iter().any(|member| member.ends_with(&id))
+    })
+    .await;
+    assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
+}
+
+#[tokio::test]
+async fn concurrent_refunds_share_publish_calls() {
+    let redis = Redis::start();
+    let limiter = Limiter::new(store(&redis).await);
+    let quota = Quota::token_bucket(1_000, LONG).expect("valid");
+    // Somebody reads, so that each refund must be published.
+    let cursor = limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
+    limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
+    let before = redis.calls_of("evalsha");
+    let refund = |number: u32| {
+        let (limiter, quota) = (limiter.clone(), quota.clone());
+        tokio::spawn(async move { limiter.refund(&Charge::new(&format!("user-{number}"), &quota)).await })
+    };
+    let refunds: Vec<_> = (0..200).map(refund).collect();
+    for refund in refunds {
+        refund.await.expect("no panic").expect("refunded");
+    }
+    // Each refund returned after its invalidation was published.
+    let news = limiter.store().news(&cursor).expect("has news").await.expect("read");
+    assert!(matches!(&news.freed, Freed::Counts(counts) if counts.len() == 201), "{news:?}");
+    let calls = redis.calls_of("evalsha") - before - 1;
+    assert!(calls < 30, "{calls} calls for 200 refunds");
+}
+
 /// Memory that others are said to share, and that counts who looks for news.
 struct Told {
     memory: MemoryStore,

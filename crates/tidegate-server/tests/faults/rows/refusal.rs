@@ -2,11 +2,14 @@
 
 use std::time::Instant;
 
+use serde_json::json;
+
 use crate::check::{Run, Sample};
 use crate::fleet::{Fleet, usual_streams};
 use crate::load::Load;
 use crate::row::{Row, SECOND, WARM_UP, let_pass, row};
 use crate::servers::{Launch, Server, tell};
+use crate::support::request;
 
 /// A password that must not be written anywhere.
 const SECRET: &str = "open-sesame-4711";
@@ -55,20 +58,52 @@ fn refuse(
     run
 }
 
+/// Junk of 20 MB, and a limit 10 MB below what is used: what expires meanwhile makes no room.
+fn fill(redis: &Server, connection: &mut redis::Connection) {
+    let () = tell(connection, &["DEBUG", "POPULATE", "20000", "junk", "1000"]);
+    let used: u64 = redis.info("used_memory").parse().expect("a number");
+    let () = tell(connection, &["CONFIG", "SET", "maxmemory", &(used - 10_000_000).to_string()]);
+}
+
 #[test]
 fn maxmemory_reached() {
     row("maxmemory reached", |row| {
         let redis = Launch::new().with("maxmemory-policy", "noeviction").with("enable-debug-command", "yes").start();
-        let full = |connection: &mut redis::Connection| {
-            // Junk of 20 MB, and a limit 10 MB below what is used: what expires meanwhile makes no room.
-            let () = tell(connection, &["DEBUG", "POPULATE", "20000", "junk", "1000"]);
-            let used: u64 = redis.info("used_memory").parse().expect("a number");
-            let () = tell(connection, &["CONFIG", "SET", "maxmemory", &(used - 10_000_000).to_string()]);
-        };
+        let full = |connection: &mut redis::Connection| fill(&redis, connection);
         let mend = |connection: &mut redis::Connection| {
             let () = tell(connection, &["CONFIG", "SET", "maxmemory", "0"]);
         };
         refuse(row, &redis, &redis.store(), &["oom", "memory"], 2, full, mend);
+    });
+}
+
+/// A full server deletes, but adds nothing: a reset succeeds, and its invalidation cannot be written.
+#[test]
+fn a_reset_on_a_full_server_reaches_the_other_instances() {
+    row("maxmemory reached, reset", |row| {
+        let redis = Launch::new().with("maxmemory-policy", "noeviction").with("enable-debug-command", "yes").start();
+        let fleet = Fleet::start(&redis.store());
+        // Nothing but the canary: requests would open the breaker, and the reset would not be tried.
+        let load = Load::start(&fleet, Vec::new());
+        let key = json!({"policy": "ledger", "key": "reset"}).to_string();
+        let all = json!({"policy": "ledger", "key": "reset", "cost": 100_000}).to_string();
+        fleet.instances[0].post("/v1/acquire", &all);
+        let other = &fleet.instances[1];
+        redis.until("the denial is cached", |_| other.post("/v1/acquire", &key).json()["source"] == "deny-cache");
+        let mut connection = redis.connection();
+        fill(&redis, &mut connection);
+        let answer = request(&fleet.instances[0].admin, "POST", "/v1/reset", &[], key.as_bytes());
+        let reset = Instant::now();
+        let () = tell(&mut connection, &["CONFIG", "SET", "maxmemory", "0"]);
+        let admitted = redis.until("it is admitted", |_| other.post("/v1/acquire", &key).status == 200);
+        let run = load.finish();
+
+        row.store_was_late(run.lateness());
+        row.insist(answer.status == 204, || format!("the reset on a full server: {}", answer.status));
+        row.within("seen by another instance", Some(admitted - reset), SECOND + SECOND / 2);
+        row.check_life(&fleet);
+        let eternal = redis.keys_without_expiry("rate_limit:*");
+        row.insist(eternal.is_empty(), || format!("without expiry: {eternal:?}"));
     });
 }
 

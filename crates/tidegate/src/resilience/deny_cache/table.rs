@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
-use crate::algorithm::{Algorithm, Verdict};
+use super::{COUNTED_DENIAL_TTL, MAX_ENTRY_TTL};
+use crate::algorithm::{Algorithm, Verdict, mul_div_ceil};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -39,6 +40,8 @@ struct Shard {
     sets: Box<[Vec<Entry>]>,
     /// Goes up whenever something in here may have become wrong. A denial that was asked for before that is not kept.
     generation: u64,
+    /// The serial number of the latest entry.
+    serial: u64,
 }
 
 #[derive(Debug)]
@@ -47,12 +50,21 @@ struct Entry {
     /// Of key, policy and quota.
     fingerprint: u128,
     cost: u64,
+    /// As the store said at the denial.
     remaining: u64,
+    retry_after: u64,
+    reset_after: u64,
+    /// When the store was asked, and when its answer came.
+    sent: u64,
+    received: u64,
+    /// The store's epoch before it was asked.
+    epoch: u64,
+    serial: u64,
     /// Surely denied before this time.
     until: u64,
-    /// Who waits until then surely gets in, if nobody else comes.
-    retry_at: u64,
-    reset_at: u64,
+    /// Of a bucket: units that this instance has asked for since the denial. Of a log that counts denials: units that were
+    /// denied from here, and that the store has not recorded yet.
+    units: u64,
     companions: Option<Box<Companions>>,
     /// It was of use since others last needed room.
     used: bool,
@@ -91,8 +103,27 @@ impl Name {
 pub(super) struct Ticket {
     pub(super) name: Name,
     generation: u64,
-    /// There are denials of other costs.
+    epoch: u64,
+    /// There are denials whose wait becomes too short if this request is admitted.
     has_others: bool,
+    /// The entry of this very cost, of a bucket whose time has come: its serial number.
+    bucket_entry: Option<u64>,
+    /// The request is already counted in that entry.
+    pub(super) counted: bool,
+}
+
+/// A charge that is looked up, and when.
+#[derive(Clone, Copy)]
+pub(super) struct Query<'a> {
+    pub(super) name: Name,
+    pub(super) charge: &'a Charge<'a>,
+    /// The store's epoch of this charge.
+    pub(super) epoch: u64,
+    pub(super) now: u64,
+    /// Of several charges, of which this is one.
+    pub(super) request: Option<u128>,
+    /// It is an acquire.
+    pub(super) spends: bool,
 }
 
 /// A denial, and what was left of all charges of the request; or what to come back with once the store has answered.
@@ -110,42 +141,104 @@ pub(super) struct Denial {
 }
 
 impl Shard {
-    fn ticket(&self, name: Name, set: usize) -> Ticket {
-        let has_others = self.sets[set].iter().any(|entry| entry.fingerprint == name.fingerprint);
-        Ticket { name, generation: self.generation, has_others }
+    /// The request is let through to the store.
+    fn ticket(&mut self, query: &Query<'_>, set: usize) -> Ticket {
+        let Query { name, charge, epoch, now, .. } = *query;
+        let is_bucket = is_bucket(charge.quota());
+        let mut ticket =
+            Ticket { name, generation: self.generation, epoch, has_others: false, bucket_entry: None, counted: false };
+        for entry in self.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint) {
+            if is_bucket && entry.cost == charge.units() {
+                if entry.epoch == epoch && now < entry.expires() {
+                    ticket.bucket_entry = Some(entry.serial);
+                    // Of several charges, the others decide as well whether this one is spent.
+                    ticket.counted = query.spends && query.request.is_none();
+                    if ticket.counted {
+                        entry.count_ask(charge.quota(), charge.units());
+                    }
+                }
+            } else {
+                ticket.has_others = true;
+                if query.spends && charge.quota().count_denied() {
+                    entry.extend(now);
+                }
+            }
+        }
+        ticket
     }
 }
 
 impl Entry {
-    /// `None` if it holds for no time at all.
-    fn new(name: Name, denial: Denial) -> Option<Self> {
+    /// `None` if it is of no use.
+    fn new(ticket: Ticket, serial: u64, quota: &Quota, denial: Denial) -> Option<Self> {
         let Denial { cost, decision, sent, received, companions } = denial;
-        let (retry, reset) = (micros(decision.retry_after), micros(decision.reset_after));
-        // Clocks that are set by NTP go up to one part in 2,000 faster or slower than each other.
-        let surely = retry - retry.div_ceil(1_000);
-        (surely > 0).then(|| Self {
-            count: name.count,
-            fingerprint: name.fingerprint,
+        let (retry_after, reset_after) = (micros(decision.retry_after), micros(decision.reset_after));
+        let ttl = if quota.count_denied() { COUNTED_DENIAL_TTL } else { MAX_ENTRY_TTL };
+        let until = sent.saturating_add(surely(retry_after).min(micros(ttl)));
+        (until > sent || is_bucket(quota)).then(|| Self {
+            count: ticket.name.count,
+            fingerprint: ticket.name.fingerprint,
             cost,
             remaining: decision.remaining,
-            until: sent.saturating_add(surely),
-            retry_at: received.saturating_add(retry),
-            reset_at: received.saturating_add(reset),
+            retry_after,
+            reset_after,
+            sent,
+            received,
+            epoch: ticket.epoch,
+            serial,
+            until,
+            units: 0,
             companions,
             used: false,
         })
     }
 
+    /// When it is dropped, whatever it says.
+    fn expires(&self) -> u64 {
+        self.sent.saturating_add(micros(MAX_ENTRY_TTL))
+    }
+
+    /// One request asks the store again; the denial holds for the others, as long as it would without its being counted.
+    fn extend(&mut self, now: u64) {
+        let holds = surely(self.retry_after).min(micros(MAX_ENTRY_TTL));
+        self.until = self.sent.saturating_add(holds).min(now.saturating_add(micros(COUNTED_DENIAL_TTL)));
+    }
+
+    /// Counts units of a bucket that the store is asked for after this denial.
+    ///
+    /// Why a later request of the same cost is surely denied before `until`: `retry_after` says when the first such request
+    /// could be admitted, and each further one needs `cost` units more, which take `cost * W / L` to drain. An ask that is
+    /// admitted takes its units, other instances only take more, and refunds, resets and other quotas drop the entry. An ask
+    /// in flight counts as admitted: if it is denied instead, there were fewer than `cost` units, so that the later request
+    /// is denied as well, and the entry is replaced or dropped by its answer. One that fails drops the entry.
+    fn count_ask(&mut self, quota: &Quota, units: u64) {
+        self.units = self.units.saturating_add(units);
+        let drained = mul_div_floor(self.units, quota.window_micros(), quota.limit());
+        let holds = surely(self.retry_after.saturating_add(drained));
+        self.until = self.sent.saturating_add(holds.min(micros(MAX_ENTRY_TTL)));
+    }
+
     fn decision(&self, charge: &Charge<'_>, now: u64) -> Decision {
-        let reset_after = self.reset_at.saturating_sub(now);
+        let quota = charge.quota();
+        if quota.count_denied() {
+            // This denial counts, too: the wait begins again.
+            let Self { remaining, retry_after, reset_after, .. } = *self;
+            let verdict = Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 };
+            return verdict.into_decision(quota, Source::DenyCache);
+        }
+        let drained = if self.units == 0 { 0 } else { mul_div_ceil(self.units, quota.window_micros(), quota.limit()) };
+        let left = |told: u64| self.received.saturating_add(told).saturating_add(drained).saturating_sub(now);
+        let reset_after = left(self.reset_after);
+        // What was left at the denial has been asked for since.
+        let told = if self.units == 0 { self.remaining } else { 0 };
         let verdict = Verdict {
             allowed: false,
-            remaining: remaining(charge.quota(), self.remaining, reset_after),
-            retry_after: self.retry_at.saturating_sub(now),
+            remaining: remaining(quota, told, reset_after),
+            retry_after: left(self.retry_after),
             reset_after,
             delay: 0,
         };
-        verdict.into_decision(charge.quota(), Source::DenyCache)
+        verdict.into_decision(quota, Source::DenyCache)
     }
 }
 
@@ -163,7 +256,8 @@ impl Table {
         let ways = WAYS.min(max_entries);
         let sets = (max_entries / WAYS).max(1);
         let shards = SHARDS.min(sets);
-        let shard = || Shard { sets: std::iter::repeat_with(Vec::new).take(sets / shards).collect(), generation: 0 };
+        let shard =
+            || Shard { sets: std::iter::repeat_with(Vec::new).take(sets / shards).collect(), generation: 0, serial: 0 };
         Self {
             shards: std::iter::repeat_with(|| Mutex::new(shard())).take(shards).collect(),
             ways,
@@ -214,42 +308,90 @@ impl Table {
         hasher.finish128().as_u128()
     }
 
-    /// The denial that holds for this charge. `request`: of several charges, of which this is one.
-    pub(super) fn find(&self, name: Name, charge: &Charge<'_>, now: u64, request: Option<u128>) -> Found {
-        let (mut shard, set) = self.lock(name.count);
-        let Some(entry) = covering(&mut shard.sets[set], name, charge.units(), now) else {
-            return Err(shard.ticket(name, set));
+    /// The denial that holds for this charge, or else a ticket for the store.
+    pub(super) fn find(&self, query: &Query<'_>) -> Found {
+        let (mut shard, set) = self.lock(query.name.count);
+        let Some(entry) = covering(&mut shard.sets[set], query) else {
+            return Err(shard.ticket(query, set));
         };
         entry.used = true;
-        let companions = entry.companions.as_ref().filter(|companions| request == Some(companions.request));
-        Ok((entry.decision(charge, now), companions.map(|companions| companions.left.to_vec())))
+        let companions = entry.companions.as_ref().filter(|companions| query.request == Some(companions.request));
+        Ok((entry.decision(query.charge, query.now), companions.map(|companions| companions.left.to_vec())))
     }
 
-    pub(super) fn ticket(&self, name: Name) -> Ticket {
-        let (shard, set) = self.lock(name.count);
-        shard.ticket(name, set)
+    /// A ticket for the store, while entries are stale.
+    pub(super) fn ticket(&self, query: &Query<'_>) -> Ticket {
+        let (mut shard, set) = self.lock(query.name.count);
+        shard.ticket(query, set)
     }
 
-    /// It was admitted: what was told to those who asked for more has become too short a wait.
-    pub(super) fn admitted(&self, ticket: Ticket) {
+    /// Counts a denial from here that the store must record later. True if it is the first one since the last record.
+    pub(super) fn count_denial(&self, query: &Query<'_>) -> bool {
+        let (mut shard, set) = self.lock(query.name.count);
+        let Some(entry) = covering(&mut shard.sets[set], query) else { return false };
+        let is_first = entry.units == 0;
+        entry.units = entry.units.saturating_add(query.charge.units());
+        is_first
+    }
+
+    /// Takes the units of denials that the store has not recorded yet, to record them.
+    pub(super) fn take_unrecorded(&self, name: Name) -> u64 {
+        let (mut shard, set) = self.lock(name.count);
+        let entries = shard.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint);
+        entries.map(|entry| std::mem::take(&mut entry.units)).fold(0, u64::saturating_add)
+    }
+
+    /// The store has admitted this charge: denials of it have a longer wait now.
+    pub(super) fn admitted(&self, ticket: Ticket, charge: &Charge<'_>) {
+        let Name { count, fingerprint } = ticket.name;
+        let keeps_own = is_bucket(charge.quota());
         if ticket.has_others {
-            let Name { count, fingerprint } = ticket.name;
-            self.forget_if(count, false, |entry| entry.fingerprint == fingerprint);
+            let is_own = |entry: &Entry| keeps_own && entry.cost == charge.units();
+            self.forget_if(count, false, |entry| entry.fingerprint == fingerprint && !is_own(entry));
+        }
+        if let (Some(serial), false) = (ticket.bucket_entry, ticket.counted) {
+            let (mut shard, set) = self.lock(count);
+            if let Some(entry) = shard.sets[set].iter_mut().find(|entry| entry.serial == serial) {
+                entry.count_ask(charge.quota(), charge.units());
+            }
+        }
+    }
+
+    /// The store has not answered a request that is counted in an entry: that entry proves nothing any more.
+    pub(super) fn unanswered(&self, ticket: Ticket) {
+        if let (Some(serial), true) = (ticket.bucket_entry, ticket.counted) {
+            self.forget_if(ticket.name.count, false, |entry| entry.serial == serial);
         }
     }
 
     /// Keeps a denial, unless something has happened since it was asked for that may have made it wrong.
-    pub(super) fn keep(&self, ticket: Ticket, denial: Denial) {
+    pub(super) fn keep(&self, ticket: Ticket, quota: &Quota, denial: Denial) {
         let now = denial.received;
-        let Some(entry) = Entry::new(ticket.name, denial) else { return };
         let (mut shard, set) = self.lock(ticket.name.count);
         if shard.generation != ticket.generation || self.ways == 0 {
-            return;
+            drop(shard);
+            return self.unanswered(ticket);
         }
+        shard.serial += 1;
+        let serial = shard.serial;
+        let Some(mut entry) = Entry::new(ticket, serial, quota, denial) else { return };
         let set = &mut shard.sets[set];
         let before = set.len();
         let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
-        // What the new one says as well, or says anew.
+        // Two denials in flight at the same time: of a bucket, the one that holds longer has counted later requests.
+        let is_better = |other: &Entry| {
+            other.epoch == entry.epoch && entry.sent < other.received && other.until > entry.until && is_bucket(quota)
+        };
+        if set.iter().any(|other| of_it(other) && other.cost == entry.cost && is_better(other)) {
+            return;
+        }
+        if quota.count_denied() {
+            // Denials that were counted during the call.
+            let unrecorded = set.iter_mut().filter(|other| other.fingerprint == ticket.name.fingerprint);
+            entry.units = unrecorded.map(|other| std::mem::take(&mut other.units)).fold(0, u64::saturating_add);
+        }
+        let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
+        // The new one covers these, or replaces them.
         set.retain(|other| !(of_it(other) && other.cost >= entry.cost && other.until <= entry.until));
         set.retain(|other| !(of_it(other) && other.cost == entry.cost));
         let costs = set.iter().filter(|other| of_it(other)).count();
@@ -314,8 +456,14 @@ impl Table {
 }
 
 /// The denial that covers a cost: its own, or, of a count with many costs, the longest one of a lower cost.
-fn covering(set: &mut [Entry], name: Name, cost: u64, now: u64) -> Option<&mut Entry> {
-    let holds = |entry: &Entry| entry.fingerprint == name.fingerprint && entry.cost <= cost && now < entry.until;
+fn covering<'a>(set: &'a mut [Entry], query: &Query<'_>) -> Option<&'a mut Entry> {
+    let cost = query.charge.units();
+    let holds = |entry: &Entry| {
+        entry.fingerprint == query.name.fingerprint
+            && entry.cost <= cost
+            && entry.epoch == query.epoch
+            && query.now < entry.until
+    };
     let (mut found, mut lower): (Option<usize>, usize) = (None, 0);
     for (at, entry) in set.iter().enumerate().filter(|(_, entry)| holds(entry)) {
         if entry.cost == cost {
@@ -332,7 +480,7 @@ fn covering(set: &mut [Entry], name: Name, cost: u64, now: u64) -> Option<&mut E
 /// What is left by now of what the store told. A bucket's level follows from when it will have drained; of other counts nobody
 /// knows when which unit leaves, so it stays as told: not more than there is.
 fn remaining(quota: &Quota, told: u64, reset_after: u64) -> u64 {
-    if !matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+    if !is_bucket(quota) {
         return told;
     }
     let level = (u128::from(reset_after) * u128::from(quota.limit())).div_ceil(u128::from(quota.window_micros()));
@@ -369,6 +517,19 @@ fn halves(product: u128) -> [u64; 2] {
 /// A number below `size`, by the upper half of these bits.
 fn scaled(bits: u64, size: usize) -> usize {
     usize::try_from(((bits >> 32) * size as u64) >> 32).unwrap_or(0)
+}
+
+fn is_bucket(quota: &Quota) -> bool {
+    matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
+}
+
+/// How much of a wait surely passes: clocks that are set by NTP go up to one part in 2,000 faster or slower than each other.
+fn surely(wait: u64) -> u64 {
+    wait - wait.div_ceil(1_000)
+}
+
+fn mul_div_floor(a: u64, b: u64, m: u64) -> u64 {
+    u64::try_from(u128::from(a) * u128::from(b) / u128::from(m)).unwrap_or(u64::MAX)
 }
 
 fn micros(duration: Duration) -> u64 {

@@ -8,6 +8,7 @@ use redis::{ConnectionAddr, IntoConnectionInfo};
 
 use super::access::{Access, Address};
 use super::heartbeat::CachedInstances;
+use super::publisher::Publisher;
 use super::tls::Tls;
 use super::topology::{Plan, Topology};
 use super::{RedisStore, Shared};
@@ -125,6 +126,7 @@ impl Builder {
             shared: Arc::new(Shared {
                 clock: SystemClock::new(),
                 topology: Topology::start(plan, access, self.timeout),
+                publisher: Publisher::new(),
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,

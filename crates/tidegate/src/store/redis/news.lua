@@ -1,47 +1,59 @@
--- News of counts that have room again, because units were given back or the count was forgotten: tells them, or tells what
--- is new.
+-- Invalidations: counts that have units again, because of a refund or a reset. Publishes them, or reads those since a cursor.
 --
--- KEYS   1  the sorted set of news: score = its number, member = <number>:<word of its teller>:<count>
---           The first one has the number 0 and no count: a reader has begun the set, and with it the numbers.
--- ARGV   1  tell | read
---        2  a word that no other call has
---        tell:  3  the most news that are kept; then the counts
---        read:  3  how many milliseconds after the last reader the set is forgotten
---               4  the mark: the member that was read last, '' for none
--- reply  tell:  how many were told: none if nobody reads
---        read:  the server's time in microseconds; 1, or 0 if the mark is not there any more, so that anything may have been
---               missed; the new mark; then, if the mark was there, the members since
+-- KEYS   1  the invalidation set, sorted: score = number, member = <number>:<nonce of the call>:<count>
+--           The first member has the number 0 and no count: a reader has created the set, and the numbers with it.
+-- ARGV   1  publish | publish-all | read
+--        2  nonce: differs in every call
+--        publish:  3  the most members that are kept; then the counts
+--        read:     3  TTL of the set in milliseconds, from the last read on
+--                  4  cursor: the last member that was read, '' for none
+-- reply  publish, publish-all:  how many counts were published: 0 if there is no reader, or if the set was deleted
+--        read:  the server's time in microseconds; 1, or 0 if the cursor is gone, so that invalidations may have been
+--               missed; the new cursor; then, if the cursor was found, the members since
 --
--- A mark that is not there: too many news have come, or the server lost them, and with them perhaps counts.
+-- Readers whose cursor is gone drop everything. It is gone after too many invalidations, after a data loss, which may have
+-- lost counts as well, and after publish-all, which deletes the set. So does a publish that a full server refuses: a DEL is
+-- always accepted. The next reader then cannot create the set and fails, until there is memory again.
 
-local news, word = KEYS[1], ARGV[2]
+local set, nonce = KEYS[1], ARGV[2]
 
-if ARGV[1] == 'tell' then
-  local last = redis.call('ZRANGE', news, -1, -1)[1]
+if ARGV[1] == 'publish-all' then
+  redis.call('DEL', set)
+  return 0
+end
+
+if ARGV[1] == 'publish' then
+  local last = redis.call('ZRANGE', set, -1, -1)[1]
   if not last then return 0 end
-  local number = tonumber(last:match('^%d+'))
+  local number, members = tonumber(last:match('^%d+')), {}
   for i = 4, #ARGV do
     number = number + 1
-    redis.call('ZADD', news, number, string.format('%.0f:%s:%s', number, word, ARGV[i]))
+    members[#members + 1] = number
+    members[#members + 1] = string.format('%.0f:%s:%s', number, nonce, ARGV[i])
   end
-  redis.call('ZREMRANGEBYRANK', news, 0, -1 - tonumber(ARGV[3]))
+  local added = redis.pcall('ZADD', set, unpack(members))
+  if type(added) == 'table' and added.err then
+    redis.call('DEL', set)
+    return 0
+  end
+  redis.call('ZREMRANGEBYRANK', set, 0, -1 - tonumber(ARGV[3]))
   return #ARGV - 3
 end
 
-local lifetime, mark = tonumber(ARGV[3]), ARGV[4]
+local ttl, cursor = tonumber(ARGV[3]), ARGV[4]
 local clock = redis.call('TIME')
 local reply = {clock[1] * 1000000 + clock[2], 1}
-local since = mark ~= '' and redis.call('ZRANGEBYSCORE', news, mark:match('^%d+'), '+inf') or {}
-if since[1] == mark then
+local since = cursor ~= '' and redis.call('ZRANGEBYSCORE', set, cursor:match('^%d+'), '+inf') or {}
+if since[1] == cursor then
   reply[3] = since[#since]
   for i = 2, #since do reply[i + 2] = since[i] end
 else
-  local last = redis.call('ZRANGE', news, -1, -1)[1]
+  local last = redis.call('ZRANGE', set, -1, -1)[1]
   if not last then
-    last = '0:' .. word .. ':'
-    redis.call('ZADD', news, 0, last)
+    last = '0:' .. nonce .. ':'
+    redis.call('ZADD', set, 0, last)
   end
   reply[2], reply[3] = 0, last
 end
-redis.call('PEXPIREAT', news, clock[1] * 1000 + math.floor(clock[2] / 1000) + lifetime)
+redis.call('PEXPIREAT', set, clock[1] * 1000 + math.floor(clock[2] / 1000) + ttl)
 return reply

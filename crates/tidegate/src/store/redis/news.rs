@@ -1,17 +1,15 @@
-//! News of counts that have room again: told after each refund and reset, and read by who keeps denials.
+//! Invalidations: counts that have units again. Published after each refund and reset, and read by deny caches.
 //!
-//! By news.lua, which has the contract. In a cluster they are in one place, whatever the place of the count.
+//! news.lua has the contract. In a cluster all of them are on the node of one key, wherever the counts live.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use redis::{Cmd, Value};
-use tokio::runtime::Handle;
-use tokio::task::JoinHandle;
-use tokio::time::timeout_at;
 
 use super::Shared;
 use super::call::{Reply, Setback};
+use super::publisher::Scope;
 use super::script::Script;
 use super::server_clock::ServerClock;
 use crate::charge::Charge;
@@ -19,67 +17,61 @@ use crate::resilience::random;
 use crate::store::news::{CountId, Freed, Mark, News};
 use crate::store::{Action, StoreError};
 
-/// How many are kept. Who has missed more forgets everything.
-const MOST_NEWS: usize = 1_000;
-/// So long after the last reader they are forgotten.
-const LIFETIME: Duration = Duration::from_secs(10);
+/// The most invalidations that are kept. A reader that has missed more drops everything.
+const MAX_INVALIDATIONS: usize = 1_000;
+/// The invalidation set expires this long after the last read.
+const SET_TTL: Duration = Duration::from_secs(10);
 
-/// Counts that are about to be freed. Once that is done, or may have been, it is told, even if the caller has gone.
-pub(super) struct Untold {
+/// Counts that are about to get units back. Published once that is done, or may be done, even if the caller has gone.
+pub(super) struct PendingInvalidation {
     shared: Arc<Shared>,
     counts: Vec<CountId>,
 }
 
-impl Untold {
-    /// If this is an action that frees units.
+impl PendingInvalidation {
+    /// `None` for an action that returns no units.
     pub(super) fn of(shared: &Arc<Shared>, action: Action, charges: &[Charge<'_>]) -> Option<Self> {
-        let freed = || charges.iter().map(CountId::of).collect();
-        matches!(action, Action::Refund | Action::Reset).then(|| Self { shared: Arc::clone(shared), counts: freed() })
+        let counts = || charges.iter().map(CountId::of).collect();
+        matches!(action, Action::Refund | Action::Reset).then(|| Self { shared: Arc::clone(shared), counts: counts() })
     }
 
-    /// Tells it, and waits until that is done, or the caller's time is up. What cannot be told is no failure of the refund:
-    /// it is seen when the denials that it would have ended do so by themselves.
-    pub(super) async fn tell(mut self, deadline: Instant) {
-        if let Some(task) = self.begin() {
-            let _ = timeout_at(deadline.into(), task).await;
-        }
-    }
-
-    /// With a timeout of its own. Without a runtime nothing can be sent any more.
-    fn begin(&mut self) -> Option<JoinHandle<()>> {
-        let (counts, shared) = (std::mem::take(&mut self.counts), Arc::clone(&self.shared));
-        let runtime = Handle::try_current().ok().filter(|_| !counts.is_empty())?;
-        Some(runtime.spawn(async move {
-            if let Err(error) = shared.tell(&counts).await {
-                tracing::debug!(%error, "others are not told of units that were given back");
-            }
-        }))
+    /// Publishes, and waits until that is done or the caller's deadline has passed. A refund does not fail for it: the
+    /// publisher goes on retrying.
+    pub(super) async fn publish(mut self, deadline: Instant) {
+        let counts = std::mem::take(&mut self.counts);
+        let number = self.shared.enqueue_invalidations(&counts);
+        self.shared.publisher.published(number, deadline).await;
     }
 }
 
-impl Drop for Untold {
+impl Drop for PendingInvalidation {
     fn drop(&mut self) {
-        drop(self.begin());
+        if !self.counts.is_empty() {
+            self.shared.enqueue_invalidations(&self.counts);
+        }
     }
 }
 
 impl Shared {
-    async fn tell(&self, counts: &[CountId]) -> Result<(), StoreError> {
+    pub(super) async fn publish(&self, scope: &Scope) -> Result<(), StoreError> {
         let arguments = |command: &mut Cmd| {
-            command.arg(MOST_NEWS);
-            for CountId(number) in counts {
-                command.arg(format!("{number:016x}"));
+            if let Scope::Counts(counts) = scope {
+                command.arg(MAX_INVALIDATIONS);
+                for CountId(number) in counts {
+                    command.arg(format!("{number:016x}"));
+                }
             }
         };
-        self.news_call("tell", arguments, |_| Ok(())).await
+        let verb = if *scope == Scope::All { "publish-all" } else { "publish" };
+        self.news_call(verb, arguments, |_| Ok(())).await
     }
 
     pub(super) async fn news(&self, since: &Mark) -> Result<News, StoreError> {
         let arguments = |command: &mut Cmd| {
-            command.arg(LIFETIME.as_millis().to_string()).arg(&since.0);
+            command.arg(SET_TTL.as_millis().to_string()).arg(&since.0);
         };
         let mut news = self.news_call("read", arguments, read).await?;
-        // Time as the scripts have it that decide.
+        // The same time as in the scripts that decide.
         news.now = self.driven_time().or(news.now);
         Ok(news)
     }

@@ -45,6 +45,8 @@ pub(super) struct Known {
     routes: ArcSwap<Routes>,
     /// Goes up after the routes have changed.
     epoch: AtomicU64,
+    /// Goes up after all routes have changed. Changes of single slots are counted in the slot map.
+    full_changes: AtomicU64,
     /// Every data node that is, or was just now, of use.
     links: Mutex<HashMap<Address, InUse>>,
     sentinels: Vec<Arc<Link>>,
@@ -90,6 +92,7 @@ impl Topology {
             timeout,
             routes: ArcSwap::from_pointee(Routes::Unknown(nobody)),
             epoch: AtomicU64::new(0),
+            full_changes: AtomicU64::new(0),
             links: Mutex::default(),
             sentinels,
             stir,
@@ -202,7 +205,7 @@ impl Known {
         if let Routes::Slots(map) = &**self.routes.load()
             && let Some(changed) = map.with_owner(slot, &link)
         {
-            self.take_route(Routes::Slots(changed));
+            self.take_slots(changed);
         }
         self.stir.stir();
         link
@@ -239,12 +242,30 @@ impl Known {
 
     fn take_route(&self, routes: Routes) {
         self.routes.store(Arc::new(routes));
+        self.full_changes.fetch_add(1, Ordering::Release);
+        self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Replaces a slot map by one that counts its changes on.
+    fn take_slots(&self, map: SlotMap) {
+        self.routes.store(Arc::new(Routes::Slots(map)));
         self.epoch.fetch_add(1, Ordering::Release);
     }
 
     /// Who reads it before it asks is answered by the routes of this epoch, or newer ones.
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
+    }
+
+    /// As [`Self::epoch`], for one slot: a change of other slots leaves it alone.
+    pub(super) fn epoch_of(&self, slot: impl FnOnce() -> u16) -> u64 {
+        // Read before the routes, which are written first: a number is never newer than the routes that follow it.
+        let full_changes = self.full_changes.load(Ordering::Acquire);
+        let slot_changes = match &**self.routes.load() {
+            Routes::Slots(map) => map.changes_of(slot()),
+            Routes::One(_) | Routes::Unknown(_) => 0,
+        };
+        (full_changes << 32) | u64::from(slot_changes)
     }
 
     pub(super) fn reconnects(&self) -> u64 {

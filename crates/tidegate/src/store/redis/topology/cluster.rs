@@ -18,6 +18,8 @@ pub(super) struct SlotMap {
     links: Vec<Arc<Link>>,
     /// For each slot an index into `links`, or `NOBODY`.
     owners: Box<[u16]>,
+    /// For each slot, how often it has changed its owner.
+    changes: Box<[u32]>,
 }
 
 /// What `CLUSTER SLOTS` says.
@@ -40,13 +42,22 @@ impl SlotMap {
         self.links.get(usize::from(*self.owners.get(usize::from(slot))?))
     }
 
-    /// Whether every slot has the same owner in both.
-    fn is_same_as(&self, other: &Self) -> bool {
-        let same = |slot: u16| match (self.owner(slot), other.owner(slot)) {
-            (Some(one), Some(another)) => Arc::ptr_eq(one, another),
-            (one, another) => one.is_none() && another.is_none(),
-        };
-        self.owners.len() == other.owners.len() && (0..).take(self.owners.len()).all(same)
+    pub(super) fn changes_of(&self, slot: u16) -> u32 {
+        self.changes.get(usize::from(slot)).copied().unwrap_or(0)
+    }
+
+    /// Continues the counts of changes of an earlier map. True if any slot has another owner now.
+    fn continue_from(&mut self, before: &Self) -> bool {
+        let mut changed = false;
+        for slot in (0..).take(self.owners.len()) {
+            let same = match (self.owner(slot), before.owner(slot)) {
+                (Some(one), Some(another)) => Arc::ptr_eq(one, another),
+                (one, another) => one.is_none() && another.is_none(),
+            };
+            self.changes[usize::from(slot)] = before.changes_of(slot).wrapping_add(u32::from(!same));
+            changed |= !same;
+        }
+        changed
     }
 
     pub(super) fn links(&self) -> &[Arc<Link>] {
@@ -60,6 +71,8 @@ impl SlotMap {
         }
         let mut changed = self.clone();
         *changed.owners.get_mut(usize::from(slot))? = changed.index_of(link);
+        let changes = changed.changes.get_mut(usize::from(slot))?;
+        *changes = changes.wrapping_add(1);
         Some(changed)
     }
 
@@ -173,7 +186,8 @@ fn rotation() -> usize {
 }
 
 fn adopt(known: &Known, told: &Told) {
-    let mut map = SlotMap { links: Vec::new(), owners: vec![NOBODY; SLOTS].into_boxed_slice() };
+    let (owners, changes) = (vec![NOBODY; SLOTS].into_boxed_slice(), vec![0; SLOTS].into_boxed_slice());
+    let mut map = SlotMap { links: Vec::new(), owners, changes };
     for (first, last, address) in &told.ranges {
         let owner = map.index_of(&known.link_to(address));
         if let Some(slots) = map.owners.get_mut(usize::from(*first)..=usize::from(*last)) {
@@ -182,11 +196,15 @@ fn adopt(known: &Known, told: &Told) {
     }
     known.forget_unused(&map.links);
     let _one_writer = known.links();
-    let is_as_before = matches!(&**known.routes.load(), Routes::Slots(before) if before.is_same_as(&map));
-    if is_as_before {
-        known.routes.store(Arc::new(Routes::Slots(map)));
-    } else {
-        known.take_route(Routes::Slots(map));
+    match &**known.routes.load() {
+        Routes::Slots(before) => {
+            if map.continue_from(before) {
+                known.take_slots(map);
+            } else {
+                known.routes.store(Arc::new(Routes::Slots(map)));
+            }
+        }
+        Routes::One(_) | Routes::Unknown(_) => known.take_route(Routes::Slots(map)),
     }
 }
 
