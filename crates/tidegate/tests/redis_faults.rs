@@ -298,7 +298,8 @@ async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
     store.announce("a").await.expect("announced");
     assert_eq!(store.announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     redis.assert_every_key_expires();
-    // As if the last heartbeat of a were six seconds old, and that of c from before the clock stepped back.
+    // As if the last heartbeat of a were six seconds old, and that of c from before the clock
+    // stepped back.
     let time: Vec<i64> = redis.query(&["TIME"]);
     let at = |seconds: i64| ((time[0] + seconds) * 1_000_000).to_string();
     redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &at(-6), "a", &at(3_600), "c"]);

@@ -24,8 +24,8 @@ pub(crate) struct RedisConfig {
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
-    /// Minimum number of instances that share the limits while Redis is away. `None`: not set, and assumed until the
-    /// instances have agreed on their number.
+    /// Minimum number of instances that share the limits while Redis is away. `None`: not set, and
+    /// assumed until the instances have agreed on their number.
     pub(crate) instances: Option<usize>,
     /// The cap on keys in memory while Redis is away.
     pub(crate) max_keys: usize,

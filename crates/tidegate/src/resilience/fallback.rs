@@ -46,15 +46,16 @@ mod repay;
 /// * [`StoreError::Full`] is the error of memory, which other memory is no help for: only `allow` and `deny` are answered.
 ///   [`StoreError::Misconfigured`] is returned.
 ///
-/// It sends heartbeats of this instance through the store, and charges what is owed, on the Tokio runtime that it is made and
-/// used in. Outside of one it does neither.
+/// It sends heartbeats of this instance through the store, and charges what is owed, on the Tokio
+/// runtime that it is made and used in. Outside of one it does neither.
 ///
 /// # Lost answers
 ///
-/// After [`StoreError::Timeout`] it is not known whether the store has counted the call. The request is decided locally, and if
-/// it is admitted its units are owed, so the store may count it twice: at most the units of each lost call. That key is then
-/// decided locally until its debt is settled, so no further call can count the debt once more. Counting twice only makes
-/// the store deny earlier; it never admits more.
+/// After [`StoreError::Timeout`] it is not known whether the store has counted the call. The
+/// request is decided locally, and if it is admitted its units are owed, so the store may count it
+/// twice: at most the units of each lost call. That key is then decided locally until its debt is
+/// settled, so no further call can count the debt once more. Counting twice only makes the store
+/// deny earlier; it never admits more.
 #[derive(Debug)]
 pub struct Fallback<S: Store> {
     inner: Arc<Inner<S>>,
@@ -271,7 +272,8 @@ impl<S: Store> Inner<S> {
             drop(claims);
             return self.without_asking(action, charges);
         }
-        // Until its answer is here, the store may have counted the debts: also if this future is dropped.
+        // Until its answer is here, the store may have counted the debts: also if this future is
+        // dropped.
         let spends = action == Action::Acquire;
         claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = spends);
         let decided = self.store.decide_all(action, &with_debts).await;
@@ -298,7 +300,8 @@ impl<S: Store> Inner<S> {
         self.decide_here(action, charges, false)
     }
 
-    /// Returns the units of a debt that still count: those that have left the window, or drained, are not owed any more.
+    /// Returns the units of a debt that still count: those that have left the window, or drained,
+    /// are not owed any more.
     fn still_counting(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
         let quota = self.counting_quota(&charge);
@@ -306,8 +309,9 @@ impl<S: Store> Inner<S> {
         look.map_or(debt.units, |found| debt.units.min(quota.burst() - found.remaining))
     }
 
-    /// Returns the quota by which units are added to a local count, and counted, beside decisions. Its capacity is the full
-    /// quota's: the share changes with the fleet, and a smaller one would cut off what is there. A bucket drains by the share.
+    /// Returns the quota by which units are added to a local count, and counted, beside decisions.
+    /// Its capacity is the full quota's: the share changes with the fleet, and a smaller one would
+    /// cut off what is there. A bucket drains by the share.
     fn counting_quota<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
         let quota = charge.quota();
         let share = match quota.algorithm() {
@@ -323,12 +327,13 @@ impl<S: Store> Inner<S> {
         self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
     }
 
-    /// Takes units that the store admitted from the local share as well, if the key has a local count. Otherwise a store that
-    /// fails once per window would admit twice the limit in each.
+    /// Takes units that the store admitted from the local share as well, if the key has a local
+    /// count. Otherwise a store that fails once per window would admit twice the limit in each.
     ///
-    /// A key without a local count was not decided here for a window at least, so its first failure is still ahead: that
-    /// one may admit the share, and the store has admitted no more than the limit, which is 2 L in that window. From then on
-    /// the key has a local count. Memory stays bounded by the keys that were decided locally.
+    /// A key without a local count was not decided here for a window at least, so its first failure
+    /// is still ahead: that one may admit the share, and the store has admitted no more than the
+    /// limit, which is 2 L in that window. From then on the key has a local count. Memory stays
+    /// bounded by the keys that were decided locally.
     fn mirror(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
         let last = self.trouble.last.load(Ordering::Relaxed);
         if last == 0 || action != Action::Acquire || self.local.keys() == 0 {

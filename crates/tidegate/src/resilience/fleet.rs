@@ -1,4 +1,5 @@
-//! [`Fleet`]: the live instances, and this instance's share of a quota while the store cannot count for all of them.
+//! [`Fleet`]: the live instances, and this instance's share of a quota while the store cannot count
+//! for all of them.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher;
@@ -18,17 +19,20 @@ use crate::store::{Store, StoreError};
 
 /// Interval between two heartbeats of one instance, in a fleet small enough for it.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// Heartbeats per second of a whole fleet. A larger fleet lengthens the interval instead of sending more.
+/// Heartbeats per second of a whole fleet. A larger fleet lengthens the interval instead of sending
+/// more.
 const MAX_HEARTBEATS_PER_SECOND: u32 = 200;
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(1);
-/// A member is removed when it is absent from the lists of this many intervals. A store that was just flushed returns lists
-/// that are too short, and a share computed from such a list would be too large.
+/// A member is removed when it is absent from the lists of this many intervals. A store that was
+/// just flushed returns lists that are too short, and a share computed from such a list would be
+/// too large.
 const MAX_MISSED_HEARTBEATS: u32 = 3;
-/// Keys with the same bucket have the same order of instances, so that the order is computed once per bucket.
+/// Keys with the same bucket have the same order of instances, so that the order is computed once
+/// per bucket.
 const BUCKETS: u16 = 4096;
 
-/// Interval between two heartbeats of each instance in a fleet of this size. The store derives from it how long an instance
-/// may be silent, so both must use this function.
+/// Interval between two heartbeats of each instance in a fleet of this size. The store derives from
+/// it how long an instance may be silent, so both must use this function.
 pub(crate) fn heartbeat_interval(instances: usize) -> Duration {
     let instances = u32::try_from(instances).unwrap_or(u32::MAX);
     HEARTBEAT_INTERVAL.max(Duration::from_secs(1).saturating_mul(instances) / MAX_HEARTBEATS_PER_SECOND)
@@ -38,8 +42,9 @@ pub(crate) fn heartbeat_interval(instances: usize) -> Duration {
 ///
 /// Clones share one list. It is kept when the store fails: that is when it is needed.
 ///
-/// Before the first agreement an instance cannot know how many others there are. Unless [`expecting`](Self::expecting) sets
-/// a number, it then assumes a fleet of 10, and its share is a tenth of each quota, at least one unit.
+/// Before the first agreement an instance cannot know how many others there are. Unless
+/// [`expecting`](Self::expecting) sets a number, it then assumes a fleet of 10, and its share is a
+/// tenth of each quota, at least one unit.
 ///
 /// ```
 /// use std::time::Duration;
@@ -72,7 +77,8 @@ struct Snapshot {
     members: Vec<String>,
     /// Minimum number of instances, if one was set.
     expected: Option<usize>,
-    /// Rank of this instance for each bucket, plus one; 0 until it is computed. Empty in a fleet of one.
+    /// Rank of this instance for each bucket, plus one; 0 until it is computed. Empty in a fleet of
+    /// one.
     ranks: Box<[AtomicU32]>,
 }
 
@@ -102,7 +108,8 @@ impl Fleet {
         Self::with_instance(format!("{:016x}{:016x}", random(), random()))
     }
 
-    /// Creates a fleet in which this instance has a name of your choice. No two instances may have the same.
+    /// Creates a fleet in which this instance has a name of your choice. No two instances may have
+    /// the same.
     #[must_use]
     pub fn with_instance(instance: impl Into<String>) -> Self {
         let shared = Shared {
@@ -113,8 +120,9 @@ impl Fleet {
         Self { shared: Arc::new(shared) }
     }
 
-    /// Sets the minimum number of instances, for all clones. It matters while the store is away before the first agreement,
-    /// and when fewer instances than this are alive. Without it, 10 are assumed until the first agreement.
+    /// Sets the minimum number of instances, for all clones. It matters while the store is away
+    /// before the first agreement, and when fewer instances than this are alive. Without it, 10 are
+    /// assumed until the first agreement.
     #[must_use]
     pub fn expecting(self, instances: usize) -> Self {
         let absences = self.shared.absences.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,8 +137,9 @@ impl Fleet {
         &self.shared.instance
     }
 
-    /// Returns the number of instances that a quota is divided by: the members last agreed on, or the expected number if
-    /// that is larger. Before the first agreement it is the expected number, or the assumed one.
+    /// Returns the number of instances that a quota is divided by: the members last agreed on, or
+    /// the expected number if that is larger. Before the first agreement it is the expected number,
+    /// or the assumed one.
     #[must_use]
     pub fn size(&self) -> usize {
         self.snapshot().size()
@@ -142,13 +151,14 @@ impl Fleet {
         self.snapshot().members.clone()
     }
 
-    /// Takes a list of live instances. This instance is always a member; a member is removed when it is absent from three
-    /// lists in a row (in a fleet of more than 200: for three of its heartbeat intervals).
+    /// Takes a list of live instances. This instance is always a member; a member is removed when
+    /// it is absent from three lists in a row (in a fleet of more than 200: for three of its
+    /// heartbeat intervals).
     pub fn agree<I: Into<String>>(&self, alive: impl IntoIterator<Item = I>) {
         let mut absences = self.shared.absences.lock().unwrap_or_else(PoisonError::into_inner);
         let alive: Vec<String> = alive.into_iter().map(Into::into).collect();
-        // The next list comes after the interval of this one, which is shorter than the members' own while a store that was
-        // flushed fills again.
+        // The next list comes after the interval of this one, which is shorter than the members'
+        // own while a store that was flushed fills again.
         let interval = heartbeat_interval(alive.len());
         absences.values_mut().for_each(|absence| *absence = absence.saturating_add(interval));
         absences.extend(alive.into_iter().map(|name| (name, Duration::ZERO)));
@@ -175,8 +185,8 @@ impl Fleet {
         Ok(listed)
     }
 
-    /// Sends a heartbeat about once per second, in a fleet of more than 200 instances about every N/200 seconds, until the
-    /// returned guard is dropped. Needs a Tokio runtime.
+    /// Sends a heartbeat about once per second, in a fleet of more than 200 instances about every
+    /// N/200 seconds, until the returned guard is dropped. Needs a Tokio runtime.
     ///
     /// # Panics
     ///
@@ -201,17 +211,19 @@ impl Fleet {
                 tokio::time::sleep(jittered(heartbeat_interval(listed))).await;
             }
         });
-        // A store that answers at once is heard before the first decision, which would otherwise assume a fleet.
+        // A store that answers at once is heard before the first decision, which would otherwise
+        // assume a fleet.
         let polled = Pin::as_mut(&mut heartbeats).poll(&mut Context::from_waker(Waker::noop()));
         debug_assert!(polled.is_pending(), "the caller holds the store");
         Heartbeat(runtime.spawn(heartbeats).abort_handle())
     }
 
-    /// Returns this instance's share of the quota for a key of a policy. The shares of all members add up to the quota, for
-    /// buckets in limit and burst. If there is less than one unit for each, one instance has the whole quota and the others
-    /// have `None`.
+    /// Returns this instance's share of the quota for a key of a policy. The shares of all members
+    /// add up to the quota, for buckets in limit and burst. If there is less than one unit for
+    /// each, one instance has the whole quota and the others have `None`.
     ///
-    /// Before the first agreement, and without [`expecting`](Self::expecting), the share is a tenth, at least one unit.
+    /// Before the first agreement, and without [`expecting`](Self::expecting), the share is a
+    /// tenth, at least one unit.
     #[must_use]
     pub fn share(&self, quota: &Quota, policy: &str, key: &str) -> Option<Quota> {
         let snapshot = self.snapshot();
@@ -237,7 +249,8 @@ impl Fleet {
         Arc::clone(&self.shared.snapshot.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Replaces the snapshot. The caller holds the lock on `absences`, so that two callers cannot overtake each other.
+    /// Replaces the snapshot. The caller holds the lock on `absences`, so that two callers cannot
+    /// overtake each other.
     fn publish(&self, members: Vec<String>, expected: Option<usize>) {
         let snapshot = Arc::new(Snapshot::new(members, expected));
         *self.shared.snapshot.write().unwrap_or_else(PoisonError::into_inner) = snapshot;
@@ -266,7 +279,8 @@ impl Snapshot {
     /// Returns the number of instances that come before this one for the keys of a bucket.
     fn rank(&self, instance: &str, bucket: u16) -> u64 {
         let Some(memoized) = self.ranks.get(usize::from(bucket)) else {
-            // Before the first agreement the order is not known, so all the expected others come first.
+            // Before the first agreement the order is not known, so all the expected others come
+            // first.
             return self.size() as u64 - 1;
         };
         // Threads that compute a rank at the same time get the same one.
@@ -280,13 +294,14 @@ impl Snapshot {
         }
     }
 
-    /// Rendezvous hashing: instances with the same members agree on the order, each bucket has another order, and an instance
-    /// that joins or leaves changes the order of no two others.
+    /// Rendezvous hashing: instances with the same members agree on the order, each bucket has
+    /// another order, and an instance that joins or leaves changes the order of no two others.
     fn compute_rank(&self, instance: &str, bucket: u16) -> usize {
         let mine = (weight(instance, bucket), instance);
         let is_before = |name: &str| (weight(name, bucket), name) > mine;
         let before = self.members.iter().filter(|name| is_before(name)).count();
-        // Expected instances that have not joined have a place in the order, too: the same for all with these members.
+        // Expected instances that have not joined have a place in the order, too: the same for all
+        // with these members.
         let missing = (self.members.len()..self.size()).map(|number| format!("missing {number}"));
         before + missing.filter(|name| is_before(name)).count()
     }
@@ -450,7 +465,8 @@ mod tests {
         assert_eq!([0, 1, 200, 1_000, 10_000].map(millis), [1_000, 1_000, 1_000, 5_000, 50_000]);
     }
 
-    /// Its instances announce themselves again within one interval of the full fleet, which is many of a short list.
+    /// Its instances announce themselves again within one interval of the full fleet, which is many
+    /// of a short list.
     #[test]
     fn a_flushed_store_makes_no_member_of_a_large_fleet_forgotten() {
         let names: Vec<String> = (0..1_000).map(|number| format!("instance-{number}")).collect();

@@ -148,14 +148,16 @@ impl MemoryStore {
         self.decide_into(action, charge, || Ok(()))
     }
 
-    /// Returns whether this charge's key has a count, which may have expired and not been swept yet.
+    /// Returns whether this charge's key has a count, which may have expired and not been swept
+    /// yet.
     #[cfg(feature = "resilience")]
     pub(crate) fn has_count(&self, charge: &Charge<'_>) -> bool {
         let fingerprint = charge.fingerprint(self.secret);
         self.shard(fingerprint).lock().find(fingerprint).is_ok()
     }
 
-    /// Takes as many of the charge's units as fit, if its key has a count; inserts nothing otherwise.
+    /// Takes as many of the charge's units as fit, if its key has a count; inserts nothing
+    /// otherwise.
     #[cfg(feature = "resilience")]
     pub(crate) fn charge_if_present(&self, charge: &Charge<'_>) {
         let fingerprint = charge.fingerprint(self.secret);
@@ -353,7 +355,8 @@ impl MemoryStore {
         &self.shards[fingerprint.remainder_of(SHARDS)]
     }
 
-    /// Locks every shard of these keys, in ascending order, so that two callers never wait for each other in a circle.
+    /// Locks every shard of these keys, in ascending order, so that two callers never wait for each
+    /// other in a circle.
     fn lock_all(&self, fingerprints: &[Fingerprint]) -> Locked<'_> {
         let mut indices: Vec<usize> =
             fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
@@ -369,8 +372,8 @@ impl MemoryStore {
                 None => true,
             });
             let Some(&contended) = contended else { return Locked(locked) };
-            // The holder was most likely preempted. Meanwhile the other shards must be free for other threads, so this one
-            // waits without any lock, and starts again.
+            // The holder was most likely preempted. Meanwhile the other shards must be free for
+            // other threads, so this one waits without any lock, and starts again.
             drop(locked);
             drop(self.shards[contended].lock());
         }
@@ -555,7 +558,8 @@ mod tests {
     use super::*;
     use crate::quota::Quota;
 
-    /// While one shard is held, a decision on many shards waits for it and holds none of the others.
+    /// While one shard is held, a decision on many shards waits for it and holds none of the
+    /// others.
     #[test]
     fn a_decision_that_waits_for_one_shard_holds_no_other() {
         let store = MemoryStore::new();

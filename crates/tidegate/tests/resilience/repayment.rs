@@ -143,8 +143,9 @@ async fn a_fleet_that_grows_cancels_no_debt() {
     }
 }
 
-/// The store may have counted a call whose answer was lost, and its request is admitted locally and owed as well. So the
-/// store counts at most the units of each lost call twice, and never admits more for it.
+/// The store may have counted a call whose answer was lost, and its request is admitted locally and
+/// owed as well. So the store counts at most the units of each lost call twice, and never admits
+/// more for it.
 #[tokio::test]
 async fn a_lost_answer_is_counted_twice_at_most() {
     for quota in every_quota(40, LONG) {
@@ -168,7 +169,8 @@ async fn a_lost_answer_is_counted_twice_at_most() {
     }
 }
 
-/// The same for a call that carries a debt, and for a repayment: it is counted once more than it was admitted.
+/// The same for a call that carries a debt, and for a repayment: it is counted once more than it
+/// was admitted.
 #[tokio::test]
 async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
     for quota in every_quota(40, LONG) {
@@ -279,7 +281,8 @@ async fn debts_of_one_node_are_reported_concurrently() {
     let (calls, start) = (store.calls(), Instant::now());
     assert_eq!(fallback.repay().await, 200);
     assert_eq!(store.calls() - calls, 200);
-    // The first call alone, to see that the node is there, then one round trip per shard of the debts.
+    // The first call alone, to see that the node is there, then one round trip per shard of the
+    // debts.
     assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
 

@@ -71,7 +71,8 @@ fn a_million_random_keys_on_memory() {
 fn other_users_after_an_outage() {
     row("40,000 other keys after an outage", |row| {
         let mut redis = Server::start();
-        // Redis is killed, and refuses connections at once. A machine that stands still must not make calls fail later.
+        // Redis is killed, and refuses connections at once. A machine that stands still must not
+        // make calls fail later.
         let mut config = format!("store: {{{}, timeout: 10s, instances: 1}}\npolicies:\n", redis.store());
         for n in 0..KEYS_A_REQUEST {
             let policy =

@@ -13,8 +13,8 @@ use crate::quota::Quota;
 use crate::store::Part;
 
 const SHARDS: usize = 16;
-/// Entries of a shard that one new key at the cap pays for. A scan for expired ones waits until it is paid, so that a new key
-/// costs a constant number of entries.
+/// Entries of a shard that one new key at the cap pays for. A scan for expired ones waits until it
+/// is paid, so that a new key costs a constant number of entries.
 const SCAN_CREDIT: usize = 64;
 
 /// Debts by key and policy, no more than a cap.
@@ -53,8 +53,9 @@ pub(super) struct Debt {
     tried_in: u64,
     /// Somebody is about to pay it.
     claimed: bool,
-    /// The store may have counted it, because the answer to a call was lost. Until it is settled, its key is decided
-    /// locally: another call that carries the debt could be lost, too, and count it once more.
+    /// The store may have counted it, because the answer to a call was lost. Until it is settled,
+    /// its key is decided locally: another call that carries the debt could be lost, too, and count
+    /// it once more.
     pub(super) in_doubt: bool,
 }
 
@@ -84,8 +85,8 @@ pub(super) struct Claim {
     units: u64,
 }
 
-/// Somebody else is about to pay the debt of one of these keys, or the store may have counted it already: the room that the
-/// store has is not known until it is settled.
+/// Another task is paying the debt of one of these keys, or the store may have counted it
+/// already: the room that the store has is not known until it is settled.
 pub(super) struct Busy;
 
 impl<'a> Claims<'a> {
@@ -138,7 +139,8 @@ impl Owed {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Adds the units of a charge that was admitted locally. `in_doubt`: the store may have counted them as well.
+    /// Adds the units of a charge that was admitted locally. `in_doubt`: the store may have counted
+    /// them as well.
     pub(super) fn add(&self, charge: &Charge<'_>, now: u64, in_doubt: bool) {
         let until = now.saturating_add(counts_for(charge.quota()));
         let hash = self.hash(charge.key(), charge.policy_name());
@@ -192,7 +194,7 @@ impl Owed {
         Ok(claims)
     }
 
-    /// Whether somebody is about to pay the debt of one of these keys, or one of the debts is in doubt.
+    /// Returns whether the debt of one of these keys is being paid, or is in doubt.
     pub(super) fn is_busy(&self, charges: &[Charge<'_>], now: u64) -> bool {
         charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local).any(|charge| {
             let hash = self.hash(charge.key(), charge.policy_name());
@@ -340,7 +342,8 @@ impl Shard {
         scanned: 0,
     };
 
-    /// Adds the share of one new key, and returns whether a scan is paid for and may find something.
+    /// Adds the share of one new key, and returns whether a scan is paid for and may find
+    /// something.
     fn pay_for_scan(&mut self, now: u64) -> bool {
         self.scan_credit = self.scan_credit.saturating_add(SCAN_CREDIT);
         self.scan_credit >= self.debts.len() && self.next_expiry <= now
@@ -362,7 +365,8 @@ mod tests {
 
     use super::*;
 
-    /// At the cap, the entries that are looked at are bounded by the number of new keys, whether some expire or not.
+    /// At the cap, the entries that are looked at are bounded by the number of new keys, whether
+    /// some expire or not.
     #[test]
     fn a_new_key_at_the_cap_costs_a_constant_number_of_entries() {
         const MAX_KEYS: usize = 8_000;

@@ -58,7 +58,8 @@ pub(super) async fn recover<S: Store>(inner: Weak<Inner<S>>) {
 }
 
 impl<S: Store> Inner<S> {
-    /// Reports every debt to the store, each once. A second caller finds the first at work and does nothing.
+    /// Reports every debt to the store, each once. A second caller finds the first at work and does
+    /// nothing.
     pub(super) async fn repay(&self) -> Pass {
         let mut pass = Pass::default();
         if self.owed.is_empty() || self.trouble.repaying.swap(true, Ordering::AcqRel) {
@@ -106,17 +107,20 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    /// Reports these debts, and returns whether the part answered. A report always charges, so a debt is settled by one.
+    /// Reports these debts, and returns whether the part answered. A report always charges, so a
+    /// debt is settled by one.
     async fn report(&self, part: Part, claims: &mut [&mut Claim], pass: &mut Pass) -> bool {
         let debts: Vec<Debt> = claims.iter().map(|claim| claim.debt.clone()).collect();
         let charges: Vec<Charge<'_>> = debts.iter().map(Debt::charge).collect();
-        // Until the answers are here, the store may have counted the debts: also if this future is dropped.
+        // Until the answers are here, the store may have counted the debts: also if this future is
+        // dropped.
         for claim in &mut *claims {
             claim.debt.in_doubt = true;
         }
         let results: Vec<Result<(), StoreError>> = match self.report_together(part, &charges).await {
             Some(result) => charges.iter().map(|_| result.clone()).collect(),
-            // The counts of one node of a cluster are in many slots: concurrent calls share a pipeline there.
+            // The counts of one node of a cluster are in many slots: concurrent calls share a
+            // pipeline there.
             None => join_all(charges.iter().map(|charge| self.report_one(charge))).await,
         };
         let now = self.local.clock().now();
@@ -142,7 +146,8 @@ impl<S: Store> Inner<S> {
         answered
     }
 
-    /// Reports debts in one call, where one call is one script. `None`: they have to be reported one by one.
+    /// Reports debts in one call, where one call is one script. `None`: they have to be reported
+    /// one by one.
     async fn report_together(&self, part: Part, charges: &[Charge<'_>]) -> Option<Result<(), StoreError>> {
         if part != Part::WHOLE {
             return None;

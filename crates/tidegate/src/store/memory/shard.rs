@@ -11,7 +11,8 @@ use crate::fingerprint::Fingerprint;
 
 /// Attempts to get a lock while its holder is most likely running.
 const SPIN_ATTEMPTS: u32 = 3;
-/// Attempts to get a lock, those after spinning with a yield before them, until a thread sleeps between two.
+/// Attempts to get a lock, those after spinning with a yield before them, until a thread sleeps
+/// between two.
 const YIELD_ATTEMPTS: u32 = 10;
 const SLEEP_INTERVAL: Duration = Duration::from_micros(50);
 
@@ -38,8 +39,9 @@ impl Shard {
         self.table.try_lock().unwrap_or_else(|| self.lock_soon())
     }
 
-    /// Critical sections last nanoseconds: spin a few times with growing gaps (each `try_lock` takes the holder's cache line),
-    /// then yield, then sleep, because a longer wait means that the holder was preempted.
+    /// Critical sections last nanoseconds: spin a few times with growing gaps (each `try_lock`
+    /// takes the holder's cache line), then yield, then sleep, because a longer wait means that the
+    /// holder was preempted.
     #[cold]
     fn lock_soon(&self) -> SpinMutexGuard<'_, Table> {
         let mut attempt = 0;
@@ -56,7 +58,8 @@ impl Shard {
         }
     }
 
-    /// Spins for the lock, and gives up where [`lock`](Self::lock) would yield: for a caller that holds other locks.
+    /// Spins for the lock, and gives up where [`lock`](Self::lock) would yield: for a caller that
+    /// holds other locks.
     pub(super) fn try_lock_briefly(&self) -> Option<SpinMutexGuard<'_, Table>> {
         self.table.try_lock().or_else(|| {
             (0..SPIN_ATTEMPTS).find_map(|attempt| {

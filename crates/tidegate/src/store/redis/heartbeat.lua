@@ -1,7 +1,7 @@
 -- Refreshes an instance in the set of live instances, and returns them if they have changed.
 --
--- KEYS   1  sorted set of instances: score = time of the heartbeat in microseconds of the server's clock, plus
---           the part of the instance's silence timeout that is beyond the shortest
+-- KEYS   1  sorted set of instances: score = time of the heartbeat in microseconds of the server's
+--           clock, plus the part of the instance's silence timeout that is beyond the shortest
 --        2  version of the set: a random token, replaced whenever an instance joins or expires
 -- ARGV   1  the instance
 --        2  shortest silence timeout, after which an instance is removed, in microseconds
@@ -11,17 +11,18 @@
 --        6  version that the caller knows; empty for none
 --        7  a random token, for a new version
 --        8  maximum number of instances to return; 0 for none
--- reply  the version and, if it is not the caller's, the instances in no order; the list may leave the
---        caller out if there are more than the maximum
+-- reply  the version and, if it is not the caller's, the instances in no order; the list may leave
+--        the caller out if there are more than the maximum
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local shortest, longest = tonumber(ARGV[2]), tonumber(ARGV[4])
 local expired = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - shortest)
--- Scores beyond the longest timeout are from before the clock stepped back. A live instance returns with
--- its next heartbeat.
+-- Scores beyond the longest timeout are from before the clock stepped back. A live instance returns
+-- with its next heartbeat.
 expired = expired + redis.call('ZREMRANGEBYSCORE', KEYS[1], now + longest, '+inf')
--- The caller chooses its next interval by the size that it knows, or by the one that it learns from this reply.
+-- The caller chooses its next interval by the size that it knows, or by the one that it learns from
+-- this reply.
 local size = math.max(tonumber(ARGV[5]), redis.call('ZCARD', KEYS[1]) + 1)
 local silence = math.min(math.max(shortest, size * tonumber(ARGV[3])), longest)
 local joined = redis.call('ZADD', KEYS[1], now + silence - shortest, ARGV[1])

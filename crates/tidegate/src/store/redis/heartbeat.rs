@@ -1,7 +1,9 @@
-//! Heartbeats: this instance is announced, and the list of live instances is read when it has changed.
+//! Heartbeats: this instance is announced, and the list of live instances is read when it has
+//! changed.
 //!
-//! heartbeat.lua has the contract. In the steady state a heartbeat costs Redis a few commands of O(log N): the list is cached
-//! here with its version, and only read again when the version differs.
+//! heartbeat.lua has the contract. In the steady state a heartbeat costs Redis a few commands of
+//! O(log N): the list is cached here with its version, and only read again when the version
+//! differs.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,8 +21,8 @@ use crate::store::StoreError;
 /// Heartbeat intervals without a heartbeat after which an instance is removed.
 const MAX_MISSED_HEARTBEATS: u32 = 5;
 const MAX_INSTANCES: usize = 10_000;
-/// Minimum time between two reads of a list, per instance in it. While a large fleet starts, each instance that joins changes
-/// the list for all others.
+/// Minimum time between two reads of a list, per instance in it. While a large fleet starts, each
+/// instance that joins changes the list for all others.
 const LIST_INTERVAL_PER_INSTANCE: Duration = Duration::from_millis(10);
 /// A list of up to this length is always read: Redis returns it in the time of a few decisions.
 const MAX_SHORT_LIST: usize = 100;
@@ -45,7 +47,8 @@ impl Listed {
 }
 
 impl Shared {
-    /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among them.
+    /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among
+    /// them.
     pub(super) async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         let (script, key) = (Script::heartbeat(), self.own_key("alive"));
         let version_key = format!("{key}:version");
