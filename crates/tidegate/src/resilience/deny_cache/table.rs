@@ -175,7 +175,7 @@ impl Entry {
         let (retry_after, reset_after) = (micros(decision.retry_after), micros(decision.reset_after));
         let ttl = if quota.count_denied() { COUNTED_DENIAL_TTL } else { MAX_ENTRY_TTL };
         let until = sent.saturating_add(surely(retry_after).min(micros(ttl)));
-        (until > sent || is_bucket(quota)).then(|| Self {
+        (until > sent || is_bucket(quota)).then_some(Self {
             count: ticket.name.count,
             fingerprint: ticket.name.fingerprint,
             cost,
