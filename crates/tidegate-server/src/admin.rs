@@ -211,7 +211,7 @@ async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCod
     let live = admin.engine.live();
     if live.policies.get(&policy).is_some() || !admin.engine.reset_envoy(&live, &policy, &key).await? {
         let ask = Ask::Policy { policy: &policy, key: &key, cost: None };
-        admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask).await?;
+        admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask, 0).await?;
     }
     Ok(StatusCode::NO_CONTENT)
 }

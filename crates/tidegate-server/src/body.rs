@@ -36,6 +36,9 @@ pub(crate) struct AskBody<'a> {
     /// How many units it takes; as the policy says by default, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
+    /// Only for a refund: how many milliseconds ago the charge was made, from just before it was asked for. Its own units are
+    /// then returned; otherwise the oldest that still count.
+    pub(crate) age_ms: Option<u64>,
 }
 
 /// A JSON object with the fields of this type. (serde would also take an array of its values.)

@@ -138,10 +138,20 @@ impl Redis {
             Err(error) => {
                 // A fleet must be able to start, or to start again, while its Redis is away.
                 tracing::warn!(%error, "Redis is away: decisions come from each policy's on_store_failure until it is there");
+                if config.instances.is_none() {
+                    let assumed = Fleet::ASSUMED_INSTANCES;
+                    tracing::warn!(
+                        "store.instances is not set: until Redis is there, this instance assumes that {assumed} share each \
+                         limit, and `local` admits 1/{assumed} of it; set store.instances to the number of instances"
+                    );
+                }
                 config.builder().connect_in_background()?
             }
         };
-        let fleet = Fleet::new().expecting(config.instances);
+        let fleet = match config.instances {
+            Some(instances) => Fleet::new().expecting(instances),
+            None => Fleet::new(),
+        };
         let local = MemoryStore::builder().max_keys(config.max_keys).build();
         Ok(Self::around(Observed { store, metrics }, config.timeout(), fleet, local))
     }

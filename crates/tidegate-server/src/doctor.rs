@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use tidegate::store::redis::Reply;
-use tidegate::{RedisStore, StoreError};
+use tidegate::{Fleet, RedisStore, StoreError};
 
 use self::info::Info;
 
@@ -152,6 +152,21 @@ pub(crate) fn lacks_to_connect(error: &StoreError, prefix: &str, kind: Kind) -> 
     acl::lacks_to_connect(&error.to_string(), prefix, kind).map(Report::of)
 }
 
+/// Returns what a service does that starts while Redis is away.
+pub(crate) fn instances(configured: Option<usize>) -> Finding {
+    if let Some(instances) = configured {
+        return Finding::ok(
+            "instances",
+            format!("store.instances is {instances}: limits are shared by that many at least"),
+        );
+    }
+    let assumed = Fleet::ASSUMED_INSTANCES;
+    let message = format!(
+        "store.instances is not set: an instance that starts while Redis is away assumes that {assumed} share each limit"
+    );
+    Finding::note("instances", message).advice("set store.instances to the number of instances")
+}
+
 /// Logs each warning and each error once.
 pub(crate) async fn warn_of(store: &RedisStore, prefix: &str, timeout: Duration) {
     let (probes, keys) = AT_START;
@@ -233,7 +248,7 @@ impl Report {
         report
     }
 
-    fn add(&mut self, finding: Finding) {
+    pub(crate) fn add(&mut self, finding: Finding) {
         self.verdict = self.verdict.max(finding.level);
         self.findings.push(finding);
     }

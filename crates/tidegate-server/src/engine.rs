@@ -185,27 +185,35 @@ impl Engine {
         moment.saturating_duration_since(self.started).as_secs()
     }
 
-    /// Answers a question that came with this head.
+    /// Answers a question that came with this head. `charged_at` is for refunds: when the charge was made, by the clock of
+    /// [`Counts::now`]; 0 if unknown.
     pub(crate) async fn ask<'a>(
         &self,
         live: &'a Live,
         head: &HeaderMap,
         action: Action,
         ask: Ask<'a>,
+        charged_at: u64,
     ) -> Result<Answer<'a>, AskError> {
         let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
         if span.is_disabled() {
-            return self.answer(live, action, ask).await;
+            return self.answer(live, action, ask, charged_at).await;
         }
         logs::continue_trace(&span, head);
-        let answer = self.answer(live, action, ask).instrument(span.clone()).await;
+        let answer = self.answer(live, action, ask, charged_at).instrument(span.clone()).await;
         if let Ok(answer) = &answer {
             span.record("allowed", answer.allowed());
         }
         answer
     }
 
-    async fn answer<'a>(&self, live: &'a Live, action: Action, ask: Ask<'a>) -> Result<Answer<'a>, AskError> {
+    async fn answer<'a>(
+        &self,
+        live: &'a Live,
+        action: Action,
+        ask: Ask<'a>,
+        charged_at: u64,
+    ) -> Result<Answer<'a>, AskError> {
         let start = Instant::now();
         let answer = match ask {
             Ask::Policy { policy, key, cost } => {
@@ -213,6 +221,7 @@ impl Engine {
                 let charge = Charge::new(key, policy.quota_for(key))
                     .policy(policy.name())
                     .cost(cost.unwrap_or_else(|| policy.usual_cost()))
+                    .charged_at(charged_at)
                     .on_store_failure(policy.store_failure());
                 self.ask_policies(action, start, live, &[(policy, charge)], &[]).await?
             }
@@ -230,13 +239,13 @@ impl Engine {
                     }
                     Answer::new(vec![Line::turned_away(policy)])
                 } else {
-                    let charge = |selected| (Selected::policy(selected), Selected::charge(selected));
+                    let charge = |selected| (Selected::policy(selected), selected.charge().charged_at(charged_at));
                     let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
                     self.ask_policies(action, start, live, &charges, &selection.turned_away_in_shadow).await?
                 }
             }
             Ask::Quota { key, quota, cost } => {
-                let charge = Charge::new(key, quota).cost(cost);
+                let charge = Charge::new(key, quota).cost(cost).charged_at(charged_at);
                 let decision = self.counts.decide(action, &charge).await?;
                 if action == Action::Acquire {
                     self.metrics.count_source(decision.source);

@@ -87,7 +87,7 @@ pub(crate) async fn forward_auth(engine: &Engine, peer: Peer, request: Request) 
     let parameters: Result<Query<Parameters>, _> = Query::try_from_uri(&head.uri);
     let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let ask = Ask::Attributes { attributes: &forwarded, only: parameters.policy.as_deref(), cost: None };
-    let answer = engine.ask(&live, &head.headers, Action::Acquire, ask).await?;
+    let answer = engine.ask(&live, &head.headers, Action::Acquire, ask, 0).await?;
     let denied = !answer.allowed();
     let mut response = if denied {
         Problem::new(parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into), reason(&answer))

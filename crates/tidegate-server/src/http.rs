@@ -16,7 +16,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::tower::each_field;
-use tidegate::{Action, ClientIp, Policies};
+use tidegate::{Action, ChargeError, ClientIp, Policies};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
@@ -35,7 +35,7 @@ const BODY_TIME: Duration = Duration::from_secs(10);
 #[derive(OpenApi)]
 #[openapi(
     info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
-    paths(acquire, peek, refund, forward_auth::forward_auth),
+    paths(acquire, peek, refund, report, forward_auth::forward_auth),
     components(schemas(AskBody<'static>, QuotaBody, Body<'static>, DecisionBody<'static>, Problem)),
     modifiers(&Tokens),
     security((), ("token" = []))
@@ -109,13 +109,14 @@ async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, P
         ("/v1/acquire", &Method::POST) => return acquire(engine, peer, request).await,
         ("/v1/peek", &Method::POST) => return peek(engine, peer, request).await,
         ("/v1/refund", &Method::POST) => return refund(engine, peer, request).await,
+        ("/v1/report", &Method::POST) => return report(engine, peer, request).await,
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
             return Box::pin(forward_auth::forward_auth(engine, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
             return Ok(json(StatusCode::OK, HeaderMap::new(), serde_json::to_vec(&Api::openapi()).unwrap_or_default()));
         }
-        ("/v1/acquire" | "/v1/peek" | "/v1/refund", _) => "POST",
+        ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
         _ => return Err(not_found(request.uri().clone()).await),
     };
@@ -178,7 +179,21 @@ async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Pr
     answer(engine, Action::Peek, peer, request).await
 }
 
-/// Give units back, the newest first.
+/// Record units that were used already: always charges, even beyond the limit.
+///
+/// `allowed` says whether they fitted. If not, `remaining` is 0 and `retry_after_ms` is the wait until one unit is free again.
+#[utoipa::path(
+    post, path = "/v1/report", request_body = AskBody<'static>,
+    responses(
+        (status = 200, description = "Recorded; what is left now", body = Body<'static>),
+        Problems,
+    )
+)]
+async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    answer(engine, Action::Report, peer, request).await
+}
+
+/// Return the units of an earlier charge: with `age_ms` of that charge, otherwise the oldest that still count.
 #[utoipa::path(
     post, path = "/v1/refund", request_body = AskBody<'static>,
     responses(
@@ -214,7 +229,15 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
             ));
         }
     };
-    let answer = engine.ask(&live, &head.headers, action, ask).await?;
+    if body.cost == Some(0) {
+        return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
+    }
+    let charged_at = match body.age_ms {
+        None => 0,
+        Some(age) if action == Action::Refund => engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1),
+        Some(_) => return Err(Problem::bad_request("age_ms is for /v1/refund: how long ago the charge was made")),
+    };
+    let answer = engine.ask(&live, &head.headers, action, ask, charged_at).await?;
     let denied = action == Action::Acquire && !answer.allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     // With room for those that the server adds, and none to grow.

@@ -39,6 +39,18 @@ fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
 }
 
 #[test]
+fn finished_work_is_reported_beyond_the_limit() {
+    let output =
+        tidegate(&["acquire", "u", "--limit", "1000", "--window", "1d", "--cost", "600", "--count", "3", "--report"]);
+    let lines = text(&output.stdout);
+    let lines: Vec<&str> = lines.lines().collect();
+    assert_eq!(lines[0], "allowed  400 of 1000 left, all back in 1d");
+    assert!(lines[1].starts_with("over     0 of 1000 left, one is free in "), "{lines:?}");
+    assert!(lines[2].starts_with("over     0 of 1000 left, one is free in "), "{lines:?}");
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
 fn machines_read_the_body_of_the_api() {
     let arguments = ["acquire", "user123", "--limit", "5", "--window", LONG, "--cost", "3", "--count", "2", "--json"];
     let output = tidegate(&arguments);

@@ -106,6 +106,32 @@ fn a_question_has_three_forms_and_the_answer_one() {
 }
 
 #[test]
+fn a_report_is_recorded_beyond_the_limit_and_a_refund_may_name_the_age_of_its_charge() {
+    let service = Service::start(POLICIES);
+    let ask = |cost: u64| {
+        let quota = json!({"algorithm": "sliding-log", "limit": 100, "window": "1h"});
+        json!({"key": "u1", "quota": quota, "cost": cost}).to_string()
+    };
+    let over = service.post("/v1/report", &ask(150));
+    let body = over.json();
+    assert_eq!((over.status, &body["allowed"], &body["remaining"]), (200, &json!(false), &json!(0)), "{body}");
+    assert!(body["retry_after_ms"].as_u64().is_some_and(|wait| wait > 3_590_000), "{body}");
+    assert_eq!(service.post("/v1/acquire", &ask(1)).status, 429, "it was recorded");
+    let refund = |age: Option<u64>, path: &str| {
+        let mut body: serde_json::Value = serde_json::from_str(&ask(120)).expect("JSON");
+        if let Some(age) = age {
+            body["age_ms"] = json!(age);
+        }
+        service.post(path, &body.to_string())
+    };
+    assert_eq!(refund(Some(3_600_000), "/v1/refund").json()["remaining"], json!(0), "what has left the window");
+    assert_eq!(refund(Some(60_000), "/v1/refund").json()["remaining"], json!(70));
+    let wrong = refund(Some(1), "/v1/acquire");
+    assert_eq!(wrong.status, 400);
+    assert!(wrong.body.contains("age_ms is for /v1/refund"), "{}", wrong.body);
+}
+
+#[test]
 fn peek_writes_nothing_and_refund_gives_back() {
     let service = Service::start(POLICIES);
     let ask = json!({"policy": "per-user", "key": "u1"}).to_string();
@@ -304,7 +330,7 @@ policies:
     let others =
         [("query.any thing", "x"), ("query.", "x"), ("cookie.\u{7}", "x"), ("domain", "d"), ("descriptor.k", "v")];
     assert_eq!(acquire(&others).status, 200);
-    for path in ["/v1/acquire", "/v1/peek", "/v1/refund"] {
+    for path in ["/v1/acquire", "/v1/peek", "/v1/refund", "/v1/report"] {
         let answer = service.post(path, &attributes(&[("plan", "free"), ("tennant", "acme")]).to_string());
         assert_eq!(answer.status, 400, "{path}: {answer:?}");
         let detail = &answer.json()["detail"];
@@ -441,6 +467,12 @@ fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
     assert!(service.output().contains("Redis is away"), "{}", service.output());
     let ask = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&ask).json()["source"], "local");
+    // Until then it assumes a fleet, unless the file has a number.
+    assert!(service.output().contains("store.instances is not set"), "{}", service.output());
+    assert!(service.admin("/metrics").body.contains("tidegate_fleet_instances 10\n"));
+    let alone = Service::start(&format!("store: {{redis: 'redis://{port}', instances: 1}}\n{POLICIES}"));
+    assert!(!alone.output().contains("store.instances"), "{}", alone.output());
+    assert!(alone.admin("/metrics").body.contains("tidegate_fleet_instances 1\n"));
     let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[]).expect("the port is still free");
     service.until("Redis decides", |service| service.acquire(&ask).json()["source"] == "store");
     service.until("it says so", |service| service.admin("/metrics").body.contains("tidegate_store_up 1\n"));

@@ -219,6 +219,11 @@ impl<'a> Charge<'a> {
         if sound { Ok(()) } else { self.check_with_care(action) }
     }
 
+    /// A cost of 0 is for [`Action::Peek`] through [`Limiter::decide`](crate::Limiter::decide) alone.
+    pub(crate) fn check_cost(&self) -> Result<(), ChargeError> {
+        if self.cost == 0 { Err(ChargeError::ZeroCost) } else { Ok(()) }
+    }
+
     #[cold]
     fn check_with_care(&self, action: Action) -> Result<(), ChargeError> {
         Key::new(self.key).map_err(ChargeError::Key)?;

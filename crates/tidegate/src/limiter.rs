@@ -69,11 +69,13 @@ impl<S: Store> Limiter<S> {
 
     /// What [`acquire`](Self::acquire) would answer; writes nothing.
     pub async fn peek(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+        charge.check_cost()?;
         self.decide(Action::Peek, charge).await
     }
 
     /// What [`acquire_all`](Self::acquire_all) would answer; writes nothing.
     pub async fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+        charges.iter().try_for_each(Charge::check_cost)?;
         self.decide_all(Action::Peek, charges).await
     }
 
@@ -244,11 +246,13 @@ impl Blocking<'_> {
 
     /// See [`Limiter::peek`].
     pub fn peek(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
+        charge.check_cost()?;
         self.decide(Action::Peek, charge)
     }
 
     /// See [`Limiter::peek_all`].
     pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+        charges.iter().try_for_each(Charge::check_cost)?;
         self.decide_all(Action::Peek, charges)
     }
 

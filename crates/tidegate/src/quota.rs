@@ -52,6 +52,12 @@ pub enum QuotaError {
         max = Quota::MAX_LOG_LIMIT, other = Quota::MAX_LIMIT
     )]
     LogLimit(u64),
+    /// A sorted set that Redis could not free without holding up its clients.
+    #[error(
+        "limit {0} is too large for a sliding-log as a sorted set: at most {max}; leave the encoding out, or make it packed",
+        max = Quota::MAX_SORTED_SET_LIMIT
+    )]
+    SortedSetLimit(u64),
     /// The window is too short or too long.
     #[error("window {0:?} is out of range: it must be from 1ms to 366 days")]
     Window(Duration),
@@ -91,6 +97,9 @@ impl Quota {
     /// The largest limit and burst. With windows of up to 366 days every step of the arithmetic stays exact, in
     /// Rust's integers and in the doubles of Redis's Lua.
     pub const MAX_LIMIT: u64 = 1_000_000_000_000;
+    /// The largest limit of a `sliding-log` that Redis keeps as a sorted set: to free a larger one would hold up the server. A
+    /// log with a higher limit is packed.
+    pub const MAX_SORTED_SET_LIMIT: u64 = 100_000;
     /// The largest limit of a `sliding-log`.
     pub const MAX_LOG_LIMIT: u64 = 10_000_000;
 
@@ -109,7 +118,8 @@ impl Quota {
         if Duration::from_micros(micros) != window {
             return Err(QuotaError::WindowFraction(window));
         }
-        let encoding = Encoding::SortedSet;
+        let is_large = algorithm == Algorithm::SlidingLog && limit > Self::MAX_SORTED_SET_LIMIT;
+        let encoding = if is_large { Encoding::Packed } else { Encoding::SortedSet };
         let unnamed_policy = unnamed_policy(algorithm, encoding, micros);
         Ok(Self {
             algorithm,
@@ -170,10 +180,13 @@ impl Quota {
         Ok(self)
     }
 
-    /// How Redis keeps a `sliding-log`: readable (default) or packed.
+    /// How Redis keeps a `sliding-log`: readable (the default up to [`Self::MAX_SORTED_SET_LIMIT`]) or packed.
     pub fn with_encoding(mut self, encoding: Encoding) -> Result<Self, QuotaError> {
         if self.algorithm != Algorithm::SlidingLog {
             return Err(QuotaError::NoEncoding(self.algorithm));
+        }
+        if encoding == Encoding::SortedSet && self.limit > Self::MAX_SORTED_SET_LIMIT {
+            return Err(QuotaError::SortedSetLimit(self.limit));
         }
         self.encoding = encoding;
         self.unnamed_policy = unnamed_policy(self.algorithm, encoding, self.window);
@@ -308,6 +321,9 @@ mod tests {
         assert!(refused(Quota::fixed_window(0, MINUTE)).contains("limit 0 is out of range: it must be from 1 to"));
         assert!(refused(Quota::fixed_window(u64::MAX, MINUTE)).contains("must be from 1 to 1000000000000"));
         assert!(refused(Quota::sliding_log(10_000_001, MINUTE)).contains("at most 10000000"));
+        let large = Quota::sliding_log(100_001, MINUTE).expect("valid");
+        assert_eq!(large.encoding(), Encoding::Packed);
+        assert!(refused(large.with_encoding(Encoding::SortedSet)).contains("at most 100000"));
         assert!(refused(Quota::fixed_window(1, Duration::ZERO)).contains("from 1ms to 366 days"));
         assert!(refused(Quota::fixed_window(1, Duration::from_micros(999))).contains("from 1ms"));
         assert!(refused(Quota::fixed_window(1, Duration::MAX)).contains("366 days"));

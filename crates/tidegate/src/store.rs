@@ -127,7 +127,7 @@ impl Part {
 pub enum Action {
     /// Decide and, if allowed, spend.
     Acquire,
-    /// What acquire would answer; writes nothing.
+    /// What acquire would answer; writes nothing. A cost of 0 asks whether more is recorded than the limit.
     Peek,
     /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it, the oldest units that still
     /// count go first, because that never admits too much.

@@ -152,7 +152,7 @@ async fn decide<S: Store>(
     let single = |result: Result<Decision, crate::Error>| result.map(|decision| vec![decision]);
     let decisions = match (action, charges) {
         (Action::Acquire, [charge]) => single(limiter.acquire(charge).await),
-        (Action::Peek, [charge]) => single(limiter.peek(charge).await),
+        (Action::Peek, [charge]) => single(limiter.decide(action, charge).await),
         (Action::Refund, [charge]) => single(limiter.refund(charge).await),
         (Action::Reset, [charge]) => single(limiter.reset(charge).await),
         // Not for users of a limiter: only of a store.
@@ -161,7 +161,7 @@ async fn decide<S: Store>(
         (Action::Take | Action::Report, charges) => {
             limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store)
         }
-        (Action::Peek, charges) => limiter.peek_all(charges).await,
+        (Action::Peek, charges) => limiter.decide_all(action, charges).await,
         (_, charges) => limiter.acquire_all(charges).await,
     };
     decisions.map_err(|error| format!("{action:?} failed: {error}"))

@@ -10,7 +10,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use support::{LONG, Redis, every_quota};
 use tidegate::{
-    Algorithm, Charge, ChargeError, Clock, Decision, Error, Key, KeyError, Limiter, MAX_CHARGES, ManualClock,
+    Action, Algorithm, Charge, ChargeError, Clock, Decision, Error, Key, KeyError, Limiter, MAX_CHARGES, ManualClock,
     MemoryStore, Quota, Store,
 };
 
@@ -52,6 +52,7 @@ on_every_store!(
     a_client_that_keeps_hammering_stays_out_if_denials_count,
     several_charges_are_all_or_nothing,
     a_changed_limit_keeps_the_counts,
+    a_report_is_recorded_beyond_the_limit_and_paid_back_by_time,
     a_changed_algorithm_starts_anew,
     after_a_step_back_of_an_hour_no_more_pass_and_none_is_locked_out,
     a_leaky_bucket_spaces_what_it_admits_evenly,
@@ -144,6 +145,33 @@ async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _cloc
         limiter.refund(&full.cost(7)).await.expect("refunded");
     }
     assert!(limiter.acquire_all(&[]).await.expect("nothing to decide").is_empty());
+}
+
+async fn a_report_is_recorded_beyond_the_limit_and_paid_back_by_time<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
+    for quota in every_quota(100, HOUR) {
+        let charge = Charge::new("u", &quota);
+        let fits = limiter.report(&charge.cost(100)).await.expect("recorded");
+        assert_eq!((fits.allowed, fits.remaining, fits.retry_after), (true, 0, Duration::ZERO), "{quota:?}");
+        let is_exceeded = async || !limiter.decide(Action::Peek, &charge.cost(0)).await.expect("looked").allowed;
+        assert!(!is_exceeded().await, "{quota:?}: 100 of 100 is not exceeded");
+        let over = limiter.report(&charge.cost(50)).await.expect("recorded");
+        assert_eq!((over.allowed, over.remaining), (false, 0), "{quota:?}");
+        assert!(is_exceeded().await, "{quota:?}: 150 of 100 is");
+        // After the wait one unit is free, and a microsecond earlier it is not.
+        clock.advance(over.retry_after - MICROSECOND);
+        assert!(!limiter.acquire(&charge).await.expect("decided").allowed, "{quota:?}");
+        clock.advance(MICROSECOND);
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed, "{quota:?}");
+        limiter.reset(&charge).await.expect("reset");
+        // The overdraft is bounded: ten times the limit is recorded, and time pays it back.
+        limiter.report(&charge.cost(u64::MAX)).await.expect("recorded");
+        clock.advance(11 * HOUR);
+        assert_eq!(limiter.peek(&charge).await.expect("looked").remaining, 99, "{quota:?}");
+        limiter.reset(&charge).await.expect("reset");
+    }
 }
 
 async fn a_changed_limit_keeps_the_counts<S: Store>(limiter: Limiter<S>, _clock: ManualClock) {

@@ -265,3 +265,34 @@ fn a_blocking_call_finds_what_is_wrong_with_a_charge_whether_its_key_is_known_or
         blocking.reset(&charge("k")).expect("a decision");
     }
 }
+
+/// Each processor reads its own counter, and two of them differ by a little.
+#[test]
+fn clocks_that_differ_between_processors_do_not_fill_a_bucket() {
+    thread_local!(static BEHIND: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
+    #[derive(Debug)]
+    struct Skewed;
+    impl tidegate::Clock for Skewed {
+        fn now(&self) -> u64 {
+            1_700_000_000_000_000 - BEHIND.get()
+        }
+
+        fn sleep(&self, _: Duration) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+            Box::pin(std::future::ready(()))
+        }
+
+        fn sleep_blocking(&self, _: Duration) {}
+    }
+    for behind in [1, 500, 1_000] {
+        let limiter = Limiter::new(MemoryStore::builder().clock(Skewed).build());
+        let quota = Quota::token_bucket(1_000_000, Duration::from_secs(1)).and_then(|quota| quota.with_burst(100));
+        let quota = quota.expect("valid");
+        let charge = Charge::new("u", &quota);
+        let ask = |turn: u64| {
+            BEHIND.set(if turn.is_multiple_of(2) { 0 } else { behind });
+            limiter.blocking().acquire(&charge).expect("decided").allowed
+        };
+        let admitted = (0..10_000).filter(|turn| ask(*turn)).count();
+        assert_eq!(admitted, 100, "{behind} us apart, and no time passes");
+    }
+}

@@ -292,15 +292,65 @@ async fn a_probe_meets_what_a_decision_would_meet() {
 }
 
 #[tokio::test]
-async fn who_is_silent_for_five_seconds_is_no_longer_alive() {
+async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
     let redis = Redis::start();
     let store = RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
-    store.announce("a").await.expect("said");
+    store.announce("a").await.expect("announced");
     assert_eq!(store.announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     redis.assert_every_key_expires();
-    // As if a had been silent for six seconds, and c had spoken before the clock was set back.
+    // As if the last heartbeat of a were six seconds old, and that of c from before the clock stepped back.
     let time: Vec<i64> = redis.query(&["TIME"]);
     let at = |seconds: i64| ((time[0] + seconds) * 1_000_000).to_string();
-    redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &at(-6), "a", &at(60), "c"]);
+    redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &at(-6), "a", &at(3_600), "c"]);
     assert_eq!(store.announce("b").await, Ok(vec!["b".to_owned()]));
+}
+
+/// While no instance joins or leaves, a heartbeat reads no list, whatever the size of the fleet.
+#[tokio::test]
+async fn heartbeats_read_the_list_only_when_it_has_changed() {
+    let redis = Redis::start();
+    let connect = async || RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+    let (store, other) = (connect().await, connect().await);
+    let calls = |command: &str| {
+        let stats: String = redis.query(&["INFO", "commandstats"]);
+        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.map_or(0, |line| line.split(',').next().and_then(|calls| calls.parse().ok()).expect("a number"))
+    };
+    let names: Vec<String> = (0..50).map(|number| format!("instance-{number:02}")).collect();
+    for name in &names {
+        store.announce(name).await.expect("announced");
+    }
+    redis.query::<()>(&["CONFIG", "RESETSTAT"]);
+    for name in names.iter().cycle().take(200) {
+        assert_eq!(store.announce(name).await.as_ref(), Ok(&names));
+    }
+    assert_eq!((calls("evalsha"), calls("zrange")), (200, 0));
+    let commands = ["time", "zremrangebyscore", "zcard", "zadd", "get", "set", "pexpireat"];
+    assert!(commands.map(calls).iter().sum::<u64>() <= 200 * 10, "a constant number of commands");
+
+    // Another process joins, and each of the two reads the list once.
+    let mut joined = names.clone();
+    joined.push("joined".to_owned());
+    for _ in 0..10 {
+        assert_eq!(other.announce("joined").await.as_ref(), Ok(&joined));
+        assert_eq!(store.announce(&names[0]).await.as_ref(), Ok(&joined));
+    }
+    assert_eq!(calls("zrange"), 2);
+
+    // A flushed Redis starts with another version, even if it has as many instances as before.
+    redis.query::<()>(&["FLUSHALL"]);
+    assert_eq!(other.announce("joined").await, Ok(vec!["joined".to_owned()]));
+    for name in &names {
+        other.announce(name).await.expect("announced");
+    }
+    redis.query::<i64>(&["ZREM", "rate_limit:{%alive}", &names[1]]);
+    other.announce("in its place").await.expect("announced");
+    let list = store.announce(&names[0]).await.expect("announced");
+    assert!(list.len() == 51 && list.contains(&"in its place".to_owned()) && !list.contains(&names[1]), "{list:?}");
+
+    // An instance of an earlier build adds itself and leaves the version alone.
+    let time: Vec<i64> = redis.query(&["TIME"]);
+    redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &(time[0] * 1_000_000).to_string(), "earlier build"]);
+    assert!(store.announce(&names[0]).await.expect("announced").contains(&"earlier build".to_owned()));
+    redis.assert_every_key_expires();
 }

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use clap::Args;
 use clap::builder::FalseyValueParser;
 use clap::builder::PossibleValuesParser;
-use tidegate::{Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
+use tidegate::{Action, Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
 
 use super::style;
 use crate::body;
@@ -29,7 +29,10 @@ Examples:
     tidegate acquire nightly-report --limit 1 --window 1h --redis redis://127.0.0.1:6379 && ./report
 
   A token bucket with room for bursts, as JSON:
-    tidegate acquire user123 --algorithm token-bucket --limit 10 --window 1s --burst 50 --json")]
+    tidegate acquire user123 --algorithm token-bucket --limit 10 --window 1s --burst 50 --json
+
+  Work that is done already, such as 1200 bytes sent, against 1000 an hour:
+    tidegate acquire user123 --limit 1000 --window 1h --cost 1200 --report")]
 pub(super) struct Acquire {
     /// Whose count it is: a user, an address, a job
     #[arg(value_name = "KEY")]
@@ -82,6 +85,10 @@ pub(super) struct Acquire {
     #[arg(long, value_name = "N", env = "TIDEGATE_COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
 
+    /// Record units that were used already: charges even beyond the limit. The exit code is 1 if they did not fit
+    #[arg(long, env = "TIDEGATE_REPORT", value_parser = FalseyValueParser::new())]
+    report: bool,
+
     /// Print JSON lines
     #[arg(long, env = "TIDEGATE_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
@@ -122,13 +129,14 @@ impl Acquire {
         let mut output = anstream::stdout().lock();
         let mut all_allowed = true;
         for _ in 0..self.count {
-            let decision = limiter.acquire(charge).await?;
+            let action = if self.report { Action::Report } else { Action::Acquire };
+            let decision = limiter.decide(action, charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
                 output.write_all(&body::of_one(charge.policy_name(), &decision))?;
                 writeln!(output)?;
             } else {
-                writeln!(output, "{}", line(&decision, charge.quota().burst()))?;
+                writeln!(output, "{}", line(action, &decision, charge.quota().burst()))?;
             }
         }
         output.flush()?;
@@ -137,8 +145,12 @@ impl Acquire {
 }
 
 /// For people: what was decided, what is left of `all` that there can be, and when to come again.
-fn line(decision: &Decision, all: u64) -> String {
+fn line(action: Action, decision: &Decision, all: u64) -> String {
     let left = format!("{} of {all} left", decision.remaining);
+    if action == Action::Report && !decision.allowed {
+        let retry = readable(decision.retry_after);
+        return format!("{}over{}     {left}, one is free in {retry}", style::DENIED, style::RESET);
+    }
     if !decision.allowed {
         let retry = readable(decision.retry_after);
         return format!("{}denied{}   {left}, retry in {retry}", style::DENIED, style::RESET);

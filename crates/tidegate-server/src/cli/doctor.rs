@@ -112,7 +112,12 @@ impl Doctor {
             probes: usize::try_from(self.probes)?,
             keys: usize::try_from(self.keys)?,
         };
-        Ok(doctor::examine(&store, &examination).await)
+        let mut report = doctor::examine(&store, &examination).await;
+        // Without a file, only a Redis is examined, not a service.
+        if self.config.is_some() {
+            report.add(doctor::instances(redis.instances));
+        }
+        Ok(report)
     }
 }
 

@@ -71,8 +71,8 @@ pub(super) struct Store {
     /// How long Redis may take to decide; 100ms by default.
     #[schemars(with = "Option<String>")]
     pub(super) timeout: Option<Spanned<String>>,
-    /// How many instances of Tidegate there are at least. While Redis is away each takes its share of the limits; normally
-    /// they know their number through Redis, and this is for those that start while it is away. 1 by default.
+    /// Minimum number of instances of Tidegate. While Redis is away, each takes its share of the limits. The instances know
+    /// their number through Redis; this is for those that start while it is away. Not set: such an instance assumes 10.
     pub(super) instances: Option<Whole<1, 10_000>>,
     /// The cap on keys in memory; 10,000,000 by default.
     pub(super) max_keys: Option<Whole<1, 1_000_000_000_000>>,

@@ -24,8 +24,9 @@ pub(crate) struct RedisConfig {
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
-    /// How many instances share the limits while Redis is away, before they could agree on it.
-    pub(crate) instances: usize,
+    /// Minimum number of instances that share the limits while Redis is away. `None`: not set, and assumed until the
+    /// instances have agreed on their number.
+    pub(crate) instances: Option<usize>,
     /// The cap on keys in memory while Redis is away.
     pub(crate) max_keys: usize,
 }
@@ -78,7 +79,7 @@ impl RedisConfig {
             prefix: "rate_limit".to_owned(),
             timeout: Duration::from_millis(100),
             tls: None,
-            instances: 1,
+            instances: None,
             max_keys: MAX_KEYS,
         }
     }
@@ -177,7 +178,7 @@ pub(super) fn validate(
         prefix: raw.prefix.as_ref().map_or_else(|| "rate_limit".to_owned(), |prefix| prefix.value.clone()),
         timeout,
         tls,
-        instances: raw.instances.map_or(1, |instances| usize::try_from(instances.get()).unwrap_or(1)),
+        instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
         max_keys,
     };
     redis.builder().check().map_err(|error| {

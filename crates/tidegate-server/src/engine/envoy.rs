@@ -21,7 +21,7 @@ pub(crate) struct EnvoyCharge<'a> {
     /// `None`: a limit of 0. Nobody has to be asked about it, and its decision is there from the start.
     pub(crate) quota: Option<Cow<'a, Quota>>,
     pub(crate) cost: u64,
-    /// Acquire; or peek, or refund.
+    /// Acquire; or peek, report or refund.
     pub(crate) action: Action,
     pub(crate) mode: RuleMode,
     /// `None` until it is asked.
@@ -29,10 +29,16 @@ pub(crate) struct EnvoyCharge<'a> {
 }
 
 impl EnvoyCharge<'_> {
-    /// The charge; what costs more than could ever be admitted is asked for at the most that can.
+    /// The charge. An acquire of more than could ever be admitted asks for the most that can.
     fn charge(&self) -> Option<Charge<'_>> {
         let quota = self.quota.as_deref()?;
-        Some(Charge::new(&self.key, quota).policy(&self.policy).cost(self.cost.min(quota.burst())))
+        let most = if self.action == Action::Acquire { quota.burst() } else { u64::MAX };
+        Some(Charge::new(&self.key, quota).policy(&self.policy).cost(self.cost.min(most)))
+    }
+
+    /// Whether it decides about the request, rather than only asking or returning units.
+    fn is_decision(&self) -> bool {
+        matches!(self.action, Action::Acquire | Action::Report)
     }
 
     /// No wait helps.
@@ -98,15 +104,15 @@ impl Engine {
         let start = Instant::now();
         match charges {
             // Nearly every request: no list of those that belong together.
-            [charge] if is_joint(charge) && !charge.is_hopeless() => {
+            [charge] if (is_joint(charge) && !charge.is_hopeless()) || charge.action == Action::Report => {
                 if let Some(asked) = charge.charge() {
-                    charge.decision = Some(self.counts.decide_or_fail(Action::Acquire, &asked).await?);
+                    charge.decision = Some(self.counts.decide_or_fail(charge.action, &asked).await?);
                 }
             }
             // On the heap, for it is large: every request would carry it along.
             _ => Box::pin(self.ask_jointly(start, charges)).await?,
         }
-        for charge in charges.iter().filter(|charge| charge.action == Action::Acquire) {
+        for charge in charges.iter().filter(|charge| charge.is_decision()) {
             let Some(decision) = &charge.decision else { continue };
             self.metrics.count_source(decision.source);
             let is_alone = charge.mode != RuleMode::Enforce;
@@ -124,21 +130,31 @@ impl Engine {
         Ok(!is_denied(charges))
     }
 
-    /// First those that can deny without spending; then, all or nothing, those that deny by themselves; then the others.
+    /// First the reports, which are recorded whatever else happens; then those that can deny without spending; then, all or
+    /// nothing, those that deny by themselves; then the others.
     async fn ask_jointly(&self, start: Instant, charges: &mut [EnvoyCharge<'_>]) -> Result<(), AskError> {
         // The store keeps its own deadline with the first call, and must be the first to notice.
         let deadline_after = |calls: usize| if calls == 0 { None } else { self.counts.deadline(start) };
+        let asked_at = self.counts.now();
+        let mut calls = 0;
+        for charge in charges.iter_mut().filter(|charge| charge.action == Action::Report && charge.decision.is_none()) {
+            let Some(asked) = charge.charge() else { continue };
+            let decision =
+                or_too_late(deadline_after(calls), self.counts.decide_or_fail(Action::Report, &asked)).await?;
+            calls += 1;
+            charge.decided(decision);
+        }
         let can_deny_unspent = |charge: &EnvoyCharge<'_>| match charge.mode {
             RuleMode::Enforce => charge.action == Action::Peek,
             // They deny only if all do.
-            RuleMode::Quota => true,
+            RuleMode::Quota => charge.action != Action::Report,
             RuleMode::Shadow => false,
         };
-        let looked_at = self.ask_all(None, Action::Peek, charges, can_deny_unspent).await?;
+        let looked_at = self.ask_all(deadline_after(calls), Action::Peek, charges, can_deny_unspent).await?;
+        calls += looked_at.len();
         let action = if is_denied(charges) { Action::Peek } else { Action::Acquire };
-        let deadline = deadline_after(looked_at.len());
-        let joint = self.ask_all(deadline, action, charges, is_joint).await?;
-        let mut calls = looked_at.len() + joint.len();
+        let joint = self.ask_all(deadline_after(calls), action, charges, is_joint).await?;
+        calls += joint.len();
         let denied = is_denied(charges);
         let mut spent = if denied { Vec::new() } else { joint };
         for (at, charge) in charges.iter_mut().enumerate() {
@@ -159,7 +175,7 @@ impl Engine {
             }
         }
         if is_denied(charges) {
-            self.take_back(charges, &spent).await;
+            self.take_back(charges, &spent, asked_at).await;
         }
         Ok(())
     }
@@ -203,10 +219,11 @@ impl Engine {
 
     /// The same count twice in one request, or a quota that others have used up meanwhile: then it turns out late that the
     /// request is denied.
-    async fn take_back(&self, charges: &mut [EnvoyCharge<'_>], spent: &[usize]) {
+    async fn take_back(&self, charges: &mut [EnvoyCharge<'_>], spent: &[usize], asked_at: u64) {
         for at in spent {
             let Some(asked) = charges[*at].charge() else { continue };
-            let (units, given_back) = (asked.units(), self.counts.decide_or_fail(Action::Refund, &asked).await);
+            let refund = asked.charged_at(asked_at);
+            let (units, given_back) = (asked.units(), self.counts.decide_or_fail(Action::Refund, &refund).await);
             match given_back {
                 Ok(_) => charges[*at].decision.iter_mut().for_each(|decision| decision.remaining += units),
                 Err(error) => tracing::debug!(%error, "a refund was lost"),

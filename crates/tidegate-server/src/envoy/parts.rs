@@ -31,7 +31,7 @@ pub(super) struct ChargedPart<'a> {
     pub(super) charges: usize,
 }
 
-/// What a descriptor takes, or gives back.
+/// What a descriptor charges, or returns.
 #[derive(Clone, Copy)]
 struct Hits {
     cost: u64,
@@ -42,14 +42,21 @@ struct Hits {
 
 impl Hits {
     fn of(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Self {
-        let gives_back = descriptor.is_negative_hits;
-        let action = if gives_back { Action::Refund } else { Action::Acquire };
-        let (cost, action) = match descriptor.hits_addend {
-            Some(0) => (1, Action::Peek),
-            Some(hits) => (hits, action),
-            None => (u64::from(request.hits_addend.max(1)), action),
+        let returns = descriptor.is_negative_hits;
+        let explicit = match descriptor.hits_addend {
+            None if request.hits_addend == 0 => None,
+            None => Some(u64::from(request.hits_addend)),
+            own => own,
         };
-        Self { cost, action, never_denies: gives_back }
+        // An explicit number may be that of finished work, whose answer Envoy ignores: it is recorded even if it does not
+        // fit. An explicit 0 asks whether more is recorded than the limit.
+        let action = match explicit {
+            Some(0) => Action::Peek,
+            _ if returns => Action::Refund,
+            Some(_) => Action::Report,
+            None => Action::Acquire,
+        };
+        Self { cost: explicit.unwrap_or(1), action, never_denies: returns }
     }
 
     fn mode(self, mode: RuleMode) -> RuleMode {
@@ -186,7 +193,7 @@ fn by_policies<'a>(
         .collect();
     let selection = live
         .policies
-        .select(&attributes, Some(hits.cost))
+        .select(&attributes, Some(hits.cost.max(1)))
         .map_err(|error| Status::invalid_argument(error.to_string()))?;
     let ours = |name: &str| name == "domain" || name.starts_with("descriptor.");
     let mut selected = selection.charges;

@@ -14,7 +14,7 @@ local TOTALS = 9e15 -- running totals are kept modulo this
 local CLEANUP_INTERVAL = 8
 -- A refund in the middle rewrites up to this many members on its shorter side, and removes up to this many.
 local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
--- Up to this many members of the future become one when the clock has stepped back; beyond that all members do.
+-- When the clock has stepped back, up to this many members are removed; beyond that all members become one.
 local MAX_COLLAPSED = 2000
 
 local function member(total, cost)
@@ -47,13 +47,14 @@ local function edge_of(state, quota)
   return quota.edge
 end
 
--- Members of the future become one member at now.
-local function collapse_future(key, state)
-  local after = '(' .. whole(now)
-  if call('ZCOUNT', key, after, '+inf') > MAX_COLLAPSED then
+-- The clock has stepped back: members of the future become one member at now, and those that had left stay out.
+local function collapse_future(key, state, quota)
+  local edge, after = edge_of(state, quota), '(' .. whole(now)
+  if call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf') > MAX_COLLAPSED then
     call('UNLINK', key)
     call('ZADD', key, now, member(state.total, state.units))
   else
+    call('ZREMRANGEBYSCORE', key, '-inf', edge)
     local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
     call('ZREMRANGEBYSCORE', key, after, '+inf')
     call('ZADD', key, now, member(state.total, (state.total - before) % TOTALS))
@@ -78,7 +79,7 @@ local function make_refund()
     else
       last, removed = last + 1, removed + left
     end
-    if last > 0 then call('ZREMRANGEBYRANK', key, 0, last - 1) end
+    if last > from then call('ZREMRANGEBYRANK', key, from, last - 1) end
     state.units = state.units - removed
   end
 
@@ -107,13 +108,8 @@ local function make_refund()
   end
 
   return function(key, state, quota, cost, since)
+    if state.stepped_back then collapse_future(key, state, quota) end
     local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
-    if first > 0 and state.stepped_back then
-      -- They would count again from now on.
-      call('ZREMRANGEBYSCORE', key, '-inf', edge_of(state, quota))
-      first = 0
-    end
-    if state.stepped_back then collapse_future(key, state) end
     if since == 0 then return remove_oldest(key, state, first, math.min(cost, state.units)) end
     if since + quota.window <= now then return end
     local from, count = call('ZCOUNT', key, '-inf', '(' .. whole(since)), call('ZCARD', key)
@@ -218,8 +214,7 @@ algorithms['sliding-log'] = {
     end
     if state.stepped_back then
       state.units = state.units - state.spent
-      call('ZREMRANGEBYSCORE', key, '-inf', edge_of(state, quota))
-      collapse_future(key, state)
+      collapse_future(key, state, quota)
       state.units = state.units + state.spent
     end
     local total, spent = state.total, state.spent

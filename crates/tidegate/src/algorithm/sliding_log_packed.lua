@@ -228,6 +228,7 @@ local function make_long_form()
       log.narrow = math.max(math.min(log.narrow, first), log.narrow - gone)
       log.count, log.stored = log.count - gone, log.count - gone
       log.newest, log.units = newest, log.units - removed
+      log.stepped_back = newest > now
     end,
 
     -- The window was raised: the sealed chunks have to live longer, too.

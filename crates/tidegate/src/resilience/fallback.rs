@@ -2,9 +2,10 @@
 //!
 //! `local` is this process's memory with this instance's share of the quota. What it admits is owed to the store, and charged
 //! to it when it is back, so that a store which comes and goes is no loophole: a key that owes has to find room for
-//! its debt and its request; and for a window after a failure, what the store admits to this instance takes from
-//! its share, too.
+//! its debt and its request; and what the store admits to a key that was decided locally in the last window takes from
+//! this instance's share, too.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,6 +16,7 @@ use tokio::time::Instant;
 use self::owed::{Busy, Debt, Owed};
 use super::fleet::{Fleet, Heartbeat};
 use super::jittered;
+use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
@@ -44,8 +46,15 @@ mod repay;
 /// * [`StoreError::Full`] is the error of memory, which other memory is no help for: only `allow` and `deny` are answered.
 ///   [`StoreError::Misconfigured`] is returned.
 ///
-/// It announces this instance to the store each second, and charges what is owed, on the Tokio runtime that it is made and used
-/// in. Outside of one it does neither.
+/// It sends heartbeats of this instance through the store, and charges what is owed, on the Tokio runtime that it is made and
+/// used in. Outside of one it does neither.
+///
+/// # Lost answers
+///
+/// After [`StoreError::Timeout`] it is not known whether the store has counted the call. The request is decided locally, and if
+/// it is admitted its units are owed, so the store may count it twice: at most the units of each lost call. That key is then
+/// decided locally until its debt is settled, so no further call can count the debt once more. Counting twice only makes
+/// the store deny earlier; it never admits more.
 #[derive(Debug)]
 pub struct Fallback<S: Store> {
     inner: Arc<Inner<S>>,
@@ -262,7 +271,13 @@ impl<S: Store> Inner<S> {
             drop(claims);
             return self.without_asking(action, charges);
         }
-        let mut decisions = self.store.decide_all(action, &with_debts).await?;
+        // Until its answer is here, the store may have counted the debts: also if this future is dropped.
+        let spends = action == Action::Acquire;
+        claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = spends);
+        let decided = self.store.decide_all(action, &with_debts).await;
+        let in_doubt = spends && decided.as_ref().is_err_and(may_have_run);
+        claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = in_doubt);
+        let mut decisions = decided?;
         let spent = decisions.iter().all(|decision| decision.allowed);
         for claim in &mut claims.debts {
             let decision = &mut decisions[claim.place];
@@ -280,26 +295,46 @@ impl<S: Store> Inner<S> {
     /// The store is there, but what it has room for is not known, or surely too little: the charges' own word, as without it.
     fn without_asking(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
         self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
-        self.decide_here(action, charges)
+        self.decide_here(action, charges, false)
     }
 
-    /// How much of a debt the local count still knows: what has left the window, or drained, is owed no more.
+    /// Returns the units of a debt that still count: those that have left the window, or drained, are not owed any more.
     fn still_counting(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
-        let Some(share) = self.share(&charge) else { return debt.units };
-        let look = self.local.decide_now(Action::Take, &charge.with_quota(&share).cost(0));
-        look.map_or(debt.units, |found| debt.units.min(share.burst() - found.remaining))
+        let quota = self.counting_quota(&charge);
+        let look = self.local.decide_now(Action::Take, &charge.with_quota(&quota).cost(0));
+        look.map_or(debt.units, |found| debt.units.min(quota.burst() - found.remaining))
+    }
+
+    /// Returns the quota by which units are added to a local count, and counted, beside decisions. Its capacity is the full
+    /// quota's: the share changes with the fleet, and a smaller one would cut off what is there. A bucket drains by the share.
+    fn counting_quota<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
+        let quota = charge.quota();
+        let share = match quota.algorithm() {
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.share(charge),
+            Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => None,
+        };
+        let slower = share.map(|share| quota.with_share(share.limit(), quota.burst()));
+        // A bucket with the longest drain time has no slower one of the same capacity.
+        slower.filter(|slower| slower.burst() == quota.burst()).map_or(Cow::Borrowed(quota), Cow::Owned)
     }
 
     fn share(&self, charge: &Charge<'_>) -> Option<Quota> {
         self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
     }
 
-    /// For two windows after an answer in the store's place, what the store admits takes from the local share, too.
-    /// Otherwise a store that fails once a window would admit twice the limit in each.
+    /// Takes units that the store admitted from the local share as well, if the key has a local count. Otherwise a store that
+    /// fails once per window would admit twice the limit in each.
+    ///
+    /// A key without a local count was not decided here for a window at least, so its first failure is still ahead: that
+    /// one may admit the share, and the store has admitted no more than the limit, which is 2 L in that window. From then on
+    /// the key has a local count. Memory stays bounded by the keys that were decided locally.
     fn mirror(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
         let last = self.trouble.last.load(Ordering::Relaxed);
-        if last == 0 || action != Action::Acquire || decisions.iter().any(|decision| !decision.allowed) {
+        if last == 0 || action != Action::Acquire || self.local.keys() == 0 {
+            return;
+        }
+        if decisions.iter().any(|decision| !decision.allowed) {
             return;
         }
         let now = self.local.clock().now();
@@ -307,9 +342,8 @@ impl<S: Store> Inner<S> {
         for (charge, _) in by_store.filter(|(charge, _)| charge.store_failure() == OnStoreFailure::Local) {
             let quota = charge.quota();
             let recent = now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
-            if let Some(share) = self.share(charge).filter(|_| recent) {
-                // Memory that is full forgets this one: that can only admit what a first failure could.
-                let _ = self.local.decide_now(Action::Take, &charge.with_quota(&share));
+            if recent && self.local.has_count(charge) {
+                self.local.charge_if_present(&charge.with_quota(&self.counting_quota(charge)));
             }
         }
     }
@@ -374,6 +408,11 @@ impl<S: Store> Inner<S> {
         }
         done
     }
+}
+
+/// Returns whether the store may have counted a call that ended with this error.
+fn may_have_run(error: &StoreError) -> bool {
+    matches!(error, StoreError::Timeout(_))
 }
 
 impl<S: Store> Store for Fallback<S> {

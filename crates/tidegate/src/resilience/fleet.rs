@@ -1,27 +1,45 @@
-//! [`Fleet`]: who else is alive, and which share of a quota is this instance's while nobody can count for all.
+//! [`Fleet`]: the live instances, and this instance's share of a quota while the store cannot count for all of them.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use siphasher::sip::SipHasher13;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-use super::random;
+use super::{jittered, random};
 use crate::quota::Quota;
 use crate::store::{Store, StoreError};
 
-/// How often an instance says that it is alive.
-const BEAT: Duration = Duration::from_secs(1);
-/// A member is forgotten when so many lists in a row leave it out. A store that was emptied, or that a member has not got
-/// through to yet, tells lists that are too short; a share by such a list would be too large.
-const MISSED_BEATS: u8 = 3;
+/// Interval between two heartbeats of one instance, in a fleet small enough for it.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// Heartbeats per second of a whole fleet. A larger fleet lengthens the interval instead of sending more.
+const MAX_HEARTBEATS_PER_SECOND: u32 = 200;
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(1);
+/// A member is removed when it is absent from the lists of this many intervals. A store that was just flushed returns lists
+/// that are too short, and a share computed from such a list would be too large.
+const MAX_MISSED_HEARTBEATS: u32 = 3;
+/// Keys with the same bucket have the same order of instances, so that the order is computed once per bucket.
+const BUCKETS: u16 = 4096;
+
+/// Interval between two heartbeats of each instance in a fleet of this size. The store derives from it how long an instance
+/// may be silent, so both must use this function.
+pub(crate) fn heartbeat_interval(instances: usize) -> Duration {
+    let instances = u32::try_from(instances).unwrap_or(u32::MAX);
+    HEARTBEAT_INTERVAL.max(Duration::from_secs(1).saturating_mul(instances) / MAX_HEARTBEATS_PER_SECOND)
+}
 
 /// The instances that share one store, as they last agreed through it.
 ///
 /// Clones share one list. It is kept when the store fails: that is when it is needed.
+///
+/// Before the first agreement an instance cannot know how many others there are. Unless [`expecting`](Self::expecting) sets
+/// a number, it then assumes a fleet of 10, and its share is a tenth of each quota, at least one unit.
 ///
 /// ```
 /// use std::time::Duration;
@@ -36,17 +54,29 @@ const MISSED_BEATS: u8 = 3;
 #[derive(Debug, Clone)]
 pub struct Fleet {
     shared: Arc<Shared>,
-    expected: usize,
 }
 
 #[derive(Debug)]
 struct Shared {
     instance: String,
-    /// How many lists in a row have left each member out. Empty: nothing has been agreed yet.
-    missed: RwLock<BTreeMap<String, u8>>,
+    /// Each member with the time for which lists in a row have left it out.
+    absences: Mutex<BTreeMap<String, Duration>>,
+    /// Locked for writing only while it is replaced, so decisions never wait for a heartbeat.
+    snapshot: RwLock<Arc<Snapshot>>,
 }
 
-/// Says that an instance is alive until it is dropped.
+/// A membership that does not change, with the ranks computed from it so far.
+#[derive(Debug)]
+struct Snapshot {
+    /// Sorted. Empty before the first agreement.
+    members: Vec<String>,
+    /// Minimum number of instances, if one was set.
+    expected: Option<usize>,
+    /// Rank of this instance for each bucket, plus one; 0 until it is computed. Empty in a fleet of one.
+    ranks: Box<[AtomicU32]>,
+}
+
+/// Sends heartbeats of an instance until it is dropped.
 #[derive(Debug)]
 pub struct Heartbeat(AbortHandle);
 
@@ -63,135 +93,224 @@ impl Default for Fleet {
 }
 
 impl Fleet {
-    /// A fleet in which this instance has a random name.
+    /// Size of a fleet before its first agreement, unless [`expecting`](Self::expecting) sets one.
+    pub const ASSUMED_INSTANCES: usize = 10;
+
+    /// Creates a fleet in which this instance has a random name.
     #[must_use]
     pub fn new() -> Self {
         Self::with_instance(format!("{:016x}{:016x}", random(), random()))
     }
 
-    /// A fleet in which this instance has a name of your choice. No two may have the same.
+    /// Creates a fleet in which this instance has a name of your choice. No two instances may have the same.
     #[must_use]
     pub fn with_instance(instance: impl Into<String>) -> Self {
-        Self { shared: Arc::new(Shared { instance: instance.into(), missed: RwLock::default() }), expected: 1 }
+        let shared = Shared {
+            instance: instance.into(),
+            absences: Mutex::default(),
+            snapshot: RwLock::new(Arc::new(Snapshot::new(Vec::new(), None))),
+        };
+        Self { shared: Arc::new(shared) }
     }
 
-    /// How many instances there are at least, known or not; 1 by default. It matters when the store is away before the first
-    /// agreement.
+    /// Sets the minimum number of instances, for all clones. It matters while the store is away before the first agreement,
+    /// and when fewer instances than this are alive. Without it, 10 are assumed until the first agreement.
     #[must_use]
-    pub fn expecting(mut self, instances: usize) -> Self {
-        self.expected = instances.max(1);
+    pub fn expecting(self, instances: usize) -> Self {
+        let absences = self.shared.absences.lock().unwrap_or_else(PoisonError::into_inner);
+        self.publish(absences.keys().cloned().collect(), Some(instances.max(1)));
+        drop(absences);
         self
     }
 
-    /// The name of this instance.
+    /// Returns the name of this instance.
     #[must_use]
     pub fn instance(&self) -> &str {
         &self.shared.instance
     }
 
-    /// How many instances share a quota: those last agreed on, or those expected if they are more.
+    /// Returns the number of instances that a quota is divided by: the members last agreed on, or the expected number if
+    /// that is larger. Before the first agreement it is the expected number, or the assumed one.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.read(|members| members.len().max(self.expected))
+        self.snapshot().size()
     }
 
-    /// The instances last agreed on, in the order of their names.
+    /// Returns the instances last agreed on, sorted by name.
     #[must_use]
     pub fn members(&self) -> Vec<String> {
-        self.read(|members| members.keys().cloned().collect())
+        self.snapshot().members.clone()
     }
 
-    /// Takes a list of who is alive, this instance included. Who is left out of three lists in a row is forgotten.
+    /// Takes a list of live instances. This instance is always a member; a member is removed when it is absent from three
+    /// lists in a row (in a fleet of more than 200: for three of its heartbeat intervals).
     pub fn agree<I: Into<String>>(&self, alive: impl IntoIterator<Item = I>) {
-        let mut members = self.shared.missed.write().unwrap_or_else(PoisonError::into_inner);
-        members.values_mut().for_each(|missed| *missed += 1);
-        members.extend(alive.into_iter().map(|name| (name.into(), 0)));
-        members.insert(self.shared.instance.clone(), 0);
-        members.retain(|_, missed| *missed < MISSED_BEATS);
+        let mut absences = self.shared.absences.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive: Vec<String> = alive.into_iter().map(Into::into).collect();
+        // The next list comes after the interval of this one, which is shorter than the members' own while a store that was
+        // flushed fills again.
+        let interval = heartbeat_interval(alive.len());
+        absences.values_mut().for_each(|absence| *absence = absence.saturating_add(interval));
+        absences.extend(alive.into_iter().map(|name| (name, Duration::ZERO)));
+        absences.insert(self.shared.instance.clone(), Duration::ZERO);
+        let timeout = heartbeat_interval(absences.len()) * MAX_MISSED_HEARTBEATS;
+        absences.retain(|_, absence| *absence < timeout);
+        let snapshot = self.snapshot();
+        if !snapshot.members.iter().eq(absences.keys()) {
+            self.publish(absences.keys().cloned().collect(), snapshot.expected);
+        }
     }
 
-    /// Says through the store that this instance is alive, and takes the list of who else is.
+    /// Sends one heartbeat through the store, and takes the list of live instances that it returns.
     pub async fn beat<S: Store>(&self, store: &S) -> Result<(), StoreError> {
-        let announced = tokio::time::timeout(BEAT, store.announce(&self.shared.instance)).await;
-        self.agree(announced.unwrap_or(Err(StoreError::Timeout(BEAT)))?);
-        Ok(())
+        self.announce(store).await.map(|_| ())
     }
 
-    /// Beats once a second, from now on and until the answer is dropped. Needs a Tokio runtime.
+    /// Returns the length of the list.
+    async fn announce<S: Store>(&self, store: &S) -> Result<usize, StoreError> {
+        let announced = tokio::time::timeout(HEARTBEAT_TIMEOUT, store.announce(&self.shared.instance)).await;
+        let alive = announced.unwrap_or(Err(StoreError::Timeout(HEARTBEAT_TIMEOUT)))?;
+        let listed = alive.len();
+        self.agree(alive);
+        Ok(listed)
+    }
+
+    /// Sends a heartbeat about once per second, in a fleet of more than 200 instances about every N/200 seconds, until the
+    /// returned guard is dropped. Needs a Tokio runtime.
     ///
     /// # Panics
     ///
     /// Outside of a Tokio runtime.
-    #[must_use = "the heart stops when this is dropped"]
+    #[must_use = "heartbeats stop when this is dropped"]
     pub fn keep_alive<S: Store>(&self, store: &Arc<S>) -> Heartbeat {
         self.keep_alive_on(&Handle::current(), store)
     }
 
+    /// The caller must be inside of this runtime.
     pub(super) fn keep_alive_on<S: Store>(&self, runtime: &Handle, store: &Arc<S>) -> Heartbeat {
         let (fleet, store) = (self.clone(), Arc::downgrade(store));
-        let beating = async move {
+        let mut heartbeats = Box::pin(async move {
+            let mut listed = 1;
             while let Some(store) = store.upgrade() {
-                // What was agreed stays as it is when the store is away.
-                if let Err(error) = fleet.beat(&*store).await {
-                    tracing::debug!(%error, "no heartbeat through the store");
+                match fleet.announce(&*store).await {
+                    Ok(instances) => listed = instances,
+                    // The last agreement stays valid while the store is away.
+                    Err(error) => tracing::debug!(%error, "heartbeat failed"),
                 }
                 drop(store);
-                tokio::time::sleep(BEAT).await;
+                tokio::time::sleep(jittered(heartbeat_interval(listed))).await;
             }
-        };
-        Heartbeat(runtime.spawn(beating).abort_handle())
+        });
+        // A store that answers at once is heard before the first decision, which would otherwise assume a fleet.
+        let polled = Pin::as_mut(&mut heartbeats).poll(&mut Context::from_waker(Waker::noop()));
+        debug_assert!(polled.is_pending(), "the caller holds the store");
+        Heartbeat(runtime.spawn(heartbeats).abort_handle())
     }
 
-    /// This instance's share of the quota for a key of a policy. The shares of all add up to the quota, for buckets in limit
-    /// and burst. If there is not a whole unit for each, one instance has it all and the others have `None`.
+    /// Returns this instance's share of the quota for a key of a policy. The shares of all members add up to the quota, for
+    /// buckets in limit and burst. If there is less than one unit for each, one instance has the whole quota and the others
+    /// have `None`.
+    ///
+    /// Before the first agreement, and without [`expecting`](Self::expecting), the share is a tenth, at least one unit.
     #[must_use]
     pub fn share(&self, quota: &Quota, policy: &str, key: &str) -> Option<Quota> {
-        self.read(|members| {
-            let size = members.len().max(self.expected) as u64;
-            if size == 1 {
-                return Some(quota.clone());
-            }
-            let (limit, burst) = (quota.limit(), quota.burst());
-            let rank = || self.rank(members, policy, key);
-            if limit.min(burst) < size {
-                return (rank() == 0).then(|| quota.clone());
-            }
-            let (odd_limit, odd_burst) = (limit % size, burst % size);
-            let rank = if odd_limit.max(odd_burst) == 0 { 0 } else { rank() };
-            let part = |whole: u64, odd: u64| whole / size + u64::from(rank < odd);
-            Some(quota.with_share(part(limit, odd_limit), part(burst, odd_burst)))
-        })
-    }
-
-    /// How many instances come before this one for this key, by rendezvous: all that know the same members agree on the
-    /// order, each key has another one, and who comes or goes moves nobody else.
-    fn rank(&self, members: &BTreeMap<String, u8>, policy: &str, key: &str) -> u64 {
-        if members.is_empty() {
-            // Nothing is agreed: the others may be anybody, so they go first.
-            return self.expected.saturating_sub(1) as u64;
+        let snapshot = self.snapshot();
+        let size = snapshot.size() as u64;
+        if size == 1 {
+            return Some(quota.clone());
         }
-        let mine = (weight(&self.shared.instance, policy, key), self.shared.instance.as_str());
-        let before = members.keys().filter(|name| (weight(name, policy, key), name.as_str()) > mine).count();
-        // Expected, but not heard of: they have a place in the order, too, the same for all that know these members.
-        let missing = (members.len()..self.expected).map(|number| format!("missing {number}"));
-        let missing_before = missing.filter(|name| (weight(name, policy, key), name.as_str()) > mine).count();
-        (before + missing_before) as u64
+        let (limit, burst) = (quota.limit(), quota.burst());
+        if snapshot.is_assumed() {
+            return Some(quota.with_share((limit / size).max(1), (burst / size).max(1)));
+        }
+        let rank = || snapshot.rank(&self.shared.instance, bucket(policy, key));
+        if limit.min(burst) < size {
+            return (rank() == 0).then(|| quota.clone());
+        }
+        let (odd_limit, odd_burst) = (limit % size, burst % size);
+        let rank = if odd_limit.max(odd_burst) == 0 { 0 } else { rank() };
+        let part = |whole: u64, odd: u64| whole / size + u64::from(rank < odd);
+        Some(quota.with_share(part(limit, odd_limit), part(burst, odd_burst)))
     }
 
-    fn read<T>(&self, look: impl FnOnce(&BTreeMap<String, u8>) -> T) -> T {
-        look(&self.shared.missed.read().unwrap_or_else(PoisonError::into_inner))
+    fn snapshot(&self) -> Arc<Snapshot> {
+        Arc::clone(&self.shared.snapshot.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Replaces the snapshot. The caller holds the lock on `absences`, so that two callers cannot overtake each other.
+    fn publish(&self, members: Vec<String>, expected: Option<usize>) {
+        let snapshot = Arc::new(Snapshot::new(members, expected));
+        *self.shared.snapshot.write().unwrap_or_else(PoisonError::into_inner) = snapshot;
     }
 }
 
-/// The same in every process: it must not depend on a seed, the machine or the version of the standard library.
-fn weight(instance: &str, policy: &str, key: &str) -> u64 {
+impl Snapshot {
+    fn new(members: Vec<String>, expected: Option<usize>) -> Self {
+        let mut snapshot = Self { members, expected, ranks: Box::default() };
+        if snapshot.size() > 1 && !snapshot.members.is_empty() {
+            snapshot.ranks = std::iter::repeat_with(AtomicU32::default).take(usize::from(BUCKETS)).collect();
+        }
+        snapshot
+    }
+
+    /// Returns whether nothing is known about the fleet.
+    fn is_assumed(&self) -> bool {
+        self.members.is_empty() && self.expected.is_none()
+    }
+
+    fn size(&self) -> usize {
+        let assumed = if self.members.is_empty() { Fleet::ASSUMED_INSTANCES } else { 1 };
+        self.members.len().max(self.expected.unwrap_or(assumed))
+    }
+
+    /// Returns the number of instances that come before this one for the keys of a bucket.
+    fn rank(&self, instance: &str, bucket: u16) -> u64 {
+        let Some(memoized) = self.ranks.get(usize::from(bucket)) else {
+            // Before the first agreement the order is not known, so all the expected others come first.
+            return self.size() as u64 - 1;
+        };
+        // Threads that compute a rank at the same time get the same one.
+        match memoized.load(Ordering::Relaxed) {
+            0 => {
+                let rank = self.compute_rank(instance, bucket);
+                memoized.store(u32::try_from(rank + 1).unwrap_or(u32::MAX), Ordering::Relaxed);
+                rank as u64
+            }
+            known => u64::from(known - 1),
+        }
+    }
+
+    /// Rendezvous hashing: instances with the same members agree on the order, each bucket has another order, and an instance
+    /// that joins or leaves changes the order of no two others.
+    fn compute_rank(&self, instance: &str, bucket: u16) -> usize {
+        let mine = (weight(instance, bucket), instance);
+        let is_before = |name: &str| (weight(name, bucket), name) > mine;
+        let before = self.members.iter().filter(|name| is_before(name)).count();
+        // Expected instances that have not joined have a place in the order, too: the same for all with these members.
+        let missing = (self.members.len()..self.size()).map(|number| format!("missing {number}"));
+        before + missing.filter(|name| is_before(name)).count()
+    }
+}
+
+/// Stable across processes: it depends on no seed, machine or version of the standard library.
+fn hash(parts: &[&[u8]]) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(0x7469_6465_6761_7465, 0x666c_6565_7400_0001);
-    for part in [instance, policy, key] {
-        hasher.write(part.as_bytes());
-        // No UTF-8 text has this byte, so the parts cannot flow into each other.
+    for part in parts {
+        hasher.write(part);
+        // This byte occurs in no UTF-8 text, so the parts stay separate.
         hasher.write_u8(0xff);
     }
     hasher.finish()
+}
+
+fn bucket(policy: &str, key: &str) -> u16 {
+    let [low, high, ..] = hash(&[policy.as_bytes(), key.as_bytes()]).to_le_bytes();
+    u16::from_le_bytes([low, high]) % BUCKETS
+}
+
+/// Weight of an instance for the keys of a bucket: the instance with the greatest comes first.
+fn weight(instance: &str, bucket: u16) -> u64 {
+    hash(&[instance.as_bytes(), &bucket.to_le_bytes()])
 }
 
 #[cfg(test)]
@@ -263,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_moves_only_its_own_keys() {
+    fn an_instance_that_leaves_moves_only_its_own_keys() {
         let quota = Quota::sliding_log(1, Duration::from_secs(60)).expect("valid");
         let owner = |fleet: &[Fleet], key: &str| {
             let owner = fleet.iter().find(|one| one.share(&quota, "p", key).is_some());
@@ -277,13 +396,78 @@ mod tests {
         }
     }
 
-    /// The order is part of what instances of different versions must agree on.
+    /// Instances of different versions must agree on the order.
     #[test]
-    fn the_weights_stay_as_they_are() {
-        assert_eq!(weight("instance-0", "per-user", "user123"), WEIGHT_OF_INSTANCE_0);
-        assert_ne!(weight("ab", "c", "d"), weight("a", "bc", "d"));
+    fn weights_and_buckets_are_stable() {
+        assert_eq!((bucket("per-user", "user123"), weight("instance-0", 1)), (BUCKET_OF_USER123, WEIGHT_OF_INSTANCE_0));
+        assert_ne!(hash(&[b"ab", b"c"]), hash(&[b"a", b"bc"]));
     }
-    const WEIGHT_OF_INSTANCE_0: u64 = 11_740_391_901_866_006_812;
+    const BUCKET_OF_USER123: u16 = 2345;
+    const WEIGHT_OF_INSTANCE_0: u64 = 8_229_007_873_498_876_007;
+
+    #[test]
+    fn a_rank_is_computed_once_per_bucket_and_membership() {
+        let quota = Quota::sliding_log(1_000_003, Duration::from_secs(60)).expect("valid");
+        let fleet = &fleet(50, 1)[7];
+        let computed = || fleet.snapshot().ranks.iter().filter(|rank| rank.load(Ordering::Relaxed) > 0).count();
+        let keys: Vec<String> = (0..100).map(|number| format!("user-{number}")).collect();
+        let shares = || keys.iter().map(|key| fleet.share(&quota, "p", key)).collect::<Vec<_>>();
+        let first = shares();
+        let buckets: std::collections::BTreeSet<u16> = keys.iter().map(|key| bucket("p", key)).collect();
+        assert_eq!(computed(), buckets.len());
+        let before = fleet.snapshot();
+        fleet.agree(fleet.members());
+        assert!(Arc::ptr_eq(&before, &fleet.snapshot()), "the same members keep their ranks");
+        assert_eq!((shares(), computed()), (first, buckets.len()));
+        fleet.agree(["another"]);
+        assert_eq!(computed(), 0);
+    }
+
+    #[test]
+    fn without_an_agreement_a_fleet_of_ten_is_assumed() {
+        let minute = Duration::from_secs(60);
+        let unknown = Fleet::with_instance("a");
+        assert_eq!((unknown.size(), unknown.members().len()), (10, 0));
+        let share = |fleet: &Fleet, limit, burst| {
+            let quota = Quota::token_bucket(limit, minute).and_then(|quota| quota.with_burst(burst)).expect("valid");
+            fleet.share(&quota, "p", "k").map(|share| (share.limit(), share.burst()))
+        };
+        assert_eq!(share(&unknown, 1_000, 55), Some((100, 5)));
+        assert_eq!(share(&unknown, 3, 7), Some((1, 1)), "a small limit is not denied altogether");
+        // An explicit number is taken as it is.
+        let expecting = |instances| Fleet::with_instance("a").expecting(instances);
+        assert_eq!(share(&expecting(1), 1_000, 55), Some((1_000, 55)));
+        assert_eq!(share(&expecting(4), 1_000, 100), Some((250, 25)));
+        assert_eq!(share(&expecting(4), 3, 3), None);
+        // So is an agreement.
+        unknown.agree(["a"]);
+        assert_eq!((unknown.size(), share(&unknown, 1_000, 55)), (1, Some((1_000, 55))));
+    }
+
+    #[test]
+    fn a_large_fleet_sends_heartbeats_less_often() {
+        let millis = |instances| heartbeat_interval(instances).as_millis();
+        assert_eq!([0, 1, 200, 1_000, 10_000].map(millis), [1_000, 1_000, 1_000, 5_000, 50_000]);
+    }
+
+    /// Its instances announce themselves again within one interval of the full fleet, which is many of a short list.
+    #[test]
+    fn a_flushed_store_makes_no_member_of_a_large_fleet_forgotten() {
+        let names: Vec<String> = (0..1_000).map(|number| format!("instance-{number}")).collect();
+        let fleet = Fleet::with_instance("instance-0");
+        fleet.agree(names.clone());
+        let mut elapsed = Duration::ZERO;
+        while elapsed < heartbeat_interval(1_000) {
+            let back = usize::try_from(elapsed.as_millis() / 5).expect("few") + 1;
+            fleet.agree(names[..back].iter().cloned());
+            elapsed += heartbeat_interval(back);
+            assert_eq!(fleet.size(), 1_000, "after {elapsed:?}");
+        }
+        for _ in 0..3 {
+            fleet.agree(names[..999].iter().cloned());
+        }
+        assert_eq!(fleet.size(), 999);
+    }
 
     #[test]
     fn a_share_keeps_how_its_quota_counts() {
@@ -305,7 +489,6 @@ mod tests {
     #[test]
     fn a_member_is_forgotten_only_after_three_lists_without_it() {
         let fleet = Fleet::with_instance("a");
-        assert_eq!(fleet.size(), 1);
         fleet.agree(["a", "b", "c"]);
         fleet.agree(["a"]);
         fleet.agree(["a", "c"]);

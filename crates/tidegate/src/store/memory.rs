@@ -148,6 +148,28 @@ impl MemoryStore {
         self.decide_into(action, charge, || Ok(()))
     }
 
+    /// Returns whether this charge's key has a count, which may have expired and not been swept yet.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn has_count(&self, charge: &Charge<'_>) -> bool {
+        let fingerprint = charge.fingerprint(self.secret);
+        self.shard(fingerprint).lock().find(fingerprint).is_ok()
+    }
+
+    /// Takes as many of the charge's units as fit, if its key has a count; inserts nothing otherwise.
+    #[cfg(feature = "resilience")]
+    pub(crate) fn charge_if_present(&self, charge: &Charge<'_>) {
+        let fingerprint = charge.fingerprint(self.secret);
+        let shard = self.shard(fingerprint);
+        let mut table = shard.lock();
+        if table.find(fingerprint).is_err() {
+            return;
+        }
+        let now = self.clock.now();
+        let one = One { store: self, shard, action: Action::Take, charge, fingerprint, now, together: true };
+        one.apply(&mut table, &mut Room::new(self));
+        self.sweep(&mut table, now);
+    }
+
     /// The error is the caller's own, so that a decision is written once, where the caller wants it. Whether the charge is
     /// sound is not asked for a known key: it has been when the key came.
     #[inline]
@@ -331,13 +353,27 @@ impl MemoryStore {
         &self.shards[fingerprint.remainder_of(SHARDS)]
     }
 
-    /// Locks every shard of these keys, in their order: two callers never wait for each other in a circle.
+    /// Locks every shard of these keys, in ascending order, so that two callers never wait for each other in a circle.
     fn lock_all(&self, fingerprints: &[Fingerprint]) -> Locked<'_> {
         let mut indices: Vec<usize> =
             fingerprints.iter().map(|&fingerprint| fingerprint.remainder_of(SHARDS)).collect();
         indices.sort_unstable();
         indices.dedup();
-        Locked(indices.into_iter().map(|index| (index, self.shards[index].lock())).collect())
+        loop {
+            let mut locked = Vec::with_capacity(indices.len());
+            let contended = indices.iter().find(|&&index| match self.shards[index].try_lock_briefly() {
+                Some(table) => {
+                    locked.push((index, table));
+                    false
+                }
+                None => true,
+            });
+            let Some(&contended) = contended else { return Locked(locked) };
+            // The holder was most likely preempted. Meanwhile the other shards must be free for other threads, so this one
+            // waits without any lock, and starts again.
+            drop(locked);
+            drop(self.shards[contended].lock());
+        }
     }
 }
 
@@ -508,5 +544,49 @@ impl Store for MemoryStore {
             StoreClock::System(clock) => clock,
             StoreClock::Other(clock) => &**clock,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::quota::Quota;
+
+    /// While one shard is held, a decision on many shards waits for it and holds none of the others.
+    #[test]
+    fn a_decision_that_waits_for_one_shard_holds_no_other() {
+        let store = MemoryStore::new();
+        let quota = Quota::fixed_window(1_000_000, Duration::from_secs(3_600)).expect("valid");
+        let keys: Vec<String> = (0..64).map(|number| format!("user-{number}")).collect();
+        let charges: Vec<Charge<'_>> = keys.iter().map(|key| Charge::new(key, &quota)).collect();
+        let shard = |charge: &Charge<'_>| charge.fingerprint(store.secret).remainder_of(SHARDS);
+        let last = charges.iter().map(shard).max().expect("some");
+        let (started, starts) = channel();
+        let (done, results) = channel();
+        std::thread::scope(|scope| {
+            let held = store.shards[last].lock();
+            scope.spawn(|| {
+                started.send(()).expect("heard");
+                store.decide_all_now(Action::Acquire, &charges).expect("decided");
+            });
+            starts.recv().expect("started");
+            let (store, charges, done) = (&store, &charges, done);
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    for charge in charges.iter().filter(|charge| shard(charge) != last) {
+                        store.decide_now(Action::Acquire, charge).expect("decided");
+                    }
+                    std::thread::yield_now();
+                }
+                done.send(()).expect("heard");
+            });
+            let decided = results.recv_timeout(Duration::from_secs(30));
+            drop(held);
+            decided.expect("the other shards are free");
+        });
+        assert!(charges.iter().all(|charge| store.decide_now(Action::Peek, charge).is_ok_and(|found| found.allowed)));
     }
 }

@@ -43,6 +43,7 @@ pub use self::builder::Builder;
 use self::builder::Kind;
 use self::call::{Call, Reply as Read, Setback};
 pub use self::health::{NodeHealth, Reply};
+use self::heartbeat::CachedInstances;
 use self::news::PendingInvalidation;
 use self::publisher::Publisher;
 use self::queue::{Entrance, Turn, Way};
@@ -65,6 +66,7 @@ mod call;
 mod fault;
 mod groups;
 mod health;
+mod heartbeat;
 mod link;
 mod news;
 mod probe;
@@ -100,6 +102,7 @@ struct Shared {
     clock: SystemClock,
     timeout: Duration,
     group_commit: bool,
+    instances: CachedInstances,
     /// Tests drive the script's time by this clock.
     #[cfg(feature = "testing")]
     driven_by: Option<crate::clock::ManualClock>,

@@ -204,7 +204,7 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
     ]);
     let largest = if algorithm == Algorithm::SlidingLog { Quota::MAX_LOG_LIMIT } else { Quota::MAX_LIMIT };
     let limit = random.pick(&[1, 2, 3, 5, 7, 10, 30, 100, 999_983, 1_000_000, largest]);
-    let packed = random.one_in(2);
+    let packed = random.one_in(2) || (algorithm == Algorithm::SlidingLog && 2 * limit > Quota::MAX_SORTED_SET_LIMIT);
     let count_denied = random.one_in(4);
     let burst = if random.one_in(4) { random.pick(&[1, 2, limit / 2, limit + 1, 3 * limit]) } else { limit };
     let quota = |limit: u64, burst: u64| {
@@ -235,7 +235,8 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
         let changed = changed.expect("within the range");
         quotas.push(match algorithm {
             Algorithm::SlidingLog => {
-                let changed = changed.with_encoding(quotas[0].encoding()).expect("a log");
+                let encoding = if packed { Encoding::Packed } else { Encoding::SortedSet };
+                let changed = changed.with_encoding(encoding).expect("a log");
                 changed.with_count_denied(count_denied).expect("a log")
             }
             _ => changed,

@@ -208,6 +208,57 @@ async fn instances_find_each_other_through_the_store_and_remember_it_when_it_is_
     assert_eq!(store.holders(), 1, "no task is left");
 }
 
+#[tokio::test]
+async fn instances_that_start_during_an_outage_assume_a_fleet() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    store.is(gone());
+    for quota in every_quota(100, MINUTE) {
+        let charge = Charge::new("u", &quota);
+        let mut admitted = [0; 10];
+        for count in &mut admitted {
+            let instance = fallback_on(&clock, &store, Fleet::new());
+            while instance.decide(Action::Acquire, &charge).await.expect("decided").allowed {
+                *count += 1;
+            }
+        }
+        assert_eq!(admitted, [10; 10], "{quota:?}");
+        // A number that was set is taken as it is.
+        let alone = fallback_on(&clock, &store, Fleet::new().expecting(1));
+        assert_eq!(alone.decide(Action::Acquire, &charge).await.expect("decided").remaining, 99);
+        // A limit of less than ten still admits something.
+        let scarce = Quota::new(quota.algorithm(), 3, MINUTE).expect("valid");
+        let instance = fallback_on(&clock, &store, Fleet::new());
+        let decision = instance.decide(Action::Acquire, &Charge::new("scarce", &scarce)).await.expect("decided");
+        assert_eq!((decision.allowed, decision.remaining), (true, 0));
+    }
+}
+
+#[tokio::test]
+async fn after_a_failure_only_keys_that_were_decided_locally_stay_in_memory() {
+    let clock = ManualClock::new();
+    let store = Flaky::on(&clock);
+    let fallback = fallback_on(&clock, &store, Fleet::new());
+    let quota = Quota::sliding_log(10, MINUTE).expect("valid");
+    let ask = async |key: &str| fallback.decide(Action::Acquire, &Charge::new(key, &quota)).await.expect("decided");
+    store.is(gone());
+    ask("decided locally").await;
+    store.is(Mood::Well);
+    fallback.repay().await;
+    for number in 0..5_000 {
+        assert_eq!(ask(&format!("user-{number}")).await.source, Source::Store);
+    }
+    assert_eq!(fallback.local().keys(), 1);
+    // That one's admissions by the store take from the local share, too.
+    for _ in 0..4 {
+        assert_eq!(ask("decided locally").await.source, Source::Store);
+    }
+    store.is(gone());
+    assert_eq!(ask("decided locally").await.remaining, 10 - 1 - 4 - 1);
+    assert_eq!(ask("user-0").await.remaining, 9, "its first failure");
+    assert_eq!(fallback.local().keys(), 2);
+}
+
 // ---- Never more than the limit, whatever fails ---------------------------------------------------------------------
 
 /// When units were admitted, and by whom.
@@ -330,5 +381,6 @@ async fn exactly_the_limit_is_admitted_through_it() {
 async fn exactly_the_limit_is_admitted_in_place_of_a_store_that_is_gone() {
     let store = Flaky::new();
     store.is(gone());
-    assert_exact_under_concurrency(&Limiter::new(Fallback::new(Breaker::new(store)))).await;
+    let alone = Fallback::builder(Breaker::new(store)).fleet(Fleet::new().expecting(1));
+    assert_exact_under_concurrency(&Limiter::new(alone.build())).await;
 }

@@ -1,9 +1,10 @@
-//! A flood of random keys, on memory.
+//! A flood of random keys, on memory, and on Redis after an outage.
 
 use std::fmt::Write as _;
 
 use crate::http::{self, Connection};
 use crate::row::row;
+use crate::servers::Server;
 use crate::support::Service;
 
 const KEYS: usize = 1_000_000;
@@ -39,8 +40,9 @@ fn a_million_random_keys_on_memory() {
         let mut cap_held = true;
         let (mut odd, mut leaked) = (0, 0);
         for tenth in 0..10 {
-            let floods: Vec<_> =
-                (0..CONNECTIONS).map(|n| runtime.spawn(flood(service.http.clone(), tenth * CONNECTIONS + n))).collect();
+            let floods: Vec<_> = (0..CONNECTIONS)
+                .map(|n| runtime.spawn(flood(service.http.clone(), tenth * CONNECTIONS + n, ROUNDS)))
+                .collect();
             for flood in floods {
                 odd += runtime.block_on(flood).expect("no panic");
             }
@@ -64,12 +66,52 @@ fn a_million_random_keys_on_memory() {
     });
 }
 
-/// A share of a tenth of the keys, each with a name of its own. How many answers were neither 200 nor 429.
-async fn flood(address: String, part: usize) -> usize {
+/// After an outage, memory holds the keys that were decided without Redis, and none of the others.
+#[test]
+fn other_users_after_an_outage() {
+    row("40,000 other keys after an outage", |row| {
+        let mut redis = Server::start();
+        // Redis is killed, and refuses connections at once. A machine that stands still must not make calls fail later.
+        let mut config = format!("store: {{{}, timeout: 10s, instances: 1}}\npolicies:\n", redis.store());
+        for n in 0..KEYS_A_REQUEST {
+            let policy =
+                format!("name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 1000, window: 1h");
+            let _ = writeln!(config, "  - {{{policy}}}");
+        }
+        let service = Service::start(&config);
+        let ask = |n: usize| {
+            let body = format!(r#"{{"policy": "random-{n}", "key": "during the outage"}}"#);
+            service.post("/v1/acquire", &body).json()["source"].clone()
+        };
+        assert_eq!(ask(0), "store");
+        redis.kill();
+        for n in 0..KEYS_A_REQUEST {
+            row.insist(ask(n) == "local", || "Redis decides, though it was killed".to_owned());
+        }
+        redis.start_again();
+        service.until("Redis decides", |_| (0..KEYS_A_REQUEST).all(|n| ask(n) == "store"));
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+        let odd = runtime.block_on(flood(service.http.clone(), 0, 80));
+        let metrics = crate::load::sums(&service.admin("/metrics").body);
+        let (keys, local) = (metrics["tidegate_memory_keys"], metrics["tidegate_fallback_decisions_total"]);
+        row.figure("local", format_args!("{keys} keys after {local} local decisions"));
+        row.insist(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
+        row.insist(keys > 0.0 && keys <= local, || format!("{keys} keys in memory after {local} local decisions"));
+        let output = service.output();
+        row.insist(!output.contains("panicked"), || output.clone());
+    });
+}
+
+/// Rounds of one connection, for its part of a tenth of the keys.
+const ROUNDS: usize = KEYS / 10 / CONNECTIONS / PIPELINED / KEYS_A_REQUEST;
+
+/// Asks for other keys in each round. Returns the number of answers that were neither 200 nor 429.
+async fn flood(address: String, part: usize, rounds: usize) -> usize {
     let mut connection = Connection::open(&address).await.expect("it listens");
     let mut odd = 0;
     let mut number = (part * KEYS) as u64;
-    for _ in 0..KEYS / 10 / CONNECTIONS / PIPELINED / KEYS_A_REQUEST {
+    for _ in 0..rounds {
         let mut requests = Vec::new();
         for _ in 0..PIPELINED {
             let mut body = r#"{"attributes": {"path": "/random""#.to_owned();

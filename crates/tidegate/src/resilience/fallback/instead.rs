@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::Inner;
+use super::{Inner, may_have_run};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
@@ -50,20 +50,26 @@ impl<S: Store> Inner<S> {
             Action::Refund if memory_helps => return self.refund_here(charges, error),
             Action::Refund | Action::Reset | Action::Take | Action::Report => return Err(error),
         }
+        let in_doubt = may_have_run(&error);
         if !memory_helps && charges.iter().any(|charge| charge.store_failure() == OnStoreFailure::Local) {
             return Err(error);
         }
-        self.decide_here(action, charges)
+        self.decide_here(action, charges, in_doubt)
     }
 
-    /// Decides by the charges' own word, and remembers what is owed for it.
-    pub(super) fn decide_here(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    /// Decides by each charge's failure mode, and adds what is admitted locally to the debts.
+    pub(super) fn decide_here(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        in_doubt: bool,
+    ) -> Result<Vec<Decision>, StoreError> {
         let decisions = self.by_their_word(action, charges)?;
         self.count(action, &decisions);
         if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
             let now = self.local.clock().now();
             let local = charges.iter().zip(&decisions).filter(|(_, decision)| decision.source == Source::Local);
-            local.for_each(|(charge, _)| self.owed.add(charge, now));
+            local.for_each(|(charge, _)| self.owed.add(charge, now, in_doubt));
         }
         Ok(decisions)
     }

@@ -1,28 +1,34 @@
-//! The way back: what is owed is charged to the store, and the episode ends when all is calm.
+//! Recovery: debts are reported to the store, and the outage ends after a time without failures.
 
+use std::future::poll_fn;
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::owed::{Claim, Debt, Owed};
-use super::{Inner, jittered};
+use super::{Inner, jittered, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::store::{Action, Part, Store, StoreError};
 
-/// Between two tries to charge what is owed.
-const PAUSE: Duration = Duration::from_millis(100);
-/// The same when all is calm, and the store only has no room for some of it.
-const CALM_PAUSE: Duration = Duration::from_secs(1);
-/// Without a failure for so long, the store is back.
+/// Interval between two passes over the debts.
+const REPAY_INTERVAL: Duration = Duration::from_millis(100);
+/// The same while no call fails and only single counts cannot be repaid.
+const CALM_REPAY_INTERVAL: Duration = Duration::from_secs(1);
+/// Time without a failure after which the store is back.
 const CALM: Duration = Duration::from_secs(1);
+/// Time after which a debt is tried again whose count the store cannot read.
+const UNREADABLE_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What came of one try.
+/// Result of one pass over the debts.
 #[derive(Debug, Default)]
 pub(super) struct Pass {
     pub(super) repaid: u64,
+    /// Parts that answered in this pass.
+    reached: Vec<Part>,
     failed: Vec<Part>,
 }
 
@@ -30,7 +36,7 @@ pub(super) struct Pass {
 pub(super) async fn recover<S: Store>(inner: Weak<Inner<S>>) {
     let mut failures = None;
     let mut calm_since = Instant::now();
-    let mut pause = PAUSE;
+    let mut pause = REPAY_INTERVAL;
     loop {
         sleep(jittered(pause)).await;
         let Some(inner) = inner.upgrade() else { return };
@@ -40,10 +46,10 @@ pub(super) async fn recover<S: Store>(inner: Weak<Inner<S>>) {
         let failed_part = Part(trouble.part.load(Ordering::Relaxed));
         let back = timeout(CALM, inner.store.probe(failed_part)).await.is_ok_and(|probe| probe.is_ok());
         if failures != Some(now) || !pass.failed.is_empty() || !back {
-            (failures, calm_since, pause) = (Some(now), Instant::now(), PAUSE);
+            (failures, calm_since, pause) = (Some(now), Instant::now(), REPAY_INTERVAL);
         }
         if calm_since.elapsed() >= CALM {
-            pause = CALM_PAUSE;
+            pause = CALM_REPAY_INTERVAL;
             if inner.end_episode(now) {
                 return;
             }
@@ -52,7 +58,7 @@ pub(super) async fn recover<S: Store>(inner: Weak<Inner<S>>) {
 }
 
 impl<S: Store> Inner<S> {
-    /// Charges to the store what is owed and fits. One at a time: who comes second has nothing to do.
+    /// Reports every debt to the store, each once. A second caller finds the first at work and does nothing.
     pub(super) async fn repay(&self) -> Pass {
         let mut pass = Pass::default();
         if self.owed.is_empty() || self.trouble.repaying.swap(true, Ordering::AcqRel) {
@@ -62,35 +68,17 @@ impl<S: Store> Inner<S> {
         let number = self.trouble.passes.fetch_add(1, Ordering::Relaxed) + 1;
         for shard in Owed::shards() {
             self.owed.drop_expired_of(shard, self.local.clock().now());
-            // A store of one part that fails takes nothing from anybody.
+            // A store of one part that fails takes no debt at all.
             while !pass.failed.contains(&Part::WHOLE) {
-                let now = self.local.clock().now();
-                let claims = self.owed.claim_due(shard, number, MAX_CHARGES, now);
+                let claims = self.owed.claim_due(shard, number, MAX_CHARGES, self.local.clock().now());
                 if claims.debts.is_empty() {
                     break;
                 }
-                // Parts fail apart: one that is away keeps nobody from paying to another.
+                // Parts fail independently: one that is away does not keep debts from another.
                 for (part, mut group) in claims.by_part(|debt| self.store.part(&debt.charge())) {
-                    if pass.failed.contains(&part) {
-                        continue;
-                    }
-                    for claim in &mut group.debts {
-                        claim.debt.units = self.still_counting(&claim.debt);
-                    }
-                    // The counts of one node of a cluster are in many places, and one call to several of them may be done in
-                    // part. So there each pays for itself.
-                    let at_once = if part == Part::WHOLE { MAX_CHARGES } else { 1 };
-                    for some in group.debts.chunks_mut(at_once) {
-                        match self.pay(some, now).await {
-                            Ok(units) => pass.repaid += units,
-                            Err(_) => {
-                                pass.failed.push(part);
-                                break;
-                            }
-                        }
-                    }
+                    self.repay_part(part, &mut group.debts, &mut pass).await;
                 }
-                // Where nothing has to be waited for, others want to run, too.
+                // With a store that answers at once, other tasks must run, too.
                 yield_now().await;
             }
         }
@@ -98,30 +86,92 @@ impl<S: Store> Inner<S> {
         pass
     }
 
-    /// Takes what fits, and leaves in each debt what did not.
-    async fn pay(&self, claims: &mut [Claim], now: u64) -> Result<u64, StoreError> {
-        let owing = claims.iter_mut().map(|claim| &mut claim.debt).filter(|debt| debt.units > 0);
-        let mut debts: Vec<&mut Debt> = owing.collect();
-        if debts.is_empty() {
-            return Ok(0);
+    async fn repay_part(&self, part: Part, claims: &mut [Claim], pass: &mut Pass) {
+        for claim in &mut *claims {
+            claim.debt.units = self.still_counting(&claim.debt);
         }
-        // A take does not tell how much it took, so a look comes first. Who takes in between makes us charge too little by as
-        // much: a little, once.
-        let looks: Vec<Charge<'_>> = debts.iter().map(|debt| debt.charge().cost(0)).collect();
-        let rooms = self.store.decide_all(Action::Take, &looks).await?;
-        let payments: Vec<u64> = debts.iter().zip(&rooms).map(|(debt, room)| debt.units.min(room.remaining)).collect();
-        let takes = debts.iter().zip(&payments).map(|(debt, units)| debt.charge().cost(*units));
-        let takes: Vec<Charge<'_>> = takes.filter(|charge| charge.units() > 0).collect();
-        if !takes.is_empty() {
-            self.store.decide_all(Action::Take, &takes).await?;
+        let mut claims: Vec<&mut Claim> = claims.iter_mut().filter(|claim| claim.debt.units > 0).collect();
+        // One call is enough to find that a part is away.
+        let first = if pass.reached.contains(&part) { claims.len() } else { claims.len().min(1) };
+        let (first, others) = claims.split_at_mut(first);
+        for some in [first, others] {
+            if some.is_empty() || pass.failed.contains(&part) {
+                continue;
+            }
+            if self.report(part, some, pass).await {
+                pass.reached.push(part);
+            } else {
+                pass.failed.push(part);
+            }
         }
-        for (debt, units) in debts.iter_mut().zip(&payments) {
-            debt.units -= units;
-            // The store has no room for the rest now, and gets some as its window goes on.
-            debt.not_before = now.saturating_add((debt.quota.window_micros() / 10).clamp(100_000, 10_000_000));
-        }
-        Ok(payments.iter().sum())
     }
+
+    /// Reports these debts, and returns whether the part answered. A report always charges, so a debt is settled by one.
+    async fn report(&self, part: Part, claims: &mut [&mut Claim], pass: &mut Pass) -> bool {
+        let debts: Vec<Debt> = claims.iter().map(|claim| claim.debt.clone()).collect();
+        let charges: Vec<Charge<'_>> = debts.iter().map(Debt::charge).collect();
+        // Until the answers are here, the store may have counted the debts: also if this future is dropped.
+        for claim in &mut *claims {
+            claim.debt.in_doubt = true;
+        }
+        let results: Vec<Result<(), StoreError>> = match self.report_together(part, &charges).await {
+            Some(result) => charges.iter().map(|_| result.clone()).collect(),
+            // The counts of one node of a cluster are in many slots: concurrent calls share a pipeline there.
+            None => join_all(charges.iter().map(|charge| self.report_one(charge))).await,
+        };
+        let now = self.local.clock().now();
+        let mut answered = true;
+        for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(&results) {
+            let left = &mut claim.debt;
+            left.in_doubt = match result {
+                Ok(()) => false,
+                Err(error) => debt.in_doubt || may_have_run(error),
+            };
+            match result {
+                Ok(()) => {
+                    left.units = 0;
+                    pass.repaid += debt.units;
+                }
+                Err(StoreError::Unreadable(_)) => {
+                    let interval = u64::try_from(UNREADABLE_RETRY_INTERVAL.as_micros()).unwrap_or(u64::MAX);
+                    left.not_before = now.saturating_add(interval);
+                }
+                Err(_) => answered = false,
+            }
+        }
+        answered
+    }
+
+    /// Reports debts in one call, where one call is one script. `None`: they have to be reported one by one.
+    async fn report_together(&self, part: Part, charges: &[Charge<'_>]) -> Option<Result<(), StoreError>> {
+        if part != Part::WHOLE {
+            return None;
+        }
+        match self.store.decide_all(Action::Report, charges).await {
+            // The script has charged none of them.
+            Err(StoreError::Unreadable(_)) => None,
+            result => Some(result.map(|_| ())),
+        }
+    }
+
+    async fn report_one(&self, charge: &Charge<'_>) -> Result<(), StoreError> {
+        self.store.decide(Action::Report, charge).await.map(|_| ())
+    }
+}
+
+/// Runs futures concurrently, and returns their outputs in order.
+async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let mut running: Vec<_> = futures.map(|future| (Box::pin(future), None)).collect();
+    poll_fn(|context| {
+        for (future, output) in running.iter_mut().filter(|(_, output)| output.is_none()) {
+            if let Poll::Ready(ready) = future.as_mut().poll(context) {
+                *output = Some(ready);
+            }
+        }
+        if running.iter().all(|(_, output)| output.is_some()) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    running.into_iter().filter_map(|(_, output)| output).collect()
 }
 
 /// Lets the next repayment begin, even if this one is dropped in its course.

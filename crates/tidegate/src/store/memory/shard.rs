@@ -9,8 +9,11 @@ use super::SHARDS;
 use super::table::Table;
 use crate::fingerprint::Fingerprint;
 
-/// How often a thread looks whether a lock is free before it sleeps until it is.
-const LOOKS_AT_A_LOCK: u32 = 10;
+/// Attempts to get a lock while its holder is most likely running.
+const SPIN_ATTEMPTS: u32 = 3;
+/// Attempts to get a lock, those after spinning with a yield before them, until a thread sleeps between two.
+const YIELD_ATTEMPTS: u32 = 10;
+const SLEEP_INTERVAL: Duration = Duration::from_micros(50);
 
 /// On a cache line of its own, or a lock on one shard would slow its neighbours.
 #[derive(Debug)]
@@ -35,22 +38,32 @@ impl Shard {
         self.table.try_lock().unwrap_or_else(|| self.lock_soon())
     }
 
-    /// Who holds a lock needs it for some nanoseconds only. So a few looks, far apart: each takes the cache line from who works
-    /// on it. Who is held up for longer waits for a thread that the system has put aside, and lets others run.
+    /// Critical sections last nanoseconds: spin a few times with growing gaps (each `try_lock` takes the holder's cache line),
+    /// then yield, then sleep, because a longer wait means that the holder was preempted.
     #[cold]
     fn lock_soon(&self) -> SpinMutexGuard<'_, Table> {
-        let mut look = 0;
+        let mut attempt = 0;
         loop {
-            match look {
-                0..3 => (0..16 << look).for_each(|_| std::hint::spin_loop()),
-                3..LOOKS_AT_A_LOCK => std::thread::yield_now(),
-                _ => std::thread::sleep(Duration::from_micros(50)),
+            match attempt {
+                0..SPIN_ATTEMPTS => spin(attempt),
+                SPIN_ATTEMPTS..YIELD_ATTEMPTS => std::thread::yield_now(),
+                _ => std::thread::sleep(SLEEP_INTERVAL),
             }
             if let Some(table) = self.table.try_lock() {
                 return table;
             }
-            look += 1;
+            attempt += 1;
         }
+    }
+
+    /// Spins for the lock, and gives up where [`lock`](Self::lock) would yield: for a caller that holds other locks.
+    pub(super) fn try_lock_briefly(&self) -> Option<SpinMutexGuard<'_, Table>> {
+        self.table.try_lock().or_else(|| {
+            (0..SPIN_ATTEMPTS).find_map(|attempt| {
+                spin(attempt);
+                self.table.try_lock()
+            })
+        })
     }
 
     /// How many entries there were, and how many of them have expired and are gone.
@@ -61,6 +74,11 @@ impl Shard {
         self.next_expiry.store(next, Ordering::SeqCst);
         (seen, dropped)
     }
+}
+
+/// Twice as long with each attempt.
+fn spin(attempt: u32) {
+    (0..16 << attempt).for_each(|_| std::hint::spin_loop());
 }
 
 pub(super) struct Locked<'a>(pub(super) Vec<(usize, SpinMutexGuard<'a, Table>)>);

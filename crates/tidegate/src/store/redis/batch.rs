@@ -116,6 +116,11 @@ impl Batch {
         self.gathering().requests.charges()
     }
 
+    /// How long Redis will need for it.
+    pub(super) fn weight(&self) -> usize {
+        self.gathering().requests.weight()
+    }
+
     /// Whether only one has ever joined.
     pub(super) fn has_one_caller(&self) -> bool {
         self.gathering().callers.len() == 1

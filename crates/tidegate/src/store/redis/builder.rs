@@ -7,6 +7,7 @@ use std::time::Duration;
 use redis::{ConnectionAddr, IntoConnectionInfo};
 
 use super::access::{Access, Address};
+use super::heartbeat::CachedInstances;
 use super::publisher::Publisher;
 use super::tls::Tls;
 use super::topology::{Plan, Topology};
@@ -129,6 +130,7 @@ impl Builder {
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,
+                instances: CachedInstances::default(),
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
             }),

@@ -1,4 +1,4 @@
-//! Whether a node could decide now, and which instances are alive.
+//! Probes: whether a node could decide now.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,10 +16,6 @@ use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::{Action, Part, StoreError};
 
-/// After so long a silence an instance counts as gone.
-const SILENCE: Duration = Duration::from_secs(5);
-/// The most instances that are told.
-const MOST_INSTANCES: usize = 10_000;
 /// How many tags are tried to find one that lives on a node: enough for a node of one slot, but for one chance in e^20.
 const MOST_TAGS: usize = 20 * SLOTS;
 
@@ -56,23 +52,6 @@ impl Shared {
             Ok((Some(answer.now), answer.told.map_or(Reply::Late, |_| Reply::Answer(()))))
         };
         call.run(known, None, command, read).await.map_err(Setback::into_store_error)
-    }
-
-    /// By alive.lua, which has the contract.
-    pub(super) async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let (script, key) = (Script::alive(), self.own_key("alive"));
-        let command = |_: &ServerClock| {
-            let mut command = script.evalsha(1);
-            let silence = u64::try_from(SILENCE.as_micros()).unwrap_or(u64::MAX);
-            command.arg(&key).arg(instance).arg(silence).arg(MOST_INSTANCES);
-            command
-        };
-        let read = |reply: Value| match redis::from_redis_value::<Vec<String>>(reply) {
-            Ok(alive) => Ok((None, Reply::Answer(alive))),
-            Err(_) => Err(StoreError::Refused("unexpected reply of the script: not a list of instances".to_owned())),
-        };
-        let call = self.call(script, &key);
-        call.run(self.topology.known(), None, command, read).await.map_err(Setback::into_store_error)
     }
 
     pub(super) fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {

@@ -72,8 +72,9 @@ const MOST_UNDER_WAY: usize = 2;
 /// So many counts are worth a second call beside the first. Fewer wait for its end: a call costs Redis, and us, as much as
 /// some decisions.
 const ENOUGH_CHARGES: usize = 64;
-/// How many counts one call looks at: less than a millisecond of Redis's time, in which it hears nobody else.
-const MOST_CHARGES: usize = 128;
+/// How much one call may weigh ([`weight`](super::requests::Requests::weight)): less than a millisecond of Redis's time, in which it serves no other
+/// client.
+const MAX_BATCH_WEIGHT: usize = 128;
 /// How often a script is loaded for one batch.
 const MOST_LOADS: usize = 3;
 /// How long a batch gathers at most: a twentieth of the timeout, within these.
@@ -102,7 +103,7 @@ pub(super) fn enter(
     let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
     let leads = line.under_way.is_empty() && line.gathering.is_empty();
     let ticket = match line.gathering.back() {
-        Some((batch, _)) if batch.charges() < MOST_CHARGES => batch.join(request, slot, deadline, write_key),
+        Some((batch, _)) if batch.weight() < MAX_BATCH_WEIGHT => batch.join(request, slot, deadline, write_key),
         _ => {
             let batch = Arc::<Batch>::default();
             let ticket = batch.join(request, slot, deadline, write_key);

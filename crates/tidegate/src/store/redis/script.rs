@@ -1,4 +1,4 @@
-//! The scripts: decide.lua, assembled from the algorithms that a call needs, and alive.lua.
+//! The scripts: decide.lua, assembled from the algorithms that a call needs, and heartbeat.lua.
 
 use std::sync::OnceLock;
 
@@ -16,7 +16,7 @@ pub(super) struct Script {
 
 const PRELUDE: &str = include_str!("prelude.lua");
 const DECIDE: &str = include_str!("decide.lua");
-const ALIVE: &str = include_str!("alive.lua");
+const HEARTBEAT: &str = include_str!("heartbeat.lua");
 const NEWS: &str = include_str!("news.lua");
 const PIECES: [&str; 5] = [
     include_str!("../../algorithm/sliding_log.lua"),
@@ -25,7 +25,7 @@ const PIECES: [&str; 5] = [
     include_str!("../../algorithm/fixed_window.lua"),
     include_str!("../../algorithm/bucket.lua"),
 ];
-/// decide.lua with each choice of pieces, alive.lua and news.lua.
+/// decide.lua with each choice of pieces, heartbeat.lua and news.lua.
 pub(super) const SCRIPTS: usize = (1 << PIECES.len()) + 2;
 
 /// Which of the pieces are needed, one bit each.
@@ -71,10 +71,10 @@ impl Script {
         Self { index, text, sha }
     }
 
-    /// Who is alive.
-    pub(super) fn alive() -> &'static Self {
+    /// The script of a heartbeat.
+    pub(super) fn heartbeat() -> &'static Self {
         static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::named(SCRIPTS - 1, ALIVE.to_owned()))
+        SCRIPT.get_or_init(|| Self::named(SCRIPTS - 1, HEARTBEAT.to_owned()))
     }
 
     /// Which counts have room again.

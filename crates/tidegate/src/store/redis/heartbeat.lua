@@ -1,0 +1,43 @@
+-- Refreshes an instance in the set of live instances, and returns them if they have changed.
+--
+-- KEYS   1  sorted set of instances: score = time of the heartbeat in microseconds of the server's clock, plus
+--           the part of the instance's silence timeout that is beyond the shortest
+--        2  version of the set: a random token, replaced whenever an instance joins or expires
+-- ARGV   1  the instance
+--        2  shortest silence timeout, after which an instance is removed, in microseconds
+--        3  silence timeout per instance of the fleet: a larger fleet sends heartbeats less often
+--        4  longest silence timeout
+--        5  number of instances that the caller knows
+--        6  version that the caller knows; empty for none
+--        7  a random token, for a new version
+--        8  maximum number of instances to return; 0 for none
+-- reply  the version and, if it is not the caller's, the instances in no order; the list may leave the
+--        caller out if there are more than the maximum
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local shortest, longest = tonumber(ARGV[2]), tonumber(ARGV[4])
+local expired = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - shortest)
+-- Scores beyond the longest timeout are from before the clock stepped back. A live instance returns with
+-- its next heartbeat.
+expired = expired + redis.call('ZREMRANGEBYSCORE', KEYS[1], now + longest, '+inf')
+-- The caller chooses its next interval by the size that it knows, or by the one that it learns from this reply.
+local size = math.max(tonumber(ARGV[5]), redis.call('ZCARD', KEYS[1]) + 1)
+local silence = math.min(math.max(shortest, size * tonumber(ARGV[3])), longest)
+local joined = redis.call('ZADD', KEYS[1], now + silence - shortest, ARGV[1])
+local expires_at = math.ceil((now + longest) / 1000)
+local token = redis.call('GET', KEYS[2])
+if token and expired + joined == 0 then
+  redis.call('PEXPIREAT', KEYS[2], expires_at)
+else
+  token = ARGV[7]
+  redis.call('SET', KEYS[2], token, 'PXAT', expires_at)
+end
+redis.call('PEXPIREAT', KEYS[1], expires_at)
+-- Instances of an earlier build do not replace the token; the size shows most of what they change.
+local version = token .. ':' .. redis.call('ZCARD', KEYS[1])
+local most = tonumber(ARGV[8])
+if version == ARGV[6] or most == 0 then
+  return {version}
+end
+return {version, redis.call('ZRANGE', KEYS[1], 0, most - 1)}

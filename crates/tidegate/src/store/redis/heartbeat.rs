@@ -1,0 +1,124 @@
+//! Heartbeats: this instance is announced, and the list of live instances is read when it has changed.
+//!
+//! heartbeat.lua has the contract. In the steady state a heartbeat costs Redis a few commands of O(log N): the list is cached
+//! here with its version, and only read again when the version differs.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::{FromRedisValue, Value};
+
+use super::Shared;
+use super::call::{Reply, Setback};
+use super::script::Script;
+use super::server_clock::ServerClock;
+use crate::resilience::fleet::heartbeat_interval;
+use crate::resilience::random;
+use crate::store::StoreError;
+
+/// Heartbeat intervals without a heartbeat after which an instance is removed.
+const MAX_MISSED_HEARTBEATS: u32 = 5;
+const MAX_INSTANCES: usize = 10_000;
+/// Minimum time between two reads of a list, per instance in it. While a large fleet starts, each instance that joins changes
+/// the list for all others.
+const LIST_INTERVAL_PER_INSTANCE: Duration = Duration::from_millis(10);
+/// A list of up to this length is always read: Redis returns it in the time of a few decisions.
+const MAX_SHORT_LIST: usize = 100;
+
+/// The list of live instances that was last read.
+#[derive(Debug, Default)]
+pub(super) struct CachedInstances(Mutex<Option<Arc<Listed>>>);
+
+#[derive(Debug)]
+struct Listed {
+    version: String,
+    instances: Vec<String>,
+    read_at: Instant,
+}
+
+impl Listed {
+    fn may_be_read_again(&self, now: Instant) -> bool {
+        let instances = self.instances.len();
+        let interval = LIST_INTERVAL_PER_INSTANCE.saturating_mul(u32::try_from(instances).unwrap_or(u32::MAX));
+        instances <= MAX_SHORT_LIST || now.duration_since(self.read_at) >= interval
+    }
+}
+
+impl Shared {
+    /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among them.
+    pub(super) async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        let (script, key) = (Script::heartbeat(), self.own_key("alive"));
+        let version_key = format!("{key}:version");
+        let known = self.instances.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let size = known.as_ref().map_or(0, |known| known.instances.len());
+        let may_read = known.as_ref().is_none_or(|known| known.may_be_read_again(Instant::now()));
+        let most = if may_read { MAX_INSTANCES } else { 0 };
+        let token = format!("{:016x}{:016x}", random(), random());
+        let command = |_: &ServerClock| {
+            let mut command = script.evalsha(2);
+            command.arg(&key).arg(&version_key).arg(instance);
+            command.arg(silence_timeout(1)).arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);
+            command.arg(silence_timeout(MAX_INSTANCES)).arg(size);
+            command.arg(known.as_ref().map_or("", |known| &known.version)).arg(&token).arg(most);
+            command
+        };
+        let read = |reply: Value| Ok((None, Reply::Answer(read_reply(reply)?)));
+        let call = self.call(script, &key);
+        let answered = call.run(self.topology.known(), None, command, read).await;
+        let (version, listed) = answered.map_err(Setback::into_store_error)?;
+        let mut instances = match listed {
+            Some(mut instances) => {
+                instances.sort_unstable();
+                let listed = Listed { version, instances: instances.clone(), read_at: Instant::now() };
+                *self.instances.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(listed));
+                instances
+            }
+            None => known.map_or_else(Vec::new, |known| known.instances.clone()),
+        };
+        // The list may be one from before this instance joined.
+        if let Err(at) = instances.binary_search_by(|name| name.as_str().cmp(instance)) {
+            instances.insert(at, instance.to_owned());
+        }
+        Ok(instances)
+    }
+}
+
+/// Microseconds without a heartbeat after which an instance is removed from a fleet of this size.
+fn silence_timeout(instances: usize) -> u64 {
+    let timeout = heartbeat_interval(instances) * MAX_MISSED_HEARTBEATS;
+    u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Returns the version, and the list if there is one.
+fn read_reply(reply: Value) -> Result<(String, Option<Vec<String>>), StoreError> {
+    let unexpected = || StoreError::Refused("unexpected reply of the heartbeat script".to_owned());
+    let Value::Array(parts) = reply else { return Err(unexpected()) };
+    let mut parts = parts.into_iter();
+    let version = parts.next().ok_or_else(unexpected)?;
+    let version = String::from_redis_value(version).map_err(|_| unexpected())?;
+    let instances = parts.next().map(Vec::from_redis_value).transpose().map_err(|_| unexpected())?;
+    Ok((version, instances))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_list_is_read_once_per_ten_milliseconds_and_instance() {
+        let read_at = Instant::now();
+        let list = |size: usize| Listed { version: String::new(), instances: vec![String::new(); size], read_at };
+        let may_read = |size, millis| list(size).may_be_read_again(read_at + Duration::from_millis(millis));
+        assert!(may_read(100, 0));
+        assert!(!may_read(1_000, 9_999));
+        assert!(may_read(1_000, 10_000));
+    }
+
+    #[test]
+    fn the_silence_timeout_grows_with_the_fleet() {
+        assert_eq!(
+            [1, 200, 1_000, MAX_INSTANCES].map(silence_timeout),
+            [5_000_000, 5_000_000, 25_000_000, 250_000_000]
+        );
+    }
+}

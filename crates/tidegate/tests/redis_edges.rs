@@ -1,0 +1,312 @@
+//! Where a Redis store meets change and damage: quotas that change, values it cannot read, logs that rested.
+
+mod support;
+
+use std::time::Duration;
+
+use support::{LONG, PATIENCE, Redis, every_quota, packed};
+use tidegate::{
+    Algorithm, Breaker, Charge, Clock as _, DenyCache, Encoding, Fallback, Limiter, ManualClock, MemoryStore, Quota,
+    RedisStore, Source, StoreError,
+};
+
+const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
+
+// ---- Quotas that change ---------------------------------------------------------------------------------------------
+
+/// The first request after the reload is denied, and the count must then live as long as the new window needs it.
+#[tokio::test]
+async fn a_raised_window_keeps_the_counts() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    for short in every_quota(5, MINUTE) {
+        let long = Quota::new(short.algorithm(), 5, 3_600 * SECOND).expect("valid");
+        let long = if short.encoding() == Encoding::Packed { packed(5, 3_600 * SECOND) } else { long };
+        let (short, long) = (Charge::new("u", &short).policy("p").cost(5), Charge::new("u", &long).policy("p"));
+        assert!(limiter.acquire(&short).await.expect("decided").allowed);
+        let key = limiter.store().redis_key(&short);
+        // As if most of the short window had passed.
+        redis.query::<()>(&["PEXPIRE", &key, "5000"]);
+        assert!(!limiter.acquire(&long).await.expect("decided").allowed, "{long:?}");
+        let expires_in: i64 = redis.query(&["PTTL", &key]);
+        let windows = if long.quota().algorithm() == Algorithm::SlidingCounter { 2 } else { 1 };
+        // A fixed window may be about to end; a bucket drains from now on.
+        let least = match long.quota().algorithm() {
+            Algorithm::FixedWindow => 3_600_000 - 61_000,
+            Algorithm::SlidingCounter => 7_200_000 - 61_000,
+            _ => 3_590_000,
+        };
+        assert!((least..=windows * 3_600_000 + 1).contains(&expires_in), "{long:?} expires in {expires_in} ms");
+        limiter.reset(&long).await.expect("reset");
+    }
+}
+
+#[tokio::test]
+async fn a_long_packed_log_keeps_its_counts_and_stays_quick_when_its_window_is_raised() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    // More than a chunk. The times of two hours need another width than those of one.
+    let (hour, hours) = (packed(20_000, 3_600 * SECOND), packed(20_000, 7_200 * SECOND));
+    let (before, after) = (Charge::new("u", &hour).policy("p"), Charge::new("u", &hours).policy("p"));
+    for _ in 0..20_000 {
+        clock.advance(Duration::from_millis(100));
+        assert!(limiter.acquire(&before).await.expect("decided").allowed);
+    }
+    clock.advance(SECOND);
+    let denied = limiter.acquire(&after).await.expect("decided");
+    assert!(!denied.allowed && denied.retry_after > 3_600 * SECOND, "{denied:?}");
+    redis.query::<()>(&["CONFIG", "RESETSTAT"]);
+    // The oldest of the log leaves two hours after it came; then there is room, at the latest a block later.
+    clock.advance(denied.retry_after);
+    let mut admitted = limiter.acquire(&after).await.expect("decided").allowed;
+    assert!(admitted, "the wait was exact");
+    let mut allowed = 1;
+    while admitted {
+        admitted = limiter.acquire(&after).await.expect("decided").allowed;
+        allowed += u64::from(admitted);
+    }
+    assert_eq!(allowed, 1, "never too many");
+    clock.advance(20 * SECOND);
+    assert!(limiter.acquire(&after).await.expect("decided").allowed, "a block of 1/128 has left");
+    assert!(redis.calls_of("getrange") < 2_000, "no request walks the log");
+}
+
+#[tokio::test]
+async fn a_lowered_limit_of_a_bucket_changes_nothing_by_a_denial() {
+    let redis = Redis::start();
+    let clock = ManualClock::new();
+    let on_redis = redis.driven_limiter(clock.clone()).await;
+    let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    let (fast, slow) =
+        (Quota::token_bucket(10, SECOND).expect("valid"), Quota::token_bucket(1, SECOND).expect("valid"));
+    let (fast, slow) = (Charge::new("u", &fast).policy("p"), Charge::new("u", &slow).policy("p"));
+    for charge in [&fast.cost(10), &slow, &fast] {
+        let (ours, theirs) = (on_redis.acquire(charge).await, in_memory.acquire(charge).await);
+        assert_eq!(ours, theirs, "{charge:?}");
+        clock.advance(SECOND / 4);
+    }
+}
+
+#[tokio::test]
+async fn a_changed_algorithm_admits_twice_the_limit_at_most() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let kinds = every_quota(10, LONG);
+    for (at, old) in kinds.iter().enumerate() {
+        for (beside, new) in kinds.iter().enumerate().filter(|(beside, _)| *beside != at) {
+            let key = format!("{at}-{beside}");
+            let (old, new) = (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+            let mut admitted = 0;
+            for charge in [&old, &new] {
+                for _ in 0..15 {
+                    admitted += u64::from(limiter.acquire(charge).await.expect("decided").allowed);
+                }
+            }
+            // The old count expires first.
+            redis.query::<()>(&["DEL", &limiter.store().redis_key(&old)]);
+            for _ in 0..15 {
+                admitted += u64::from(limiter.acquire(&new).await.expect("decided").allowed);
+            }
+            // (Two buckets share their count, which has gone with the key.)
+            assert_eq!(admitted, 20, "{old:?}, then {new:?}");
+        }
+    }
+    redis.assert_every_key_expires();
+}
+
+#[tokio::test]
+async fn a_reset_of_one_policy_leaves_those_with_longer_names_alone() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    for quota in every_quota(1, LONG) {
+        for suffix in ["window", "log", "packed", "counter", "bucket"] {
+            let other = format!("api:{suffix}");
+            let other = Charge::new("u", &quota).policy(&other);
+            assert!(limiter.acquire(&other).await.expect("decided").allowed);
+            limiter.reset(&Charge::new("u", &quota).policy("api")).await.expect("reset");
+            assert!(!limiter.acquire(&other).await.expect("decided").allowed, "{other:?}");
+            limiter.reset(&other).await.expect("reset");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refund_may_be_larger_than_any_limit() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let on_redis = redis.driven_limiter(clock.clone()).await;
+    let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    for quota in every_quota(Quota::MAX_LOG_LIMIT, MINUTE) {
+        let charge = Charge::new("u", &quota).cost(Quota::MAX_LOG_LIMIT);
+        for charge in [charge, charge.cost(u64::MAX)] {
+            let refunds = charge.units() == u64::MAX;
+            let (ours, theirs) = if refunds {
+                (on_redis.refund(&charge).await, in_memory.refund(&charge).await)
+            } else {
+                (on_redis.acquire(&charge).await, in_memory.acquire(&charge).await)
+            };
+            assert_eq!(ours, theirs, "{charge:?}");
+        }
+    }
+}
+
+// ---- Values that cannot be read -------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_damaged_value_is_the_trouble_of_its_key_alone() {
+    let redis = Redis::start();
+    let store = RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+    let guarded = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(store))));
+    let plain = redis.limiter().await;
+    let quota = Quota::token_bucket(1_000_000, MINUTE).expect("valid");
+    let (damaged, other) = (Charge::new("damaged", &quota), Charge::new("other", &quota));
+    redis.query::<()>(&["HSET", &plain.store().redis_key(&damaged), "kind", "bucket"]);
+    for _ in 0..50 {
+        let decided = guarded.acquire(&damaged).await.expect("decided by its failure policy");
+        assert_eq!(decided.source, Source::Local);
+        assert_eq!(guarded.acquire(&other).await.expect("decided").source, Source::Store);
+    }
+    assert!(!guarded.store().stats().falling_back, "the store does not fail");
+    let error = plain.acquire(&damaged).await.expect_err("an error");
+    assert!(matches!(error, tidegate::Error::Store(StoreError::Unreadable(_))), "{error:?}");
+    assert!(error.to_string().contains("reset the key"), "{error}");
+    guarded.reset(&damaged).await.expect("reset");
+    assert_eq!(guarded.acquire(&damaged).await.expect("decided").source, Source::Store);
+}
+
+// ---- Logs that rested -----------------------------------------------------------------------------------------------
+
+/// A log of this many requests, all but the last of which have left the window.
+fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
+    let script = r"
+        local time = redis.call('TIME')
+        local now = time[1] * 1000000 + time[2]
+        local n, window = tonumber(ARGV[1]), tonumber(ARGV[2])
+        for i = 1, n - 1 do
+          redis.call('ZADD', KEYS[1], string.format('%.0f', now - window - 1000000 - (n - i)), string.format('%016.0f:1', i))
+        end
+        redis.call('ZADD', KEYS[1], string.format('%.0f', now - 1000), string.format('%016.0f:1', n))
+        redis.call('PEXPIREAT', KEYS[1], string.format('%.0f', (now + window) / 1000))
+        return 1";
+    redis.query::<u64>(&["EVAL", script, "1", key, &requests.to_string(), &window.as_micros().to_string()]);
+}
+
+/// What one call may do is counted, so that the machine's speed does not matter.
+#[tokio::test]
+async fn a_log_that_rested_is_cleaned_up_in_pieces() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::sliding_log(100_000, MINUTE).expect("valid");
+    let charge = Charge::new("u", &quota);
+    let key = limiter.store().redis_key(&charge);
+    fill_sorted_set(&redis, &key, 100_000, MINUTE);
+    let mut members: u64 = redis.query(&["ZCARD", &key]);
+    let mut calls = 0;
+    while members > 1_000 {
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        let left: u64 = redis.query(&["ZCARD", &key]);
+        assert!(members - left.min(members) <= 1_000, "{members} -> {left} in one call");
+        members = left;
+        calls += 1;
+    }
+    assert!(calls <= 1_000, "{calls} calls for 100,000 members");
+    let decision = limiter.peek(&charge).await.expect("looked");
+    assert_eq!(decision.remaining, 100_000 - 1 - calls - 1);
+}
+
+/// A batch of rested logs shares the budget of one call.
+#[tokio::test]
+async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = Quota::sliding_log(10_000, MINUTE).expect("valid");
+    let keys: Vec<String> = (0..100).map(|number| format!("user-{number}")).collect();
+    for key in &keys {
+        fill_sorted_set(&redis, &limiter.store().redis_key(&Charge::new(key, &quota)), 2_000, MINUTE);
+    }
+    let card = || -> u64 {
+        let of = |key: &String| redis.query::<u64>(&["ZCARD", &limiter.store().redis_key(&Charge::new(key, &quota))]);
+        keys.iter().map(of).sum()
+    };
+    let before = card();
+    let calls = redis.calls_of("evalsha");
+    // Cost 8: each write cleans up.
+    let tasks: Vec<_> = keys
+        .iter()
+        .map(|key| {
+            let (limiter, quota, key) = (limiter.clone(), quota.clone(), key.clone());
+            tokio::spawn(async move { limiter.acquire(&Charge::new(&key, &quota).cost(8)).await.expect("decided") })
+        })
+        .collect();
+    for task in tasks {
+        assert!(task.await.expect("no panic").allowed);
+    }
+    let calls = redis.calls_of("evalsha") - calls;
+    let removed = before + 100 - card();
+    assert!(removed <= calls * 1_000 + 100 * 16, "{removed} members removed in {calls} calls");
+}
+
+/// By Redis's own slow log: no call of ours holds up others for more than a millisecond. A machine that is busy elsewhere makes
+/// any command look slow, so the quickest of some rounds counts.
+#[tokio::test]
+async fn no_call_holds_redis_for_long_whatever_the_limit() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let hour = 3_600 * SECOND;
+    let sorted_set = Quota::sliding_log(Quota::MAX_SORTED_SET_LIMIT, hour).expect("valid");
+    let large = packed(1_000_000, hour);
+    let mut quickest = u64::MAX;
+    for round in 0..20 {
+        redis.query::<()>(&["FLUSHALL"]);
+        let key = format!("user-{round}");
+        let (one, other) = (Charge::new(&key, &sorted_set), Charge::new(&key, &large).policy("large").cost(8));
+        fill_sorted_set(&redis, &limiter.store().redis_key(&one), 100_000, hour);
+        redis.query::<()>(&["CONFIG", "SET", "slowlog-log-slower-than", "0"]);
+        redis.query::<()>(&["SLOWLOG", "RESET"]);
+        for _ in 0..20 {
+            limiter.acquire(&one).await.expect("decided");
+            limiter.acquire(&other).await.expect("decided");
+        }
+        limiter.refund(&one).await.expect("refunded");
+        limiter.reset(&one).await.expect("reset");
+        let log: Vec<redis::Value> = redis.query(&["SLOWLOG", "GET", "128"]);
+        let slowest = log.iter().filter_map(micros_of_evalsha).max().expect("calls");
+        quickest = quickest.min(slowest);
+        if quickest <= 1_000 {
+            return;
+        }
+    }
+    panic!("the slowest call of the quickest round took {quickest} us");
+}
+
+fn micros_of_evalsha(entry: &redis::Value) -> Option<u64> {
+    let redis::Value::Array(fields) = entry else { return None };
+    let words: Vec<String> = redis::from_redis_value(fields.get(3)?.clone()).ok()?;
+    let micros: u64 = redis::from_redis_value(fields.get(2)?.clone()).ok()?;
+    (words.first()? == "EVALSHA").then_some(micros)
+}
+
+/// The log goes through chunks, turns over, and stays exact.
+#[tokio::test]
+async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    let quota = packed(30_000, MINUTE);
+    let charge = Charge::new("u", &quota).policy("p");
+    let step = Duration::from_millis(2);
+    for number in 0..45_000_u64 {
+        clock.advance(step);
+        // Most at cost 1; from the first chunk on some at others.
+        let cost = if number > 9_000 && number.is_multiple_of(1_000) { 50 } else { 1 };
+        let (ours, theirs) = (limiter.acquire(&charge.cost(cost)).await, in_memory.acquire(&charge.cost(cost)).await);
+        assert_eq!(ours, theirs, "request {number} of cost {cost}");
+        if number.is_multiple_of(2_500) {
+            let refund = charge.charged_at(clock.now());
+            assert_eq!(limiter.refund(&refund).await, in_memory.refund(&refund).await, "refund after {number}");
+        }
+    }
+    let keys: Vec<String> = redis.query(&["KEYS", "*"]);
+    assert!(keys.len() <= 9, "a main key and chunks: {keys:?}");
+    redis.assert_every_key_expires();
+}

@@ -1,0 +1,280 @@
+//! A refund returns the units of the charge it belongs to, never younger ones: in memory, on Redis, behind the Tower layer.
+
+mod support;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use http::{Request, Response, StatusCode};
+use support::{Cluster, PATIENCE, Redis, every_quota, packed};
+use tidegate::tower::RateLimitLayer;
+use tidegate::{Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore, Store};
+use tower::{Layer as _, ServiceExt as _, service_fn};
+
+const MINUTE: Duration = Duration::from_secs(60);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Runs a check on memory and on Redis, each on the clock that the check moves.
+async fn on_both(check: impl AsyncFn(&dyn Decide, &ManualClock)) {
+    let clock = ManualClock::new();
+    check(&Limiter::new(MemoryStore::builder().clock(clock.clone()).build()), &clock).await;
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    check(&redis.driven_limiter(clock.clone()).await, &clock).await;
+    redis.assert_every_key_expires();
+}
+
+type Answer<'a> = std::pin::Pin<Box<dyn Future<Output = tidegate::Decision> + 'a>>;
+
+trait Decide {
+    fn acquire<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a>;
+    fn refund<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a>;
+    fn now(&self) -> u64;
+}
+
+impl<S: Store> Decide for Limiter<S> {
+    fn acquire<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a> {
+        Box::pin(async move { self.acquire(charge).await.expect("decided") })
+    }
+
+    fn refund<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a> {
+        Box::pin(async move { self.refund(charge).await.expect("refunded") })
+    }
+
+    fn now(&self) -> u64 {
+        self.store().clock().now()
+    }
+}
+
+async fn take(limiter: &dyn Decide, charge: &Charge<'_>, times: u64) -> u64 {
+    let mut allowed = 0;
+    for _ in 0..times {
+        allowed += u64::from(limiter.acquire(charge).await.allowed);
+    }
+    allowed
+}
+
+#[tokio::test]
+async fn a_refund_of_old_units_frees_no_young_ones() {
+    for quota in [Quota::sliding_log(100, MINUTE).expect("valid"), packed(100, MINUTE)] {
+        for names_its_charge in [false, true] {
+            on_both(async |limiter, clock| {
+                let charge = Charge::new("u", &quota);
+                let asked = limiter.now();
+                assert_eq!(take(limiter, &charge, 50).await, 50);
+                clock.advance(59 * SECOND);
+                assert_eq!(take(limiter, &charge, 200).await, 50);
+                clock.advance(SECOND / 2);
+                let refund = if names_its_charge { charge.charged_at(asked) } else { charge };
+                for _ in 0..50 {
+                    limiter.refund(&refund).await;
+                }
+                clock.advance(SECOND / 2);
+                let after = take(limiter, &charge, 200).await;
+                assert_eq!(after, 50, "50 at 59 s and {after} at 60 s, against 100 a minute");
+            })
+            .await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refund_that_names_its_charge_returns_just_that_one() {
+    for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
+        on_both(async |limiter, clock| {
+            let charge = Charge::new("u", &quota);
+            limiter.acquire(&charge).await;
+            clock.advance(20 * SECOND);
+            let asked = limiter.now();
+            limiter.acquire(&charge).await;
+            clock.advance(20 * SECOND);
+            limiter.acquire(&charge).await;
+            let left = limiter.refund(&charge.charged_at(asked)).await;
+            assert_eq!((left.remaining, left.reset_after), (1, MINUTE), "the newest counts on");
+            assert!(limiter.acquire(&charge).await.allowed);
+            let denied = limiter.acquire(&charge).await;
+            assert_eq!((denied.allowed, denied.retry_after), (false, 20 * SECOND), "the oldest counts on");
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_refund_of_another_window_returns_nothing() {
+    let quota = Quota::fixed_window(10, MINUTE).expect("valid");
+    on_both(async |limiter, clock| {
+        let charge = Charge::new("u", &quota);
+        let asked = limiter.now();
+        assert_eq!(take(limiter, &charge, 10).await, 10);
+        clock.advance(MINUTE);
+        assert_eq!(take(limiter, &charge, 20).await, 10);
+        limiter.refund(&charge.cost(10).charged_at(asked)).await;
+        assert_eq!(take(limiter, &charge, 20).await, 0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_bucket_gets_back_the_cost_less_what_has_drained() {
+    for quota in [Quota::token_bucket, Quota::leaky_bucket] {
+        let quota = quota(100_000, 3_600 * SECOND).expect("valid");
+        on_both(async |limiter, clock| {
+            let charge = Charge::new("u", &quota).cost(60_000);
+            let asked = limiter.now();
+            assert!(limiter.acquire(&charge).await.allowed);
+            clock.advance(360 * SECOND);
+            // 10,000 have drained, whether the charge is refunded or not.
+            let left = limiter.refund(&charge.charged_at(asked)).await;
+            assert_eq!(left.remaining, 100_000);
+            let twice = limiter.acquire(&charge).await;
+            assert_eq!(twice.remaining, 40_000);
+            let others = limiter.acquire(&charge.cost(40_000)).await;
+            assert!(others.allowed);
+            clock.advance(360 * SECOND);
+            let left = limiter.refund(&charge.charged_at(limiter.now() - 360_000_000)).await;
+            assert_eq!(left.remaining, 60_000, "50,000 returned, 10,000 drained, 40,000 are another's");
+        })
+        .await;
+    }
+}
+
+/// The README's promise: a 5xx costs nothing.
+#[tokio::test]
+async fn a_failed_request_behind_the_layer_costs_a_bucket_nothing() {
+    for quota in every_quota(100_000, 3_600 * SECOND) {
+        let clock = ManualClock::new();
+        let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+        let advance = clock.clone();
+        let layer =
+            RateLimitLayer::new(limiter, quota.clone()).cost(|_| 60_000).refund_on(|status| status.is_server_error());
+        let service = layer.layer(service_fn(move |_: Request<()>| {
+            advance.advance(Duration::from_millis(100));
+            let failed = Response::builder().status(StatusCode::BAD_GATEWAY).body(String::new());
+            async { Ok::<_, Infallible>(failed.expect("a response")) }
+        }));
+        for _ in 0..5 {
+            let response = service.clone().oneshot(Request::new(())).await.expect("an answer");
+            assert_eq!(response.status(), StatusCode::BAD_GATEWAY, "{quota:?}: it passed");
+        }
+    }
+}
+
+#[tokio::test]
+async fn clients_that_leave_a_queue_do_not_free_what_others_took() {
+    let clock = ManualClock::new();
+    let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    let user = Policy::new("per-user", Quota::sliding_log(100, MINUTE).expect("valid"))
+        .and_then(|policy| policy.counting(&["header.x-user"]))
+        .expect("valid");
+    let queue = Quota::leaky_bucket(1, 2 * SECOND).and_then(|quota| quota.with_burst(100)).expect("valid");
+    let slow = Policy::new("slow", queue)
+        .and_then(|policy| policy.matching("path", &["/slow"]))
+        .and_then(|policy| policy.counting(&["header.x-user"]))
+        .expect("valid");
+    let served = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&served);
+    let policies = Policies::new(vec![user, slow]).expect("valid");
+    let service = RateLimitLayer::with_policies(limiter, policies).layer(service_fn(move |_: Request<()>| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        async { Ok::<_, Infallible>(Response::new(String::new())) }
+    }));
+    let ask = |path: &str| {
+        let request = Request::builder().uri(path).header("x-user", "u").body(()).expect("a request");
+        service.clone().oneshot(request)
+    };
+    let waiting: Vec<_> = (0..51).map(|_| tokio::spawn(ask("/slow"))).collect();
+    while clock.sleepers() < 50 {
+        tokio::task::yield_now().await;
+    }
+    clock.advance(19 * SECOND);
+    while served.load(Ordering::Relaxed) < 10 {
+        tokio::task::yield_now().await;
+    }
+    let mut real = 0;
+    for _ in 0..100 {
+        real += u64::from(ask("/fast").await.expect("an answer").status() == StatusCode::OK);
+    }
+    for task in waiting {
+        task.abort();
+        let _ = task.await;
+    }
+    // The refunds run on tasks of their own.
+    for _ in 0..1_000 {
+        tokio::task::yield_now().await;
+    }
+    clock.advance(Duration::from_millis(41_100));
+    let mut more = 0;
+    for _ in 0..200 {
+        more += u64::from(ask("/fast").await.expect("an answer").status() == StatusCode::OK);
+    }
+    assert!(real + more <= 100, "{real} at 19 s and {more} at 60.1 s, against 100 a minute");
+}
+
+/// On a real server's clock, with other clients in between.
+#[tokio::test]
+async fn on_redis_a_refund_finds_its_own_charge_by_the_servers_clock() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
+        let charge = Charge::new("u", &quota);
+        let mut asked = Vec::new();
+        for _ in 0..3 {
+            asked.push(limiter.store().clock().now());
+            assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+            tokio::time::sleep(Duration::from_millis(30)).await;
+        }
+        let before = limiter.peek(&charge).await.expect("looked").retry_after;
+        limiter.refund(&charge.charged_at(asked[1])).await.expect("refunded");
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        let after = limiter.peek(&charge).await.expect("looked").retry_after;
+        assert!(after <= before, "the oldest unit is still the first to leave: {before:?}, {after:?}");
+    }
+}
+
+/// A refund of a long log rewrites few members. Beyond that older units go instead, which never admits too much.
+#[tokio::test]
+async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
+    for quota in [Quota::sliding_log(50_000, MINUTE).expect("valid"), packed(50_000, MINUTE)] {
+        let (redis, clock) = (Redis::start(), ManualClock::new());
+        let limiter = redis.driven_limiter(clock.clone()).await;
+        let charge = Charge::new("u", &quota);
+        let mut asked = 0;
+        for number in 0..20_000 {
+            clock.advance(Duration::from_micros(10));
+            if number == 10_000 {
+                asked = clock.now();
+            }
+            assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        }
+        redis.query::<()>(&["CONFIG", "RESETSTAT"]);
+        let left = limiter.refund(&charge.charged_at(asked)).await.expect("refunded");
+        assert_eq!(left.remaining, 30_001);
+        let stats: String = redis.query(&["INFO", "commandstats"]);
+        let calls: u64 = stats
+            .lines()
+            .filter_map(|line| {
+                line.strip_prefix("cmdstat_")?.split("calls=").nth(1)?.split(',').next()?.parse::<u64>().ok()
+            })
+            .sum();
+        assert!(calls < 100, "{calls} commands");
+    }
+}
+
+/// All or nothing across nodes: a denial by one policy leaves the bucket of another as it was.
+#[tokio::test]
+async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
+    let cluster = Cluster::start();
+    let store = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("connected");
+    let limiter = Limiter::new(store);
+    let bucket = Quota::token_bucket(100_000, 3_600 * SECOND).expect("valid");
+    let once = Quota::fixed_window(1, support::LONG).expect("valid");
+    for number in 0..20 {
+        let (one, other) = (format!("a-{number}"), format!("b-{number}"));
+        let (bucket, once) = (Charge::new(&one, &bucket).cost(99_999), Charge::new(&other, &once));
+        limiter.acquire(&once).await.expect("decided");
+        let denied = limiter.acquire_all(&[bucket, once]).await.expect("decided");
+        assert!(!denied[1].allowed);
+        assert!(limiter.acquire(&bucket).await.expect("decided").allowed, "{number}: it was refunded");
+    }
+}
