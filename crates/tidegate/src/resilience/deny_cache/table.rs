@@ -312,7 +312,9 @@ impl Table {
         let mut hasher = SipHasher13::new_with_keys(self.secret[1], self.secret[0]);
         for (charge, name) in charges.iter().zip(names) {
             let Fingerprint(parts) = name.fingerprint;
-            parts.into_iter().for_each(|part| hasher.write_u64(part));
+            for part in parts {
+                hasher.write_u64(part);
+            }
             hasher.write_u64(charge.units());
         }
         hasher.finish128().as_u128()
