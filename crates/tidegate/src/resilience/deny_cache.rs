@@ -5,6 +5,7 @@
 //! a second while entries are in use. Entries are ignored once the last successful poll is older than a second, and live for
 //! five seconds at most. A raised limit is another quota, and an entry holds for the very quota that it was made by.
 
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -305,10 +306,19 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    async fn record_all(&self, charges: &[Charge<'_>], unrecorded: Unrecorded) {
-        for (at, units) in unrecorded {
-            self.record(&charges[at], units).await;
-        }
+    /// On the heap, because it is seldom needed.
+    fn record_all<'a>(
+        &'a self,
+        charges: &'a [Charge<'a>],
+        unrecorded: Unrecorded,
+    ) -> Option<Pin<Box<impl Future<Output = ()> + use<'a, S>>>> {
+        (!unrecorded.is_empty()).then(|| {
+            Box::pin(async move {
+                for (at, units) in unrecorded {
+                    self.record(&charges[at], units).await;
+                }
+            })
+        })
     }
 
     /// The store is about to be asked by these quotas.
@@ -430,13 +440,12 @@ impl Drop for Freeing<'_> {
 /// away, the entry is dropped.
 struct CountedAsk<'a> {
     table: &'a Table,
-    ticket: Option<Ticket>,
+    ticket: Option<&'a Ticket>,
 }
 
 impl<'a> CountedAsk<'a> {
-    fn begin(table: &'a Table, tickets: &Tickets) -> Self {
-        let counted = tickets.as_slice().first().filter(|ticket| ticket.counted);
-        Self { table, ticket: counted.copied() }
+    fn begin(table: &'a Table, tickets: &'a Tickets) -> Self {
+        Self { table, ticket: tickets.as_slice().first().filter(|ticket| ticket.counted) }
     }
 
     fn answered(mut self, decision: &Decision) {
@@ -449,7 +458,7 @@ impl<'a> CountedAsk<'a> {
 impl Drop for CountedAsk<'_> {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket {
-            self.table.unanswered(ticket);
+            self.table.unanswered(*ticket);
         }
     }
 }
@@ -461,16 +470,16 @@ impl<S: Store> Store for DenyCache<S> {
             Known::Denied(decision) => return Ok(decision),
             Known::Asked { tickets, sent, unrecorded } => (tickets, sent, unrecorded),
         };
-        let charges = std::slice::from_ref(charge);
-        if !unrecorded.is_empty() {
-            Box::pin(inner.record_all(charges, unrecorded)).await;
+        if let Some(record) = inner.record_all(std::slice::from_ref(charge), unrecorded) {
+            record.await;
         }
-        let freeing = Freeing::begin(inner, action, charges);
+        let freeing = Freeing::begin(inner, action, std::slice::from_ref(charge));
         let counted = CountedAsk::begin(&inner.table, &tickets);
         let decision = inner.store.decide(action, charge).await?;
         counted.answered(&decision);
         drop(freeing);
-        inner.after(action, sent, tickets.as_slice(), charges, std::slice::from_ref(&decision));
+        let decisions = std::slice::from_ref(&decision);
+        inner.after(action, sent, tickets.as_slice(), std::slice::from_ref(charge), decisions);
         Ok(decision)
     }
 
@@ -480,8 +489,8 @@ impl<S: Store> Store for DenyCache<S> {
             Known::Denied(decisions) => return Ok(decisions),
             Known::Asked { tickets, sent, unrecorded } => (tickets, sent, unrecorded),
         };
-        if !unrecorded.is_empty() {
-            Box::pin(inner.record_all(charges, unrecorded)).await;
+        if let Some(record) = inner.record_all(charges, unrecorded) {
+            record.await;
         }
         let freeing = Freeing::begin(inner, action, charges);
         let decisions = inner.store.decide_all(action, charges).await?;

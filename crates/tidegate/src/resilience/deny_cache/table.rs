@@ -4,6 +4,7 @@
 //! the process's secret: nobody can choose keys that drive out somebody else's.
 
 use std::hash::Hasher;
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -41,14 +42,14 @@ struct Shard {
     /// Goes up whenever something in here may have become wrong. A denial that was asked for before that is not kept.
     generation: u64,
     /// The serial number of the latest entry.
-    serial: u64,
+    serial: NonZeroU64,
 }
 
 #[derive(Debug)]
 struct Entry {
     count: CountId,
     /// Of key, policy and quota.
-    fingerprint: u128,
+    fingerprint: Fingerprint,
     cost: u64,
     /// As the store said at the denial.
     remaining: u64,
@@ -59,7 +60,7 @@ struct Entry {
     received: u64,
     /// The store's epoch before it was asked.
     epoch: u64,
-    serial: u64,
+    serial: NonZeroU64,
     /// Surely denied before this time.
     until: u64,
     /// Of a bucket: units that this instance has asked for since the denial. Of a log that counts denials: units that were
@@ -85,11 +86,15 @@ pub(super) struct Left {
     pub(super) reset_at: u64,
 }
 
+/// 128 bits of a hash, without the alignment of `u128`: tickets are part of futures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Fingerprint([u64; 2]);
+
 /// A charge in the table's words.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Name {
     count: CountId,
-    fingerprint: u128,
+    fingerprint: Fingerprint,
 }
 
 impl Name {
@@ -107,7 +112,7 @@ pub(super) struct Ticket {
     /// There are denials whose wait becomes too short if this request is admitted.
     has_others: bool,
     /// The entry of this very cost, of a bucket whose time has come: its serial number.
-    bucket_entry: Option<u64>,
+    bucket_entry: Option<NonZeroU64>,
     /// The request is already counted in that entry.
     pub(super) counted: bool,
 }
@@ -170,12 +175,12 @@ impl Shard {
 
 impl Entry {
     /// `None` if it is of no use.
-    fn new(ticket: Ticket, serial: u64, quota: &Quota, denial: Denial) -> Option<Self> {
+    fn new(ticket: Ticket, serial: NonZeroU64, quota: &Quota, denial: Denial) -> Option<Self> {
         let Denial { cost, decision, sent, received, companions } = denial;
         let (retry_after, reset_after) = (micros(decision.retry_after), micros(decision.reset_after));
         let ttl = if quota.count_denied() { COUNTED_DENIAL_TTL } else { MAX_ENTRY_TTL };
         let until = sent.saturating_add(surely(retry_after).min(micros(ttl)));
-        (until > sent || is_bucket(quota)).then(|| Self {
+        (until > sent || is_bucket(quota)).then_some(Self {
             count: ticket.name.count,
             fingerprint: ticket.name.fingerprint,
             cost,
@@ -256,8 +261,11 @@ impl Table {
         let ways = WAYS.min(max_entries);
         let sets = (max_entries / WAYS).max(1);
         let shards = SHARDS.min(sets);
-        let shard =
-            || Shard { sets: std::iter::repeat_with(Vec::new).take(sets / shards).collect(), generation: 0, serial: 0 };
+        let shard = || Shard {
+            sets: std::iter::repeat_with(Vec::new).take(sets / shards).collect(),
+            generation: 0,
+            serial: NonZeroU64::MIN,
+        };
         Self {
             shards: std::iter::repeat_with(|| Mutex::new(shard())).take(shards).collect(),
             ways,
@@ -294,7 +302,8 @@ impl Table {
             place.copy_from_slice(&number.to_le_bytes());
         }
         bytes[length + QUOTA_BYTES - kind.len()..].copy_from_slice(&kind);
-        let fingerprint = SipHasher13::new_with_keys(self.secret[0], self.secret[1]).hash(bytes).as_u128();
+        let hash = SipHasher13::new_with_keys(self.secret[0], self.secret[1]).hash(bytes);
+        let fingerprint = Fingerprint([hash.h1, hash.h2]);
         Name { count: CountId::of_bytes(&bytes[..length]), fingerprint }
     }
 
@@ -302,7 +311,10 @@ impl Table {
     pub(super) fn request(&self, charges: &[Charge<'_>], names: impl Iterator<Item = Name>) -> u128 {
         let mut hasher = SipHasher13::new_with_keys(self.secret[1], self.secret[0]);
         for (charge, name) in charges.iter().zip(names) {
-            hasher.write_u128(name.fingerprint);
+            let Fingerprint(parts) = name.fingerprint;
+            for part in parts {
+                hasher.write_u64(part);
+            }
             hasher.write_u64(charge.units());
         }
         hasher.finish128().as_u128()
@@ -372,7 +384,7 @@ impl Table {
             drop(shard);
             return self.unanswered(ticket);
         }
-        shard.serial += 1;
+        shard.serial = shard.serial.saturating_add(1);
         let serial = shard.serial;
         let Some(mut entry) = Entry::new(ticket, serial, quota, denial) else { return };
         let set = &mut shard.sets[set];
