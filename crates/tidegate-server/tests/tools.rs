@@ -55,7 +55,7 @@ fn schemathesis_finds_the_api_as_its_description_says() {
     let arguments: Vec<&str> = ["run", &location].into_iter().chain(phases).chain(checks).collect();
     let output = run(program, &arguments, "");
     assert!(output.status.success(), "{}", told(&output));
-    assert!(told(&output).contains("Tested: 4"), "{}", told(&output));
+    assert!(told(&output).contains("Tested: 5"), "{}", told(&output));
 }
 
 /// A certificate authority, and what it has signed.

@@ -161,7 +161,7 @@ async fn a_report_is_recorded_beyond_the_limit_and_paid_back_by_time<S: Store>(
         assert_eq!((over.allowed, over.remaining), (false, 0), "{quota:?}");
         assert!(is_exceeded().await, "{quota:?}: 150 of 100 is");
         // After the wait one unit is free, and a microsecond earlier it is not.
-        clock.advance(over.retry_after - MICROSECOND);
+        clock.advance(over.retry_after.saturating_sub(MICROSECOND));
         assert!(!limiter.acquire(&charge).await.expect("decided").allowed, "{quota:?}");
         clock.advance(MICROSECOND);
         assert!(limiter.acquire(&charge).await.expect("decided").allowed, "{quota:?}");

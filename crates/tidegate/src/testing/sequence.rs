@@ -106,13 +106,15 @@ impl Sequence {
                 Action::Acquire if random.one_in(6) => {
                     *action = if random.one_in(2) { Action::Take } else { Action::Report };
                     for part in parts {
-                        let nothing = if *action == Action::Take { 0 } else { 1 };
-                        part.cost = random.pick(&[nothing, part.cost, part.cost, 2 * part.cost, Quota::MAX_LIMIT]);
+                        let least = u64::from(*action != Action::Take);
+                        part.cost = random.pick(&[least, part.cost, part.cost, 2 * part.cost, Quota::MAX_LIMIT]);
                     }
                 }
                 Action::Refund => {
                     let charged = random.pick(&[0, 0, 0, 1, 1, 2, 3, 5, 10, 25]);
-                    parts.iter_mut().for_each(|part| part.charged = Some(charged));
+                    for part in parts {
+                        part.charged = Some(charged);
+                    }
                 }
                 Action::Peek if random.one_in(6) => parts.iter_mut().for_each(|part| part.cost = 0),
                 _ => {}
