@@ -436,7 +436,7 @@ async fn an_outage_is_one_warning_and_one_line_when_it_is_over() {
     let fallback = Fallback::new(tidegate::Breaker::new(store.clone()));
     let quota = Quota::fixed_window(1_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    for _ in 0..2 {
+    for round in 0..3 {
         store.is(Mood::Fails(StoreError::Timeout(Duration::from_millis(100))));
         for _ in 0..100 {
             fallback.decide(Action::Acquire, &charge).await.expect("decided");
@@ -447,6 +447,12 @@ async fn an_outage_is_one_warning_and_one_line_when_it_is_over() {
         fallback.decide(Action::Acquire, &charge).await.expect("decided");
         let mut seen = std::mem::take(&mut *events.0.lock().expect("no panic"));
         seen.sort_unstable();
-        assert_eq!(seen, [tracing::Level::WARN, tracing::Level::INFO]);
+        if round == 0 {
+            // A test on another thread may have met these events first, just when this subscriber was set. They are then
+            // disabled until the cache is rebuilt.
+            tracing::callsite::rebuild_interest_cache();
+        } else {
+            assert_eq!(seen, [tracing::Level::WARN, tracing::Level::INFO]);
+        }
     }
 }

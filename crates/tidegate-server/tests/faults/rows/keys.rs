@@ -127,8 +127,8 @@ fn one_damaged_value() {
         row.figure("others", format_args!("{others} of 500 decided by Redis"));
         row.insist(others == 500, || format!("{others} of 500 decisions for another key came from Redis"));
         row.insist(damaged == 500, || format!("{damaged} of 500 for the damaged key were decided locally"));
-        row.insist(metrics["tidegate_store_breaker_opened_total"] == 0.0, || "the circuit was opened".to_owned());
-        row.insist(metrics["tidegate_store_up"] == 1.0, || "the store is said to be down".to_owned());
+        row.insist(metrics["tidegate_store_breaker_opened_total"] < 0.5, || "the circuit was opened".to_owned());
+        row.insist(metrics["tidegate_store_up"] > 0.5, || "the store is said to be down".to_owned());
     });
 }
 
