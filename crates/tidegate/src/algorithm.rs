@@ -203,7 +203,8 @@ impl Step {
         let remaining = count.remaining(quota);
         let takes = action == Action::Take;
         let cost = if takes { cost.min(remaining) } else { cost };
-        let allowed = takes || has_room(count, quota, remaining, cost);
+        let allowed =
+            if action == Action::Peek { has_room(count, quota, remaining, cost) } else { takes || cost <= remaining };
         let counts = if allowed { together } else { quota.count_denied() };
         let spend = if counts { cost } else { 0 };
         let written = action != Action::Peek && (spend > 0 || stepped_back);

@@ -39,6 +39,20 @@ impl Bucket {
         (self.level, self.part)
     }
 
+    /// The quota is another one than at the last write, or more is recorded than the burst.
+    #[cold]
+    fn adapt_to(&mut self, quota: &Quota) {
+        // The part of a unit is in parts of another window: a whole unit is never too little.
+        if self.part > 0 && (self.window_tag != quota.window_tag() || self.part >= quota.window_micros()) {
+            (self.level, self.part) = (self.level + 1, 0);
+        }
+        self.window_tag = quota.window_tag();
+        // The limit was lowered.
+        if self.level >= quota.max_level() {
+            (self.level, self.part) = (quota.max_level(), 0);
+        }
+    }
+
     /// A part of a unit takes the room of a whole one.
     #[inline]
     fn occupied(&self) -> u64 {
@@ -62,13 +76,8 @@ impl Count for Bucket {
     #[inline]
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
-        // The part of a unit is in parts of another window: a whole unit is never too little.
-        if self.part > 0 && (self.window_tag != quota.window_tag() || self.part >= window) {
-            (self.level, self.part) = (self.level + 1, 0);
-        }
-        // The limit was lowered.
-        if self.level >= quota.max_level() {
-            (self.level, self.part) = (quota.max_level(), 0);
+        if self.window_tag != quota.window_tag() || self.part >= window || self.level > quota.burst() {
+            self.adapt_to(quota);
         }
         let stepped_back = self.time > now + MAX_CLOCK_SKEW;
         if self.time < now {
@@ -83,8 +92,9 @@ impl Count for Bucket {
                 None => (0, 0),
             };
         }
-        self.time = if stepped_back { now } else { self.time.max(now) };
-        self.window_tag = quota.window_tag();
+        if self.time < now || stepped_back {
+            self.time = now;
+        }
         stepped_back
     }
 

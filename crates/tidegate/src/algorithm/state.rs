@@ -61,9 +61,11 @@ impl State {
     #[inline]
     pub(super) fn new(kind: Kind, time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
         debug_assert!(time <= MAX_TIME && units < 1 << 40 && parts < 1 << 45, "{time} {units} {parts}");
-        let millis = if kind == Kind::Bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
+        let is_bucket = kind == Kind::Bucket;
+        let millis = if is_bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
+        let tag = if is_bucket { quota.window_tag() } else { 0 };
         Self([
-            time << TIME_SHIFT | u64::from(quota.window_tag()) << KIND_BITS | kind as u64,
+            time << TIME_SHIFT | u64::from(tag) << KIND_BITS | kind as u64,
             units << HIGH_LIFETIME_BITS | millis >> LOW_LIFETIME_BITS,
             parts << LOW_LIFETIME_BITS | millis & low_bits(LOW_LIFETIME_BITS),
         ])
@@ -102,14 +104,14 @@ impl State {
 
     /// Whether it is kept for as long as this quota needs it, or longer.
     #[inline]
-    pub(crate) fn lives_for(self, quota: &Quota) -> bool {
-        self.lifetime_for(quota) <= self.lifetime_millis()
+    pub(crate) fn lives_for(self, kind: Kind, quota: &Quota) -> bool {
+        self.lifetime_for(kind, quota) <= self.lifetime_millis()
     }
 
     /// The same state, kept for as long as this quota needs it.
-    pub(crate) fn living_for(self, quota: &Quota) -> Self {
+    pub(crate) fn living_for(self, kind: Kind, quota: &Quota) -> Self {
         let [time, units, parts] = self.0;
-        let millis = self.lifetime_for(quota);
+        let millis = self.lifetime_for(kind, quota);
         Self([
             time,
             units & !low_bits(HIGH_LIFETIME_BITS) | millis >> LOW_LIFETIME_BITS,
@@ -130,8 +132,8 @@ impl State {
     }
 
     #[inline]
-    fn lifetime_for(self, quota: &Quota) -> u64 {
-        if self.is_of(Kind::Bucket) { bucket_lifetime(self.units(), quota) } else { quota.lifetime_millis() }
+    fn lifetime_for(self, kind: Kind, quota: &Quota) -> u64 {
+        if kind == Kind::Bucket { bucket_lifetime(self.units(), quota) } else { quota.lifetime_millis() }
     }
 
     fn lifetime_millis(self) -> u64 {
@@ -174,8 +176,8 @@ mod tests {
         let quota = |micros| Quota::sliding_counter(1, Duration::from_micros(micros)).expect("valid");
         let state = State::new(Kind::Counter, 7, 8, 9, &quota(1_001));
         assert_eq!(state.expires_at(), 7 + 3_000, "two windows, in whole milliseconds");
-        assert!(state.lives_for(&quota(1_500)) && !state.lives_for(&quota(1_501)));
-        let longer = state.living_for(&quota(60_000_000_000));
+        assert!(state.lives_for(Kind::Counter, &quota(1_500)) && !state.lives_for(Kind::Counter, &quota(1_501)));
+        let longer = state.living_for(Kind::Counter, &quota(60_000_000_000));
         assert_eq!((longer.time(), longer.units(), longer.parts()), (7, 8, 9));
         assert_eq!(longer.expires_at(), 7 + 120_000_000_000);
         assert!(state.may_expire_before(longer) && !longer.may_expire_before(state));

@@ -225,8 +225,8 @@ impl MemoryStore {
             } else {
                 count.put_back(before, logs);
                 // A limit was lowered, and the entry would expire before its bucket has drained.
-                if !before.lives_for(quota) {
-                    *state = before.living_for(quota);
+                if !before.lives_for(C::KIND, quota) {
+                    *state = before.living_for(C::KIND, quota);
                 }
             }
             self.sweep(&mut table, now);
@@ -475,8 +475,8 @@ impl One<'_> {
             count.put_back(before, &mut table.logs);
             if matches!(self.action, Action::Acquire | Action::Take | Action::Report) {
                 // A limit was lowered, and the entry would expire before its bucket has drained.
-                if !before.lives_for(quota) {
-                    table.set(at, before.living_for(quota));
+                if !before.lives_for(C::KIND, quota) {
+                    table.set(at, before.living_for(C::KIND, quota));
                 }
             }
         } else if count.is_empty() {
