@@ -30,7 +30,9 @@ mod sliding_counter;
 mod sliding_log;
 mod state;
 
-pub(crate) use bucket::{Bucket, MAX_CLOCK_SKEW};
+pub(crate) use bucket::Bucket;
+#[cfg(feature = "testing")]
+pub(crate) use bucket::MAX_CLOCK_SKEW;
 pub(crate) use fixed_window::Window;
 #[cfg(feature = "redis")]
 pub(crate) use grants::{Evidence, Grants};

@@ -17,26 +17,33 @@
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local shortest, longest = tonumber(ARGV[2]), tonumber(ARGV[4])
-local expired = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - shortest)
--- Scores beyond the longest timeout are from before the clock stepped back. A live instance returns
--- with its next heartbeat.
-expired = expired + redis.call('ZREMRANGEBYSCORE', KEYS[1], now + longest, '+inf')
+local members, expired = redis.call('ZCARD', KEYS[1]), 0
+-- In a large fleet one heartbeat in eight looks for expired instances and extends the keys' expiry,
+-- which is minutes away: that is often enough.
+local thorough = members <= 100 or clock[2] % 8 == 0
+if thorough then
+  expired = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - shortest)
+  -- Scores beyond the longest timeout are from before the clock stepped back. A live instance
+  -- returns with its next heartbeat.
+  expired = expired + redis.call('ZREMRANGEBYSCORE', KEYS[1], now + longest, '+inf')
+  members = members - expired
+end
 -- The caller chooses its next interval by the size that it knows, or by the one that it learns from
 -- this reply.
-local size = math.max(tonumber(ARGV[5]), redis.call('ZCARD', KEYS[1]) + 1)
+local size = math.max(tonumber(ARGV[5]), members + 1)
 local silence = math.min(math.max(shortest, size * tonumber(ARGV[3])), longest)
 local joined = redis.call('ZADD', KEYS[1], now + silence - shortest, ARGV[1])
 local expires_at = math.ceil((now + longest) / 1000)
 local token = redis.call('GET', KEYS[2])
-if token and expired + joined == 0 then
-  redis.call('PEXPIREAT', KEYS[2], expires_at)
-else
+if not token or expired + joined > 0 then
   token = ARGV[7]
   redis.call('SET', KEYS[2], token, 'PXAT', expires_at)
+elseif thorough then
+  redis.call('PEXPIREAT', KEYS[2], expires_at)
 end
-redis.call('PEXPIREAT', KEYS[1], expires_at)
+if thorough or joined > 0 then redis.call('PEXPIREAT', KEYS[1], expires_at) end
 -- Instances of an earlier build do not replace the token; the size shows most of what they change.
-local version = token .. ':' .. redis.call('ZCARD', KEYS[1])
+local version = token .. ':' .. (members + joined)
 local most = tonumber(ARGV[8])
 if version == ARGV[6] or most == 0 then
   return {version}
