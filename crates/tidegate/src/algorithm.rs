@@ -178,7 +178,7 @@ fn report<C: Count>(count: &mut C, quota: &Quota, now: u64, cost: u64) -> Outcom
     Outcome { verdict: Verdict { allowed: fits, retry_after, ..unspent(count, quota, now) }, written }
 }
 
-/// What an action, but for a refund or a report, comes to; nothing is done yet.
+/// The outcome of an action other than a refund or a report, before it is applied.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     allowed: bool,

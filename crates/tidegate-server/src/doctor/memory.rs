@@ -68,7 +68,7 @@ fn room(subject: &Subject<'_>, report: &mut Report) {
     );
 }
 
-/// A large sorted set that expires is freed at once unless Redis is told to free it in the background.
+/// A large sorted set that expires is freed at once unless Redis is configured to free it in the background.
 async fn lazy_freeing(subject: &Subject<'_>, report: &mut Report) {
     let finding = match subject.setting("lazyfree-lazy-expire").await.as_deref() {
         Some("yes") => Finding::ok("lazy-freeing", "expired keys are freed in the background"),

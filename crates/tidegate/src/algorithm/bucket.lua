@@ -3,7 +3,7 @@
 -- what is admitted is the time that the queue ahead of it takes.
 --
 -- Redis: a hash of the level in whole units, its part in W-ths of a unit, the time in microseconds, and W; expires when a
--- full bucket would have drained. (The kind tells it from the hash of a sliding counter, should a policy's algorithm change.)
+-- full bucket would have drained. (The kind distinguishes it from the hash of a sliding counter, should a policy's algorithm change.)
 --   HGETALL rate_limit:{user123}:per-user
 --   ->   kind bucket, level 7, part 12000000, time 1700000000123456, window 60000000
 

@@ -10,7 +10,7 @@
 --   ->   0000000000000041:1 1700000000000000   0000000000000046:5 1700000000250000
 
 local TOTALS = 9e15 -- running totals are kept modulo this
--- One write in so many units removes members that have left the window.
+-- One write per this many units removes members that have left the window.
 local CLEANUP_INTERVAL = 8
 -- A refund in the middle rewrites up to this many members on its shorter side, and removes up to this many.
 local MAX_REWRITTEN, MAX_REMOVED = 128, 1000

@@ -306,7 +306,7 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    /// On the heap, because it is seldom needed.
+    /// On the heap, because it is rarely needed.
     fn record_all<'a>(
         &'a self,
         charges: &'a [Charge<'a>],

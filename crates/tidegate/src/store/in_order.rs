@@ -29,7 +29,7 @@ pub(crate) trait Groups: Sync {
     /// Asks one group; a decision for each of its charges.
     fn ask(&self, group: usize, step: Step) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
-    /// The groups that are asked at the same time, stage by stage. Each group by itself, unless that is known to be slower.
+    /// The groups that are asked at the same time, stage by stage. One group per stage by default.
     fn stages(&self) -> Vec<Vec<usize>> {
         (0..self.count()).map(|group| vec![group]).collect()
     }

@@ -41,7 +41,7 @@ pub(super) struct Part {
     policy: usize,
     quota: usize,
     cost: u64,
-    /// A refund names the time of the charge that was made so many decisions before, if any.
+    /// A refund names the time of the charge made this number of decisions before, if any.
     pub(super) charged: Option<usize>,
 }
 

@@ -306,7 +306,7 @@ async fn concurrent_refunds_share_publish_calls() {
     let redis = Redis::start();
     let limiter = Limiter::new(store(&redis).await);
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
-    // Somebody reads, so that each refund must be published.
+    // There is a reader, so each refund must be published.
     let cursor = limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
     limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
     let before = redis.calls_of("evalsha");

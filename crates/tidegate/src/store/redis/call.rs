@@ -64,7 +64,7 @@ impl Call<'_> {
         self.started + self.timeout
     }
 
-    /// Runs it. `command` gets the server's clock, to carry its times; `read` gets the reply, and tells the server's time.
+    /// Runs it. `command` gets the server's clock, to carry its times; `read` gets the reply, and returns the server's time.
     ///
     /// Every wait in here ends at the deadline. The turn is for the first attempt: what goes on from there holds up nobody.
     pub(super) async fn run<T>(

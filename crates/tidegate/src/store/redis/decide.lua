@@ -12,7 +12,7 @@
 --          acquire-times <quota> <cost> <times>  so many equal acquires of one charge, all of the next key
 --          <action> <charges>, then for each charge: quota, cost
 --            action   acquire | peek | reset | take
---                     report: charges even beyond the limit, each charge by itself
+--                     report: charges even beyond the limit, each charge on its own
 --                     refund: three arguments a charge: quota, cost, and when it was charged (server's microseconds, or a
 --                     little earlier; 0: unknown)
 --                     forgo: as acquire, when a charge on another node has denied, so nothing is spent

@@ -1,7 +1,7 @@
 //! [`Publisher`]: publishes the invalidations of one store, with at most one call in flight.
 //!
 //! Invalidations that arrive during a call go together in the next one. A call that fails is retried with backoff for as long
-//! as deny cache entries can live: after that, nobody has one that the invalidation could end.
+//! as deny cache entries can live: after that, no instance has one that the invalidation could end.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
