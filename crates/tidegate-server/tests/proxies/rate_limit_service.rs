@@ -15,8 +15,9 @@ const ENVOY: Recipe<'static> = Recipe {
     environment: &[],
 };
 
-/// Three in a second for each address; two in a minute at the login.
-const LIMITS: [(&str, &str); 2] = [
+/// Three in a second for each address; two in a minute at the login; ten bytes in an hour.
+const LIMITS: [(&str, &str); 3] = [
+    ("hour, requests_per_unit: 100000000}", "hour, requests_per_unit: 10}"),
     ("minute, requests_per_unit: 100}", "second, requests_per_unit: 3}"),
     ("minute, requests_per_unit: 5}", "minute, requests_per_unit: 2}"),
 ];
@@ -109,6 +110,20 @@ fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
     let ask = |envoy: &Proxy| Client(40).get(envoy.address, "/export", &[("X-Api-Key", "silver")]);
     envoy.until("failure_mode_deny: false lets pass", |envoy| ask(envoy).status == 200);
     assert_eq!(ask(&envoy).header("x-ratelimit-limit"), None);
+}
+
+/// Envoy reports the bytes of each answer when its stream is done, and ignores what it is answered.
+#[test]
+fn a_budget_of_bytes_that_envoy_reports_runs_out() {
+    let (app, tidegate) = (App::start(), tidegate(""));
+    let mut envoy = start(&ENVOY, &app, &tidegate);
+    let download = |envoy: &Proxy, key: &str| Client(60).get(envoy.address, "/download", &[("X-Api-Key", key)]);
+    // Each answer has four bytes: 4, 8, 12 of 10. A request may overtake the report of the one before it.
+    envoy.until("the budget is used up", |envoy| download(envoy, "silver").status == 429);
+    let passed = app.requests("/download").len();
+    assert!((3..=10).contains(&passed), "{passed} answers of 4 bytes, against 10");
+    assert!(wait_of(&download(&envoy, "silver")) > 0);
+    assert_eq!(download(&envoy, "bronze").status, 200, "another key has its own budget");
 }
 
 #[test]

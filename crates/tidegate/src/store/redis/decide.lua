@@ -14,7 +14,7 @@
 --            action   acquire | peek | reset | take
 --                     report: charges even beyond the limit, each charge on its own
 --                     refund: three arguments a charge: quota, cost, and when it was charged (server's microseconds, or a
---                     little earlier; 0: unknown)
+--                     little earlier; 0: unknown; negative: how long ago, in microseconds)
 --                     forgo: as acquire, when a charge on another node has denied, so nothing is spent
 --          (quotas that count denied requests only in the third)
 -- reply  the server's time in microseconds; 1, or 0 if it was too late, and nothing was done: then that is all
@@ -189,7 +189,10 @@ local function make_together()
         if action == 'peek' and charge.cost == 0 then charge.fits = not algorithm.overdrawn(charge.state, quota) end
         together = together and charge.fits
       end
-      if action == 'refund' then charge.since, at = tonumber(ARGV[at + 2]), at + 1 end
+      if action == 'refund' then
+        charge.since, at = tonumber(ARGV[at + 2]), at + 1
+        if charge.since < 0 then charge.since = math.max(1, now + charge.since) end
+      end
       charges[i] = charge
       key, at = key + 1, at + 2
     end

@@ -24,9 +24,13 @@ pub(super) struct ServerTimes {
     pub(super) driven: Option<u64>,
     /// Later than this the script does nothing.
     pub(super) deadline: Option<i64>,
-    /// The store's own clock and the server's, read at one moment; `None` before the first reply.
-    pub(super) now: Option<(u64, u64)>,
+    /// The store's own clock, and the server's at the same moment; `None` before the first reply.
+    pub(super) own_now: u64,
+    pub(super) server_now: Option<u64>,
 }
+
+/// How long a call may take at most until its script runs, where the server's clock is not known yet.
+const MAX_DELAY: u64 = 1_000_000;
 
 impl ServerTimes {
     /// `clock` is the server's; `own_now` reads the store's own clock.
@@ -38,24 +42,25 @@ impl ServerTimes {
     ) -> Self {
         // The store's clock is read last: an age by it is then too long rather than too short.
         let server_now = clock.at(Instant::now()).and_then(|micros| u64::try_from(micros).ok());
-        Self { driven, deadline: clock.at(deadline), now: server_now.map(|server| (own_now(), server)) }
+        Self { driven, deadline: clock.at(deadline), own_now: own_now(), server_now }
     }
 
-    /// The time of a charge by the server's clock, or a little earlier, from its time by the store's own clock. 0 if that is
-    /// unknown.
-    pub(super) fn of_charge(&self, charged_at: u64) -> u64 {
-        if self.driven.is_some() {
-            return charged_at;
+    /// The time of a charge by the server's clock, or a little earlier, from its time by the store's own clock; 0 if that is
+    /// unknown. Before the server's first reply it is negative: how long ago the charge was made.
+    pub(super) fn of_charge(&self, charged_at: u64) -> i64 {
+        let signed = |micros: u64| i64::try_from(micros).unwrap_or(i64::MAX);
+        if charged_at == 0 || self.driven.is_some() {
+            return signed(charged_at);
         }
-        let Some((own, server)) = self.now.filter(|_| charged_at > 0) else { return 0 };
-        // A bucket's charge may begin to drain later than now: then nothing of it has drained yet.
-        if charged_at > own {
-            return server.saturating_add(charged_at - own);
-        }
-        let age = own.saturating_sub(charged_at);
+        let age = self.own_now.saturating_sub(charged_at);
         // NTP lets two clocks run apart by up to a thousandth.
-        let drift = age / 1_000;
-        server.saturating_sub(age + drift).max(1)
+        let at_most = age + age / 1_000;
+        match self.server_now {
+            // A bucket's charge may begin to drain later than now: then nothing of it has drained yet.
+            Some(server) if charged_at > self.own_now => signed(server.saturating_add(charged_at - self.own_now)),
+            Some(server) => signed(server.saturating_sub(at_most).max(1)),
+            None => -signed(at_most.saturating_add(MAX_DELAY)),
+        }
     }
 }
 
@@ -97,6 +102,19 @@ mod tests {
     use super::*;
 
     const NOON: i64 = 1_700_000_000_000_000;
+
+    #[test]
+    fn a_charges_time_is_never_later_than_it_was_by_the_servers_clock() {
+        let times = ServerTimes { own_now: 5_000_000, server_now: Some(9_000_000), ..ServerTimes::default() };
+        assert_eq!(times.of_charge(0), 0, "unknown");
+        assert_eq!(times.of_charge(4_000_000), 9_000_000 - 1_001_000, "a second ago, and a thousandth");
+        assert_eq!(times.of_charge(6_000_000), 10_000_000, "yet to begin to drain");
+        assert_eq!(times.of_charge(1), 9_000_000 - 5_004_998);
+        let early = ServerTimes { server_now: None, ..times };
+        assert_eq!(early.of_charge(4_000_000), -2_001_000, "an age, with the time until the script runs");
+        let driven = ServerTimes { driven: Some(7), ..early };
+        assert_eq!(driven.of_charge(4_000_000), 4_000_000, "tests have one clock");
+    }
 
     #[test]
     fn the_quickest_reply_tells_most_and_a_contradiction_starts_anew() {
