@@ -310,3 +310,89 @@ async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
     assert!(keys.len() <= 9, "a main key and chunks: {keys:?}");
     redis.assert_every_key_expires();
 }
+
+/// A partial refund of the request that has just filled a chunk changes the sealed chunk.
+#[tokio::test]
+async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    let quota = packed(20_000, MINUTE);
+    let charge = Charge::new("u", &quota).policy("p");
+    let both = async |charge: &Charge<'_>| {
+        let (ours, theirs) = (limiter.acquire(charge).await, in_memory.acquire(charge).await);
+        assert_eq!(ours, theirs, "{charge:?}");
+    };
+    for _ in 0..8_191 {
+        clock.advance(Duration::from_micros(1));
+        both(&charge).await;
+    }
+    clock.advance(Duration::from_micros(809));
+    both(&charge.cost(1_000)).await;
+    let refund = charge.cost(900).charged_at(clock.now());
+    clock.advance(Duration::from_micros(1));
+    assert_eq!(limiter.refund(&refund).await, in_memory.refund(&refund).await);
+    clock.advance(MINUTE - Duration::from_micros(9_011));
+    both(&charge.cost(11_000)).await;
+    both(&charge.cost(700)).await;
+    clock.advance(Duration::from_micros(9_010));
+    both(&charge.cost(9_200)).await;
+    both(&charge.cost(8_200)).await;
+}
+
+/// Requests of other costs carry totals, which are needed until the chunk is passed.
+#[tokio::test]
+async fn a_sealed_chunk_lives_until_the_log_has_passed_it() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    let quota = packed(100_000, MINUTE);
+    let charge = Charge::new("u", &quota).policy("p");
+    for _ in 0..8_192 {
+        clock.advance(Duration::from_micros(1));
+        assert!(limiter.acquire(&charge.cost(9)).await.expect("decided").allowed);
+    }
+    clock.advance(10 * SECOND);
+    assert!(limiter.acquire(&charge.cost(9)).await.expect("decided").allowed);
+    let chunk = limiter.store().redis_key(&charge).replace('}', "}%0");
+    // Where tests drive the time, keys live an hour longer.
+    let expires_in: i64 = redis.query(&["PTTL", &chunk]);
+    assert!(expires_in > 3_600_000 + 100_000, "two windows, less the time since: {expires_in} ms");
+    clock.advance(50 * SECOND + Duration::from_millis(9));
+    assert_eq!(limiter.peek(&charge).await.expect("looked").remaining, 100_000 - 9 - 1);
+    assert!(limiter.acquire(&charge.cost(50_000)).await.expect("decided").allowed);
+    assert_eq!(redis.query::<i64>(&["EXISTS", &chunk]), 0, "a write removes the chunk that the window has passed");
+}
+
+/// The first request under the longer window may be allowed.
+#[tokio::test]
+async fn a_raised_window_keeps_sealed_chunks_by_an_allowed_request_too() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let (minute, hour) = (packed(20_000, MINUTE), packed(20_000, 3_600 * SECOND));
+    let (before, after) = (Charge::new("u", &minute).policy("p"), Charge::new("u", &hour).policy("p"));
+    for _ in 0..9_000 {
+        assert!(limiter.acquire(&before).await.expect("decided").allowed);
+    }
+    let chunk = limiter.store().redis_key(&before).replace('}', "}%0");
+    let expires_in = || redis.query::<i64>(&["PTTL", &chunk]);
+    assert!((60_000..=120_001).contains(&expires_in()), "{} ms", expires_in());
+    assert!(limiter.acquire(&after).await.expect("decided").allowed);
+    assert!(expires_in() > 3_600_000, "{} ms", expires_in());
+}
+
+/// A slot that moves to another node moves key by key, and the script runs where its first key is.
+#[tokio::test]
+async fn a_chunk_that_is_missing_for_a_moment_admits_nothing() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quota = packed(10_000, LONG);
+    let charge = Charge::new("u", &quota).policy("p");
+    for _ in 0..10_000 {
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    }
+    let chunk = limiter.store().redis_key(&charge).replace('}', "}%0");
+    redis.query::<()>(&["RENAME", &chunk, "elsewhere"]);
+    assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
+    redis.query::<()>(&["RENAME", "elsewhere", &chunk]);
+    assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
+}

@@ -9,7 +9,8 @@
 --   a request of cost 1 is its time; from the first other cost on, each is its time and the running total of units, in
 --   4 more bytes
 -- A chunk has 8,192 requests. A full one is sealed: it moves to a key of its own, <prefix>:{<key>}%<number>:<policy>, which
--- expires when its newest request leaves the window. So no write copies more than a chunk, however long the log is.
+-- expires two windows after its newest request: until then a header may point to it. So no write copies more than a chunk,
+-- however long the log is.
 -- Requests that have left the window are skipped by `first`. A string that fits into one read is rewritten at each write; a
 -- longer one is patched in place, and rewritten, with a little room to grow, when it is full: one copy in some n/32 writes.
 -- Searches are binary, so no decision walks the log. It expires when its newest request leaves the window.
@@ -25,8 +26,9 @@ end
 
 -- The long form. Lua creates functions at every call, so these only when they are needed.
 local function make_long_form()
-  local HEADER = '<BBI4I8I8I8I4I4I8'
-  local HEADER_SIZE = 46
+  -- The last two: the window that the sealed chunks' expiry is made for; the next chunk to extend, if it is raised.
+  local HEADER = '<BBI4I8I8I8I4I4I8I8I4'
+  local HEADER_SIZE, WINDOW_OFFSET = 58, 46
   local CHUNK = 8192
   local TOTALS = 4294967296 -- running totals are kept modulo 2^32
   -- A refund in the middle rewrites up to this many totals behind it.
@@ -34,8 +36,8 @@ local function make_long_form()
   -- A log whose times get wider is copied as it is up to this many requests. A longer one becomes this many blocks, each
   -- at the time of its newest request: that counts units for a little too long, never too short.
   local MAX_COPIED, BLOCKS = 512, 64
-  -- A raised window extends up to this many chunks.
-  local MAX_EXTENDED = 1000
+  -- A raised window extends up to this many chunks in a call; those that the window has passed are removed, as many at most.
+  local MAX_EXTENDED, MAX_UNLINKED = 300, 16
 
   local function chunk_key(key, number)
     return (string.gsub(key, '}', '}%%' .. number, 1))
@@ -69,10 +71,11 @@ local function make_long_form()
     return log.piece, from - log.piece_from + 1
   end
 
-  -- A chunk that has expired before its time holds nothing that counts.
+  -- A chunk that is missing (its slot is on its way to another node, or it was evicted) counts as young as the newest
+  -- request: that never admits too much, and ends within a window.
   local function time_at(log, index)
     local text, position = bytes(log, index, 0, log.width)
-    if #text < position + log.width - 1 then return -1 end
+    if #text < position + log.width - 1 then return log.newest end
     return log.newest - (log.newest - unpack_struct(log.time_format, text, position)) % log.modulus
   end
 
@@ -161,6 +164,23 @@ local function make_long_form()
     log.live = log.units == 0 and log.count or index_reaching(log, log.gone + 1)
   end
 
+  local function has_sealed_chunks(log)
+    return log.first < chunk_start(log.stored)
+  end
+
+  -- The window was raised: the sealed chunks have to live longer, too. The oldest first, some in each call.
+  local function extend_chunks(key, log, quota)
+    local open = chunk_start(log.stored) / CHUNK
+    local from = math.max(floor(log.first / CHUNK), log.extended)
+    local to = math.min(open, from + MAX_EXTENDED)
+    local expires = whole(expiry(log.newest + 2 * quota.window))
+    for number = from, to - 1 do
+      call('PEXPIREAT', chunk_key(key, number), expires)
+    end
+    log.extended = to
+    if to == open then log.window, log.extended = quota.window, 0 end
+  end
+
   return {
     -- A short log, for the rare actions.
     lengthen = function(key, log)
@@ -168,7 +188,7 @@ local function make_long_form()
       set_width(log, log.width)
       local count = #log.open / log.width
       log.capacity, log.narrow, log.count, log.stored, log.first, log.base, log.gone = 0, count, count, count, 0, 0, log.live
-      log.short = nil
+      log.window, log.extended, log.short = 0, 0, nil
     end,
 
     -- count: the number of the request after the newest, of which those before `narrow` have no total; first: the oldest that
@@ -177,7 +197,7 @@ local function make_long_form()
     load = function(key, head, quota)
       local log = {key = key, head = head, units = 0, gone = 0, live = 0, spent = 0}
       local _, width, stored_units
-      _, width, log.capacity, log.narrow, log.count, log.first, log.base, stored_units, log.newest =
+      _, width, log.capacity, log.narrow, log.count, log.first, log.base, stored_units, log.newest, log.window, log.extended =
         unpack_struct(HEADER, head)
       log.stored = log.count
       set_width(log, width)
@@ -229,22 +249,36 @@ local function make_long_form()
       log.count, log.stored = log.count - gone, log.count - gone
       log.newest, log.units = newest, log.units - removed
       log.stepped_back = newest > now
+      if gone == 0 and log.count == start + CHUNK then
+        -- The chunk is sealed, and stays so.
+        local expires = expiry(newest + 2 * math.max(log.window, quota.window))
+        call('SET', chunk_key(log.key, start / CHUNK), log.open, 'PXAT', expires)
+        log.open = nil
+      end
     end,
 
-    -- The window was raised: the sealed chunks have to live longer, too.
     extend = function(key, log, quota)
-      local open = chunk_start(log.stored) / CHUNK
-      local expires = whole(expiry(log.newest + quota.window))
-      for number = math.max(floor(log.first / CHUNK), open - MAX_EXTENDED), open - 1 do
-        call('PEXPIREAT', chunk_key(key, number), expires)
+      if has_sealed_chunks(log) and quota.window > log.window then
+        extend_chunks(key, log, quota)
+        call('SETRANGE', key, WINDOW_OFFSET, pack('<I8I4', log.window, log.extended))
       end
     end,
 
     save = function(key, log, quota)
-      -- Requests that have left the window are skipped from now on.
+      -- Requests that have left the window are skipped from now on, and their sealed chunks removed.
+      local passed = floor(math.min(log.live, log.stored) / CHUNK)
+      for number = floor(log.first / CHUNK), math.min(passed, floor(log.first / CHUNK) + MAX_UNLINKED) - 1 do
+        call('UNLINK', chunk_key(key, number))
+      end
       log.base, log.first, log.gone = (log.base + log.gone) % TOTALS, log.live, 0
       if log.first == log.count then
         log.narrow, log.count, log.stored, log.first, log.live, log.base, log.open = 0, 0, 0, 0, 0, 0, ''
+      end
+
+      if not has_sealed_chunks(log) then
+        log.window, log.extended = quota.window, 0
+      elseif quota.window > log.window then
+        extend_chunks(key, log, quota)
       end
 
       -- `kept` units stay as they are stored; after them comes one request of `added` units at `newest`, if any.
@@ -277,7 +311,8 @@ local function make_long_form()
 
       local expires = whole(expiry(log.newest + quota.window))
       local function header()
-        return pack(HEADER, LONG, log.width, log.capacity, log.narrow, log.count, log.first, log.base, units, log.newest)
+        return pack(HEADER, LONG, log.width, log.capacity, log.narrow, log.count, log.first, log.base, units, log.newest,
+          log.window, log.extended)
       end
       local start = chunk_start(log.stored)
       local is_full = log.count - start == CHUNK
@@ -302,7 +337,8 @@ local function make_long_form()
         return
       end
       if is_full then
-        call('SET', chunk_key(key, start / CHUNK), text, 'PXAT', expires)
+        local longest = math.max(log.window, quota.window)
+        call('SET', chunk_key(key, start / CHUNK), text, 'PXAT', expiry(log.newest + 2 * longest))
         text = ''
       end
       size = HEADER_SIZE + #text

@@ -83,10 +83,8 @@ local function keep_alive(key, state, quota)
   local left = call('PTTL', key)
   if left == -2 then return end
   local expires = expiry(quota.algorithm.counts_until(state, quota))
-  if left == -1 or floor(server_time / 1000) + left < expires - 1 then
-    call('PEXPIREAT', key, expires)
-    if quota.algorithm.extend then quota.algorithm.extend(key, state, quota) end
-  end
+  if left == -1 or floor(server_time / 1000) + left < expires - 1 then call('PEXPIREAT', key, expires) end
+  if quota.algorithm.extend then quota.algorithm.extend(key, state, quota) end
 end
 
 -- Grants as many of these equal acquires as there is room for: read once, written once.
@@ -258,8 +256,11 @@ local function is_of_server(text)
 end
 
 while true do
+  local before = at + next_key
   local done, failure = pcall(decide_rest)
   if done then return reply end
+  -- Arguments that make no request: the rest of them cannot be found.
+  if at + next_key == before then error(failure, 0) end
   local text = type(failure) == 'table' and failure.err or tostring(failure)
   if answered == 2 and left == 0 and at > last and is_of_server(text) then error(failure, 0) end
   for i = #reply, answered + 2, -1 do reply[i] = nil end

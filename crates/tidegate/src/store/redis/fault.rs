@@ -128,7 +128,9 @@ const SERVER_CONDITIONS: [&str; 9] =
 /// The error of one request of a script call, from the text that the script returned for it. A condition of the whole server
 /// is a failure of the store; anything else is the fault of this key's value.
 pub(super) fn error_of_request(reason: &str) -> StoreError {
-    let is_of_server = SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
+    // A key of the same slot that is on its way to another node.
+    let is_migrating = reason.contains("non local key");
+    let is_of_server = is_migrating || SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
     if is_of_server { StoreError::Refused(reason.to_owned()) } else { StoreError::Unreadable(reason.to_owned()) }
 }
 
