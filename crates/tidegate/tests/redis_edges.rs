@@ -332,7 +332,7 @@ async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
     let refund = charge.cost(900).charged_at(clock.now());
     clock.advance(Duration::from_micros(1));
     assert_eq!(limiter.refund(&refund).await, in_memory.refund(&refund).await);
-    clock.advance(MINUTE - Duration::from_micros(9_011));
+    clock.advance(MINUTE.saturating_sub(Duration::from_micros(9_011)));
     both(&charge.cost(11_000)).await;
     both(&charge.cost(700)).await;
     clock.advance(Duration::from_micros(9_010));
