@@ -157,8 +157,11 @@ impl Lead {
 /// Sends batches that have waited for too long. Goes when nobody gathers.
 async fn watch(shared: Arc<Shared>, link: Arc<Link>) {
     // Where time stands still, as tests have it, what comes at one moment goes together, however slow the machine is.
-    let longest = if shared.driven_time().is_some() { shared.timeout } else { PATIENCE.1 };
-    let patience = (shared.timeout / 20).clamp(PATIENCE.0, longest);
+    let patience = if shared.driven_time().is_some() {
+        shared.timeout
+    } else {
+        (shared.timeout / 20).clamp(PATIENCE.0, PATIENCE.1)
+    };
     let mut until = Instant::now() + patience;
     loop {
         sleep_until(until.into()).await;

@@ -213,12 +213,13 @@ impl Requests {
         }
         let number = self.items.len();
         if form == Form::Acquire {
-            let Self { text, charges, items, equal, hasher, .. } = self;
+            let Self { text, charges, items, equal, hasher, terms, .. } = self;
             let key = |at: usize| &text[charges[at].key.clone()];
             let same = |at: &usize| {
                 let at = items[*at].charges.start;
-                (charges[at].terms, charges[at].cost) == (charges[first].terms, charges[first].cost)
-                    && key(at) == key(first)
+                // By value: terms out of sight are written again under another number.
+                let terms_and_cost = |at: usize| (terms[charges[at].terms], charges[at].cost);
+                terms_and_cost(at) == terms_and_cost(first) && key(at) == key(first)
             };
             let hash = hasher.hash_one(key(first));
             if let Some(found) = equal.find(hash, same).copied() {
@@ -438,6 +439,19 @@ mod tests {
                         3 fixed-window 10 60000000 0 token-bucket 5 60000000 5 sliding-log 3 60000000 1 \
                         acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 peek 1 1 1 acquire 1 3 1";
         assert_eq!(arguments(&command).join(" "), expected);
+    }
+
+    #[test]
+    fn equal_acquires_join_whatever_came_between_them() {
+        let quotas: Vec<Quota> =
+            (1..=20).map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid")).collect();
+        let mut requests = Requests::default();
+        let numbers: Vec<usize> = [quotas.as_slice(), &quotas[..1]]
+            .concat()
+            .iter()
+            .map(|quota| add(&mut requests, Verb::Do(Action::Acquire), &[Charge::new("a", quota)]))
+            .collect();
+        assert_eq!(numbers.last(), numbers.first());
     }
 
     #[test]
