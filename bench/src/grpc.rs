@@ -1,5 +1,5 @@
-//! gRPC by hand: the messages that are asked, one call to see that the answer is right, and a client that asks for a
-//! random key each time, which `h2load` cannot.
+//! gRPC by hand: the messages that are asked, one call to see that the answer is right, and a
+//! client that asks for a random key each time, which `h2load` cannot.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,11 @@ pub(crate) const ENVOY_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitServic
 pub(crate) fn envoy_request(user: &str) -> RateLimitRequest {
     let entry = Entry { key: "user".to_owned(), value: user.to_owned() };
     let descriptor = RateLimitDescriptor { entries: vec![entry], ..RateLimitDescriptor::default() };
-    RateLimitRequest { domain: "bench".to_owned(), descriptors: vec![descriptor], ..RateLimitRequest::default() }
+    RateLimitRequest {
+        domain: "bench".to_owned(),
+        descriptors: vec![descriptor],
+        ..RateLimitRequest::default()
+    }
 }
 
 /// A message as it goes over the wire: not compressed, its length, itself.
@@ -39,18 +43,21 @@ where
     let mut client = tonic::client::Grpc::new(endpoint.connect().await?);
     client.ready().await?;
     let codec = tonic_prost::ProstCodec::<Q, A>::default();
-    let answer = client.unary(tonic::Request::new(request), PathAndQuery::from_static(path), codec).await?;
+    let answer =
+        client.unary(tonic::Request::new(request), PathAndQuery::from_static(path), codec).await?;
     Ok(answer.into_inner())
 }
 
 const CONNECTIONS: usize = 8;
 const STREAMS: usize = 32;
 
-/// Asks for random users from all connections until the time is up: how many answers came, in how many seconds.
+/// Asks for random users from all connections until the time is up: how many answers came, in how
+/// many seconds.
 pub(crate) async fn random_users(port: u16, turn: Duration) -> Result<(f64, f64)> {
     let start = Instant::now();
-    let connections: Vec<_> =
-        (0..CONNECTIONS).map(|number| tokio::spawn(Connection::run(port, start + turn, number as u64))).collect();
+    let connections: Vec<_> = (0..CONNECTIONS)
+        .map(|number| tokio::spawn(Connection::run(port, start + turn, number as u64)))
+        .collect();
     let mut answers = 0;
     for connection in connections {
         answers += connection.await??;
@@ -58,8 +65,9 @@ pub(crate) async fn random_users(port: u16, turn: Duration) -> Result<(f64, f64)
     Ok((f64::from(answers), f64::from(answers) / start.elapsed().as_secs_f64()))
 }
 
-/// As little of HTTP/2 as it takes: the servers are to be measured, not their client. Headers are sent without the dynamic
-/// table and never read; so few bytes are under way that no window can run out.
+/// As little of HTTP/2 as it takes: the servers are to be measured, not their client. Headers are
+/// sent without the dynamic table and never read; so few bytes are under way that no window can run
+/// out.
 struct Connection {
     head: Vec<u8>,
     message: Vec<u8>,
@@ -88,7 +96,10 @@ impl Connection {
         socket.set_nodelay(true)?;
         let message = framed(&envoy_request(ANY_USER));
         let user = message.len() - ANY_USER.len();
-        ensure!(message.ends_with(ANY_USER.as_bytes()), "the user stands at the end of the message");
+        ensure!(
+            message.ends_with(ANY_USER.as_bytes()),
+            "the user stands at the end of the message"
+        );
         let random = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut connection = Self { head: head(port), message, user, next_stream: 1, random };
 
@@ -133,7 +144,10 @@ impl Connection {
 
     /// One more call, for somebody else.
     fn request(&mut self, out: &mut Vec<u8>) {
-        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.random = self
+            .random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         let mut number = (self.random >> 33) % 1_000_000;
         for digit in self.message[self.user..].iter_mut().rev() {
             *digit = b'0' + u8::try_from(number % 10).unwrap_or_default();
@@ -168,7 +182,8 @@ fn frame(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
     out.extend_from_slice(payload);
 }
 
-/// Kind, flags and payload of the first frame, and what comes behind it; `None` if it is not all there yet.
+/// Kind, flags and payload of the first frame, and what comes behind it; `None` if it is not all
+/// there yet.
 fn take_frame(input: &[u8]) -> Option<(u8, u8, &[u8], &[u8])> {
     let &[high, middle, low, kind, flags, _, _, _, _, ref rest @ ..] = input else { return None };
     let length = usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low);

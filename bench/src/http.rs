@@ -1,4 +1,5 @@
-//! Requests a second over HTTP and gRPC: our service on memory, throttlecrab's server, and servers that do nothing.
+//! Requests a second over HTTP and gRPC: our service on memory, throttlecrab's server, and servers
+//! that do nothing.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -74,7 +75,9 @@ fn print_ratios(results: &Results, protocol: &str, contestants: &[Contestant]) {
 
 /// A script for wrk that posts the same body over and over.
 fn post(path: PathBuf, body: &str) -> Result<PathBuf> {
-    let lua = format!("wrk.method = 'POST'\nwrk.body = '{body}'\nwrk.headers['Content-Type'] = 'application/json'\n");
+    let lua = format!(
+        "wrk.method = 'POST'\nwrk.body = '{body}'\nwrk.headers['Content-Type'] = 'application/json'\n"
+    );
     std::fs::write(&path, lua)?;
     Ok(path)
 }
@@ -100,7 +103,8 @@ fn tidegate(folder: &Path, http: u16, grpc: u16) -> Result<Contestant> {
         ),
     )?;
     let mut command = Command::new(our_binary("tidegate")?);
-    let server = Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[http, grpc])?;
+    let server =
+        Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[http, grpc])?;
     Ok(Contestant {
         name: "tidegate",
         server,
@@ -125,10 +129,15 @@ fn do_nothing(folder: &Path, http: u16, grpc: u16) -> Result<Contestant> {
 
 pub(crate) fn start_do_nothing(http: u16, grpc: u16) -> Result<Server> {
     let mut command = Command::new(our_binary("do_nothing")?);
-    Server::start("do-nothing", command.args([format!("127.0.0.1:{http}"), format!("127.0.0.1:{grpc}")]), &[http, grpc])
+    Server::start(
+        "do-nothing",
+        command.args([format!("127.0.0.1:{http}"), format!("127.0.0.1:{grpc}")]),
+        &[http, grpc],
+    )
 }
 
-/// One call to each that is to be measured by gRPC: `h2load` does not see whether an answer is an error.
+/// One call to each that is to be measured by gRPC: `h2load` does not see whether an answer is an
+/// error.
 pub(crate) async fn check_grpc(port: u16) -> Result<()> {
     let answer: RateLimitResponse = unary(port, ENVOY_PATH, envoy_request("user123")).await?;
     ensure!(answer.overall_code == 1, "not allowed: {answer:?}");
@@ -164,10 +173,16 @@ async fn throttlecrab(binary: &Path, folder: &Path) -> Result<Contestant> {
     command.args(["--log-level", "error"]);
     let server = Server::start("throttlecrab-server", &mut command, &[http, grpc])?;
     let most = 1_000_000_000;
-    let request =
-        ThrottleRequest { key: "user123".to_owned(), max_burst: most, count_per_period: most, period: 1, quantity: 1 };
-    let body =
-        format!(r#"{{"key": "user123", "max_burst": {most}, "count_per_period": {most}, "period": 1, "quantity": 1}}"#);
+    let request = ThrottleRequest {
+        key: "user123".to_owned(),
+        max_burst: most,
+        count_per_period: most,
+        period: 1,
+        quantity: 1,
+    };
+    let body = format!(
+        r#"{{"key": "user123", "max_burst": {most}, "count_per_period": {most}, "period": 1, "quantity": 1}}"#
+    );
     let path = "/throttlecrab.RateLimiter/Throttle";
     let answer: ThrottleResponse = unary(grpc, path, request.clone()).await?;
     ensure!(answer.allowed, "throttlecrab does not allow");

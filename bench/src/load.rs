@@ -18,11 +18,17 @@ pub(crate) struct Load {
 
 impl Load {
     /// Measures the server's processor time around a load of so many requests in so many seconds.
-    pub(crate) fn around(server: &Server, load: impl FnOnce() -> Result<(f64, f64)>) -> Result<Self> {
+    pub(crate) fn around(
+        server: &Server,
+        load: impl FnOnce() -> Result<(f64, f64)>,
+    ) -> Result<Self> {
         let before = server.processor_time()?;
         let (requests, per_second) = load()?;
         ensure!(requests > 0.0, "not one request was answered");
-        Ok(Self { per_second, processor_micros: (server.processor_time()? - before) * 1e6 / requests })
+        Ok(Self {
+            per_second,
+            processor_micros: (server.processor_time()? - before) * 1e6 / requests,
+        })
     }
 }
 
@@ -30,11 +36,15 @@ impl Load {
 pub(crate) fn wrk(server: &Server, script: &Path, url: &str, turn: Duration) -> Result<Load> {
     Load::around(server, || {
         let duration = format!("-d{}s", turn.as_secs());
-        let text = output_of(Command::new("wrk").args(["-t1", "-c64", &duration, "-s"]).arg(script).arg(url))?;
+        let text = output_of(
+            Command::new("wrk").args(["-t1", "-c64", &duration, "-s"]).arg(script).arg(url),
+        )?;
         ensure!(!text.contains("Non-2xx"), "wrk got other answers than 200: {text}");
-        let word = |line: &str| line.split_whitespace().next().and_then(|word| word.parse::<f64>().ok());
+        let word =
+            |line: &str| line.split_whitespace().next().and_then(|word| word.parse::<f64>().ok());
         let requests = text.lines().find(|line| line.contains("requests in")).and_then(word);
-        let per_second = text.lines().find_map(|line| line.strip_prefix("Requests/sec:")).and_then(word);
+        let per_second =
+            text.lines().find_map(|line| line.strip_prefix("Requests/sec:")).and_then(word);
         requests.zip(per_second).with_context(|| format!("wrk says nothing: {text}"))
     })
 }
@@ -50,14 +60,18 @@ pub(crate) fn h2load(server: &Server, message: &Path, url: &str, turn: Duration)
         )?;
         // finished in 3.00s, 101234.33 req/s, 9.12MB/s
         let per_second = text.lines().find_map(|line| line.strip_prefix("finished in"));
-        let per_second = per_second.and_then(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
-        // requests: 303702 total, 303958 started, 303702 done, 303702 succeeded, 0 failed, 0 errored, 0 timeout
-        let counts = text.lines().find_map(|line| line.strip_prefix("requests:")).unwrap_or_default();
+        let per_second =
+            per_second.and_then(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
+        // requests: 303702 total, 303958 started, 303702 done, 303702 succeeded, 0 failed, 0
+        // errored, 0 timeout
+        let counts =
+            text.lines().find_map(|line| line.strip_prefix("requests:")).unwrap_or_default();
         let count = |name: &str| {
             let entry = counts.split(',').find(|entry| entry.trim_end().ends_with(name));
             entry.and_then(|entry| entry.split_whitespace().next()?.parse::<f64>().ok())
         };
-        let (done, succeeded) = count("done").zip(count("succeeded")).with_context(|| format!("h2load: {text}"))?;
+        let (done, succeeded) =
+            count("done").zip(count("succeeded")).with_context(|| format!("h2load: {text}"))?;
         // The requests that are under way when the time is up are cut off.
         ensure!(succeeded >= done - 8.0 * 32.0, "h2load had failures: {text}");
         Ok((succeeded, per_second.context("h2load says no rate")?))

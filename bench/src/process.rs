@@ -17,9 +17,12 @@ pub(crate) struct Server {
 impl Server {
     /// Starts it, and waits until it listens on all these ports.
     pub(crate) fn start(name: &str, command: &mut Command, ports: &[u16]) -> Result<Self> {
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let mut server =
-            Self { name: name.to_owned(), child: child.with_context(|| format!("{name} does not start"))? };
+        let child =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let mut server = Self {
+            name: name.to_owned(),
+            child: child.with_context(|| format!("{name} does not start"))?,
+        };
         let deadline = Instant::now() + Duration::from_secs(15);
         for &port in ports {
             while TcpStream::connect(("127.0.0.1", port)).is_err() {
@@ -39,7 +42,9 @@ impl Server {
             .with_context(|| format!("{} has gone", self.name))?;
         // The name, in brackets, may hold spaces.
         let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-        let ticks = |field: usize| after_name.split_whitespace().nth(field).and_then(|ticks| ticks.parse::<f64>().ok());
+        let ticks = |field: usize| {
+            after_name.split_whitespace().nth(field).and_then(|ticks| ticks.parse::<f64>().ok())
+        };
         let (user, system) = ticks(11).zip(ticks(12)).context("a line of /proc/PID/stat")?;
         // Linux shows a hundred ticks a second to every program, whatever it uses itself.
         Ok((user + system) / 100.0)
@@ -63,7 +68,10 @@ pub(crate) fn free_port() -> Result<u16> {
 pub(crate) fn our_binary(name: &str) -> Result<PathBuf> {
     let beside = std::env::current_exe()?.with_file_name(name);
     let places = [beside, root().join("target/release").join(name)];
-    places.into_iter().find(|path| path.exists()).with_context(|| format!("{name} is not built: see the Makefile"))
+    places
+        .into_iter()
+        .find(|path| path.exists())
+        .with_context(|| format!("{name} is not built: see the Makefile"))
 }
 
 /// A peer's server, where `make bench` or the user has installed it; `None` if nobody has.
@@ -77,8 +85,10 @@ pub(crate) fn peer_binary(name: &str) -> Option<PathBuf> {
 /// Runs a tool to its end; an error if it is missing or fails.
 pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let output =
-        command.stdin(Stdio::null()).output().with_context(|| format!("{name} is missing: make bench-tools"))?;
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("{name} is missing: make bench-tools"))?;
     ensure!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -22,7 +22,16 @@ impl Redis {
     pub(crate) fn start() -> Result<Self> {
         let port = free_port()?;
         let mut command = Command::new("redis-server");
-        command.args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]);
+        command.args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]);
         Ok(Self { _server: Server::start("redis-server", &mut command, &[port])?, port })
     }
 
@@ -43,7 +52,9 @@ impl Redis {
         let info: String = ::redis::cmd("INFO").arg("cpu").query(&mut self.connection()?)?;
         let seconds = |name: &str| {
             let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-            value.and_then(|value| value.trim().parse::<f64>().ok()).with_context(|| format!("INFO has no {name}"))
+            value
+                .and_then(|value| value.trim().parse::<f64>().ok())
+                .with_context(|| format!("INFO has no {name}"))
         };
         Ok(seconds("used_cpu_user")? + seconds("used_cpu_sys")?)
     }
@@ -54,12 +65,19 @@ impl Redis {
 
     /// How many scripts have run since the statistics were reset. An error if one of them failed.
     pub(crate) fn script_calls(&self) -> Result<f64> {
-        let info: String = ::redis::cmd("INFO").arg("commandstats").query(&mut self.connection()?)?;
+        let info: String =
+            ::redis::cmd("INFO").arg("commandstats").query(&mut self.connection()?)?;
         // cmdstat_evalsha:calls=10,usec=120,usec_per_call=12.00,rejected_calls=0,failed_calls=0
-        let Some(line) = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:")) else { return Ok(0.0) };
+        let Some(line) = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:")) else {
+            return Ok(0.0);
+        };
         let number = |name: &str| {
-            let value = line.split(',').find_map(|entry| entry.trim().strip_prefix(name)?.strip_prefix('='));
-            value.and_then(|value| value.parse::<f64>().ok()).with_context(|| format!("commandstats has no {name}"))
+            let value = line
+                .split(',')
+                .find_map(|entry| entry.trim().strip_prefix(name)?.strip_prefix('='));
+            value
+                .and_then(|value| value.parse::<f64>().ok())
+                .with_context(|| format!("commandstats has no {name}"))
         };
         let failed = number("failed_calls")? + number("rejected_calls")?;
         // The first call of a script finds it unknown, and loads it.

@@ -78,7 +78,11 @@ pub(crate) fn run() -> Result<()> {
     over_the_wire::write(&mut page, &found);
     on_redis::write(&mut page, &found);
     page.heading("Notes");
-    page.line(std::fs::read_to_string(root().join("bench/notes.md")).context("bench/notes.md")?.trim_end());
+    page.line(
+        std::fs::read_to_string(root().join("bench/notes.md"))
+            .context("bench/notes.md")?
+            .trim_end(),
+    );
 
     let docs = root().join("docs");
     let folder = docs.join("benchmarks");

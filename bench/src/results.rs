@@ -42,7 +42,8 @@ pub struct Results {
 impl Results {
     #[must_use]
     pub fn new(suite: &str, plan: Plan) -> Self {
-        let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let since_epoch =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let header = Header {
             suite: suite.to_owned(),
             plan: plan.name().to_owned(),
@@ -55,12 +56,15 @@ impl Results {
 
     /// Takes down the value of the next round.
     pub fn add(&mut self, case: &str, contestant: &str, metric: &str, value: f64) {
-        let same = |row: &&mut Row| row.case == case && row.contestant == contestant && row.metric == metric;
+        let same = |row: &&mut Row| {
+            row.case == case && row.contestant == contestant && row.metric == metric
+        };
         if let Some(row) = self.rows.iter_mut().find(same) {
             row.rounds.push(value);
             return;
         }
-        let (case, contestant, metric) = (case.to_owned(), contestant.to_owned(), metric.to_owned());
+        let (case, contestant, metric) =
+            (case.to_owned(), contestant.to_owned(), metric.to_owned());
         self.rows.push(Row { case, contestant, metric, rounds: vec![value] });
     }
 
@@ -76,7 +80,8 @@ impl Results {
 
     #[must_use]
     pub fn rounds(&self, case: &str, contestant: &str, metric: &str) -> Option<&[f64]> {
-        let same = |row: &&Row| row.case == case && row.contestant == contestant && row.metric == metric;
+        let same =
+            |row: &&Row| row.case == case && row.contestant == contestant && row.metric == metric;
         self.rows.iter().find(same).map(|row| row.rounds.as_slice())
     }
 
@@ -88,7 +93,10 @@ impl Results {
     /// One contestant's value over another's, round by round.
     #[must_use]
     pub fn ratio(&self, metric: &str, one: (&str, &str), other: (&str, &str)) -> Option<Spread> {
-        Spread::of_ratios(self.rounds(one.0, one.1, metric)?, self.rounds(other.0, other.1, metric)?)
+        Spread::of_ratios(
+            self.rounds(one.0, one.1, metric)?,
+            self.rounds(other.0, other.1, metric)?,
+        )
     }
 
     /// Writes the suite's file, in place of that of its last run.
@@ -110,8 +118,8 @@ impl Results {
         let path = folder().join(format!("{suite}.jsonl"));
         let Ok(text) = std::fs::read_to_string(&path) else { return Ok(None) };
         let mut lines = text.lines();
-        let header =
-            serde_json::from_str(lines.next().unwrap_or_default()).with_context(|| path.display().to_string())?;
+        let header = serde_json::from_str(lines.next().unwrap_or_default())
+            .with_context(|| path.display().to_string())?;
         let rows = lines.map(serde_json::from_str).collect::<Result<_, _>>()?;
         Ok(Some(Self { header, begun: Instant::now(), rows }))
     }

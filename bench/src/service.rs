@@ -1,5 +1,5 @@
-//! The service on Redis: an exact packed log, random keys, everything (clients, service, Redis) on the same cores, against
-//! servers of the same protocols that do nothing, asked the same.
+//! The service on Redis: an exact packed log, random keys, everything (clients, service, Redis) on
+//! the same cores, against servers of the same protocols that do nothing, asked the same.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -36,7 +36,9 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
             let url = format!("http://127.0.0.1:{}", contestant.http);
             return wrk(&contestant.server, &script, &url, plan.turn());
         }
-        Load::around(&contestant.server, || runtime.block_on(random_users(contestant.grpc, plan.turn())))
+        Load::around(&contestant.server, || {
+            runtime.block_on(random_users(contestant.grpc, plan.turn()))
+        })
     };
     for protocol in ["http", "grpc"] {
         for contestant in &contestants {
@@ -54,7 +56,12 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
                     let decisions = load.per_second * plan.turn().as_secs_f64();
                     let micros = (redis.processor_time()? - before) * 1e6;
                     results.add(protocol, contestant.name, "redis_micros", micros / decisions);
-                    results.add(protocol, contestant.name, "redis_calls", redis.script_calls()? / decisions);
+                    results.add(
+                        protocol,
+                        contestant.name,
+                        "redis_calls",
+                        redis.script_calls()? / decisions,
+                    );
                 }
             }
         }
@@ -84,7 +91,8 @@ fn tidegate(folder: &Path, redis: &Redis) -> Result<Contestant> {
         ),
     )?;
     let mut command = Command::new(our_binary("tidegate")?);
-    let server = Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[http, grpc])?;
+    let server =
+        Server::start("tidegate", command.arg("serve").arg("--config").arg(config), &[http, grpc])?;
     Ok(Contestant { name: "tidegate", server, http, grpc })
 }
 
@@ -93,8 +101,8 @@ fn do_nothing() -> Result<Contestant> {
     Ok(Contestant { name: "do-nothing", server: start_do_nothing(http, grpc)?, http, grpc })
 }
 
-/// A script for wrk that asks for somebody else each time. The request is put together by hand, which costs wrk a fraction
-/// of what its own `wrk.format` does.
+/// A script for wrk that asks for somebody else each time. The request is put together by hand,
+/// which costs wrk a fraction of what its own `wrk.format` does.
 fn random_posts(folder: &Path, port: u16) -> Result<PathBuf> {
     let body = r#"{"policy":"log","key":""#;
     let length = body.len() + 8 + 2;

@@ -1,15 +1,17 @@
 //! How many instructions a decision takes, on each path that a request may go.
 //!
-//! `limits.txt` has the counts that were last agreed on; one that is over by more than 5 % fails. `make bench-instructions`
-//! counts, `make bench-instructions-renew` writes the file anew. The clock of the stores stands still: the machine's
-//! takes another way once in a millisecond.
+//! `limits.txt` has the counts that were last agreed on; one that is over by more than 5 % fails.
+//! `make bench-instructions` counts, `make bench-instructions-renew` writes the file anew. The
+//! clock of the stores stands still: the machine's takes another way once in a millisecond.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::pin::Pin;
 use std::time::Duration;
 
-use gungraun::{Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main};
+use gungraun::{
+    Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
+};
 use tidegate::headers::{self, Limited};
 use tidegate::{Algorithm, Charge, Clock, Decision, Limiter, MemoryStore, Policies, Policy, Quota};
 
@@ -19,14 +21,18 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// What was agreed on, and 5 % more.
 fn limit(name: &str) -> LibraryBenchmarkConfig {
     let lines = include_str!("../limits.txt").lines().filter_map(|line| line.split_once(' '));
-    let agreed = lines.filter(|(named, _)| *named == name).find_map(|(_, count)| count.trim().parse::<u64>().ok());
+    let agreed = lines
+        .filter(|(named, _)| *named == name)
+        .find_map(|(_, count)| count.trim().parse::<u64>().ok());
     // A path that is not in the file yet has no limit, until the file is renewed.
     let most = agreed.map_or(u64::MAX, |count| count + count / 20);
     let mut callgrind = Callgrind::with_args(["--cache-sim=no"]);
     callgrind.hard_limits([(EventKind::Ir, most)]);
     let mut config = LibraryBenchmarkConfig::default();
     // One memcpy for all processors: the others are chosen by what a processor can do.
-    config.env("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX2,-AVX512F,-AVX512VL,-ERMS,-FSRM").tool(callgrind);
+    config
+        .env("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX2,-AVX512F,-AVX512VL,-ERMS,-FSRM")
+        .tool(callgrind);
     config
 }
 
@@ -123,7 +129,8 @@ type Request = BTreeMap<String, String>;
 /// Services with three policies each; two of a thousand apply.
 fn a_thousand_policies() -> (Policies, Request) {
     let policy = |number: usize| {
-        let policy = Policy::new(format!("policy-{number}"), quota(Algorithm::TokenBucket)).expect("a name");
+        let policy =
+            Policy::new(format!("policy-{number}"), quota(Algorithm::TokenBucket)).expect("a name");
         let service = number / 3;
         let policy = match number % 3 {
             0 => policy.matching("path", &[format!("/service-{service}/**")]),
@@ -155,7 +162,8 @@ fn decided() -> (Quota, Decision) {
 #[library_benchmark]
 #[bench::of_a_denial(args = (), setup = decided, config = limit("render_headers/of_a_denial"))]
 fn render_headers((quota, decision): (Quota, Decision)) -> usize {
-    let limited = Limited { policy: "per-user", quota: black_box(&quota), decision: black_box(decision) };
+    let limited =
+        Limited { policy: "per-user", quota: black_box(&quota), decision: black_box(decision) };
     let mut bytes = 0;
     headers::each(std::iter::once(limited), true, |name, value| bytes += name.len() + value.len());
     black_box(bytes)

@@ -1,4 +1,5 @@
-//! Servers that do nothing: axum and tonic with a fixed answer, the ceiling that ours are measured against.
+//! Servers that do nothing: axum and tonic with a fixed answer, the ceiling that ours are measured
+//! against.
 
 use axum::Router;
 use axum::routing::post;
@@ -7,14 +8,19 @@ use tonic::{Request, Response, Status};
 #[path = "../../../crates/tidegate-server/src/envoy/proto.rs"]
 mod proto;
 
-use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{RateLimitService, RateLimitServiceServer};
+use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{
+    RateLimitService, RateLimitServiceServer,
+};
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 
 struct Nothing;
 
 #[tonic::async_trait]
 impl RateLimitService for Nothing {
-    async fn should_rate_limit(&self, _: Request<RateLimitRequest>) -> Result<Response<RateLimitResponse>, Status> {
+    async fn should_rate_limit(
+        &self,
+        _: Request<RateLimitRequest>,
+    ) -> Result<Response<RateLimitResponse>, Status> {
         Ok(Response::new(RateLimitResponse { overall_code: 1, ..RateLimitResponse::default() }))
     }
 }
@@ -22,7 +28,8 @@ impl RateLimitService for Nothing {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut addresses = std::env::args().skip(1);
-    let (http, grpc) = (addresses.next().ok_or("HTTP address")?, addresses.next().ok_or("gRPC address")?);
+    let (http, grpc) =
+        (addresses.next().ok_or("HTTP address")?, addresses.next().ok_or("gRPC address")?);
     let answer = r#"{"allowed":true,"policy":"p","limit":1000000000,"remaining":999999999,"retry_after_ms":0}"#;
     let router = Router::new().route(
         "/v1/acquire",
@@ -33,7 +40,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
     let listener = tokio::net::TcpListener::bind(http).await?;
     let http = tokio::spawn(async move { axum::serve(listener, router).await });
-    tonic::transport::Server::builder().add_service(RateLimitServiceServer::new(Nothing)).serve(grpc.parse()?).await?;
+    tonic::transport::Server::builder()
+        .add_service(RateLimitServiceServer::new(Nothing))
+        .serve(grpc.parse()?)
+        .await?;
     http.await??;
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! Callers of the library: so many at a time, each waits for its decision before it asks for the next.
+//! Callers of the library: so many at a time, each waits for its decision before it asks for the
+//! next.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,7 +44,15 @@ pub(crate) async fn run<S: Store>(
     let start = Instant::now();
     let quota = Arc::new(quota.clone());
     let tasks: Vec<_> = (0..callers)
-        .map(|number| tokio::spawn(caller(limiter.clone(), Arc::clone(&quota), users, number as u64, start + turn)))
+        .map(|number| {
+            tokio::spawn(caller(
+                limiter.clone(),
+                Arc::clone(&quota),
+                users,
+                number as u64,
+                start + turn,
+            ))
+        })
         .collect();
     let (mut allowed, mut nanoseconds) = (0, Vec::new());
     for task in tasks {
@@ -54,7 +63,9 @@ pub(crate) async fn run<S: Store>(
     let elapsed = start.elapsed().as_secs_f64();
     let decisions = nanoseconds.len();
     nanoseconds.sort_unstable();
-    let percentile = |percent: usize| nanoseconds.get(decisions * percent / 100).map_or(0.0, |&n| f64::from(n) / 1e3);
+    let percentile = |percent: usize| {
+        nanoseconds.get(decisions * percent / 100).map_or(0.0, |&n| f64::from(n) / 1e3)
+    };
     Ok(Answers {
         decisions: decisions as f64,
         allowed: allowed as f64,
@@ -77,7 +88,9 @@ async fn caller<S: Store>(
     let mut asked = Instant::now();
     while asked < until {
         if users == Users::Random {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             name = format!("user:{:012}", (random >> 33) % 1_000_000);
         }
         let decision = limiter.acquire(&Charge::new(&name, &quota)).await?;
@@ -85,7 +98,8 @@ async fn caller<S: Store>(
         seen.allowed += usize::from(decision.allowed);
         seen.nanoseconds.push(u32::try_from((answered - asked).as_nanos()).unwrap_or(u32::MAX));
         asked = answered;
-        // A store that answers without waiting would keep the other callers, and the clock, from their turn.
+        // A store that answers without waiting would keep the other callers, and the clock, from
+        // their turn.
         tokio::task::consume_budget().await;
     }
     Ok(seen)

@@ -1,4 +1,5 @@
-//! What Redis can do with our own script, one decision a call: `redis-benchmark` with 50 clients, each 16 calls ahead.
+//! What Redis can do with our own script, one decision a call: `redis-benchmark` with 50 clients,
+//! each 16 calls ahead.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpStream;
@@ -37,8 +38,12 @@ impl Ceiling {
         let key = limiter.store().redis_key(&charge);
         for line in lines {
             let words = quoted_words(&line?);
-            if words.first().is_some_and(|word| word.eq_ignore_ascii_case("evalsha")) && words.contains(&key) {
-                return Ok(Self { arguments: words.iter().map(|word| generalised(word, &key, name)).collect() });
+            if words.first().is_some_and(|word| word.eq_ignore_ascii_case("evalsha"))
+                && words.contains(&key)
+            {
+                return Ok(Self {
+                    arguments: words.iter().map(|word| generalised(word, &key, name)).collect(),
+                });
             }
         }
         Err(anyhow::anyhow!("MONITOR shows no EVALSHA"))
@@ -48,7 +53,18 @@ impl Ceiling {
     pub(crate) fn run(&self, redis: &Redis, requests: f64) -> Result<f64> {
         let text = output_of(
             Command::new("redis-benchmark")
-                .args(["-p", &redis.port().to_string(), "-c", "50", "-P", "16", "-r", "1000000", "--csv", "-n"])
+                .args([
+                    "-p",
+                    &redis.port().to_string(),
+                    "-c",
+                    "50",
+                    "-P",
+                    "16",
+                    "-r",
+                    "1000000",
+                    "--csv",
+                    "-n",
+                ])
                 .arg(format!("{requests:.0}"))
                 .args(&self.arguments),
         )?;

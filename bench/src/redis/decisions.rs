@@ -1,5 +1,5 @@
-//! Decisions a second on one Redis: through the library with more and more callers, against what Redis itself can do with
-//! our script.
+//! Decisions a second on one Redis: through the library with more and more callers, against what
+//! Redis itself can do with our script.
 
 use std::time::Duration;
 
@@ -40,7 +40,8 @@ pub(crate) const EACH_ALONE: &str = "tidegate, each alone";
 /// The contestant that is asked again only when a denial is over, as in the service.
 pub(crate) const WITH_DENY_CACHE: &str = "tidegate, deny cache";
 
-/// The exact log: small for random keys; for the hot key one that never fills, and one that is full at once.
+/// The exact log: small for random keys; for the hot key one that never fills, and one that is full
+/// at once.
 fn quota(case: Case) -> Result<Quota> {
     let (limit, window) = match (case.users, case.allowed) {
         (Users::Random, _) => (100, Duration::from_secs(60)),
@@ -50,13 +51,20 @@ fn quota(case: Case) -> Result<Quota> {
     Ok(Quota::sliding_log(limit, window)?.with_encoding(Encoding::Packed)?)
 }
 
-/// How the store is built. The timeout is long because the callers are to wait in their queue, not to be turned away.
+/// How the store is built. The timeout is long because the callers are to wait in their queue, not
+/// to be turned away.
 fn store(redis: &Redis) -> Builder {
     RedisStore::builder(&redis.url()).timeout(Duration::from_secs(5))
 }
 
 /// One turn of the library in a case.
-fn turn(contestant: &str, runtime: &Runtime, redis: &Redis, case: Case, time: Duration) -> Result<Answers> {
+fn turn(
+    contestant: &str,
+    runtime: &Runtime,
+    redis: &Redis,
+    case: Case,
+    time: Duration,
+) -> Result<Answers> {
     let quota = quota(case)?;
     runtime.block_on(async {
         match contestant {
@@ -94,7 +102,12 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
         results.add(CEILING.0, CEILING.1, "per_second", ceiling.run(&redis, requests)?);
         let calls = redis.script_calls()?;
         ensure!(calls > 0.0, "redis-benchmark called no script");
-        results.add(CEILING.0, CEILING.1, "redis_micros", (redis.processor_time()? - before) * 1e6 / calls);
+        results.add(
+            CEILING.0,
+            CEILING.1,
+            "redis_micros",
+            (redis.processor_time()? - before) * 1e6 / calls,
+        );
         results.add(CEILING.0, CEILING.1, "redis_calls", 1.0);
         for offset in 0..CASES.len() {
             // Who goes first changes.
@@ -105,12 +118,22 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
                 let answers = turn(contestant, &runtime, &redis, case, plan.turn())?;
                 let micros = (redis.processor_time()? - before) * 1e6;
                 let expected = if case.allowed { answers.decisions } else { 0.0 };
-                ensure!((answers.allowed - expected).abs() <= 1.0, "{}: {} allowed", case.name, answers.allowed);
+                ensure!(
+                    (answers.allowed - expected).abs() <= 1.0,
+                    "{}: {} allowed",
+                    case.name,
+                    answers.allowed
+                );
                 results.add(case.name, contestant, "per_second", answers.per_second);
                 results.add(case.name, contestant, "median_micros", answers.median_micros);
                 results.add(case.name, contestant, "p99_micros", answers.p99_micros);
                 results.add(case.name, contestant, "redis_micros", micros / answers.decisions);
-                results.add(case.name, contestant, "redis_calls", redis.script_calls()? / answers.decisions);
+                results.add(
+                    case.name,
+                    contestant,
+                    "redis_calls",
+                    redis.script_calls()? / answers.decisions,
+                );
             }
         }
     }
@@ -121,7 +144,10 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
         ) else {
             continue;
         };
-        println!("{}, {}: {:.0} a second, {ratio} of the ceiling", row.contestant, row.case, rate.median);
+        println!(
+            "{}, {}: {:.0} a second, {ratio} of the ceiling",
+            row.contestant, row.case, rate.median
+        );
     }
     results.save()
 }

@@ -18,7 +18,8 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
     let limiter = Limiter::new(runtime.block_on(RedisStore::connect(&redis.url()))?);
     for limit in LIMITS {
         for encoding in [Encoding::Packed, Encoding::SortedSet] {
-            let quota = Quota::sliding_log(limit, Duration::from_secs(3_600))?.with_encoding(encoding)?;
+            let quota =
+                Quota::sliding_log(limit, Duration::from_secs(3_600))?.with_encoding(encoding)?;
             let charge = Charge::new("user:00001234", &quota).policy("log");
             runtime.block_on(limiter.reset(&charge))?;
             // One after the other: each entry has a time of its own, as in life.

@@ -1,4 +1,5 @@
-//! Bar charts as SVG: panels one below the other, each with its own scale, readable on a light and on a dark page.
+//! Bar charts as SVG: panels one below the other, each with its own scale, readable on a light and
+//! on a dark page.
 
 use std::fmt::Write as _;
 
@@ -40,10 +41,15 @@ impl Chart {
     pub(super) fn svg(&self) -> String {
         let mut body = String::new();
         let mut top = 30.0;
-        let _ = write!(body, r#"<text class="title" x="12" y="{top}">{}</text>"#, escaped(&self.title));
+        let _ =
+            write!(body, r#"<text class="title" x="12" y="{top}">{}</text>"#, escaped(&self.title));
         for panel in &self.panels {
             top += 32.0;
-            let _ = write!(body, r#"<text class="panel" x="12" y="{top}">{}</text>"#, escaped(&panel.title));
+            let _ = write!(
+                body,
+                r#"<text class="panel" x="12" y="{top}">{}</text>"#,
+                escaped(&panel.title)
+            );
             top += 8.0;
             let longest = panel.longest();
             for bar in &panel.bars {
@@ -60,7 +66,8 @@ impl Chart {
 }
 
 impl Panel {
-    /// What reaches across. One bar that dwarfs the others is cut off, or nothing could be seen of them.
+    /// What reaches across. One bar that dwarfs the others is cut off, or nothing could be seen of
+    /// them.
     fn longest(&self) -> f64 {
         let mut bars: Vec<Spread> = self.bars.iter().map(|bar| bar.value).collect();
         bars.sort_by(|one, other| other.median.total_cmp(&one.median));
@@ -79,14 +86,24 @@ impl Bar {
         let (width, least, most) = if is_cut {
             (BARS, LABELS + BARS, LABELS + BARS)
         } else {
-            (self.value.median * scale, LABELS + self.value.least * scale, LABELS + self.value.most * scale)
+            (
+                self.value.median * scale,
+                LABELS + self.value.least * scale,
+                LABELS + self.value.most * scale,
+            )
         };
         let class = if self.ours { "ours" } else { "other" };
         let label = escaped(&self.label);
-        let _ = write!(body, r#"<text x="{:.0}" y="{text:.1}" text-anchor="end">{label}</text>"#, LABELS - 8.0);
+        let _ = write!(
+            body,
+            r#"<text x="{:.0}" y="{text:.1}" text-anchor="end">{label}</text>"#,
+            LABELS - 8.0
+        );
         let bar = top + 3.0;
-        let _ =
-            write!(body, r#"<rect class="{class}" x="{LABELS}" y="{bar:.1}" width="{width:.1}" height="16" rx="2"/>"#);
+        let _ = write!(
+            body,
+            r#"<rect class="{class}" x="{LABELS}" y="{bar:.1}" width="{width:.1}" height="16" rx="2"/>"#
+        );
         if is_cut {
             let (cut, bottom) = (LABELS + BARS * 0.92, bar + 18.0);
             let _ = write!(body, r#"<path class="cut" d="M{cut:.0} {bottom:.1}l8 -20"/>"#);
@@ -94,7 +111,11 @@ impl Bar {
             let _ = write!(body, r#"<path class="spread" d="M{least:.1} {middle:.1}H{most:.1}"/>"#);
         }
         let figures = figures(self.value.median);
-        let _ = write!(body, r#"<text x="{:.1}" y="{text:.1}">{figures}</text>"#, most.max(LABELS + width) + 8.0);
+        let _ = write!(
+            body,
+            r#"<text x="{:.1}" y="{text:.1}">{figures}</text>"#,
+            most.max(LABELS + width) + 8.0
+        );
     }
 }
 

@@ -9,23 +9,30 @@ use super::{Found, Page};
 use crate::process::{output_of, peer_binary};
 
 /// Crates whose versions say what was compared.
-const CRATES: [&str; 8] = ["governor", "limitador", "throttlecrab", "axum", "tonic", "hyper", "tokio", "redis"];
+const CRATES: [&str; 8] =
+    ["governor", "limitador", "throttlecrab", "axum", "tonic", "hyper", "tokio", "redis"];
 
 pub(super) fn write(page: &mut Page, found: &Found) -> Result<()> {
-    let suites = [&found.in_process, &found.growth, &found.http, &found.redis, &found.service, &found.logs]
-        .into_iter()
-        .flatten();
+    let suites =
+        [&found.in_process, &found.growth, &found.http, &found.redis, &found.service, &found.logs]
+            .into_iter()
+            .flatten();
     let headers: Vec<&Header> = suites.map(Results::header).collect();
     let first = headers.iter().map(|header| header.started).min().unwrap_or_default();
     let seconds: f64 = headers.iter().map(|header| header.seconds).sum();
     let quick = headers.iter().any(|header| header.plan == "quick");
     let command = if quick { "BENCH=quick make bench" } else { "make bench" };
     let mut rows = vec![
-        row("command", &format!("`{command}` ({:.0} minutes of measuring)", (seconds / 60.0).ceil())),
+        row(
+            "command",
+            &format!("`{command}` ({:.0} minutes of measuring)", (seconds / 60.0).ceil()),
+        ),
         row("date", &date(first)?),
         row(
             "commit",
-            first_line(&output_of(Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(root()))),
+            first_line(&output_of(
+                Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(root()),
+            )),
         ),
         row("machine", &machine()),
         row("kernel", first_line(&output_of(Command::new("uname").arg("-sr")))),
@@ -36,7 +43,10 @@ pub(super) fn write(page: &mut Page, found: &Found) -> Result<()> {
         row("crates", &crates()?),
     ];
     if let Some(binary) = peer_binary("throttlecrab-server") {
-        rows.push(row("throttlecrab-server", first_line(&output_of(Command::new(binary).arg("--version")))));
+        rows.push(row(
+            "throttlecrab-server",
+            first_line(&output_of(Command::new(binary).arg("--version"))),
+        ));
     }
     // Each suite is the others' load, but only one at a time.
     let load = headers.iter().map(|header| header.load).fold(0.0, f64::max);
@@ -63,24 +73,36 @@ fn first_line(output: &Result<String>) -> &str {
 
 /// It tells its version, and then that it was called wrongly.
 fn wrk() -> String {
-    let output = Command::new("wrk").arg("-v").output().map(|output| output.stdout).unwrap_or_default();
+    let output =
+        Command::new("wrk").arg("-v").output().map(|output| output.stdout).unwrap_or_default();
     String::from_utf8_lossy(&output).split(" [").next().unwrap_or_default().trim().to_owned()
 }
 
 fn machine() -> String {
     let field = |file: &str, name: &str| {
         let text = std::fs::read_to_string(file).unwrap_or_default();
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':')).map(str::trim);
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':'))
+            .map(str::trim);
         line.unwrap_or("not known").to_owned()
     };
     let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
-    let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse::<f64>().unwrap_or_default();
-    format!("{}, {cores} cores, {:.0} GB", field("/proc/cpuinfo", "model name"), memory / 1_048_576.0)
+    let memory = field("/proc/meminfo", "MemTotal")
+        .trim_end_matches(" kB")
+        .parse::<f64>()
+        .unwrap_or_default();
+    format!(
+        "{}, {cores} cores, {:.0} GB",
+        field("/proc/cpuinfo", "model name"),
+        memory / 1_048_576.0
+    )
 }
 
 /// The versions in our lock file.
 fn crates() -> Result<String> {
-    let lock = std::fs::read_to_string(root().join("bench/Cargo.lock")).context("bench/Cargo.lock")?;
+    let lock =
+        std::fs::read_to_string(root().join("bench/Cargo.lock")).context("bench/Cargo.lock")?;
     let version = |name: &str| {
         let after = lock.split(&format!("name = \"{name}\"\nversion = \"")).nth(1)?;
         Some(format!("{name} {}", after.split('"').next()?))
@@ -91,5 +113,7 @@ fn crates() -> Result<String> {
 /// `2026-11-15 14:20 UTC`
 fn date(seconds: u64) -> Result<String> {
     let mut command = Command::new("date");
-    Ok(output_of(command.args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%d %H:%M UTC"]))?.trim().to_owned())
+    Ok(output_of(command.args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%d %H:%M UTC"]))?
+        .trim()
+        .to_owned())
 }

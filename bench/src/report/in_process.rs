@@ -10,7 +10,8 @@ const CONTESTANTS: [&str; 4] = ["tidegate", "governor", "throttlecrab", "limitad
 const KEYS: [usize; 4] = [1, 10_000, 1_000_000, 10_000_000];
 const GROWTH_KEYS: [usize; 5] = [1_000, 10_000, 100_000, 1_000_000, 10_000_000];
 const GROWTH_LIMITS: [usize; 6] = [10, 100, 1_000, 10_000, 100_000, 1_000_000];
-const ALGORITHMS: [&str; 5] = ["sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"];
+const ALGORITHMS: [&str; 5] =
+    ["sliding-log", "sliding-counter", "fixed-window", "token-bucket", "leaky-bucket"];
 
 pub(super) fn write(page: &mut Page, found: &Found) {
     if let Some(results) = &found.in_process {
@@ -40,10 +41,16 @@ fn decisions(page: &mut Page, results: &Results) {
                     if results.rounds(&case, "tidegate", "ns").is_none() {
                         continue;
                     }
-                    let mut row = vec![short(keys), threads.to_string(), outcome.to_owned(), walk.to_owned()];
-                    let ns = |who: &str| results.spread(&case, who, "ns").map(|spread| figures(spread.median));
+                    let mut row =
+                        vec![short(keys), threads.to_string(), outcome.to_owned(), walk.to_owned()];
+                    let ns = |who: &str| {
+                        results.spread(&case, who, "ns").map(|spread| figures(spread.median))
+                    };
                     row.extend(
-                        CONTESTANTS.iter().chain(&["the loop alone"]).map(|who| ns(who).unwrap_or(NONE.to_owned())),
+                        CONTESTANTS
+                            .iter()
+                            .chain(&["the loop alone"])
+                            .map(|who| ns(who).unwrap_or(NONE.to_owned())),
                     );
                     let ratio = results.ratio("ns", (&case, "governor"), (&case, "tidegate"));
                     row.push(ratio.map_or(NONE.to_owned(), |ratio| ratio.to_string()));
@@ -86,8 +93,9 @@ fn decisions_chart(results: &Results) -> Chart {
 
 fn bytes(page: &mut Page, results: &Results) {
     page.line("\nBytes a key, as allocated, all that the store holds divided by its keys:");
-    let sizes =
-        KEYS.iter().filter(|&&keys| keys > 1 && results.rounds(&keys.to_string(), "tidegate", "bytes").is_some());
+    let sizes = KEYS.iter().filter(|&&keys| {
+        keys > 1 && results.rounds(&keys.to_string(), "tidegate", "bytes").is_some()
+    });
     let rows: Vec<Vec<String>> = sizes
         .map(|keys| {
             let bytes = |who: &&str| {
@@ -99,8 +107,11 @@ fn bytes(page: &mut Page, results: &Results) {
         .collect();
     page.table(&["keys", "tidegate", "governor", "throttlecrab", "limitador"], &rows);
     for row in results.rows().iter().filter(|row| row.metric == "left_out_seconds") {
-        let of =
-            |metric: &str| results.spread(&row.case, &row.contestant, metric).map_or(f64::NAN, |spread| spread.median);
+        let of = |metric: &str| {
+            results
+                .spread(&row.case, &row.contestant, metric)
+                .map_or(f64::NAN, |spread| spread.median)
+        };
         page.line(&format!(
             "{} is left out at {} keys: to fill it would take {:.0} s and {:.1} GB, by what a million took.",
             row.contestant,
@@ -117,9 +128,11 @@ fn growth(page: &mut Page, results: &Results) {
         "Our memory store, nanoseconds a decision by the keys in it (one thread, allowed). In brackets: with as many keys in the store, but asked only for \
          1,000 of them, which stay in the cache. That is what more keys cost beside cache misses; the rest is the misses.",
     );
-    let sizes: Vec<usize> = GROWTH_KEYS.into_iter().filter(|keys| has(results, &format!("keys/{keys}/any"))).collect();
+    let sizes: Vec<usize> =
+        GROWTH_KEYS.into_iter().filter(|keys| has(results, &format!("keys/{keys}/any"))).collect();
     let ns = |case: &str, algorithm: &str| results.spread(case, algorithm, "ns");
-    let text = |spread: Option<Spread>| spread.map_or(NONE.to_owned(), |spread| figures(spread.median));
+    let text =
+        |spread: Option<Spread>| spread.map_or(NONE.to_owned(), |spread| figures(spread.median));
     let rows: Vec<Vec<String>> = ALGORITHMS
         .iter()
         .map(|algorithm| {
@@ -130,7 +143,8 @@ fn growth(page: &mut Page, results: &Results) {
             std::iter::once((*algorithm).to_owned()).chain(sizes.iter().map(cell)).collect()
         })
         .collect();
-    let heads: Vec<String> = std::iter::once("keys".to_owned()).chain(sizes.iter().map(|&keys| short(keys))).collect();
+    let heads: Vec<String> =
+        std::iter::once("keys".to_owned()).chain(sizes.iter().map(|&keys| short(keys))).collect();
     page.table(&heads.iter().map(String::as_str).collect::<Vec<_>>(), &rows);
     let panels = ALGORITHMS.iter().map(|algorithm| {
         let bar = |keys: &usize| {
@@ -152,7 +166,8 @@ fn growth(page: &mut Page, results: &Results) {
             std::iter::once((*algorithm).to_owned()).chain(limits.iter().map(cell)).collect()
         })
         .collect();
-    let heads: Vec<String> = std::iter::once("L".to_owned()).chain(limits.iter().map(|&limit| short(limit))).collect();
+    let heads: Vec<String> =
+        std::iter::once("L".to_owned()).chain(limits.iter().map(|&limit| short(limit))).collect();
     page.table(&heads.iter().map(String::as_str).collect::<Vec<_>>(), &rows);
 }
 

@@ -36,7 +36,8 @@ fn decisions(page: &mut Page, results: &Results) {
          The callers share one connection and one core; Redis has the other. Redis's time is from its `INFO cpu`, its calls from `INFO commandstats`.",
     );
     let rates: Vec<_> = results.rows().iter().filter(|row| row.metric == "per_second").collect();
-    let mut rates: Vec<(&str, &str)> = rates.iter().map(|row| (row.case.as_str(), row.contestant.as_str())).collect();
+    let mut rates: Vec<(&str, &str)> =
+        rates.iter().map(|row| (row.case.as_str(), row.contestant.as_str())).collect();
     // The ceiling first, then by what is asked, then by how many ask.
     let order = ["ceiling", "random", "hot", "denied"];
     rates.sort_by_key(|(case, _)| {
@@ -45,12 +46,16 @@ fn decisions(page: &mut Page, results: &Results) {
     });
     let mut rows = Vec::new();
     let panel = |title: &str| Panel { title: title.to_owned(), bars: Vec::new() };
-    let mut panels =
-        vec![("random", panel("random keys")), ("hot", panel("one hot key")), ("denied", panel("one hot key, denied"))];
+    let mut panels = vec![
+        ("random", panel("random keys")),
+        ("hot", panel("one hot key")),
+        ("denied", panel("one hot key, denied")),
+    ];
     for (case, who) in rates {
         let Some(rate) = results.spread(case, who, "per_second") else { continue };
         let of = |metric: &str| results.spread(case, who, metric);
-        let micros = |metric: &str| of(metric).map_or(NONE.to_owned(), |spread| figures(spread.median));
+        let micros =
+            |metric: &str| of(metric).map_or(NONE.to_owned(), |spread| figures(spread.median));
         let ratio = results.ratio("per_second", (case, who), CEILING).filter(|_| who != CEILING.1);
         rows.push(vec![
             who.to_owned(),
@@ -66,7 +71,11 @@ fn decisions(page: &mut Page, results: &Results) {
         if who == CEILING.1 {
             // Beside each of them.
             for (_, panel) in &mut panels {
-                panel.bars.push(Bar { label: format!("{who}, random keys"), value: rate, ours: false });
+                panel.bars.push(Bar {
+                    label: format!("{who}, random keys"),
+                    value: rate,
+                    ours: false,
+                });
             }
         } else if let Some((_, panel)) = panels.iter_mut().find(|(kind, _)| *kind == what) {
             panel.bars.push(Bar { label: format!("{who}, {callers}"), value: rate, ours: true });
@@ -83,8 +92,12 @@ fn decisions(page: &mut Page, results: &Results) {
         "calls a decision",
     ];
     page.table(&heads, &rows);
-    let title = "Decisions a second on one Redis, by how many ask at a time (more is better)".to_owned();
-    page.chart("redis", &Chart { title, panels: panels.into_iter().map(|(_, panel)| panel).collect() });
+    let title =
+        "Decisions a second on one Redis, by how many ask at a time (more is better)".to_owned();
+    page.chart(
+        "redis",
+        &Chart { title, panels: panels.into_iter().map(|(_, panel)| panel).collect() },
+    );
 }
 
 fn logs(page: &mut Page, results: &Results) {
@@ -95,9 +108,16 @@ fn logs(page: &mut Page, results: &Results) {
     for limit in LIMITS {
         let case = limit.to_string();
         let bytes = |encoding: &str| results.spread(&case, encoding, "bytes");
-        let (Some(packed), Some(sorted_set)) = (bytes("packed"), bytes("sorted-set")) else { continue };
+        let (Some(packed), Some(sorted_set)) = (bytes("packed"), bytes("sorted-set")) else {
+            continue;
+        };
         let share = format!("1/{:.0}", sorted_set.median / packed.median);
-        rows.push(vec![thousands(limit as f64), thousands(packed.median), thousands(sorted_set.median), share]);
+        rows.push(vec![
+            thousands(limit as f64),
+            thousands(packed.median),
+            thousands(sorted_set.median),
+            share,
+        ]);
         let bar = |label: &str, value, ours| Bar { label: label.to_owned(), value, ours };
         panels.push(Panel {
             title: format!("L = {}", short(usize::try_from(limit).unwrap_or_default())),
@@ -105,5 +125,8 @@ fn logs(page: &mut Page, results: &Results) {
         });
     }
     page.table(&["L", "packed", "sorted set", "packed of sorted set"], &rows);
-    page.chart("logs", &Chart { title: "Bytes of an exact log (less is better)".to_owned(), panels });
+    page.chart(
+        "logs",
+        &Chart { title: "Bytes of an exact log (less is better)".to_owned(), panels },
+    );
 }

@@ -26,8 +26,11 @@ pub(super) fn write(page: &mut Page, found: &Found) {
         );
         table(page, results);
         for protocol in ["http", "grpc"] {
-            let of =
-                |metric: &str| results.spread(protocol, "tidegate", metric).map_or(f64::NAN, |spread| spread.median);
+            let of = |metric: &str| {
+                results
+                    .spread(protocol, "tidegate", metric)
+                    .map_or(f64::NAN, |spread| spread.median)
+            };
             page.line(&format!(
                 "- {}: {:.1} µs of Redis's processor time and {:.3} script calls a decision.",
                 name_of(protocol),
@@ -52,11 +55,23 @@ fn table(page: &mut Page, results: &Results) {
                 thousands(rate.median),
                 format!("{}–{}", thousands(rate.least), thousands(rate.most)),
                 micros.map_or(NONE.to_owned(), |micros| figures(micros.median)),
-                ratio.filter(|_| who != "tidegate").map_or(NONE.to_owned(), |ratio| ratio.to_string()),
+                ratio
+                    .filter(|_| who != "tidegate")
+                    .map_or(NONE.to_owned(), |ratio| ratio.to_string()),
             ]);
         }
     }
-    page.table(&["", "", "requests a second", "spread", "µs of the processor", "tidegate's rate over this"], &rows);
+    page.table(
+        &[
+            "",
+            "",
+            "requests a second",
+            "spread",
+            "µs of the processor",
+            "tidegate's rate over this",
+        ],
+        &rows,
+    );
 }
 
 fn chart(title: &str, results: &Results) -> Chart {
@@ -65,7 +80,10 @@ fn chart(title: &str, results: &Results) -> Chart {
             let value = results.spread(protocol, who, "per_second")?;
             Some(Bar { label: (*who).to_owned(), value, ours: *who == "tidegate" })
         };
-        Panel { title: name_of(protocol).to_owned(), bars: CONTESTANTS.iter().filter_map(bar).collect() }
+        Panel {
+            title: name_of(protocol).to_owned(),
+            bars: CONTESTANTS.iter().filter_map(bar).collect(),
+        }
     };
     Chart { title: title.to_owned(), panels: ["http", "grpc"].map(panel).into() }
 }

@@ -49,8 +49,8 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     }
 }
 
-/// Ready to decide; and how the store does, in the detail: without it decisions still come, by each policy's word.
-/// Probes need no token; who has none where one is set sees no addresses.
+/// Ready to decide; and how the store does, in the detail: without it decisions still come, by each
+/// policy's word. Probes need no token; who has none where one is set sees no addresses.
 async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     #[derive(Serialize)]
     struct Readiness {
@@ -151,7 +151,9 @@ async fn policies(State(admin): State<Admin>) -> Response {
             // Nothing is counted.
             Limit::Unlimited => return None,
             Limit::Never(_, window) => (live.envoy.algorithm, 0, *window, 0),
-            Limit::Quota(_, quota) => (quota.algorithm(), quota.limit(), quota.window(), quota.burst()),
+            Limit::Quota(_, quota) => {
+                (quota.algorithm(), quota.limit(), quota.window(), quota.burst())
+            }
         };
         Some(PolicyBody {
             name: &rule.path,
@@ -191,11 +193,15 @@ async fn hot_keys(
         allowed: Vec<crate::hot_keys::HotKey>,
         denied: Vec<crate::hot_keys::HotKey>,
     }
-    let Query(HotKeysQuery { limit }) = query.map_err(|error| Problem::bad_request(error.to_string()))?;
+    let Query(HotKeysQuery { limit }) =
+        query.map_err(|error| Problem::bad_request(error.to_string()))?;
     let limit = limit.min(1_000);
     let (now, hot) = (admin.engine.uptime(), &admin.engine.hot_keys);
-    Ok(Json(HotKeysBody { allowed: hot.heaviest(now, true, limit), denied: hot.heaviest(now, false, limit) })
-        .into_response())
+    Ok(Json(HotKeysBody {
+        allowed: hot.heaviest(now, true, limit),
+        denied: hot.heaviest(now, false, limit),
+    })
+    .into_response())
 }
 
 /// Which count to forget.
@@ -209,7 +215,9 @@ struct ResetBody {
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
     let live = admin.engine.live();
-    if live.policies.get(&policy).is_some() || !admin.engine.reset_envoy(&live, &policy, &key).await? {
+    if live.policies.get(&policy).is_some()
+        || !admin.engine.reset_envoy(&live, &policy, &key).await?
+    {
         let ask = Ask::Policy { policy: &policy, key: &key, cost: None };
         admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask, 0).await?;
     }

@@ -36,8 +36,8 @@ pub(crate) struct AskBody<'a> {
     /// How many units it takes; as the policy says by default, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
-    /// Only of use in a refund: how many milliseconds ago the charge was made, from just before it was asked for. Its own units
-    /// are then returned; otherwise the oldest that still count.
+    /// Only of use in a refund: how many milliseconds ago the charge was made, from just before it
+    /// was asked for. Its own units are then returned; otherwise the oldest that still count.
     pub(crate) age_ms: Option<u64>,
 }
 
@@ -63,7 +63,8 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// Attributes by name, each once. Names of headers are told in any case, a host in any of the ways to write it.
+/// Attributes by name, each once. Names of headers are told in any case, a host in any of the ways
+/// to write it.
 #[derive(Debug, Default)]
 pub(crate) struct AttributesBody(pub(crate) BTreeMap<String, String>);
 
@@ -77,7 +78,10 @@ impl<'de> Deserialize<'de> for AttributesBody {
                 f.write_str("a JSON object of names and texts")
             }
 
-            fn visit_map<A: de::MapAccess<'de>>(self, mut pairs: A) -> Result<AttributesBody, A::Error> {
+            fn visit_map<A: de::MapAccess<'de>>(
+                self,
+                mut pairs: A,
+            ) -> Result<AttributesBody, A::Error> {
                 let mut all = BTreeMap::new();
                 while let Some((mut name, mut value)) = pairs.next_entry::<String, String>()? {
                     if name.starts_with("header.") {
@@ -157,16 +161,19 @@ impl QuotaBody {
     /// The quota, or what is wrong with it.
     pub(crate) fn quota(&self) -> Result<Quota, String> {
         let algorithm: Algorithm = match &self.algorithm {
-            Some(name) => name.parse().map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
+            Some(name) => name
+                .parse()
+                .map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
             None => Algorithm::SlidingLog,
         };
-        let window =
-            tidegate::config::duration::parse(&self.window).map_err(|error| format!("quota.window: {error}"))?;
+        let window = tidegate::config::duration::parse(&self.window)
+            .map_err(|error| format!("quota.window: {error}"))?;
         let in_quota = |error: tidegate::QuotaError| format!("quota: {error}");
         let mut quota = Quota::new(algorithm, self.limit, window).map_err(in_quota)?;
         if let Some(encoding) = &self.encoding {
-            let encoding: Encoding =
-                encoding.parse().map_err(|error: tidegate::UnknownName| format!("quota.encoding: {error}"))?;
+            let encoding: Encoding = encoding
+                .parse()
+                .map_err(|error: tidegate::UnknownName| format!("quota.encoding: {error}"))?;
             quota = quota.with_encoding(encoding).map_err(in_quota)?;
         }
         if let Some(count_denied) = self.count_denied {
@@ -200,7 +207,8 @@ pub(crate) enum Encodings {
     Packed,
 }
 
-/// Who decided: the store, its remembered denial, this instance in its place, or the policy's word for when it fails.
+/// Who decided: the store, its remembered denial, this instance in its place, or the policy's word
+/// for when it fails.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 #[expect(dead_code, reason = "it describes the API")]
@@ -267,12 +275,18 @@ impl<'a> DecisionBody<'a> {
         });
         match self.policy {
             None => json.extend_from_slice(b"null"),
-            Some(name) if name.bytes().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) => {
+            Some(name)
+                if name
+                    .bytes()
+                    .all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) =>
+            {
                 json.push(b'"');
                 json.extend_from_slice(name.as_bytes());
                 json.push(b'"');
             }
-            Some(name) => json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes()),
+            Some(name) => {
+                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes())
+            }
         }
         for (name, number) in [
             (",\"limit\":", self.limit),
@@ -301,10 +315,14 @@ pub(crate) fn of_answer(answer: &Answer<'_>) -> Vec<u8> {
     let decisions = answer.lines.iter().map(|line| DecisionBody::new(line.policy, &line.decision));
     let leading = match answer.leading() {
         // A policy in shadow mode may deny; the request passes all the same.
-        Some(line) if answer.allowed() => {
-            DecisionBody { allowed: true, retry_after_ms: 0, ..DecisionBody::new(line.policy, &line.decision) }
+        Some(line) if answer.allowed() => DecisionBody {
+            allowed: true,
+            retry_after_ms: 0,
+            ..DecisionBody::new(line.policy, &line.decision)
+        },
+        Some(line) => {
+            DecisionBody { allowed: false, ..DecisionBody::new(line.policy, &line.decision) }
         }
-        Some(line) => DecisionBody { allowed: false, ..DecisionBody::new(line.policy, &line.decision) },
         None => DecisionBody {
             allowed: true,
             policy: None,
@@ -319,8 +337,12 @@ pub(crate) fn of_answer(answer: &Answer<'_>) -> Vec<u8> {
     to_json(&leading, decisions)
 }
 
-/// A [`Body`]. By hand: this is most of the work of an answer, and serde takes several times as long.
-fn to_json<'a>(leading: &DecisionBody<'a>, decisions: impl ExactSizeIterator<Item = DecisionBody<'a>>) -> Vec<u8> {
+/// A [`Body`]. By hand: this is most of the work of an answer, and serde takes several times as
+/// long.
+fn to_json<'a>(
+    leading: &DecisionBody<'a>,
+    decisions: impl ExactSizeIterator<Item = DecisionBody<'a>>,
+) -> Vec<u8> {
     let mut json = Vec::with_capacity(256 * (1 + decisions.len()));
     json.push(b'{');
     leading.push_json(&mut json);
@@ -354,14 +376,24 @@ mod tests {
         fn parse(text: &str) -> Result<Object<AskBody<'_>>, String> {
             serde_json::from_str(text).map_err(|error| error.to_string())
         }
-        let attributes = parse(r#"{"attributes": {"header.X-User": "U", "host": "A.Example.com:8080", "Path": "/"}}"#);
+        let attributes = parse(
+            r#"{"attributes": {"header.X-User": "U", "host": "A.Example.com:8080", "Path": "/"}}"#,
+        );
         let attributes = attributes.expect("a question").0.attributes.expect("attributes").0;
         let expected = [("Path", "/"), ("header.x-user", "U"), ("host", "a.example.com")];
-        assert!(attributes.iter().map(|(name, value)| (name.as_str(), value.as_str())).eq(expected));
+        assert!(
+            attributes.iter().map(|(name, value)| (name.as_str(), value.as_str())).eq(expected)
+        );
         for (text, reason) in [
             (r#"["p", "k", null, null, 1]"#, "expected a JSON object"),
-            (r#"{"key": "k", "quota": ["sliding-log", null, null, 5, "1s", null]}"#, "expected a JSON object"),
-            (r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#, "\"header.a\" is there twice"),
+            (
+                r#"{"key": "k", "quota": ["sliding-log", null, null, 5, "1s", null]}"#,
+                "expected a JSON object",
+            ),
+            (
+                r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#,
+                "\"header.a\" is there twice",
+            ),
             (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is there twice"),
         ] {
             let error = parse(text).expect_err(text);
@@ -389,7 +421,8 @@ mod tests {
             source: tidegate::Source::Local,
         };
         for policy in ["p", "with \"quotes\" and \\", "naïve", "🌊 tide", "\u{7f}"] {
-            let json: serde_json::Value = serde_json::from_slice(&of_one(policy, &decision)).expect("JSON");
+            let json: serde_json::Value =
+                serde_json::from_slice(&of_one(policy, &decision)).expect("JSON");
             let line = serde_json::json!({
                 "allowed": false, "policy": policy, "limit": 10, "remaining": 3, "retry_after_ms": 1_500,
                 "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",

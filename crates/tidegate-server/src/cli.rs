@@ -46,5 +46,10 @@ pub(crate) fn one_line(error: &clap::Error) -> String {
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
     let told = lines.filter(|line| !line.is_empty() && !line.starts_with("For more information"));
     let told = told.collect::<Vec<_>>().join(" ");
-    format!("{}error:{}{} (--help tells more)", style::ERROR, style::RESET, told.trim_start_matches("error:"))
+    format!(
+        "{}error:{}{} (--help tells more)",
+        style::ERROR,
+        style::RESET,
+        told.trim_start_matches("error:")
+    )
 }

@@ -1,4 +1,5 @@
-//! The configuration: raw YAML becomes a validated [`Config`], or an error that shows the place and what would be right.
+//! The configuration: raw YAML becomes a validated [`Config`], or an error that shows the place and
+//! what would be right.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -75,8 +76,9 @@ impl fmt::Debug for Secret {
 impl Config {
     /// Reads and validates a file.
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| ConfigError::unreadable(&path.display().to_string(), &error.to_string()))?;
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            ConfigError::unreadable(&path.display().to_string(), &error.to_string())
+        })?;
         let folder = path.parent().unwrap_or_else(|| Path::new(""));
         let mut config = Self::parse_in(folder, &path.display().to_string(), &text)?;
         config.files.insert(0, path.to_owned());
@@ -100,14 +102,19 @@ impl Config {
     }
 }
 
-fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<Config, ConfigError> {
+fn validate(
+    folder: &Path,
+    document: &Document<'_>,
+    raw: raw::Config,
+) -> Result<Config, ConfigError> {
     let admin_token = token(document, raw.auth.admin_token)?;
     let api_token = token(document, raw.auth.api_token)?;
     let listen = listen::validate(document, &raw.listen, admin_token.is_some())?;
     let policies = Policies::from_raw(document, &raw.attributes, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
-    let mut files: Vec<PathBuf> = raw.envoy.files.iter().map(|file| folder.join(&file.value)).collect();
+    let mut files: Vec<PathBuf> =
+        raw.envoy.files.iter().map(|file| folder.join(&file.value)).collect();
     let envoy = envoy(document, &raw.envoy, &files)?;
     let (tls, tls_files) = tls(document, folder, raw.tls)?;
     files.extend(tls_files);
@@ -130,11 +137,16 @@ fn validate(folder: &Path, document: &Document<'_>, raw: raw::Config) -> Result<
 }
 
 /// A token that is written without a value would open what it is to guard.
-fn token(document: &Document<'_>, raw: Option<Spanned<Option<String>>>) -> Result<Option<Secret>, ConfigError> {
+fn token(
+    document: &Document<'_>,
+    raw: Option<Spanned<Option<String>>>,
+) -> Result<Option<Secret>, ConfigError> {
     let Some(written) = raw else { return Ok(None) };
     match written.value.as_deref().map(str::trim) {
-        None | Some("") => Err(document
-            .at(&written, "this token is empty: write one (in quotes, if it begins with a sign), or take it out")),
+        None | Some("") => Err(document.at(
+            &written,
+            "this token is empty: write one (in quotes, if it begins with a sign), or take it out",
+        )),
         Some(_) => Ok(written.value.map(Secret::new)),
     }
 }
@@ -151,7 +163,8 @@ fn tls(
         key: folder.join(&raw.key.value),
         client_ca: raw.client_ca.as_ref().map(|file| folder.join(&file.value)),
     };
-    let wrong = |place: &Spanned<String>, error: String| document.at(place, &format!("tls: {error}"));
+    let wrong =
+        |place: &Spanned<String>, error: String| document.at(place, &format!("tls: {error}"));
     tls::certificates(&named.certificate).map_err(|error| wrong(&raw.certificate, error))?;
     if let (Some(place), Some(file)) = (&raw.client_ca, &named.client_ca) {
         tls::certificates(file).map_err(|error| wrong(place, error))?;
@@ -161,8 +174,13 @@ fn tls(
     Ok((Some(loaded), files))
 }
 
-fn envoy(document: &Document<'_>, raw: &raw::Envoy, files: &[PathBuf]) -> Result<Envoy, ConfigError> {
-    let algorithm = raw.algorithm.as_ref().map_or(Ok(Algorithm::FixedWindow), |name| named(document, name))?;
+fn envoy(
+    document: &Document<'_>,
+    raw: &raw::Envoy,
+    files: &[PathBuf],
+) -> Result<Envoy, ConfigError> {
+    let algorithm =
+        raw.algorithm.as_ref().map_or(Ok(Algorithm::FixedWindow), |name| named(document, name))?;
     let algorithms = raw
         .algorithms
         .iter()
@@ -177,7 +195,10 @@ fn envoy(document: &Document<'_>, raw: &raw::Envoy, files: &[PathBuf]) -> Result
     }
     let rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
         let message = format!("envoy: {error}");
-        let unknown = raw.algorithms.iter().find(|(rule, _)| message.contains(&format!("no rule is named {rule:?}")));
+        let unknown = raw
+            .algorithms
+            .iter()
+            .find(|(rule, _)| message.contains(&format!("no rule is named {rule:?}")));
         unknown.map_or_else(|| document.plain(&message), |(_, name)| document.at(name, &message))
     })?;
     Ok(Envoy { rules, algorithm })
@@ -185,9 +206,13 @@ fn envoy(document: &Document<'_>, raw: &raw::Envoy, files: &[PathBuf]) -> Result
 
 fn client_ip(document: &Document<'_>, raw: &raw::ClientIp) -> Result<ClientIp, ConfigError> {
     let network = |text: &Spanned<String>| -> Result<IpNet, ConfigError> {
-        let parsed = text.value.parse::<IpNet>().or_else(|_| text.value.parse::<IpAddr>().map(IpNet::from));
+        let parsed =
+            text.value.parse::<IpNet>().or_else(|_| text.value.parse::<IpAddr>().map(IpNet::from));
         parsed.map_err(|_| {
-            let message = format!("{:?} is not a network: write it like 10.0.0.0/8 or 2001:db8::/32", text.value);
+            let message = format!(
+                "{:?} is not a network: write it like 10.0.0.0/8 or 2001:db8::/32",
+                text.value
+            );
             document.at(text, &message)
         })
     };
@@ -204,7 +229,9 @@ fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
 ) -> Result<T, ConfigError> {
-    text.value.parse().map_err(|error: tidegate::UnknownName| document.at_name(text, &error.to_string()))
+    text.value
+        .parse()
+        .map_err(|error: tidegate::UnknownName| document.at_name(text, &error.to_string()))
 }
 
 /// The file that flags and environment name, if any.

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tidegate::store::news::{Mark, News};
 use tidegate::{
-    Action, Breaker, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, Limiter, MemoryStore, OnStoreFailure,
-    Part, RedisStore, Source, Store, StoreError,
+    Action, Breaker, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, Limiter,
+    MemoryStore, OnStoreFailure, Part, RedisStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -20,8 +20,8 @@ pub(crate) enum Counts {
     Redis(Redis),
 }
 
-/// From the outside in: what decides in Redis's place, what remembers its denials, what stops asking while it fails, what
-/// counts the calls, Redis.
+/// From the outside in: what decides in Redis's place, what remembers its denials, what stops
+/// asking while it fails, what counts the calls, Redis.
 pub(crate) struct Redis {
     limiter: Limiter<Fallback<Guarded>>,
     /// Without what decides in its place: for callers who have their own word for that.
@@ -39,7 +39,10 @@ pub(crate) struct Observed {
 
 impl Counts {
     /// Connects. Redis may be away: it is used from when it is there.
-    pub(crate) async fn start(config: &StoreConfig, metrics: &Arc<Metrics>) -> Result<Self, StoreError> {
+    pub(crate) async fn start(
+        config: &StoreConfig,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Self, StoreError> {
         let metrics = Arc::clone(metrics);
         match config {
             StoreConfig::Memory { max_keys } => {
@@ -52,12 +55,17 @@ impl Counts {
 
     /// A decision by whoever can make it.
     ///
-    /// What waits for Redis is large, and on the heap: inside of a request's future it would be copied with every
-    /// request, on memory too, and take longer than the decision.
-    pub(crate) async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
+    /// What waits for Redis is large, and on the heap: inside of a request's future it would be
+    /// copied with every request, on memory too, and take longer than the decision.
+    pub(crate) async fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Result<Decision, Error> {
         match self {
             Self::Memory { limiter, metrics } => {
-                let _span = tracing::debug_span!(target: TRACE, "store", ?action, charges = 1).entered();
+                let _span =
+                    tracing::debug_span!(target: TRACE, "store", ?action, charges = 1).entered();
                 let start = Instant::now();
                 let decided = limiter.blocking().decide(action, charge);
                 metrics.count_store_call(start.elapsed(), store_error(&decided));
@@ -68,15 +76,23 @@ impl Counts {
     }
 
     /// One decision for each charge. With acquire, all or nothing.
-    pub(crate) async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    pub(crate) async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, Error> {
         match self {
             _ if charges.is_empty() => Ok(Vec::new()),
             Self::Memory { limiter, metrics } => {
-                let _span = tracing::debug_span!(target: TRACE, "store", ?action, charges = charges.len()).entered();
+                let _span =
+                    tracing::debug_span!(target: TRACE, "store", ?action, charges = charges.len())
+                        .entered();
                 let start = Instant::now();
                 let decided = limiter.blocking().decide_all(action, charges);
                 metrics.count_store_call(start.elapsed(), store_error(&decided));
-                decided.or_else(|error| charges.iter().map(|charge| when_full(action, charge, error.clone())).collect())
+                decided.or_else(|error| {
+                    charges.iter().map(|charge| when_full(action, charge, error.clone())).collect()
+                })
             }
             Self::Redis(redis) => Box::pin(redis.limiter.decide_all(action, charges)).await,
         }
@@ -89,13 +105,19 @@ impl Counts {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, Error> {
         match self {
-            Self::Redis(redis) if !charges.is_empty() => Box::pin(redis.strict.decide_all(action, charges)).await,
+            Self::Redis(redis) if !charges.is_empty() => {
+                Box::pin(redis.strict.decide_all(action, charges)).await
+            }
             _ => self.decide_all(action, charges).await,
         }
     }
 
     /// As [`Self::decide`], but a store that cannot decide is an error.
-    pub(crate) async fn decide_or_fail(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
+    pub(crate) async fn decide_or_fail(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Result<Decision, Error> {
         match self {
             Self::Redis(redis) => Box::pin(redis.strict.decide(action, charge)).await,
             Self::Memory { .. } => self.decide(action, charge).await,
@@ -157,8 +179,8 @@ impl Redis {
     }
 
     fn around(store: Observed, timeout: Duration, fleet: Fleet, local: MemoryStore) -> Self {
-        // The store keeps its own, and must be the first to notice; this one is for charges that several nodes decide one
-        // after the other.
+        // The store keeps its own, and must be the first to notice; this one is for charges that
+        // several nodes decide one after the other.
         let all = timeout + Duration::from_millis(25);
         let breaker = Breaker::builder(store).deadline(all).probe_deadline(timeout);
         let guarded = Arc::new(DenyCache::new(breaker.build()));
@@ -182,7 +204,8 @@ impl Redis {
         &self.breaker().store().store
     }
 
-    /// Whether decisions come from Redis: every node that decides is connected, none is given up, and none failed just now.
+    /// Whether decisions come from Redis: every node that decides is connected, none is given up,
+    /// and none failed just now.
     pub(crate) fn is_up(&self) -> bool {
         let nodes = self.store().nodes();
         let mut deciding = nodes.iter().filter(|node| node.primary).peekable();
@@ -213,7 +236,11 @@ impl Store for Observed {
         self.observed(action, 1, pin!(self.store.decide(action, charge))).await
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.observed(action, charges.len(), pin!(self.store.decide_all(action, charges))).await
     }
 
@@ -283,19 +310,27 @@ mod tests {
     fn what_a_request_carries_along_is_small() {
         let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let charge = Charge::new("k", &quota);
-        let counts = Counts::Memory { limiter: Limiter::new(MemoryStore::new()), metrics: Arc::default() };
+        let counts =
+            Counts::Memory { limiter: Limiter::new(MemoryStore::new()), metrics: Arc::default() };
         assert!(size_of_val(&counts.decide(Action::Acquire, &charge)) <= 256);
-        assert!(size_of_val(&counts.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 256);
+        assert!(
+            size_of_val(&counts.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 256
+        );
     }
 
     #[tokio::test]
     async fn what_waits_for_redis_is_small_too() {
         let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let charge = Charge::new("k", &quota);
-        let store = RedisStore::builder("redis://127.0.0.1:1").connect_in_background().expect("valid");
+        let store =
+            RedisStore::builder("redis://127.0.0.1:1").connect_in_background().expect("valid");
         let observed = Observed { store, metrics: Arc::default() };
-        let redis = Redis::around(observed, Duration::from_millis(100), Fleet::new(), MemoryStore::new());
+        let redis =
+            Redis::around(observed, Duration::from_millis(100), Fleet::new(), MemoryStore::new());
         assert!(size_of_val(&redis.limiter.decide(Action::Acquire, &charge)) <= 1_024);
-        assert!(size_of_val(&redis.limiter.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 1_536);
+        assert!(
+            size_of_val(&redis.limiter.decide_all(Action::Acquire, std::slice::from_ref(&charge)))
+                <= 1_536
+        );
     }
 }

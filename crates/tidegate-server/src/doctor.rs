@@ -1,7 +1,8 @@
-//! Whether a Redis is fit to hold counts: what `tidegate doctor` tells, and what `serve` warns of at its start.
+//! Whether a Redis is fit to hold counts: what `tidegate doctor` tells, and what `serve` warns of
+//! at its start.
 //!
-//! Each check adds [`Finding`]s to a [`Report`]. What a Redis does not let us ask is unknown: a note, never a failure.
-//! Everything here is bounded, in time and in number.
+//! Each check adds [`Finding`]s to a [`Report`]. What a Redis does not let us ask is unknown: a
+//! note, never a failure. Everything here is bounded, in time and in number.
 
 use std::time::Duration;
 
@@ -190,7 +191,10 @@ impl Subject<'_> {
     /// The value of a setting; `None` if it is not there or we may not ask.
     async fn setting(&self, name: &str) -> Option<String> {
         let reply = self.store.ask_node(self.address, &["CONFIG", "GET", name]).await.ok()?;
-        info::pairs(&reply).into_iter().find(|(found, _)| *found == name).map(|(_, value)| value.to_owned())
+        info::pairs(&reply)
+            .into_iter()
+            .find(|(found, _)| *found == name)
+            .map(|(_, value)| value.to_owned())
     }
 
     fn found(&self, report: &mut Report, finding: Finding) {
@@ -255,10 +259,16 @@ impl Report {
 
     /// The entry of a node, new or old.
     fn node(&mut self, address: &str, role: Role) -> &mut Node {
-        let index = self.nodes.iter().position(|node| node.address == address).unwrap_or_else(|| {
-            self.nodes.push(Node { address: address.to_owned(), role, version: None, clock_ahead_us: None });
-            self.nodes.len() - 1
-        });
+        let index =
+            self.nodes.iter().position(|node| node.address == address).unwrap_or_else(|| {
+                self.nodes.push(Node {
+                    address: address.to_owned(),
+                    role,
+                    version: None,
+                    clock_ahead_us: None,
+                });
+                self.nodes.len() - 1
+            });
         &mut self.nodes[index]
     }
 }

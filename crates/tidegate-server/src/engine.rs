@@ -1,4 +1,5 @@
-//! The engine: what every front door asks. It selects the policies, asks the store, counts what came of it.
+//! The engine: what every front door asks. It selects the policies, asks the store, counts what
+//! came of it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,8 +9,8 @@ use arc_swap::ArcSwap;
 use http::HeaderMap;
 use tidegate::headers::Limited;
 use tidegate::{
-    Action, Attributes, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy, Quota, QuotaError,
-    SelectError, Selected, Source, StoreError,
+    Action, Attributes, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy,
+    Quota, QuotaError, SelectError, Selected, Source, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -32,8 +33,8 @@ pub(crate) struct Engine {
     started: Instant,
 }
 
-/// The policy in metrics of questions that bring their own quota: their quotas are the callers' to choose, and would be labels
-/// without end.
+/// The policy in metrics of questions that bring their own quota: their quotas are the callers' to
+/// choose, and would be labels without end.
 const OWN_QUOTA: &str = "(quota)";
 
 /// What a reload replaces, whole.
@@ -134,7 +135,11 @@ impl<'a> Answer<'a> {
     /// For the headers: what is enforced.
     pub(crate) fn limited(&self) -> impl Iterator<Item = Limited<'_>> + Clone {
         let enforced = self.lines.iter().filter(|line| !line.shadow);
-        enforced.map(|line| Limited { policy: line.policy, quota: line.quota, decision: line.decision })
+        enforced.map(|line| Limited {
+            policy: line.policy,
+            quota: line.quota,
+            decision: line.decision,
+        })
     }
 }
 
@@ -144,8 +149,8 @@ impl<'a> Line<'a> {
         Self { policy: policy.name(), quota: policy.quota_for(key), decision, shadow }
     }
 
-    /// The denial of a policy that cannot count the request: it lacks the key, or has one that is none, or costs more than
-    /// there can be. No wait helps.
+    /// The denial of a policy that cannot count the request: it lacks the key, or has one that is
+    /// none, or costs more than there can be. No wait helps.
     fn turned_away(policy: &'a Policy) -> Self {
         let (decision, shadow) = (policy.without_key(), policy.mode() == Mode::Shadow);
         Self { policy: policy.name(), quota: policy.quota(), decision, shadow }
@@ -185,8 +190,8 @@ impl Engine {
         moment.saturating_duration_since(self.started).as_secs()
     }
 
-    /// Answers a question that came with this head. `charged_at` is for refunds: when the charge was made, by the clock of
-    /// [`Counts::now`]; 0 if unknown.
+    /// Answers a question that came with this head. `charged_at` is for refunds: when the charge
+    /// was made, by the clock of [`Counts::now`]; 0 if unknown.
     pub(crate) async fn ask<'a>(
         &self,
         live: &'a Live,
@@ -195,7 +200,8 @@ impl Engine {
         ask: Ask<'a>,
         charged_at: u64,
     ) -> Result<Answer<'a>, AskError> {
-        let span = tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
+        let span =
+            tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
         if span.is_disabled() {
             return self.answer(live, action, ask, charged_at).await;
         }
@@ -239,9 +245,19 @@ impl Engine {
                     }
                     Answer::new(vec![Line::turned_away(policy)])
                 } else {
-                    let charge = |selected| (Selected::policy(selected), selected.charge().charged_at(charged_at));
-                    let charges: Vec<(&Policy, Charge<'_>)> = selection.charges.iter().map(charge).collect();
-                    self.ask_policies(action, start, live, &charges, &selection.turned_away_in_shadow).await?
+                    let charge = |selected| {
+                        (Selected::policy(selected), selected.charge().charged_at(charged_at))
+                    };
+                    let charges: Vec<(&Policy, Charge<'_>)> =
+                        selection.charges.iter().map(charge).collect();
+                    self.ask_policies(
+                        action,
+                        start,
+                        live,
+                        &charges,
+                        &selection.turned_away_in_shadow,
+                    )
+                    .await?
                 }
             }
             Ask::Quota { key, quota, cost } => {
@@ -251,7 +267,12 @@ impl Engine {
                     self.metrics.count_source(decision.source);
                     live.own_quotas.count(decision.allowed, false);
                 }
-                Answer::new(vec![Line { policy: quota.unnamed_policy(), quota, decision, shadow: false }])
+                Answer::new(vec![Line {
+                    policy: quota.unnamed_policy(),
+                    quota,
+                    decision,
+                    shadow: false,
+                }])
             }
         };
         if action == Action::Acquire {
@@ -260,8 +281,8 @@ impl Engine {
         Ok(answer)
     }
 
-    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and only if the request passes, or has
-    /// `turned_away` the request without being asked.
+    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and only if
+    /// the request passes, or has `turned_away` the request without being asked.
     async fn ask_policies<'a>(
         &self,
         action: Action,
@@ -275,14 +296,22 @@ impl Engine {
         match charges {
             // Nearly every request: no list but that of the answer.
             [(policy, charge)] if !is_shadow(policy) => {
-                lines.push(Line::new(policy, charge.key(), self.counts.decide(action, charge).await?));
+                lines.push(Line::new(
+                    policy,
+                    charge.key(),
+                    self.counts.decide(action, charge).await?,
+                ));
             }
             charges => {
                 let enforced = || charges.iter().filter(|(policy, _)| !is_shadow(policy));
                 let together: Vec<Charge<'_>> = enforced().map(|(_, charge)| *charge).collect();
                 let decisions = self.counts.decide_all(action, &together).await?;
                 let decided = enforced().zip(decisions);
-                lines.extend(decided.map(|((policy, charge), decision)| Line::new(policy, charge.key(), decision)));
+                lines.extend(
+                    decided.map(|((policy, charge), decision)| {
+                        Line::new(policy, charge.key(), decision)
+                    }),
+                );
             }
         }
         let passes = lines.iter().all(|line| line.decision.allowed);
@@ -303,7 +332,13 @@ impl Engine {
         Ok(Answer::new(lines))
     }
 
-    fn count(&self, live: &Live, start: Instant, charges: &[(&Policy, Charge<'_>)], lines: &[Line<'_>]) {
+    fn count(
+        &self,
+        live: &Live,
+        start: Instant,
+        charges: &[(&Policy, Charge<'_>)],
+        lines: &[Line<'_>],
+    ) {
         let now = self.uptime_at(start);
         for line in lines {
             self.metrics.count_source(line.decision.source);
@@ -311,7 +346,9 @@ impl Engine {
                 outcomes.count(line.decision.allowed, line.shadow);
                 outcomes.count_source(line.decision.source);
             }
-            if let Some((_, charge)) = charges.iter().find(|(policy, _)| policy.name() == line.policy) {
+            if let Some((_, charge)) =
+                charges.iter().find(|(policy, _)| policy.name() == line.policy)
+            {
                 self.hot_keys.record(now, line.policy, charge.key(), line.decision.allowed);
             }
         }
@@ -349,7 +386,10 @@ impl Live {
             let distance = |policy: &Policy| strsim::damerau_levenshtein(name, policy.name());
             let nearest = self.policies.iter().min_by_key(|policy| distance(policy));
             let nearest = nearest.filter(|policy| distance(policy) <= 1 + name.chars().count() / 3);
-            AskError::UnknownPolicy { name: name.to_owned(), nearest: nearest.map(|policy| policy.name().to_owned()) }
+            AskError::UnknownPolicy {
+                name: name.to_owned(),
+                nearest: nearest.map(|policy| policy.name().to_owned()),
+            }
         })
     }
 }

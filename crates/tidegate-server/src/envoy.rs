@@ -23,7 +23,9 @@ mod proto;
 use grpc::{Body, Reply};
 use parts::Part;
 use proto::envoy::config::core::v3::HeaderValue;
-use proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, RateLimit, rate_limit};
+use proto::envoy::service::ratelimit::v3::rate_limit_response::{
+    Code, DescriptorStatus, RateLimit, rate_limit,
+};
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use rules::{RuleMode, Unit};
 
@@ -45,29 +47,39 @@ impl Envoy {
     pub(crate) async fn new(engine: Arc<Engine>) -> anyhow::Result<Arc<Self>> {
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_service_status(SERVICE, ServingStatus::Serving).await;
-        let reflection =
-            || tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(DESCRIPTORS);
+        let reflection = || {
+            tonic_reflection::server::Builder::configure()
+                .register_encoded_file_descriptor_set(DESCRIPTORS)
+        };
         let others = tonic::service::Routes::new(health)
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?);
         Ok(Arc::new(Self { engine, others: others.into_axum_router() }))
     }
 
-    /// For one connection. It is hyper's own service, as that of the HTTP API is: only what is seldom asked goes to tonic.
+    /// For one connection. It is hyper's own service, as that of the HTTP API is: only what is
+    /// seldom asked goes to tonic.
     pub(crate) fn service(
         self: &Arc<Self>,
-    ) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<> {
+    ) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<>
+    {
         let envoy = Arc::clone(self);
         service_fn(move |request: Request| {
             let envoy = Arc::clone(&envoy);
             async move {
                 if request.uri().path() != SHOULD_RATE_LIMIT {
-                    let reply = grpc::in_time(Box::pin(envoy.others.clone().oneshot(request))).await;
-                    return reply.map_or_else(|late| Ok(late.into_http()), |reply| Ok(reply?.map(Body::Other)));
+                    let reply =
+                        grpc::in_time(Box::pin(envoy.others.clone().oneshot(request))).await;
+                    return reply.map_or_else(
+                        |late| Ok(late.into_http()),
+                        |reply| Ok(reply?.map(Body::Other)),
+                    );
                 }
                 match grpc::refusal(&request) {
                     Some(refusal) => Ok(refusal),
-                    None => Ok(should_rate_limit(&envoy.engine, request).await.unwrap_or_else(Status::into_http)),
+                    None => Ok(should_rate_limit(&envoy.engine, request)
+                        .await
+                        .unwrap_or_else(Status::into_http)),
                 }
             }
         })
@@ -81,7 +93,9 @@ async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, S
     grpc::check_encoding(&head.headers)?;
     let request: RateLimitRequest = grpc::read(body, MAX_MESSAGE).await?;
     if request.domain.is_empty() {
-        return Err(Status::invalid_argument("the domain is empty: it must be that of the rules to apply"));
+        return Err(Status::invalid_argument(
+            "the domain is empty: it must be that of the rules to apply",
+        ));
     }
     if request.descriptors.is_empty() || request.descriptors.len() > MAX_DESCRIPTORS {
         return Err(Status::invalid_argument(format!(
@@ -90,14 +104,17 @@ async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, S
         )));
     }
     let (parts, mut charges) = parts::of(&live, &request)?;
-    let allowed = engine.ask_envoy(&live, &head.headers, &mut charges).await.map_err(|error| match error {
-        // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
-        AskError::Store(error) => {
-            logs::store_failed(&error);
-            Status::unavailable("the store cannot decide now")
-        }
-        other => Status::invalid_argument(other.to_string()),
-    })?;
+    let allowed =
+        engine.ask_envoy(&live, &head.headers, &mut charges).await.map_err(
+            |error| match error {
+                // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
+                AskError::Store(error) => {
+                    logs::store_failed(&error);
+                    Status::unavailable("the store cannot decide now")
+                }
+                other => Status::invalid_argument(other.to_string()),
+            },
+        )?;
     let mut charges = charges.iter();
     let mut answer = Overall::default();
     for part in &parts {
@@ -133,16 +150,23 @@ struct Overall {
 
 impl Overall {
     /// Takes as many charges as the part has.
-    fn add<'a>(&mut self, part: &Part<'_>, charges: &mut impl Iterator<Item = &'a EnvoyCharge<'a>>) {
+    fn add<'a>(
+        &mut self,
+        part: &Part<'_>,
+        charges: &mut impl Iterator<Item = &'a EnvoyCharge<'a>>,
+    ) {
         let ok = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
         let status = match part {
             Part::Free => ok,
             Part::Unlimited => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
             Part::Charged(part) => {
-                let decided = |charge: &EnvoyCharge<'_>| Some((charge.mode == RuleMode::Shadow, charge.decision?));
+                let decided = |charge: &EnvoyCharge<'_>| {
+                    Some((charge.mode == RuleMode::Shadow, charge.decision?))
+                };
                 // What is only looked at leads only where nothing is enforced, and never denies.
                 let decided = charges.take(part.charges).filter_map(decided);
-                let Some((shadow, leading)) = decided.min_by_key(|(shadow, decision)| (*shadow, decision.rank()))
+                let Some((shadow, leading)) =
+                    decided.min_by_key(|(shadow, decision)| (*shadow, decision.rank()))
                 else {
                     return self.statuses.push(ok);
                 };

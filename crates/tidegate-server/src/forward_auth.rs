@@ -1,5 +1,6 @@
-//! `/v1/forward-auth`: a proxy holds a request back and asks with its head, as nginx's `auth_request`, Caddy's `forward_auth`
-//! and Traefik's `forwardAuth` do. Translates, decides nothing.
+//! `/v1/forward-auth`: a proxy holds a request back and asks with its head, as nginx's
+//! `auth_request`, Caddy's `forward_auth` and Traefik's `forwardAuth` do. Translates, decides
+//! nothing.
 
 use std::borrow::Cow;
 
@@ -17,7 +18,8 @@ use crate::listener::{Peer, Request};
 use crate::problem::Problem;
 use crate::{http as api, token};
 
-/// For a proxy that cannot set `Authorization`, or leaves the client's there because a policy counts by it.
+/// For a proxy that cannot set `Authorization`, or leaves the client's there because a policy
+/// counts by it.
 const TOKEN: &str = "x-tidegate-token";
 /// Where proxies say what they were asked, each in its own way.
 const METHOD: [&str; 2] = ["x-forwarded-method", "x-original-method"];
@@ -45,8 +47,8 @@ enum DenyStatus {
     TooManyRequests,
 }
 
-/// May the request that a proxy holds back pass? Its head is in the headers, its method, URI and host in X-Forwarded-Method,
-/// -Uri and -Host or X-Original-Method, -URI (-URL) and -Host.
+/// May the request that a proxy holds back pass? Its head is in the headers, its method, URI and
+/// host in X-Forwarded-Method, -Uri and -Host or X-Original-Method, -URI (-URL) and -Host.
 #[utoipa::path(
     get, path = "/v1/forward-auth", params(Parameters),
     responses(
@@ -65,7 +67,11 @@ enum DenyStatus {
         (status = 503, description = "Nobody could decide", body = Problem, content_type = "application/problem+json"),
     )
 )]
-pub(crate) async fn forward_auth(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+pub(crate) async fn forward_auth(
+    engine: &Engine,
+    peer: Peer,
+    request: Request,
+) -> Result<Reply, Problem> {
     let live = engine.live();
     let (mut head, _) = request.into_parts();
     take_token(live.api_token.as_ref(), &mut head.headers)?;
@@ -78,7 +84,11 @@ pub(crate) async fn forward_auth(engine: &Engine, peer: Peer, request: Request) 
         headers: &head.headers,
     };
     // A proxy that hands on the client's query would let it choose its policy.
-    if head.uri.query().is_some_and(|query| !query.is_empty() && forwarded.whole_query() == Some(query)) {
+    if head
+        .uri
+        .query()
+        .is_some_and(|query| !query.is_empty() && forwarded.whole_query() == Some(query))
+    {
         return Err(Problem::bad_request(
             "this query is that of the held back request: the proxy must send its own, if only a question mark \
              (Caddy: uri /v1/forward-auth?)",
@@ -86,12 +96,16 @@ pub(crate) async fn forward_auth(engine: &Engine, peer: Peer, request: Request) 
     }
     let parameters: Result<Query<Parameters>, _> = Query::try_from_uri(&head.uri);
     let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
-    let ask = Ask::Attributes { attributes: &forwarded, only: parameters.policy.as_deref(), cost: None };
+    let ask =
+        Ask::Attributes { attributes: &forwarded, only: parameters.policy.as_deref(), cost: None };
     let answer = engine.ask(&live, &head.headers, Action::Acquire, ask, 0).await?;
     let denied = !answer.allowed();
     let mut response = if denied {
-        Problem::new(parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into), reason(&answer))
-            .into_http()
+        Problem::new(
+            parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into),
+            reason(&answer),
+        )
+        .into_http()
     } else {
         Response::new(Full::default())
     };
@@ -109,7 +123,8 @@ impl From<DenyStatus> for StatusCode {
     }
 }
 
-/// Checks the proxy's token and takes it out: what is ours must not become a key, and so come to light among the hot ones.
+/// Checks the proxy's token and takes it out: what is ours must not become a key, and so come to
+/// light among the hot ones.
 fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Problem> {
     let given = headers.remove(TOKEN);
     let Some(token) = token else { return Ok(()) };
@@ -129,18 +144,23 @@ fn reason(answer: &Answer<'_>) -> String {
     if wait.is_zero() {
         return format!("policy {policy:?} does not let this request pass");
     }
-    format!("policy {policy:?} lets no more than its limit pass: try again in {}", duration::readable(wait))
+    format!(
+        "policy {policy:?} lets no more than its limit pass: try again in {}",
+        duration::readable(wait)
+    )
 }
 
-/// What the proxy says, in any of these headers. If two of them differ, one is the client's own: a proxy that sets
-/// `X-Original-URI` hands on an `X-Forwarded-Uri` that it does not know of.
+/// What the proxy says, in any of these headers. If two of them differ, one is the client's own: a
+/// proxy that sets `X-Original-URI` hands on an `X-Forwarded-Uri` that it does not know of.
 fn told<'h>(
     headers: &'h HeaderMap,
     names: &[&str],
     part: impl Fn(&'h str) -> Option<&'h str>,
 ) -> Result<Option<&'h str>, Problem> {
     let mut found: Option<(&str, &str)> = None;
-    for (name, value) in names.iter().flat_map(|name| headers.get_all(*name).iter().map(move |value| (*name, value))) {
+    for (name, value) in
+        names.iter().flat_map(|name| headers.get_all(*name).iter().map(move |value| (*name, value)))
+    {
         let text = str::from_utf8(value.as_bytes()).ok().and_then(&part);
         let text = text.ok_or_else(|| Problem::bad_request(format!("{name} cannot be read")))?;
         match found {
@@ -168,13 +188,18 @@ fn origin_form(uri: &str) -> Option<&str> {
 pub(crate) fn plain_host(host: &str) -> String {
     let nearest = host.rsplit(',').next().unwrap_or_default().trim();
     let name = match nearest.rsplit_once(':') {
-        Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) && !name.ends_with(':') => name,
+        Some((name, port))
+            if port.bytes().all(|byte| byte.is_ascii_digit()) && !name.ends_with(':') =>
+        {
+            name
+        }
         _ => nearest,
     };
     name.trim_end_matches('.').to_ascii_lowercase()
 }
 
-/// What is known of the request that the proxy holds back. Looked up as policies ask for it: most ask for little.
+/// What is known of the request that the proxy holds back. Looked up as policies ask for it: most
+/// ask for little.
 struct Forwarded<'h> {
     ip: Option<String>,
     method: Option<&'h str>,
@@ -214,16 +239,22 @@ impl Forwarded<'_> {
 
     /// The first of this name.
     fn query(&self, name: &str) -> Option<Cow<'_, str>> {
-        let pairs = self.whole_query()?.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
-        pairs.map(|(key, value)| (decoded(key), value)).find(|(key, _)| key == name).map(|(_, value)| decoded(value))
+        let pairs =
+            self.whole_query()?.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+        pairs
+            .map(|(key, value)| (decoded(key), value))
+            .find(|(key, _)| key == name)
+            .map(|(_, value)| decoded(value))
     }
 
     /// The first of this name.
     fn cookie(&self, name: &str) -> Option<Cow<'_, str>> {
         self.headers.get_all(header::COOKIE).iter().find_map(|line| {
             let value = |line: &str| {
-                let (_, value) =
-                    line.split(';').filter_map(|pair| pair.split_once('=')).find(|(key, _)| key.trim() == name)?;
+                let (_, value) = line
+                    .split(';')
+                    .filter_map(|pair| pair.split_once('='))
+                    .find(|(key, _)| key.trim() == name)?;
                 Some(value.trim().to_owned())
             };
             value(&text(line)).map(Cow::Owned)
@@ -239,7 +270,8 @@ fn text(value: &HeaderValue) -> Cow<'_, str> {
     }
 }
 
-/// Without percent-encoding, and with spaces for plus signs. What is no UTF-8 then stays as it was written.
+/// Without percent-encoding, and with spaces for plus signs. What is no UTF-8 then stays as it was
+/// written.
 fn decoded(part: &str) -> Cow<'_, str> {
     if !part.contains(['%', '+']) {
         return Cow::Borrowed(part);
@@ -248,7 +280,8 @@ fn decoded(part: &str) -> Cow<'_, str> {
     let mut rest = part.as_bytes();
     while let [byte, after @ ..] = rest {
         let digits = after.get(..2).filter(|digits| digits.iter().all(u8::is_ascii_hexdigit));
-        let code = digits.and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
+        let code =
+            digits.and_then(|digits| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok());
         let (plain, used) = match (byte, code) {
             (b'%', Some(code)) => (code, 3),
             (b'+', _) => (b' ', 1),
@@ -293,7 +326,12 @@ mod tests {
 
     #[test]
     fn headers_and_cookies_are_found_whatever_their_lines() {
-        let lines = [("x-user", "a"), ("x-user", "b"), ("cookie", "sid=1; theme=dark"), ("cookie", "late=2")];
+        let lines = [
+            ("x-user", "a"),
+            ("x-user", "b"),
+            ("cookie", "sid=1; theme=dark"),
+            ("cookie", "late=2"),
+        ];
         let get = |name: &str| attribute("/", &lines, name);
         assert_eq!(get("header.X-User").as_deref(), Some("a, b"));
         assert_eq!(get("cookie.sid").as_deref(), Some("1"));
@@ -307,7 +345,8 @@ mod tests {
 
     #[test]
     fn values_that_are_no_utf8_do_not_read_alike() {
-        let value = |bytes: &[u8]| text(&HeaderValue::from_bytes(bytes).expect("a value")).into_owned();
+        let value =
+            |bytes: &[u8]| text(&HeaderValue::from_bytes(bytes).expect("a value")).into_owned();
         assert_eq!(value("ü".as_bytes()), "ü");
         assert_ne!(value(b"\xff"), value(b"\xfe"));
     }
@@ -332,8 +371,9 @@ mod tests {
 
     #[test]
     fn two_headers_that_differ_are_refused() {
-        let told =
-            |lines: &[(&'static str, &str)]| told(&headers(lines), &URI, origin_form).map(|uri| uri.map(str::to_owned));
+        let told = |lines: &[(&'static str, &str)]| {
+            told(&headers(lines), &URI, origin_form).map(|uri| uri.map(str::to_owned))
+        };
         let same = [("x-forwarded-uri", "/a"), ("x-original-url", "https://example.com/a")];
         assert_eq!(told(&same).expect("the same").as_deref(), Some("/a"));
         assert!(told(&[("x-forwarded-uri", "/a"), ("x-original-uri", "/b")]).is_err());

@@ -41,8 +41,10 @@ use upstreams::{Speaks, Upstreams};
 
 /// What answers the gateway's listener.
 pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow::Result<Limited> {
-    let upstreams = settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
-    let upstreams = Upstreams::new(upstreams).context("there is no upstream: --upstream names one")?;
+    let upstreams =
+        settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
+    let upstreams =
+        Upstreams::new(upstreams).context("there is no upstream: --upstream names one")?;
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         engine: Arc::clone(engine),
@@ -103,7 +105,9 @@ impl Proxy {
             let mut response = refusal.into_response();
             // Who sends such a thing once may be understood otherwise with what follows, too.
             if is_http1 && matches!(refusal, Refusal::Ambiguous(_) | Refusal::Method(_)) {
-                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                response
+                    .headers_mut()
+                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             response
         })
@@ -123,19 +127,28 @@ impl Proxy {
     }
 
     /// Asks one upstream after the other, until one is reached.
-    async fn ask(&self, mut head: Parts, mut body: Option<Upload>) -> Result<Response<Incoming>, Refusal> {
+    async fn ask(
+        &self,
+        mut head: Parts,
+        mut body: Option<Upload>,
+    ) -> Result<Response<Incoming>, Refusal> {
         let has_body = body.is_some();
         let mut last = Refusal::Unreachable;
         let mut candidates = self.upstreams.candidates().peekable();
         while let Some(upstream) = candidates.next() {
-            let uri = upstream.uri(&head.uri).ok_or(Refusal::Ambiguous("the request's target is no path"))?;
+            let uri = upstream
+                .uri(&head.uri)
+                .ok_or(Refusal::Ambiguous("the request's target is no path"))?;
             let activity = Activity::now();
             let (sent, mut returned) = Sent::new(body.take(), activity.clone());
             let mut request = Request::new(sent);
             *request.uri_mut() = uri;
             *request.method_mut() = head.method.clone();
-            *request.headers_mut() =
-                if candidates.peek().is_some() { head.headers.clone() } else { std::mem::take(&mut head.headers) };
+            *request.headers_mut() = if candidates.peek().is_some() {
+                head.headers.clone()
+            } else {
+                std::mem::take(&mut head.headers)
+            };
             head::name_host(request.headers_mut(), upstream);
             if upstream.speaks == Speaks::Http2 {
                 *request.version_mut() = Version::HTTP_2;
@@ -160,7 +173,8 @@ impl Proxy {
                     }
                     // Only what surely was not sent is sent to another.
                     body = returned.try_recv().ok();
-                    if !matches!(refusal, Refusal::Unreachable | Refusal::ConnectTimeout) || has_body != body.is_some()
+                    if !matches!(refusal, Refusal::Unreachable | Refusal::ConnectTimeout)
+                        || has_body != body.is_some()
                     {
                         return Err(refusal);
                     }
@@ -184,7 +198,9 @@ impl Proxy {
                 answer.extensions_mut().insert(limits);
             }
             let timed = |body| Body::new(Download::new(body, self.idle_timeout));
-            return Ok(answer.map(|body| if body.is_end_stream() { Body::empty() } else { timed(body) }));
+            return Ok(
+                answer.map(|body| if body.is_end_stream() { Body::empty() } else { timed(body) })
+            );
         }
         // An upgrade that nobody asked for.
         let client_side = client_side.ok_or(Refusal::Broken)?;

@@ -1,12 +1,12 @@
 //! [`HotKeys`]: which keys were allowed and denied most in the last minutes, in bounded memory.
 //!
-//! The keys of a minute are counted by Space-Saving (Metwally, Agrawal, El Abbadi 2005): a sketch has a fixed number of
-//! entries, and a new key takes over the lightest one with its count, which is remembered as the newcomer's error.
-//! A key that makes up more than one part in [`ENTRIES_A_SKETCH`] of what its sketch sees is always in it, however many
-//! others come by.
+//! The keys of a minute are counted by Space-Saving (Metwally, Agrawal, El Abbadi 2005): a sketch
+//! has a fixed number of entries, and a new key takes over the lightest one with its count, which
+//! is remembered as the newcomer's error. A key that makes up more than one part in
+//! [`ENTRIES_A_SKETCH`] of what its sketch sees is always in it, however many others come by.
 //!
-//! It stands beside every decision, so it never waits: if a shard stays busy for longer than a moment, the record is
-//! left out. Counts are of what was recorded.
+//! It stands beside every decision, so it never waits: if a shard stays busy for longer than a
+//! moment, the record is left out. Counts are of what was recorded.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -14,21 +14,24 @@ use std::hash::{BuildHasher, RandomState};
 use std::hint::spin_loop;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// 1,024 entries a minute for allowed, as many for denied. Few in each of many shards: threads seldom meet, and a
-/// sketch is so short that it needs no index: to search it takes some nanoseconds.
+/// 1,024 entries a minute for allowed, as many for denied. Few in each of many shards: threads
+/// seldom meet, and a sketch is so short that it needs no index: to search it takes some
+/// nanoseconds.
 const SHARDS: usize = 32;
 const ENTRIES_A_SKETCH: usize = 32;
 const MINUTES_KEPT: usize = 5;
 const SECONDS_A_MINUTE: u64 = 60;
 /// Longer keys and policy names are not recorded; the library takes none either.
 const MAX_BYTES: usize = 512;
-/// A record holds the lock for some nanoseconds: who fails so often has met a reader, or a thread put to sleep.
+/// A record holds the lock for some nanoseconds: who fails so often has met a reader, or a thread
+/// put to sleep.
 const TRIES: usize = 16;
 
 /// The heaviest allowed and denied keys of the last minutes.
 pub(crate) struct HotKeys {
     shards: Box<[Shard]>,
-    /// Its seed is the process's secret: attackers choose keys, and could otherwise crowd one shard.
+    /// Its seed is the process's secret: attackers choose keys, and could otherwise crowd one
+    /// shard.
     hasher: RandomState,
 }
 
@@ -76,7 +79,8 @@ impl HotKeys {
         Self { shards: (0..SHARDS).map(|_| Shard::default()).collect(), hasher: RandomState::new() }
     }
 
-    /// Counts a decision, at a time on any clock that goes forward. Answers whether it was recorded, not left out.
+    /// Counts a decision, at a time on any clock that goes forward. Answers whether it was
+    /// recorded, not left out.
     pub(crate) fn record(&self, now_seconds: u64, policy: &str, key: &str, allowed: bool) -> bool {
         if policy.len() > MAX_BYTES || key.len() > MAX_BYTES {
             return false;
@@ -144,8 +148,8 @@ fn totals(minutes: &Minutes, now_seconds: u64, allowed: bool) -> Vec<HotKey> {
     let oldest = (now_seconds / SECONDS_A_MINUTE).saturating_sub(MINUTES_KEPT as u64 - 1);
     let kept = minutes.iter().filter(|minute| minute.number >= oldest);
     let sketches = kept.map(|minute| if allowed { &minute.allowed } else { &minute.denied });
-    // A key that a minute's sketch does not hold may have come as often as its lightest entry: without this doubt, the
-    // sum could be less than what came.
+    // A key that a minute's sketch does not hold may have come as often as its lightest entry:
+    // without this doubt, the sum could be less than what came.
     let doubt: u64 = sketches.clone().map(Sketch::lightest_count).sum();
     let mut totals: HashMap<(&str, &str), (u64, u64)> = HashMap::new();
     for sketch in sketches {
@@ -158,13 +162,19 @@ fn totals(minutes: &Minutes, now_seconds: u64, allowed: bool) -> Vec<HotKey> {
     }
     totals
         .into_iter()
-        .map(|((policy, key), (count, error))| HotKey { policy: policy.to_owned(), key: key.to_owned(), count, error })
+        .map(|((policy, key), (count, error))| HotKey {
+            policy: policy.to_owned(),
+            key: key.to_owned(),
+            count,
+            error,
+        })
         .collect()
 }
 
 impl Sketch {
     fn add(&mut self, hash: u64, policy: &str, key: &str) {
-        let is_it = |entry: &&mut Entry| entry.hash == hash && entry.policy_and_key() == (policy, key);
+        let is_it =
+            |entry: &&mut Entry| entry.hash == hash && entry.policy_and_key() == (policy, key);
         if let Some(entry) = self.entries.iter_mut().find(is_it) {
             entry.count += 1;
             return;
@@ -220,7 +230,10 @@ mod tests {
 
     /// A different key for each number, without an order that a sketch could profit from.
     fn random_key(number: u64) -> String {
-        let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = number
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(29)
+            .wrapping_mul(0xbf58_476d_1ce4_e5b9);
         format!("{mixed:016x}")
     }
 
@@ -230,7 +243,10 @@ mod tests {
         for number in 1..=100_u64 {
             record_times(&hot_keys, NOW, &format!("user{number}"), number);
         }
-        assert_eq!(hot_keys.heaviest(NOW, true, 3), [hot("user100", 100), hot("user99", 99), hot("user98", 98)]);
+        assert_eq!(
+            hot_keys.heaviest(NOW, true, 3),
+            [hot("user100", 100), hot("user99", 99), hot("user98", 98)]
+        );
         assert_eq!(hot_keys.heaviest(NOW, true, 1_000).len(), 100);
         assert_eq!(hot_keys.heaviest(NOW, true, 0), []);
     }
@@ -251,7 +267,8 @@ mod tests {
             hot_keys.record(NOW, policy, key, true);
         }
         let counts = hot_keys.heaviest(NOW, true, 10);
-        let counts: Vec<_> = counts.iter().map(|hot| (hot.policy.as_str(), hot.key.as_str(), hot.count)).collect();
+        let counts: Vec<_> =
+            counts.iter().map(|hot| (hot.policy.as_str(), hot.key.as_str(), hot.count)).collect();
         assert_eq!(counts, [("ab", "c", 2), ("", "abc", 1), ("a", "bc", 1), ("abc", "", 1)]);
     }
 
@@ -285,7 +302,11 @@ mod tests {
         let hottest = hot_keys.heaviest(NOW + 249, true, usize::MAX);
         assert!(hottest.len() > 1_000);
         for hot in &hottest {
-            assert!((hot.count - hot.error..=hot.count).contains(&came[&hot.key]), "{} times {hot:?}", came[&hot.key]);
+            assert!(
+                (hot.count - hot.error..=hot.count).contains(&came[&hot.key]),
+                "{} times {hot:?}",
+                came[&hot.key]
+            );
         }
     }
 
@@ -294,11 +315,19 @@ mod tests {
         let hot_keys = HotKeys::new();
         for number in 0..50_000 {
             let length = usize::try_from(number % 512).expect("small");
-            hot_keys.record(NOW + number / 100, "p", &format!("{:>length$}", random_key(number)), number % 2 == 0);
+            hot_keys.record(
+                NOW + number / 100,
+                "p",
+                &format!("{:>length$}", random_key(number)),
+                number % 2 == 0,
+            );
         }
         for minute in hot_keys.shards.iter().flat_map(|shard| std::mem::take(&mut *shard.lock())) {
             for sketch in [minute.allowed, minute.denied] {
-                assert!(sketch.entries.len() <= ENTRIES_A_SKETCH && sketch.entries.capacity() <= ENTRIES_A_SKETCH);
+                assert!(
+                    sketch.entries.len() <= ENTRIES_A_SKETCH
+                        && sketch.entries.capacity() <= ENTRIES_A_SKETCH
+                );
                 assert!(sketch.entries.iter().all(|entry| entry.name.capacity() <= 2 * MAX_BYTES));
             }
         }
@@ -334,7 +363,10 @@ mod tests {
         record_times(&hot_keys, NOW + 60, "k", 1);
         record_times(&hot_keys, NOW, "k", 1);
         assert_eq!(hot_keys.heaviest(NOW + 60, true, 10), [hot("k", 2)]);
-        assert!(!hot_keys.record(NOW - 4 * 60, "per-user", "k", true), "its place belongs to a later minute");
+        assert!(
+            !hot_keys.record(NOW - 4 * 60, "per-user", "k", true),
+            "its place belongs to a later minute"
+        );
     }
 
     #[test]

@@ -82,8 +82,8 @@ enum Problems {
 /// An answer is whole before it is sent.
 pub(crate) type Reply = Response<Full<Bytes>>;
 
-/// The API for one client. It is hyper's own service: to find one of five paths by a router, and to box each request's body and
-/// future for it, took as long as the rest of an answer.
+/// The API for one client. It is hyper's own service: to find one of five paths by a router, and to
+/// box each request's body and future for it, took as long as the rest of an answer.
 pub(crate) fn service(
     engine: &Arc<Engine>,
     peer: Peer,
@@ -114,13 +114,18 @@ async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, P
             return Box::pin(forward_auth::forward_auth(engine, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json(StatusCode::OK, HeaderMap::new(), serde_json::to_vec(&Api::openapi()).unwrap_or_default()));
+            return Ok(json(
+                StatusCode::OK,
+                HeaderMap::new(),
+                serde_json::to_vec(&Api::openapi()).unwrap_or_default(),
+            ));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
         _ => return Err(not_found(request.uri().clone()).await),
     };
-    let mut refused = wrong_method(request.method().clone(), request.uri().clone()).await.into_http();
+    let mut refused =
+        wrong_method(request.method().clone(), request.uri().clone()).await.into_http();
     refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
     Ok(refused)
 }
@@ -181,7 +186,8 @@ async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Pr
 
 /// Record units that were used already: always charges, even beyond the limit.
 ///
-/// `allowed` says whether they fitted. If not, `remaining` is 0 and `retry_after_ms` is the wait until one unit is free again.
+/// `allowed` says whether they fitted. If not, `remaining` is 0 and `retry_after_ms` is the wait
+/// until one unit is free again.
 #[utoipa::path(
     post, path = "/v1/report", request_body = AskBody<'static>,
     responses(
@@ -193,7 +199,8 @@ async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, 
     answer(engine, Action::Report, peer, request).await
 }
 
-/// Return the units of an earlier charge: with `age_ms` of that charge, otherwise the oldest that still count.
+/// Return the units of an earlier charge: with `age_ms` of that charge, otherwise the oldest that
+/// still count.
 #[utoipa::path(
     post, path = "/v1/refund", request_body = AskBody<'static>,
     responses(
@@ -205,7 +212,12 @@ async fn refund(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, 
     answer(engine, Action::Refund, peer, request).await
 }
 
-async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -> Result<Reply, Problem> {
+async fn answer(
+    engine: &Engine,
+    action: Action,
+    peer: Peer,
+    request: Request,
+) -> Result<Reply, Problem> {
     let live = engine.live();
     let (head, body) = request.into_parts();
     token::check(live.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
@@ -215,13 +227,20 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
         check_names(attributes, &live.policies)?;
         add_address(attributes, &live.client_ip, peer, &head.headers)?;
     }
-    let quota = body.quota.as_ref().map(|Object(quota)| quota.quota()).transpose().map_err(Problem::bad_request)?;
+    let quota = body
+        .quota
+        .as_ref()
+        .map(|Object(quota)| quota.quota())
+        .transpose()
+        .map_err(Problem::bad_request)?;
     let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
         (Some(policy), Some(key), None, None) => Ask::Policy { policy, key, cost: body.cost },
         (None, None, Some(AttributesBody(attributes)), None) => {
             Ask::Attributes { attributes, only: None, cost: body.cost }
         }
-        (None, Some(key), None, Some(quota)) => Ask::Quota { key, quota, cost: body.cost.unwrap_or(1) },
+        (None, Some(key), None, Some(quota)) => {
+            Ask::Quota { key, quota, cost: body.cost.unwrap_or(1) }
+        }
         _ => {
             return Err(Problem::bad_request(
                 "a question has one of three forms: policy and key; attributes alone; key and quota (each with an \
@@ -232,7 +251,9 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
-    let charged_at = body.age_ms.map_or(0, |age| engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1));
+    let charged_at = body
+        .age_ms
+        .map_or(0, |age| engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1));
     let answer = engine.ask(&live, &head.headers, action, ask, charged_at).await?;
     let denied = action == Action::Acquire && !answer.allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
@@ -242,9 +263,14 @@ async fn answer(engine: &Engine, action: Action, peer: Peer, request: Request) -
     Ok(json(status, fields, body::of_answer(&answer)))
 }
 
-/// What a client is told of its limits. `Retry-After` is for a request that was turned away: a peek or a refund tells of a
-/// wait in its body.
-pub(crate) fn add_limits(fields: &mut HeaderMap, answer: &Answer<'_>, with_x_headers: bool, denied: bool) {
+/// What a client is told of its limits. `Retry-After` is for a request that was turned away: a peek
+/// or a refund tells of a wait in its body.
+pub(crate) fn add_limits(
+    fields: &mut HeaderMap,
+    answer: &Answer<'_>,
+    with_x_headers: bool,
+    denied: bool,
+) {
     each_field(answer.limited(), with_x_headers, |name, value| {
         if denied || name != header::RETRY_AFTER {
             fields.insert(name, value);
@@ -258,7 +284,8 @@ fn check_names(attributes: &BTreeMap<String, String>, policies: &Policies) -> Re
     unknown.map_or(Ok(()), |error| Err(Problem::bad_request(format!("attributes: {error}"))))
 }
 
-/// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases grouped by prefix.
+/// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases
+/// grouped by prefix.
 fn add_address(
     attributes: &mut BTreeMap<String, String>,
     client_ip: &ClientIp,
@@ -268,7 +295,9 @@ fn add_address(
     let address = match attributes.get("ip") {
         Some(text) => text.parse::<IpAddr>().map_err(|_| {
             let text: String = text.chars().take(60).collect();
-            Problem::bad_request(format!("attributes.ip: {text:?} is not an address, such as 192.0.2.1 or 2001:db8::1"))
+            Problem::bad_request(format!(
+                "attributes.ip: {text:?} is not an address, such as 192.0.2.1 or 2001:db8::1"
+            ))
         })?,
         None => client_address(client_ip, peer, headers)?,
     };
@@ -277,9 +306,14 @@ fn add_address(
 }
 
 /// Where a request comes from, as far as trusted proxies tell.
-pub(crate) fn client_address(client_ip: &ClientIp, peer: Peer, headers: &HeaderMap) -> Result<IpAddr, Problem> {
+pub(crate) fn client_address(
+    client_ip: &ClientIp,
+    peer: Peer,
+    headers: &HeaderMap,
+) -> Result<IpAddr, Problem> {
     let values = |name: &str| headers.get_all(name).iter().map(HeaderValue::as_bytes);
-    let resolved = client_ip.resolve(peer.address.ip(), values("x-forwarded-for"), values("forwarded"));
+    let resolved =
+        client_ip.resolve(peer.address.ip(), values("x-forwarded-for"), values("forwarded"));
     if resolved.unparsable {
         return Err(Problem::bad_request(
             "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",
@@ -300,25 +334,34 @@ fn parse<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
         }
         // Once more, to tell which field it is.
         let mut again = serde_json::Deserializer::from_slice(body);
-        let field = serde_path_to_error::deserialize::<_, T>(&mut again).err().map(|error| error.path().to_string());
-        let field = field.filter(|path| path != ".").map(|path| format!("{path}: ")).unwrap_or_default();
+        let field = serde_path_to_error::deserialize::<_, T>(&mut again)
+            .err()
+            .map(|error| error.path().to_string());
+        let field =
+            field.filter(|path| path != ".").map(|path| format!("{path}: ")).unwrap_or_default();
         let told = error.to_string().replace("expected u64", "expected a whole number");
         Problem::bad_request(format!("the body is not a question: {field}{told}"))
     })
 }
 
 /// Reads a body, bounded in size and time.
-async fn read<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(body: B) -> Result<Bytes, Problem> {
+async fn read<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(
+    body: B,
+) -> Result<Bytes, Problem> {
     let mut reading = pin!(read_all(body));
     // Nearly every body is there with its head: nobody has to look at the clock.
     if let Poll::Ready(read) = poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
         return read;
     }
-    let late = |_| Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"));
+    let late = |_| {
+        Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"))
+    };
     tokio::time::timeout(BODY_TIME, reading).await.unwrap_or_else(late)
 }
 
-async fn read_all<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(mut body: B) -> Result<Bytes, Problem> {
+async fn read_all<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(
+    mut body: B,
+) -> Result<Bytes, Problem> {
     // Nearly every body comes in one piece, which is not copied.
     let first = next_piece(&mut body, 0).await?.unwrap_or_default();
     if body.is_end_stream() {
@@ -336,7 +379,8 @@ where
     B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin,
 {
     let Some(frame) = body.frame().await else { return Ok(None) };
-    let frame = frame.map_err(|error| Problem::bad_request(format!("the body could not be read: {error}")))?;
+    let frame = frame
+        .map_err(|error| Problem::bad_request(format!("the body could not be read: {error}")))?;
     // Trailers say nothing here.
     let piece = frame.into_data().unwrap_or_default();
     if before + piece.len() > MAX_BODY {

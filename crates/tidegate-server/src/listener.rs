@@ -1,4 +1,5 @@
-//! A listener that hostile clients cannot wear out: bounded in connections, header time and streams; ends gracefully.
+//! A listener that hostile clients cannot wear out: bounded in connections, header time and
+//! streams; ends gracefully.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -74,7 +75,8 @@ where
     }))
 }
 
-/// Serves until `stop` says so, then answers what is under way. `service` makes one for each connection.
+/// Serves until `stop` says so, then answers what is under way. `service` makes one for each
+/// connection.
 pub(crate) async fn serve<S, B>(
     listener: TcpListener,
     service: impl Fn(Peer) -> S,
@@ -118,8 +120,13 @@ pub(crate) async fn serve<S, B>(
 }
 
 /// Answers what comes on one connection, HTTP/1.1 or HTTP/2.
-async fn answer<I, S, B>(stream: I, place: OwnedSemaphorePermit, service: S, watcher: Watcher, manner: Manner)
-where
+async fn answer<I, S, B>(
+    stream: I,
+    place: OwnedSemaphorePermit,
+    service: S,
+    watcher: Watcher,
+    manner: Manner,
+) where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
     S::Future: Send,
@@ -128,15 +135,25 @@ where
     B::Error: Into<axum::BoxError>,
 {
     let stream = Wire::new(stream, place, HEADER_TIME, manner);
-    let streams = if manner.light { Streams::together() } else { Streams::Apart(manner.write_time) };
+    let streams =
+        if manner.light { Streams::together() } else { Streams::Apart(manner.write_time) };
     let mut builder = auto::Builder::new(streams.clone());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_buf_size(64 * 1024);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIME)
+        .max_buf_size(64 * 1024);
     // A small answer is sooner copied behind its head than told to the system in two pieces.
     builder.http1().writev(!manner.light);
-    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(MAX_STREAMS).max_header_list_size(64 * 1024);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_header_list_size(64 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
     let service = Lingering(service);
-    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
+    let connection =
+        builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
     let _ = streams.answer(watcher.watch(connection)).await;
 }
 

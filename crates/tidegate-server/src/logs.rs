@@ -26,7 +26,9 @@ pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let lines = match format {
         LogFormat::Json => lines.json().with_filter(filter).boxed(),
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed(),
+        LogFormat::Text => {
+            lines.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed()
+        }
     };
     let provider = traces::provider()?;
     let layer = provider.as_ref().map(|provider| {

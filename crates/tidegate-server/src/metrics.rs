@@ -1,4 +1,5 @@
-//! Counters of what was decided, in atomics of our own, written out in Prometheus's classic text format.
+//! Counters of what was decided, in atomics of our own, written out in Prometheus's classic text
+//! format.
 //!
 //! Never a key as a label: their number has no bound.
 
@@ -40,7 +41,8 @@ pub(crate) struct Outcomes {
 const MAX_NAMES: usize = 2_000;
 /// The same for limits that requests bring themselves, for which nothing is configured.
 const MAX_OVERRIDE_NAMES: usize = 200;
-const SOURCES: [Source; 5] = [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
+const SOURCES: [Source; 5] =
+    [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
 /// Who decides while the store cannot.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
@@ -69,9 +71,15 @@ impl Metrics {
         Arc::clone(all.entry(policy.to_owned()).or_default())
     }
 
-    /// The counters of a rule, or of limits that requests bring themselves, by the name that its metrics have. That may hold
-    /// what requests say: once there are too many names, they are counted together under `common`.
-    pub(crate) fn envoy_outcomes(&self, metric: &str, common: &str, is_of_a_rule: bool) -> Arc<Outcomes> {
+    /// The counters of a rule, or of limits that requests bring themselves, by the name that its
+    /// metrics have. That may hold what requests say: once there are too many names, they are
+    /// counted together under `common`.
+    pub(crate) fn envoy_outcomes(
+        &self,
+        metric: &str,
+        common: &str,
+        is_of_a_rule: bool,
+    ) -> Arc<Outcomes> {
         let known = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
         let has_room = if is_of_a_rule {
             known.len() < MAX_NAMES
@@ -117,7 +125,9 @@ impl Metrics {
         let mut text = String::with_capacity(8 * 1024);
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         head(&mut text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
-        for (policy, outcomes) in self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter() {
+        for (policy, outcomes) in
+            self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
+        {
             let policy = escaped(policy);
             for (outcome, counter) in [
                 ("allowed", &outcomes.allowed),
@@ -128,44 +138,90 @@ impl Metrics {
                 let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {}", load(counter));
             }
         }
-        head(&mut text, "tidegate_fallback_decisions_total", "counter", "Decisions in the store's place, by policy.");
-        for (policy, outcomes) in self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter() {
+        head(
+            &mut text,
+            "tidegate_fallback_decisions_total",
+            "counter",
+            "Decisions in the store's place, by policy.",
+        );
+        for (policy, outcomes) in
+            self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
+        {
             let policy = escaped(policy);
             for (source, counter) in FALLBACKS.iter().zip(&outcomes.fallback) {
                 let labels = format!("policy=\"{policy}\",source=\"{source}\"");
-                let _ = writeln!(text, "tidegate_fallback_decisions_total{{{labels}}} {}", load(counter));
+                let _ = writeln!(
+                    text,
+                    "tidegate_fallback_decisions_total{{{labels}}} {}",
+                    load(counter)
+                );
             }
         }
         head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by who decided.");
         for (source, counter) in SOURCES.iter().zip(&self.sources) {
-            let _ = writeln!(text, "tidegate_decision_sources_total{{source=\"{source}\"}} {}", load(counter));
+            let _ = writeln!(
+                text,
+                "tidegate_decision_sources_total{{source=\"{source}\"}} {}",
+                load(counter)
+            );
         }
-        self.decision_seconds.write(&mut text, "tidegate_decision_seconds", "Time to decide a request.");
-        self.store_seconds.write(&mut text, "tidegate_store_seconds", "Time of a call to the store.");
-        head(&mut text, "tidegate_store_errors_total", "counter", "Calls that the store could not decide, by kind.");
+        self.decision_seconds.write(
+            &mut text,
+            "tidegate_decision_seconds",
+            "Time to decide a request.",
+        );
+        self.store_seconds.write(
+            &mut text,
+            "tidegate_store_seconds",
+            "Time of a call to the store.",
+        );
+        head(
+            &mut text,
+            "tidegate_store_errors_total",
+            "counter",
+            "Calls that the store could not decide, by kind.",
+        );
         for (kind, counter) in ERROR_KINDS.iter().zip(&self.store_errors) {
-            let _ = writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
+            let _ =
+                writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
         }
         head(&mut text, "tidegate_memory_keys", "gauge", "Keys held in this process's memory.");
         let _ = writeln!(text, "tidegate_memory_keys {}", counts.memory_keys());
         head(&mut text, "tidegate_store_up", "gauge", "Whether the store decides.");
-        let _ = writeln!(text, "tidegate_store_up {}", u8::from(counts.redis().is_none_or(Redis::is_up)));
+        let _ = writeln!(
+            text,
+            "tidegate_store_up {}",
+            u8::from(counts.redis().is_none_or(Redis::is_up))
+        );
         if let Some(redis) = counts.redis() {
             write_redis(&mut text, redis);
         }
-        head(&mut text, "tidegate_config_reloads_total", "counter", "Reloads of the configuration, by outcome.");
-        for (outcome, counter) in [("taken", &self.reloads_taken), ("refused", &self.reloads_refused)] {
-            let _ = writeln!(text, "tidegate_config_reloads_total{{outcome=\"{outcome}\"}} {}", load(counter));
+        head(
+            &mut text,
+            "tidegate_config_reloads_total",
+            "counter",
+            "Reloads of the configuration, by outcome.",
+        );
+        for (outcome, counter) in
+            [("taken", &self.reloads_taken), ("refused", &self.reloads_refused)]
+        {
+            let _ = writeln!(
+                text,
+                "tidegate_config_reloads_total{{outcome=\"{outcome}\"}} {}",
+                load(counter)
+            );
         }
         head(&mut text, "tidegate_build_info", "gauge", "The version that is running.");
-        let _ = writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+        let _ =
+            writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
         text
     }
 }
 
 /// How Redis does, and what stands in for it.
 fn write_redis(text: &mut String, redis: &Redis) {
-    let (parts, fallback, store) = (redis.breaker().states(), redis.fallback().stats(), redis.store());
+    let (parts, fallback, store) =
+        (redis.breaker().states(), redis.fallback().stats(), redis.store());
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
     let numbers = [
         (
@@ -198,15 +254,30 @@ fn write_redis(text: &mut String, redis: &Redis) {
             "Units admitted in the store's place, to be charged to it.",
             fallback.owed_units,
         ),
-        ("tidegate_repaid_units_total", "counter", "Units charged to the store afterwards.", fallback.repaid_units),
+        (
+            "tidegate_repaid_units_total",
+            "counter",
+            "Units charged to the store afterwards.",
+            fallback.repaid_units,
+        ),
         (
             "tidegate_dropped_units_total",
             "counter",
             "Units admitted in the store's place that were too many to be charged to it.",
             fallback.dropped_units,
         ),
-        ("tidegate_redis_script_loads_total", "counter", "Scripts sent to Redis.", store.script_loads()),
-        ("tidegate_redis_reconnects_total", "counter", "Connections to Redis made anew.", store.reconnects()),
+        (
+            "tidegate_redis_script_loads_total",
+            "counter",
+            "Scripts sent to Redis.",
+            store.script_loads(),
+        ),
+        (
+            "tidegate_redis_reconnects_total",
+            "counter",
+            "Connections to Redis made anew.",
+            store.reconnects(),
+        ),
         (
             "tidegate_redis_redirects_total",
             "counter",
@@ -266,7 +337,9 @@ impl Histogram {
     fn write(&self, text: &mut String, name: &str, help: &str) {
         head(text, name, "histogram", help);
         let mut count = 0;
-        for (bucket, bound) in self.buckets.iter().zip(BOUNDS.iter().map(|(_, bound)| *bound).chain(["+Inf"])) {
+        for (bucket, bound) in
+            self.buckets.iter().zip(BOUNDS.iter().map(|(_, bound)| *bound).chain(["+Inf"]))
+        {
             count += bucket.load(Ordering::Relaxed);
             let _ = writeln!(text, "{name}_bucket{{le=\"{bound}\"}} {count}");
         }
@@ -289,12 +362,18 @@ mod tests {
         histogram.write(&mut text, "x", "y");
         assert!(text.contains("x_bucket{le=\"1e-05\"} 2\n"), "{text}");
         assert!(text.contains("x_bucket{le=\"2.5e-05\"} 3\n"), "{text}");
-        assert!(text.contains("x_bucket{le=\"1\"} 4\n") && text.contains("x_bucket{le=\"+Inf\"} 5\n"), "{text}");
+        assert!(
+            text.contains("x_bucket{le=\"1\"} 4\n") && text.contains("x_bucket{le=\"+Inf\"} 5\n"),
+            "{text}"
+        );
         assert!(text.contains("x_count 5\n") && text.contains("x_sum 2.000023\n"), "{text}");
     }
 
     fn memory() -> Counts {
-        Counts::Memory { limiter: tidegate::Limiter::new(tidegate::MemoryStore::new()), metrics: Arc::default() }
+        Counts::Memory {
+            limiter: tidegate::Limiter::new(tidegate::MemoryStore::new()),
+            metrics: Arc::default(),
+        }
     }
 
     #[test]
@@ -303,7 +382,9 @@ mod tests {
         metrics.outcomes("a\"} 1\nb\\").count(true, false);
         let counts = memory();
         assert!(
-            metrics.text(&counts).contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#)
+            metrics
+                .text(&counts)
+                .contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#)
         );
     }
 }

@@ -27,7 +27,13 @@ pub(crate) struct Problem {
 impl Problem {
     pub(crate) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
         let title = status.canonical_reason().unwrap_or("Error");
-        Self { kind: "about:blank", title, status: status.as_u16(), detail: detail.into(), challenge: false }
+        Self {
+            kind: "about:blank",
+            title,
+            status: status.as_u16(),
+            detail: detail.into(),
+            challenge: false,
+        }
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
@@ -43,7 +49,9 @@ impl From<AskError> for Problem {
     fn from(error: AskError) -> Self {
         let status = match &error {
             AskError::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
-            AskError::Charge(_) | AskError::Quota(_) | AskError::Select(_) => StatusCode::BAD_REQUEST,
+            AskError::Charge(_) | AskError::Quota(_) | AskError::Select(_) => {
+                StatusCode::BAD_REQUEST
+            }
             AskError::Store(store) => {
                 // The operator reads the reason; the client only that it was not its fault.
                 logs::store_failed(store);
@@ -67,11 +75,14 @@ impl Problem {
     pub(crate) fn into_http(self) -> Response<Full<Bytes>> {
         let body = serde_json::to_vec(&self).unwrap_or_default();
         let mut response = Response::new(Full::from(body));
-        *response.status_mut() = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        *response.status_mut() =
+            StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
         if self.challenge {
-            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            response
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }

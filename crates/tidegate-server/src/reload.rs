@@ -1,8 +1,9 @@
 //! Takes a changed configuration without a restart: on a change of its files, and on SIGHUP.
 //!
-//! Folders are watched, not files: editors and Kubernetes replace a file (or a link on the way to it), and a watch on the file
-//! itself would go on looking at the old one. A file that has just changed may be half written: it is read once two looks at it
-//! have found the same. Who sends a signal is done writing.
+//! Folders are watched, not files: editors and Kubernetes replace a file (or a link on the way to
+//! it), and a watch on the file itself would go on looking at the old one. A file that has just
+//! changed may be half written: it is read once two looks at it have found the same. Who sends a
+//! signal is done writing.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -44,7 +45,8 @@ pub(crate) fn watch(
         }
     };
     let watcher = notify::recommended_watcher(notice).context("the file cannot be watched")?;
-    let mut watched = Watched { watcher, warn, file, files, folders: BTreeSet::new(), last: Vec::new() };
+    let mut watched =
+        Watched { watcher, warn, file, files, folders: BTreeSet::new(), last: Vec::new() };
     watched.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
     // Before anybody knows that we listen, and may change them.
@@ -65,7 +67,13 @@ struct Watched {
 }
 
 impl Watched {
-    async fn follow(mut self, mut hangup: Signal, mut changes: mpsc::Receiver<()>, fixed: Fixed, engine: Arc<Engine>) {
+    async fn follow(
+        mut self,
+        mut hangup: Signal,
+        mut changes: mpsc::Receiver<()>,
+        fixed: Fixed,
+        engine: Arc<Engine>,
+    ) {
         let mut settling = None;
         loop {
             let pause = if settling.is_some() { SETTLE } else { LOOK_FOR_THE_LOST };
@@ -128,7 +136,8 @@ impl Watched {
     }
 
     fn watch_folders(&mut self) {
-        let folders: BTreeSet<PathBuf> = self.files.iter().flat_map(|file| links::folders(file)).collect();
+        let folders: BTreeSet<PathBuf> =
+            self.files.iter().flat_map(|file| links::folders(file)).collect();
         for left in self.folders.difference(&folders) {
             // With a folder its watch is gone.
             let _ = self.watcher.unwatch(left);
@@ -147,7 +156,9 @@ impl Watched {
 type Look = Option<(SystemTime, Vec<u8>)>;
 
 fn look(files: &[PathBuf]) -> Vec<Look> {
-    let read = |file: &Path| std::io::Result::Ok((std::fs::metadata(file)?.modified()?, std::fs::read(file)?));
+    let read = |file: &Path| {
+        std::io::Result::Ok((std::fs::metadata(file)?.modified()?, std::fs::read(file)?))
+    };
     files.iter().map(|file| read(file).ok()).collect()
 }
 

@@ -36,7 +36,11 @@ pub(crate) struct Fixed {
 
 impl Fixed {
     fn of(config: &Config) -> Self {
-        Self { listen: config.listen.clone(), store: config.store.clone(), gateway: config.gateway.clone() }
+        Self {
+            listen: config.listen.clone(),
+            store: config.store.clone(),
+            gateway: config.gateway.clone(),
+        }
     }
 
     /// Says what a new configuration would change in vain.
@@ -52,7 +56,11 @@ impl Fixed {
 }
 
 /// Runs the API until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
-pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl FnOnce(&Listen)) -> anyhow::Result<()> {
+pub(crate) async fn serve(
+    config: Config,
+    file: Option<PathBuf>,
+    announce: impl FnOnce(&Listen),
+) -> anyhow::Result<()> {
     let signals = Signals::new()?;
     let http_listener = bind(config.listen.http, "listen.http").await?;
     let grpc_listener = bind(config.listen.grpc, "listen.grpc").await?;
@@ -67,10 +75,22 @@ pub(crate) async fn serve(config: Config, file: Option<PathBuf>, announce: impl 
         let engine = Arc::clone(engine);
         move |peer| http::service(&engine, peer)
     };
-    let http = tokio::spawn(listener::serve(http_listener, http, secured(engine), stopped.clone(), manner));
+    let http = tokio::spawn(listener::serve(
+        http_listener,
+        http,
+        secured(engine),
+        stopped.clone(),
+        manner,
+    ));
     let grpc = Envoy::new(Arc::clone(engine)).await?;
     let grpc = move |_| grpc.service();
-    let grpc = tokio::spawn(listener::serve(grpc_listener, grpc, secured(engine), stopped.clone(), manner));
+    let grpc = tokio::spawn(listener::serve(
+        grpc_listener,
+        grpc,
+        secured(engine),
+        stopped.clone(),
+        manner,
+    ));
     announce(&listen);
     service.run(signals, [http, grpc]).await;
     Ok(())
@@ -90,7 +110,8 @@ pub(crate) async fn gateway(
     let service = Service::start(config, file, gateway::warn_of_unused_policies).await?;
     listen.admin = service.admin_address;
 
-    let manner = Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, light: false };
+    let manner =
+        Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, light: false };
     let gateway = gateway::service(&settings, &service.engine)?;
     let gateway = move |peer| listener::told_the_peer(&gateway, peer);
     let (tls, stopped) = (secured(&service.engine), service.stopped.clone());
@@ -108,7 +129,10 @@ struct Signals {
 
 impl Signals {
     fn new() -> anyhow::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
     }
 }
 
@@ -125,7 +149,11 @@ struct Service {
 
 impl Service {
     /// Starts the engine; `warn` is called with the policies now and after each reload.
-    async fn start(config: Config, file: Option<PathBuf>, warn: fn(&Policies)) -> anyhow::Result<Self> {
+    async fn start(
+        config: Config,
+        file: Option<PathBuf>,
+        warn: fn(&Policies),
+    ) -> anyhow::Result<Self> {
         raise_file_limit();
         warn(&config.policies);
         let (files, store) = (config.files.clone(), config.store.clone());
@@ -142,12 +170,19 @@ impl Service {
             let fixed = Fixed::of(&Config::load(&file)?);
             reload::watch(file, files, fixed, warn, Arc::clone(&engine))?;
         }
-        // The admin listener answers as long as anything is under way: it says that we are not ready any more.
+        // The admin listener answers as long as anything is under way: it says that we are not
+        // ready any more.
         let (admin_stop, admin_stopped) = watch::channel(false);
         let admin = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
         let router = move |peer| listener::told_the_peer(&admin, peer);
-        let manner = Manner { drain: Duration::from_secs(1), write_time: WRITE_TIME, strict: false, light: true };
-        let admin = tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
+        let manner = Manner {
+            drain: Duration::from_secs(1),
+            write_time: WRITE_TIME,
+            strict: false,
+            light: true,
+        };
+        let admin =
+            tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
         Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })
     }
 
@@ -184,18 +219,22 @@ async fn examine(engine: Arc<Engine>, config: RedisConfig) {
     doctor::warn_of(redis.store(), config.prefix(), config.timeout()).await;
 }
 
-/// Every connection is a file. Many systems start a process with 1,024 of them, and let it ask for more.
+/// Every connection is a file. Many systems start a process with 1,024 of them, and let it ask for
+/// more.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| limit.maximum.is_none_or(|maximum| current < maximum))
-        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
+        && let Err(error) =
+            setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
     {
         tracing::warn!(%error, limit = limit.current, "the limit on open files stays as it is");
     }
 }
 
 /// TLS as it is configured now: certificates are taken anew without a restart.
-fn secured(engine: &Arc<Engine>) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
+fn secured(
+    engine: &Arc<Engine>,
+) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
     let engine = Arc::clone(engine);
     move || engine.live().tls.clone()
 }

@@ -21,18 +21,33 @@ fn text(bytes: &[u8]) -> String {
 
 /// The JSON lines of an output.
 fn bodies(output: &Output) -> Vec<Value> {
-    text(&output.stdout).lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+    text(&output.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("a JSON line"))
+        .collect()
 }
 
 #[test]
 fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
-    let output = tidegate(&["acquire", "user123", "--limit", "2", "--window", "1d", "--count", "3"]);
+    let output =
+        tidegate(&["acquire", "user123", "--limit", "2", "--window", "1d", "--count", "3"]);
     let expected = "allowed  1 of 2 left, all back in 1d\n\
                     allowed  0 of 2 left, all back in 1d\n\
                     denied   0 of 2 left, retry in 1d\n";
     assert_eq!(text(&output.stdout), expected);
     assert_eq!(output.status.code(), Some(1), "one was denied");
-    let queue = ["acquire", "u", "--algorithm", "leaky-bucket", "--limit", "2", "--window", LONG, "--count", "2"];
+    let queue = [
+        "acquire",
+        "u",
+        "--algorithm",
+        "leaky-bucket",
+        "--limit",
+        "2",
+        "--window",
+        LONG,
+        "--count",
+        "2",
+    ];
     let output = tidegate(&queue);
     assert!(text(&output.stdout).contains("wait 50d for its turn"), "{}", text(&output.stdout));
     assert_eq!(output.status.code(), Some(0), "all were allowed");
@@ -40,8 +55,10 @@ fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
 
 #[test]
 fn finished_work_is_reported_beyond_the_limit() {
-    let output =
-        tidegate(&["acquire", "u", "--limit", "1000", "--window", "1d", "--cost", "600", "--count", "3", "--report"]);
+    let output = tidegate(&[
+        "acquire", "u", "--limit", "1000", "--window", "1d", "--cost", "600", "--count", "3",
+        "--report",
+    ]);
     let lines = text(&output.stdout);
     let lines: Vec<&str> = lines.lines().collect();
     assert_eq!(lines[0], "allowed  400 of 1000 left, all back in 1d");
@@ -52,7 +69,10 @@ fn finished_work_is_reported_beyond_the_limit() {
 
 #[test]
 fn machines_read_the_body_of_the_api() {
-    let arguments = ["acquire", "user123", "--limit", "5", "--window", LONG, "--cost", "3", "--count", "2", "--json"];
+    let arguments = [
+        "acquire", "user123", "--limit", "5", "--window", LONG, "--cost", "3", "--count", "2",
+        "--json",
+    ];
     let output = tidegate(&arguments);
     assert_eq!(output.status.code(), Some(1));
     let bodies = bodies(&output);
@@ -71,7 +91,12 @@ fn machines_read_the_body_of_the_api() {
 fn flags_can_come_from_the_environment() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.args(["acquire", "user123"]).env_clear();
-    command.envs([("TIDEGATE_LIMIT", "1"), ("TIDEGATE_WINDOW", LONG), ("TIDEGATE_COUNT", "2"), ("TIDEGATE_JSON", "1")]);
+    command.envs([
+        ("TIDEGATE_LIMIT", "1"),
+        ("TIDEGATE_WINDOW", LONG),
+        ("TIDEGATE_COUNT", "2"),
+        ("TIDEGATE_JSON", "1"),
+    ]);
     let output = command.output().expect("the binary runs");
     assert_eq!(bodies(&output).len(), 2, "{}", text(&output.stderr));
     assert_eq!(output.status.code(), Some(1));
@@ -85,17 +110,38 @@ fn each_mistake_gets_exit_code_2_and_a_line_that_says_what_would_be_right() {
         (&["acquire", "u", "--limit", "0", "--window", "60s"], "from 1 to 1000000000000"),
         (&["acquire", "u", "--limit", "-1", "--window", "60s"], "unexpected argument '-1'"),
         (&["acquire", "u", "--limit", "many", "--window", "60s"], "invalid digit"),
-        (&["acquire", "u", "--limit", "5", "--window", "60"], "write it like 500ms, 60s, 5m, 1h30m or 30d"),
+        (
+            &["acquire", "u", "--limit", "5", "--window", "60"],
+            "write it like 500ms, 60s, 5m, 1h30m or 30d",
+        ),
         (&["acquire", "u", "--limit", "5", "--window", "1us"], "from 1ms to 366 days"),
         (&["acquire", "u", "--limit", "5"], "--window"),
         (&["acquire", "", quota[0], quota[1], quota[2], quota[3]], "the key is empty"),
-        (&["acquire", &long_key, quota[0], quota[1], quota[2], quota[3]], "has 513 bytes: at most 512"),
-        (&["acquire", "a\nb", quota[0], quota[1], quota[2], quota[3]], "control character '\\n' at byte 1"),
-        (&["acquire", "u", "--limit", "5", "--window", "60s", "--cost", "0"], "a cost is at least 1"),
+        (
+            &["acquire", &long_key, quota[0], quota[1], quota[2], quota[3]],
+            "has 513 bytes: at most 512",
+        ),
+        (
+            &["acquire", "a\nb", quota[0], quota[1], quota[2], quota[3]],
+            "control character '\\n' at byte 1",
+        ),
+        (
+            &["acquire", "u", "--limit", "5", "--window", "60s", "--cost", "0"],
+            "a cost is at least 1",
+        ),
         (&["acquire", "u", "--limit", "5", "--window", "60s", "--cost", "6"], "at most 5 at once"),
-        (&["acquire", "u", "--limit", "5", "--window", "60s", "--algorithm", "token"], "token-bucket"),
-        (&["acquire", "u", "--limit", "5", "--window", "60s", "--burst", "9"], "only token-bucket and leaky-bucket"),
-        (&["acquire", "u", "--limit", "5", "--window", "60s", "--redis", "127.0.0.1"], "redis://[user:password@]host"),
+        (
+            &["acquire", "u", "--limit", "5", "--window", "60s", "--algorithm", "token"],
+            "token-bucket",
+        ),
+        (
+            &["acquire", "u", "--limit", "5", "--window", "60s", "--burst", "9"],
+            "only token-bucket and leaky-bucket",
+        ),
+        (
+            &["acquire", "u", "--limit", "5", "--window", "60s", "--redis", "127.0.0.1"],
+            "redis://[user:password@]host",
+        ),
         (&["aquire", "u"], "acquire"),
     ];
     for (arguments, message) in cases {
@@ -123,13 +169,15 @@ fn a_redis_that_cannot_be_reached_is_an_error_without_its_password() {
 #[test]
 fn help_shows_examples_and_hides_secrets() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-    let output = command.args(["acquire", "--help"]).env("TIDEGATE_REDIS", "redis://:hunter2@host").output();
+    let output =
+        command.args(["acquire", "--help"]).env("TIDEGATE_REDIS", "redis://:hunter2@host").output();
     let help = text(&output.expect("the binary runs").stdout);
     assert!(help.contains("Examples:") && help.contains("--count 5"), "{help}");
     assert!(!help.contains("hunter2"), "{help}");
 }
 
-/// Eight processes, each asking over and over, on one Redis: exactly the limit is admitted in all, in every algorithm.
+/// Eight processes, each asking over and over, on one Redis: exactly the limit is admitted in all,
+/// in every algorithm.
 #[test]
 fn several_processes_on_one_redis_admit_exactly_the_limit() {
     let redis = Redis::start();
@@ -146,7 +194,9 @@ fn several_processes_on_one_redis_admit_exactly_the_limit() {
         let mut processes = Vec::new();
         for _ in 0..8 {
             let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-            command.args(["acquire", "shared", "--limit", "300", "--window", LONG, "--count", "60", "--json"]);
+            command.args([
+                "acquire", "shared", "--limit", "300", "--window", LONG, "--count", "60", "--json",
+            ]);
             command.args(["--algorithm", algorithm, "--redis", &url, "--timeout", "20s"]);
             if !encoding.is_empty() {
                 command.args(["--encoding", encoding]);

@@ -6,7 +6,10 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 fn tidegate(arguments: &[&str]) -> (Option<i32>, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_tidegate")).args(arguments).output().expect("the binary runs");
+    let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(arguments)
+        .output()
+        .expect("the binary runs");
     (output.status.code(), String::from_utf8(output.stdout).expect("UTF-8"))
 }
 
@@ -24,9 +27,11 @@ fn a_script_is_told_in_json() {
     assert_eq!(check(&file, "policies:\n  - {name: a, limit: 1, window: 1s}\n"), (Some(0), good));
     let (code, wrong) = check(&file, "policies:\n  - {name: a, limit: 0, window: 1s}\n");
     let message = "limit: must be a whole number from 1 to 1000000000000";
-    let expected = json!({"file": file, "good": false, "line": 2, "column": 22, "message": message});
+    let expected =
+        json!({"file": file, "good": false, "line": 2, "column": 22, "message": message});
     assert_eq!((code, wrong), (Some(2), expected));
-    let (code, unknown) = check(&file, "policies:\n  - {name: a, limit: 1, window: 1s, key: [ip, heder.x]}\n");
+    let (code, unknown) =
+        check(&file, "policies:\n  - {name: a, limit: 1, window: 1s, key: [ip, heder.x]}\n");
     assert_eq!((code, &unknown["line"], &unknown["column"]), (Some(2), &json!(2), &json!(47)));
     let message = unknown["message"].as_str().expect("a message");
     assert!(message.starts_with("key: unknown attribute \"heder.x\""), "{message}");

@@ -11,7 +11,10 @@ use support::{Redis, Service, request};
 const SECOND: Duration = Duration::from_secs(1);
 
 fn config(redis: &Redis, limit: u64) -> String {
-    format!("store: {{redis: '{}'}}\npolicies:\n  - {{name: p, limit: {limit}, window: 1h}}\n", redis.url())
+    format!(
+        "store: {{redis: '{}'}}\npolicies:\n  - {{name: p, limit: {limit}, window: 1h}}\n",
+        redis.url()
+    )
 }
 
 fn ask(key: &str) -> Value {
@@ -52,21 +55,30 @@ fn a_denial_is_answered_from_the_cache_until_something_changes() {
     exhaust(&service, "u1");
     let answer = service.acquire(&ask("u1"));
     assert_eq!((answer.status, &answer.json()["source"]), (429, &json!("deny-cache")));
-    let retry_after: u64 = answer.header("retry-after").and_then(|text| text.parse().ok()).expect("seconds");
+    let retry_after: u64 =
+        answer.header("retry-after").and_then(|text| text.parse().ok()).expect("seconds");
     assert!((3_590..=3_600).contains(&retry_after), "{retry_after}");
     assert_eq!(answer.json()["remaining"], 0);
     let look = service.post("/v1/peek", &ask("u1").to_string());
     assert_eq!((look.status, &look.json()["allowed"]), (200, &json!(false)));
 
     let metrics = service.admin("/metrics").body;
-    let value = |name: &str| metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
-    assert!(value("tidegate_decision_sources_total{source=\"deny-cache\"}") >= Some(2), "{metrics}");
+    let value = |name: &str| {
+        metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok())
+    };
+    assert!(
+        value("tidegate_decision_sources_total{source=\"deny-cache\"}") >= Some(2),
+        "{metrics}"
+    );
     assert_eq!(value("tidegate_deny_cache_entries"), Some(1), "{metrics}");
 
     // A raised limit is another quota: the very next request is asked of Redis.
     std::fs::write(service.file(), support::with_free_ports(&config(&redis, 3))).expect("written");
     service.until("it is taken", |service| {
-        service.admin("/metrics").body.contains("tidegate_config_reloads_total{outcome=\"taken\"} 1")
+        service
+            .admin("/metrics")
+            .body
+            .contains("tidegate_config_reloads_total{outcome=\"taken\"} 1")
     });
     let raised = service.acquire(&ask("u1"));
     assert_eq!((raised.status, &raised.json()["source"]), (200, &json!("store")), "{raised:?}");

@@ -1,4 +1,5 @@
-//! Dependencies are permissive, come from the registry, and need no more than a C compiler to build.
+//! Dependencies are permissive, come from the registry, and need no more than a C compiler to
+//! build.
 
 use std::process::Command;
 
@@ -6,16 +7,26 @@ use serde_json::Value;
 
 #[test]
 fn every_dependency_is_permissive_and_builds_without_cmake() {
-    let deny = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../deny.toml")).expect("deny.toml");
-    let list = |start: &str| deny.split_once(start).and_then(|(_, rest)| rest.split_once(']')).expect("a list").0;
-    let allowed: Vec<&str> = list("allow = [").split(',').map(|name| name.trim().trim_matches('"')).collect();
+    let deny = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../deny.toml"))
+        .expect("deny.toml");
+    let list = |start: &str| {
+        deny.split_once(start).and_then(|(_, rest)| rest.split_once(']')).expect("a list").0
+    };
+    let allowed: Vec<&str> =
+        list("allow = [").split(',').map(|name| name.trim().trim_matches('"')).collect();
     assert!(allowed.contains(&"MIT"));
-    let denied: Vec<&str> =
-        list("deny = [").split("crate = \"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+    let denied: Vec<&str> = list("deny = [")
+        .split("crate = \"")
+        .skip(1)
+        .filter_map(|rest| rest.split('"').next())
+        .collect();
     assert!(denied.contains(&"aws-lc-sys"));
 
     let arguments = ["metadata", "--format-version", "1", "--locked", "--all-features"];
-    let output = Command::new(env!("CARGO")).args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    let output = Command::new(env!("CARGO"))
+        .args(arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output();
     let output = output.expect("cargo runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -25,7 +36,9 @@ fn every_dependency_is_permissive_and_builds_without_cmake() {
         let name = package["name"].as_str().expect("a name");
         let licence = package["license"].as_str().unwrap_or("none");
         let permissive = |part: &str| allowed.contains(&part.trim_matches(['(', ')', ' ']));
-        let every = licence.split(" AND ").all(|choice| choice.replace('/', " OR ").split(" OR ").any(permissive));
+        let every = licence
+            .split(" AND ")
+            .all(|choice| choice.replace('/', " OR ").split(" OR ").any(permissive));
         assert!(every, "{name} is under {licence}");
         assert!(!denied.contains(&name), "{name} is banned by deny.toml");
         let source = package["source"].as_str().unwrap_or("registry+");

@@ -35,7 +35,11 @@ fn report(output: &Output) -> (Value, Option<i32>) {
 
 /// The findings of one check: level and message.
 fn found(report: &Value, check: &str) -> Vec<(String, String)> {
-    let findings = report["findings"].as_array().expect("findings").iter().filter(|finding| finding["check"] == check);
+    let findings = report["findings"]
+        .as_array()
+        .expect("findings")
+        .iter()
+        .filter(|finding| finding["check"] == check);
     let word = |finding: &Value, name: &str| finding[name].as_str().expect("a text").to_owned();
     findings.map(|finding| (word(finding, "level"), word(finding, "message"))).collect()
 }
@@ -59,7 +63,9 @@ fn until(what: &str, is_so: impl Fn() -> bool) {
 /// A replica that is in step.
 fn replica_of(primary: &Redis) -> Redis {
     let replica = Redis::start_with(&["--replicaof", "127.0.0.1", &primary.port().to_string()]);
-    until("the replica is in step", || primary.query::<String>(&["INFO", "replication"]).contains("state=online"));
+    until("the replica is in step", || {
+        primary.query::<String>(&["INFO", "replication"]).contains("state=online")
+    });
     replica
 }
 
@@ -91,7 +97,10 @@ fn a_good_server_is_fit_and_each_check_has_its_line() {
     ] {
         assert!(shown.contains(check), "no {check:?} in\n{shown}");
     }
-    assert!(shown.lines().last().is_some_and(|verdict| verdict.starts_with("fit, with ")), "{shown}");
+    assert!(
+        shown.lines().last().is_some_and(|verdict| verdict.starts_with("fit, with ")),
+        "{shown}"
+    );
     assert!(!shown.contains('\u{1b}'), "no colours without a terminal");
     redis.assert_every_key_expires();
 }
@@ -106,14 +115,19 @@ fn machines_read_one_object() {
     let node = &report["nodes"][0];
     assert_eq!(node["address"], format!("127.0.0.1:{}", redis.port()));
     assert_eq!(node["role"], "primary");
-    assert!(node["version"].as_str().is_some_and(|version| version.starts_with("Redis ")), "{node}");
+    assert!(
+        node["version"].as_str().is_some_and(|version| version.starts_with("Redis ")),
+        "{node}"
+    );
     assert!(node["clock_ahead_us"].as_i64().is_some_and(|ahead| ahead.abs() < 1_000_000), "{node}");
     let latency = &report["latency_us"];
     assert_eq!(latency["samples"], 50);
-    let [p50, p90, p99, max] = ["p50", "p90", "p99", "max"].map(|name| latency[name].as_u64().expect("a number"));
+    let [p50, p90, p99, max] =
+        ["p50", "p90", "p99", "max"].map(|name| latency[name].as_u64().expect("a number"));
     assert!(0 < p50 && p50 <= p90 && p90 <= p99 && p99 <= max, "{latency}");
     for finding in report["findings"].as_array().expect("a list") {
-        let mut fields: Vec<&str> = finding.as_object().expect("an object").keys().map(String::as_str).collect();
+        let mut fields: Vec<&str> =
+            finding.as_object().expect("an object").keys().map(String::as_str).collect();
         fields.sort_unstable();
         assert_eq!(fields, ["advice", "check", "level", "message", "node"]);
     }
@@ -136,7 +150,13 @@ fn a_key_without_expiry_is_found_among_many_and_shown_without_its_tricks() {
     let redis = Redis::start();
     let mut pipeline = redis::pipe();
     for number in 0..5_000 {
-        pipeline.cmd("SET").arg(format!("rate_limit:{{u{number}}}:p")).arg(1).arg("EX").arg(1_000).ignore();
+        pipeline
+            .cmd("SET")
+            .arg(format!("rate_limit:{{u{number}}}:p"))
+            .arg(1)
+            .arg("EX")
+            .arg(1_000)
+            .ignore();
     }
     pipeline.query::<()>(&mut redis.connection()).expect("written");
     let (report, _) = examined(&redis.url());
@@ -149,9 +169,11 @@ fn a_key_without_expiry_is_found_among_many_and_shown_without_its_tricks() {
     // It is not ours under another prefix, stars or not.
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("tidegate.yaml");
-    let config = format!("store: {{redis: '{}', prefix: 'r*', timeout: 2s}}\npolicies: []\n", redis.url());
+    let config =
+        format!("store: {{redis: '{}', prefix: 'r*', timeout: 2s}}\npolicies: []\n", redis.url());
     std::fs::write(&file, config).expect("written");
-    let output = tidegate(&["doctor", "--config", &file.display().to_string(), "--json", "--probes", "5"]);
+    let output =
+        tidegate(&["doctor", "--config", &file.display().to_string(), "--json", "--probes", "5"]);
     let (report, code) = self::report(&output);
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "latency", "ok", "a decision may take 2s");
@@ -171,7 +193,11 @@ fn secrets_are_never_printed() {
         let all = text(&output.stdout) + &text(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{all}");
         assert!(!all.contains("planted-secret"), "{all}");
-        assert_eq!(all.contains("WRONGPASS: the user or the password is wrong"), code == 2, "{all}");
+        assert_eq!(
+            all.contains("WRONGPASS: the user or the password is wrong"),
+            code == 2,
+            "{all}"
+        );
     }
 }
 
@@ -182,7 +208,10 @@ fn a_redis_that_is_not_there_is_one_line_or_one_finding() {
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2));
     assert_eq!(error.lines().count(), 1, "{error}");
-    assert!(error.contains("cannot be reached: 127.0.0.1:1") && output.stdout.is_empty(), "{error}");
+    assert!(
+        error.contains("cannot be reached: 127.0.0.1:1") && output.stdout.is_empty(),
+        "{error}"
+    );
     let (report, code) = examined(url);
     assert_eq!((code, &report["verdict"]), (Some(2), &Value::from("error")));
     assert_found(&report, "connection", "error", "cannot be reached: 127.0.0.1:1");
@@ -196,23 +225,33 @@ fn without_a_redis_there_is_nothing_to_examine() {
     std::fs::write(&file, "policies: []\n").expect("written");
     let output = tidegate(&["doctor", "--config", &file.display().to_string()]);
     assert_eq!(output.status.code(), Some(0));
-    assert!(text(&output.stdout).contains("there is no Redis to examine"), "{}", text(&output.stdout));
+    assert!(
+        text(&output.stdout).contains("there is no Redis to examine"),
+        "{}",
+        text(&output.stdout)
+    );
     let output = tidegate(&["doctor"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("--redis URL, or --config FILE"), "{}", text(&output.stderr));
+    assert!(
+        text(&output.stderr).contains("--redis URL, or --config FILE"),
+        "{}",
+        text(&output.stderr)
+    );
 }
 
 /// The rules that the doctor itself advises, for a user `tidegate` with the password `pw`.
 fn advised_rules(report: &Value) -> Vec<String> {
     let findings = report["findings"].as_array().expect("findings");
-    let acl = findings.iter().find(|finding| finding["check"] == "acl").expect("the ACL is looked at");
+    let acl =
+        findings.iter().find(|finding| finding["check"] == "acl").expect("the ACL is looked at");
     let advice = acl["advice"].as_str().expect("an advice").replace("PASSWORD", "pw");
     let line = advice.split_once("ACL SETUSER").expect("a line").1;
     line.split_whitespace().map(str::to_owned).collect()
 }
 
 fn apply(redis: &Redis, rules: &[String]) {
-    let words: Vec<&str> = ["ACL", "SETUSER"].into_iter().chain(rules.iter().map(String::as_str)).collect();
+    let words: Vec<&str> =
+        ["ACL", "SETUSER"].into_iter().chain(rules.iter().map(String::as_str)).collect();
     let () = redis.query(&words);
 }
 
@@ -238,8 +277,12 @@ fn the_user_that_it_advises_passes_and_decides() {
         ("token-bucket", "--json"),
         ("leaky-bucket", "--json"),
     ] {
-        // Three are allowed, with a cost to them, and the rest denied: every way through the script.
-        let more = ["--limit", "9", "--window", "1h", "--cost", "3", "--count", "5", "--redis", &url, encoding];
+        // Three are allowed, with a cost to them, and the rest denied: every way through the
+        // script.
+        let more = [
+            "--limit", "9", "--window", "1h", "--cost", "3", "--count", "5", "--redis", &url,
+            encoding,
+        ];
         let output = tidegate(&[&["acquire", "u", "--algorithm", algorithm], &more[..]].concat());
         assert_eq!(output.status.code(), Some(1), "{algorithm}: {}", text(&output.stderr));
     }
@@ -259,13 +302,22 @@ fn each_permission_that_is_missing_is_named() {
         let (report, code) = examined(&url);
         assert_eq!(code, Some(2), "{taken}: {report}");
         let lacks = format!("this user lacks what decisions need: {}", &taken[1..]);
-        assert!(found(&report, "acl").iter().any(|(_, message)| *message == lacks), "{taken}: {report}");
+        assert!(
+            found(&report, "acl").iter().any(|(_, message)| *message == lacks),
+            "{taken}: {report}"
+        );
         assert_eq!(advised_rules(&report), rules, "{taken}");
     }
     let () = redis.query(&["ACL", "DELUSER", "tidegate"]);
-    let elsewhere: Vec<String> = rules.iter().map(|rule| rule.replace("~rate_limit:*", "~other:*")).collect();
+    let elsewhere: Vec<String> =
+        rules.iter().map(|rule| rule.replace("~rate_limit:*", "~other:*")).collect();
     apply(&redis, &elsewhere);
-    assert_found(&examined(&url).0, "acl", "error", "lacks what decisions need: keys ~rate_limit:*");
+    assert_found(
+        &examined(&url).0,
+        "acl",
+        "error",
+        "lacks what decisions need: keys ~rate_limit:*",
+    );
     redis.assert_every_key_expires();
 }
 
@@ -278,10 +330,18 @@ fn replicas_and_what_a_split_brain_costs() {
     assert_found(&report, "replicas", "ok", "1 connected");
     assert_found(&report, "min-replicas-to-write", "note", "both grant");
     let nodes = report["nodes"].as_array().expect("nodes");
-    assert!(nodes.iter().any(|node| node["role"] == "replica" && node["clock_ahead_us"].is_i64()), "{report}");
+    assert!(
+        nodes.iter().any(|node| node["role"] == "replica" && node["clock_ahead_us"].is_i64()),
+        "{report}"
+    );
 
     let () = primary.query(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
-    assert_found(&examined(&primary.url()).0, "min-replicas-to-write", "ok", "stops granting after 10 s");
+    assert_found(
+        &examined(&primary.url()).0,
+        "min-replicas-to-write",
+        "ok",
+        "stops granting after 10 s",
+    );
     let () = primary.query(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
     let (report, code) = examined(&primary.url());
     assert_eq!(code, Some(2));
@@ -289,7 +349,12 @@ fn replicas_and_what_a_split_brain_costs() {
     assert_found(&report, "scripts", "error", "NOREPLICAS");
 
     let () = replica.query(&["CONFIG", "SET", "maxmemory-policy", "volatile-ttl"]);
-    assert_found(&examined(&primary.url()).0, "eviction-policy", "warning", "volatile-ttl on this replica");
+    assert_found(
+        &examined(&primary.url()).0,
+        "eviction-policy",
+        "warning",
+        "volatile-ttl on this replica",
+    );
     assert_found(&examined(&replica.url()).0, "role", "error", "it is a replica of 127.0.0.1:");
 }
 
@@ -308,7 +373,11 @@ impl Drop for Sentinel {
 }
 
 fn sentinel_of(primary: &Redis) -> Sentinel {
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port").local_addr().expect("bound").port();
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .expect("a free port")
+        .local_addr()
+        .expect("bound")
+        .port();
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("sentinel.conf");
     let config = format!(
@@ -318,8 +387,14 @@ fn sentinel_of(primary: &Redis) -> Sentinel {
     );
     std::fs::write(&file, config).expect("written");
     let mut command = Command::new("redis-server");
-    command.arg(&file).arg("--sentinel").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let sentinel = Sentinel { process: command.spawn().expect("redis-server starts"), port, _folder: folder };
+    command
+        .arg(&file)
+        .arg("--sentinel")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let sentinel =
+        Sentinel { process: command.spawn().expect("redis-server starts"), port, _folder: folder };
     until("the sentinel listens", || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok());
     sentinel
 }
@@ -336,13 +411,25 @@ fn sentinels_that_could_not_agree_are_a_warning() {
         let sentinel = format!("{{master: mymaster, nodes: {nodes}{user}}}");
         let config = format!("store: {{sentinel: {sentinel}, timeout: 5s}}\npolicies: []\n");
         std::fs::write(&file, config).expect("written");
-        report(&tidegate(&["doctor", "--config", &file.display().to_string(), "--json", "--probes", "5"]))
+        report(&tidegate(&[
+            "doctor",
+            "--config",
+            &file.display().to_string(),
+            "--json",
+            "--probes",
+            "5",
+        ]))
     };
     let (report, code) = examined_as("");
     assert_eq!(code, Some(1), "{report}");
     let named = format!("the sentinels name 127.0.0.1:{} as the primary", primary.port());
     assert_found(&report, "topology", "ok", &named);
-    assert_found(&report, "sentinels", "warning", "it knows of 1 sentinels, quorum 1: if one of them is lost");
+    assert_found(
+        &report,
+        "sentinels",
+        "warning",
+        "it knows of 1 sentinels, quorum 1: if one of them is lost",
+    );
     assert_found(&report, "sentinels", "warning", "this sentinel does not answer: ");
     assert_found(&report, "min-replicas-to-write", "warning", "goes on granting");
     assert_found(&report, "scripts", "ok", "works");
@@ -364,7 +451,8 @@ fn a_cluster_is_examined_node_by_node() {
     let (report, code) = examined(&nodes[0].url());
     assert_eq!(code, Some(2), "{report}");
 
-    let addresses: Vec<String> = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port())).collect();
+    let addresses: Vec<String> =
+        nodes.iter().map(|node| format!("127.0.0.1:{}", node.port())).collect();
     let created = Command::new("redis-cli")
         .args(["--cluster", "create"])
         .args(&addresses)
@@ -373,7 +461,8 @@ fn a_cluster_is_examined_node_by_node() {
         .output()
         .expect("redis-cli runs");
     assert!(created.status.success(), "{created:?}");
-    let agree = |node: &Redis| node.query::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
+    let agree =
+        |node: &Redis| node.query::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
     until("the cluster is up", || nodes.iter().all(agree));
 
     let (report, code) = examined(&nodes[0].url());
@@ -388,7 +477,11 @@ fn a_cluster_is_examined_node_by_node() {
     let urls = nodes.iter().map(Redis::url).collect::<Vec<_>>().join(",");
     let shown = text(&doctor(&urls, &["--probes", "5"]).stdout);
     for address in &addresses {
-        assert_eq!(shown.lines().filter(|line| line == address).count(), 1, "a heading for {address} in\n{shown}");
+        assert_eq!(
+            shown.lines().filter(|line| line == address).count(),
+            1,
+            "a heading for {address} in\n{shown}"
+        );
     }
 
     // The user that it advises is enough on a cluster, too.
@@ -406,8 +499,12 @@ fn a_cluster_is_examined_node_by_node() {
 #[test]
 fn a_service_warns_at_its_start_once() {
     let redis = Redis::start_with(&["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lfu"]);
-    let service = Service::start(&format!("store: {{redis: '{}', timeout: 5s}}\npolicies: []\n", redis.url()));
-    service.until("it warns", |service| service.output().contains("maxmemory-policy is allkeys-lfu"));
+    let service = Service::start(&format!(
+        "store: {{redis: '{}', timeout: 5s}}\npolicies: []\n",
+        redis.url()
+    ));
+    service
+        .until("it warns", |service| service.output().contains("maxmemory-policy is allkeys-lfu"));
     let output = service.output();
     let warnings: Vec<&str> = output.lines().filter(|line| line.contains("check=")).collect();
     assert_eq!(warnings.len(), 1, "{output}");

@@ -77,10 +77,22 @@ fn each_attribute_of_the_held_back_request_can_be_the_key() {
     let cases: [(&str, Header, Header); 9] = [
         ("header.x-user-id", ("X-User-Id", "u1"), ("X-User-Id", "u2")),
         ("cookie.sid", ("Cookie", "a=b; sid=1"), ("Cookie", "a=b; sid=2")),
-        ("query.api_key", ("X-Forwarded-Uri", "/?api_key=k%31"), ("X-Forwarded-Uri", "/?api_key=k2")),
-        ("query.api_key", ("X-Original-URI", "/?x&api_key=k1"), ("X-Original-URI", "/?x&api_key=k2")),
+        (
+            "query.api_key",
+            ("X-Forwarded-Uri", "/?api_key=k%31"),
+            ("X-Forwarded-Uri", "/?api_key=k2"),
+        ),
+        (
+            "query.api_key",
+            ("X-Original-URI", "/?x&api_key=k1"),
+            ("X-Original-URI", "/?x&api_key=k2"),
+        ),
         ("path", ("X-Forwarded-Uri", "/a?b"), ("X-Forwarded-Uri", "/b")),
-        ("path", ("X-Original-URL", "https://example.com/a"), ("X-Original-URL", "https://example.com/b")),
+        (
+            "path",
+            ("X-Original-URL", "https://example.com/a"),
+            ("X-Original-URL", "https://example.com/b"),
+        ),
         ("method", GET, ("X-Forwarded-Method", "POST")),
         ("method", ("X-Original-Method", "GET"), ("X-Original-Method", "POST")),
         ("host", ("X-Forwarded-Host", "a.example:8443"), ("X-Forwarded-Host", "b.example")),
@@ -96,8 +108,9 @@ fn each_attribute_of_the_held_back_request_can_be_the_key() {
 #[test]
 fn policies_match_the_held_back_request_and_not_the_question() {
     let service = one_policy("match: {path: /login, method: POST, host: example.com}");
-    let login =
-        |method, uri, host| [("X-Forwarded-Method", method), ("X-Forwarded-Uri", uri), ("X-Forwarded-Host", host)];
+    let login = |method, uri, host| {
+        [("X-Forwarded-Method", method), ("X-Forwarded-Uri", uri), ("X-Forwarded-Host", host)]
+    };
     assert_eq!(ask(&service, "", &login("POST", "//login/?x=1", "Example.com:443")).status, 200);
     assert_eq!(ask(&service, "", &login("POST", "/login", "example.com")).status, 429);
     let others = [
@@ -107,7 +120,11 @@ fn policies_match_the_held_back_request_and_not_the_question() {
     ];
     for other in others {
         let answer = ask(&service, "", &other);
-        assert_eq!((answer.status, answer.header("ratelimit")), (200, None), "no policy applies to {other:?}");
+        assert_eq!(
+            (answer.status, answer.header("ratelimit")),
+            (200, None),
+            "no policy applies to {other:?}"
+        );
     }
 }
 
@@ -122,54 +139,74 @@ fn a_chosen_policy_is_applied_alone_whatever_it_matches() {
     );
     let user = [("X-User-Id", "u1"), ("X-Forwarded-Uri", "/elsewhere")];
     let first = ask(&service, "?policy=login", &user);
-    assert_eq!((first.status, first.header("ratelimit-policy")), (200, Some("\"login\";q=2;w=3600")));
+    assert_eq!(
+        (first.status, first.header("ratelimit-policy")),
+        (200, Some("\"login\";q=2;w=3600"))
+    );
     assert_eq!(statuses(&service, "?policy=login&deny_status=403", &user, 2), [200, 403]);
     assert_eq!(ask(&service, "?policy=login", &[("X-User-Id", "u2")]).status, 200);
     let keyless = ask(&service, "?policy=login", &[]);
     assert_eq!((keyless.status, keyless.header("ratelimit")), (200, None), "missing_key: skip");
     assert_eq!(ask(&service, "?policy=strict", &[]).status, 429, "missing_key: deny");
-    assert_eq!(ask(&service, "", &user).header("ratelimit"), Some("\"every\";r=999;t=3600, \"strict\";r=1;t=3600"));
+    assert_eq!(
+        ask(&service, "", &user).header("ratelimit"),
+        Some("\"every\";r=999;t=3600, \"strict\";r=1;t=3600")
+    );
 }
 
 #[test]
 fn addresses_are_believed_from_trusted_proxies_alone() {
     let policy = "policies: [{name: p, limit: 1, window: 1h, key: [ip]}]";
     let from = |address| [("X-Forwarded-For", address)];
-    let trusting = Service::start(&format!("client_ip: {{trusted_proxies: [127.0.0.1/32]}}\n{policy}"));
+    let trusting =
+        Service::start(&format!("client_ip: {{trusted_proxies: [127.0.0.1/32]}}\n{policy}"));
     assert_eq!(statuses(&trusting, "", &from("192.0.2.1"), 2), [200, 429]);
     assert_eq!(ask(&trusting, "", &from("192.0.2.2")).status, 200);
-    assert_eq!(ask(&trusting, "", &from("192.0.2.3, 192.0.2.1")).status, 429, "the nearest hop counts");
+    assert_eq!(
+        ask(&trusting, "", &from("192.0.2.3, 192.0.2.1")).status,
+        429,
+        "the nearest hop counts"
+    );
     assert_eq!(ask(&trusting, "", &from("nonsense")).status, 400);
     let doubting = Service::start(policy);
     assert_eq!(ask(&doubting, "", &from("192.0.2.1")).status, 200);
     assert_eq!(ask(&doubting, "", &from("192.0.2.2")).status, 429, "both are the proxy's");
 }
 
-/// nginx hands on all headers of the client. One that its configuration does not know of must not win.
+/// nginx hands on all headers of the client. One that its configuration does not know of must not
+/// win.
 #[test]
 fn a_client_cannot_speak_for_the_proxy() {
     let service = one_policy("match: {path: /login}");
     let honest = ("X-Original-URI", "/login");
     assert_eq!(ask(&service, "", &[honest]).status, 200);
     assert_eq!(ask(&service, "", &[honest]).status, 429);
-    for spoofed in [("X-Forwarded-Uri", "/harmless"), ("X-Original-URL", "http://a/harmless"), ("X-Original-URI", "/b")]
-    {
+    for spoofed in [
+        ("X-Forwarded-Uri", "/harmless"),
+        ("X-Original-URL", "http://a/harmless"),
+        ("X-Original-URI", "/b"),
+    ] {
         let answer = ask(&service, "", &[honest, spoofed]);
         assert_eq!(answer.status, 400, "{spoofed:?}");
         assert!(answer.body.contains("do not say the same"), "{}", answer.body);
     }
 }
 
-/// Caddy rewrites `uri /v1/forward-auth` with the client's query behind it; with `uri /v1/forward-auth?` it does not.
+/// Caddy rewrites `uri /v1/forward-auth` with the client's query behind it; with `uri
+/// /v1/forward-auth?` it does not.
 #[test]
 fn a_client_cannot_choose_its_policy_by_its_own_query() {
     let service = Service::start("policies: [{name: lenient, limit: 1000, window: 1h}]");
     for query in ["policy=lenient", "x=1"] {
-        let answer = ask(&service, &format!("?{query}"), &[("X-Forwarded-Uri", &format!("/a?{query}"))]);
+        let answer =
+            ask(&service, &format!("?{query}"), &[("X-Forwarded-Uri", &format!("/a?{query}"))]);
         assert_eq!(answer.status, 400);
         assert!(answer.body.contains("uri /v1/forward-auth?"), "{}", answer.body);
     }
-    assert_eq!(ask(&service, "?policy=lenient", &[("X-Forwarded-Uri", "/a?policy=strict")]).status, 200);
+    assert_eq!(
+        ask(&service, "?policy=lenient", &[("X-Forwarded-Uri", "/a?policy=strict")]).status,
+        200
+    );
     assert_eq!(ask(&service, "?", &[("X-Forwarded-Uri", "/a?")]).status, 200);
 }
 
@@ -179,7 +216,8 @@ fn a_token_is_asked_for_and_never_becomes_a_key() {
         "auth: {api_token: sesame}\npolicies: [{name: p, limit: 1, window: 1h, key: [header.authorization]}]\n",
     );
     let bearer = ("Authorization", "Bearer sesame");
-    for wrong in [&[][..], &[("Authorization", "Bearer no")], &[("X-Tidegate-Token", "no"), bearer]] {
+    for wrong in [&[][..], &[("Authorization", "Bearer no")], &[("X-Tidegate-Token", "no"), bearer]]
+    {
         let answer = ask(&service, "", wrong);
         assert_eq!(answer.status, 401, "{wrong:?}");
         assert_eq!(answer.header("content-type"), Some("application/problem+json"));

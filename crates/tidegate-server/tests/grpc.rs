@@ -1,4 +1,5 @@
-//! gRPC frame by frame: what a client of gRPC would never send, and how each answer looks on the wire.
+//! gRPC frame by frame: what a client of gRPC would never send, and how each answer looks on the
+//! wire.
 
 mod support;
 
@@ -58,7 +59,8 @@ impl Connection {
     }
 
     async fn over(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Self {
-        let (sender, connection) = handshake(TokioExecutor::new(), TokioIo::new(stream)).await.expect("HTTP/2");
+        let (sender, connection) =
+            handshake(TokioExecutor::new(), TokioIo::new(stream)).await.expect("HTTP/2");
         tokio::spawn(connection);
         Self(sender)
     }
@@ -70,7 +72,8 @@ impl Connection {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let request = request.body(StreamBody::new(ReceiverStream::new(received))).expect("a request");
+        let request =
+            request.body(StreamBody::new(ReceiverStream::new(received))).expect("a request");
         let mut sender = self.0.clone();
         let answer = tokio::spawn(async move {
             let (head, body) = sender.send_request(request).await.expect("an answer").into_parts();
@@ -103,9 +106,14 @@ impl Sending {
 impl Answer {
     /// Of an error, which is all head.
     fn error(&self) -> (GrpcCode, String) {
-        assert_eq!((self.status, self.body.len(), &self.trailers), (StatusCode::OK, 0, &None), "{self:?}");
+        assert_eq!(
+            (self.status, self.body.len(), &self.trailers),
+            (StatusCode::OK, 0, &None),
+            "{self:?}"
+        );
         assert_eq!(self.headers["content-type"], "application/grpc");
-        let status = tonic::Status::from_header_map(&self.headers).unwrap_or_else(|| panic!("a status: {self:?}"));
+        let status = tonic::Status::from_header_map(&self.headers)
+            .unwrap_or_else(|| panic!("a status: {self:?}"));
         (status.code(), status.message().to_owned())
     }
 
@@ -137,14 +145,20 @@ fn framed(flag: u8, message: &[u8]) -> Vec<u8> {
 fn question(value: &str) -> Vec<u8> {
     let entries = vec![Entry { key: "user".to_owned(), value: value.to_owned() }];
     let descriptors = vec![RateLimitDescriptor { entries, ..RateLimitDescriptor::default() }];
-    framed(0, &RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 }.encode_to_vec())
+    framed(
+        0,
+        &RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 }
+            .encode_to_vec(),
+    )
 }
 
 #[tokio::test]
 async fn an_answer_is_one_message_and_a_status() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
-    for content_type in ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"] {
+    for content_type in
+        ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"]
+    {
         let answer = connection.call(&[("content-type", content_type)], &question("x")).await;
         assert_eq!(answer.message().overall_code(), Code::Ok);
         assert_eq!(answer.message().statuses.len(), 1);
@@ -155,7 +169,8 @@ async fn an_answer_is_one_message_and_a_status() {
 async fn an_answer_is_the_same_over_tls() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let own = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
-    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
+    let write =
+        |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
     write("cert.pem", own.cert.pem());
     write("key.pem", own.signing_key.serialize_pem());
     write("tidegate.yaml", with_free_ports("tls: {certificate: cert.pem, key: key.pem}\n"));
@@ -165,11 +180,15 @@ async fn an_answer_is_the_same_over_tls() {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(own.cert.der().clone()).expect("a certificate");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let builder =
+        rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let mut client = builder.expect("versions").with_root_certificates(roots).with_no_client_auth();
     client.alpn_protocols = vec![b"h2".to_vec()];
     let name = "localhost".try_into().expect("a name");
-    let stream = TlsConnector::from(Arc::new(client)).connect(name, connect(&service).await).await.expect("TLS");
+    let stream = TlsConnector::from(Arc::new(client))
+        .connect(name, connect(&service).await)
+        .await
+        .expect("TLS");
     let answer = Connection::over(stream).await.call(&[GRPC], &question("x")).await;
     assert_eq!(answer.message().overall_code(), Code::Ok);
 }
@@ -248,13 +267,29 @@ async fn what_is_no_call_is_refused_in_the_words_of_http() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
     let got = connection.begin(Method::GET, PATH, &[GRPC]).end().await;
-    assert_eq!((got.status, &got.headers["allow"]), (StatusCode::METHOD_NOT_ALLOWED, &"POST".parse().expect("ascii")));
-    for content_type in [Some("application/json"), Some("application/grpc-web"), Some("application/grpc+json"), None] {
+    assert_eq!(
+        (got.status, &got.headers["allow"]),
+        (StatusCode::METHOD_NOT_ALLOWED, &"POST".parse().expect("ascii"))
+    );
+    for content_type in [
+        Some("application/json"),
+        Some("application/grpc-web"),
+        Some("application/grpc+json"),
+        None,
+    ] {
         let headers: Vec<_> = content_type.iter().map(|value| ("content-type", *value)).collect();
         let answer = connection.call(&headers, &question("x")).await;
-        assert_eq!((answer.status, answer.body.len()), (StatusCode::UNSUPPORTED_MEDIA_TYPE, 0), "{content_type:?}");
+        assert_eq!(
+            (answer.status, answer.body.len()),
+            (StatusCode::UNSUPPORTED_MEDIA_TYPE, 0),
+            "{content_type:?}"
+        );
     }
-    for path in ["/", "/envoy.service.ratelimit.v3.RateLimitService/Other", "/envoy.service.ratelimit.v2.Other/Call"] {
+    for path in [
+        "/",
+        "/envoy.service.ratelimit.v3.RateLimitService/Other",
+        "/envoy.service.ratelimit.v2.Other/Call",
+    ] {
         let answer = connection.begin(Method::POST, path, &[GRPC]).end().await;
         assert_eq!(answer.error().0, GrpcCode::Unimplemented, "{path}");
     }
@@ -271,9 +306,11 @@ async fn an_error_is_written_in_ascii() {
     assert!(on_the_wire.ends_with("Bearer%20%E2%80%A6"), "{on_the_wire}");
     // Nobody without the token makes it read a message.
     let sending = connection.begin(Method::POST, PATH, &[GRPC]);
-    let early = tokio::time::timeout(PATIENCE, sending.answer).await.expect("in time").expect("no panic");
+    let early =
+        tokio::time::timeout(PATIENCE, sending.answer).await.expect("in time").expect("no panic");
     assert_eq!(early.error().0, GrpcCode::Unauthenticated);
-    let right = connection.call(&[GRPC, ("authorization", "Bearer open-sesame")], &question("x")).await;
+    let right =
+        connection.call(&[GRPC, ("authorization", "Bearer open-sesame")], &question("x")).await;
     assert_eq!(right.message().overall_code(), Code::Ok);
 }
 
@@ -285,7 +322,10 @@ async fn who_is_slow_to_ask_holds_nobody_up_and_is_answered_at_the_end() {
     let mut slow = connection.begin(Method::POST, PATH, &[GRPC]);
     slow.send(head).await;
     for _ in 0..3 {
-        assert_eq!(connection.call(&[GRPC], &question("y")).await.message().overall_code(), Code::Ok);
+        assert_eq!(
+            connection.call(&[GRPC], &question("y")).await.message().overall_code(),
+            Code::Ok
+        );
     }
     let mut given_up = connection.begin(Method::POST, PATH, &[GRPC]);
     given_up.send(head).await;
@@ -310,7 +350,10 @@ async fn a_message_that_never_comes_is_not_waited_for() {
     half.send(&question("x")[..9]).await;
     let health = connection.begin(Method::POST, "/grpc.health.v1.Health/Check", &[GRPC]);
     for late in [&mut nothing, &mut half] {
-        let answer = tokio::time::timeout(PATIENCE, &mut late.answer).await.expect("in time").expect("no panic");
+        let answer = tokio::time::timeout(PATIENCE, &mut late.answer)
+            .await
+            .expect("in time")
+            .expect("no panic");
         let (code, message) = answer.error();
         assert_eq!(
             (code, message.as_str()),

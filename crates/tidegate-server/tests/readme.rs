@@ -37,8 +37,10 @@ fn the_readmes_commands_print_what_it_shows() {
         let line = command
             .replace("cargo run --release --quiet --", env!("CARGO_BIN_EXE_tidegate"))
             .replace("redis://127.0.0.1:6379", &redis.url());
-        let output = Command::new("sh").args(["-c", &line]).stdin(Stdio::null()).output().expect("a shell");
-        let found = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        let output =
+            Command::new("sh").args(["-c", &line]).stdin(Stdio::null()).output().expect("a shell");
+        let found = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
         assert_eq!(found, expected, "{command}");
     }
 }

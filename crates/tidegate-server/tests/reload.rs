@@ -1,4 +1,5 @@
-//! A configuration that changes while the service runs: what is taken, when, and through which links.
+//! A configuration that changes while the service runs: what is taken, when, and through which
+//! links.
 
 mod support;
 
@@ -48,7 +49,12 @@ fn a_file_that_is_emptied_and_then_written_is_taken_once_and_never_half() {
     }
     fs::write(service.file(), policy(7)).expect("written");
     until_limit(&service, 7);
-    assert_eq!((reloads(&service, "taken"), reloads(&service, "refused")), (1, 0), "{}", service.output());
+    assert_eq!(
+        (reloads(&service, "taken"), reloads(&service, "refused")),
+        (1, 0),
+        "{}",
+        service.output()
+    );
 }
 
 #[test]
@@ -59,7 +65,11 @@ fn an_empty_file_is_no_configuration() {
         service.until("it is refused", |service| reloads(service, "refused") == number);
         assert_eq!(limit(&service), 3, "the old one goes on");
     }
-    assert!(service.output().contains("is empty, which is no configuration"), "{}", service.output());
+    assert!(
+        service.output().contains("is empty, which is no configuration"),
+        "{}",
+        service.output()
+    );
     // Who asks for it by a signal is answered at once, and no better.
     let asked = Instant::now();
     service.signal("HUP");
@@ -115,7 +125,9 @@ fn the_file_behind_kubernetes_links_is_watched_as_well() {
 #[test]
 fn a_file_that_it_names_is_watched_behind_its_link_from_when_it_is_named() {
     let rules = |limit: u64| {
-        format!("domain: d\ndescriptors:\n  - key: k\n    rate_limit: {{unit: hour, requests_per_unit: {limit}}}\n")
+        format!(
+            "domain: d\ndescriptors:\n  - key: k\n    rate_limit: {{unit: hour, requests_per_unit: {limit}}}\n"
+        )
     };
     let (service, root) = on_link(|root| {
         fs::create_dir(root.join("envoy")).expect("a folder");
@@ -123,7 +135,8 @@ fn a_file_that_it_names_is_watched_behind_its_link_from_when_it_is_named() {
         symlink("envoy/rules.yaml", root.join("rules.yaml")).expect("a link");
         fs::write(root.join("tidegate.yaml"), policy(3)).expect("written");
     });
-    fs::write(root.join("tidegate.yaml"), format!("envoy: {{files: [rules.yaml]}}\n{}", policy(4))).expect("written");
+    fs::write(root.join("tidegate.yaml"), format!("envoy: {{files: [rules.yaml]}}\n{}", policy(4)))
+        .expect("written");
     until_limit(&service, 4);
     fs::write(root.join("envoy/rules.yaml"), rules(5)).expect("written");
     service.until("the rules are taken", |service| reloads(service, "taken") == 2);
@@ -163,7 +176,10 @@ fn misspelt_attribute_is_refused_and_the_old_configuration_stays_active() {
     fs::write(service.file(), config("tennant", 7)).expect("written");
     service.until("it is refused", |service| reloads(service, "refused") == 1);
     let output = service.output();
-    assert!(output.contains("key: unknown attribute") && output.contains("did you mean `tenant`?"), "{output}");
+    assert!(
+        output.contains("key: unknown attribute") && output.contains("did you mean `tenant`?"),
+        "{output}"
+    );
     let acquire = |name: &str| service.acquire(&json!({"attributes": {name: "acme"}}));
     assert_eq!(acquire("tenant").json()["limit"], 3);
     assert_eq!(acquire("tennant").status, 400);

@@ -1,4 +1,5 @@
-//! A secret planted at every place of a configuration that is wrong: no error shows it, at whatever door it comes out.
+//! A secret planted at every place of a configuration that is wrong: no error shows it, at whatever
+//! door it comes out.
 
 mod support;
 
@@ -103,7 +104,9 @@ const WRONG: &[&str] = &[
 fn said(command: &[&str], file: &Path) -> (Option<i32>, String) {
     let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let output = process.args(command).arg(file).env_clear().output().expect("the binary runs");
-    let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    let text = [output.stdout, output.stderr]
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .concat();
     (output.status.code(), text)
 }
 
@@ -114,7 +117,9 @@ fn no_check_and_no_start_shows_a_secret() {
     let mut shown = String::new();
     for text in WRONG {
         std::fs::write(&file, text).expect("written");
-        for command in [["config", "check"].as_slice(), &["config", "check", "--json"], &["serve", "--config"]] {
+        for command in
+            [["config", "check"].as_slice(), &["config", "check", "--json"], &["serve", "--config"]]
+        {
             let (code, output) = said(command, &file);
             assert_eq!(code, Some(2), "{command:?} of {text}\n{output}");
             if output.contains(SECRET) {
@@ -131,7 +136,9 @@ fn no_refused_reload_shows_a_secret() {
     for (number, text) in (1..).zip(WRONG) {
         std::fs::write(service.file(), text).expect("written");
         service.signal("HUP");
-        service.until("it is refused", |service| service.output().matches("refused").count() >= number);
+        service.until("it is refused", |service| {
+            service.output().matches("refused").count() >= number
+        });
     }
     std::fs::write(service.file(), with_free_ports("policies: []\n")).expect("written");
     service.signal("HUP");

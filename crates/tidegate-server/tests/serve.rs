@@ -55,15 +55,23 @@ fn the_sample_runs_without_a_file_and_tells_what_to_try() {
     let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let help = process.args(["config", "sample"]).output().expect("the binary runs");
     let sample = String::from_utf8(help.stdout).expect("UTF-8");
-    let sample = sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8081", "127.0.0.1:0");
+    let sample =
+        sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8081", "127.0.0.1:0");
     let sample = sample.replace("127.0.0.1:8082", "127.0.0.1:0");
     let service = Service::start(&sample);
     service.until("it says what to try", |service| service.output().contains("Try it:"));
     let output = service.output();
-    let line = output.lines().find(|line| line.trim_start().starts_with("curl ")).expect("a line to try");
+    let line =
+        output.lines().find(|line| line.trim_start().starts_with("curl ")).expect("a line to try");
     let shown = line.trim().replace(&service.http, "127.0.0.1:8080");
-    assert!(include_str!("../../../README.md").contains(&shown), "the README shows the same: {shown}");
-    let answer = Command::new("sh").args(["-c", &line.replace("curl -i", "curl -s")]).output().expect("curl runs");
+    assert!(
+        include_str!("../../../README.md").contains(&shown),
+        "the README shows the same: {shown}"
+    );
+    let answer = Command::new("sh")
+        .args(["-c", &line.replace("curl -i", "curl -s")])
+        .output()
+        .expect("curl runs");
     let body: Value = serde_json::from_slice(&answer.stdout).expect("an answer");
     assert_eq!((&body["allowed"], &body["policy"]), (&json!(true), &json!("per-user")));
 }
@@ -89,7 +97,8 @@ fn a_question_has_three_forms_and_the_answer_one() {
     assert_eq!(answer.header("retry-after"), None);
 
     // The same count, by attributes.
-    let by_attributes = attributes(&[("path", "/api/items"), ("method", "GET"), ("header.x-user-id", "u1")]);
+    let by_attributes =
+        attributes(&[("path", "/api/items"), ("method", "GET"), ("header.x-user-id", "u1")]);
     assert_eq!(service.acquire(&by_attributes).json()["remaining"], 1);
     assert_eq!(service.acquire(&by_attributes).json()["remaining"], 0);
     let denied = service.acquire(&by_attributes);
@@ -114,7 +123,11 @@ fn a_report_is_recorded_beyond_the_limit_and_a_refund_may_name_the_age_of_its_ch
     };
     let over = service.post("/v1/report", &ask(150));
     let body = over.json();
-    assert_eq!((over.status, &body["allowed"], &body["remaining"]), (200, &json!(false), &json!(0)), "{body}");
+    assert_eq!(
+        (over.status, &body["allowed"], &body["remaining"]),
+        (200, &json!(false), &json!(0)),
+        "{body}"
+    );
     assert!(body["retry_after_ms"].as_u64().is_some_and(|wait| wait > 3_590_000), "{body}");
     assert_eq!(service.post("/v1/acquire", &ask(1)).status, 429, "it was recorded");
     let refund = |age: Option<u64>| {
@@ -152,7 +165,8 @@ fn peek_writes_nothing_and_refund_gives_back() {
 fn policies_apply_as_they_say() {
     let service = Service::start(POLICIES);
     // All or nothing, the most restrictive on top.
-    let write = attributes(&[("path", "/api/items"), ("method", "POST"), ("header.x-user-id", "u1")]);
+    let write =
+        attributes(&[("path", "/api/items"), ("method", "POST"), ("header.x-user-id", "u1")]);
     let answer = service.acquire(&write);
     assert_eq!(answer.json()["policy"], "writes");
     assert_eq!(answer.json()["decisions"].as_array().map(Vec::len), Some(2));
@@ -174,10 +188,17 @@ fn policies_apply_as_they_say() {
     // A missing key.
     let stranger = service.acquire(&attributes(&[("path", "/members")]));
     assert_eq!((stranger.status, &stranger.json()["source"]), (429, &json!("deny")));
-    assert_eq!(service.acquire(&attributes(&[("path", "/api/x")])).json()["policy"], Value::Null, "skipped");
+    assert_eq!(
+        service.acquire(&attributes(&[("path", "/api/x")])).json()["policy"],
+        Value::Null,
+        "skipped"
+    );
     // A cost from an attribute.
     assert_eq!(service.acquire(&attributes(&[("path", "/heavy")])).json()["remaining"], 8);
-    assert_eq!(service.acquire(&attributes(&[("path", "/heavy"), ("header.x-cost", "3")])).json()["remaining"], 5);
+    assert_eq!(
+        service.acquire(&attributes(&[("path", "/heavy"), ("header.x-cost", "3")])).json()["remaining"],
+        5
+    );
     // No policy.
     let free = service.acquire(&attributes(&[("path", "/elsewhere")]));
     assert_eq!((free.status, &free.json()["decisions"]), (200, &json!([])));
@@ -213,9 +234,17 @@ fn a_policy_that_only_watches_turns_nobody_away_and_says_whom_it_would() {
     ];
     for question in &questions {
         let answer = service.acquire(question);
-        assert_eq!((answer.status, &answer.json()["allowed"]), (200, &json!(true)), "{question}: {answer:?}");
+        assert_eq!(
+            (answer.status, &answer.json()["allowed"]),
+            (200, &json!(true)),
+            "{question}: {answer:?}"
+        );
         let line = &answer.json()["decisions"][0];
-        assert_eq!((&line["policy"], &line["allowed"]), (&json!("watched"), &json!(false)), "{question}");
+        assert_eq!(
+            (&line["policy"], &line["allowed"]),
+            (&json!("watched"), &json!(false)),
+            "{question}"
+        );
     }
     let metrics = service.admin("/metrics").body;
     assert!(metrics.contains(r#"{policy="watched",outcome="shadow_denied"} 4"#), "{metrics}");
@@ -223,9 +252,12 @@ fn a_policy_that_only_watches_turns_nobody_away_and_says_whom_it_would() {
 
 #[test]
 fn names_of_headers_and_hosts_are_told_in_any_way_to_write_them() {
-    let policy = "{name: p, match: {host: '*.example.com'}, key: [header.x-user], limit: 9, window: 1h}";
+    let policy =
+        "{name: p, match: {host: '*.example.com'}, key: [header.x-user], limit: 9, window: 1h}";
     let service = Service::start(&format!("policies:\n  - {policy}\n"));
-    for (left, host) in (0..9).rev().zip(["a.example.com", "A.EXAMPLE.com", "a.example.com:8080", "a.example.com."]) {
+    for (left, host) in
+        (0..9).rev().zip(["a.example.com", "A.EXAMPLE.com", "a.example.com:8080", "a.example.com."])
+    {
         let question = attributes(&[("host", host), ("header.X-User", "u")]);
         assert_eq!(service.acquire(&question).json()["remaining"], left, "{host}");
     }
@@ -278,18 +310,31 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
             400,
             "attributes: \"header.a\" is there twice",
         ),
-        (r#"{"attributes": {"paths": "/"}}"#.to_owned(), 400, "attributes: unknown attribute \"paths\""),
-        (r#"{"attributes": {"headers.X-User": "u"}}"#.to_owned(), 400, "(did you mean `header.X-User`?)"),
+        (
+            r#"{"attributes": {"paths": "/"}}"#.to_owned(),
+            400,
+            "attributes: unknown attribute \"paths\"",
+        ),
+        (
+            r#"{"attributes": {"headers.X-User": "u"}}"#.to_owned(),
+            400,
+            "(did you mean `header.X-User`?)",
+        ),
         (r#"{"attributes": {"tenant": "acme"}}"#.to_owned(), 400, "or be declared in `attributes`"),
         (json!({"attributes": {"é".repeat(9_000): ""}}).to_string(), 400, "é…\""),
         (quota(r#"["sliding-log", null, null, 5, "1s", null]"#), 400, "quota: "),
         (quota(r#"{"limit": 5, "window": 60}"#), 400, "quota.window: "),
         (quota(r#"{"limit": 5, "window": "60"}"#), 400, "write it like 500ms"),
         (quota(r#"{"limit": 0, "window": "60s"}"#), 400, "from 1 to 1000000000000"),
-        (quota(r#"{"limit": 5, "window": "60s", "algorithm": "gcra"}"#), 400, "it must be one of sliding-log"),
+        (
+            quota(r#"{"limit": 5, "window": "60s", "algorithm": "gcra"}"#),
+            400,
+            "it must be one of sliding-log",
+        ),
         (quota(r#"{"limit": 5, "window": "60s", "burst": 5}"#), 400, "has no burst"),
         (
-            json!({"attributes": {"path": "/api/x", "header.x-user-id": "k".repeat(600)}}).to_string(),
+            json!({"attributes": {"path": "/api/x", "header.x-user-id": "k".repeat(600)}})
+                .to_string(),
             400,
             "counts by header.x-user-id",
         ),
@@ -307,8 +352,15 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
     let wrong_method = request(&service.http, "GET", "/v1/acquire", &[], b"");
     assert_eq!((wrong_method.status, wrong_method.header("allow")), (405, Some("POST")));
     let nowhere = request(&service.http, "POST", "/v2/acquire", &[], b"{}");
-    assert_eq!((nowhere.status, nowhere.header("content-type")), (404, Some("application/problem+json")));
-    assert_eq!(service.acquire(&json!({"policy": "per-user", "key": "u"})).json()["remaining"], 2, "nothing was spent");
+    assert_eq!(
+        (nowhere.status, nowhere.header("content-type")),
+        (404, Some("application/problem+json"))
+    );
+    assert_eq!(
+        service.acquire(&json!({"policy": "per-user", "key": "u"})).json()["remaining"],
+        2,
+        "nothing was spent"
+    );
 }
 
 #[test]
@@ -325,11 +377,17 @@ policies:
     }
     assert_eq!(acquire(&[("plan", "gold"), ("tenant", "acme")]).json()["policy"], Value::Null);
     // Clients choose the names of parameters and cookies, and a caller may pass on all of them.
-    let others =
-        [("query.any thing", "x"), ("query.", "x"), ("cookie.\u{7}", "x"), ("domain", "d"), ("descriptor.k", "v")];
+    let others = [
+        ("query.any thing", "x"),
+        ("query.", "x"),
+        ("cookie.\u{7}", "x"),
+        ("domain", "d"),
+        ("descriptor.k", "v"),
+    ];
     assert_eq!(acquire(&others).status, 200);
     for path in ["/v1/acquire", "/v1/peek", "/v1/refund", "/v1/report"] {
-        let answer = service.post(path, &attributes(&[("plan", "free"), ("tennant", "acme")]).to_string());
+        let answer =
+            service.post(path, &attributes(&[("plan", "free"), ("tennant", "acme")]).to_string());
         assert_eq!(answer.status, 400, "{path}: {answer:?}");
         let detail = &answer.json()["detail"];
         let message = detail.as_str().expect("a detail");
@@ -343,10 +401,18 @@ fn a_question_for_the_head_alone_is_answered_without_a_body_in_both_versions_of_
     let service = Service::start(POLICIES);
     for version in ["--http1.1", "--http2-prior-knowledge"] {
         let url = format!("http://{}/openapi.json", service.http);
-        let head = Command::new("curl").args(["-sS", "-m", "10", "--head", version, &url]).output().expect("curl runs");
+        let head = Command::new("curl")
+            .args(["-sS", "-m", "10", "--head", version, &url])
+            .output()
+            .expect("curl runs");
         let text = String::from_utf8_lossy(&head.stdout).to_lowercase();
-        assert!(head.status.success(), "{version}: {text} {}", String::from_utf8_lossy(&head.stderr));
-        let length = text.lines().find_map(|line| line.strip_prefix("content-length: ")).expect("a length");
+        assert!(
+            head.status.success(),
+            "{version}: {text} {}",
+            String::from_utf8_lossy(&head.stderr)
+        );
+        let length =
+            text.lines().find_map(|line| line.strip_prefix("content-length: ")).expect("a length");
         assert!(length.trim().parse::<u64>().expect("a number") > 1_000, "{text}");
     }
 }
@@ -356,18 +422,25 @@ fn a_token_guards_the_api_and_another_the_admin_listener() {
     let auth = "auth: {api_token: open-sesame, admin_token: hunter2}\n";
     let service = Service::start(&format!("{auth}{POLICIES}"));
     let body = br#"{"policy": "per-user", "key": "u1"}"#;
-    let ask = |token: &str| request(&service.http, "POST", "/v1/acquire", &[("Authorization", token)], body);
+    let ask = |token: &str| {
+        request(&service.http, "POST", "/v1/acquire", &[("Authorization", token)], body)
+    };
     let nobody = service.post("/v1/acquire", "{}");
     assert_eq!((nobody.status, nobody.header("www-authenticate")), (401, Some("Bearer")));
     assert_eq!(ask("Bearer wrong").status, 401);
     service.until("it says what to try", |service| service.output().contains("Try it:"));
-    assert!(service.output().contains("curl -i -H 'Authorization: Bearer TOKEN' -d "), "{}", service.output());
+    assert!(
+        service.output().contains("curl -i -H 'Authorization: Bearer TOKEN' -d "),
+        "{}",
+        service.output()
+    );
     assert_eq!(ask("Basic open-sesame").status, 401);
     assert_eq!(ask("Bearer open-sesame").status, 200);
     assert_eq!(ask("bearer open-sesame").status, 200);
     for guarded in ["/metrics", "/v1/policies", "/v1/hot-keys"] {
         assert_eq!(service.admin(guarded).status, 401, "{guarded}");
-        let told = request(&service.admin, "GET", guarded, &[("Authorization", "Bearer hunter2")], b"");
+        let told =
+            request(&service.admin, "GET", guarded, &[("Authorization", "Bearer hunter2")], b"");
         assert_eq!(told.status, 200, "{guarded}");
         assert!(!told.body.contains("hunter2") && !told.body.contains("open-sesame"));
     }
@@ -386,7 +459,10 @@ fn the_admin_listener_resets_a_key_and_knows_the_hot_ones() {
     }
     let hot = service.admin("/v1/hot-keys?limit=5").json();
     assert_eq!((&hot["denied"][0]["key"], &hot["denied"][0]["count"]), (&json!("hot"), &json!(7)));
-    assert_eq!((&hot["allowed"][0]["key"], &hot["allowed"][0]["count"]), (&json!("hot"), &json!(3)));
+    assert_eq!(
+        (&hot["allowed"][0]["key"], &hot["allowed"][0]["count"]),
+        (&json!("hot"), &json!(3))
+    );
     assert_eq!(service.admin("/v1/hot-keys?limit=many").status, 400);
     let reset = |body: &str| request(&service.admin, "POST", "/v1/reset", &[], body.as_bytes());
     assert_eq!(reset(r#"{"policy": "per-usr", "key": "hot"}"#).status, 404);
@@ -401,7 +477,8 @@ fn two_services_on_one_redis_share_their_counts() {
     let config = format!("store: {{redis: '{}'}}\n{POLICIES}", redis.url());
     let services = [Service::start(&config), Service::start(&config)];
     let ask = json!({"policy": "per-user", "key": "u1"});
-    let admitted = (0..10).filter(|number| services[number % 2].acquire(&ask).status == 200).count();
+    let admitted =
+        (0..10).filter(|number| services[number % 2].acquire(&ask).status == 200).count();
     assert_eq!(admitted, 3);
     redis.assert_every_key_expires();
 }
@@ -439,7 +516,11 @@ policies:
         ]
     );
     let quota = service.acquire(&json!({"key": "u1", "quota": {"limit": 5, "window": "60s"}}));
-    assert_eq!((quota.status, &quota.json()["source"]), (200, &json!("local")), "a quota of the caller's own");
+    assert_eq!(
+        (quota.status, &quota.json()["source"]),
+        (200, &json!("local")),
+        "a quota of the caller's own"
+    );
     let refund = service.post("/v1/refund", &json!({"policy": "allow", "key": "u1"}).to_string());
     assert_eq!(refund.status, 503, "what is in Redis cannot be given back now: {refund:?}");
     let metrics = service.admin("/metrics").body;
@@ -453,13 +534,18 @@ policies:
         assert!(metrics.contains(&format!("{line}\n")), "{line} is not in {metrics}");
     }
     let ready = service.admin("/readyz").json();
-    assert_eq!((&ready["ready"], &ready["store_up"], &ready["store"]), (&json!(true), &json!(false), &json!("redis")));
+    assert_eq!(
+        (&ready["ready"], &ready["store_up"], &ready["store"]),
+        (&json!(true), &json!(false), &json!("redis"))
+    );
     assert_eq!(ready["nodes"][0]["connected"], false, "{ready}");
 }
 
 #[test]
 fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port");
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("a port");
     let config = format!("store: {{redis: 'redis://{port}'}}\n{POLICIES}");
     let service = Service::start(&config);
     assert!(service.output().contains("Redis is away"), "{}", service.output());
@@ -468,12 +554,16 @@ fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
     // Until then it assumes a fleet, unless the file has a number.
     assert!(service.output().contains("store.instances is not set"), "{}", service.output());
     assert!(service.admin("/metrics").body.contains("tidegate_fleet_instances 10\n"));
-    let alone = Service::start(&format!("store: {{redis: 'redis://{port}', instances: 1}}\n{POLICIES}"));
+    let alone =
+        Service::start(&format!("store: {{redis: 'redis://{port}', instances: 1}}\n{POLICIES}"));
     assert!(!alone.output().contains("store.instances"), "{}", alone.output());
     assert!(alone.admin("/metrics").body.contains("tidegate_fleet_instances 1\n"));
-    let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[]).expect("the port is still free");
+    let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[])
+        .expect("the port is still free");
     service.until("Redis decides", |service| service.acquire(&ask).json()["source"] == "store");
-    service.until("it says so", |service| service.admin("/metrics").body.contains("tidegate_store_up 1\n"));
+    service.until("it says so", |service| {
+        service.admin("/metrics").body.contains("tidegate_store_up 1\n")
+    });
 }
 
 #[test]
@@ -481,10 +571,14 @@ fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
     let service = Service::start(POLICIES);
     let ask = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&ask).json()["remaining"], 2);
-    let reloads = |outcome: &str| format!("tidegate_config_reloads_total{{outcome=\"{outcome}\"}} ");
+    let reloads =
+        |outcome: &str| format!("tidegate_config_reloads_total{{outcome=\"{outcome}\"}} ");
     let count = |service: &Service, outcome: &str| -> u64 {
         let metrics = service.admin("/metrics").body;
-        let line = metrics.lines().find_map(|line| line.strip_prefix(&reloads(outcome))).expect("the metric");
+        let line = metrics
+            .lines()
+            .find_map(|line| line.strip_prefix(&reloads(outcome)))
+            .expect("the metric");
         line.parse().expect("a number")
     };
     let listen = format!(
@@ -507,7 +601,10 @@ fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
     });
     assert_eq!(service.acquire(&ask).json()["limit"], 10, "the old one goes on");
     // By a rename, as editors do.
-    let lowered = raised.replace("limit: 10\n    window: 1h\n    overrides", "limit: 2\n    window: 1h\n    overrides");
+    let lowered = raised.replace(
+        "limit: 10\n    window: 1h\n    overrides",
+        "limit: 2\n    window: 1h\n    overrides",
+    );
     let beside = service.folder().join("beside.yaml");
     std::fs::write(&beside, &lowered).expect("written");
     std::fs::rename(&beside, service.file()).expect("renamed");
@@ -527,7 +624,8 @@ fn the_swap_of_a_link_on_the_way_to_the_file_is_seen() {
     let config = with_free_ports(POLICIES);
     for (version, limit) in [("v1", "limit: 3"), ("v2", "limit: 7")] {
         std::fs::create_dir(place(version)).expect("a folder");
-        std::fs::write(place(version).join("tidegate.yaml"), config.replace("limit: 3", limit)).expect("written");
+        std::fs::write(place(version).join("tidegate.yaml"), config.replace("limit: 3", limit))
+            .expect("written");
     }
     std::os::unix::fs::symlink("v1", place("..data")).expect("a link");
     std::os::unix::fs::symlink("..data/tidegate.yaml", place("tidegate.yaml")).expect("a link");
@@ -569,7 +667,8 @@ fn on_sigterm_it_is_unready_at_once_answers_what_is_under_way_and_ends_with_0() 
     // A request that is half sent.
     let body = r#"{"policy": "per-user", "key": "u1"}"#;
     let mut slow = TcpStream::connect(&service.http).expect("it listens");
-    let head = format!("POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n", body.len());
+    let head =
+        format!("POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n", body.len());
     slow.write_all(head.as_bytes()).expect("sent");
     slow.write_all(&body.as_bytes()[..10]).expect("sent");
     // It has been taken up once a later one has been answered.
@@ -600,7 +699,10 @@ fn a_thousand_slow_clients_do_not_stop_the_others() {
         })
         .collect();
     for _ in 0..20 {
-        assert_eq!(service.acquire(&json!({"policy": "heavy", "key": "u1", "cost": 1})).status, 200);
+        assert_eq!(
+            service.acquire(&json!({"policy": "heavy", "key": "u1", "cost": 1})).status,
+            200
+        );
         service.post("/v1/refund", &json!({"policy": "heavy", "key": "u1", "cost": 1}).to_string());
     }
     drop(slow);
@@ -631,9 +733,16 @@ fn no_secret_is_written_anywhere() {
     let body = br#"{"policy": "per-user", "key": "u1"}"#;
     assert_eq!(request(&service.http, "POST", "/v1/acquire", &header, body).status, 200);
     drop(redis);
-    let failed = request(&service.http, "POST", "/v1/refund", &header, br#"{"policy": "per-user", "key": "u2"}"#);
+    let failed = request(
+        &service.http,
+        "POST",
+        "/v1/refund",
+        &header,
+        br#"{"policy": "per-user", "key": "u2"}"#,
+    );
     assert_eq!(failed.status, 503);
-    std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]")).expect("written");
+    std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]"))
+        .expect("written");
     service.until("it is refused", |service| service.output().contains("refused"));
     let seen = [
         service.output(),
@@ -657,7 +766,12 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, config).expect("written");
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-        let output = command.args(["serve", "--config"]).arg(&file).env_clear().output().expect("the binary runs");
+        let output = command
+            .args(["serve", "--config"])
+            .arg(&file)
+            .env_clear()
+            .output()
+            .expect("the binary runs");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     for (config, message) in [
@@ -669,9 +783,18 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         ),
         ("store: {redis: []}\n", "store.redis is empty"),
         ("store: {sentinel: {master: m, nodes: []}}\n", "store.sentinel.nodes is empty"),
-        ("store: {redis: 'redis://127.0.0.1:1', sentinel: {master: m, nodes: [a]}}\n", "both redis and sentinel"),
-        ("store: {redis: 'rediss://127.0.0.1:1', tls: {key: a.pem}}\n", "certificate and key together"),
-        ("listen: {http: '192.0.2.1:1', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\n", "cannot listen on 192.0.2.1:1"),
+        (
+            "store: {redis: 'redis://127.0.0.1:1', sentinel: {master: m, nodes: [a]}}\n",
+            "both redis and sentinel",
+        ),
+        (
+            "store: {redis: 'rediss://127.0.0.1:1', tls: {key: a.pem}}\n",
+            "certificate and key together",
+        ),
+        (
+            "listen: {http: '192.0.2.1:1', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\n",
+            "cannot listen on 192.0.2.1:1",
+        ),
     ] {
         let (code, error) = run(config);
         assert_eq!(code, Some(2), "{error}");
@@ -682,7 +805,8 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
     assert_eq!(nothing.status.code(), Some(2));
     assert!(told.contains("Usage:") && told.contains("serve") && !told.contains("error"), "{told}");
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-    let output = command.args(["serve", "--config", "nowhere.yaml"]).output().expect("the binary runs");
+    let output =
+        command.args(["serve", "--config", "nowhere.yaml"]).output().expect("the binary runs");
     assert!(String::from_utf8_lossy(&output.stderr).contains("nowhere.yaml: cannot be read"));
 }
 
@@ -691,8 +815,12 @@ fn config_check_and_schema_serve_editors_and_scripts() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = folder.path().join("tidegate.yaml");
     let tidegate = |arguments: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_tidegate")).args(arguments).output().expect("the binary runs");
-        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(arguments)
+            .output()
+            .expect("the binary runs");
+        let text = [output.stdout, output.stderr]
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         (output.status.code(), text[0].clone(), text[1].clone())
     };
     std::fs::write(&file, POLICIES).expect("written");
@@ -704,7 +832,8 @@ fn config_check_and_schema_serve_editors_and_scripts() {
     let (code, _, error) = tidegate(&["config", "check", path]);
     assert_eq!(code, Some(2));
     assert!(
-        error.contains("tidegate.yaml:6:5: unknown field `limt`") && error.contains("did you mean `limit`?"),
+        error.contains("tidegate.yaml:6:5: unknown field `limt`")
+            && error.contains("did you mean `limit`?"),
         "{error}"
     );
     let (code, schema, _) = tidegate(&["config", "schema"]);
@@ -735,7 +864,9 @@ fn the_clients_address_is_the_peers_unless_a_trusted_proxy_or_the_caller_says_ot
     assert_eq!(wrong.status, 400);
     assert!(wrong.body.contains("is not an address"), "{wrong:?}");
 
-    let proxied = Service::start(&format!("client_ip: {{trusted_proxies: [127.0.0.0/8], ipv6_prefix: 48}}\n{policy}"));
+    let proxied = Service::start(&format!(
+        "client_ip: {{trusted_proxies: [127.0.0.0/8], ipv6_prefix: 48}}\n{policy}"
+    ));
     ask(&proxied, &forwarded, &json!({}));
     assert_eq!(hot(&proxied), ["198.51.100.7"], "the rightmost hop that is not trusted");
     ask(&proxied, &[("Forwarded", "for=\"[2001:db8:1:2::3]:4711\"")], &json!({}));

@@ -5,7 +5,9 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair,
+};
 use serde_json::json;
 use support::{Service, with_free_ports};
 
@@ -25,13 +27,19 @@ fn run(program: impl AsRef<Path>, arguments: &[&str], input: &str) -> Output {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .unwrap_or_else(|error| panic!("{} cannot be started ({error}): `make setup` installs it", program.display()));
+        .unwrap_or_else(|error| {
+            panic!("{} cannot be started ({error}): `make setup` installs it", program.display())
+        });
     child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("it reads");
     child.wait_with_output().expect("it ends")
 }
 
 fn told(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
 }
 
 #[test]
@@ -47,9 +55,11 @@ fn promtool_finds_nothing_wrong_with_the_metrics() {
 #[test]
 fn schemathesis_finds_the_api_as_its_description_says() {
     let service = Service::start(POLICY);
-    let program = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/schemathesis"));
+    let program =
+        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/schemathesis"));
     let location = format!("http://{}/openapi.json", service.http);
-    // A body may fit the schema and still be no question (a policy without a key): that it is refused is right.
+    // A body may fit the schema and still be no question (a policy without a key): that it is
+    // refused is right.
     let checks = ["--exclude-checks", "positive_data_acceptance"];
     let phases = ["--phases", "coverage,fuzzing", "-n", "60", "--seed", "1", "--no-color"];
     let arguments: Vec<&str> = ["run", &location].into_iter().chain(phases).chain(checks).collect();
@@ -102,12 +112,17 @@ fn tls_is_spoken_and_new_certificates_are_taken_without_a_restart() {
     let yaml = file("tidegate.yaml");
     let service = Service::start_on(folder, yaml.as_ref(), &[]);
     let url = format!("https://{}/v1/acquire", service.http);
-    let ask = |ca: &str| curl(&["--cacert", ca, "-d", r#"{"policy": "per-user", "key": "u"}"#, &url]);
+    let ask =
+        |ca: &str| curl(&["--cacert", ca, "-d", r#"{"policy": "per-user", "key": "u"}"#, &url]);
     assert!(told(&ask(&ca)).contains(r#""allowed":true"#), "{}", told(&ask(&ca)));
     let grpc = format!("https://{}/", service.grpc.as_deref().expect("an address"));
-    let version = curl(&["--cacert", &ca, "--http2", "-o", "/dev/null", "-w", "%{http_version}", &grpc]);
+    let version =
+        curl(&["--cacert", &ca, "--http2", "-o", "/dev/null", "-w", "%{http_version}", &grpc]);
     assert_eq!(told(&version), "2", "gRPC is offered by ALPN");
-    assert!(!curl(&["--cacert", &ca, &url.replace("https", "http")]).status.success(), "nothing is said in the clear");
+    assert!(
+        !curl(&["--cacert", &ca, &url.replace("https", "http")]).status.success(),
+        "nothing is said in the clear"
+    );
 
     let second = Authority::new();
     second.write(ca.as_ref());
@@ -115,7 +130,11 @@ fn tls_is_spoken_and_new_certificates_are_taken_without_a_restart() {
     // Between the two writes they do not go together: that one is refused, and the next taken.
     second.sign(certificate.as_ref(), key.as_ref());
     service.until("the new certificate is taken", |_| ask(&ca).status.success());
-    assert_eq!(service.admin("/readyz").status, 200, "the admin listener stays in the clear, on loopback");
+    assert_eq!(
+        service.admin("/readyz").status,
+        200,
+        "the admin listener stays in the clear, on loopback"
+    );
 }
 
 #[test]
@@ -127,15 +146,21 @@ fn clients_without_the_right_certificate_are_turned_away() {
     ours.sign(file("cert.pem").as_ref(), file("key.pem").as_ref());
     ours.sign(file("client.pem").as_ref(), file("client-key.pem").as_ref());
     other.sign(file("stranger.pem").as_ref(), file("stranger-key.pem").as_ref());
-    let config = format!("tls: {{certificate: cert.pem, key: key.pem, client_ca: ca.pem}}\n{POLICY}");
+    let config =
+        format!("tls: {{certificate: cert.pem, key: key.pem, client_ca: ca.pem}}\n{POLICY}");
     std::fs::write(file("tidegate.yaml"), with_free_ports(&config)).expect("written");
-    let names = ["ca.pem", "client.pem", "client-key.pem", "stranger.pem", "stranger-key.pem"].map(file);
+    let names =
+        ["ca.pem", "client.pem", "client-key.pem", "stranger.pem", "stranger-key.pem"].map(file);
     let [ca, client, client_key, stranger, stranger_key] = &names;
     let yaml = file("tidegate.yaml");
     let service = Service::start_on(folder, yaml.as_ref(), &[]);
     let url = format!("https://{}/v1/acquire", service.http);
-    let ask =
-        |more: &[&str]| curl(&[&["--cacert", ca, "-d", r#"{"policy": "per-user", "key": "u"}"#, &url], more].concat());
+    let ask = |more: &[&str]| {
+        curl(
+            &[&["--cacert", ca, "-d", r#"{"policy": "per-user", "key": "u"}"#, &url], more]
+                .concat(),
+        )
+    };
     assert!(!ask(&[]).status.success());
     assert!(!ask(&["--cert", stranger, "--key", stranger_key]).status.success());
     let known = ask(&["--cert", client, "--key", client_key]);
@@ -159,7 +184,11 @@ fn a_certificate_that_cannot_be_used_is_said_at_the_start() {
         let config = format!("tls: {{certificate: {certificate}, key: {key}}}\n");
         std::fs::write(file("tidegate.yaml"), config).expect("written");
         let path = file("tidegate.yaml");
-        let output = run(env!("CARGO_BIN_EXE_tidegate"), &["config", "check", path.to_str().expect("UTF-8")], "");
+        let output = run(
+            env!("CARGO_BIN_EXE_tidegate"),
+            &["config", "check", path.to_str().expect("UTF-8")],
+            "",
+        );
         assert_eq!(output.status.code(), Some(2));
         assert!(told(&output).contains(message), "{}", told(&output));
     }

@@ -1,4 +1,5 @@
-//! Traces, as an OpenTelemetry collector gets them: asked for by the standard variables, and only then.
+//! Traces, as an OpenTelemetry collector gets them: asked for by the standard variables, and only
+//! then.
 
 mod support;
 
@@ -7,8 +8,12 @@ mod proto;
 
 use std::sync::{Arc, Mutex};
 
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
-use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
+    TraceService, TraceServiceServer,
+};
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use proto::envoy::service::ratelimit::v3::RateLimitRequest;
@@ -41,29 +46,37 @@ impl Collector {
 
     fn start_on(&self, listener: tokio::net::TcpListener) {
         let incoming = tonic::transport::server::TcpIncoming::from(listener);
-        let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
+        let server =
+            tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
         tokio::spawn(server.serve_with_incoming(incoming));
     }
 
     fn spans(&self) -> Vec<Span> {
         let received = self.0.lock().expect("no panic");
-        let scopes = received.iter().flat_map(|request| &request.resource_spans).flat_map(|spans| &spans.scope_spans);
+        let scopes = received
+            .iter()
+            .flat_map(|request| &request.resource_spans)
+            .flat_map(|spans| &spans.scope_spans);
         scopes.flat_map(|scope| &scope.spans).cloned().collect()
     }
 
     /// The trace and the parent of each `decide`. No parent is 0.
     fn parents(&self) -> Vec<(u128, u128)> {
-        let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| (number << 8) | u128::from(*byte));
+        let number =
+            |bytes: &[u8]| bytes.iter().fold(0, |number, byte| (number << 8) | u128::from(*byte));
         let decisions = self.spans().into_iter().filter(|span| span.name == "decide");
         decisions.map(|span| (number(&span.trace_id), number(&span.parent_span_id))).collect()
     }
 
     fn service_names(&self) -> Vec<String> {
         let received = self.0.lock().expect("no panic");
-        let resources =
-            received.iter().flat_map(|request| &request.resource_spans).filter_map(|spans| spans.resource.as_ref());
-        let names =
-            resources.flat_map(|resource| &resource.attributes).filter(|attribute| attribute.key == "service.name");
+        let resources = received
+            .iter()
+            .flat_map(|request| &request.resource_spans)
+            .filter_map(|spans| spans.resource.as_ref());
+        let names = resources
+            .flat_map(|resource| &resource.attributes)
+            .filter(|attribute| attribute.key == "service.name");
         names.map(|attribute| format!("{:?}", attribute.value)).collect()
     }
 }
@@ -73,10 +86,17 @@ const POLICY: &str = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
 /// Asks once, and ends the service, which sends what it has gathered. Answers what it has logged.
 async fn ask_and_end(environment: Vec<(&'static str, String)>) -> String {
     let run = move || {
-        let environment: Vec<(&str, &str)> = environment.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        let environment: Vec<(&str, &str)> =
+            environment.iter().map(|(name, value)| (*name, value.as_str())).collect();
         let mut service = Service::start_in(POLICY, &environment);
         let question = json!({"policy": "p", "key": "secret-user"}).to_string();
-        let asked = request(&service.http, "POST", "/v1/acquire", &[("traceparent", PARENT)], question.as_bytes());
+        let asked = request(
+            &service.http,
+            "POST",
+            "/v1/acquire",
+            &[("traceparent", PARENT)],
+            question.as_bytes(),
+        );
         assert_eq!(asked.status, 200);
         service.signal("TERM");
         assert_eq!(service.ended().code(), Some(0));
@@ -89,7 +109,10 @@ const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
 /// Of a request to Envoy's service: anything of a domain that has no rules.
 async fn ask_envoy(service: &Service) {
-    let channel = tonic::transport::Endpoint::new(format!("http://{}", service.grpc.as_deref().expect("an address")));
+    let channel = tonic::transport::Endpoint::new(format!(
+        "http://{}",
+        service.grpc.as_deref().expect("an address")
+    ));
     let client = channel.expect("an address").connect().await.expect("it listens");
     let mut client =
         proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient::new(client);
@@ -109,8 +132,15 @@ async fn a_decision_and_its_call_to_the_store_are_traced_if_a_collector_is_named
     let name = ("OTEL_SERVICE_NAME", "limits-of-ours".to_owned());
     ask_and_end(vec![("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint), name]).await;
     let spans: Vec<String> = collector.spans().into_iter().map(|span| span.name).collect();
-    assert!(spans.contains(&"decide".to_owned()) && spans.contains(&"store".to_owned()), "{spans:?}");
-    assert!(collector.service_names()[0].contains("limits-of-ours"), "{:?}", collector.service_names());
+    assert!(
+        spans.contains(&"decide".to_owned()) && spans.contains(&"store".to_owned()),
+        "{spans:?}"
+    );
+    assert!(
+        collector.service_names()[0].contains("limits-of-ours"),
+        "{:?}",
+        collector.service_names()
+    );
     let all = format!("{:?}", collector.0.lock().expect("no panic"));
     assert!(!all.contains("secret-user"), "no key is traced");
 }
@@ -137,7 +167,10 @@ async fn a_decision_belongs_to_the_trace_of_its_request() {
     ask_envoy(&service).await;
     assert_eq!(service.acquire(&json!({"policy": "p", "key": "u"})).status, 200);
     service.signal("TERM");
-    assert_eq!(tokio::task::spawn_blocking(move || service.ended().code()).await.expect("no panic"), Some(0));
+    assert_eq!(
+        tokio::task::spawn_blocking(move || service.ended().code()).await.expect("no panic"),
+        Some(0)
+    );
     let parents = collector.parents();
     assert_eq!((parents.len(), &parents[1]), (3, &parent), "over gRPC as well");
     assert_eq!(parents[2].1, 0, "a request that belongs to none begins one");
@@ -146,9 +179,13 @@ async fn a_decision_belongs_to_the_trace_of_its_request() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_collector_that_is_away_is_told_once_and_once_when_it_is_back() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
+    let free = std::net::TcpListener::bind("127.0.0.1:0")
+        .expect("a free port")
+        .local_addr()
+        .expect("bound");
     let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", format!("http://{free}"));
-    let service = Service::start_in(POLICY, &[(endpoint.0, &endpoint.1), ("OTEL_BSP_SCHEDULE_DELAY", "1")]);
+    let service =
+        Service::start_in(POLICY, &[(endpoint.0, &endpoint.1), ("OTEL_BSP_SCHEDULE_DELAY", "1")]);
     let ask_until = |what: &str, happened: &dyn Fn() -> bool| {
         service.until(what, |service| {
             service.post("/v1/peek", &json!({"policy": "p", "key": "u"}).to_string());
@@ -176,8 +213,14 @@ async fn another_protocol_than_grpc_is_warned_of() {
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", false),
     ] {
         let output = ask_and_end(vec![endpoint.clone(), (name, protocol.to_owned())]).await;
-        let words = format!("{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported");
-        assert_eq!((output.contains(&words), output.contains("WARN")), (warned, warned), "{output}");
+        let words = format!(
+            "{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported"
+        );
+        assert_eq!(
+            (output.contains(&words), output.contains("WARN")),
+            (warned, warned),
+            "{output}"
+        );
     }
     assert_eq!(collector.parents().len(), 3, "they are sent by grpc all the same");
 }

@@ -16,15 +16,18 @@ fn decisions(criterion: &mut Criterion) {
         for keys in [1_usize, 10_000, 1_000_000] {
             let names: Vec<String> = (0..keys).map(|number| format!("user-{number:08}")).collect();
             for threads in [1, 2] {
-                // A window that never ends here: what is measured is the decision, allowed up to the limit and denied after.
-                let quota = Quota::new(algorithm, 1_000, Duration::from_secs(3_600)).expect("a valid quota");
+                // A window that never ends here: what is measured is the decision, allowed up to
+                // the limit and denied after.
+                let quota = Quota::new(algorithm, 1_000, Duration::from_secs(3_600))
+                    .expect("a valid quota");
                 let limiter = Limiter::new(MemoryStore::new());
                 for name in &names {
                     limiter.blocking().acquire(&Charge::new(name, &quota)).expect("a decision");
                 }
                 let id = BenchmarkId::new(keys.to_string(), format!("{threads} thread(s)"));
                 group.bench_function(id, |bencher| {
-                    bencher.iter_custom(|count| in_threads(threads, count, &limiter, &quota, &names));
+                    bencher
+                        .iter_custom(|count| in_threads(threads, count, &limiter, &quota, &names));
                 });
             }
         }
@@ -33,7 +36,13 @@ fn decisions(criterion: &mut Criterion) {
 }
 
 /// The time that `count` decisions take in all, divided evenly among the threads.
-fn in_threads(threads: u64, count: u64, limiter: &Limiter, quota: &Quota, names: &[String]) -> Duration {
+fn in_threads(
+    threads: u64,
+    count: u64,
+    limiter: &Limiter,
+    quota: &Quota,
+    names: &[String],
+) -> Duration {
     let work = |seed: u64| {
         // A walk over the keys in no order that a cache could guess.
         let mut at = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);

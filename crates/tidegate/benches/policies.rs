@@ -1,5 +1,5 @@
-//! Nanoseconds to find the policies that apply to a request, among 10, 100 and 1,000 policies: a thousand must cost no
-//! more than ten, or nearly.
+//! Nanoseconds to find the policies that apply to a request, among 10, 100 and 1,000 policies: a
+//! thousand must cost no more than ten, or nearly.
 //!
 //! `cargo bench -p tidegate --bench policies`
 
@@ -27,11 +27,18 @@ fn policies(count: usize) -> Policies {
 }
 
 fn select(criterion: &mut Criterion) {
-    let request =
-        [("ip", "203.0.113.9"), ("method", "GET"), ("path", "/service-2/items/7"), ("header.x-user-id", "u1")];
+    let request = [
+        ("ip", "203.0.113.9"),
+        ("method", "GET"),
+        ("path", "/service-2/items/7"),
+        ("header.x-user-id", "u1"),
+    ];
     let request = BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
     let mut group = criterion.benchmark_group("select");
-    group.sample_size(30).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
+    group
+        .sample_size(30)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2));
     for count in [10, 100, 1_000] {
         let policies = policies(count);
         assert_eq!(policies.select(&request, None).expect("sound").charges.len(), 2);

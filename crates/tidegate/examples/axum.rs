@@ -5,7 +5,8 @@
 //! for i in $(seq 12); do curl -si http://127.0.0.1:3000/ | head -1; done
 //! ```
 //!
-//! With `REDIS_URL`, all processes that share that Redis share the counts; give each a port of its own:
+//! With `REDIS_URL`, all processes that share that Redis share the counts; give each a port of its
+//! own:
 //!
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1:6379 cargo run -p tidegate --example axum -- 3001

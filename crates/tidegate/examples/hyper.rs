@@ -35,7 +35,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let (stream, _) = listener.accept().await?;
         let service = TowerToHyperService::new(service.clone());
         tokio::spawn(async move {
-            if let Err(error) = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await {
+            if let Err(error) =
+                http1::Builder::new().serve_connection(TokioIo::new(stream), service).await
+            {
                 eprintln!("{error}");
             }
         });

@@ -1,4 +1,5 @@
-//! A tonic server that lets each tenant pass three times a minute, and a client that hears when to come again.
+//! A tonic server that lets each tenant pass three times a minute, and a client that hears when to
+//! come again.
 //!
 //! ```sh
 //! cargo run -p tidegate --example tonic
@@ -19,7 +20,9 @@ use tonic_types::StatusExt as _;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let quota = Quota::sliding_log(3, Duration::from_secs(60))?;
-    let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota).policy("per-tenant").by("header.x-tenant");
+    let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+        .policy("per-tenant")
+        .by("header.x-tenant");
 
     // Your own service goes here; the health service has one method to call.
     let (_, health) = tonic_health::server::health_reporter();
@@ -36,7 +39,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
             Ok(response) => println!("passes: {:?}", response.metadata().get("ratelimit")),
             Err(status) => {
                 println!("{:?}: {}", status.code(), status.message());
-                println!("come again in {:?}", status.get_details_retry_info().and_then(|info| info.retry_delay));
+                println!(
+                    "come again in {:?}",
+                    status.get_details_retry_info().and_then(|info| info.retry_delay)
+                );
             }
         }
     }

@@ -1,4 +1,5 @@
-//! The five algorithms: pure arithmetic, with the state and the time handed in. No clock, no I/O, no float.
+//! The five algorithms: pure arithmetic, with the state and the time handed in. No clock, no I/O,
+//! no float.
 //!
 //! Each has a Lua twin beside it that does the same on Redis, with the same names:
 //!
@@ -9,10 +10,11 @@
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
 //!
-//! What they share: a state is *settled* to the present on a copy, questions are asked of it, and only what is spent or
-//! given back is written. A denied request writes nothing. The one exception is a clock that stepped back: stored times
-//! later than now count as now, and an acquire, even a denied one, writes that down, or they would stay "now" until the
-//! clock has caught up, and lock the key for so long.
+//! What they share: a state is *settled* to the present on a copy, questions are asked of it, and
+//! only what is spent or given back is written. A denied request writes nothing. The one exception
+//! is a clock that stepped back: stored times later than now count as now, and an acquire, even a
+//! denied one, writes that down, or they would stay "now" until the clock has caught up, and lock
+//! the key for so long.
 
 use std::time::Duration;
 
@@ -77,14 +79,15 @@ pub enum Encoding {
 
 named!(Encoding, "encoding", SortedSet = "sorted-set", Packed = "packed");
 
-/// What every algorithm answers about its state. Times are microseconds; `now` is the time it was settled to.
+/// What every algorithm answers about its state. Times are microseconds; `now` is the time it was
+/// settled to.
 pub(crate) trait Count {
     /// Brings the state to `now`. True if a stored time was later than `now`.
     fn settle(&mut self, quota: &Quota, now: u64) -> bool;
     /// Units that could be taken now.
     fn remaining(&self, quota: &Quota) -> u64;
-    /// Units recorded now, which may be more than the limit: see [`Quota::max_level`]. What counts of a window before the
-    /// current one is not in it.
+    /// Units recorded now, which may be more than the limit: see [`Quota::max_level`]. What counts
+    /// of a window before the current one is not in it.
     fn level(&self) -> u64;
     /// Whether more is recorded than the limit.
     fn is_overdrawn(&self, quota: &Quota) -> bool {
@@ -104,8 +107,8 @@ pub(crate) trait Count {
     }
     /// Takes `cost` units; 0 only writes down what `settle` found.
     fn spend(&mut self, quota: &Quota, now: u64, cost: u64);
-    /// Returns `cost` units of a charge made at `charged_at` or a little later: never units younger than that charge. If the
-    /// time is unknown (0), the oldest units go first.
+    /// Returns `cost` units of a charge made at `charged_at` or a little later: never units younger
+    /// than that charge. If the time is unknown (0), the oldest units go first.
     fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64);
     /// Nothing counts any more.
     fn is_empty(&self) -> bool;
@@ -140,11 +143,18 @@ fn has_room(count: &impl Count, quota: &Quota, remaining: u64, cost: u64) -> boo
     if cost == 0 { !count.is_overdrawn(quota) } else { cost <= remaining }
 }
 
-/// Decides, and changes the count as the action does. `together` is false for a charge whose companions (all or nothing)
-/// do not all fit. If nothing is `written`, the count is not worth keeping: it is only settled.
+/// Decides, and changes the count as the action does. `together` is false for a charge whose
+/// companions (all or nothing) do not all fit. If nothing is `written`, the count is not worth
+/// keeping: it is only settled.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
-pub(crate) fn apply<C: Count>(count: &mut C, action: Action, charge: &Charge<'_>, now: u64, together: bool) -> Outcome {
+pub(crate) fn apply<C: Count>(
+    count: &mut C,
+    action: Action,
+    charge: &Charge<'_>,
+    now: u64,
+    together: bool,
+) -> Outcome {
     let (quota, cost) = (charge.quota(), charge.units());
     if action == Action::Refund {
         count.settle(quota, now);
@@ -175,7 +185,10 @@ fn report<C: Count>(count: &mut C, quota: &Quota, now: u64, cost: u64) -> Outcom
         count.spend(quota, now, spend);
     }
     let retry_after = if fits { 0 } else { count.wait_for(quota, now, 1) };
-    Outcome { verdict: Verdict { allowed: fits, retry_after, ..unspent(count, quota, now) }, written }
+    Outcome {
+        verdict: Verdict { allowed: fits, retry_after, ..unspent(count, quota, now) },
+        written,
+    }
 }
 
 /// The outcome of an action other than a refund or a report, before it is applied.
@@ -205,8 +218,11 @@ impl Step {
         let remaining = count.remaining(quota);
         let takes = action == Action::Take;
         let cost = if takes { cost.min(remaining) } else { cost };
-        let allowed =
-            if action == Action::Peek { has_room(count, quota, remaining, cost) } else { takes || cost <= remaining };
+        let allowed = if action == Action::Peek {
+            has_room(count, quota, remaining, cost)
+        } else {
+            takes || cost <= remaining
+        };
         let counts = if allowed { together } else { quota.count_denied() };
         let spend = if counts { cost } else { 0 };
         let written = action != Action::Peek && (spend > 0 || stepped_back);
@@ -268,7 +284,8 @@ fn duration(micros: u64) -> Duration {
     if micros == 0 { Duration::ZERO } else { Duration::from_micros(micros) }
 }
 
-/// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota` allows fits.
+/// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota`
+/// allows fits.
 #[inline]
 fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
     // Most products fit 64 bits, where a division costs a fraction of what it costs in 128.

@@ -60,7 +60,9 @@ pub enum ChargeError {
     #[error("{0} charges in one call: at most {MAX_CHARGES} are allowed")]
     TooMany(usize),
     /// Two charges of one call would count on the same count.
-    #[error("two charges of one call share key {key:?} and policy {policy:?}: give each a policy name of its own")]
+    #[error(
+        "two charges of one call share key {key:?} and policy {policy:?}: give each a policy name of its own"
+    )]
     Twice {
         /// The key they share.
         key: String,
@@ -73,7 +75,14 @@ impl<'a> Charge<'a> {
     /// One unit of `quota` for `key`. What is wrong with the key, if anything, the limiter says.
     #[must_use]
     pub fn new(key: &'a str, quota: &'a Quota) -> Self {
-        Self { key, quota, policy: None, cost: 1, charged_at: 0, on_store_failure: OnStoreFailure::default() }
+        Self {
+            key,
+            quota,
+            policy: None,
+            cost: 1,
+            charged_at: 0,
+            on_store_failure: OnStoreFailure::default(),
+        }
     }
 
     /// Counts under this policy's name. Without it, the algorithm and the window are the name
@@ -92,8 +101,8 @@ impl<'a> Charge<'a> {
     }
 
     /// For a refund: when the charge to be refunded was made, in microseconds by the store's clock
-    /// ([`Store::clock`](crate::Store::clock)), read just before the acquire. The refund then returns that charge's units and
-    /// never younger ones.
+    /// ([`Store::clock`](crate::Store::clock)), read just before the acquire. The refund then
+    /// returns that charge's units and never younger ones.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -116,8 +125,8 @@ impl<'a> Charge<'a> {
         self
     }
 
-    /// What to answer while the store cannot decide, if a `Fallback` (feature `resilience`) stands around it. By default
-    /// this process decides.
+    /// What to answer while the store cannot decide, if a `Fallback` (feature `resilience`) stands
+    /// around it. By default this process decides.
     #[must_use]
     pub fn on_store_failure(mut self, failure: OnStoreFailure) -> Self {
         self.on_store_failure = failure;
@@ -152,7 +161,10 @@ impl<'a> Charge<'a> {
 
     /// What stands for its key and policy in memory.
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a tenth of what a decision takes, and its one caller is the decision")]
+    #[expect(
+        clippy::inline_always,
+        reason = "a tenth of what a decision takes, and its one caller is the decision"
+    )]
     pub(crate) fn fingerprint(&self, secret: &Secret) -> Fingerprint {
         let named;
         let policy = match self.policy {
@@ -171,20 +183,23 @@ impl<'a> Charge<'a> {
         self.on_store_failure
     }
 
-    /// The charge that refunds this one, which was allowed by `decision` and asked for at `asked`. `None` if nothing of it can
-    /// be left at `now`.
+    /// The charge that refunds this one, which was allowed by `decision` and asked for at `asked`.
+    /// `None` if nothing of it can be left at `now`.
     #[cfg(any(feature = "resilience", feature = "tower"))]
     pub(crate) fn to_refund(self, decision: &Decision, asked: u64, now: u64) -> Option<Self> {
         let age = now.saturating_sub(asked);
         let charged_at = match self.quota.algorithm() {
-            Algorithm::SlidingLog | Algorithm::FixedWindow if age >= self.quota.window_micros() => return None,
+            Algorithm::SlidingLog | Algorithm::FixedWindow if age >= self.quota.window_micros() => {
+                return None;
+            }
             Algorithm::SlidingCounter if age >= 2 * self.quota.window_micros() => return None,
             Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::SlidingCounter => asked,
-            // What the bucket held before this charge drains first, whether this charge is refunded or not. Only from then on
-            // does this charge drain.
+            // What the bucket held before this charge drains first, whether this charge is refunded
+            // or not. Only from then on does this charge drain.
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 let own = mul_div_ceil(self.cost, self.quota.window_micros(), self.quota.limit());
-                let reset_after = u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX);
+                let reset_after =
+                    u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX);
                 let held_before = reset_after.saturating_sub(own + 1);
                 if age.saturating_sub(held_before) >= own {
                     return None;
@@ -212,14 +227,17 @@ impl<'a> Charge<'a> {
         (1..=self.quota.burst()).contains(&self.cost)
     }
 
-    /// Whether it can be decided at all. What was once taken can be given back even if a lower limit would not admit it
-    /// now, and to forget a key costs nothing.
+    /// Whether it can be decided at all. What was once taken can be given back even if a lower
+    /// limit would not admit it now, and to forget a key costs nothing.
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
-        let sound = self.can_be_admitted() && is_plain_key(self.key) && self.policy.is_none_or(is_plain_key);
+        let sound = self.can_be_admitted()
+            && is_plain_key(self.key)
+            && self.policy.is_none_or(is_plain_key);
         if sound { Ok(()) } else { self.check_with_care(action) }
     }
 
-    /// A cost of 0 is for [`Action::Peek`] through [`Limiter::decide`](crate::Limiter::decide) alone.
+    /// A cost of 0 is for [`Action::Peek`] through [`Limiter::decide`](crate::Limiter::decide)
+    /// alone.
     pub(crate) fn check_cost(&self) -> Result<(), ChargeError> {
         if self.cost == 0 { Err(ChargeError::ZeroCost) } else { Ok(()) }
     }
@@ -248,9 +266,14 @@ impl<'a> Charge<'a> {
         }
         for (at, charge) in charges.iter().enumerate() {
             charge.check(action)?;
-            let same = |other: &Charge<'_>| other.key == charge.key && other.policy_name() == charge.policy_name();
+            let same = |other: &Charge<'_>| {
+                other.key == charge.key && other.policy_name() == charge.policy_name()
+            };
             if charges[..at].iter().any(same) {
-                return Err(ChargeError::Twice { key: charge.key.to_owned(), policy: charge.policy_name().to_owned() });
+                return Err(ChargeError::Twice {
+                    key: charge.key.to_owned(),
+                    policy: charge.policy_name().to_owned(),
+                });
             }
         }
         Ok(())

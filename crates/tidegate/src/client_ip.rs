@@ -1,14 +1,15 @@
 //! [`ClientIp`]: which address a request really comes from, and what that address counts as.
 //!
-//! Each proxy appends the address it was called from, so a header is believed from the right, and only as far as
-//! trusted proxies wrote it. All that is left of the first untrusted address may be the client's invention.
+//! Each proxy appends the address it was called from, so a header is believed from the right, and
+//! only as far as trusted proxies wrote it. All that is left of the first untrusted address may be
+//! the client's invention.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::{IpNet, Ipv4Net};
 
-/// Of a longer header only the right end is looked at: no honest chain of proxies comes near, and a hostile one costs
-/// no more.
+/// Of a longer header only the right end is looked at: no honest chain of proxies comes near, and a
+/// hostile one costs no more.
 const MAX_HOPS: usize = 64;
 const MAX_BYTES: usize = 8 * 1024;
 
@@ -34,8 +35,8 @@ pub struct ClientIp {
 pub struct Resolved {
     /// Never an IPv4-mapped one: those are unmapped.
     pub address: IpAddr,
-    /// A trusted proxy handed on a hop that is no address (or more hops than are looked at): then `address` is that
-    /// proxy's, and the client behind it stays unknown.
+    /// A trusted proxy handed on a hop that is no address (or more hops than are looked at): then
+    /// `address` is that proxy's, and the client behind it stays unknown.
     pub unparsable: bool,
 }
 
@@ -45,26 +46,33 @@ pub struct Resolved {
 pub struct Ipv6PrefixError(pub u8);
 
 impl Default for ClientIp {
-    /// No trusted proxies, so the peer is the client; IPv6 by /64, the least that one subscriber gets.
+    /// No trusted proxies, so the peer is the client; IPv6 by /64, the least that one subscriber
+    /// gets.
     fn default() -> Self {
         Self { trusted_proxies: Vec::new(), ipv6_prefix: 64 }
     }
 }
 
 impl ClientIp {
-    /// Believes what peers in `trusted_proxies` say; groups IPv6 addresses by their first `ipv6_prefix` bits, 1 to 128.
+    /// Believes what peers in `trusted_proxies` say; groups IPv6 addresses by their first
+    /// `ipv6_prefix` bits, 1 to 128.
     pub fn new(trusted_proxies: Vec<IpNet>, ipv6_prefix: u8) -> Result<Self, Ipv6PrefixError> {
         if !(1..=128).contains(&ipv6_prefix) {
             return Err(Ipv6PrefixError(ipv6_prefix));
         }
-        Ok(Self { trusted_proxies: trusted_proxies.into_iter().map(unmapped).collect(), ipv6_prefix })
+        Ok(Self {
+            trusted_proxies: trusted_proxies.into_iter().map(unmapped).collect(),
+            ipv6_prefix,
+        })
     }
 
-    /// The address of the client: the peer's, unless the peer is a trusted proxy; then the rightmost hop that is not
-    /// trusted, or the leftmost if all of them are. Takes the values of the two headers in the order they came in.
+    /// The address of the client: the peer's, unless the peer is a trusted proxy; then the
+    /// rightmost hop that is not trusted, or the leftmost if all of them are. Takes the values of
+    /// the two headers in the order they came in.
     ///
-    /// `Forwarded` is read only if `X-Forwarded-For` names no hop. Trusted proxies must therefore write or remove
-    /// `X-Forwarded-For`: one that hands on the client's own lets the client choose its address.
+    /// `Forwarded` is read only if `X-Forwarded-For` names no hop. Trusted proxies must therefore
+    /// write or remove `X-Forwarded-For`: one that hands on the client's own lets the client choose
+    /// its address.
     #[must_use]
     pub fn resolve<'h>(
         &self,
@@ -81,13 +89,16 @@ impl ClientIp {
         by_x_forwarded_for.or_else(|| self.walk(peer, forwarded, forwarded_for)).unwrap_or(itself)
     }
 
-    /// What a client counts as: an IPv4 address itself, an IPv6 address by its prefix, such as `2001:db8:0:1::/64`.
+    /// What a client counts as: an IPv4 address itself, an IPv6 address by its prefix, such as
+    /// `2001:db8:0:1::/64`.
     #[must_use]
     pub fn group(&self, address: IpAddr) -> String {
         match address.to_canonical() {
             IpAddr::V4(address) => dotted(address),
             IpAddr::V6(address) => {
-                let network = Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << (128 - self.ipv6_prefix)));
+                let network = Ipv6Addr::from_bits(
+                    address.to_bits() & (u128::MAX << (128 - self.ipv6_prefix)),
+                );
                 format!("{network}/{}", self.ipv6_prefix)
             }
         }
@@ -100,7 +111,8 @@ impl ClientIp {
         self.trusted_proxies.iter().any(|network| network.contains(&address))
     }
 
-    /// From a trusted proxy to the left, until a hop is not trusted. `None`: the header names no hop.
+    /// From a trusted proxy to the left, until a hop is not trusted. `None`: the header names no
+    /// hop.
     fn walk<'h>(
         &self,
         proxy: IpAddr,
@@ -108,7 +120,8 @@ impl ClientIp {
         parse: fn(&[u8]) -> Option<IpAddr>,
     ) -> Option<Resolved> {
         let mut last_good = None;
-        for hop in (FromTheRight { lines, line: None, hops_left: MAX_HOPS, bytes_left: MAX_BYTES }) {
+        for hop in (FromTheRight { lines, line: None, hops_left: MAX_HOPS, bytes_left: MAX_BYTES })
+        {
             let Some(address) = hop.and_then(parse) else {
                 return Some(Resolved { address: last_good.unwrap_or(proxy), unparsable: true });
             };
@@ -140,7 +153,8 @@ fn unmapped(network: IpNet) -> IpNet {
     ipv4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok()).map_or(network, IpNet::V4)
 }
 
-/// The elements of a header, the last one first; `None` stands for what is too far left to be looked at.
+/// The elements of a header, the last one first; `None` stands for what is too far left to be
+/// looked at.
 struct FromTheRight<'h, Lines> {
     lines: Lines,
     /// What is left of the line under way.
@@ -176,9 +190,11 @@ impl<'h, Lines: DoubleEndedIterator<Item = &'h [u8]>> Iterator for FromTheRight<
 
 /// What stands before and after the last separator outside of quotes.
 ///
-/// Quotes are paired from the right as well: one that the client left open cannot swallow what a proxy appended.
+/// Quotes are paired from the right as well: one that the client left open cannot swallow what a
+/// proxy appended.
 fn split_last(text: &[u8], separator: u8) -> (Option<&[u8]>, &[u8]) {
-    let is_escaped = |at: usize| text[..at].iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1;
+    let is_escaped =
+        |at: usize| text[..at].iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1;
     let mut is_quoted = false;
     for (at, &byte) in text.iter().enumerate().rev() {
         if byte == b'"' && !is_escaped(at) {
@@ -190,7 +206,8 @@ fn split_last(text: &[u8], separator: u8) -> (Option<&[u8]>, &[u8]) {
     (None, text)
 }
 
-/// The address in an element of `Forwarded` (RFC 7239), such as `for="[2001:db8::1]:4711";proto=https`.
+/// The address in an element of `Forwarded` (RFC 7239), such as
+/// `for="[2001:db8::1]:4711";proto=https`.
 ///
 /// No address without a `for`, nor with two: then nobody vouches for what is left of it, either.
 fn forwarded_for(element: &[u8]) -> Option<IpAddr> {
@@ -242,7 +259,8 @@ fn ipv6(text: &str) -> Option<IpAddr> {
 fn is_port(text: &str) -> bool {
     match text.strip_prefix('_') {
         Some(name) => {
-            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+            !name.is_empty()
+                && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
         }
         None => text.bytes().all(|byte| byte.is_ascii_digit()) && text.parse::<u16>().is_ok(),
     }
@@ -263,7 +281,8 @@ mod tests {
     }
 
     fn client_ip(trusted_proxies: &[&str]) -> ClientIp {
-        let networks = trusted_proxies.iter().map(|network| network.parse().expect("a network")).collect();
+        let networks =
+            trusted_proxies.iter().map(|network| network.parse().expect("a network")).collect();
         ClientIp::new(networks, 64).expect("a valid prefix")
     }
 
@@ -272,7 +291,9 @@ mod tests {
     }
 
     fn resolve<'h>(peer: &str, x_forwarded_for: &[&'h str], forwarded: &[&'h str]) -> Resolved {
-        let lines = |lines: &[&'h str]| lines.iter().map(|line| line.as_bytes()).collect::<Vec<_>>().into_iter();
+        let lines = |lines: &[&'h str]| {
+            lines.iter().map(|line| line.as_bytes()).collect::<Vec<_>>().into_iter()
+        };
         behind_proxies().resolve(ip(peer), lines(x_forwarded_for), lines(forwarded))
     }
 
@@ -289,7 +310,10 @@ mod tests {
         assert_eq!(resolve("203.0.113.9", &["1.1.1.1"], &["for=1.1.1.1"]), good("203.0.113.9"));
         let trusting_nobody = ClientIp::default();
         let header = b"1.1.1.1".as_slice();
-        assert_eq!(trusting_nobody.resolve(ip(PROXY), [header].into_iter(), [].into_iter()), good(PROXY));
+        assert_eq!(
+            trusting_nobody.resolve(ip(PROXY), [header].into_iter(), [].into_iter()),
+            good(PROXY)
+        );
     }
 
     #[test]
@@ -302,9 +326,18 @@ mod tests {
     fn the_rightmost_untrusted_hop_is_the_client() {
         assert_eq!(resolve(PROXY, &["203.0.113.9"], &[]), good("203.0.113.9"));
         assert_eq!(resolve(PROXY, &["203.0.113.9, 10.0.0.3,10.0.0.2"], &[]), good("203.0.113.9"));
-        assert_eq!(resolve(PROXY, &["203.0.113.9", "10.0.0.3", "10.0.0.2"], &[]), good("203.0.113.9"));
-        assert_eq!(resolve(PROXY, &[], &["for=203.0.113.9, for=10.0.0.3", "for=10.0.0.2"]), good("203.0.113.9"));
-        assert_eq!(resolve("2001:db8:ffff::1", &["203.0.113.9, 2001:db8:ffff::2"], &[]), good("203.0.113.9"));
+        assert_eq!(
+            resolve(PROXY, &["203.0.113.9", "10.0.0.3", "10.0.0.2"], &[]),
+            good("203.0.113.9")
+        );
+        assert_eq!(
+            resolve(PROXY, &[], &["for=203.0.113.9, for=10.0.0.3", "for=10.0.0.2"]),
+            good("203.0.113.9")
+        );
+        assert_eq!(
+            resolve("2001:db8:ffff::1", &["203.0.113.9, 2001:db8:ffff::2"], &[]),
+            good("203.0.113.9")
+        );
     }
 
     #[test]
@@ -315,7 +348,10 @@ mod tests {
         assert_eq!(resolve(PROXY, &["unknown, \0, 203.0.113.9"], &[]), good("203.0.113.9"));
         assert_eq!(resolve(PROXY, &[], &["for=8.8.8.8, for=203.0.113.9"]), good("203.0.113.9"));
         assert_eq!(resolve(PROXY, &[], &[r#"for="8.8.8.8, for=203.0.113.9"#]), good("203.0.113.9"));
-        assert_eq!(resolve(PROXY, &[], &[r#"for=8.8.8.8;host="a\, for=203.0.113.9"#]), good("203.0.113.9"));
+        assert_eq!(
+            resolve(PROXY, &[], &[r#"for=8.8.8.8;host="a\, for=203.0.113.9"#]),
+            good("203.0.113.9")
+        );
     }
 
     #[test]
@@ -340,8 +376,16 @@ mod tests {
             | for=1.2.3.4;for=1.2.3.4 | 1.2.3.4 | by=1.2.3.4 | proto=https | host="for=1.2.3.4""#;
         for element in elements.split('|').map(str::trim) {
             let after_a_hop = format!("for=8.8.8.8, {element}, for=10.0.0.2");
-            assert_eq!(resolve(PROXY, &[], &[&after_a_hop]), unparsable_after("10.0.0.2"), "{element}");
-            assert_eq!(resolve(PROXY, &[], &["for=8.8.8.8", element]), unparsable_after(PROXY), "{element}");
+            assert_eq!(
+                resolve(PROXY, &[], &[&after_a_hop]),
+                unparsable_after("10.0.0.2"),
+                "{element}"
+            );
+            assert_eq!(
+                resolve(PROXY, &[], &["for=8.8.8.8", element]),
+                unparsable_after(PROXY),
+                "{element}"
+            );
         }
     }
 
@@ -380,7 +424,11 @@ mod tests {
             (r#"for="[::ffff:203.0.113.9]""#, "203.0.113.9"),
         ] {
             assert_eq!(resolve(PROXY, &[], &[element]), good(address), "{element}");
-            assert_eq!(resolve(PROXY, &[], &["for=8.8.8.8", element, "for=10.0.0.2"]), good(address), "{element}");
+            assert_eq!(
+                resolve(PROXY, &[], &["for=8.8.8.8", element, "for=10.0.0.2"]),
+                good(address),
+                "{element}"
+            );
         }
     }
 
@@ -395,15 +443,23 @@ mod tests {
     #[test]
     fn mapped_addresses_are_ipv4_addresses_everywhere() {
         assert_eq!(resolve("::ffff:203.0.113.9", &["1.1.1.1"], &[]), good("203.0.113.9"));
-        assert_eq!(resolve("::ffff:10.0.0.1", &["203.0.113.9, ::ffff:10.0.0.2"], &[]), good("203.0.113.9"));
+        assert_eq!(
+            resolve("::ffff:10.0.0.1", &["203.0.113.9, ::ffff:10.0.0.2"], &[]),
+            good("203.0.113.9")
+        );
         assert_eq!(ClientIp::default().group(ip("::ffff:203.0.113.9")), "203.0.113.9");
 
         let header = b"203.0.113.9, 10.0.0.2".as_slice();
         let by_mapped_network = client_ip(&["::ffff:10.0.0.0/104"]);
-        for (peer, client) in
-            [("10.0.0.1", "203.0.113.9"), ("::ffff:10.0.0.1", "203.0.113.9"), ("11.0.0.1", "11.0.0.1")]
-        {
-            assert_eq!(by_mapped_network.resolve(ip(peer), [header].into_iter(), [].into_iter()), good(client));
+        for (peer, client) in [
+            ("10.0.0.1", "203.0.113.9"),
+            ("::ffff:10.0.0.1", "203.0.113.9"),
+            ("11.0.0.1", "11.0.0.1"),
+        ] {
+            assert_eq!(
+                by_mapped_network.resolve(ip(peer), [header].into_iter(), [].into_iter()),
+                good(client)
+            );
         }
         assert_eq!(client_ip(&["::ffff:0:0/96"]), client_ip(&["0.0.0.0/0"]));
         assert_ne!(client_ip(&["::/0"]), client_ip(&["0.0.0.0/0"]));
@@ -412,10 +468,16 @@ mod tests {
     #[test]
     fn ipv6_clients_count_by_their_prefix() {
         let address = ip("2001:db8:0:1:2:3:4:5");
-        for (prefix, group) in
-            [(64, "2001:db8:0:1::/64"), (128, "2001:db8:0:1:2:3:4:5/128"), (33, "2001:db8::/33"), (1, "::/1")]
-        {
-            assert_eq!(ClientIp::new(Vec::new(), prefix).expect("a valid prefix").group(address), group);
+        for (prefix, group) in [
+            (64, "2001:db8:0:1::/64"),
+            (128, "2001:db8:0:1:2:3:4:5/128"),
+            (33, "2001:db8::/33"),
+            (1, "::/1"),
+        ] {
+            assert_eq!(
+                ClientIp::new(Vec::new(), prefix).expect("a valid prefix").group(address),
+                group
+            );
         }
         assert_eq!(ClientIp::default().group(address), "2001:db8:0:1::/64");
         for prefix in [0, 129, 255] {
@@ -428,7 +490,10 @@ mod tests {
         let trusted_hops = |count: usize| "10.0.0.3, ".repeat(count - 1) + "10.0.0.2";
         assert_eq!(resolve(PROXY, &[&trusted_hops(64)], &[]), good("10.0.0.3"));
         assert_eq!(resolve(PROXY, &["203.0.113.9", &trusted_hops(63)], &[]), good("203.0.113.9"));
-        assert_eq!(resolve(PROXY, &["203.0.113.9", &trusted_hops(64)], &[]), unparsable_after("10.0.0.3"));
+        assert_eq!(
+            resolve(PROXY, &["203.0.113.9", &trusted_hops(64)], &[]),
+            unparsable_after("10.0.0.3")
+        );
     }
 
     #[test]
@@ -439,11 +504,15 @@ mod tests {
         // Where the sight ends, `203.0.113.9` must not be read as `3.0.113.9`.
         let cut = format!("203.0.113.9{}", padded(MAX_BYTES - "3.0.113.9".len()));
         assert_eq!(resolve(PROXY, &[&cut], &[]), unparsable_after("10.0.0.2"));
-        assert_eq!(resolve(PROXY, &["1.1.1.1", &",".repeat(MAX_BYTES)], &[]), unparsable_after(PROXY));
+        assert_eq!(
+            resolve(PROXY, &["1.1.1.1", &",".repeat(MAX_BYTES)], &[]),
+            unparsable_after(PROXY)
+        );
         assert_eq!(resolve(PROXY, &vec![""; MAX_BYTES + 1], &[]), unparsable_after(PROXY));
     }
 
-    /// Bytes that mean something here, in any order, so that the parser is led far before it is let down.
+    /// Bytes that mean something here, in any order, so that the parser is led far before it is let
+    /// down.
     fn hostile_bytes() -> impl Strategy<Value = Vec<u8>> {
         let pieces = concat!(
             r#",|;|"|\|:|[|]|%| |=|for=|For="|", |proto=https;|host="a, b"|unknown|_x|"#,
@@ -457,7 +526,8 @@ mod tests {
         vec(piece, 0..24).prop_map(|pieces| pieces.concat())
     }
 
-    /// Every address that can be made out in some bytes, by a reading of its own: runs of the characters of an address.
+    /// Every address that can be made out in some bytes, by a reading of its own: runs of the
+    /// characters of an address.
     fn addresses_in(line: &[u8]) -> Vec<IpAddr> {
         let runs = line.split(|byte| !byte.is_ascii_hexdigit() && !b".:".contains(byte));
         let texts = runs.filter_map(|run| str::from_utf8(run).ok());

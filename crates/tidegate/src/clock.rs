@@ -13,7 +13,8 @@ mod anchored;
 
 /// Where time comes from: microseconds since the Unix epoch, and how to wait for them.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
-    /// Microseconds since the Unix epoch. Windows of the clock (`fixed-window`, `sliding-counter`) are aligned to it.
+    /// Microseconds since the Unix epoch. Windows of the clock (`fixed-window`, `sliding-counter`)
+    /// are aligned to it.
     fn now(&self) -> u64;
 
     /// Resolves once `duration` has passed on this clock, never earlier.
@@ -23,9 +24,11 @@ pub trait Clock: Send + Sync + fmt::Debug + 'static {
     fn sleep_blocking(&self, duration: Duration);
 }
 
-/// The machine's clock: the wall clock at the start, moved on by the monotonic one, so it never follows a wall clock that is set.
+/// The machine's clock: the wall clock at the start, moved on by the monotonic one, so it never
+/// follows a wall clock that is set.
 ///
-/// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with its timer on.
+/// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with
+/// its timer on.
 #[derive(Clone)]
 pub struct SystemClock {
     shared: Arc<Anchored>,
@@ -69,7 +72,8 @@ impl Clock for SystemClock {
 
 /// A clock that moves only when it is told to. Clones share one time.
 ///
-/// Sleepers wake when the time they wait for is reached, so a test of a [`wait`](crate::Limiter::wait) takes no time:
+/// Sleepers wake when the time they wait for is reached, so a test of a
+/// [`wait`](crate::Limiter::wait) takes no time:
 ///
 /// ```
 /// use std::time::Duration;
@@ -125,7 +129,8 @@ impl ManualClock {
         self.change(|_| now);
     }
 
-    /// How many callers are asleep on this clock: a test that moves it may want to know that somebody waits.
+    /// How many callers are asleep on this clock: a test that moves it may want to know that
+    /// somebody waits.
     #[must_use]
     pub fn sleepers(&self) -> usize {
         self.lock().sleepers.len()

@@ -1,4 +1,5 @@
-//! Policies from a file: the `policies` of the service's own configuration, for a service that limits itself.
+//! Policies from a file: the `policies` of the service's own configuration, for a service that
+//! limits itself.
 //!
 //! ```
 //! use tidegate::Policies;
@@ -41,7 +42,8 @@ pub use policy::{OneOrMany, RawPolicy};
 
 use crate::policy::{AttributeNames, Policies, PolicyError};
 
-/// The file of the service. What is not about limits is its own affair: known by name, and not looked at.
+/// The file of the service. What is not about limits is its own affair: known by name, and not
+/// looked at.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct File {
@@ -58,10 +60,12 @@ struct File {
 }
 
 impl Policies {
-    /// The policies of a file, as `tidegate serve` and `tidegate gateway` have them; the rest of it is not looked at.
+    /// The policies of a file, as `tidegate serve` and `tidegate gateway` have them; the rest of it
+    /// is not looked at.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let name = path.as_ref().display().to_string();
-        let text = std::fs::read_to_string(path).map_err(|error| ConfigError::unreadable(&name, &error.to_string()))?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError::unreadable(&name, &error.to_string()))?;
         Self::from_yaml(&name, &text)
     }
 
@@ -80,10 +84,16 @@ impl Policies {
     ) -> Result<Self, ConfigError> {
         let mut declared = AttributeNames::default();
         for name in attributes {
-            declared.declare(&name.value).map_err(|error| document.at(name, &format!("attributes: {error}")))?;
+            declared
+                .declare(&name.value)
+                .map_err(|error| document.at(name, &format!("attributes: {error}")))?;
         }
         let mut names = BTreeSet::new();
-        if let Some(twice) = policies.iter().map(|policy| &policy.name).find(|name| !names.insert(name.value.clone())) {
+        if let Some(twice) = policies
+            .iter()
+            .map(|policy| &policy.name)
+            .find(|name| !names.insert(name.value.clone()))
+        {
             return Err(document.at(twice, &PolicyError::Twice(twice.value.clone()).to_string()));
         }
         let policies = policies.into_iter().map(|policy| policy.validate(document, &declared));

@@ -13,7 +13,8 @@ pub struct Decision {
     pub limit: u64,
     /// Units that could be taken right after this decision.
     pub remaining: u64,
-    /// The exact shortest wait after which the same request would be admitted if nobody else came. Zero when allowed.
+    /// The exact shortest wait after which the same request would be admitted if nobody else came.
+    /// Zero when allowed.
     pub retry_after: Duration,
     /// How long until the full limit is back if nobody else comes.
     pub reset_after: Duration,
@@ -61,8 +62,9 @@ impl fmt::Display for Source {
 }
 
 impl Decision {
-    /// The decision that binds the request: of several denials the one with the longest wait, otherwise the one with the
-    /// least left (and, of equals, the one that takes longest to come back).
+    /// The decision that binds the request: of several denials the one with the longest wait,
+    /// otherwise the one with the least left (and, of equals, the one that takes longest to come
+    /// back).
     ///
     /// ```
     /// # use std::time::Duration;
@@ -115,8 +117,14 @@ mod tests {
         let denied_for_longer = decision(false, 4, 2, 1);
         assert_eq!(Decision::most_restrictive(&[]), None);
         assert_eq!(Decision::most_restrictive(&[free, tight]), Some(&tight));
-        assert_eq!(Decision::most_restrictive(&[tight, tight_for_longer, free]), Some(&tight_for_longer));
+        assert_eq!(
+            Decision::most_restrictive(&[tight, tight_for_longer, free]),
+            Some(&tight_for_longer)
+        );
         assert_eq!(Decision::most_restrictive(&[tight, denied, free]), Some(&denied));
-        assert_eq!(Decision::most_restrictive(&[denied, denied_for_longer]), Some(&denied_for_longer));
+        assert_eq!(
+            Decision::most_restrictive(&[denied, denied_for_longer]),
+            Some(&denied_for_longer)
+        );
     }
 }

@@ -1,20 +1,23 @@
 //! [`Fingerprint`]: 128 bits that stand for a (key, policy) in the memory of this process, under its secret.
 //!
-//! Keys are chosen by attackers, and who could make two of them share a fingerprint could use up another's limit. So
-//! this is a *universal* hash, not one that only mixes well: the text is a vector of 64-bit words, and the fingerprint is
+//! Keys are chosen by attackers, and who could make two of them share a fingerprint could use up
+//! another's limit. So this is a *universal* hash, not one that only mixes well: the text is a
+//! vector of 64-bit words, and the fingerprint is
 //!
 //! ```text
 //! secret₀ + secret₁·word₁ + secret₂·word₂ + …  modulo the prime 2^127 − 1
 //! ```
 //!
-//! with random secrets of 110 bits. Two different texts differ in some word; whatever the other secrets are, there is one
-//! value at most of this word's secret for which the sums are the same. So for any two texts, whoever chose them, the
-//! chance to share a fingerprint is 2^-110 at most, with no assumption but that the secrets are random and not known. Among
-//! ten million keys two share one with a chance of about 10^-20. It is also three times as fast as `SipHash`: the products do
-//! not wait for each other.
+//! with random secrets of 110 bits. Two different texts differ in some word; whatever the other
+//! secrets are, there is one value at most of this word's secret for which the sums are the same.
+//! So for any two texts, whoever chose them, the chance to share a fingerprint is 2^-110 at most,
+//! with no assumption but that the secrets are random and not known. Among ten million keys two
+//! share one with a chance of about 10^-20. It is also three times as fast as `SipHash`: the
+//! products do not wait for each other.
 //!
-//! The sum itself is linear, and where a key stands in the table follows from its fingerprint. So that nobody can learn the
-//! secrets from what takes longer, two Feistel steps, which keep different sums different, mix it at the end.
+//! The sum itself is linear, and where a key stands in the table follows from its fingerprint. So
+//! that nobody can learn the secrets from what takes longer, two Feistel steps, which keep
+//! different sums different, mix it at the end.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -96,7 +99,8 @@ impl Secret {
         };
         let mut limbs = || [(); 2].map(|()| word() >> (64 - LIMB_BITS));
         let (start, key_length, policy_length) = (limbs(), limbs(), limbs());
-        let (key, policy) = (Box::new([(); WORDS].map(|()| limbs())), Box::new([(); WORDS].map(|()| limbs())));
+        let (key, policy) =
+            (Box::new([(); WORDS].map(|()| limbs())), Box::new([(); WORDS].map(|()| limbs())));
         let mix = [(); 4].map(|()| word());
         Self { start, key_length, key, policy_length, policy, mix, longer: RandomState::new() }
     }
@@ -119,7 +123,10 @@ impl Secret {
     }
 
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a tenth of what a decision takes, and its one caller is the decision")]
+    #[expect(
+        clippy::inline_always,
+        reason = "a tenth of what a decision takes, and its one caller is the decision"
+    )]
     #[expect(clippy::cast_possible_truncation, reason = "both halves, one by one")]
     pub(crate) fn fingerprint(&self, key: &str, policy: &PolicySum) -> Fingerprint {
         if key.len() > MAX_KEY_BYTES {
@@ -144,7 +151,8 @@ impl Secret {
         Fingerprint::new(high, low)
     }
 
-    /// Stands for a text longer than any key. Keys have no control characters, so it is like none of them.
+    /// Stands for a text longer than any key. Keys have no control characters, so it is like none
+    /// of them.
     #[cold]
     fn digest(&self, text: &str) -> String {
         let half = |number: u8| self.longer.hash_one((number, text));
@@ -171,8 +179,8 @@ impl Sum {
         self.high = self.high.wrapping_add(u128::from(word) * u128::from(secret[1]));
     }
 
-    /// Each eight bytes a word. The last word may take in bytes of the one before: with the length, which is a word of
-    /// its own, two different texts are still two different vectors.
+    /// Each eight bytes a word. The last word may take in bytes of the one before: with the length,
+    /// which is a word of its own, two different texts are still two different vectors.
     #[inline]
     fn add_text(&mut self, length: &Limbs, secrets: &[Limbs; WORDS], text: &[u8]) {
         self.add(length, text.len() as u64);
@@ -187,8 +195,8 @@ impl Sum {
         self.add(&secrets[before_last], u64::from_le_bytes(*last));
     }
 
-    /// 2^127 is 1 modulo the prime: what is above is added below, until all of it fits. It need not be less than the prime
-    /// to tell what is different.
+    /// 2^127 is 1 modulo the prime: what is above is added below, until all of it fits. It need not
+    /// be less than the prime to tell what is different.
     #[inline]
     fn modulo_prime(self) -> u128 {
         const SPLIT: u32 = 127 - LIMB_BITS;
@@ -248,7 +256,11 @@ mod tests {
                 for at in 0..length {
                     let mut changed = text.clone();
                     changed.replace_range(at..=at, "K");
-                    let changed = if key == "p" { of(&secret, key, &changed) } else { of(&secret, &changed, policy) };
+                    let changed = if key == "p" {
+                        of(&secret, key, &changed)
+                    } else {
+                        of(&secret, &changed, policy)
+                    };
                     assert_ne!(fingerprint, changed, "byte {at} of {length}");
                 }
             }

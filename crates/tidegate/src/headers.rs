@@ -1,7 +1,9 @@
-//! What a client is told: `RateLimit-Policy`, `RateLimit`, `Retry-After`, and the older `X-RateLimit-*`.
+//! What a client is told: `RateLimit-Policy`, `RateLimit`, `Retry-After`, and the older
+//! `X-RateLimit-*`.
 //!
-//! The first two follow the IETF draft on rate limit header fields: a list of items, each the policy's name as a
-//! quoted string with its numbers as parameters. Seconds are rounded up, never down: who waits them gets in.
+//! The first two follow the IETF draft on rate limit header fields: a list of items, each the
+//! policy's name as a quoted string with its numbers as parameters. Seconds are rounded up, never
+//! down: who waits them gets in.
 
 use std::time::Duration;
 
@@ -19,7 +21,8 @@ pub struct Limited<'a> {
     pub decision: Decision,
 }
 
-/// The headers for these decisions: names in lower case, and their values. Empty if no policy applied.
+/// The headers for these decisions: names in lower case, and their values. Empty if no policy
+/// applied.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -37,7 +40,9 @@ pub struct Limited<'a> {
 #[must_use]
 pub fn all(limited: &[Limited<'_>], with_x_headers: bool) -> Vec<(&'static str, String)> {
     let mut headers = Vec::with_capacity(6);
-    each(limited.iter().copied(), with_x_headers, |name, value| headers.push((name, value.to_owned())));
+    each(limited.iter().copied(), with_x_headers, |name, value| {
+        headers.push((name, value.to_owned()))
+    });
     headers
 }
 
@@ -134,7 +139,10 @@ mod tests {
                 ("x-ratelimit-reset", "2".to_owned()),
             ]
         );
-        assert_eq!(all(&[limited(decision(true, Duration::ZERO)); 2], false)[1].1, "\"p\";r=3;t=2, \"p\";r=3;t=2");
+        assert_eq!(
+            all(&[limited(decision(true, Duration::ZERO)); 2], false)[1].1,
+            "\"p\";r=3;t=2, \"p\";r=3;t=2"
+        );
         assert!(all(&[], true).is_empty());
     }
 

@@ -3,8 +3,8 @@
 /// The longest key, and the longest policy name, in bytes.
 pub const MAX_KEY_BYTES: usize = 512;
 
-/// Whose count it is: a user, an address, a tenant. From 1 to 512 bytes of UTF-8 without control characters;
-/// braces, colons and anything else are welcome.
+/// Whose count it is: a user, an address, a tenant. From 1 to 512 bytes of UTF-8 without control
+/// characters; braces, colons and anything else are welcome.
 ///
 /// ```
 /// use tidegate::Key;
@@ -26,7 +26,9 @@ pub enum KeyError {
     #[error("has {0} bytes: at most {MAX_KEY_BYTES} are allowed")]
     TooLong(usize),
     /// A control character, such as a line break.
-    #[error("has the control character {character:?} at byte {at}: any other UTF-8 text is allowed")]
+    #[error(
+        "has the control character {character:?} at byte {at}: any other UTF-8 text is allowed"
+    )]
     Control {
         /// The character.
         character: char,
@@ -57,21 +59,24 @@ impl<'a> Key<'a> {
     }
 }
 
-/// Whether the text is a [`Key`] that is plain ASCII. Nearly every key is, and this is what every request pays: so eight
-/// bytes at a time, and the last eight may take in some that were looked at before.
+/// Whether the text is a [`Key`] that is plain ASCII. Nearly every key is, and this is what every
+/// request pays: so eight bytes at a time, and the last eight may take in some that were looked at
+/// before.
 #[inline]
 pub(crate) fn is_plain_key(text: &str) -> bool {
     fn is_plain(word: [u8; 8]) -> bool {
         let word = u64::from_le_bytes(word);
         let each = |byte: u8| u64::from_ne_bytes([byte; 8]);
-        // The high bit of a byte is set in the first for 0x7f and above, and in the last for what is below 0x20 (or, by
-        // a borrow, above one that is).
+        // The high bit of a byte is set in the first for 0x7f and above, and in the last for what
+        // is below 0x20 (or, by a borrow, above one that is).
         (word.wrapping_add(each(0x01)) | word | word.wrapping_sub(each(0x20))) & each(0x80) == 0
     }
     let text = text.as_bytes();
     match text.last_chunk::<8>() {
         Some(last) => {
-            is_plain(*last) && text.len() <= MAX_KEY_BYTES && text.as_chunks::<8>().0.iter().all(|word| is_plain(*word))
+            is_plain(*last)
+                && text.len() <= MAX_KEY_BYTES
+                && text.as_chunks::<8>().0.iter().all(|word| is_plain(*word))
         }
         None => !text.is_empty() && text.iter().all(|byte| (0x20..0x7f).contains(byte)),
     }
@@ -79,9 +84,9 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
 
 /// `<prefix>:{<key>}:<policy>`.
 ///
-/// The braces make the key alone the hash tag, so all policies of one key live in one slot of a cluster. Inside the key,
-/// braces (and the escape itself) are escaped: then the first `}` is ours, a user cannot choose the tag, and no
-/// two different (key, policy) pairs are written alike.
+/// The braces make the key alone the hash tag, so all policies of one key live in one slot of a
+/// cluster. Inside the key, braces (and the escape itself) are escaped: then the first `}` is ours,
+/// a user cannot choose the tag, and no two different (key, policy) pairs are written alike.
 #[cfg(any(feature = "redis", test))]
 pub(crate) fn redis_key(prefix: &str, key: &str, policy: &str) -> String {
     let mut text = String::with_capacity(prefix.len() + key.len() + policy.len() + 4);
@@ -132,7 +137,10 @@ mod tests {
     #[test]
     fn a_key_is_readable_in_redis_and_cannot_choose_its_hash_tag() {
         assert_eq!(redis_key("rate_limit", "user123", "per-user"), "rate_limit:{user123}:per-user");
-        assert_eq!(redis_key("rate_limit", "2001:db8::1", "per-ip"), "rate_limit:{2001:db8::1}:per-ip");
+        assert_eq!(
+            redis_key("rate_limit", "2001:db8::1", "per-ip"),
+            "rate_limit:{2001:db8::1}:per-ip"
+        );
         assert_eq!(redis_key("p", "{tag}x", "q"), "p:{%7Btag%7Dx}:q");
         assert_ne!(redis_key("p", "{", "q"), redis_key("p", "%7B", "q"));
         assert_ne!(redis_key("p", "a", "b}:c"), redis_key("p", "a}:b", "c"));

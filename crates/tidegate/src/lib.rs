@@ -1,5 +1,5 @@
-//! Tidegate decides, exactly and fast, whether a request may pass now: inside one process, or shared by a whole
-//! fleet through Redis.
+//! Tidegate decides, exactly and fast, whether a request may pass now: inside one process, or
+//! shared by a whole fleet through Redis.
 //!
 //! ```
 //! use std::time::Duration;
@@ -21,20 +21,24 @@
 //!
 //! # The path of a request
 //!
-//! The modules below stand in the order in which a request meets them: a [`Quota`] (an algorithm with its numbers),
-//! a key (whose count it is) and a cost make a [`Charge`]; a [`Limiter`] checks it and hands it to a [`Store`], which
-//! applies the [`Algorithm`] and answers with a [`Decision`].
+//! The modules below stand in the order in which a request meets them: a [`Quota`] (an algorithm
+//! with its numbers), a key (whose count it is) and a cost make a [`Charge`]; a [`Limiter`] checks
+//! it and hands it to a [`Store`], which applies the [`Algorithm`] and answers with a [`Decision`].
 //!
 //! # Which store
 //!
-//! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls without `async`.
-//! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic Lua scripts.
-//! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for it, and decisions come
-//!   from this process's share until it is back. `DenyCache`: a denial is not asked for twice.
+//! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls
+//!   without `async`.
+//! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic
+//!   Lua scripts.
+//! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for
+//!   it, and decisions come from this process's share until it is back. `DenyCache`: a denial is
+//!   not asked for twice.
 //!
 //! # In front of a service
 //!
-//! The feature `tower` has a layer for axum, tonic, hyper and whatever else speaks Tower: see the module `tower`.
+//! The feature `tower` has a layer for axum, tonic, hyper and whatever else speaks Tower: see the
+//! module `tower`.
 //!
 //! # Time in tests
 //!
@@ -114,8 +118,8 @@ pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
 pub use named::UnknownName;
 pub use policy::{
-    AttributeError, Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy, PolicyError, SelectError,
-    Selected, Selection, normal_path,
+    AttributeError, Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy,
+    PolicyError, SelectError, Selected, Selection, normal_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

@@ -31,8 +31,11 @@ pub enum Error {
     /// The policies make no key of this request: the request's fault.
     #[error(transparent)]
     Select(#[from] SelectError),
-    /// A limit goes by the client's address, and nobody told which it is: a mistake in how a service is put together.
-    #[error("a limit counts by ip, but the address of the peer is not known: tell the layer how to find it")]
+    /// A limit goes by the client's address, and nobody told which it is: a mistake in how a
+    /// service is put together.
+    #[error(
+        "a limit counts by ip, but the address of the peer is not known: tell the layer how to find it"
+    )]
     UnknownPeer,
 }
 
@@ -60,9 +63,10 @@ impl<S: Store> Limiter<S> {
         self.decide(Action::Acquire, charge).await
     }
 
-    /// Decides several charges together, all or nothing: if one denies, none is spent. The decisions come in the order of
-    /// the charges; the request may pass if all are allowed. A charge that would have been allowed but for another says
-    /// `allowed`, and what is left with nothing taken.
+    /// Decides several charges together, all or nothing: if one denies, none is spent. The
+    /// decisions come in the order of the charges; the request may pass if all are allowed. A
+    /// charge that would have been allowed but for another says `allowed`, and what is left with
+    /// nothing taken.
     pub async fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
         self.decide_all(Action::Acquire, charges).await
     }
@@ -79,15 +83,17 @@ impl<S: Store> Limiter<S> {
         self.decide_all(Action::Peek, charges).await
     }
 
-    /// Records units that were used already, such as the bytes of a finished response: always charges, even beyond the limit.
-    /// The overdraft is bounded ([`Quota::max_level`]) and paid back by time. `allowed` says whether the units fitted; if not,
-    /// `remaining` is 0 and `retry_after` is the wait until one unit is free again.
+    /// Records units that were used already, such as the bytes of a finished response: always
+    /// charges, even beyond the limit. The overdraft is bounded ([`Quota::max_level`]) and paid
+    /// back by time. `allowed` says whether the units fitted; if not, `remaining` is 0 and
+    /// `retry_after` is the wait until one unit is free again.
     pub async fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Report, charge).await
     }
 
-    /// Returns the units of an earlier charge, and answers what is left then. [`Charge::charged_at`] names the time of that
-    /// charge; without it the oldest units that still count are returned, so that the limit is never exceeded.
+    /// Returns the units of an earlier charge, and answers what is left then.
+    /// [`Charge::charged_at`] names the time of that charge; without it the oldest units that still
+    /// count are returned, so that the limit is never exceeded.
     pub async fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Refund, charge).await
     }
@@ -97,17 +103,21 @@ impl<S: Store> Limiter<S> {
         self.decide(Action::Reset, charge).await
     }
 
-    /// Sleeps until the charge is admitted, for `timeout` at most, and through the delay of a `leaky-bucket`.
+    /// Sleeps until the charge is admitted, for `timeout` at most, and through the delay of a
+    /// `leaky-bucket`.
     ///
-    /// Each sleep is as long as the store says that it must be; there is no polling. If the wait cannot end within the
-    /// timeout, the answer is a denial at once, with nothing spent. For a `leaky-bucket` whose queue has room but
-    /// whose turn would come too late, `retry_after` is how long until the turn would come in time.
+    /// Each sleep is as long as the store says that it must be; there is no polling. If the wait
+    /// cannot end within the timeout, the answer is a denial at once, with nothing spent. For a
+    /// `leaky-bucket` whose queue has room but whose turn would come too late, `retry_after` is how
+    /// long until the turn would come in time.
     ///
-    /// Cancel-safe: a future that is dropped while it sleeps has spent nothing, but for two cases that nobody can undo:
-    /// dropped in the middle of a call to Redis, the call may have been heard; and once admitted to a `leaky-bucket`, its
-    /// place in the queue is spent, and drains by itself.
+    /// Cancel-safe: a future that is dropped while it sleeps has spent nothing, but for two cases
+    /// that nobody can undo: dropped in the middle of a call to Redis, the call may have been
+    /// heard; and once admitted to a `leaky-bucket`, its place in the queue is spent, and drains by
+    /// itself.
     ///
-    /// Who waits does not hammer: denials along the way do not count, whatever the quota says of denied requests.
+    /// Who waits does not hammer: denials along the way do not count, whatever the quota says of
+    /// denied requests.
     pub async fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
@@ -135,7 +145,11 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Any of the actions on several charges; see [`Store::decide_all`].
-    pub async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    pub async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, Error> {
         Charge::check_all(action, charges)?;
         Ok(self.store.decide_all(action, charges).await?)
     }
@@ -216,7 +230,11 @@ impl<'a> Wait<'a> {
 
 /// A queue may have room but a turn that is too late: there a look comes before the step.
 fn first_look(charge: &Charge<'_>) -> Action {
-    if charge.quota().algorithm() == Algorithm::LeakyBucket { Action::Peek } else { Action::Acquire }
+    if charge.quota().algorithm() == Algorithm::LeakyBucket {
+        Action::Peek
+    } else {
+        Action::Acquire
+    }
 }
 
 impl Limiter<MemoryStore> {
@@ -298,7 +316,11 @@ impl Blocking<'_> {
     }
 
     /// See [`Limiter::decide_all`].
-    pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    pub fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, Error> {
         Charge::check_all(action, charges)?;
         Ok(self.store.decide_all_now(action, charges)?)
     }

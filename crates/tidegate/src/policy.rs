@@ -224,9 +224,9 @@ impl Policy {
         self
     }
 
-    /// Applies only if this attribute matches any of these patterns: `*` stands for anything but a slash, `**` for
-    /// anything. (A path pattern that ends in `/**` matches the path before it, too.) An unknown
-    /// attribute is an error.
+    /// Applies only if this attribute matches any of these patterns: `*` stands for anything but a
+    /// slash, `**` for anything. (A path pattern that ends in `/**` matches the path before it,
+    /// too.) An unknown attribute is an error.
     pub fn matching<P: AsRef<str>>(
         mut self,
         attribute: impl Into<String>,
@@ -237,7 +237,8 @@ impl Policy {
         if patterns.is_empty() {
             return Err(PolicyError::NoPattern(attribute));
         }
-        let patterns = patterns.iter().map(|pattern| Pattern::new(&attribute, pattern.as_ref())).collect();
+        let patterns =
+            patterns.iter().map(|pattern| Pattern::new(&attribute, pattern.as_ref())).collect();
         self.conditions.push(Condition { attribute, patterns });
         Ok(self)
     }
@@ -271,7 +272,11 @@ impl Policy {
     }
 
     /// Another quota for one key (the values of its attributes, in their order).
-    pub fn overriding<V: AsRef<str>>(mut self, values: &[V], quota: Quota) -> Result<Self, PolicyError> {
+    pub fn overriding<V: AsRef<str>>(
+        mut self,
+        values: &[V],
+        quota: Quota,
+    ) -> Result<Self, PolicyError> {
         let key = join(values);
         match self.overrides.insert(key.clone(), quota) {
             None => Ok(self),
@@ -285,13 +290,16 @@ impl Policy {
             self.attributes.check(name)?;
         }
         let usual = match &cost {
-            Cost::Fixed(0) | Cost::Attribute { default: 0, .. } | Cost::Attribute { max: 0, .. } => {
+            Cost::Fixed(0)
+            | Cost::Attribute { default: 0, .. }
+            | Cost::Attribute { max: 0, .. } => {
                 return Err(PolicyError::ZeroCost);
             }
             Cost::Attribute { default, max, .. } if default > max => {
                 return Err(PolicyError::DefaultCost { default: *default, max: *max });
             }
-            // A key with a smaller quota takes less at most; but one that all quotas are smaller than says nothing.
+            // A key with a smaller quota takes less at most; but one that all quotas are smaller
+            // than says nothing.
             Cost::Attribute { max, .. } if *max > self.largest_cost() => {
                 return Err(PolicyError::Cost { cost: *max, most: self.largest_cost() });
             }
@@ -373,7 +381,11 @@ impl Policy {
             Cost::Fixed(_) => None,
             Cost::Attribute { name, .. } => Some(name),
         };
-        conditions.chain(&self.key).chain(cost).map(String::as_str).find(|name| !attribute::is_http(name))
+        conditions
+            .chain(&self.key)
+            .chain(cost)
+            .map(String::as_str)
+            .find(|name| !attribute::is_http(name))
     }
 
     /// What a request is told that lacks the key which this policy counts by. No wait helps.
@@ -400,12 +412,14 @@ impl Policy {
     }
 }
 
-/// One value as it is; several joined by a bar, with bars and backslashes in them escaped, so that no two lists join alike.
+/// One value as it is; several joined by a bar, with bars and backslashes in them escaped, so that
+/// no two lists join alike.
 fn join(values: &[impl AsRef<str>]) -> String {
     if let [value] = values {
         return value.as_ref().to_owned();
     }
-    let escaped = values.iter().map(|value| value.as_ref().replace('\\', "\\\\").replace('|', "\\|"));
+    let escaped =
+        values.iter().map(|value| value.as_ref().replace('\\', "\\\\").replace('|', "\\|"));
     escaped.collect::<Vec<_>>().join("|")
 }
 
@@ -431,19 +445,41 @@ mod tests {
     fn what_makes_no_policy_says_so() {
         assert_eq!(Policy::new("", quota(1)).err(), Some(PolicyError::Name(KeyError::Empty)));
         assert!(
-            Policies::new(vec![policy("a"), policy("a")]).is_err_and(|error| error.to_string().contains("used twice"))
+            Policies::new(vec![policy("a"), policy("a")])
+                .is_err_and(|error| error.to_string().contains("used twice"))
         );
         assert!(policy("a").matching::<&str>("path", &[]).is_err());
         assert!(policy("a").costing(Cost::Fixed(0)).is_err());
-        assert!(policy("a").costing(Cost::Fixed(11)).is_err_and(|error| error.to_string().contains("at most 10")));
+        assert!(
+            policy("a")
+                .costing(Cost::Fixed(11))
+                .is_err_and(|error| error.to_string().contains("at most 10"))
+        );
         let cost = |default, max| Cost::Attribute { name: "header.c".to_owned(), default, max };
-        assert!(policy("a").costing(cost(7, 5)).is_err_and(|error| error.to_string().contains("more than the max 5")));
-        assert!(policy("a").costing(cost(1, 11)).is_err_and(|error| error.to_string().contains("at most 10")));
+        assert!(
+            policy("a")
+                .costing(cost(7, 5))
+                .is_err_and(|error| error.to_string().contains("more than the max 5"))
+        );
+        assert!(
+            policy("a")
+                .costing(cost(1, 11))
+                .is_err_and(|error| error.to_string().contains("at most 10"))
+        );
         let small = || policy("a").overriding(&["small"], quota(5)).expect("one");
         assert!(small().costing(cost(1, 10)).is_ok(), "the small one takes 5 at most");
-        assert!(small().costing(cost(6, 10)).is_err_and(|error| error.to_string().contains("at most 5")));
-        assert!(small().costing(Cost::Fixed(6)).is_err_and(|error| error.to_string().contains("at most 5")));
-        let twice = policy("a").overriding(&["k"], quota(1)).and_then(|p| p.overriding(&["k"], quota(2)));
+        assert!(
+            small()
+                .costing(cost(6, 10))
+                .is_err_and(|error| error.to_string().contains("at most 5"))
+        );
+        assert!(
+            small()
+                .costing(Cost::Fixed(6))
+                .is_err_and(|error| error.to_string().contains("at most 5"))
+        );
+        let twice =
+            policy("a").overriding(&["k"], quota(1)).and_then(|p| p.overriding(&["k"], quota(2)));
         assert!(twice.is_err_and(|error| error.to_string().contains("overridden twice")));
         let unknown = Cost::Attribute { name: "heder.c".to_owned(), default: 1, max: 1 };
         for wrong in [
@@ -451,16 +487,25 @@ mod tests {
             policy("a").counting(&["ip", "heder.c"]),
             policy("a").costing(unknown),
         ] {
-            assert!(wrong.is_err_and(|error| error.to_string().contains("did you mean `header.c`?")));
+            assert!(
+                wrong.is_err_and(|error| error.to_string().contains("did you mean `header.c`?"))
+            );
         }
-        assert!("shadwo".parse::<Mode>().is_err_and(|error| error.to_string().contains("enforce, shadow")));
+        assert!(
+            "shadwo"
+                .parse::<Mode>()
+                .is_err_and(|error| error.to_string().contains("enforce, shadow"))
+        );
     }
 
     #[test]
     fn attributes_that_no_http_request_has_are_found_wherever_they_are_used() {
         let own = || policy("a").with_attributes(&["tenant"]).expect("a good name");
         let cost = Cost::Attribute { name: "tenant".to_owned(), default: 1, max: 1 };
-        assert_eq!(policy("a").counting(&["ip", "header.x"]).expect("known").non_http_attribute(), None);
+        assert_eq!(
+            policy("a").counting(&["ip", "header.x"]).expect("known").non_http_attribute(),
+            None
+        );
         for (policy, name) in [
             (own().matching("tenant", &["acme"]), "tenant"),
             (own().counting(&["ip", "tenant"]), "tenant"),

@@ -29,7 +29,8 @@ pub struct Quota {
     burst: u64,
     /// How long a full bucket takes to drain, in microseconds.
     drain: u64,
-    /// A few bits of the window, to tell whether a stored fraction of a unit is in this window's parts.
+    /// A few bits of the window, to tell whether a stored fraction of a unit is in this window's
+    /// parts.
     window_tag: u8,
     /// After so many milliseconds a count that nobody adds to is as good as none.
     lifetime: u64,
@@ -94,11 +95,11 @@ const MAX_WINDOW: u64 = 366 * 86_400 * 1_000_000;
 const MAX_DRAIN: u64 = 10 * MAX_WINDOW;
 
 impl Quota {
-    /// The largest limit and burst. With windows of up to 366 days every step of the arithmetic stays exact, in
-    /// Rust's integers and in the doubles of Redis's Lua.
+    /// The largest limit and burst. With windows of up to 366 days every step of the arithmetic
+    /// stays exact, in Rust's integers and in the doubles of Redis's Lua.
     pub const MAX_LIMIT: u64 = 1_000_000_000_000;
-    /// The largest limit of a `sliding-log` that Redis keeps as a sorted set: to free a larger one would hold up the server. A
-    /// log with a higher limit is packed.
+    /// The largest limit of a `sliding-log` that Redis keeps as a sorted set: to free a larger one
+    /// would hold up the server. A log with a higher limit is packed.
     pub const MAX_SORTED_SET_LIMIT: u64 = 100_000;
     /// The largest limit of a `sliding-log`.
     pub const MAX_LOG_LIMIT: u64 = 10_000_000;
@@ -180,7 +181,8 @@ impl Quota {
         Ok(self)
     }
 
-    /// How Redis keeps a `sliding-log`: readable (the default up to [`Self::MAX_SORTED_SET_LIMIT`]) or packed.
+    /// How Redis keeps a `sliding-log`: readable (the default up to [`Self::MAX_SORTED_SET_LIMIT`])
+    /// or packed.
     pub fn with_encoding(mut self, encoding: Encoding) -> Result<Self, QuotaError> {
         if self.algorithm != Algorithm::SlidingLog {
             return Err(QuotaError::NoEncoding(self.algorithm));
@@ -194,7 +196,8 @@ impl Quota {
         Ok(self)
     }
 
-    /// Makes a `sliding-log` count denied requests too, so that a client which keeps hammering stays out.
+    /// Makes a `sliding-log` count denied requests too, so that a client which keeps hammering
+    /// stays out.
     pub fn with_count_denied(mut self, count_denied: bool) -> Result<Self, QuotaError> {
         if self.algorithm != Algorithm::SlidingLog {
             return Err(QuotaError::NoCountDenied(self.algorithm));
@@ -239,15 +242,15 @@ impl Quota {
         self.burst
     }
 
-    /// The most units that can ever be recorded for a key: ten times the burst, and no more than [`Self::MAX_LIMIT`]. Only
-    /// reports of finished work go beyond the burst.
+    /// The most units that can ever be recorded for a key: ten times the burst, and no more than
+    /// [`Self::MAX_LIMIT`]. Only reports of finished work go beyond the burst.
     #[must_use]
     pub fn max_level(&self) -> u64 {
         (10 * self.burst).min(Self::MAX_LIMIT)
     }
 
-    /// The name that a charge counts under when it names no policy: the algorithm and the window, so that two windows
-    /// on one key never mix, and a changed limit keeps its counts.
+    /// The name that a charge counts under when it names no policy: the algorithm and the window,
+    /// so that two windows on one key never mix, and a changed limit keeps its counts.
     #[must_use]
     pub fn unnamed_policy(&self) -> &str {
         &self.unnamed_policy
@@ -258,7 +261,8 @@ impl Quota {
         &self.unnamed_policy_sum
     }
 
-    /// The same with other numbers, no larger than these and at least 1. The name it counts under stays.
+    /// The same with other numbers, no larger than these and at least 1. The name it counts under
+    /// stays.
     #[cfg(feature = "resilience")]
     pub(crate) fn with_share(&self, limit: u64, burst: u64) -> Self {
         let drain = mul_div_ceil(burst, self.window, limit);
@@ -288,7 +292,8 @@ impl Quota {
     }
 }
 
-/// Eight bits that differ for most pairs of windows; for the usual ones (seconds, minutes, hours, days) nearly always.
+/// Eight bits that differ for most pairs of windows; for the usual ones (seconds, minutes, hours,
+/// days) nearly always.
 fn window_tag(micros: u64) -> u8 {
     micros.wrapping_mul(0x8d8e_3b13_e83b_3ab1).to_be_bytes()[0]
 }
@@ -317,9 +322,16 @@ mod tests {
 
     #[test]
     fn numbers_out_of_range_are_refused_each_with_its_own_reason() {
-        let refused = |quota: Result<Quota, QuotaError>| quota.expect_err("out of range").to_string();
-        assert!(refused(Quota::fixed_window(0, MINUTE)).contains("limit 0 is out of range: it must be from 1 to"));
-        assert!(refused(Quota::fixed_window(u64::MAX, MINUTE)).contains("must be from 1 to 1000000000000"));
+        let refused =
+            |quota: Result<Quota, QuotaError>| quota.expect_err("out of range").to_string();
+        assert!(
+            refused(Quota::fixed_window(0, MINUTE))
+                .contains("limit 0 is out of range: it must be from 1 to")
+        );
+        assert!(
+            refused(Quota::fixed_window(u64::MAX, MINUTE))
+                .contains("must be from 1 to 1000000000000")
+        );
         assert!(refused(Quota::sliding_log(10_000_001, MINUTE)).contains("at most 10000000"));
         let large = Quota::sliding_log(100_001, MINUTE).expect("valid");
         assert_eq!(large.encoding(), Encoding::Packed);
@@ -327,14 +339,20 @@ mod tests {
         assert!(refused(Quota::fixed_window(1, Duration::ZERO)).contains("from 1ms to 366 days"));
         assert!(refused(Quota::fixed_window(1, Duration::from_micros(999))).contains("from 1ms"));
         assert!(refused(Quota::fixed_window(1, Duration::MAX)).contains("366 days"));
-        assert!(refused(Quota::fixed_window(1, Duration::from_nanos(1_000_001))).contains("whole number of micro"));
+        assert!(
+            refused(Quota::fixed_window(1, Duration::from_nanos(1_000_001)))
+                .contains("whole number of micro")
+        );
         let bucket = Quota::token_bucket(10, MINUTE).expect("valid");
         assert!(refused(bucket.clone().with_burst(0)).contains("burst 0 is out of range"));
         assert!(refused(bucket.with_burst(u64::MAX)).contains("out of range"));
         let slow = Quota::token_bucket(1, Duration::from_secs(86_400 * 366)).expect("valid");
         assert!(slow.clone().with_burst(10).is_ok());
         assert!(refused(slow.with_burst(11)).contains("longer than 3660 days"));
-        assert!(refused(Quota::fixed_window(1, MINUTE).and_then(|q| q.with_burst(2))).contains("has no burst"));
+        assert!(
+            refused(Quota::fixed_window(1, MINUTE).and_then(|q| q.with_burst(2)))
+                .contains("has no burst")
+        );
         assert!(
             refused(Quota::token_bucket(1, MINUTE).and_then(|q| q.with_encoding(Encoding::Packed)))
                 .contains("has no encoding")
@@ -351,7 +369,13 @@ mod tests {
         assert_eq!(name(Quota::sliding_log(1, MINUTE).expect("valid")), "sliding-log-60s");
         assert_eq!(name(Quota::sliding_log(2, MINUTE).expect("valid")), "sliding-log-60s");
         let packed = Quota::sliding_log(1, Duration::from_millis(1500)).expect("valid");
-        assert_eq!(name(packed.with_encoding(Encoding::Packed).expect("a log")), "sliding-log-packed-1500ms");
-        assert_eq!(name(Quota::token_bucket(1, Duration::from_micros(1001)).expect("valid")), "token-bucket-1001us");
+        assert_eq!(
+            name(packed.with_encoding(Encoding::Packed).expect("a log")),
+            "sliding-log-packed-1500ms"
+        );
+        assert_eq!(
+            name(Quota::token_bucket(1, Duration::from_micros(1001)).expect("valid")),
+            "token-bucket-1001us"
+        );
     }
 }

@@ -1,10 +1,13 @@
-//! When the store is slow, gone or under attack: each of these is a [`Store`](crate::Store) around a store, or serves one.
+//! When the store is slow, gone or under attack: each of these is a [`Store`](crate::Store) around
+//! a store, or serves one.
 //!
 //! * [`Breaker`] stops asking a store that fails, and looks by itself when it is back.
-//! * [`Fallback`] answers in the store's place: by this instance's share in memory, by letting pass, or by denying. What
-//!   it admits is charged to the store afterwards.
-//! * [`DenyCache`] answers a denial again, for as long as it holds, so that who hammers costs the store nothing.
-//! * [`Fleet`] knows how many instances share the store, so that the shares of all add up to the limit.
+//! * [`Fallback`] answers in the store's place: by this instance's share in memory, by letting
+//!   pass, or by denying. What it admits is charged to the store afterwards.
+//! * [`DenyCache`] answers a denial again, for as long as it holds, so that who hammers costs the
+//!   store nothing.
+//! * [`Fleet`] knows how many instances share the store, so that the shares of all add up to the
+//!   limit.
 //!
 //! ```no_run
 //! use tidegate::{Breaker, DenyCache, Fallback, Limiter, RedisStore};
@@ -16,8 +19,9 @@
 //! # }
 //! ```
 //!
-//! Around a store with a deadline, an answer is never later than that. A fleet cut off from its store admits at
-//! most the limit in a window; in the window in which the store fails, what the store had admitted comes on top.
+//! Around a store with a deadline, an answer is never later than that. A fleet cut off from its
+//! store admits at most the limit in a window; in the window in which the store fails, what the
+//! store had admitted comes on top.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;

@@ -18,14 +18,20 @@ pub mod redis;
 
 /// Where counts live: memory or Redis, or a store of your own.
 ///
-/// A store gets charges that the [`Limiter`](crate::Limiter) has checked. It decides atomically: no other decision on
-/// these counts happens between its look and its write. The feature `testing` has the suite that proves it.
+/// A store gets charges that the [`Limiter`](crate::Limiter) has checked. It decides atomically: no
+/// other decision on these counts happens between its look and its write. The feature `testing` has
+/// the suite that proves it.
 pub trait Store: Send + Sync + 'static {
     /// Decides one charge.
-    fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send;
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
-    /// Decides several charges, in their order. With [`Action::Acquire`] all or nothing: if one denies, none is spent.
-    /// (And with [`Action::Peek`] as if.) The other actions are done on each charge for itself.
+    /// Decides several charges, in their order. With [`Action::Acquire`] all or nothing: if one
+    /// denies, none is spent. (And with [`Action::Peek`] as if.) The other actions are done on each
+    /// charge for itself.
     fn decide_all(
         &self,
         action: Action,
@@ -35,7 +41,8 @@ pub trait Store: Send + Sync + 'static {
     /// The clock that a caller who waits for this store sleeps by.
     fn clock(&self) -> &dyn Clock;
 
-    /// Which part of the store decides this charge. Parts, such as the nodes of a cluster, fail apart from each other.
+    /// Which part of the store decides this charge. Parts, such as the nodes of a cluster, fail
+    /// apart from each other.
     fn part(&self, _charge: &Charge<'_>) -> Part {
         Part::WHOLE
     }
@@ -45,26 +52,31 @@ pub trait Store: Send + Sync + 'static {
         std::future::ready(Ok(()))
     }
 
-    /// Says that this instance is alive, and hears which are: itself, and those that said so in the last seconds.
-    fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
+    /// Says that this instance is alive, and hears which are: itself, and those that said so in the
+    /// last seconds.
+    fn announce(
+        &self,
+        instance: &str,
+    ) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
         std::future::ready(Ok(vec![instance.to_owned()]))
     }
 
-    /// Which counts had units given back, or were forgotten, since this mark, by whomever. A store whose counts other processes
-    /// share must tell it within a moment, or denials that are remembered (`DenyCache`) outlive what they were made by.
-    /// `None`, and always `None`, if nobody can free a count but through this store.
+    /// Which counts had units given back, or were forgotten, since this mark, by whomever. A store
+    /// whose counts other processes share must tell it within a moment, or denials that are
+    /// remembered (`DenyCache`) outlive what they were made by. `None`, and always `None`, if
+    /// nobody can free a count but through this store.
     fn news(&self, _since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         None::<std::future::Ready<Result<News, StoreError>>>
     }
 
-    /// A number that changes whenever other servers come to decide, by other clocks: what was told before is not
-    /// to be relied on then.
+    /// A number that changes whenever other servers come to decide, by other clocks: what was told
+    /// before is not to be relied on then.
     fn epoch(&self) -> u64 {
         0
     }
 
-    /// Returns a number that changes whenever another server comes to decide this charge: a cached decision from before is
-    /// stale then. By default the [epoch](Self::epoch) of the whole store.
+    /// Returns a number that changes whenever another server comes to decide this charge: a cached
+    /// decision from before is stale then. By default the [epoch](Self::epoch) of the whole store.
     fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
         self.epoch()
     }
@@ -72,7 +84,11 @@ pub trait Store: Send + Sync + 'static {
 
 /// A store that several own: some behind a fallback, say, and some who want its errors.
 impl<S: Store> Store for Arc<S> {
-    fn decide(&self, action: Action, charge: &Charge<'_>) -> impl Future<Output = Result<Decision, StoreError>> + Send {
+    fn decide(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send {
         S::decide(self, action, charge)
     }
 
@@ -96,7 +112,10 @@ impl<S: Store> Store for Arc<S> {
         S::probe(self, part)
     }
 
-    fn announce(&self, instance: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
+    fn announce(
+        &self,
+        instance: &str,
+    ) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
         S::announce(self, instance)
     }
 
@@ -127,21 +146,22 @@ impl Part {
 pub enum Action {
     /// Decide and, if allowed, spend.
     Acquire,
-    /// What acquire would answer; writes nothing. A cost of 0 asks whether more is recorded than the limit.
+    /// What acquire would answer; writes nothing. A cost of 0 asks whether more is recorded than
+    /// the limit.
     Peek,
-    /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it, the oldest units that still
-    /// count go first, because that never admits too much.
+    /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it,
+    /// the oldest units that still count go first, because that never admits too much.
     Refund,
     /// Forget the key.
     Reset,
-    /// Take as much of the cost as there is room for, which may be nothing: for what has already happened, and is charged
-    /// afterwards. Always answers `allowed`, and what is left then. A cost of 0 only looks; one above the burst is fine.
-    /// Several charges are taken each for itself.
+    /// Take as much of the cost as there is room for, which may be nothing: for what has already
+    /// happened, and is charged afterwards. Always answers `allowed`, and what is left then. A cost
+    /// of 0 only looks; one above the burst is fine. Several charges are taken each for itself.
     Take,
-    /// Records units that were used already: always charges, even beyond the limit. The overdraft is bounded at
-    /// [`Quota::max_level`](crate::Quota::max_level) and is paid back by time. Answers whether the units fitted; if not,
-    /// `remaining` is 0 and `retry_after` is the wait until one unit is free again. Several charges are recorded each for
-    /// itself.
+    /// Records units that were used already: always charges, even beyond the limit. The overdraft
+    /// is bounded at [`Quota::max_level`](crate::Quota::max_level) and is paid back by time.
+    /// Answers whether the units fitted; if not, `remaining` is 0 and `retry_after` is the wait
+    /// until one unit is free again. Several charges are recorded each for itself.
     Report,
 }
 

@@ -1,8 +1,10 @@
-//! The conformance suite: drives any [`Store`] against a naive model, and tells the first difference.
+//! The conformance suite: drives any [`Store`] against a naive model, and tells the first
+//! difference.
 //!
-//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset, take, report; time that passes by interesting amounts;
-//! a clock that steps back; limits that change). Every field of every decision must equal the model's. A sequence that
-//! fails is shortened to the steps that matter before it is shown.
+//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset, take, report;
+//! time that passes by interesting amounts; a clock that steps back; limits that change). Every
+//! field of every decision must equal the model's. A sequence that fails is shortened to the steps
+//! that matter before it is shown.
 //!
 //! ```
 //! use tidegate::testing::conformance;
@@ -34,7 +36,8 @@ use sequence::{Sequence, Step};
 ///
 /// # Panics
 ///
-/// If a decision differs from the model's: with the seed, and the shortest sequence that still shows it.
+/// If a decision differs from the model's: with the seed, and the shortest sequence that still
+/// shows it.
 pub async fn conformance<S: Store>(
     seeds: impl IntoIterator<Item = u64>,
     mut make: impl AsyncFnMut(ManualClock) -> Limiter<S>,
@@ -44,7 +47,8 @@ pub async fn conformance<S: Store>(
     }
 }
 
-/// The same for logs that grow to hundreds of requests: few steps are enough for the other algorithms, not for these.
+/// The same for logs that grow to hundreds of requests: few steps are enough for the other
+/// algorithms, not for these.
 ///
 /// # Panics
 ///
@@ -58,7 +62,11 @@ pub async fn conformance_of_long_logs<S: Store>(
     }
 }
 
-async fn check<S: Store>(seed: u64, sequence: Sequence, make: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>) {
+async fn check<S: Store>(
+    seed: u64,
+    sequence: Sequence,
+    make: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
+) {
     if let Err(difference) = run(&sequence, make).await {
         let (shortest, difference) = shorten(sequence, difference, make).await;
         panic!("seed {seed} does not conform:\n{shortest}{difference}");
@@ -102,7 +110,8 @@ async fn run<S: Store>(
         let (action, charges) = match step {
             Step::Advance(advance) => {
                 clock.advance(advance.duration(retry_after));
-                // A count that the shortest window of its policy no longer needs may have expired or not.
+                // A count that the shortest window of its policy no longer needs may have expired
+                // or not.
                 for charge in sequence.charges_of_changed_windows() {
                     if model.nothing_counts(&charge, clock.now()) {
                         model.decide(Action::Reset, &[charge], clock.now());
@@ -112,7 +121,8 @@ async fn run<S: Store>(
                 continue;
             }
             Step::Back(duration) => {
-                // What has expired may be forgotten or not, as the store likes. Forget it everywhere first.
+                // What has expired may be forgotten or not, as the store likes. Forget it
+                // everywhere first.
                 for charge in sequence.all_charges() {
                     if model.nothing_counts(&charge, clock.now()) {
                         model.decide(Action::Reset, &[charge], clock.now());
@@ -124,9 +134,11 @@ async fn run<S: Store>(
             }
             Step::Decide(action, charges) => (*action, charges),
         };
-        let charged_at = |charged: usize| decided_at.iter().rev().nth(charged).copied().unwrap_or_default();
-        let charge =
-            |part: &sequence::Part| sequence.charge(part).charged_at(part.charged.map(charged_at).unwrap_or_default());
+        let charged_at =
+            |charged: usize| decided_at.iter().rev().nth(charged).copied().unwrap_or_default();
+        let charge = |part: &sequence::Part| {
+            sequence.charge(part).charged_at(part.charged.map(charged_at).unwrap_or_default())
+        };
         let charges: Vec<Charge<'_>> = charges.iter().map(charge).collect();
         decided_at.push(clock.now());
         let expected = model.decide(action, &charges, clock.now());
@@ -139,7 +151,8 @@ async fn run<S: Store>(
             }
             return Err(text);
         }
-        retry_after = Decision::most_restrictive(&found).map_or(Duration::ZERO, |decision| decision.retry_after);
+        retry_after = Decision::most_restrictive(&found)
+            .map_or(Duration::ZERO, |decision| decision.retry_after);
     }
     Ok(())
 }
@@ -157,7 +170,9 @@ async fn decide<S: Store>(
         (Action::Reset, [charge]) => single(limiter.reset(charge).await),
         // Not for users of a limiter: only of a store.
         (Action::Report, [charge]) => single(limiter.report(charge).await),
-        (Action::Take, [charge]) => single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store)),
+        (Action::Take, [charge]) => {
+            single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store))
+        }
         (Action::Take | Action::Report, charges) => {
             limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store)
         }

@@ -22,12 +22,14 @@
 //!
 //! All clones of a layer, and all services made by it, share the limiter, and so the counts.
 //!
-//! * Who may not pass gets 429 with `RateLimit`, `RateLimit-Policy`, `Retry-After` and a problem+json body; a gRPC client the
-//!   status `RESOURCE_EXHAUSTED` with `RetryInfo`. The body of such a request is not read.
+//! * Who may not pass gets 429 with `RateLimit`, `RateLimit-Policy`, `Retry-After` and a
+//!   problem+json body; a gRPC client the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The body of
+//!   such a request is not read.
 //! * Who passes gets the same headers on the service's response.
-//! * A `leaky-bucket`'s delay is slept before the service is called. A request that is dropped meanwhile gives its place back.
-//! * If nobody can decide, the answer is 503 (gRPC: `UNAVAILABLE`). With a `Fallback` (feature `resilience`) around the store,
-//!   somebody always can.
+//! * A `leaky-bucket`'s delay is slept before the service is called. A request that is dropped
+//!   meanwhile gives its place back.
+//! * If nobody can decide, the answer is 503 (gRPC: `UNAVAILABLE`). With a `Fallback` (feature
+//!   `resilience`) around the store, somebody always can.
 //!
 //! # Several limits
 //!
@@ -51,12 +53,13 @@
 //! # }
 //! ```
 //!
-//! Policies can be built by code, as here, or come from a configuration file of the `tidegate` service, by `Policies::load` (with
-//! the feature `config`).
+//! Policies can be built by code, as here, or come from a configuration file of the `tidegate`
+//! service, by `Policies::load` (with the feature `config`).
 //!
 //! # The client's address
 //!
-//! Limits by `ip` need the address of the peer. It is found in the extension [`Peer`], or where you say; for axum:
+//! Limits by `ip` need the address of the peer. It is found in the extension [`Peer`], or where you
+//! say; for axum:
 //!
 //! ```
 //! # use std::net::SocketAddr;
@@ -74,8 +77,8 @@
 //! # Ok::<(), tidegate::QuotaError>(())
 //! ```
 //!
-//! Where it is not known, such a limit answers 500: to let everybody pass would be a limit that is none. Behind proxies, say
-//! which to believe: [`RateLimitLayer::client_ip`].
+//! Where it is not known, such a limit answers 500: to let everybody pass would be a limit that is
+//! none. Behind proxies, say which to believe: [`RateLimitLayer::client_ip`].
 
 use std::borrow::Cow;
 use std::fmt;
@@ -127,14 +130,15 @@ struct Shared<G> {
 }
 
 impl<S: Store> RateLimitLayer<QuotaGate<S>> {
-    /// One quota; all requests count together until [`by`](Self::by) or [`key`](Self::key) says otherwise.
+    /// One quota; all requests count together until [`by`](Self::by) or [`key`](Self::key) says
+    /// otherwise.
     #[must_use]
     pub fn new(limiter: Limiter<S>, quota: Quota) -> Self {
         Self::with_gate(QuotaGate::new(limiter, quota))
     }
 
-    /// Counts by an attribute: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME` or `cookie.NAME`. A request without
-    /// it is not limited.
+    /// Counts by an attribute: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME` or
+    /// `cookie.NAME`. A request without it is not limited.
     ///
     /// # Panics
     ///
@@ -148,19 +152,25 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
         self.with(|shared| shared.gate.key = KeyBy::Attribute(attribute.into()))
     }
 
-    /// Counts by what the closure finds in a request. `None` or nothing in it: the request is not limited.
+    /// Counts by what the closure finds in a request. `None` or nothing in it: the request is not
+    /// limited.
     #[must_use]
-    pub fn key(self, key: impl for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync + 'static) -> Self {
+    pub fn key(
+        self,
+        key: impl for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync + 'static,
+    ) -> Self {
         self.with(|shared| shared.gate.key = KeyBy::Closure(Arc::new(key)))
     }
 
-    /// Counts under this name, and shows it to clients. Without it, the algorithm and the window are the name.
+    /// Counts under this name, and shows it to clients. Without it, the algorithm and the window
+    /// are the name.
     #[must_use]
     pub fn policy(self, name: &str) -> Self {
         self.with(|shared| shared.gate.policy = Some(name.into()))
     }
 
-    /// What to answer while the store cannot decide, if a `Fallback` (feature `resilience`) stands around it.
+    /// What to answer while the store cannot decide, if a `Fallback` (feature `resilience`) stands
+    /// around it.
     #[must_use]
     pub fn on_store_failure(self, failure: OnStoreFailure) -> Self {
         self.with(|shared| shared.gate.on_store_failure = failure)
@@ -200,7 +210,8 @@ impl<S: Store> RateLimitLayer<PolicyGate<S>> {
 }
 
 impl<G: Reads> RateLimitLayer<G> {
-    /// How many units a request takes, instead of one or what its policies say. Nothing: it is not limited.
+    /// How many units a request takes, instead of one or what its policies say. Nothing: it is not
+    /// limited.
     #[must_use]
     pub fn cost(self, cost: impl Fn(&Parts) -> u64 + Send + Sync + 'static) -> Self {
         self.with(|shared| shared.gate.reader().cost = Some(Arc::new(cost)))
@@ -212,8 +223,8 @@ impl<G: Reads> RateLimitLayer<G> {
         self.with(|shared| shared.gate.reader().peer = Arc::new(peer))
     }
 
-    /// Which proxies to believe about the client's address, and how IPv6 addresses are grouped. By default none is
-    /// believed: the peer is the client.
+    /// Which proxies to believe about the client's address, and how IPv6 addresses are grouped. By
+    /// default none is believed: the peer is the client.
     #[must_use]
     pub fn client_ip(self, client_ip: ClientIp) -> Self {
         self.with(|shared| shared.gate.reader().client_ip = Arc::new(client_ip))
@@ -225,41 +236,53 @@ impl<G: Gate> RateLimitLayer<G> {
     #[must_use]
     pub fn with_gate(gate: G) -> Self {
         let replies = Replies::default();
-        Self { shared: Arc::new(Shared { gate, exempt_preflight: false, refund_on: None, replies }) }
+        Self {
+            shared: Arc::new(Shared { gate, exempt_preflight: false, refund_on: None, replies }),
+        }
     }
 
-    /// Lets CORS preflight requests pass without asking: browsers send them by themselves, and without credentials.
+    /// Lets CORS preflight requests pass without asking: browsers send them by themselves, and
+    /// without credentials.
     #[must_use]
     pub fn exempt_preflight(self) -> Self {
         self.with(|shared| shared.exempt_preflight = true)
     }
 
-    /// Gives back what a request took if its response has such a status. A gRPC status in the headers counts as the HTTP
-    /// status that says the same; a service that fails without a response, as 500.
+    /// Gives back what a request took if its response has such a status. A gRPC status in the
+    /// headers counts as the HTTP status that says the same; a service that fails without a
+    /// response, as 500.
     ///
-    /// What has come back by itself before the response is there (the bucket drained, the window over) is not given back
-    /// again: that would be from others' counts. Of a log the newest units are given back, which may be another request's:
-    /// they leave it earlier by the time that the response took.
+    /// What has come back by itself before the response is there (the bucket drained, the window
+    /// over) is not given back again: that would be from others' counts. Of a log the newest units
+    /// are given back, which may be another request's: they leave it earlier by the time that the
+    /// response took.
     #[must_use]
     pub fn refund_on(self, refund_on: impl Fn(StatusCode) -> bool + Send + Sync + 'static) -> Self {
         self.with(|shared| shared.refund_on = Some(Arc::new(refund_on)))
     }
 
-    /// Answers a denied request so, instead of 429 with problem+json. The headers are added to it. (gRPC clients always get
-    /// a gRPC status.)
+    /// Answers a denied request so, instead of 429 with problem+json. The headers are added to it.
+    /// (gRPC clients always get a gRPC status.)
     #[must_use]
     pub fn on_denied<T: Into<Bytes>>(
         self,
         answer: impl Fn(&Denial<'_>) -> Response<T> + Send + Sync + 'static,
     ) -> Self {
-        self.with(|shared| shared.replies.on_denied = Arc::new(move |denial| answer(denial).map(Into::into)))
+        self.with(|shared| {
+            shared.replies.on_denied = Arc::new(move |denial| answer(denial).map(Into::into))
+        })
     }
 
-    /// Answers a request so that nobody could decide about, instead of 503 (or 400, if it was the request's fault) with
-    /// problem+json. (gRPC clients always get a gRPC status.)
+    /// Answers a request so that nobody could decide about, instead of 503 (or 400, if it was the
+    /// request's fault) with problem+json. (gRPC clients always get a gRPC status.)
     #[must_use]
-    pub fn on_error<T: Into<Bytes>>(self, answer: impl Fn(&Error) -> Response<T> + Send + Sync + 'static) -> Self {
-        self.with(|shared| shared.replies.on_error = Arc::new(move |error| answer(error).map(Into::into)))
+    pub fn on_error<T: Into<Bytes>>(
+        self,
+        answer: impl Fn(&Error) -> Response<T> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(|shared| {
+            shared.replies.on_error = Arc::new(move |error| answer(error).map(Into::into))
+        })
     }
 
     /// Whether responses have the older `X-RateLimit-*` headers as well; they do by default.

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use tidegate::Policies;
 
 fn policies(lines: &str) -> Policies {
-    let text = format!("attributes: [tenant, c]\npolicies:\n  - name: p\n    limit: 100\n    window: 60s\n{lines}");
+    let text = format!(
+        "attributes: [tenant, c]\npolicies:\n  - name: p\n    limit: 100\n    window: 60s\n{lines}"
+    );
     Policies::from_yaml("limits.yaml", &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -20,11 +22,16 @@ fn cost(policies: &Policies, attributes: &[(&str, &str)]) -> u64 {
 fn a_cost_by_attribute_goes_up_to_what_the_key_may_take() {
     let overrides = "    overrides: [{key: small, limit: 5}, {key: large, limit: 1000}]\n";
     let open = policies(&format!("    key: tenant\n    cost: {{attribute: c}}\n{overrides}"));
-    let capped = policies(&format!("    key: tenant\n    cost: {{attribute: c, max: 50}}\n{overrides}"));
+    let capped =
+        policies(&format!("    key: tenant\n    cost: {{attribute: c, max: 50}}\n{overrides}"));
     for (tenant, by_quota, by_max) in [("small", 5, 5), ("other", 100, 50), ("large", 1000, 50)] {
         for much in ["5000", "18446744073709551616", "99999999999999999999999"] {
             let request = [("tenant", tenant), ("c", much)];
-            assert_eq!((cost(&open, &request), cost(&capped, &request)), (by_quota, by_max), "{tenant}, {much}");
+            assert_eq!(
+                (cost(&open, &request), cost(&capped, &request)),
+                (by_quota, by_max),
+                "{tenant}, {much}"
+            );
         }
         assert_eq!(cost(&open, &[("tenant", tenant), ("c", "nonsense")]), 1);
     }
@@ -35,7 +42,13 @@ fn headers_are_written_in_either_case() {
     let policies = policies(
         "    match: {header.X-Plan: free}\n    key: header.X-User\n    cost: {attribute: header.X-Cost, max: 9}\n",
     );
-    assert_eq!(cost(&policies, &[("header.x-plan", "free"), ("header.x-user", "u"), ("header.x-cost", "7")]), 7);
+    assert_eq!(
+        cost(
+            &policies,
+            &[("header.x-plan", "free"), ("header.x-user", "u"), ("header.x-cost", "7")]
+        ),
+        7
+    );
 }
 
 #[test]
@@ -52,18 +65,51 @@ fn error(text: &str) -> String {
 fn unknown_attribute_is_an_error_at_its_position_with_the_nearest_name() {
     for (lines, place, message) in [
         ("match: {paths: /x}", "5:13: match: unknown attribute \"paths\"", "did you mean `path`?"),
-        ("match:\n      ip: a\n      hots:\n        - b", "7:7: match: unknown attribute \"hots\"", "`host`"),
-        ("match: {tennant: acme}", "5:13: match: unknown attribute \"tennant\"", "did you mean `tenant`?"),
-        ("key: headers.x-user", "5:10: key: unknown attribute \"headers.x-user\"", "`header.x-user`"),
-        ("key: [ip, heder.x]", "5:15: key: unknown attribute \"heder.x\"", "did you mean `header.x`?"),
-        ("key:\n      - ip\n      - IP", "7:9: key: unknown attribute \"IP\"", "did you mean `ip`?"),
+        (
+            "match:\n      ip: a\n      hots:\n        - b",
+            "7:7: match: unknown attribute \"hots\"",
+            "`host`",
+        ),
+        (
+            "match: {tennant: acme}",
+            "5:13: match: unknown attribute \"tennant\"",
+            "did you mean `tenant`?",
+        ),
+        (
+            "key: headers.x-user",
+            "5:10: key: unknown attribute \"headers.x-user\"",
+            "`header.x-user`",
+        ),
+        (
+            "key: [ip, heder.x]",
+            "5:15: key: unknown attribute \"heder.x\"",
+            "did you mean `header.x`?",
+        ),
+        (
+            "key:\n      - ip\n      - IP",
+            "7:9: key: unknown attribute \"IP\"",
+            "did you mean `ip`?",
+        ),
         ("key: user", "5:10: key: unknown attribute \"user\"", "be declared in `attributes`\n"),
-        ("cost: {max: 5, attribute: header-x}", "5:31: cost.attribute: unknown attribute \"header-x\"", "`header.x`"),
-        ("cost:\n      attribute: header.", "6:18: cost.attribute: \"header.\"", "a name is missing after the dot"),
+        (
+            "cost: {max: 5, attribute: header-x}",
+            "5:31: cost.attribute: unknown attribute \"header-x\"",
+            "`header.x`",
+        ),
+        (
+            "cost:\n      attribute: header.",
+            "6:18: cost.attribute: \"header.\"",
+            "a name is missing after the dot",
+        ),
     ] {
-        let text = format!("attributes: [tenant]\npolicies:\n  - name: p\n    limit: 9\n    {lines}\n    window: 1s\n");
+        let text = format!(
+            "attributes: [tenant]\npolicies:\n  - name: p\n    limit: 9\n    {lines}\n    window: 1s\n"
+        );
         let found = error(&text);
-        assert!(found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message), "{lines}\n{found}");
+        assert!(
+            found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message),
+            "{lines}\n{found}"
+        );
     }
 }
 
@@ -80,13 +126,17 @@ fn declared_attribute_names_are_checked() {
         ("tenant", "1:13:", "attributes: must be a list"),
     ] {
         let found = error(&format!("attributes: {list}\npolicies: []\n"));
-        assert!(found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message), "{list}\n{found}");
+        assert!(
+            found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message),
+            "{list}\n{found}"
+        );
     }
 }
 
 #[test]
 fn declared_attributes_are_known_even_if_no_policy_uses_them() {
-    let policies = Policies::from_yaml("limits.yaml", "attributes: [tenant]\npolicies: []\n").expect("valid");
+    let policies =
+        Policies::from_yaml("limits.yaml", "attributes: [tenant]\npolicies: []\n").expect("valid");
     assert!(policies.check_attribute("tenant").is_ok());
     assert!(policies.check_attribute("plan").is_err());
 }

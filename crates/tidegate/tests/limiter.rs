@@ -10,8 +10,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use support::{LONG, Redis, every_quota};
 use tidegate::{
-    Action, Algorithm, Charge, ChargeError, Clock, Decision, Error, Key, KeyError, Limiter, MAX_CHARGES, ManualClock,
-    MemoryStore, Quota, Store,
+    Action, Algorithm, Charge, ChargeError, Clock, Decision, Error, Key, KeyError, Limiter,
+    MAX_CHARGES, ManualClock, MemoryStore, Quota, Store,
 };
 
 const MICROSECOND: Duration = Duration::from_micros(1);
@@ -76,7 +76,10 @@ async fn left<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) -> u64 {
     peeked.remaining + if peeked.allowed { charge.units() } else { 0 }
 }
 
-async fn retry_after_is_exact_to_the_microsecond<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
+async fn retry_after_is_exact_to_the_microsecond<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
     for limit in [1, 3, 7, 100] {
         for quota in every_quota(limit, Duration::from_micros(1_000_003)) {
             for cost in [1, limit.div_ceil(2), limit] {
@@ -110,8 +113,14 @@ async fn a_denied_request_spends_nothing<S: Store>(limiter: Limiter<S>, clock: M
     }
 }
 
-async fn a_client_that_keeps_hammering_stays_out_if_denials_count<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
-    for quota in every_quota(10, SECOND).into_iter().filter(|quota| quota.algorithm() == Algorithm::SlidingLog) {
+async fn a_client_that_keeps_hammering_stays_out_if_denials_count<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
+    for quota in every_quota(10, SECOND)
+        .into_iter()
+        .filter(|quota| quota.algorithm() == Algorithm::SlidingLog)
+    {
         let quota = quota.with_count_denied(true).expect("a log");
         let charge = Charge::new("user123", &quota);
         let mut admitted = 0;
@@ -128,10 +137,13 @@ async fn a_client_that_keeps_hammering_stays_out_if_denials_count<S: Store>(limi
 
 async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _clock: ManualClock) {
     let quotas = every_quota(10, LONG);
-    let charges: Vec<Charge<'_>> = quotas.iter().map(|quota| Charge::new("user123", quota)).collect();
+    let charges: Vec<Charge<'_>> =
+        quotas.iter().map(|quota| Charge::new("user123", quota)).collect();
     for used in 1..=3 {
         let decisions = limiter.acquire_all(&charges).await.expect("decisions");
-        assert!(decisions.iter().all(|decision| decision.allowed && decision.remaining == 10 - used));
+        assert!(
+            decisions.iter().all(|decision| decision.allowed && decision.remaining == 10 - used)
+        );
     }
     for (index, full) in charges.iter().enumerate() {
         assert!(acquire(&limiter, &full.cost(7)).await.allowed);
@@ -154,8 +166,13 @@ async fn a_report_is_recorded_beyond_the_limit_and_paid_back_by_time<S: Store>(
     for quota in every_quota(100, HOUR) {
         let charge = Charge::new("u", &quota);
         let fits = limiter.report(&charge.cost(100)).await.expect("recorded");
-        assert_eq!((fits.allowed, fits.remaining, fits.retry_after), (true, 0, Duration::ZERO), "{quota:?}");
-        let is_exceeded = async || !limiter.decide(Action::Peek, &charge.cost(0)).await.expect("looked").allowed;
+        assert_eq!(
+            (fits.allowed, fits.remaining, fits.retry_after),
+            (true, 0, Duration::ZERO),
+            "{quota:?}"
+        );
+        let is_exceeded =
+            async || !limiter.decide(Action::Peek, &charge.cost(0)).await.expect("looked").allowed;
         assert!(!is_exceeded().await, "{quota:?}: 100 of 100 is not exceeded");
         let over = limiter.report(&charge.cost(50)).await.expect("recorded");
         assert_eq!((over.allowed, over.remaining), (false, 0), "{quota:?}");
@@ -204,10 +221,16 @@ async fn a_changed_algorithm_starts_anew<S: Store>(limiter: Limiter<S>, _clock: 
             let charge = |quota| Charge::new("user123", quota).policy("per-user").cost(6);
             assert!(acquire(&limiter, &charge(before)).await.allowed, "{before:?}");
             // Both buckets keep one kind of state; memory has one log for both encodings.
-            let bucket = |quota: &Quota| matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
-            let alike = before.algorithm() == after.algorithm() || (bucket(before) && bucket(after));
+            let bucket = |quota: &Quota| {
+                matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
+            };
+            let alike =
+                before.algorithm() == after.algorithm() || (bucket(before) && bucket(after));
             if !alike {
-                assert!(acquire(&limiter, &charge(after)).await.allowed, "{before:?} then {after:?}");
+                assert!(
+                    acquire(&limiter, &charge(after)).await.allowed,
+                    "{before:?} then {after:?}"
+                );
                 assert!(!acquire(&limiter, &charge(after)).await.allowed, "it counts: {after:?}");
             }
             limiter.reset(&charge(before)).await.expect("reset");
@@ -226,7 +249,12 @@ async fn after_a_step_back_of_an_hour_no_more_pass_and_none_is_locked_out<S: Sto
     }
 }
 
-async fn step_back<S: Store>(limiter: &Limiter<S>, clock: &ManualClock, window: Duration, back: Duration) {
+async fn step_back<S: Store>(
+    limiter: &Limiter<S>,
+    clock: &ManualClock,
+    window: Duration,
+    back: Duration,
+) {
     let micros = u64::try_from(window.as_micros()).expect("short");
     for quota in every_quota(10, window) {
         let charge = Charge::new("user123", &quota);
@@ -239,14 +267,26 @@ async fn step_back<S: Store>(limiter: &Limiter<S>, clock: &ManualClock, window: 
         while acquire(limiter, &charge).await.allowed {}
         let open = limiter.peek(&charge).await.expect("a decision").retry_after;
         clock.step_back(back);
-        assert!(!limiter.peek(&charge).await.expect("a decision").allowed, "no more pass by a look: {quota:?}");
+        assert!(
+            !limiter.peek(&charge).await.expect("a decision").allowed,
+            "no more pass by a look: {quota:?}"
+        );
         for _ in 0..3 {
             let denied = acquire(limiter, &charge).await;
             assert!(!denied.allowed, "no more pass: {quota:?}");
             assert!(denied.retry_after >= open.min(window / 10), "nor much sooner: {quota:?}");
-            // Its own rule keeps a full sliding counter closed into the next window, by a tenth at this limit.
-            let most = if quota.algorithm() == Algorithm::SlidingCounter { window + window / 10 } else { window };
-            assert!(denied.retry_after <= most + Duration::from_micros(1), "{:?} of {quota:?}", denied.retry_after);
+            // Its own rule keeps a full sliding counter closed into the next window, by a tenth at
+            // this limit.
+            let most = if quota.algorithm() == Algorithm::SlidingCounter {
+                window + window / 10
+            } else {
+                window
+            };
+            assert!(
+                denied.retry_after <= most + Duration::from_micros(1),
+                "{:?} of {quota:?}",
+                denied.retry_after
+            );
         }
         let stepped_back_at = clock.now();
         let denied = acquire(limiter, &charge).await;
@@ -257,7 +297,10 @@ async fn step_back<S: Store>(limiter: &Limiter<S>, clock: &ManualClock, window: 
     }
 }
 
-async fn a_leaky_bucket_spaces_what_it_admits_evenly<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
+async fn a_leaky_bucket_spaces_what_it_admits_evenly<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
     let quota = Quota::leaky_bucket(10, SECOND).expect("valid").with_burst(5).expect("a bucket");
     let charge = Charge::new("user123", &quota);
     let start = clock.now();
@@ -285,7 +328,10 @@ async fn bad_input_gets_its_own_error<S: Store>(limiter: Limiter<S>, _clock: Man
         (Charge::new(&long, &quota), ChargeError::Key(KeyError::TooLong(513))),
         (charge("a\u{0}b"), ChargeError::Key(KeyError::Control { character: '\0', at: 1 })),
         (charge("k").policy(""), ChargeError::Policy(KeyError::Empty)),
-        (charge("k").policy("a\nb"), ChargeError::Policy(KeyError::Control { character: '\n', at: 1 })),
+        (
+            charge("k").policy("a\nb"),
+            ChargeError::Policy(KeyError::Control { character: '\n', at: 1 }),
+        ),
         (charge("k").cost(0), ChargeError::ZeroCost),
         (charge("k").cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
         (charge("k").cost(u64::MAX), ChargeError::CostTooHigh { cost: u64::MAX, most: 10 }),
@@ -304,13 +350,23 @@ async fn bad_input_gets_its_own_error<S: Store>(limiter: Limiter<S>, _clock: Man
         assert_eq!(limiter.wait(&bad, HOUR).await, Err(error.clone()));
         assert_eq!(limiter.acquire_all(&[charge("fine"), bad]).await, Err(error));
     }
-    let twice = limiter.acquire_all(&[charge("k"), charge("k").cost(2)]).await.expect_err("one count, named twice");
-    assert!(twice.to_string().contains(r#"share key "k" and policy "sliding-log-3600s""#), "{twice}");
+    let twice = limiter
+        .acquire_all(&[charge("k"), charge("k").cost(2)])
+        .await
+        .expect_err("one count, named twice");
+    assert!(
+        twice.to_string().contains(r#"share key "k" and policy "sliding-log-3600s""#),
+        "{twice}"
+    );
     let many = vec![charge("k"); MAX_CHARGES + 1];
     assert_eq!(limiter.acquire_all(&many).await, Err(Error::Charge(ChargeError::TooMany(129))));
     for key in ["{user}", "}:{", "a:b", "ключ", "%", "k"] {
         assert!(Key::new(key).is_ok());
-        assert_eq!(acquire(&limiter, &charge(key)).await.remaining, 9, "{key}: a count of its own, untouched so far");
+        assert_eq!(
+            acquire(&limiter, &charge(key)).await.remaining,
+            9,
+            "{key}: a count of its own, untouched so far"
+        );
         assert_eq!(acquire(&limiter, &charge("x").policy(key)).await.remaining, 9, "policy {key}");
     }
 }
@@ -320,7 +376,10 @@ fn poll<T>(future: std::pin::Pin<&mut impl Future<Output = T>>) -> Poll<T> {
     future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
-async fn a_wait_ends_exactly_when_it_is_admitted<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
+async fn a_wait_ends_exactly_when_it_is_admitted<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
     for quota in every_quota(4, SECOND) {
         let charge = Charge::new("user123", &quota).cost(3);
         while acquire(&limiter, &charge).await.allowed {}
@@ -329,7 +388,8 @@ async fn a_wait_ends_exactly_when_it_is_admitted<S: Store>(limiter: Limiter<S>, 
             let (limiter, quota) = (limiter.clone(), quota.clone());
             async move { limiter.wait(&Charge::new("user123", &quota).cost(3), HOUR).await }
         });
-        // A microsecond early it is still asleep; in time it is admitted, and sleeps on only for its turn.
+        // A microsecond early it is still asleep; in time it is admitted, and sleeps on only for
+        // its turn.
         asleep(&clock).await;
         clock.advance(retry_after.saturating_sub(MICROSECOND));
         asleep(&clock).await;
@@ -368,7 +428,10 @@ async fn a_wait_that_cannot_end_in_time_fails_at_once_and_spends_nothing<S: Stor
         let queued = quota.algorithm() == Algorithm::LeakyBucket;
         let needed = if queued { denied.reset_after } else { denied.retry_after };
         let before = clock.now();
-        let denied = limiter.wait(&charge.cost(3), needed.saturating_sub(MICROSECOND)).await.expect("a decision");
+        let denied = limiter
+            .wait(&charge.cost(3), needed.saturating_sub(MICROSECOND))
+            .await
+            .expect("a decision");
         assert!(!denied.allowed, "{quota:?}");
         assert_eq!(clock.now(), before);
         assert_eq!(left(&limiter, &charge).await, 1, "{quota:?}");
@@ -402,7 +465,10 @@ async fn a_cancelled_wait_has_spent_nothing<S: Store>(limiter: Limiter<S>, clock
 }
 
 async fn a_wait_is_no_hammering<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
-    for quota in every_quota(1, SECOND).into_iter().filter(|quota| quota.algorithm() == Algorithm::SlidingLog) {
+    for quota in every_quota(1, SECOND)
+        .into_iter()
+        .filter(|quota| quota.algorithm() == Algorithm::SlidingLog)
+    {
         let quota = quota.with_count_denied(true).expect("a log");
         let charge = Charge::new("user123", &quota);
         assert!(acquire(&limiter, &charge).await.allowed);
@@ -414,8 +480,13 @@ async fn a_wait_is_no_hammering<S: Store>(limiter: Limiter<S>, clock: ManualCloc
     }
 }
 
-async fn a_limit_that_is_lowered_does_not_let_a_bucket_be_forgotten<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
-    let with_limit = |limit| Quota::token_bucket(limit, SECOND).and_then(|quota| quota.with_burst(100)).expect("valid");
+async fn a_limit_that_is_lowered_does_not_let_a_bucket_be_forgotten<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
+    let with_limit = |limit| {
+        Quota::token_bucket(limit, SECOND).and_then(|quota| quota.with_burst(100)).expect("valid")
+    };
     let (high, low) = (with_limit(100), with_limit(1));
     let charge = |quota| Charge::new("user123", quota).policy("p");
     assert!(acquire(&limiter, &charge(&high).cost(100)).await.allowed);
@@ -425,17 +496,28 @@ async fn a_limit_that_is_lowered_does_not_let_a_bucket_be_forgotten<S: Store>(li
     for number in 0..2_000 {
         acquire(&limiter, &Charge::new(&format!("other-{number}"), &high)).await;
     }
-    assert_eq!(left(&limiter, &charge(&low)).await, 2, "two have come back in two seconds, not all");
+    assert_eq!(
+        left(&limiter, &charge(&low)).await,
+        2,
+        "two have come back in two seconds, not all"
+    );
 }
 
 /// The definition itself, over every window that begins with an admitted request.
-async fn in_no_interval_does_a_log_admit_more_than_its_limit<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
-    for quota in every_quota(7, Duration::from_millis(1)).into_iter().filter(|q| q.algorithm() == Algorithm::SlidingLog)
+async fn in_no_interval_does_a_log_admit_more_than_its_limit<S: Store>(
+    limiter: Limiter<S>,
+    clock: ManualClock,
+) {
+    for quota in every_quota(7, Duration::from_millis(1))
+        .into_iter()
+        .filter(|q| q.algorithm() == Algorithm::SlidingLog)
     {
         let mut admitted: Vec<(u64, u64)> = Vec::new();
         let mut random = 1_u64;
         for _ in 0..500 {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             clock.advance(Duration::from_micros((random >> 33) % 300));
             let cost = 1 + (random >> 60) % 4;
             if acquire(&limiter, &Charge::new("user123", &quota).cost(cost)).await.allowed {
@@ -453,10 +535,16 @@ async fn in_no_interval_does_a_log_admit_more_than_its_limit<S: Store>(limiter: 
 /// Takes whatever there is at odd times: what was admitted in the long run is L/W, to 0.01 %.
 async fn the_long_run_rate_is_exact<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
     let windows = [1_000, 999_983, 60_000_000, 86_400_000_000, 30 * 86_400_000_000];
-    for algorithm in [Algorithm::TokenBucket, Algorithm::LeakyBucket, Algorithm::FixedWindow, Algorithm::SlidingLog] {
+    for algorithm in [
+        Algorithm::TokenBucket,
+        Algorithm::LeakyBucket,
+        Algorithm::FixedWindow,
+        Algorithm::SlidingLog,
+    ] {
         for limit in [1, 7, 1_000, 999_983, 1_000_000] {
             for window in windows {
-                let quota = Quota::new(algorithm, limit, Duration::from_micros(window)).expect("valid");
+                let quota =
+                    Quota::new(algorithm, limit, Duration::from_micros(window)).expect("valid");
                 let charge = Charge::new("user123", &quota);
                 // Windows of the clock: begin at the start of one.
                 clock.set(clock.now().next_multiple_of(window));
@@ -471,9 +559,16 @@ async fn the_long_run_rate_is_exact<S: Store>(limiter: Limiter<S>, clock: Manual
                     }
                     // Never so long that a full bucket spills, and an odd part of a window.
                     let pause = match algorithm {
-                        Algorithm::TokenBucket | Algorithm::LeakyBucket if there > 0 => window * (step % 7) / 14,
+                        Algorithm::TokenBucket | Algorithm::LeakyBucket if there > 0 => {
+                            window * (step % 7) / 14
+                        }
                         Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                            let wait = limiter.peek(&charge).await.expect("a decision").retry_after.as_micros();
+                            let wait = limiter
+                                .peek(&charge)
+                                .await
+                                .expect("a decision")
+                                .retry_after
+                                .as_micros();
                             u64::try_from(wait).expect("no more than a window")
                         }
                         _ => window,
@@ -482,10 +577,14 @@ async fn the_long_run_rate_is_exact<S: Store>(limiter: Limiter<S>, clock: Manual
                 }
                 let there = u128::from(left(&limiter, &charge).await);
                 let elapsed = u128::from(clock.now() - start);
-                // All that was there at first, and what has come back since; a part of a unit may be under way.
+                // All that was there at first, and what has come back since; a part of a unit may
+                // be under way.
                 let exact = u128::from(limit) * elapsed / u128::from(window) + u128::from(limit);
                 let found = admitted + there;
-                assert!(found.abs_diff(exact) <= 1 + exact / 1_000_000, "{quota:?}: {found} instead of {exact}");
+                assert!(
+                    found.abs_diff(exact) <= 1 + exact / 1_000_000,
+                    "{quota:?}: {found} instead of {exact}"
+                );
                 limiter.reset(&charge).await.expect("reset");
             }
         }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use support::{LONG, every_quota};
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
-    Algorithm, Charge, ChargeError, Clock, Error, KeyError, Limiter, ManualClock, MemoryStore, Quota, StoreError,
+    Algorithm, Charge, ChargeError, Clock, Error, KeyError, Limiter, ManualClock, MemoryStore,
+    Quota, StoreError,
 };
 
 /// Seeds that once showed a difference, on whichever store.
@@ -25,7 +26,10 @@ async fn the_memory_store_conforms_to_the_model() {
 
 #[tokio::test]
 async fn long_logs_in_memory_conform_to_the_model() {
-    conformance_of_long_logs(support::seeds(60).chain(LONG_REGRESSIONS), async |clock| limiter_on(&clock)).await;
+    conformance_of_long_logs(support::seeds(60).chain(LONG_REGRESSIONS), async |clock| {
+        limiter_on(&clock)
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
@@ -37,8 +41,13 @@ async fn exactly_the_limit_is_admitted_under_concurrency() {
 fn exactly_the_limit_is_admitted_to_threads_without_a_runtime() {
     let limiter = Limiter::new(MemoryStore::new());
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
-    let count =
-        || (0..500).filter(|_| limiter.blocking().acquire(&Charge::new("k", &quota)).expect("decided").allowed).count();
+    let count = || {
+        (0..500)
+            .filter(|_| {
+                limiter.blocking().acquire(&Charge::new("k", &quota)).expect("decided").allowed
+            })
+            .count()
+    };
     let admitted: usize = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(count)).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
@@ -46,19 +55,26 @@ fn exactly_the_limit_is_admitted_to_threads_without_a_runtime() {
     assert_eq!(admitted, 1_000);
 }
 
-/// Two policies on one key, asked for together by many threads while others ask for one of them alone.
+/// Two policies on one key, asked for together by many threads while others ask for one of them
+/// alone.
 #[test]
 fn all_or_nothing_holds_under_concurrency() {
     let limiter = Limiter::new(MemoryStore::new());
-    let (narrow, wide) =
-        (Quota::fixed_window(300, LONG).expect("valid"), Quota::token_bucket(700, LONG).expect("valid"));
+    let (narrow, wide) = (
+        Quota::fixed_window(300, LONG).expect("valid"),
+        Quota::token_bucket(700, LONG).expect("valid"),
+    );
     let together = || {
         let charges = [Charge::new("k", &narrow), Charge::new("other", &wide)];
-        let admits = |_: &i32| limiter.blocking().acquire_all(&charges).expect("decided").iter().all(|d| d.allowed);
+        let admits = |_: &i32| {
+            limiter.blocking().acquire_all(&charges).expect("decided").iter().all(|d| d.allowed)
+        };
         (0..300).filter(admits).count() as u64
     };
     let alone = || {
-        let admits = |_: &i32| limiter.blocking().acquire(&Charge::new("other", &wide)).expect("decided").allowed;
+        let admits = |_: &i32| {
+            limiter.blocking().acquire(&Charge::new("other", &wide)).expect("decided").allowed
+        };
         (0..100).filter(admits).count() as u64
     };
     let (both, single): (u64, u64) = std::thread::scope(|scope| {
@@ -68,9 +84,15 @@ fn all_or_nothing_holds_under_concurrency() {
         (both, single.join().expect("no panic"))
     });
     assert_eq!((both, single), (300, 100));
-    let left = |key, quota: &Quota| limiter.blocking().peek(&Charge::new(key, quota)).expect("decided").remaining;
+    let left = |key, quota: &Quota| {
+        limiter.blocking().peek(&Charge::new(key, quota)).expect("decided").remaining
+    };
     assert_eq!(left("k", &narrow), 0);
-    assert_eq!(left("other", &wide), 700 - 300 - 100 - 1, "the denied ones spent nothing of the wide quota");
+    assert_eq!(
+        left("other", &wide),
+        700 - 300 - 100 - 1,
+        "the denied ones spent nothing of the wide quota"
+    );
 }
 
 #[test]
@@ -88,13 +110,22 @@ fn at_the_cap_an_expired_key_goes_and_a_counting_one_stays() {
     let refused = acquire("one too many", &short).expect_err("no room");
     assert_eq!(refused, Error::Store(StoreError::Full { cap: 1_000 }));
     assert!(refused.to_string().contains("it holds 1000 keys"), "{refused}");
-    assert!(!acquire("victim", &long).expect("known").allowed, "a flood of keys does not free an exhausted one");
-    let peeked = limiter.blocking().peek(&Charge::new("one too many", &short)).expect("a peek needs no room");
+    assert!(
+        !acquire("victim", &long).expect("known").allowed,
+        "a flood of keys does not free an exhausted one"
+    );
+    let peeked = limiter
+        .blocking()
+        .peek(&Charge::new("one too many", &short))
+        .expect("a peek needs no room");
     assert!(peeked.allowed);
 
     clock.advance(Duration::from_secs(1));
     for number in 0..999 {
-        assert!(acquire(&format!("new-{number}"), &short).expect("an expired key goes first").allowed, "{number}");
+        assert!(
+            acquire(&format!("new-{number}"), &short).expect("an expired key goes first").allowed,
+            "{number}"
+        );
     }
     acquire("one too many", &short).expect_err("no room again");
     assert!(!acquire("victim", &long).expect("known").allowed);
@@ -124,7 +155,8 @@ fn expired_keys_are_swept_in_passing() {
     let clock = ManualClock::new();
     let limiter = limiter_on(&clock);
     let quota = Quota::fixed_window(5, Duration::from_secs(1)).expect("valid");
-    let acquire = |key: &str| limiter.blocking().acquire(&Charge::new(key, &quota)).expect("decided");
+    let acquire =
+        |key: &str| limiter.blocking().acquire(&Charge::new(key, &quota)).expect("decided");
     for number in 0..20_000 {
         acquire(&format!("old-{number}"));
     }
@@ -229,7 +261,10 @@ fn a_cost_of_ten_thousand_is_one_entry() {
 #[test]
 fn the_machines_clock_is_the_wall_clock_and_goes_on() {
     let clock = tidegate::SystemClock::new();
-    let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_micros();
+    let wall = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .expect("after 1970")
+        .as_micros();
     let first = clock.now();
     assert!(u128::from(first).abs_diff(wall) < 60_000_000);
     let mut last = first;
@@ -257,9 +292,16 @@ fn a_blocking_call_finds_what_is_wrong_with_a_charge_whether_its_key_is_known_or
                 (charge("k").cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
             ];
             for (bad, error) in cases {
-                assert_eq!(blocking.acquire(&bad), Err(Error::Charge(error)), "{algorithm}, {known}");
+                assert_eq!(
+                    blocking.acquire(&bad),
+                    Err(Error::Charge(error)),
+                    "{algorithm}, {known}"
+                );
             }
-            assert_eq!(blocking.peek(&charge("k")).map(|decision| decision.remaining), Ok(if known { 8 } else { 9 }));
+            assert_eq!(
+                blocking.peek(&charge("k")).map(|decision| decision.remaining),
+                Ok(if known { 8 } else { 9 })
+            );
             blocking.acquire(&charge("k")).expect("a decision");
         }
         blocking.reset(&charge("k")).expect("a decision");
@@ -285,7 +327,8 @@ fn clocks_that_differ_between_processors_do_not_fill_a_bucket() {
     }
     for behind in [1, 500, 1_000] {
         let limiter = Limiter::new(MemoryStore::builder().clock(Skewed).build());
-        let quota = Quota::token_bucket(1_000_000, Duration::from_secs(1)).and_then(|quota| quota.with_burst(100));
+        let quota = Quota::token_bucket(1_000_000, Duration::from_secs(1))
+            .and_then(|quota| quota.with_burst(100));
         let quota = quota.expect("valid");
         let charge = Charge::new("u", &quota);
         let ask = |turn: u64| {

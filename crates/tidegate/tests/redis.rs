@@ -1,4 +1,5 @@
-//! The Redis store on a real server: conformance, what Redis holds, and the traps of the usual scripts.
+//! The Redis store on a real server: conformance, what Redis holds, and the traps of the usual
+//! scripts.
 
 mod support;
 
@@ -18,7 +19,10 @@ const LONG_REGRESSIONS: [u64; 1] = [3];
 #[tokio::test]
 async fn the_redis_store_conforms_to_the_model() {
     let redis = Redis::start();
-    conformance(support::seeds(600).chain(REGRESSIONS), async |clock| redis.driven_limiter(clock).await).await;
+    conformance(support::seeds(600).chain(REGRESSIONS), async |clock| {
+        redis.driven_limiter(clock).await
+    })
+    .await;
     redis.assert_every_key_expires();
 }
 
@@ -39,7 +43,8 @@ async fn exactly_the_limit_is_admitted_under_concurrency() {
     redis.assert_every_key_expires();
 }
 
-// ---- What Redis holds -------------------------------------------------------------------------------------------
+// ---- What Redis holds
+// -------------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn a_sorted_set_log_can_be_read_by_an_operator() {
@@ -107,14 +112,19 @@ async fn two_algorithms_on_one_count_do_not_make_each_other_forget() {
     for (at, old) in quotas.iter().enumerate() {
         for (beside, new) in quotas.iter().enumerate().filter(|(beside, _)| *beside != at) {
             let key = format!("{at}-{beside}");
-            let (old, new) = (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+            let (old, new) =
+                (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
             let (mut by_old, mut by_new) = (0, 0);
             for _ in 0..10 {
                 by_old += usize::from(one.acquire(&old).await.expect("decided").allowed);
                 by_new += usize::from(other.acquire(&new).await.expect("decided").allowed);
             }
-            let as_one = matches!(old.quota().algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
-                && matches!(new.quota().algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
+            let as_one =
+                matches!(old.quota().algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
+                    && matches!(
+                        new.quota().algorithm(),
+                        Algorithm::TokenBucket | Algorithm::LeakyBucket
+                    );
             assert_eq!(by_old + by_new, if as_one { 3 } else { 6 }, "{old:?} and {new:?}");
             one.refund(&new).await.expect("refunded");
             assert!(one.acquire(&new).await.expect("decided").allowed);
@@ -146,7 +156,10 @@ async fn a_packed_request_takes_at_most_eight_bytes() {
                 assert!(limiter.acquire(&charge).await.expect("decided").allowed);
                 if count.is_power_of_two() || count == limit {
                     let bytes = weigh();
-                    assert!(bytes <= 8 * count + 150, "{bytes} bytes for {count} of {limit} in {window:?}");
+                    assert!(
+                        bytes <= 8 * count + 150,
+                        "{bytes} bytes for {count} of {limit} in {window:?}"
+                    );
                 }
             }
             assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
@@ -158,7 +171,10 @@ async fn a_packed_request_takes_at_most_eight_bytes() {
             }
             assert!(count > 0);
             let bytes = weigh();
-            assert!(bytes <= 8 * limit + 150, "{bytes} bytes for {limit} in {window:?} after a turn");
+            assert!(
+                bytes <= 8 * limit + 150,
+                "{bytes} bytes for {limit} in {window:?} after a turn"
+            );
         }
     }
 }
@@ -188,12 +204,18 @@ async fn a_decision_takes_the_fewest_commands() {
     let redis = Redis::start();
     let clock = ManualClock::new();
     let limiter = redis.driven_limiter(clock.clone()).await;
-    let most =
-        [("sliding-log", 5), ("sliding-counter", 3), ("fixed-window", 2), ("token-bucket", 3), ("leaky-bucket", 3)];
+    let most = [
+        ("sliding-log", 5),
+        ("sliding-counter", 3),
+        ("fixed-window", 2),
+        ("token-bucket", 3),
+        ("leaky-bucket", 3),
+    ];
     let quotas = every_quota(100, MINUTE);
     for quota in &quotas {
         let name = quota.algorithm().as_str();
-        let most = most.iter().find(|(algorithm, _)| *algorithm == name).map_or(0, |(_, most)| *most);
+        let most =
+            most.iter().find(|(algorithm, _)| *algorithm == name).map_or(0, |(_, most)| *most);
         let most = if quota.encoding() == tidegate::Encoding::Packed { 2 } else { most };
         let charge = Charge::new("u", quota);
         limiter.acquire(&charge).await.expect("decided");
@@ -203,23 +225,31 @@ async fn a_decision_takes_the_fewest_commands() {
             assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         }
         let stats: String = redis.query(&["INFO", "commandstats"]);
-        let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
-        let aside = ["cmdstat_evalsha", "cmdstat_time", "cmdstat_info", "cmdstat_config", "cmdstat_client"];
+        let calls =
+            |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+        let aside =
+            ["cmdstat_evalsha", "cmdstat_time", "cmdstat_info", "cmdstat_config", "cmdstat_client"];
         let inside = stats.lines().filter(|line| !aside.iter().any(|name| line.starts_with(name)));
         let commands: u64 = inside.filter_map(calls).sum();
-        assert!(commands <= most * 90, "{commands} commands for 90 decisions of {}", quota.unnamed_policy());
+        assert!(
+            commands <= most * 90,
+            "{commands} commands for 90 decisions of {}",
+            quota.unnamed_policy()
+        );
     }
 }
 
-/// Counted in commands inside the script, which no noise can blur: each is a constant piece of work, or a copy of at
-/// most a kilobyte.
+/// Counted in commands inside the script, which no noise can blur: each is a constant piece of
+/// work, or a copy of at most a kilobyte.
 #[tokio::test]
 async fn a_packed_decision_does_not_grow_with_the_limit() {
     let redis = Redis::start();
     let commands = || -> u64 {
         let stats: String = redis.query(&["INFO", "commandstats"]);
-        let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
-        let ours = |line: &&str| !line.starts_with("cmdstat_info") && !line.starts_with("cmdstat_client");
+        let calls =
+            |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+        let ours =
+            |line: &&str| !line.starts_with("cmdstat_info") && !line.starts_with("cmdstat_client");
         stats.lines().filter(ours).filter_map(calls).sum()
     };
     let mut counts = Vec::new();
@@ -258,7 +288,8 @@ async fn a_decision_is_one_call_however_many_charges_it_has() {
     let calls = || -> (u64, u64) {
         let stats: String = redis.query(&["INFO", "commandstats"]);
         let of = |name: &str| {
-            let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{name}:calls=")));
+            let line =
+                stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{name}:calls=")));
             line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
         };
         (of("evalsha"), of("eval") + of("script"))
@@ -271,10 +302,11 @@ async fn a_decision_is_one_call_however_many_charges_it_has() {
     assert_eq!((after.0 - before.0, after.1 - before.1), (5, 0));
 }
 
-// ---- The traps of the usual scripts ----------------------------------------------------------------------------
+// ---- The traps of the usual scripts
+// ----------------------------------------------------------------------------
 
-/// A member that is only the time counts requests of one moment once; one made by Lua's `tostring` has 14 digits, and
-/// counts eleven of a thousand different microseconds.
+/// A member that is only the time counts requests of one moment once; one made by Lua's `tostring`
+/// has 14 digits, and counts eleven of a thousand different microseconds.
 #[tokio::test]
 async fn requests_of_one_microsecond_and_of_neighbouring_ones_all_count() {
     let redis = Redis::start();
@@ -295,7 +327,8 @@ async fn requests_of_one_microsecond_and_of_neighbouring_ones_all_count() {
     }
 }
 
-/// `EXPIRE` takes whole seconds: a window below one would be floored to 0, and the key deleted at once.
+/// `EXPIRE` takes whole seconds: a window below one would be floored to 0, and the key deleted at
+/// once.
 #[tokio::test]
 async fn a_window_of_milliseconds_expires_after_it_and_not_before() {
     let redis = Redis::start();
@@ -323,8 +356,13 @@ async fn a_window_of_milliseconds_expires_after_it_and_not_before() {
         let (before, after, decision, expires_at) = seen.expect("the key is there for a while");
         assert!(decision.allowed);
         let reset = i64::try_from(decision.reset_after.as_millis()).expect("short");
-        assert!(expires_at >= before + reset, "{quota:?} counts for {reset} ms, expires in {}", expires_at - before);
-        let most = if quota.unnamed_policy().starts_with("sliding-counter") { 2 * 700 } else { 700 } + 1;
+        assert!(
+            expires_at >= before + reset,
+            "{quota:?} counts for {reset} ms, expires in {}",
+            expires_at - before
+        );
+        let most =
+            if quota.unnamed_policy().starts_with("sliding-counter") { 2 * 700 } else { 700 } + 1;
         assert!(expires_at <= after + most, "{quota:?} expires in {} ms", expires_at - after);
     }
 }
@@ -366,8 +404,8 @@ async fn a_lost_script_cache_is_no_error() {
     }
 }
 
-/// Lua's `math.random` starts from the same seed after each start of the server, and makes the same members again. Ours
-/// are made of what is stored.
+/// Lua's `math.random` starts from the same seed after each start of the server, and makes the same
+/// members again. Ours are made of what is stored.
 #[tokio::test]
 async fn counts_go_on_after_a_restart_of_the_server() {
     let mut redis = Redis::start();
@@ -380,7 +418,8 @@ async fn counts_go_on_after_a_restart_of_the_server() {
     }
     redis.query::<()>(&["SAVE"]);
     redis.restart();
-    // The connection is noticed to be gone and made anew; a decision meanwhile may fail, but never hangs.
+    // The connection is noticed to be gone and made anew; a decision meanwhile may fail, but never
+    // hangs.
     let probe = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let mut tries = 0;
     while limiter.acquire(&Charge::new("probe", &probe)).await.is_err() {
@@ -402,7 +441,8 @@ async fn counts_go_on_after_a_restart_of_the_server() {
 async fn a_call_that_timed_out_is_charged_once_at_most() {
     let redis = Redis::start();
     let timeout = Duration::from_secs(1);
-    let hasty = RedisStore::builder(&redis.url()).timeout(timeout).connect().await.expect("connected");
+    let hasty =
+        RedisStore::builder(&redis.url()).timeout(timeout).connect().await.expect("connected");
     let hasty = Limiter::new(hasty);
     let quota = Quota::sliding_log(100, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
@@ -412,17 +452,23 @@ async fn a_call_that_timed_out_is_charged_once_at_most() {
     redis.signal("CONT");
     let patient = redis.limiter().await;
     let left = patient.peek(&charge).await.expect("decided").remaining + 1;
-    assert!(left == 99 || left == 98, "{left} are left: the stopped call counts once or not at all");
+    assert!(
+        left == 99 || left == 98,
+        "{left} are left: the stopped call counts once or not at all"
+    );
 }
 
-/// A Redis that is full answers OOM, and nothing passes for it: not even in the company of a log, whose removals such a Redis
-/// would still take.
+/// A Redis that is full answers OOM, and nothing passes for it: not even in the company of a log,
+/// whose removals such a Redis would still take.
 #[tokio::test]
 async fn a_full_redis_is_an_error_and_admits_nobody() {
     let redis = Redis::start_with(&["--maxmemory", "3mb", "--maxmemory-policy", "noeviction"]);
     let mut connection = redis.connection();
     for number in 0.. {
-        let filler = redis::cmd("SET").arg(format!("filler-{number}")).arg("x".repeat(10_000)).exec(&mut connection);
+        let filler = redis::cmd("SET")
+            .arg(format!("filler-{number}"))
+            .arg("x".repeat(10_000))
+            .exec(&mut connection);
         if filler.is_err() {
             break;
         }
@@ -445,7 +491,8 @@ async fn a_full_redis_is_an_error_and_admits_nobody() {
     }
 }
 
-/// On the server's own clock, where keys do expire: a lowered limit makes a key live as long as its bucket now takes to drain.
+/// On the server's own clock, where keys do expire: a lowered limit makes a key live as long as its
+/// bucket now takes to drain.
 #[tokio::test]
 async fn a_denial_under_a_lowered_limit_makes_the_key_live_longer() {
     let redis = Redis::start();
@@ -482,7 +529,8 @@ async fn running_totals_wrap_around_before_they_lose_digits() {
     redis.assert_every_key_expires();
 }
 
-/// The multiplication and division that everything stands on, in Lua's doubles against Rust's 128 bits.
+/// The multiplication and division that everything stands on, in Lua's doubles against Rust's 128
+/// bits.
 #[test]
 fn lua_multiplies_and_divides_exactly() {
     const PRELUDE: &str = include_str!("../src/store/redis/prelude.lua");
@@ -493,7 +541,13 @@ fn lua_multiplies_and_divides_exactly() {
          return {{whole(q), whole(r), whole(mul_div_ceil(tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])))}}"
     ));
     let edge = |most: u64| {
-        prop_oneof![0..=most, Just(most), Just(most - 1), Just(1), (0..45_u32).prop_map(move |bits| most >> bits)]
+        prop_oneof![
+            0..=most,
+            Just(most),
+            Just(most - 1),
+            Just(1),
+            (0..45_u32).prop_map(move |bits| most >> bits)
+        ]
     };
     let numbers = (edge(1 << 50), edge((1 << 45) - 1), edge((1 << 45) - 1));
     let mut runner = TestRunner::new(ProptestConfig { cases: 3_000, ..ProptestConfig::default() });
@@ -502,17 +556,24 @@ fn lua_multiplies_and_divides_exactly() {
         let m = m.max(1);
         let product = u128::from(a) * u128::from(b);
         prop_assume!(product / u128::from(m) < 1 << 53);
-        let found: Vec<String> =
-            script.arg("").arg(a).arg(b).arg(m).invoke(*connection.borrow_mut()).expect("the script runs");
+        let found: Vec<String> = script
+            .arg("")
+            .arg(a)
+            .arg(b)
+            .arg(m)
+            .invoke(*connection.borrow_mut())
+            .expect("the script runs");
         let (quotient, rest) = (product / u128::from(m), product % u128::from(m));
-        let expected = [quotient, rest, quotient + u128::from(rest > 0)].map(|number| number.to_string());
+        let expected =
+            [quotient, rest, quotient + u128::from(rest > 0)].map(|number| number.to_string());
         prop_assert_eq!(found, expected);
         Ok(())
     };
     runner.run(&numbers, exact).expect("exact");
 }
 
-// ---- Connecting -------------------------------------------------------------------------------------------------
+// ---- Connecting
+// -------------------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn a_wrong_address_or_option_says_what_would_be_right_and_keeps_the_secret() {

@@ -5,7 +5,10 @@ mod support;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use support::{Authority, Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, free_port, packed, redis_6, valkey_9};
+use support::{
+    Authority, Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, free_port, packed, redis_6,
+    valkey_9,
+};
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{Charge, Limiter, Part, Quota, RedisStore, Store, StoreError};
@@ -16,7 +19,9 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     let builder = |prefix: &str| RedisStore::builder(url).timeout(PATIENCE).prefix(prefix);
     let mut driven = async |clock| {
         let prefix = format!("rate_limit:{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-        Limiter::new(builder(&prefix).driven_by(clock).connect().await.expect("our own server answers"))
+        Limiter::new(
+            builder(&prefix).driven_by(clock).connect().await.expect("our own server answers"),
+        )
     };
     conformance(0..seeds, &mut driven).await;
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
@@ -27,7 +32,8 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     support::assert_exact_under_concurrency(&limiter).await;
     let long = packed(1_000, LONG);
     for taken in 1..=400 {
-        let decision = limiter.acquire(&Charge::new("one after the other", &long)).await.expect("decided");
+        let decision =
+            limiter.acquire(&Charge::new("one after the other", &long)).await.expect("decided");
         assert_eq!(decision.remaining, 1_000 - taken);
     }
     redis.assert_every_key_expires();
@@ -64,14 +70,22 @@ async fn assert_a_lost_script_is_no_error(redis: &Redis) {
 async fn clusters_of_redis_6_2_and_valkey_9_are_followed() {
     for program in [redis_6(), valkey_9()] {
         let cluster = Cluster::start_program(&program);
-        let store = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("connected");
+        let store = RedisStore::cluster(cluster.urls())
+            .timeout(PATIENCE)
+            .connect()
+            .await
+            .expect("connected");
         assert_eq!(store.nodes().len(), 3);
         let limiter = Limiter::new(store);
         for quota in every_quota(10, LONG) {
             let names: Vec<String> = (0..12).map(|number| format!("user-{number}")).collect();
-            let charges: Vec<Charge<'_>> = names.iter().map(|name| Charge::new(name, &quota)).collect();
+            let charges: Vec<Charge<'_>> =
+                names.iter().map(|name| Charge::new(name, &quota)).collect();
             let decisions = limiter.acquire_all(&charges).await.expect("decided");
-            assert!(decisions.iter().all(|decision| decision.allowed && decision.remaining == 9), "{decisions:?}");
+            assert!(
+                decisions.iter().all(|decision| decision.allowed && decision.remaining == 9),
+                "{decisions:?}"
+            );
         }
     }
 }
@@ -89,19 +103,36 @@ async fn a_user_with_the_smallest_rights_can_do_everything() {
     assert_eq!(stats.lines().filter(|line| line.starts_with("cmdstat_")).find(rejected), None);
     let used: BTreeSet<String> = stats.lines().filter_map(name).collect();
     // Of our own: the tests' look at the keys.
-    let tests = ["auth", "config|resetstat", "info", "keys", "pttl", "client|setinfo", "select", "acl|setuser"];
+    let tests = [
+        "auth",
+        "config|resetstat",
+        "info",
+        "keys",
+        "pttl",
+        "client|setinfo",
+        "select",
+        "acl|setuser",
+    ];
     let unused: Vec<&&str> = RIGHTS.iter().filter(|command| !used.contains(**command)).collect();
     assert!(unused.is_empty(), "granted and not used: {unused:?}");
-    let more: Vec<&String> =
-        used.iter().filter(|name| !RIGHTS.contains(&name.as_str()) && !tests.contains(&name.as_str())).collect();
+    let more: Vec<&String> = used
+        .iter()
+        .filter(|name| !RIGHTS.contains(&name.as_str()) && !tests.contains(&name.as_str()))
+        .collect();
     assert!(more.is_empty(), "used and not granted: {more:?}");
 
     // One right less, and it is said which.
     redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-hmget"]);
-    let limiter = Limiter::new(RedisStore::builder(&url).timeout(PATIENCE).connect().await.expect("connected"));
+    let limiter = Limiter::new(
+        RedisStore::builder(&url).timeout(PATIENCE).connect().await.expect("connected"),
+    );
     let quota = Quota::token_bucket(10, LONG).expect("valid");
-    let refused = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("not allowed").to_string();
-    assert!(refused.contains("can't run this command") && !refused.contains("hunter2"), "{refused}");
+    let refused =
+        limiter.acquire(&Charge::new("u", &quota)).await.expect_err("not allowed").to_string();
+    assert!(
+        refused.contains("can't run this command") && !refused.contains("hunter2"),
+        "{refused}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -128,7 +159,8 @@ async fn by_tls_both_sides_show_who_they_are() {
     redis.query::<()>(&["ACL", "SETUSER", "tidegate", "on", ">hunter2", "~*", "+@all"]);
     let url = format!("rediss://tidegate:hunter2@127.0.0.1:{tls_port}");
     let client = authority.sign("client");
-    let ours = || Tls::new().ca(authority.pem()).identity(client.certificate.clone(), client.key.clone());
+    let ours =
+        || Tls::new().ca(authority.pem()).identity(client.certificate.clone(), client.key.clone());
     let connect = async |url: &str, tls: Option<Tls>| {
         let builder = RedisStore::builder(url).timeout(PATIENCE);
         let builder = if let Some(tls) = tls { builder.tls(tls) } else { builder };
@@ -161,7 +193,10 @@ async fn by_tls_both_sides_show_who_they_are() {
         (url.clone(), Some(ours().identity(client.certificate.clone(), "no PEM"))),
     ] {
         let refused = connect(&url, tls).await.expect_err("misconfigured");
-        assert!(matches!(&refused, StoreError::Misconfigured(reason) if !reason.contains("hunter")), "{refused}");
+        assert!(
+            matches!(&refused, StoreError::Misconfigured(reason) if !reason.contains("hunter")),
+            "{refused}"
+        );
     }
 }
 
@@ -173,13 +208,16 @@ async fn a_server_that_quotes_what_it_does_not_understand_gives_no_password_away
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
             let mut asked = [0; 1_024];
-            let answer = b"-ERR unknown command 'AUTH', with args beginning with: 'user' 'hunter2' \r\n";
+            let answer =
+                b"-ERR unknown command 'AUTH', with args beginning with: 'user' 'hunter2' \r\n";
             while stream.read(&mut asked).await.is_ok_and(|length| length > 0) {
                 let _ = stream.write_all(&answer.repeat(4)).await;
             }
         }
     });
-    let error =
-        RedisStore::connect(&format!("redis://user:hunter2@{address}")).await.expect_err("no Redis").to_string();
+    let error = RedisStore::connect(&format!("redis://user:hunter2@{address}"))
+        .await
+        .expect_err("no Redis")
+        .to_string();
     assert!(error.contains("unknown command") && !error.contains("hunter2"), "{error}");
 }

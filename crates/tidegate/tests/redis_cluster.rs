@@ -8,7 +8,10 @@ use std::time::{Duration, Instant};
 
 use support::{Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, until};
 use tidegate::testing::conformance;
-use tidegate::{Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Part, Quota, RedisStore, Source, Store};
+use tidegate::{
+    Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Part, Quota, RedisStore, Source,
+    Store,
+};
 
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
@@ -19,7 +22,8 @@ async fn limiter(cluster: &Cluster) -> Limiter<RedisStore> {
 
 async fn driven(cluster: &Cluster, clock: ManualClock) -> Limiter<RedisStore> {
     let prefix = format!("test-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-    let builder = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
+    let builder =
+        RedisStore::cluster(cluster.urls()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
     Limiter::new(builder.connect().await.expect("our own cluster answers"))
 }
 
@@ -30,16 +34,24 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
     support::assert_exact_under_concurrency(&limiter(&cluster).await).await;
 
     // One URL that turns out to be a node of a cluster will do.
-    let one = RedisStore::builder(&cluster.urls()[0]).timeout(PATIENCE).connect().await.expect("connected");
+    let one = RedisStore::builder(&cluster.urls()[0])
+        .timeout(PATIENCE)
+        .connect()
+        .await
+        .expect("connected");
     assert_eq!(one.nodes().len(), 3, "{:?}", one.nodes());
     let quota = Quota::fixed_window(10, LONG).expect("valid");
     let one = Limiter::new(one);
     let names: Vec<String> = (0..20).map(|number| format!("user-{number}")).collect();
     let charges: Vec<Charge<'_>> = names.iter().map(|name| Charge::new(name, &quota)).collect();
     let decisions = one.acquire_all(&charges).await.expect("decided");
-    assert!(decisions.iter().all(|decision| decision.allowed && decision.remaining == 9), "{decisions:?}");
+    assert!(
+        decisions.iter().all(|decision| decision.allowed && decision.remaining == 9),
+        "{decisions:?}"
+    );
 
-    let parts: std::collections::HashSet<Part> = charges.iter().map(|charge| one.store().part(charge)).collect();
+    let parts: std::collections::HashSet<Part> =
+        charges.iter().map(|charge| one.store().part(charge)).collect();
     assert_eq!(parts.len(), 3);
     for part in parts {
         one.store().probe(part).await.expect("each node could decide");
@@ -49,7 +61,8 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
     cluster.assert_every_key_expires();
 }
 
-/// Pairs of keys on different nodes, in both orders, from many tasks: a denial of one gives the other back.
+/// Pairs of keys on different nodes, in both orders, from many tasks: a denial of one gives the
+/// other back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_took() {
     let cluster = Cluster::start();
@@ -62,7 +75,8 @@ async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_to
                     (limiter.clone(), wide.clone(), narrow.clone(), Arc::clone(&admitted));
                 tokio::spawn(async move {
                     for _ in 0..8 {
-                        let (one, other) = (Charge::new("wide", &wide), Charge::new("narrow", &narrow));
+                        let (one, other) =
+                            (Charge::new("wide", &wide), Charge::new("narrow", &narrow));
                         let charges = if task % 2 == 0 { [one, other] } else { [other, one] };
                         let decisions = limiter.acquire_all(&charges).await.expect("decided");
                         assert_eq!(decisions.len(), 2);
@@ -79,12 +93,18 @@ async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_to
         let admitted = admitted.load(Ordering::Relaxed);
         assert_eq!(admitted, 40, "{}", wide.unnamed_policy());
         let left = limiter.peek(&Charge::new("wide", &wide)).await.expect("decided");
-        assert_eq!(left.remaining + 1, 60, "what denied requests took was given back: {}", wide.unnamed_policy());
+        assert_eq!(
+            left.remaining + 1,
+            60,
+            "what denied requests took was given back: {}",
+            wide.unnamed_policy()
+        );
     }
     cluster.assert_every_key_expires();
 }
 
-/// Its caller goes away, or its time is up, while the second node does not answer: the first gives back.
+/// Its caller goes away, or its time is up, while the second node does not answer: the first gives
+/// back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_spent_is_given_back_when_the_next_node_does_not_answer() {
     let cluster = Cluster::start();
@@ -92,12 +112,17 @@ async fn what_was_spent_is_given_back_when_the_next_node_does_not_answer() {
     let quota = Quota::sliding_log(10, LONG).expect("valid");
     let key = |name: &str| patient.store().redis_key(&Charge::new(name, &quota));
     let here = cluster.owner_of(&key("here"));
-    let there = (0..1_000).map(|number| format!("there-{number}")).find(|name| cluster.owner_of(&key(name)) != here);
+    let there = (0..1_000)
+        .map(|number| format!("there-{number}"))
+        .find(|name| cluster.owner_of(&key(name)) != here);
     let there = there.expect("a key elsewhere");
-    let hasty = RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(300)).connect().await;
+    let hasty =
+        RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(300)).connect().await;
     let hasty = Limiter::new(hasty.expect("connected"));
     let charges = [Charge::new("here", &quota), Charge::new(&there, &quota)];
-    assert!(hasty.acquire_all(&charges).await.expect("decided").iter().all(|decision| decision.allowed));
+    assert!(
+        hasty.acquire_all(&charges).await.expect("decided").iter().all(|decision| decision.allowed)
+    );
 
     let silent = cluster.owner_of(&key(&there));
     cluster.nodes()[silent].signal("STOP");
@@ -119,7 +144,11 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
     // As a user who may do no more than a cluster takes.
     cluster.nodes().iter().for_each(|node| node.grant(&[&RIGHTS[..], &["asking"]].concat()));
     let urls: Vec<String> = cluster.nodes().iter().map(Redis::url_of_user).collect();
-    let store = RedisStore::cluster(urls).timeout(PATIENCE).connect().await.expect("our own cluster answers");
+    let store = RedisStore::cluster(urls)
+        .timeout(PATIENCE)
+        .connect()
+        .await
+        .expect("our own cluster answers");
     let limiter = Limiter::new(store);
     let quota = Quota::sliding_log(300, LONG).expect("valid");
     // Policies of one key share its slot.
@@ -130,7 +159,8 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
     let stop = Arc::new(AtomicBool::new(false));
     let mut tasks = Vec::new();
     for task in 0..4 {
-        let (limiter, quota, policies, stop) = (limiter.clone(), quota.clone(), policies.clone(), Arc::clone(&stop));
+        let (limiter, quota, policies, stop) =
+            (limiter.clone(), quota.clone(), policies.clone(), Arc::clone(&stop));
         tasks.push(tokio::spawn(async move {
             let mut admitted = vec![0_u64; policies.len()];
             let mut asked = 0;
@@ -138,7 +168,8 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
                 asked += 1;
                 if asked % 4 == 0 {
                     // Together: all or none, even while some have moved and some have not.
-                    let pair = [1, 4].map(|at: usize| Charge::new("moving", &quota).policy(&policies[at]));
+                    let pair =
+                        [1, 4].map(|at: usize| Charge::new("moving", &quota).policy(&policies[at]));
                     let decisions = limiter.acquire_all(&pair).await.expect("no error");
                     if decisions.iter().all(|decision| decision.allowed) {
                         admitted[1] += 1;
@@ -147,7 +178,8 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
                 } else {
                     let at = (asked + task) % policies.len();
                     let charge = Charge::new("moving", &quota).policy(&policies[at]);
-                    admitted[at] += u64::from(limiter.acquire(&charge).await.expect("no error").allowed);
+                    admitted[at] +=
+                        u64::from(limiter.acquire(&charge).await.expect("no error").allowed);
                 }
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
@@ -168,7 +200,8 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
     assert!(limiter.store().redirects() > 0);
     assert_eq!(cluster.owner_of(&redis_key), 6);
     for (policy, admitted) in policies.iter().zip(admitted) {
-        let left = limiter.peek(&Charge::new("moving", &quota).policy(policy)).await.expect("decided");
+        let left =
+            limiter.peek(&Charge::new("moving", &quota).policy(policy)).await.expect("decided");
         let left = left.remaining + u64::from(left.allowed);
         assert_eq!(left, 300 - admitted, "{policy}: {admitted} were admitted");
     }
@@ -188,12 +221,15 @@ async fn a_failover_from_a_node_that_hangs_is_followed_too() {
 /// The replica takes over, and calls go there. The other nodes never notice.
 async fn assert_failover_is_followed(hangs: bool) {
     let mut cluster = Cluster::start();
-    let store = RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(500)).connect().await;
+    let store =
+        RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(500)).connect().await;
     let limiter = Limiter::new(store.expect("connected"));
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let key = |name: &str| limiter.store().redis_key(&Charge::new(name, &quota));
     let dying = cluster.owner_of(&key("dying"));
-    let other = (0..1_000).map(|number| format!("other-{number}")).find(|name| cluster.owner_of(&key(name)) != dying);
+    let other = (0..1_000)
+        .map(|number| format!("other-{number}"))
+        .find(|name| cluster.owner_of(&key(name)) != dying);
     let other = other.expect("a key elsewhere");
     for name in ["dying", &other] {
         limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
@@ -243,7 +279,8 @@ async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
                     let mut left = Vec::new();
                     for turn in 0..4 {
                         let name = format!("user-{}", (caller + turn) % 40);
-                        let decision = limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
+                        let decision =
+                            limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
                         left.push((name, decision.allowed, decision.remaining));
                     }
                     left
@@ -279,7 +316,10 @@ fn keys_of_one_node(cluster: &Cluster, store: &RedisStore, count: usize) -> (usi
     let mut keys = vec![first];
     for key in (0..1_000).map(|number| format!("same-node-{number}")) {
         let slot = cluster.slot_of(&redis_key(&key));
-        if keys.len() < count && !slots.contains(&slot) && cluster.owner_of(&redis_key(&key)) == node {
+        if keys.len() < count
+            && !slots.contains(&slot)
+            && cluster.owner_of(&redis_key(&key)) == node
+        {
             slots.push(slot);
             keys.push(key);
         }
@@ -292,7 +332,12 @@ fn keys_of_one_node(cluster: &Cluster, store: &RedisStore, count: usize) -> (usi
 fn query_buffer(node: &Redis) -> usize {
     let clients: String = node.query(&["CLIENT", "LIST"]);
     let of = |client: &str| client.split(" qbuf=").nth(1)?.split(' ').next()?.parse::<usize>().ok();
-    clients.lines().filter(|client| client.contains(" cmd=evalsha ")).filter_map(of).max().unwrap_or(0)
+    clients
+        .lines()
+        .filter(|client| client.contains(" cmd=evalsha "))
+        .filter_map(of)
+        .max()
+        .unwrap_or(0)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -301,18 +346,29 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
     let limiter = limiter(&cluster).await;
     let (node, keys) = keys_of_one_node(&cluster, limiter.store(), 5);
     let node = &cluster.nodes()[node];
-    let quotas: Vec<Quota> =
-        (0..5).map(|at| Quota::sliding_log(if at == 3 { 3 } else { 10 }, LONG).expect("valid")).collect();
-    let charges = || keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota)).collect::<Vec<_>>();
+    let quotas: Vec<Quota> = (0..5)
+        .map(|at| Quota::sliding_log(if at == 3 { 3 } else { 10 }, LONG).expect("valid"))
+        .collect();
+    let charges =
+        || keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota)).collect::<Vec<_>>();
     // The scripts are loaded then.
-    assert!(limiter.acquire_all(&charges()).await.expect("decided").iter().all(|decision| decision.allowed));
-    // While the server is held back, what has arrived is in its query buffer. First of one call, then of all of them.
+    assert!(
+        limiter
+            .acquire_all(&charges())
+            .await
+            .expect("decided")
+            .iter()
+            .all(|decision| decision.allowed)
+    );
+    // While the server is held back, what has arrived is in its query buffer. First of one call,
+    // then of all of them.
     let mut one_call = 0;
     for count in [1, 5] {
         node.hold_back();
         let (asking, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
         let together = tokio::spawn(async move {
-            let charges = keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).cost(2));
+            let charges =
+                keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).cost(2));
             asking.acquire_all(&charges.collect::<Vec<_>>()).await
         });
         until("all calls have arrived", async || {
@@ -322,11 +378,19 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
         })
         .await;
         node.go_on();
-        assert!(together.await.expect("no panic").expect("decided").iter().all(|decision| decision.allowed));
+        assert!(
+            together
+                .await
+                .expect("no panic")
+                .expect("decided")
+                .iter()
+                .all(|decision| decision.allowed)
+        );
     }
     // One denies: the others give back what they took.
     let denied = limiter.acquire_all(&charges()).await.expect("decided");
-    let told: Vec<(bool, u64)> = denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
+    let told: Vec<(bool, u64)> =
+        denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(told, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
     for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
         let look = limiter.store().decide(Action::Take, &charge.cost(0)).await.expect("decided");
@@ -344,7 +408,8 @@ async fn a_peek_across_slots_shows_unspent_numbers_when_one_denies() {
         let twin = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
         let keys: Vec<String> = (0..6).map(|number| format!("user-{number}")).collect();
         let pairs = keys.iter().zip(quotas.iter().cycle());
-        let charges: Vec<Charge<'_>> = pairs.map(|(key, quota)| Charge::new(key, quota).cost(2)).collect();
+        let charges: Vec<Charge<'_>> =
+            pairs.map(|(key, quota)| Charge::new(key, quota).cost(2)).collect();
         for (at, charge) in charges.iter().enumerate() {
             clock.advance(Duration::from_millis(700));
             let spent = charge.cost(if at == 4 { 4 } else { 1 });
@@ -360,14 +425,19 @@ async fn a_peek_across_slots_shows_unspent_numbers_when_one_denies() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_moved_slot_leaves_cached_denials_of_other_slots() {
     let cluster = Cluster::start();
-    let store = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("our own cluster answers");
+    let store = RedisStore::cluster(cluster.urls())
+        .timeout(PATIENCE)
+        .connect()
+        .await
+        .expect("our own cluster answers");
     let limiter = Limiter::new(DenyCache::new(store));
     let store = limiter.store().store();
     let (from, keys) = keys_of_one_node(&cluster, store, 2);
     let quota = Quota::fixed_window(1, LONG).expect("valid");
     let (moving, staying) = (Charge::new(&keys[0], &quota), Charge::new(&keys[1], &quota));
-    let is_cached =
-        async |charge: &Charge<'_>| limiter.acquire(charge).await.expect("decided").source == Source::DenyCache;
+    let is_cached = async |charge: &Charge<'_>| {
+        limiter.acquire(charge).await.expect("decided").source == Source::DenyCache
+    };
     let slot = cluster.slot_of(&store.redis_key(&moving));
     let to = (0..3).find(|node| *node != from).expect("three primaries");
     let epochs = || (store.epoch_of(&moving), store.epoch_of(&staying));
@@ -380,7 +450,9 @@ async fn a_moved_slot_leaves_cached_denials_of_other_slots() {
         let ((before, other), redirects) = (epochs(), store.redirects());
         let ends = if moves % 2 == 0 { (from, to) } else { (to, from) };
         moves += 1;
-        cluster.move_slot(slot, &cluster.nodes()[ends.0], &cluster.nodes()[ends.1], async || {}).await;
+        cluster
+            .move_slot(slot, &cluster.nodes()[ends.0], &cluster.nodes()[ends.1], async || {})
+            .await;
         until("the store is redirected", async || {
             store.decide(Action::Peek, &moving).await.expect("decided");
             store.redirects() > redirects || store.epoch_of(&moving) != before

@@ -1,4 +1,5 @@
-//! Where a Redis store meets change and damage: quotas that change, values it cannot read, logs that rested.
+//! Where a Redis store meets change and damage: quotas that change, values it cannot read, logs
+//! that rested.
 
 mod support;
 
@@ -6,24 +7,28 @@ use std::time::Duration;
 
 use support::{LONG, PATIENCE, Redis, every_quota, packed};
 use tidegate::{
-    Algorithm, Breaker, Charge, Clock as _, DenyCache, Encoding, Fallback, Limiter, ManualClock, MemoryStore, Quota,
-    RedisStore, Source, StoreError,
+    Algorithm, Breaker, Charge, Clock as _, DenyCache, Encoding, Fallback, Limiter, ManualClock,
+    MemoryStore, Quota, RedisStore, Source, StoreError,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
 
-// ---- Quotas that change ---------------------------------------------------------------------------------------------
+// ---- Quotas that change
+// ---------------------------------------------------------------------------------------------
 
-/// The first request after the reload is denied, and the count must then live as long as the new window needs it.
+/// The first request after the reload is denied, and the count must then live as long as the new
+/// window needs it.
 #[tokio::test]
 async fn a_raised_window_keeps_the_counts() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     for short in every_quota(5, MINUTE) {
         let long = Quota::new(short.algorithm(), 5, 3_600 * SECOND).expect("valid");
-        let long = if short.encoding() == Encoding::Packed { packed(5, 3_600 * SECOND) } else { long };
-        let (short, long) = (Charge::new("u", &short).policy("p").cost(5), Charge::new("u", &long).policy("p"));
+        let long =
+            if short.encoding() == Encoding::Packed { packed(5, 3_600 * SECOND) } else { long };
+        let (short, long) =
+            (Charge::new("u", &short).policy("p").cost(5), Charge::new("u", &long).policy("p"));
         assert!(limiter.acquire(&short).await.expect("decided").allowed);
         let key = limiter.store().redis_key(&short);
         // As if most of the short window had passed.
@@ -37,7 +42,10 @@ async fn a_raised_window_keeps_the_counts() {
             Algorithm::SlidingCounter => 7_200_000 - 61_000,
             _ => 3_590_000,
         };
-        assert!((least..=windows * 3_600_000 + 1).contains(&expires_in), "{long:?} expires in {expires_in} ms");
+        assert!(
+            (least..=windows * 3_600_000 + 1).contains(&expires_in),
+            "{long:?} expires in {expires_in} ms"
+        );
         limiter.reset(&long).await.expect("reset");
     }
 }
@@ -48,7 +56,8 @@ async fn a_long_packed_log_keeps_its_counts_and_stays_quick_when_its_window_is_r
     let limiter = redis.driven_limiter(clock.clone()).await;
     // More than a chunk. The times of two hours need another width than those of one.
     let (hour, hours) = (packed(20_000, 3_600 * SECOND), packed(20_000, 7_200 * SECOND));
-    let (before, after) = (Charge::new("u", &hour).policy("p"), Charge::new("u", &hours).policy("p"));
+    let (before, after) =
+        (Charge::new("u", &hour).policy("p"), Charge::new("u", &hours).policy("p"));
     for _ in 0..20_000 {
         clock.advance(Duration::from_millis(100));
         assert!(limiter.acquire(&before).await.expect("decided").allowed);
@@ -57,7 +66,8 @@ async fn a_long_packed_log_keeps_its_counts_and_stays_quick_when_its_window_is_r
     let denied = limiter.acquire(&after).await.expect("decided");
     assert!(!denied.allowed && denied.retry_after > 3_600 * SECOND, "{denied:?}");
     redis.query::<()>(&["CONFIG", "RESETSTAT"]);
-    // The oldest of the log leaves two hours after it came; then there is room, at the latest a block later.
+    // The oldest of the log leaves two hours after it came; then there is room, at the latest a
+    // block later.
     clock.advance(denied.retry_after);
     let mut admitted = limiter.acquire(&after).await.expect("decided").allowed;
     assert!(admitted, "the wait was exact");
@@ -78,8 +88,10 @@ async fn a_lowered_limit_of_a_bucket_changes_nothing_by_a_denial() {
     let clock = ManualClock::new();
     let on_redis = redis.driven_limiter(clock.clone()).await;
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
-    let (fast, slow) =
-        (Quota::token_bucket(10, SECOND).expect("valid"), Quota::token_bucket(1, SECOND).expect("valid"));
+    let (fast, slow) = (
+        Quota::token_bucket(10, SECOND).expect("valid"),
+        Quota::token_bucket(1, SECOND).expect("valid"),
+    );
     let (fast, slow) = (Charge::new("u", &fast).policy("p"), Charge::new("u", &slow).policy("p"));
     for charge in [&fast.cost(10), &slow, &fast] {
         let (ours, theirs) = (on_redis.acquire(charge).await, in_memory.acquire(charge).await);
@@ -96,7 +108,8 @@ async fn a_changed_algorithm_admits_twice_the_limit_at_most() {
     for (at, old) in kinds.iter().enumerate() {
         for (beside, new) in kinds.iter().enumerate().filter(|(beside, _)| *beside != at) {
             let key = format!("{at}-{beside}");
-            let (old, new) = (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+            let (old, new) =
+                (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
             let mut admitted = 0;
             for charge in [&old, &new] {
                 for _ in 0..15 {
@@ -150,12 +163,14 @@ async fn a_refund_may_be_larger_than_any_limit() {
     }
 }
 
-// ---- Values that cannot be read -------------------------------------------------------------------------------------
+// ---- Values that cannot be read
+// -------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn a_damaged_value_is_the_trouble_of_its_key_alone() {
     let redis = Redis::start();
-    let store = RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+    let store =
+        RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
     let guarded = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(store))));
     let plain = redis.limiter().await;
     let quota = Quota::token_bucket(1_000_000, MINUTE).expect("valid");
@@ -174,7 +189,8 @@ async fn a_damaged_value_is_the_trouble_of_its_key_alone() {
     assert_eq!(guarded.acquire(&damaged).await.expect("decided").source, Source::Store);
 }
 
-// ---- Logs that rested -----------------------------------------------------------------------------------------------
+// ---- Logs that rested
+// -----------------------------------------------------------------------------------------------
 
 /// A log of this many requests, all but the last of which have left the window.
 fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
@@ -188,7 +204,14 @@ fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
         redis.call('ZADD', KEYS[1], string.format('%.0f', now - 1000), string.format('%016.0f:1', n))
         redis.call('PEXPIREAT', KEYS[1], string.format('%.0f', (now + window) / 1000))
         return 1";
-    redis.query::<u64>(&["EVAL", script, "1", key, &requests.to_string(), &window.as_micros().to_string()]);
+    redis.query::<u64>(&[
+        "EVAL",
+        script,
+        "1",
+        key,
+        &requests.to_string(),
+        &window.as_micros().to_string(),
+    ]);
 }
 
 /// What one call may do is counted, so that the machine's speed does not matter.
@@ -222,10 +245,17 @@ async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
     let quota = Quota::sliding_log(10_000, MINUTE).expect("valid");
     let keys: Vec<String> = (0..100).map(|number| format!("user-{number}")).collect();
     for key in &keys {
-        fill_sorted_set(&redis, &limiter.store().redis_key(&Charge::new(key, &quota)), 2_000, MINUTE);
+        fill_sorted_set(
+            &redis,
+            &limiter.store().redis_key(&Charge::new(key, &quota)),
+            2_000,
+            MINUTE,
+        );
     }
     let card = || -> u64 {
-        let of = |key: &String| redis.query::<u64>(&["ZCARD", &limiter.store().redis_key(&Charge::new(key, &quota))]);
+        let of = |key: &String| {
+            redis.query::<u64>(&["ZCARD", &limiter.store().redis_key(&Charge::new(key, &quota))])
+        };
         keys.iter().map(of).sum()
     };
     let before = card();
@@ -235,7 +265,9 @@ async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
         .iter()
         .map(|key| {
             let (limiter, quota, key) = (limiter.clone(), quota.clone(), key.clone());
-            tokio::spawn(async move { limiter.acquire(&Charge::new(&key, &quota).cost(8)).await.expect("decided") })
+            tokio::spawn(async move {
+                limiter.acquire(&Charge::new(&key, &quota).cost(8)).await.expect("decided")
+            })
         })
         .collect();
     for task in tasks {
@@ -246,8 +278,8 @@ async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
     assert!(removed <= calls * 1_000 + 100 * 16, "{removed} members removed in {calls} calls");
 }
 
-/// By Redis's own slow log: no call of ours holds up others for more than a millisecond. A machine that is busy elsewhere makes
-/// any command look slow, so the quickest of some rounds counts.
+/// By Redis's own slow log: no call of ours holds up others for more than a millisecond. A machine
+/// that is busy elsewhere makes any command look slow, so the quickest of some rounds counts.
 #[tokio::test]
 async fn no_call_holds_redis_for_long_whatever_the_limit() {
     let redis = Redis::start();
@@ -259,7 +291,8 @@ async fn no_call_holds_redis_for_long_whatever_the_limit() {
     for round in 0..20 {
         redis.query::<()>(&["FLUSHALL"]);
         let key = format!("user-{round}");
-        let (one, other) = (Charge::new(&key, &sorted_set), Charge::new(&key, &large).policy("large").cost(8));
+        let (one, other) =
+            (Charge::new(&key, &sorted_set), Charge::new(&key, &large).policy("large").cost(8));
         fill_sorted_set(&redis, &limiter.store().redis_key(&one), 100_000, hour);
         redis.query::<()>(&["CONFIG", "SET", "slowlog-log-slower-than", "0"]);
         redis.query::<()>(&["SLOWLOG", "RESET"]);
@@ -299,11 +332,18 @@ async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
         clock.advance(step);
         // Most at cost 1; from the first chunk on some at others.
         let cost = if number > 9_000 && number.is_multiple_of(1_000) { 50 } else { 1 };
-        let (ours, theirs) = (limiter.acquire(&charge.cost(cost)).await, in_memory.acquire(&charge.cost(cost)).await);
+        let (ours, theirs) = (
+            limiter.acquire(&charge.cost(cost)).await,
+            in_memory.acquire(&charge.cost(cost)).await,
+        );
         assert_eq!(ours, theirs, "request {number} of cost {cost}");
         if number.is_multiple_of(2_500) {
             let refund = charge.charged_at(clock.now());
-            assert_eq!(limiter.refund(&refund).await, in_memory.refund(&refund).await, "refund after {number}");
+            assert_eq!(
+                limiter.refund(&refund).await,
+                in_memory.refund(&refund).await,
+                "refund after {number}"
+            );
         }
     }
     let keys: Vec<String> = redis.query(&["KEYS", "*"]);
@@ -360,7 +400,11 @@ async fn a_sealed_chunk_lives_until_the_log_has_passed_it() {
     clock.advance(50 * SECOND + Duration::from_millis(9));
     assert_eq!(limiter.peek(&charge).await.expect("looked").remaining, 100_000 - 9 - 1);
     assert!(limiter.acquire(&charge.cost(50_000)).await.expect("decided").allowed);
-    assert_eq!(redis.query::<i64>(&["EXISTS", &chunk]), 0, "a write removes the chunk that the window has passed");
+    assert_eq!(
+        redis.query::<i64>(&["EXISTS", &chunk]),
+        0,
+        "a write removes the chunk that the window has passed"
+    );
 }
 
 /// The first request under the longer window may be allowed.
@@ -369,7 +413,8 @@ async fn a_raised_window_keeps_sealed_chunks_by_an_allowed_request_too() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let (minute, hour) = (packed(20_000, MINUTE), packed(20_000, 3_600 * SECOND));
-    let (before, after) = (Charge::new("u", &minute).policy("p"), Charge::new("u", &hour).policy("p"));
+    let (before, after) =
+        (Charge::new("u", &minute).policy("p"), Charge::new("u", &hour).policy("p"));
     for _ in 0..9_000 {
         assert!(limiter.acquire(&before).await.expect("decided").allowed);
     }

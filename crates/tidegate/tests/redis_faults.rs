@@ -1,4 +1,5 @@
-//! The Redis store when things go wrong: lost scripts, servers that hang, connections that swallow everything.
+//! The Redis store when things go wrong: lost scripts, servers that hang, connections that swallow
+//! everything.
 
 mod support;
 
@@ -16,7 +17,8 @@ async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
     Limiter::new(store.expect("our own server answers"))
 }
 
-// ---- Lost scripts -----------------------------------------------------------------------------------------------
+// ---- Lost scripts
+// -----------------------------------------------------------------------------------------------
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_calls_that_miss_a_script_load_it_once() {
@@ -28,7 +30,9 @@ async fn a_thousand_calls_that_miss_a_script_load_it_once() {
         let tasks: Vec<_> = (0..1_000)
             .map(|_| {
                 let (limiter, quota) = (limiter.clone(), quota.clone());
-                tokio::spawn(async move { limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").allowed })
+                tokio::spawn(async move {
+                    limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").allowed
+                })
             })
             .collect();
         for task in tasks {
@@ -54,7 +58,8 @@ async fn scripts_flushed_all_the_time_are_no_error() {
             let mut count = 0_u64;
             while !stop.load(Ordering::Relaxed) {
                 for quota in &quotas {
-                    let decision = limiter.acquire(&Charge::new(&name, quota)).await.expect("no error");
+                    let decision =
+                        limiter.acquire(&Charge::new(&name, quota)).await.expect("no error");
                     assert_eq!(decision.remaining, 100_000 - count - 1);
                 }
                 count += 1;
@@ -73,9 +78,11 @@ async fn scripts_flushed_all_the_time_are_no_error() {
     assert!(limiter.store().script_loads() >= 20, "{}", limiter.store().script_loads());
 }
 
-// ---- Too late ---------------------------------------------------------------------------------------------------
+// ---- Too late
+// ---------------------------------------------------------------------------------------------------
 
-/// Calls wait in the buffers of a server that stands still. When it goes on, their callers have gone: nothing is done.
+/// Calls wait in the buffers of a server that stands still. When it goes on, their callers have
+/// gone: nothing is done.
 #[tokio::test]
 async fn a_call_that_comes_too_late_does_nothing() {
     let redis = Redis::start();
@@ -91,16 +98,22 @@ async fn a_call_that_comes_too_late_does_nothing() {
             let start = Instant::now();
             let late = hasty.store().decide(action, &charge).await;
             assert_eq!(late, Err(StoreError::Timeout(timeout)), "{action:?}");
-            assert!(start.elapsed() < timeout + Duration::from_millis(100), "{:?}", start.elapsed());
+            assert!(
+                start.elapsed() < timeout + Duration::from_millis(100),
+                "{:?}",
+                start.elapsed()
+            );
         }
         redis.signal("CONT");
-        until("the server has run what waited", async || redis.calls_of("evalsha") >= before + 3).await;
+        until("the server has run what waited", async || redis.calls_of("evalsha") >= before + 3)
+            .await;
         let left = patient.peek(&charge).await.expect("decided").remaining + 1;
         assert_eq!(left, 90, "{}", quota.unnamed_policy());
     }
 }
 
-/// The server's clock is set, forward and back, while calls go on: each decides at once, and a late one still does nothing.
+/// The server's clock is set, forward and back, while calls go on: each decides at once, and a late
+/// one still does nothing.
 #[tokio::test]
 async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
     let (redis, clock) = support::redis_with_a_clock_to_set();
@@ -113,7 +126,10 @@ async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
         hasty.acquire(&charge).await.expect("decided");
         clock.set(seconds);
         let time: Vec<i64> = redis.query(&["TIME"]);
-        let ours = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
+        let ours = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .expect("after 1970")
+            .as_secs();
         assert!((time[0] - seconds - ours.cast_signed()).abs() <= 1, "the server's clock is set");
         for count in 2..=4 {
             let decision = hasty.acquire(&charge).await.expect("decided, whatever the clock says");
@@ -121,7 +137,11 @@ async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
         }
         let before = redis.calls_of("evalsha");
         redis.signal("STOP");
-        assert_eq!(hasty.acquire(&charge).await, Err(Error::Store(StoreError::Timeout(timeout))), "{name}");
+        assert_eq!(
+            hasty.acquire(&charge).await,
+            Err(Error::Store(StoreError::Timeout(timeout))),
+            "{name}"
+        );
         redis.signal("CONT");
         until("the server has run what waited", async || redis.calls_of("evalsha") > before).await;
         until("connected", async || hasty.peek(&charge).await.is_ok()).await;
@@ -129,9 +149,11 @@ async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
     }
 }
 
-// ---- Servers and connections that hang ---------------------------------------------------------------------------
+// ---- Servers and connections that hang
+// ---------------------------------------------------------------------------
 
-/// A wire between the store and the server that can be made to swallow everything, as a dead route does.
+/// A wire between the store and the server that can be made to swallow everything, as a dead route
+/// does.
 struct Wire {
     port: u16,
     swallows: Arc<AtomicBool>,
@@ -140,15 +162,19 @@ struct Wire {
 impl Wire {
     async fn to(port: u16) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
-        let wire = Self { port: listener.local_addr().expect("bound").port(), swallows: Arc::default() };
+        let wire =
+            Self { port: listener.local_addr().expect("bound").port(), swallows: Arc::default() };
         let swallows = Arc::clone(&wire.swallows);
         tokio::spawn(async move {
             while let Ok((near, _)) = listener.accept().await {
-                // A connection that was made while all was well is lost once it was swallowed from; a later one works.
+                // A connection that was made while all was well is lost once it was swallowed from;
+                // a later one works.
                 let far = TcpStream::connect(("127.0.0.1", port)).await.expect("our own server");
-                let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+                let ((near_in, near_out), (far_in, far_out)) =
+                    (near.into_split(), far.into_split());
                 let dead = Arc::new(AtomicBool::new(false));
-                let pass = |mut from: tokio::net::tcp::OwnedReadHalf, mut to: tokio::net::tcp::OwnedWriteHalf| {
+                let pass = |mut from: tokio::net::tcp::OwnedReadHalf,
+                            mut to: tokio::net::tcp::OwnedWriteHalf| {
                     let (swallows, dead) = (Arc::clone(&swallows), Arc::clone(&dead));
                     tokio::spawn(async move {
                         let mut buffer = [0; 4096];
@@ -156,7 +182,9 @@ impl Wire {
                             if swallows.load(Ordering::Relaxed) {
                                 dead.store(true, Ordering::Relaxed);
                             }
-                            if !dead.load(Ordering::Relaxed) && to.write_all(&buffer[..count]).await.is_err() {
+                            if !dead.load(Ordering::Relaxed)
+                                && to.write_all(&buffer[..count]).await.is_err()
+                            {
                                 break;
                             }
                         }
@@ -223,7 +251,8 @@ async fn while_the_server_is_away_calls_fail_at_once_and_say_why() {
     limiter.store().probe(Part::WHOLE).await.expect("it could decide");
 }
 
-/// A connection that the server closes is made anew at once: who calls meanwhile waits for it, within the timeout.
+/// A connection that the server closes is made anew at once: who calls meanwhile waits for it,
+/// within the timeout.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_brief_interruption_is_no_error() {
     let redis = Redis::start();
@@ -232,8 +261,10 @@ async fn a_brief_interruption_is_no_error() {
     let charge = Charge::new("u", &quota);
     tokio::time::sleep(Duration::from_millis(1_100)).await; // A connection of a second has proved itself.
     redis.query::<i64>(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
-    until("the loss is known", async || limiter.store().reconnects() == 1 || !limiter.store().nodes()[0].connected)
-        .await;
+    until("the loss is known", async || {
+        limiter.store().reconnects() == 1 || !limiter.store().nodes()[0].connected
+    })
+    .await;
     limiter.acquire(&charge).await.expect("on the new connection");
 }
 
@@ -241,15 +272,21 @@ async fn a_brief_interruption_is_no_error() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_connects_in_the_background_is_there_when_redis_is() {
     let port = free_port();
-    let store = RedisStore::builder(&format!("redis://127.0.0.1:{port}")).connect_in_background().expect("valid");
+    let store = RedisStore::builder(&format!("redis://127.0.0.1:{port}"))
+        .connect_in_background()
+        .expect("valid");
     let limiter = Limiter::new(store);
     let quota = Quota::fixed_window(10, LONG).expect("valid");
     let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("nobody is there yet");
     assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}");
-    let _redis = Redis::try_start(std::path::Path::new("redis-server"), port, &[]).expect("the port is free");
+    let _redis = Redis::try_start(std::path::Path::new("redis-server"), port, &[])
+        .expect("the port is free");
     until("connected", async || limiter.acquire(&Charge::new("u", &quota)).await.is_ok()).await;
     let seeds = ["http://127.0.0.1"];
-    assert!(matches!(RedisStore::cluster(seeds).connect_in_background(), Err(StoreError::Misconfigured(_))));
+    assert!(matches!(
+        RedisStore::cluster(seeds).connect_in_background(),
+        Err(StoreError::Misconfigured(_))
+    ));
 }
 
 #[tokio::test]
@@ -268,7 +305,8 @@ async fn a_store_that_is_dropped_leaves_nothing_behind() {
     assert_eq!(tokio::runtime::Handle::current().metrics().num_alive_tasks(), 0);
 }
 
-// ---- Probe and who is alive --------------------------------------------------------------------------------------
+// ---- Probe and who is alive
+// --------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn a_probe_meets_what_a_decision_would_meet() {
@@ -294,7 +332,8 @@ async fn a_probe_meets_what_a_decision_would_meet() {
 #[tokio::test]
 async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
     let redis = Redis::start();
-    let store = RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+    let store =
+        RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
     store.announce("a").await.expect("announced");
     assert_eq!(store.announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     redis.assert_every_key_expires();
@@ -310,12 +349,17 @@ async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
 #[tokio::test]
 async fn heartbeats_read_the_list_only_when_it_has_changed() {
     let redis = Redis::start();
-    let connect = async || RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+    let connect = async || {
+        RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected")
+    };
     let (store, other) = (connect().await, connect().await);
     let calls = |command: &str| {
         let stats: String = redis.query(&["INFO", "commandstats"]);
-        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
-        line.map_or(0, |line| line.split(',').next().and_then(|calls| calls.parse().ok()).expect("a number"))
+        let line =
+            stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.map_or(0, |line| {
+            line.split(',').next().and_then(|calls| calls.parse().ok()).expect("a number")
+        })
     };
     let names: Vec<String> = (0..50).map(|number| format!("instance-{number:02}")).collect();
     for name in &names {
@@ -347,11 +391,21 @@ async fn heartbeats_read_the_list_only_when_it_has_changed() {
     redis.query::<i64>(&["ZREM", "rate_limit:{%alive}", &names[1]]);
     other.announce("in its place").await.expect("announced");
     let list = store.announce(&names[0]).await.expect("announced");
-    assert!(list.len() == 51 && list.contains(&"in its place".to_owned()) && !list.contains(&names[1]), "{list:?}");
+    assert!(
+        list.len() == 51 && list.contains(&"in its place".to_owned()) && !list.contains(&names[1]),
+        "{list:?}"
+    );
 
     // An instance of an earlier build adds itself and leaves the version alone.
     let time: Vec<i64> = redis.query(&["TIME"]);
-    redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &(time[0] * 1_000_000).to_string(), "earlier build"]);
-    assert!(store.announce(&names[0]).await.expect("announced").contains(&"earlier build".to_owned()));
+    redis.query::<i64>(&[
+        "ZADD",
+        "rate_limit:{%alive}",
+        &(time[0] * 1_000_000).to_string(),
+        "earlier build",
+    ]);
+    assert!(
+        store.announce(&names[0]).await.expect("announced").contains(&"earlier build".to_owned())
+    );
     redis.assert_every_key_expires();
 }

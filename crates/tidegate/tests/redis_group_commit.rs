@@ -1,5 +1,5 @@
-//! Group commit on a real Redis: what is decided together is what would be decided one by one, and nobody's trouble is
-//! another's.
+//! Group commit on a real Redis: what is decided together is what would be decided one by one, and
+//! nobody's trouble is another's.
 
 mod support;
 
@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use support::{LONG, PATIENCE, Redis, every_quota, packed, redis_6, until};
-use tidegate::{Action, Charge, Decision, Error, Limiter, ManualClock, Quota, RedisStore, StoreError};
+use tidegate::{
+    Action, Charge, Decision, Error, Limiter, ManualClock, Quota, RedisStore, StoreError,
+};
 use tokio::task::JoinHandle;
 
 /// As many calls as may be under way at once, and more.
@@ -20,16 +22,21 @@ async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
     Limiter::new(store.expect("our own server answers"))
 }
 
-async fn occupy(redis: &Redis, limiter: &Limiter<RedisStore>) -> Vec<JoinHandle<Result<Decision, Error>>> {
+async fn occupy(
+    redis: &Redis,
+    limiter: &Limiter<RedisStore>,
+) -> Vec<JoinHandle<Result<Decision, Error>>> {
     redis.hold_back();
     under_way(limiter).await
 }
 
-/// Callers that are under way, so that everybody who comes after them gathers. The runtime must have one thread.
+/// Callers that are under way, so that everybody who comes after them gathers. The runtime must
+/// have one thread.
 async fn under_way(limiter: &Limiter<RedisStore>) -> Vec<JoinHandle<Result<Decision, Error>>> {
     let mut occupied = Vec::new();
     for number in 0..CALLS {
-        let (limiter, quota) = (limiter.clone(), Quota::fixed_window(1_000_000, LONG).expect("valid"));
+        let (limiter, quota) =
+            (limiter.clone(), Quota::fixed_window(1_000_000, LONG).expect("valid"));
         let key = format!("occupied-{number}");
         occupied.push(tokio::spawn(async move { limiter.peek(&Charge::new(&key, &quota)).await }));
         // One by one, or they would all go in one call.
@@ -45,7 +52,8 @@ async fn everybody_has_come() {
     }
 }
 
-// ---- The same answers -------------------------------------------------------------------------------------------
+// ---- The same answers
+// -------------------------------------------------------------------------------------------
 
 /// What one caller asks: an action on some charges.
 #[derive(Debug, Clone)]
@@ -75,7 +83,8 @@ fn ask() -> impl Strategy<Value = Ask> {
         1 => Just(Action::Take),
         1 => Just(Action::Reset),
     ];
-    let charge = || (0..KEYS.len(), 0..quotas().len(), prop_oneof![4 => Just(1_u64), 1 => 2..4_u64]);
+    let charge =
+        || (0..KEYS.len(), 0..quotas().len(), prop_oneof![4 => Just(1_u64), 1 => 2..4_u64]);
     let charges = prop_oneof![
         6 => charge().prop_map(|charge| vec![charge]),
         1 => (charge(), charge()).prop_map(|(one, other)| vec![one, other]),
@@ -83,7 +92,8 @@ fn ask() -> impl Strategy<Value = Ask> {
     (action, charges).prop_map(|(action, charges)| Ask { action, charges })
 }
 
-/// Several rounds of asks that come at once, most of them for few counts, and how far time goes on after each.
+/// Several rounds of asks that come at once, most of them for few counts, and how far time goes on
+/// after each.
 fn rounds() -> impl Strategy<Value = Vec<(Vec<Ask>, u64)>> {
     let hot = ask().prop_flat_map(|hot| {
         let asks = prop::collection::vec(prop_oneof![2 => Just(hot), 1 => ask()], 1..24);
@@ -96,7 +106,9 @@ fn rounds() -> impl Strategy<Value = Vec<(Vec<Ask>, u64)>> {
 fn in_order_of_grants(asks: &[Ask]) -> Vec<usize> {
     let joins = |ask: &Ask| {
         let counts_denied = |(_, quota, _): &(usize, usize, u64)| quotas()[*quota].count_denied();
-        ask.action == Action::Acquire && ask.charges.len() == 1 && !ask.charges.iter().any(counts_denied)
+        ask.action == Action::Acquire
+            && ask.charges.len() == 1
+            && !ask.charges.iter().any(counts_denied)
     };
     let first_equal = |at: usize| {
         let equal = |other: &Ask| joins(other) && other.charges == asks[at].charges;
@@ -109,9 +121,12 @@ fn in_order_of_grants(asks: &[Ask]) -> Vec<usize> {
 
 async fn decide(limiter: &Limiter<RedisStore>, ask: &Ask) -> Result<Vec<Decision>, Error> {
     let quotas = quotas();
-    let names: Vec<String> = ask.charges.iter().map(|(_, quota, _)| format!("policy-{quota}")).collect();
+    let names: Vec<String> =
+        ask.charges.iter().map(|(_, quota, _)| format!("policy-{quota}")).collect();
     let charges: Vec<Charge<'_>> = (ask.charges.iter().zip(&names))
-        .map(|((key, quota, cost), name)| Charge::new(KEYS[*key], &quotas[*quota]).policy(name).cost(*cost))
+        .map(|((key, quota, cost), name)| {
+            Charge::new(KEYS[*key], &quotas[*quota]).policy(name).cost(*cost)
+        })
         .collect();
     limiter.decide_all(ask.action, &charges).await
 }
@@ -120,17 +135,26 @@ async fn every_count(limiter: &Limiter<RedisStore>) -> Vec<Result<Vec<Decision>,
     let mut counts = Vec::new();
     for key in 0..KEYS.len() {
         for quota in 0..quotas().len() {
-            counts.push(decide(limiter, &Ask { action: Action::Peek, charges: vec![(key, quota, 1)] }).await);
+            counts.push(
+                decide(limiter, &Ask { action: Action::Peek, charges: vec![(key, quota, 1)] })
+                    .await,
+            );
         }
     }
     counts
 }
 
-async fn assert_together_is_one_by_one(redis: &Redis, rounds: Vec<(Vec<Ask>, u64)>) -> Result<(), TestCaseError> {
+async fn assert_together_is_one_by_one(
+    redis: &Redis,
+    rounds: Vec<(Vec<Ask>, u64)>,
+) -> Result<(), TestCaseError> {
     redis.query::<()>(&["FLUSHALL"]);
     let clock = ManualClock::new();
     let together = redis.driven_limiter(clock.clone()).await;
-    let builder = RedisStore::builder(&redis.url()).timeout(PATIENCE).prefix("alone").driven_by(clock.clone());
+    let builder = RedisStore::builder(&redis.url())
+        .timeout(PATIENCE)
+        .prefix("alone")
+        .driven_by(clock.clone());
     let alone = Limiter::new(builder.group_commit(false).connect().await.expect("connected"));
     for (asks, pause) in rounds {
         let occupied = occupy(redis, &together).await;
@@ -151,20 +175,34 @@ async fn assert_together_is_one_by_one(redis: &Redis, rounds: Vec<(Vec<Ask>, u64
             decided.push(task.await.expect("no panic"));
         }
         for at in in_order_of_grants(&asks) {
-            prop_assert_eq!(&decided[at], &decide(&alone, &asks[at]).await, "{} of {:?}", at, &asks);
+            prop_assert_eq!(
+                &decided[at],
+                &decide(&alone, &asks[at]).await,
+                "{} of {:?}",
+                at,
+                &asks
+            );
         }
         prop_assert_eq!(every_count(&together).await, every_count(&alone).await);
         clock.advance(Duration::from_micros(pause));
-        prop_assert_eq!(every_count(&together).await, every_count(&alone).await, "after {} us", pause);
+        prop_assert_eq!(
+            every_count(&together).await,
+            every_count(&alone).await,
+            "after {} us",
+            pause
+        );
     }
     Ok(())
 }
 
 fn together_is_one_by_one(program: &Path, cases: u32) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let redis = Redis::start_program(program, &[]);
-    let mut runner = TestRunner::new(ProptestConfig { cases, failure_persistence: None, ..Default::default() });
-    let outcome = runner.run(&rounds(), |rounds| runtime.block_on(assert_together_is_one_by_one(&redis, rounds)));
+    let mut runner =
+        TestRunner::new(ProptestConfig { cases, failure_persistence: None, ..Default::default() });
+    let outcome = runner
+        .run(&rounds(), |rounds| runtime.block_on(assert_together_is_one_by_one(&redis, rounds)));
     if let Err(error) = outcome {
         panic!("{error}");
     }
@@ -173,7 +211,10 @@ fn together_is_one_by_one(program: &Path, cases: u32) {
 
 #[test]
 fn what_is_decided_together_is_what_is_decided_one_by_one() {
-    together_is_one_by_one(Path::new("redis-server"), u32::try_from(support::seeds(60).end).expect("not so many"));
+    together_is_one_by_one(
+        Path::new("redis-server"),
+        u32::try_from(support::seeds(60).end).expect("not so many"),
+    );
 }
 
 #[test]
@@ -192,7 +233,9 @@ async fn callers_of_one_key_are_granted_in_the_order_in_which_they_came() {
         let tasks: Vec<_> = (0..60)
             .map(|_| {
                 let (limiter, quota) = (limiter.clone(), quota.clone());
-                tokio::spawn(async move { limiter.acquire(&Charge::new("hot", &quota)).await.expect("decided") })
+                tokio::spawn(async move {
+                    limiter.acquire(&Charge::new("hot", &quota)).await.expect("decided")
+                })
             })
             .collect();
         everybody_has_come().await;
@@ -227,7 +270,8 @@ async fn many_decisions_go_in_few_calls() {
             tokio::spawn(async move {
                 for turn in 0..20 {
                     let name = format!("user-{caller}-{turn}");
-                    let decision = limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
+                    let decision =
+                        limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
                     assert_eq!((decision.allowed, decision.remaining), (true, 99));
                 }
             })
@@ -252,7 +296,9 @@ async fn all_who_are_ready_at_once_go_in_one_call() {
     let before = redis.calls_of("evalsha");
     let acquire = |key: String| {
         let (limiter, quota) = (limiter.clone(), quota.clone());
-        tokio::spawn(async move { limiter.acquire(&Charge::new(&key, &quota)).await.expect("decided").remaining })
+        tokio::spawn(async move {
+            limiter.acquire(&Charge::new(&key, &quota)).await.expect("decided").remaining
+        })
     };
     let tasks: Vec<_> = (0..40).map(|caller| acquire(format!("user-{}", caller % 2))).collect();
     for (caller, task) in tasks.into_iter().enumerate() {
@@ -261,14 +307,16 @@ async fn all_who_are_ready_at_once_go_in_one_call() {
     assert_eq!(redis.calls_of("evalsha") - before, 1);
 }
 
-/// The first one steps aside for the others; if it then goes away, they are asked for, and it is not.
+/// The first one steps aside for the others; if it then goes away, they are asked for, and it is
+/// not.
 #[tokio::test]
 async fn who_leads_and_goes_away_leaves_nobody_behind() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::fixed_window(10, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    let (mut first, mut second) = (Box::pin(limiter.acquire(&charge)), Box::pin(limiter.acquire(&charge)));
+    let (mut first, mut second) =
+        (Box::pin(limiter.acquire(&charge)), Box::pin(limiter.acquire(&charge)));
     std::future::poll_fn(|context| {
         assert!(first.as_mut().poll(context).is_pending(), "it has stepped aside");
         assert!(second.as_mut().poll(context).is_pending(), "it has joined");
@@ -277,10 +325,15 @@ async fn who_leads_and_goes_away_leaves_nobody_behind() {
     .await;
     drop(first);
     assert_eq!(second.await.expect("decided").remaining, 9);
-    assert_eq!(limiter.acquire(&charge).await.expect("decided").remaining, 8, "only one has taken a unit");
+    assert_eq!(
+        limiter.acquire(&charge).await.expect("decided").remaining,
+        8,
+        "only one has taken a unit"
+    );
 }
 
-// ---- Nobody's trouble is another's ------------------------------------------------------------------------------
+// ---- Nobody's trouble is another's
+// ------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn who_goes_away_before_the_call_is_not_charged_and_holds_up_nobody() {
@@ -289,7 +342,9 @@ async fn who_goes_away_before_the_call_is_not_charged_and_holds_up_nobody() {
     let quota = Quota::fixed_window(10, LONG).expect("valid");
     let ask = || {
         let (limiter, quota) = (limiter.clone(), quota.clone());
-        tokio::spawn(async move { limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").remaining })
+        tokio::spawn(async move {
+            limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").remaining
+        })
     };
     let occupied = occupy(&redis, &limiter).await;
     let (first, second, third) = (ask(), ask(), ask());
@@ -333,7 +388,10 @@ async fn each_caller_has_its_own_deadline_and_is_not_charged_after_it() {
     for task in tasks {
         let (outcome, waited) = task.await.expect("no panic");
         assert_eq!(outcome, Err(Error::Store(StoreError::Timeout(TIMEOUT))));
-        assert!(waited >= TIMEOUT && waited < TIMEOUT + Duration::from_millis(300), "after {waited:?}");
+        assert!(
+            waited >= TIMEOUT && waited < TIMEOUT + Duration::from_millis(300),
+            "after {waited:?}"
+        );
     }
     for task in occupied {
         assert!(task.await.expect("no panic").is_err());
@@ -341,7 +399,11 @@ async fn each_caller_has_its_own_deadline_and_is_not_charged_after_it() {
     redis.signal("CONT");
     until("what was sent has run", async || redis.calls_of("evalsha") > before).await;
     until("decisions are made again", async || limiter.peek(&charge).await.is_ok()).await;
-    assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 998, "only what came in time");
+    assert_eq!(
+        limiter.peek(&charge).await.expect("decided").remaining,
+        998,
+        "only what came in time"
+    );
 }
 
 #[tokio::test]
@@ -350,18 +412,26 @@ async fn one_bad_request_does_not_spoil_the_others() {
         let redis = Redis::start_program(&program, &[]);
         redis.grant(&support::RIGHTS);
         redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-zadd", "+client|pause"]);
-        let store = RedisStore::builder(&redis.url_of_user()).timeout(PATIENCE).connect().await.expect("connected");
+        let store = RedisStore::builder(&redis.url_of_user())
+            .timeout(PATIENCE)
+            .connect()
+            .await
+            .expect("connected");
         let limiter = Limiter::new(store);
         let occupied = occupy(&redis, &limiter).await;
         let bad = Quota::sliding_log(10, LONG).expect("valid");
         let good = Quota::fixed_window(10, LONG).expect("valid");
         let ask = |quota: &Quota, name: &'static str, cost: u64| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
-            tokio::spawn(async move { limiter.acquire(&Charge::new(name, &quota).cost(cost)).await })
+            tokio::spawn(
+                async move { limiter.acquire(&Charge::new(name, &quota).cost(cost)).await },
+            )
         };
         let both = {
             let (limiter, good, bad) = (limiter.clone(), good.clone(), bad.clone());
-            tokio::spawn(async move { limiter.acquire_all(&[Charge::new("e", &good), Charge::new("e", &bad)]).await })
+            tokio::spawn(async move {
+                limiter.acquire_all(&[Charge::new("e", &good), Charge::new("e", &bad)]).await
+            })
         };
         let fine = [ask(&good, "a", 1), ask(&good, "b", 1), ask(&good, "b", 2)];
         let spoilt = [ask(&bad, "c", 1), ask(&bad, "c", 2)];
@@ -380,14 +450,18 @@ async fn one_bad_request_does_not_spoil_the_others() {
         assert!(both.contains("can't run this command"), "{both}");
         for task in spoilt {
             let error = task.await.expect("no panic").expect_err("no right to ZADD").to_string();
-            assert!(error.contains("can't run this command") && error.contains("127.0.0.1"), "{error}");
+            assert!(
+                error.contains("can't run this command") && error.contains("127.0.0.1"),
+                "{error}"
+            );
             assert!(!error.contains("user_script"), "{error}");
         }
     }
 }
 
 #[tokio::test]
-async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next_ones_are_decided() {
+async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next_ones_are_decided()
+{
     let mut redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::fixed_window(1_000, LONG).expect("valid");
@@ -406,15 +480,21 @@ async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next
     for task in tasks {
         match task.await.expect("no panic") {
             Ok(decision) => decided += u64::from(decision.allowed),
-            Err(error) => assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}"),
+            Err(error) => {
+                assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}")
+            }
         }
     }
-    until("decisions are made again", async || limiter.peek(&Charge::new("u", &quota)).await.is_ok()).await;
+    until("decisions are made again", async || {
+        limiter.peek(&Charge::new("u", &quota)).await.is_ok()
+    })
+    .await;
     let left = limiter.peek(&Charge::new("u", &quota)).await.expect("decided").remaining;
     assert_eq!(left, 999 - decided, "who was told so was charged, and nobody else");
 }
 
-/// As in a stream that is not asked for its next item: the calls have been made, and nobody takes in what they brought.
+/// As in a stream that is not asked for its next item: the calls have been made, and nobody takes
+/// in what they brought.
 #[tokio::test]
 async fn calls_that_nobody_looks_at_any_more_hold_up_nobody() {
     let redis = Redis::start();
@@ -423,7 +503,9 @@ async fn calls_that_nobody_looks_at_any_more_hold_up_nobody() {
     let charge = Charge::new("u", &quota);
     let mut forgotten: Vec<_> = (0..CALLS).map(|_| Box::pin(limiter.acquire(&charge))).collect();
     for call in &mut forgotten {
-        let polled = std::future::poll_fn(|context| std::task::Poll::Ready(call.as_mut().poll(context).is_pending()));
+        let polled = std::future::poll_fn(|context| {
+            std::task::Poll::Ready(call.as_mut().poll(context).is_pending())
+        });
         assert!(polled.await, "on its way");
     }
     let start = Instant::now();

@@ -15,7 +15,8 @@ async fn a_failover_is_followed_within_a_second_and_the_old_primary_gets_no_more
     sentinels.servers().iter().for_each(|server| server.grant(&[&RIGHTS[..], &["role"]].concat()));
     let urls = sentinels.urls().into_iter().map(|url| url.replace("//", "//watcher:hunter3@"));
     let timeout = Duration::from_millis(500);
-    let builder = RedisStore::sentinel(NAME, urls).credentials(Some("tidegate"), "hunter2").timeout(timeout);
+    let builder =
+        RedisStore::sentinel(NAME, urls).credentials(Some("tidegate"), "hunter2").timeout(timeout);
     let limiter = Limiter::new(builder.connect().await.expect("connected"));
     let quota = Quota::sliding_log(100_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
@@ -67,13 +68,27 @@ async fn a_failover_is_followed_within_a_second_and_the_old_primary_gets_no_more
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hanging_sentinel_holds_up_nobody_and_mistakes_are_named() {
     let sentinels = Sentinels::start();
-    let connect = async |name: &str, urls: Vec<String>| RedisStore::sentinel(name, urls).connect().await.map(|_| ());
+    let connect = async |name: &str, urls: Vec<String>| {
+        RedisStore::sentinel(name, urls).connect().await.map(|_| ())
+    };
     let wrong_name = connect("nobody", sentinels.urls()).await.expect_err("no such name");
-    assert!(matches!(&wrong_name, StoreError::Misconfigured(reason) if reason.contains("\"nobody\"")), "{wrong_name}");
-    let no_sentinel = connect(NAME, vec![sentinels.servers()[0].url()]).await.expect_err("no sentinel");
-    assert!(matches!(&no_sentinel, StoreError::Misconfigured(reason) if reason.contains("sentinel")), "{no_sentinel}");
-    let nowhere = connect(NAME, vec!["redis://:hunter2@127.0.0.1:1".to_owned()]).await.expect_err("nobody there");
-    assert!(matches!(&nowhere, StoreError::Unreachable(reason) if reason.contains("127.0.0.1:1")), "{nowhere}");
+    assert!(
+        matches!(&wrong_name, StoreError::Misconfigured(reason) if reason.contains("\"nobody\"")),
+        "{wrong_name}"
+    );
+    let no_sentinel =
+        connect(NAME, vec![sentinels.servers()[0].url()]).await.expect_err("no sentinel");
+    assert!(
+        matches!(&no_sentinel, StoreError::Misconfigured(reason) if reason.contains("sentinel")),
+        "{no_sentinel}"
+    );
+    let nowhere = connect(NAME, vec!["redis://:hunter2@127.0.0.1:1".to_owned()])
+        .await
+        .expect_err("nobody there");
+    assert!(
+        matches!(&nowhere, StoreError::Unreachable(reason) if reason.contains("127.0.0.1:1")),
+        "{nowhere}"
+    );
     assert!(!nowhere.to_string().contains("hunter2"));
 
     sentinels.signal(0, "STOP");
@@ -86,15 +101,23 @@ async fn a_hanging_sentinel_holds_up_nobody_and_mistakes_are_named() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sentinels_and_servers_each_have_their_password() {
     let servers = ["--requirepass", "of-servers", "--masterauth", "of-servers"];
-    let lines = format!("sentinel auth-pass {NAME} of-servers\nsentinel sentinel-pass of-sentinels");
+    let lines =
+        format!("sentinel auth-pass {NAME} of-servers\nsentinel sentinel-pass of-sentinels");
     let sentinels = Sentinels::start_with(&servers, &lines, Some("of-sentinels"));
-    let with_password = |password: &str| sentinels.urls().iter().map(|url| url.replace("//", password)).collect();
+    let with_password =
+        |password: &str| sentinels.urls().iter().map(|url| url.replace("//", password)).collect();
     let connect = async |urls: Vec<String>, password: Option<&str>| {
         let builder = RedisStore::sentinel(NAME, urls);
-        let builder = if let Some(password) = password { builder.credentials(None, password) } else { builder };
+        let builder = if let Some(password) = password {
+            builder.credentials(None, password)
+        } else {
+            builder
+        };
         builder.timeout(support::PATIENCE).connect().await
     };
-    let store = connect(with_password("//:of-sentinels@"), Some("of-servers")).await.expect("let in by all");
+    let store = connect(with_password("//:of-sentinels@"), Some("of-servers"))
+        .await
+        .expect("let in by all");
     let quota = Quota::fixed_window(10, LONG).expect("valid");
     assert!(Limiter::new(store).acquire(&Charge::new("u", &quota)).await.expect("decided").allowed);
     for (urls, password, what) in [

@@ -1,4 +1,5 @@
-//! A refund returns the units of the charge it belongs to, never younger ones: in memory, on Redis, behind the Tower layer.
+//! A refund returns the units of the charge it belongs to, never younger ones: in memory, on Redis,
+//! behind the Tower layer.
 
 mod support;
 
@@ -10,7 +11,10 @@ use std::time::Duration;
 use http::{Request, Response, StatusCode};
 use support::{Cluster, PATIENCE, Redis, every_quota, packed};
 use tidegate::tower::RateLimitLayer;
-use tidegate::{Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore, Store};
+use tidegate::{
+    Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
+    Store,
+};
 use tower::{Layer as _, ServiceExt as _, service_fn};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -94,7 +98,11 @@ async fn a_refund_that_names_its_charge_returns_just_that_one() {
             assert_eq!((left.remaining, left.reset_after), (1, MINUTE), "the newest counts on");
             assert!(limiter.acquire(&charge).await.allowed);
             let denied = limiter.acquire(&charge).await;
-            assert_eq!((denied.allowed, denied.retry_after), (false, 20 * SECOND), "the oldest counts on");
+            assert_eq!(
+                (denied.allowed, denied.retry_after),
+                (false, 20 * SECOND),
+                "the oldest counts on"
+            );
         })
         .await;
     }
@@ -133,7 +141,10 @@ async fn a_bucket_gets_back_the_cost_less_what_has_drained() {
             assert!(others.allowed);
             clock.advance(360 * SECOND);
             let left = limiter.refund(&charge.charged_at(limiter.now() - 360_000_000)).await;
-            assert_eq!(left.remaining, 60_000, "50,000 returned, 10,000 drained, 40,000 are another's");
+            assert_eq!(
+                left.remaining, 60_000,
+                "50,000 returned, 10,000 drained, 40,000 are another's"
+            );
         })
         .await;
     }
@@ -146,8 +157,9 @@ async fn a_failed_request_behind_the_layer_costs_a_bucket_nothing() {
         let clock = ManualClock::new();
         let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
         let advance = clock.clone();
-        let layer =
-            RateLimitLayer::new(limiter, quota.clone()).cost(|_| 60_000).refund_on(|status| status.is_server_error());
+        let layer = RateLimitLayer::new(limiter, quota.clone())
+            .cost(|_| 60_000)
+            .refund_on(|status| status.is_server_error());
         let service = layer.layer(service_fn(move |_: Request<()>| {
             advance.advance(Duration::from_millis(100));
             let failed = Response::builder().status(StatusCode::BAD_GATEWAY).body(String::new());
@@ -167,7 +179,8 @@ async fn clients_that_leave_a_queue_do_not_free_what_others_took() {
     let user = Policy::new("per-user", Quota::sliding_log(100, MINUTE).expect("valid"))
         .and_then(|policy| policy.counting(&["header.x-user"]))
         .expect("valid");
-    let queue = Quota::leaky_bucket(1, 2 * SECOND).and_then(|quota| quota.with_burst(100)).expect("valid");
+    let queue =
+        Quota::leaky_bucket(1, 2 * SECOND).and_then(|quota| quota.with_burst(100)).expect("valid");
     let slow = Policy::new("slow", queue)
         .and_then(|policy| policy.matching("path", &["/slow"]))
         .and_then(|policy| policy.counting(&["header.x-user"]))
@@ -175,12 +188,14 @@ async fn clients_that_leave_a_queue_do_not_free_what_others_took() {
     let served = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&served);
     let policies = Policies::new(vec![user, slow]).expect("valid");
-    let service = RateLimitLayer::with_policies(limiter, policies).layer(service_fn(move |_: Request<()>| {
-        counted.fetch_add(1, Ordering::Relaxed);
-        async { Ok::<_, Infallible>(Response::new(String::new())) }
-    }));
+    let service =
+        RateLimitLayer::with_policies(limiter, policies).layer(service_fn(move |_: Request<()>| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            async { Ok::<_, Infallible>(Response::new(String::new())) }
+        }));
     let ask = |path: &str| {
-        let request = Request::builder().uri(path).header("x-user", "u").body(()).expect("a request");
+        let request =
+            Request::builder().uri(path).header("x-user", "u").body(()).expect("a request");
         service.clone().oneshot(request)
     };
     let waiting: Vec<_> = (0..51).map(|_| tokio::spawn(ask("/slow"))).collect();
@@ -228,11 +243,15 @@ async fn on_redis_a_refund_finds_its_own_charge_by_the_servers_clock() {
         limiter.refund(&charge.charged_at(asked[1])).await.expect("refunded");
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         let after = limiter.peek(&charge).await.expect("looked").retry_after;
-        assert!(after <= before, "the oldest unit is still the first to leave: {before:?}, {after:?}");
+        assert!(
+            after <= before,
+            "the oldest unit is still the first to leave: {before:?}, {after:?}"
+        );
     }
 }
 
-/// A refund of a long log rewrites few members. Beyond that older units go instead, which never admits too much.
+/// A refund of a long log rewrites few members. Beyond that older units go instead, which never
+/// admits too much.
 #[tokio::test]
 async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
     for quota in [Quota::sliding_log(50_000, MINUTE).expect("valid"), packed(50_000, MINUTE)] {
@@ -254,7 +273,13 @@ async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
         let calls: u64 = stats
             .lines()
             .filter_map(|line| {
-                line.strip_prefix("cmdstat_")?.split("calls=").nth(1)?.split(',').next()?.parse::<u64>().ok()
+                line.strip_prefix("cmdstat_")?
+                    .split("calls=")
+                    .nth(1)?
+                    .split(',')
+                    .next()?
+                    .parse::<u64>()
+                    .ok()
             })
             .sum();
         assert!(calls < 100, "{calls} commands");
@@ -265,7 +290,8 @@ async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
 #[tokio::test]
 async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
     let cluster = Cluster::start();
-    let store = RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("connected");
+    let store =
+        RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("connected");
     let limiter = Limiter::new(store);
     let bucket = Quota::token_bucket(100_000, 3_600 * SECOND).expect("valid");
     let once = Quota::fixed_window(1, support::LONG).expect("valid");
@@ -275,6 +301,9 @@ async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
         limiter.acquire(&once).await.expect("decided");
         let denied = limiter.acquire_all(&[bucket, once]).await.expect("decided");
         assert!(!denied[1].allowed);
-        assert!(limiter.acquire(&bucket).await.expect("decided").allowed, "{number}: it was refunded");
+        assert!(
+            limiter.acquire(&bucket).await.expect("decided").allowed,
+            "{number}: it was refunded"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Who is measured: each by its own public API, as its documentation says, with the algorithm that it has.
+//! Who is measured: each by its own public API, as its documentation says, with the algorithm that
+//! it has.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -38,8 +39,9 @@ impl Admits {
         }
     }
 
-    /// After how many seconds a unit comes back, and how many there are. None comes back while it is measured: a key whose
-    /// units are all back is forgotten by those that do so, and they would be measured with fewer keys than the others.
+    /// After how many seconds a unit comes back, and how many there are. None comes back while it
+    /// is measured: a key whose units are all back is forgotten by those that do so, and they would
+    /// be measured with fewer keys than the others.
     fn bucket(self, keys: usize) -> (u64, u32) {
         match (self, keys) {
             (Self::None, _) => (3_600, Self::SOME),
@@ -80,12 +82,16 @@ impl Contestant for Tidegate {
 
     fn new(keys: usize, admits: Admits) -> Result<Self> {
         let (seconds, burst) = admits.bucket(keys);
-        let quota = Quota::token_bucket(1, Duration::from_secs(seconds))?.with_burst(burst.into())?;
+        let quota =
+            Quota::token_bucket(1, Duration::from_secs(seconds))?.with_burst(burst.into())?;
         Ok(Self { limiter: Limiter::new(MemoryStore::new()), quota })
     }
 
     fn decide(&self, key: &String) -> bool {
-        self.limiter.blocking().acquire(&Charge::new(key, &self.quota)).is_ok_and(|decision| decision.allowed)
+        self.limiter
+            .blocking()
+            .acquire(&Charge::new(key, &self.quota))
+            .is_ok_and(|decision| decision.allowed)
     }
 }
 
@@ -96,8 +102,11 @@ impl Contestant for Governor {
 
     fn new(keys: usize, admits: Admits) -> Result<Self> {
         let (seconds, burst) = admits.bucket(keys);
-        let quota = governor::Quota::with_period(Duration::from_secs(seconds)).context("a period")?;
-        Ok(Self(DefaultKeyedRateLimiter::keyed(quota.allow_burst(NonZeroU32::new(burst).context("a burst")?))))
+        let quota =
+            governor::Quota::with_period(Duration::from_secs(seconds)).context("a period")?;
+        Ok(Self(DefaultKeyedRateLimiter::keyed(
+            quota.allow_burst(NonZeroU32::new(burst).context("a burst")?),
+        )))
     }
 
     fn decide(&self, key: &String) -> bool {
@@ -105,8 +114,8 @@ impl Contestant for Governor {
     }
 }
 
-/// Its limiter wants `&mut`: alone without a lock, by two threads behind one. Its store is the one that its server takes by
-/// default, which does not clear up within five minutes.
+/// Its limiter wants `&mut`: alone without a lock, by two threads behind one. Its store is the one
+/// that its server takes by default, which does not clear up within five minutes.
 pub(crate) struct Throttlecrab {
     limiter: Mutex<throttlecrab::RateLimiter<throttlecrab::PeriodicStore>>,
     seconds: i64,
@@ -120,7 +129,9 @@ impl Throttlecrab {
         burst: i64,
         seconds: i64,
     ) -> bool {
-        limiter.rate_limit(key, burst, 1, seconds, 1, SystemTime::now()).is_ok_and(|(allowed, _)| allowed)
+        limiter
+            .rate_limit(key, burst, 1, seconds, 1, SystemTime::now())
+            .is_ok_and(|(allowed, _)| allowed)
     }
 }
 
@@ -129,13 +140,20 @@ impl Contestant for Throttlecrab {
 
     fn new(keys: usize, admits: Admits) -> Result<Self> {
         let (seconds, burst) = admits.bucket(keys);
-        let store = throttlecrab::PeriodicStore::builder().cleanup_interval(Duration::from_secs(300)).build();
+        let store = throttlecrab::PeriodicStore::builder()
+            .cleanup_interval(Duration::from_secs(300))
+            .build();
         let limiter = Mutex::new(throttlecrab::RateLimiter::new(store));
         Ok(Self { limiter, seconds: i64::try_from(seconds)?, burst: burst.into() })
     }
 
     fn decide(&self, key: &String) -> bool {
-        Self::ask(&mut self.limiter.lock().unwrap_or_else(PoisonError::into_inner), key, self.burst, self.seconds)
+        Self::ask(
+            &mut self.limiter.lock().unwrap_or_else(PoisonError::into_inner),
+            key,
+            self.burst,
+            self.seconds,
+        )
     }
 
     fn decide_alone(&mut self, key: &String) -> bool {
@@ -164,7 +182,9 @@ impl Contestant for Limitador {
 
     fn decide(&self, key: &String) -> bool {
         let context = Context::from(HashMap::from([("user".to_owned(), key.clone())]));
-        self.limiter.check_rate_limited_and_update(&self.namespace, &context, 1).is_ok_and(|check| !check.limited)
+        self.limiter
+            .check_rate_limited_and_update(&self.namespace, &context, 1)
+            .is_ok_and(|check| !check.limited)
     }
 }
 

@@ -11,7 +11,8 @@ static ALLOCATOR: Counting = Counting;
 static IS_COUNTING: AtomicBool = AtomicBool::new(false);
 static BYTES: AtomicI64 = AtomicI64::new(0);
 
-/// The system's, which everybody has who asks for no other. Where nobody counts it costs one look at a flag.
+/// The system's, which everybody has who asks for no other. Where nobody counts it costs one look
+/// at a flag.
 struct Counting;
 
 /// What `work` has allocated and kept.
@@ -23,10 +24,14 @@ pub(crate) fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64) {
     (done, BYTES.load(Ordering::SeqCst))
 }
 
-/// glibc puts eight bytes before each block, gives no less than 32, and rounds up to 16; large blocks are whole pages.
+/// glibc puts eight bytes before each block, gives no less than 32, and rounds up to 16; large
+/// blocks are whole pages.
 fn footprint(size: usize) -> i64 {
-    let taken =
-        if size < 128 * 1024 { (size + 8).next_multiple_of(16).max(32) } else { (size + 16).next_multiple_of(4096) };
+    let taken = if size < 128 * 1024 {
+        (size + 8).next_multiple_of(16).max(32)
+    } else {
+        (size + 16).next_multiple_of(4096)
+    };
     i64::try_from(taken).unwrap_or(i64::MAX)
 }
 

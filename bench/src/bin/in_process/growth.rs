@@ -1,4 +1,5 @@
-//! How the cost of a decision of ours grows, for each algorithm: with the keys in the store, and with the limit.
+//! How the cost of a decision of ours grows, for each algorithm: with the keys in the store, and
+//! with the limit.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,8 +21,8 @@ const DECISIONS: usize = 200_000;
 /// So long that it hardly ever ends while this runs.
 const WINDOW: Duration = Duration::from_secs(86_400);
 
-/// Twice at each size: asked for any key, and only ever for a few of them. The difference is what the cache misses cost,
-/// and the second alone is what a larger table costs beside them.
+/// Twice at each size: asked for any key, and only ever for a few of them. The difference is what
+/// the cache misses cost, and the second alone is what a larger table costs beside them.
 pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
     let sizes: &[usize] = match plan {
         Plan::Full => &[1_000, 10_000, 100_000, 1_000_000, 10_000_000],
@@ -31,14 +32,18 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
     let walks: Vec<Vec<String>> = sizes.iter().map(|&keys| walk(Kind::Uniform, keys)).collect();
     for algorithm in Algorithm::ALL {
         let quota = roomy(algorithm)?;
-        let limiters = sizes.iter().map(|&keys| filled(keys, &quota)).collect::<Result<Vec<_>>>()?;
+        let limiters =
+            sizes.iter().map(|&keys| filled(keys, &quota)).collect::<Result<Vec<_>>>()?;
         for round in 0..=plan.rounds() {
             for ((keys, limiter), any) in sizes.iter().zip(&limiters).zip(&walks) {
                 for (which, walk) in [("any", any), ("few", &few)] {
                     let from = round * DECISIONS % walk.len();
                     let start = Instant::now();
                     for key in walk.iter().cycle().skip(from).take(DECISIONS) {
-                        ensure!(limiter.blocking().acquire(&Charge::new(key, &quota))?.allowed, "{algorithm}: denied");
+                        ensure!(
+                            limiter.blocking().acquire(&Charge::new(key, &quota))?.allowed,
+                            "{algorithm}: denied"
+                        );
                     }
                     // The first round is to get warm.
                     if round > 0 {
@@ -49,11 +54,15 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
             }
         }
         for (keys, limiter) in sizes.iter().zip(&limiters) {
-            ensure!(limiter.store().keys() == *keys, "{algorithm}: of {keys} keys some have expired");
+            ensure!(
+                limiter.store().keys() == *keys,
+                "{algorithm}: of {keys} keys some have expired"
+            );
         }
         let medians = sizes.iter().map(|keys| {
             let median = |which: &str| {
-                let spread = results.spread(&format!("keys/{keys}/{which}"), algorithm.as_str(), "ns");
+                let spread =
+                    results.spread(&format!("keys/{keys}/{which}"), algorithm.as_str(), "ns");
                 spread.map_or(f64::NAN, |spread| spread.median)
             };
             format!("{keys} keys {:.0} ns ({:.0} in the cache)", median("any"), median("few"))
@@ -63,7 +72,8 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
     Ok(())
 }
 
-/// Admits all that is asked here, and forgets no key in that time: a bucket would, had it a unit back in milliseconds.
+/// Admits all that is asked here, and forgets no key in that time: a bucket would, had it a unit
+/// back in milliseconds.
 fn roomy(algorithm: Algorithm) -> Result<Quota> {
     Ok(match algorithm {
         Algorithm::TokenBucket | Algorithm::LeakyBucket => {
@@ -77,13 +87,16 @@ fn filled(keys: usize, quota: &Quota) -> Result<Limiter> {
     let limiter = Limiter::new(MemoryStore::new());
     for number in 0..keys {
         let key = key_of(number);
-        ensure!(limiter.blocking().acquire(&Charge::new(&key, quota))?.allowed, "no room for {key}");
+        ensure!(
+            limiter.blocking().acquire(&Charge::new(&key, quota))?.allowed,
+            "no room for {key}"
+        );
     }
     Ok(limiter)
 }
 
-/// In the steady state: L requests in every window, so that a log is full, and loses an entry with each that it gets. Time
-/// is driven by hand.
+/// In the steady state: L requests in every window, so that a log is full, and loses an entry with
+/// each that it gets. Time is driven by hand.
 pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
     let limits: &[u64] = match plan {
         Plan::Full => &[10, 100, 1_000, 10_000, 100_000, 1_000_000],
@@ -115,7 +128,12 @@ pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
                 for _ in 0..DECISIONS {
                     std::hint::black_box(decide()?);
                 }
-                results.add(&format!("limit/{limit}"), algorithm.as_str(), "ns", nanoseconds(start));
+                results.add(
+                    &format!("limit/{limit}"),
+                    algorithm.as_str(),
+                    "ns",
+                    nanoseconds(start),
+                );
             }
         }
         let medians = limits.iter().map(|limit| {

@@ -1,6 +1,8 @@
-//! In process: nanoseconds a decision and bytes a key of our memory store and of its peers, and how both grow.
+//! In process: nanoseconds a decision and bytes a key of our memory store and of its peers, and how
+//! both grow.
 //!
-//! A binary of its own, because its allocator counts. Everything else about it is the system's, for all contestants.
+//! A binary of its own, because its allocator counts. Everything else about it is the system's, for
+//! all contestants.
 
 use std::time::Instant;
 
@@ -8,7 +10,9 @@ use anyhow::{Result, ensure};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
-use crate::contestants::{Admits, Contestant, Governor, Limitador, LoopAlone, Throttlecrab, Tidegate, key_of};
+use crate::contestants::{
+    Admits, Contestant, Governor, Limitador, LoopAlone, Throttlecrab, Tidegate, key_of,
+};
 use crate::turns::{Turns, filled};
 use crate::walk::{Kind, walk};
 
@@ -75,7 +79,8 @@ fn side_by_side(plan: Plan, keys: usize, admits: Admits, results: &mut Results) 
     Ok(())
 }
 
-/// Fills a contestant with its keys, unless that would take more memory than there is, or more time than all the rest.
+/// Fills a contestant with its keys, unless that would take more memory than there is, or more time
+/// than all the rest.
 fn enter<C: Contestant + 'static>(
     keys: usize,
     admits: Admits,
@@ -84,12 +89,18 @@ fn enter<C: Contestant + 'static>(
 ) -> Result<()> {
     let size = keys.to_string();
     if keys > A_MILLION {
-        let at_a_million = |metric| results.spread("1000000", C::NAME, metric).map_or(0.0, |spread| spread.median);
-        let (gigabytes, seconds) =
-            (at_a_million("bytes") * keys as f64 / 1e9, at_a_million("fill_ns") * keys as f64 / 1e9);
+        let at_a_million =
+            |metric| results.spread("1000000", C::NAME, metric).map_or(0.0, |spread| spread.median);
+        let (gigabytes, seconds) = (
+            at_a_million("bytes") * keys as f64 / 1e9,
+            at_a_million("fill_ns") * keys as f64 / 1e9,
+        );
         // A table that grows is there twice for a moment.
         if gigabytes * 1.7e9 > available_memory() || seconds > LONGEST_FILL {
-            println!("{keys} keys are left out for {}: {gigabytes:.1} GB, {seconds:.0} s to fill it", C::NAME);
+            println!(
+                "{keys} keys are left out for {}: {gigabytes:.1} GB, {seconds:.0} s to fill it",
+                C::NAME
+            );
             if admits == Admits::All {
                 results.add(&size, C::NAME, "left_out_gigabytes", gigabytes);
                 results.add(&size, C::NAME, "left_out_seconds", seconds);

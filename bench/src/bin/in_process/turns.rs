@@ -27,7 +27,8 @@ impl Outcome {
 pub(crate) trait Turns {
     fn name(&self) -> &'static str;
 
-    /// `count` decisions a thread. Each turn goes on where the last one, its number one less, stopped.
+    /// `count` decisions a thread. Each turn goes on where the last one, its number one less,
+    /// stopped.
     fn turn(&mut self, walk: &[String], threads: usize, count: usize, number: usize) -> Outcome;
 
     /// Gets warm, and finds out how many decisions a thread make a turn of this length.
@@ -60,12 +61,14 @@ impl<C: Contestant> Turns for C {
         let work = |thread: usize| {
             ready.wait();
             let start = Instant::now();
-            let allowed = visits(walk, from(thread), count).filter(|key| contestant.decide(key)).count();
+            let allowed =
+                visits(walk, from(thread), count).filter(|key| contestant.decide(key)).count();
             (allowed, start.elapsed())
         };
         let outcomes: Vec<(usize, Duration)> = std::thread::scope(|scope| {
             let work = &work;
-            let threads: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
+            let threads: Vec<_> =
+                (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
             threads.into_iter().map(|thread| thread.join().expect("no contestant panics")).collect()
         });
         let allowed = outcomes.iter().map(|(allowed, _)| allowed).sum();
@@ -87,7 +90,8 @@ pub(crate) fn filled<C: Contestant>(keys: usize, admits: Admits) -> Result<(C, i
             (0..admits.to_fill()).all(|_| contestant.decide(&key))
         })
     };
-    let (contestant, bytes) = kept_by(|| C::new(keys, admits).map(|new| Some(new).filter(refuses_none)));
+    let (contestant, bytes) =
+        kept_by(|| C::new(keys, admits).map(|new| Some(new).filter(refuses_none)));
     let contestant = contestant?.with_context(|| format!("{} refused a new key", C::NAME))?;
     Ok((contestant, bytes))
 }

@@ -29,8 +29,8 @@ fn length(keys: usize) -> usize {
     }
 }
 
-/// Keys in the order in which they are asked for. The names lie in that order in memory: like those of requests that just
-/// came in, they cost no cache miss of their own.
+/// Keys in the order in which they are asked for. The names lie in that order in memory: like those
+/// of requests that just came in, they cost no cache miss of their own.
 pub(crate) fn walk(kind: Kind, keys: usize) -> Vec<String> {
     let mut random = Random(0x7165_6761);
     let next = |_| {
@@ -45,7 +45,11 @@ pub(crate) fn walk(kind: Kind, keys: usize) -> Vec<String> {
     (0..length(keys)).map(next).collect()
 }
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from zero to some millions")]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "from zero to some millions"
+)]
 fn as_index(number: f64) -> usize {
     number as usize
 }

@@ -17,8 +17,8 @@ use tidegate::config::duration::{self, readable};
 
 /// Decide from a shell whether a request may pass now.
 ///
-/// Prints one line a decision. Exit code: 0 if all were allowed, 1 if any was denied, 2 on an error.
-/// Without --redis the counts live in memory, only as long as the command runs.
+/// Prints one line a decision. Exit code: 0 if all were allowed, 1 if any was denied, 2 on an
+/// error. Without --redis the counts live in memory, only as long as the command runs.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -72,8 +72,8 @@ pub(super) struct Acquire {
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
     policy: Option<String>,
 
-    /// Share the counts through this Redis: redis://[user:password@]host[:port][/database] (rediss:// for TLS; nodes of a
-    /// cluster with commas between them)
+    /// Share the counts through this Redis: redis://[user:password@]host[:port][/database]
+    /// (rediss:// for TLS; nodes of a cluster with commas between them)
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
@@ -85,7 +85,8 @@ pub(super) struct Acquire {
     #[arg(long, value_name = "N", env = "TIDEGATE_COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
 
-    /// Record units that were used already: charges even beyond the limit. The exit code is 1 if they did not fit
+    /// Record units that were used already: charges even beyond the limit. The exit code is 1 if
+    /// they did not fit
     #[arg(long, env = "TIDEGATE_REPORT", value_parser = FalseyValueParser::new())]
     report: bool,
 
@@ -106,8 +107,12 @@ impl Acquire {
             match &self.redis {
                 None => self.decide(&Limiter::new(MemoryStore::new()), &charge).await,
                 Some(url) => {
-                    let store =
-                        RedisConfig::at(url).with_timeout(self.timeout).builder().connect().await.context("--redis")?;
+                    let store = RedisConfig::at(url)
+                        .with_timeout(self.timeout)
+                        .builder()
+                        .connect()
+                        .await
+                        .context("--redis")?;
                     self.decide(&Limiter::new(store), &charge).await
                 }
             }
@@ -125,7 +130,11 @@ impl Acquire {
         Ok(quota)
     }
 
-    async fn decide<S: Store>(&self, limiter: &Limiter<S>, charge: &Charge<'_>) -> anyhow::Result<ExitCode> {
+    async fn decide<S: Store>(
+        &self,
+        limiter: &Limiter<S>,
+        charge: &Charge<'_>,
+    ) -> anyhow::Result<ExitCode> {
         let mut output = anstream::stdout().lock();
         let mut all_allowed = true;
         for _ in 0..self.count {

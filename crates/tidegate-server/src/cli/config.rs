@@ -62,11 +62,15 @@ impl ConfigCommand {
                 let (policies, rules) = (config.policies.iter().count(), &config.envoy.rules);
                 let envoy = match rules.rules().count() {
                     0 => String::new(),
-                    count => format!(", {count} rules for Envoy in {} domains", rules.domains().count()),
+                    count => {
+                        format!(", {count} rules for Envoy in {} domains", rules.domains().count())
+                    }
                 };
                 anstream::println!("{}: good, {policies} policies{envoy}", file.display());
             }
-            Command::Schema => anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?),
+            Command::Schema => {
+                anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?)
+            }
             Command::Sample => anstream::print!("{}", crate::config::SAMPLE),
         }
         Ok(ExitCode::SUCCESS)
@@ -77,8 +81,12 @@ fn check_for_machines(file: &Path) -> ExitCode {
     let name = file.display().to_string();
     let (answer, code) = match Config::load(file) {
         Ok(config) => {
-            let (policies, rules) = (config.policies.iter().count(), config.envoy.rules.rules().count());
-            (json!({"file": name, "good": true, "policies": policies, "envoy_rules": rules}), ExitCode::SUCCESS)
+            let (policies, rules) =
+                (config.policies.iter().count(), config.envoy.rules.rules().count());
+            (
+                json!({"file": name, "good": true, "policies": policies, "envoy_rules": rules}),
+                ExitCode::SUCCESS,
+            )
         }
         Err(error) => {
             let (line, column) = error.position().unzip();

@@ -17,9 +17,10 @@ use tidegate::config::duration;
 
 /// Examine a Redis: is it fit to hold counts?
 ///
-/// Looks at its version, topology, replicas, eviction policy, memory, ACL, clock, scripts, latency, and keys without expiry,
-/// and says what would be right. It leaves nothing there but scripts in the cache and a key that expires within seconds.
-/// Exit code: 0 if all is well (notes are no worry), 1 on warnings, 2 on errors, such as a Redis that cannot be reached.
+/// Looks at its version, topology, replicas, eviction policy, memory, ACL, clock, scripts, latency,
+/// and keys without expiry, and says what would be right. It leaves nothing there but scripts in
+/// the cache and a key that expires within seconds. Exit code: 0 if all is well (notes are no
+/// worry), 1 on warnings, 2 on errors, such as a Redis that cannot be reached.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -62,12 +63,15 @@ impl Doctor {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let store = match &self.config {
             Some(file) => Config::load(file)?.store,
-            None if self.redis.is_none() => bail!("which Redis? Give --redis URL, or --config FILE that has one"),
+            None if self.redis.is_none() => {
+                bail!("which Redis? Give --redis URL, or --config FILE that has one")
+            }
             None => StoreConfig::Memory { max_keys: 0 },
         };
         let report = match self.redis.as_ref().map_or(store.clone(), |urls| store.on_redis(urls)) {
             StoreConfig::Memory { .. } => {
-                let message = "there is no Redis to examine: this configuration keeps its counts in memory";
+                let message =
+                    "there is no Redis to examine: this configuration keeps its counts in memory";
                 Report::of(Finding::note("store", message))
             }
             StoreConfig::Redis(redis) => {
@@ -101,7 +105,9 @@ impl Doctor {
                 return match lacks {
                     Some(report) => Ok(report),
                     // For machines a finding like any other; for people one line.
-                    None if self.json => Ok(Report::of(Finding::error("connection", error.to_string()))),
+                    None if self.json => {
+                        Ok(Report::of(Finding::error("connection", error.to_string())))
+                    }
                     None => Err(error.into()),
                 };
             }
@@ -121,7 +127,8 @@ impl Doctor {
     }
 }
 
-/// For people: a line a finding, and one below it with what would be right; by nodes, if there are several.
+/// For people: a line a finding, and one below it with what would be right; by nodes, if there are
+/// several.
 fn text(report: &Report) -> String {
     let mut nodes: Vec<&str> = Vec::new();
     for node in report.findings.iter().filter_map(|finding| finding.node.as_deref()) {
@@ -145,7 +152,8 @@ fn lines(finding: &Finding) -> impl Iterator<Item = String> + use<> {
     let (style, name) = styled(finding.level);
     let (reset, check) = (style::RESET, finding.check);
     let found = format!("{style}{name:<7}{reset}  {check:<21}  {}", finding.message);
-    let advice = finding.advice.as_ref().map(|advice| format!("{:<32}{}→ {advice}{reset}", "", style::NOTE));
+    let advice =
+        finding.advice.as_ref().map(|advice| format!("{:<32}{}→ {advice}{reset}", "", style::NOTE));
     std::iter::once(found).chain(advice)
 }
 
@@ -164,7 +172,11 @@ fn verdict(report: &Report) -> String {
         let count = report.findings.iter().filter(|finding| finding.level == level).count();
         (count > 0).then(|| format!("{count} {name}{}", if count == 1 { "" } else { "s" }))
     };
-    let counts = [count(Level::Error, "error"), count(Level::Warning, "warning"), count(Level::Note, "note")];
+    let counts = [
+        count(Level::Error, "error"),
+        count(Level::Warning, "warning"),
+        count(Level::Note, "note"),
+    ];
     let counts = counts.into_iter().flatten().collect::<Vec<_>>().join(", ");
     let (style, _) = styled(report.verdict);
     let verdict = match report.verdict {

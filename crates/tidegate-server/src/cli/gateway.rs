@@ -40,7 +40,8 @@ pub(super) struct Gateway {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share the counts through this Redis, whatever the file says; nodes of a cluster with commas between them
+    /// Share the counts through this Redis, whatever the file says; nodes of a cluster with commas
+    /// between them
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
@@ -70,7 +71,8 @@ impl Gateway {
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
-        let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let store =
+            if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {

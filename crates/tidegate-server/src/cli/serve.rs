@@ -29,7 +29,8 @@ pub(super) struct Serve {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share the counts through this Redis, whatever the file says; nodes of a cluster with commas between them
+    /// Share the counts through this Redis, whatever the file says; nodes of a cluster with commas
+    /// between them
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
@@ -45,7 +46,8 @@ impl Serve {
             config.store = config.store.on_redis(url);
         }
         let source = config::describe(self.config.as_ref());
-        let store = if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let store =
+            if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let doors = Doors { secured: config.tls.is_some(), guarded: config.api_token.is_some() };
         let text = self.log_format == LogFormat::Text;
@@ -86,7 +88,8 @@ fn welcome(
         Some(policy) => format!(r#"{{"policy": "{policy}", "key": "user123"}}"#),
         None => r#"{"key": "user123", "quota": {"limit": 5, "window": "60s"}}"#.to_owned(),
     };
-    let (scheme, authority) = if doors.secured { ("https", "--cacert CA.pem ") } else { ("http", "") };
+    let (scheme, authority) =
+        if doors.secured { ("https", "--cacert CA.pem ") } else { ("http", "") };
     let grpc_scheme = if doors.secured { "grpcs" } else { "grpc" };
     // The token itself is never shown.
     let token = if doors.guarded { "-H 'Authorization: Bearer TOKEN' " } else { "" };

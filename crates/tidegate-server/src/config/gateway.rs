@@ -32,7 +32,8 @@ pub(super) fn validate(
     };
     let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
     if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
-        crate::tls::certificates(ca).map_err(|error| document.at(file, &format!("gateway.ca: {error}")))?;
+        crate::tls::certificates(ca)
+            .map_err(|error| document.at(file, &format!("gateway.ca: {error}")))?;
     }
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),

@@ -16,14 +16,19 @@ pub(crate) struct Listen {
 }
 
 /// `guarded`: the admin listener asks for a token.
-pub(super) fn validate(document: &Document<'_>, raw: &raw::Listen, guarded: bool) -> Result<Listen, ConfigError> {
+pub(super) fn validate(
+    document: &Document<'_>,
+    raw: &raw::Listen,
+    guarded: bool,
+) -> Result<Listen, ConfigError> {
     let listen = Listen {
         http: address(document, raw.http.as_ref(), 8080)?,
         grpc: address(document, raw.grpc.as_ref(), 8081)?,
         admin: address(document, raw.admin.as_ref(), 8082)?,
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
     };
-    if let Some(place) = raw.admin.as_ref().filter(|_| !guarded && !listen.admin.ip().is_loopback()) {
+    if let Some(place) = raw.admin.as_ref().filter(|_| !guarded && !listen.admin.ip().is_loopback())
+    {
         return Err(document.at(
             place,
             "listen.admin is beyond loopback but auth.admin_token is not set: set a token, or listen on 127.0.0.1",
@@ -40,9 +45,10 @@ pub(super) fn validate(document: &Document<'_>, raw: &raw::Listen, guarded: bool
     .filter(|(_, _, (other, _))| other.is_some())
     {
         if let Some(place) = one.as_ref().filter(|_| collide(here, there)) {
-            return Err(
-                document.at(place, &format!("listen.{name}: {there} is taken already: each listener needs its own"))
-            );
+            return Err(document.at(
+                place,
+                &format!("listen.{name}: {there} is taken already: each listener needs its own"),
+            ));
         }
     }
     Ok(listen)
@@ -55,8 +61,17 @@ fn collide(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() != 0 && one.port() == other.port() && (one.ip() == other.ip() || alike)
 }
 
-fn address(document: &Document<'_>, raw: Option<&Spanned<String>>, port: u16) -> Result<SocketAddr, ConfigError> {
+fn address(
+    document: &Document<'_>,
+    raw: Option<&Spanned<String>>,
+    port: u16,
+) -> Result<SocketAddr, ConfigError> {
     let Some(text) = raw else { return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)) };
-    let wrong = || format!("{:?} is not an address: write it like 127.0.0.1:{port} or [::1]:{port}", text.value);
+    let wrong = || {
+        format!(
+            "{:?} is not an address: write it like 127.0.0.1:{port} or [::1]:{port}",
+            text.value
+        )
+    };
     text.value.parse().map_err(|_| document.at(text, &wrong()))
 }

@@ -1,4 +1,5 @@
-//! The configuration as it is written, field by field. What the fields mean is decided in `config.rs`.
+//! The configuration as it is written, field by field. What the fields mean is decided in
+//! `config.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -56,7 +57,8 @@ pub(super) struct Listen {
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Store {
-    /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some nodes for a cluster.
+    /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some
+    /// nodes for a cluster.
     #[serde(deserialize_with = "given")]
     #[schemars(with = "Option<OneOrMany>")]
     pub(super) redis: Option<Spanned<Option<OneOrMany>>>,
@@ -122,8 +124,8 @@ impl fmt::Debug for Store {
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct ClientIp {
-    /// Networks whose `X-Forwarded-For` (or `Forwarded`) is believed. They must set that header themselves: one that they
-    /// only pass on is the client's own. None: the peer's address.
+    /// Networks whose `X-Forwarded-For` (or `Forwarded`) is believed. They must set that header
+    /// themselves: one that they only pass on is the client's own. None: the peer's address.
     #[schemars(with = "Vec<String>")]
     pub(super) trusted_proxies: Vec<Spanned<String>>,
     /// IPv6 clients count together by this many bits; 64 by default.
@@ -134,7 +136,8 @@ pub(super) struct ClientIp {
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Auth {
-    /// Callers of the API, over HTTP and gRPC, must send it as a bearer token (`authorization: Bearer …`).
+    /// Callers of the API, over HTTP and gRPC, must send it as a bearer token (`authorization:
+    /// Bearer …`).
     #[serde(deserialize_with = "given")]
     #[schemars(with = "Option<String>")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
@@ -144,7 +147,8 @@ pub(super) struct Auth {
     pub(super) admin_token: Option<Spanned<Option<String>>>,
 }
 
-/// A field that is there without a value is not the same as one that is not there: `!word` and `&word` have none.
+/// A field that is there without a value is not the same as one that is not there: `!word` and
+/// `&word` have none.
 fn given<'de, D, T>(deserializer: D) -> Result<Option<Spanned<Option<T>>>, D::Error>
 where
     D: Deserializer<'de>,
@@ -159,7 +163,8 @@ impl fmt::Debug for Auth {
     }
 }
 
-/// TLS on http, grpc and gateway. Files are from the folder of this one, and taken anew when they change.
+/// TLS on http, grpc and gateway. Files are from the folder of this one, and taken anew when they
+/// change.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Tls {
@@ -207,11 +212,12 @@ pub(super) struct Envoy {
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Gateway {
-    /// `http://HOST[:PORT][/BASE]` or `https://…`, which are spoken to in HTTP/1.1; in HTTP/2 with `h2c://` and `h2://`. Several
-    /// take turns.
+    /// `http://HOST[:PORT][/BASE]` or `https://…`, which are spoken to in HTTP/1.1; in HTTP/2 with
+    /// `h2c://` and `h2://`. Several take turns.
     #[schemars(with = "Vec<String>")]
     pub(super) upstreams: Vec<Spanned<String>>,
-    /// Who signs the upstreams' certificates, in PEM; the system's roots by default. From the folder of this file.
+    /// Who signs the upstreams' certificates, in PEM; the system's roots by default. From the
+    /// folder of this file.
     #[schemars(with = "Option<String>")]
     pub(super) ca: Option<Spanned<String>>,
     /// How long a connection to an upstream may take, with TLS; 2s by default.

@@ -115,7 +115,9 @@ impl RedisConfig {
             Servers::Sentinel { master, nodes, credentials } => {
                 let builder = RedisStore::sentinel(master, nodes.iter().map(Secret::reveal));
                 match credentials {
-                    Some((user, password)) => builder.credentials(user.as_deref(), password.reveal()),
+                    Some((user, password)) => {
+                        builder.credentials(user.as_deref(), password.reveal())
+                    }
                     None => builder,
                 }
             }
@@ -140,11 +142,14 @@ pub(super) fn validate(
     folder: &Path,
     raw: raw::Store,
 ) -> Result<(StoreConfig, Vec<PathBuf>), ConfigError> {
-    let max_keys = raw.max_keys.map_or(MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
+    let max_keys =
+        raw.max_keys.map_or(MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
     let (servers, urls) = match (raw.redis, raw.sentinel) {
         (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
         (Some(_), Some(sentinel)) => {
-            return Err(document.at(&sentinel, "store has both redis and sentinel: take one of them out"));
+            return Err(
+                document.at(&sentinel, "store has both redis and sentinel: take one of them out")
+            );
         }
         (Some(redis), None) => {
             let place = place_of(&redis);
@@ -152,7 +157,13 @@ pub(super) fn validate(
                 Some(OneOrMany::One(url)) => Servers::One(Secret::new(url)),
                 several => {
                     let urls = several.map_or_else(Vec::new, |urls| urls.texts().to_vec());
-                    Servers::Cluster(some(document, &place, urls, "store.redis", "redis://10.0.0.1:6379")?)
+                    Servers::Cluster(some(
+                        document,
+                        &place,
+                        urls,
+                        "store.redis",
+                        "redis://10.0.0.1:6379",
+                    )?)
                 }
             };
             (servers, place)
@@ -163,7 +174,9 @@ pub(super) fn validate(
         None => Duration::from_millis(100),
         Some(text) => match duration(document, text)? {
             Duration::ZERO => {
-                return Err(document.at(text, "store.timeout must be more than 0: 100ms is a good start"));
+                return Err(
+                    document.at(text, "store.timeout must be more than 0: 100ms is a good start")
+                );
             }
             long if long > MAX_TIMEOUT => {
                 let message = "store.timeout is more than 60s, for which no request waits: 100ms is a good start";
@@ -175,7 +188,10 @@ pub(super) fn validate(
     let (tls, files) = tls(document, folder, raw.tls)?;
     let redis = RedisConfig {
         servers,
-        prefix: raw.prefix.as_ref().map_or_else(|| "rate_limit".to_owned(), |prefix| prefix.value.clone()),
+        prefix: raw
+            .prefix
+            .as_ref()
+            .map_or_else(|| "rate_limit".to_owned(), |prefix| prefix.value.clone()),
         timeout,
         tls,
         instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
@@ -192,7 +208,10 @@ pub(super) fn validate(
 }
 
 /// Sentinels, and where their addresses stand.
-fn sentinels(document: &Document<'_>, raw: raw::Sentinel) -> Result<(Servers, Spanned<()>), ConfigError> {
+fn sentinels(
+    document: &Document<'_>,
+    raw: raw::Sentinel,
+) -> Result<(Servers, Spanned<()>), ConfigError> {
     let place = place_of(&raw.nodes);
     let credentials = match (raw.username, raw.password) {
         (Some(user), None) => {
@@ -200,14 +219,18 @@ fn sentinels(document: &Document<'_>, raw: raw::Sentinel) -> Result<(Servers, Sp
             return Err(document.at(&user, message));
         }
         (_, Some(password)) if password.value.is_none() => {
-            return Err(document.at(&password, "this password is empty: write it in quotes, if it begins with a sign"));
+            return Err(document.at(
+                &password,
+                "this password is empty: write it in quotes, if it begins with a sign",
+            ));
         }
         (user, password) => {
             let password = password.and_then(|password| password.value).map(Secret::new);
             password.map(|password| (user.map(|user| user.value), password))
         }
     };
-    let nodes = some(document, &place, raw.nodes.value, "store.sentinel.nodes", "redis://10.0.0.1:26379")?;
+    let nodes =
+        some(document, &place, raw.nodes.value, "store.sentinel.nodes", "redis://10.0.0.1:26379")?;
     Ok((Servers::Sentinel { master: raw.master, nodes, credentials }, place))
 }
 
@@ -219,7 +242,10 @@ fn some(
     such_as: &str,
 ) -> Result<Vec<Secret>, ConfigError> {
     if urls.is_empty() {
-        return Err(document.at(place, &format!("{field} is empty: write at least one address, such as {such_as}")));
+        return Err(document.at(
+            place,
+            &format!("{field} is empty: write at least one address, such as {such_as}"),
+        ));
     }
     Ok(urls.into_iter().map(Secret::new).collect())
 }
@@ -238,8 +264,9 @@ fn tls(
     let mut files = Vec::new();
     let mut read = |name: &Spanned<String>| {
         let file = folder.join(&name.value);
-        let text = std::fs::read_to_string(&file)
-            .map_err(|error| document.at(name, &format!("{}: cannot be read: {error}", tls::shown(&file))))?;
+        let text = std::fs::read_to_string(&file).map_err(|error| {
+            document.at(name, &format!("{}: cannot be read: {error}", tls::shown(&file)))
+        })?;
         files.push(file);
         Ok::<String, ConfigError>(text)
     };
@@ -247,7 +274,11 @@ fn tls(
     let identity = match (&raw.value.certificate, &raw.value.key) {
         (Some(certificate), Some(key)) => Some((read(certificate)?, Secret::new(read(key)?))),
         (None, None) => None,
-        _ => return Err(document.at(&raw, "store.tls needs certificate and key together, or neither")),
+        _ => {
+            return Err(
+                document.at(&raw, "store.tls needs certificate and key together, or neither")
+            );
+        }
     };
     Ok((Some(RedisTls { ca, identity }), files))
 }

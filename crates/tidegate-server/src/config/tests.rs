@@ -16,8 +16,11 @@ fn what_the_documents_show_is_valid() {
         include_str!("../../../../docs/gateway.md"),
         include_str!("../../../../README.md"),
     ] {
-        let blocks: Vec<&str> =
-            document.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+        let blocks: Vec<&str> = document
+            .split("```yaml\n")
+            .skip(1)
+            .filter_map(|rest| rest.split("```").next())
+            .collect();
         assert!(!blocks.is_empty());
         for block in blocks {
             // Files that they name are the reader's own.
@@ -55,11 +58,20 @@ fn an_error_shows_file_line_field_and_the_nearest_right_name() {
 
 #[test]
 fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
-    let policy = |lines: &str| format!("policies:\n  - name: a\n    limit: 5\n    window: 60s\n{lines}");
+    let policy =
+        |lines: &str| format!("policies:\n  - name: a\n    limit: 5\n    window: 60s\n{lines}");
     for (text, place, message) in [
-        (policy("").replace("limit: 5", "limit: 0"), "tidegate.yaml:3:12:", "from 1 to 1000000000000"),
+        (
+            policy("").replace("limit: 5", "limit: 0"),
+            "tidegate.yaml:3:12:",
+            "from 1 to 1000000000000",
+        ),
         (policy("").replace("60s", "60"), "tidegate.yaml:4:13:", "write it like 500ms"),
-        (policy("    algorithm: tokn-bucket\n"), "tidegate.yaml:5:16:", "did you mean `token-bucket`?"),
+        (
+            policy("    algorithm: tokn-bucket\n"),
+            "tidegate.yaml:5:16:",
+            "did you mean `token-bucket`?",
+        ),
         (policy("    burst: 9\n"), "tidegate.yaml:5:12:", "has no burst"),
         (policy("    mode: shadwo\n"), "tidegate.yaml:5:11:", "did you mean `shadow`?"),
         (policy("    cost: 6\n"), "tidegate.yaml:5:11:", "at most 5 at once"),
@@ -77,7 +89,8 @@ fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
 #[test]
 fn every_wrong_number_says_which_would_be_right() {
     for number in ["-1", "1.5", "1e3", "null", "many", "99999999999999999999999", "0", "[1]"] {
-        let text = error(&format!("policies:\n  - name: a\n    limit: {number}\n    window: 60s\n"));
+        let text =
+            error(&format!("policies:\n  - name: a\n    limit: {number}\n    window: 60s\n"));
         let expected = "tidegate.yaml:3:12: limit: must be a whole number from 1 to 1000000000000";
         assert!(text.starts_with(expected), "{number}: {text}");
     }
@@ -90,16 +103,28 @@ fn every_wrong_number_says_which_would_be_right() {
 fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
     for (rest, place, message) in [
         ("cost: 0", "5:11:", "cost 0 takes nothing"),
-        ("cost: {attribute: header.c, default: 7, max: 5}", "5:11:", "the default cost 7 is more than the max 5"),
+        (
+            "cost: {attribute: header.c, default: 7, max: 5}",
+            "5:11:",
+            "the default cost 7 is more than the max 5",
+        ),
         ("cost: {attribute: header., max: 5}", "5:23:", "a name is missing after the dot"),
         ("cost: {attribute: heder.x, max: 5}", "5:23:", "did you mean `header.x`?"),
-        ("overrides:\n      - {key: k, limit: 1}\n      - {key: k, limit: 2}", "7:15:", "overridden twice"),
+        (
+            "overrides:\n      - {key: k, limit: 1}\n      - {key: k, limit: 2}",
+            "7:15:",
+            "overridden twice",
+        ),
         ("overrides:\n      - {key: k, limit: 1, window: 400d}", "6:36:", "from 1ms to 366 days"),
         ("overrides:\n      - {key: k, limit: 20000000}", "6:25:", "too large for sliding-log"),
         ("overrides: [{key: [a, b], limit: 1}]", "5:23:", "one value, not a list"),
         ("overrides: [{key: [], limit: 1}]", "5:23:", "one value, not a list"),
         ("key: ip\n    overrides: [{key: [a, b], limit: 1}]", "6:23:", "counts by ip alone"),
-        ("key: [ip, path]\n    overrides: [{key: 'a:b', limit: 1}]", "6:23:", "write a list of ip, path"),
+        (
+            "key: [ip, path]\n    overrides: [{key: 'a:b', limit: 1}]",
+            "6:23:",
+            "write a list of ip, path",
+        ),
         ("match:\n      path: /\n      method: []", "7:15:", "has no value to match"),
         ("match: {header.X-A: a, header.x-a: b}", "5:40:", "header.x-a is there twice"),
         ("match: {'': a}", "5:13:", "is not an attribute name"),
@@ -111,13 +136,22 @@ fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
         ("key: [ip, header.]", "5:15:", "a name is missing after the dot"),
         ("limit: 5", "5:5:", "the field `limit` is there twice"),
     ] {
-        let found = error(&format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n    {rest}\n"));
-        assert!(found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message), "{rest}\n{found}");
+        let found =
+            error(&format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n    {rest}\n"));
+        assert!(
+            found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message),
+            "{rest}\n{found}"
+        );
     }
     let window = error("policies:\n  - name: a\n    limit: 10\n    window: 400d\n");
     assert!(window.starts_with("tidegate.yaml:4:13: window 34560000s is out of range"), "{window}");
-    let twice = error("policies:\n  - {name: a, limit: 1, window: 1s}\n  - {name: a, limit: 1, window: 1s}\n");
-    assert!(twice.starts_with("tidegate.yaml:3:12: the policy name \"a\" is used twice"), "{twice}");
+    let twice = error(
+        "policies:\n  - {name: a, limit: 1, window: 1s}\n  - {name: a, limit: 1, window: 1s}\n",
+    );
+    assert!(
+        twice.starts_with("tidegate.yaml:3:12: the policy name \"a\" is used twice"),
+        "{twice}"
+    );
 }
 
 #[test]
@@ -136,19 +170,43 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "is more than 60s"),
         ("store:\n  redis: redis://h\n  instances: 0\n", "3:14:", "a whole number from 1 to 10000"),
         ("store:\n  redis: redis://h\n  prefix: ''\n", "3:11:", "is not usable"),
-        ("store:\n  redis: rediss://h\n  tls: {key: a.pem}\n", "3:8:", "certificate and key together"),
-        ("store:\n  redis: rediss://h\n  tls: {ca: nowhere.pem}\n", "3:13:", "nowhere.pem: cannot be read"),
+        (
+            "store:\n  redis: rediss://h\n  tls: {key: a.pem}\n",
+            "3:8:",
+            "certificate and key together",
+        ),
+        (
+            "store:\n  redis: rediss://h\n  tls: {ca: nowhere.pem}\n",
+            "3:13:",
+            "nowhere.pem: cannot be read",
+        ),
         ("listen:\n  admin: 0.0.0.0:9\n", "2:10:", "auth.admin_token"),
-        ("listen:\n  http: 127.0.0.1:9\n  grpc: 127.0.0.1:9\n", "3:9:", "127.0.0.1:9 is taken already"),
-        ("listen:\n  http: 0.0.0.0:9\n  admin: 127.0.0.1:9\n", "3:10:", "0.0.0.0:9 is taken already"),
+        (
+            "listen:\n  http: 127.0.0.1:9\n  grpc: 127.0.0.1:9\n",
+            "3:9:",
+            "127.0.0.1:9 is taken already",
+        ),
+        (
+            "listen:\n  http: 0.0.0.0:9\n  admin: 127.0.0.1:9\n",
+            "3:10:",
+            "0.0.0.0:9 is taken already",
+        ),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
         ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
-        ("tls:\n  certificate: nowhere.pem\n  key: key.pem\n", "2:16:", "nowhere.pem: no certificate can be read"),
+        (
+            "tls:\n  certificate: nowhere.pem\n  key: key.pem\n",
+            "2:16:",
+            "nowhere.pem: no certificate can be read",
+        ),
         ("gateway:\n  ca: nowhere.pem\n", "2:7:", "nowhere.pem: no certificate can be read"),
         ("auth: {api_token: ''}\n", "1:19:", "this token is empty"),
         ("auth:\n  admin_token:\n", "2:14:", "this token is empty"),
         ("auth: {api_token: a, api_token: b}\n", "1:22:", "`api_token` is there twice"),
-        ("attributes:\n  - tenant\n  - header.x\n", "3:5:", "attributes: \"header.x\" cannot be declared"),
+        (
+            "attributes:\n  - tenant\n  - header.x\n",
+            "3:5:",
+            "attributes: \"header.x\" cannot be declared",
+        ),
         ("attributes: [tenant, tenant]\n", "1:22:", "is declared twice"),
         ("attribute: [tenant]\n", "1:1:", "did you mean `attributes`?"),
         ("policies: []\n---\npolicies: []\n", "3:1:", "one document only"),
@@ -156,17 +214,35 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
     ] {
         let found = error(text);
-        assert!(found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message), "{text}\n{found}");
+        assert!(
+            found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message),
+            "{text}\n{found}"
+        );
     }
-    for good in ["listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n", "listen: {admin: 127.0.0.1:8080}\n"] {
+    for good in
+        ["listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n", "listen: {admin: 127.0.0.1:8080}\n"]
+    {
         assert!(Config::parse("good", good).is_ok(), "{good}");
     }
 }
 
 #[test]
 fn nothing_is_no_configuration() {
-    for text in ["", "\n", "# only a comment\n", "null\n", "~", "{}\n", "---\n", "---\n{}\n...\n", "{} # none\n"] {
-        assert!(error(text).starts_with("tidegate.yaml: is empty, which is no configuration"), "{text}");
+    for text in [
+        "",
+        "\n",
+        "# only a comment\n",
+        "null\n",
+        "~",
+        "{}\n",
+        "---\n",
+        "---\n{}\n...\n",
+        "{} # none\n",
+    ] {
+        assert!(
+            error(text).starts_with("tidegate.yaml: is empty, which is no configuration"),
+            "{text}"
+        );
     }
 }
 
@@ -181,7 +257,9 @@ fn the_schema_knows_names_and_bounds() {
         ("on_store_failure", "local"),
         ("encoding", "packed"),
     ] {
-        let names = policy[field]["enum"].as_array().unwrap_or_else(|| panic!("{field} has no names: {policy}"));
+        let names = policy[field]["enum"]
+            .as_array()
+            .unwrap_or_else(|| panic!("{field} has no names: {policy}"));
         assert!(names.iter().any(|known| known == name), "{names:?}");
     }
     assert_eq!(policy["limit"]["minimum"], 1);

@@ -1,7 +1,7 @@
 //! Whether this user may do what decisions need, and no more.
 //!
-//! Found out by trying, each command in a form that changes nothing: before Redis 7 there is no other way, and later only
-//! for administrators.
+//! Found out by trying, each command in a form that changes nothing: before Redis 7 there is no
+//! other way, and later only for administrators.
 
 use tidegate::store::redis::Reply;
 
@@ -11,7 +11,8 @@ use super::{Finding, Kind, Report, Subject};
 
 const CHECK: &str = "acl";
 
-/// What the scripts call, beside TIME, each with arguments that do nothing to a key that is a short text.
+/// What the scripts call, beside TIME, each with arguments that do nothing to a key that is a short
+/// text.
 const BY_SCRIPTS: [(&str, &[&str]); 17] = [
     ("GET", &[]),
     ("GETRANGE", &["0", "0"]),
@@ -40,9 +41,12 @@ pub(super) async fn check(subject: &Subject<'_>, prefix: &str, report: &mut Repo
     if !missing.is_empty() {
         return subject.found(report, lacks(&missing.join(", "), prefix, subject.kind));
     }
-    let Ok(Reply::Text(user)) = subject.store.ask_node(subject.address, &["ACL", "WHOAMI"]).await else {
-        return subject
-            .found(report, Finding::ok(CHECK, "this user may do what decisions need, and not even ask who it is"));
+    let Ok(Reply::Text(user)) = subject.store.ask_node(subject.address, &["ACL", "WHOAMI"]).await
+    else {
+        return subject.found(
+            report,
+            Finding::ok(CHECK, "this user may do what decisions need, and not even ask who it is"),
+        );
     };
     let rules = subject.store.ask_node(subject.address, &["ACL", "GETUSER", &user]).await;
     let user = user.escape_debug();
@@ -58,7 +62,8 @@ pub(super) async fn check(subject: &Subject<'_>, prefix: &str, report: &mut Repo
     );
 }
 
-/// For a user who cannot even connect for want of a permission. `None`: that is not what the error says.
+/// For a user who cannot even connect for want of a permission. `None`: that is not what the error
+/// says.
 pub(super) fn lacks_to_connect(error: &str, prefix: &str, kind: Kind) -> Option<Finding> {
     let command = error.split_once("NOPERM")?.1.split('\'').nth(1)?;
     Some(lacks(command, prefix, kind))
@@ -75,7 +80,8 @@ fn advice(prefix: &str, kind: Kind) -> String {
 
 /// The rules of a user for decisions, and nothing else.
 pub(super) fn smallest(prefix: &str, kind: Kind) -> String {
-    let by_scripts: Vec<String> = BY_SCRIPTS.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
+    let by_scripts: Vec<String> =
+        BY_SCRIPTS.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
     let more = match kind {
         Kind::Single => "",
         Kind::Sentinel => " +role",
@@ -116,14 +122,18 @@ async fn missing(subject: &Subject<'_>, prefix: &str) -> Vec<String> {
             ("time", vec!["TIME"]),
         ]),
     }
-    // A text with an end: what is meant for other types is then refused, and whatever happens the key goes by itself.
+    // A text with an end: what is meant for other types is then refused, and whatever happens the
+    // key goes by itself.
     plain.push(("set", vec!["SET", &key, "", "PX", "10000"]));
     let questions: Vec<&[&str]> = plain.iter().map(|(_, words)| words.as_slice()).collect();
-    let Ok(replies) = subject.store.ask_node_all(subject.address, &questions).await else { return missing };
+    let Ok(replies) = subject.store.ask_node_all(subject.address, &questions).await else {
+        return missing;
+    };
     for ((command, _), reply) in plain.iter().zip(&replies) {
         told(command, reply);
     }
-    // Without that key, or on a node that sends us elsewhere, HSET would make one without an expiry.
+    // Without that key, or on a node that sends us elsewhere, HSET would make one without an
+    // expiry.
     let guarded = match replies.last() {
         Some(Reply::Text(_)) => true,
         Some(Reply::Error(error)) => error.starts_with("MOVED"),
@@ -132,7 +142,9 @@ async fn missing(subject: &Subject<'_>, prefix: &str) -> Vec<String> {
     let tries: Vec<(&str, Vec<&str>)> = BY_SCRIPTS
         .iter()
         .filter(|(name, _)| guarded || *name != "HSET")
-        .map(|(name, arguments)| (*name, [*name, &key].into_iter().chain(arguments.iter().copied()).collect()))
+        .map(|(name, arguments)| {
+            (*name, [*name, &key].into_iter().chain(arguments.iter().copied()).collect())
+        })
         .collect();
     let questions: Vec<&[&str]> = tries.iter().map(|(_, words)| words.as_slice()).collect();
     if let Ok(replies) = subject.store.ask_node_all(subject.address, &questions).await {
@@ -147,7 +159,11 @@ async fn missing(subject: &Subject<'_>, prefix: &str) -> Vec<String> {
 fn lacking(command: &str, error: &str, prefix: &str) -> Option<String> {
     if error.starts_with("NOPERM") {
         let keys = !error.contains("to run the") && error.contains("key");
-        return Some(if keys { format!("keys ~{}:*", literally(prefix)) } else { command.to_owned() });
+        return Some(if keys {
+            format!("keys ~{}:*", literally(prefix))
+        } else {
+            command.to_owned()
+        });
     }
     // Renamed or taken out.
     error.starts_with("ERR unknown command").then(|| command.to_owned())
@@ -170,7 +186,8 @@ mod tests {
     /// The names of the commands in `call('NAME'` and `read('NAME'`.
     fn called(script: &str) -> BTreeSet<String> {
         let calls = script.split("call(").chain(script.split("read(")).skip(1);
-        let name = |rest: &str| rest.strip_prefix('\'')?.split_once('\'').map(|(name, _)| name.to_owned());
+        let name =
+            |rest: &str| rest.strip_prefix('\'')?.split_once('\'').map(|(name, _)| name.to_owned());
         calls.filter_map(name).collect()
     }
 
@@ -186,7 +203,8 @@ mod tests {
                 }
             }
         }
-        let listed = BY_SCRIPTS.iter().map(|(name, _)| (*name).to_owned()).chain(["TIME".to_owned()]);
+        let listed =
+            BY_SCRIPTS.iter().map(|(name, _)| (*name).to_owned()).chain(["TIME".to_owned()]);
         assert_eq!(found, listed.collect());
     }
 
@@ -202,12 +220,26 @@ mod tests {
     #[test]
     fn what_is_lacking_is_named() {
         let lacks = |error: &str| lacking("hset", error, "rate_limit");
-        assert_eq!(lacks("NOPERM this user has no permissions to run the 'hset' command").as_deref(), Some("hset"));
+        assert_eq!(
+            lacks("NOPERM this user has no permissions to run the 'hset' command").as_deref(),
+            Some("hset")
+        );
         let keys = Some("keys ~rate_limit:*".to_owned());
-        assert_eq!(lacks("NOPERM this user has no permissions to access one of the keys used as arguments"), keys);
+        assert_eq!(
+            lacks(
+                "NOPERM this user has no permissions to access one of the keys used as arguments"
+            ),
+            keys
+        );
         assert_eq!(lacks("NOPERM No permissions to access a key"), keys);
-        assert_eq!(lacks("ERR unknown command 'HSET', with args beginning with: "), Some("hset".to_owned()));
-        assert_eq!(lacks("WRONGTYPE Operation against a key holding the wrong kind of value"), None);
+        assert_eq!(
+            lacks("ERR unknown command 'HSET', with args beginning with: "),
+            Some("hset".to_owned())
+        );
+        assert_eq!(
+            lacks("WRONGTYPE Operation against a key holding the wrong kind of value"),
+            None
+        );
         assert_eq!(lacks("MOVED 1 127.0.0.1:7001"), None);
         assert_eq!(lacks("OOM command not allowed when used memory > 'maxmemory'."), None);
     }

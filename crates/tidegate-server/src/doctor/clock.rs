@@ -1,5 +1,5 @@
-//! Whether the clocks agree. Decisions go by the clock of the node that decides: ours never matters, but a failover to a
-//! node whose clock differs shifts every window.
+//! Whether the clocks agree. Decisions go by the clock of the node that decides: ours never
+//! matters, but a failover to a node whose clock differs shifts every window.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -39,11 +39,16 @@ impl Clocks {
         let Some((ahead, doubt)) = best else { return };
         report.node(subject.address, Role::Replica).clock_ahead_us = Some(ahead);
         self.0.push(Clock { address: subject.address.to_owned(), ahead, doubt });
-        let message = format!("{} {} this machine's", readable(ahead), if ahead < 0 { "behind" } else { "ahead of" });
+        let message = format!(
+            "{} {} this machine's",
+            readable(ahead),
+            if ahead < 0 { "behind" } else { "ahead of" }
+        );
         subject.found(
             report,
             if micros(APART) < ahead.abs() - doubt {
-                let advice = "run NTP on both: decisions go by Redis's clock, and windows begin by it";
+                let advice =
+                    "run NTP on both: decisions go by Redis's clock, and windows begin by it";
                 Finding::warning(CHECK, message).advice(advice)
             } else {
                 Finding::ok(CHECK, message)
@@ -53,9 +58,10 @@ impl Clocks {
 
     /// Between the nodes.
     pub(super) fn compare(&self, report: &mut Report) {
-        let (Some(first), Some(last)) =
-            (self.0.iter().min_by_key(|clock| clock.ahead), self.0.iter().max_by_key(|clock| clock.ahead))
-        else {
+        let (Some(first), Some(last)) = (
+            self.0.iter().min_by_key(|clock| clock.ahead),
+            self.0.iter().max_by_key(|clock| clock.ahead),
+        ) else {
             return;
         };
         let apart = last.ahead - first.ahead;
@@ -100,7 +106,8 @@ mod tests {
     use super::*;
 
     fn compared(clocks: &[(i64, i64)]) -> Vec<Finding> {
-        let clock = |&(ahead, doubt): &(i64, i64)| Clock { address: format!("n{ahead}"), ahead, doubt };
+        let clock =
+            |&(ahead, doubt): &(i64, i64)| Clock { address: format!("n{ahead}"), ahead, doubt };
         let mut report = Report::default();
         Clocks(clocks.iter().map(clock).collect()).compare(&mut report);
         report.findings
@@ -120,6 +127,9 @@ mod tests {
 
     #[test]
     fn a_difference_is_readable() {
-        assert_eq!([0, -1_250, 999_999, -61_000_000].map(readable), ["0.0 ms", "1.2 ms", "999.9 ms", "61 s"]);
+        assert_eq!(
+            [0, -1_250, 999_999, -61_000_000].map(readable),
+            ["0.0 ms", "1.2 ms", "999.9 ms", "61 s"]
+        );
     }
 }

@@ -32,25 +32,30 @@ pub(super) async fn check(subject: &Subject<'_>, primaries: usize, report: &mut 
             Finding::error(CHECK, message).advice(advice)
         }
         Some(state) if state != "ok" => {
-            Finding::error(CHECK, format!("{cluster}: its state is {state}, so it decides nothing")).advice(advice)
+            Finding::error(CHECK, format!("{cluster}: its state is {state}, so it decides nothing"))
+                .advice(advice)
         }
         _ => Finding::ok(CHECK, format!("{cluster}, all {SLOTS} slots served")),
     });
     if primaries < 3 {
-        let message = format!("{primaries} primaries cannot agree on a failover: a majority has to be left");
+        let message =
+            format!("{primaries} primaries cannot agree on a failover: a majority has to be left");
         report.add(Finding::warning("failover", message).advice("have three primaries or more"));
     }
     match subject.setting("cluster-require-full-coverage").await.as_deref() {
         Some("no") => {
-            report.add(Finding::ok("full-coverage", "if the nodes of some slots are lost, the others go on deciding"));
+            report.add(Finding::ok(
+                "full-coverage",
+                "if the nodes of some slots are lost, the others go on deciding",
+            ));
         }
         Some(_) => {
             let message = "if the nodes of one slot are lost, the whole cluster refuses to decide";
-            let advice =
-                "CONFIG SET cluster-require-full-coverage no on every node: only that slot's keys are affected then";
+            let advice = "CONFIG SET cluster-require-full-coverage no on every node: only that slot's keys are affected then";
             report.add(Finding::note("full-coverage", message).advice(advice));
         }
-        None => report.add(Finding::note("full-coverage", "unknown: this user may not ask by CONFIG GET")),
+        None => report
+            .add(Finding::note("full-coverage", "unknown: this user may not ask by CONFIG GET")),
     }
 }
 
@@ -73,8 +78,9 @@ mod tests {
 
     #[test]
     fn slots_are_counted() {
-        let range =
-            |first, last| Reply::List(vec![Reply::Integer(first), Reply::Integer(last), Reply::List(Vec::new())]);
+        let range = |first, last| {
+            Reply::List(vec![Reply::Integer(first), Reply::Integer(last), Reply::List(Vec::new())])
+        };
         assert_eq!(served(&Reply::List(vec![range(0, 5_460), range(5_461, 16_383)])), Some(SLOTS));
         assert_eq!(served(&Reply::List(vec![range(7, 7)])), Some(1));
         assert_eq!(served(&Reply::List(Vec::new())), Some(0));

@@ -18,7 +18,9 @@ pub(super) struct Replica {
 impl Info {
     pub(super) fn parse(text: &str) -> Self {
         let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('#'));
-        let pair = |line: &str| line.split_once(':').map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let pair = |line: &str| {
+            line.split_once(':').map(|(name, value)| (name.to_owned(), value.to_owned()))
+        };
         Self(lines.filter_map(pair).collect())
     }
 
@@ -51,16 +53,27 @@ impl Info {
     /// From lines such as `slave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1`.
     pub(super) fn replicas(&self) -> Vec<Replica> {
         let numbered = |name: &str| {
-            name.strip_prefix("slave").is_some_and(|number| !number.is_empty() && number.parse::<u32>().is_ok())
+            name.strip_prefix("slave")
+                .is_some_and(|number| !number.is_empty() && number.parse::<u32>().is_ok())
         };
         let replica = |text: &str| {
-            let field = |name: &str| text.split(',').find_map(|part| part.strip_prefix(name)?.strip_prefix('='));
+            let field = |name: &str| {
+                text.split(',').find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
+            };
             let (host, port) = (field("ip")?, field("port")?);
-            let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+            let address = if host.contains(':') {
+                format!("[{host}]:{port}")
+            } else {
+                format!("{host}:{port}")
+            };
             let lag = field("lag").and_then(|lag| lag.parse().ok()).unwrap_or(0);
             Some(Replica { address, online: field("state") == Some("online"), lag })
         };
-        self.0.iter().filter(|(name, _)| numbered(name)).filter_map(|(_, text)| replica(text)).collect()
+        self.0
+            .iter()
+            .filter(|(name, _)| numbered(name))
+            .filter_map(|(_, text)| replica(text))
+            .collect()
     }
 }
 
@@ -109,21 +122,25 @@ mod tests {
 
     #[test]
     fn replicas_are_found_with_their_state() {
-        let replica = |address: &str, online, lag| Replica { address: address.to_owned(), online, lag };
+        let replica =
+            |address: &str, online, lag| Replica { address: address.to_owned(), online, lag };
         let expected = [replica("10.0.0.2:6379", true, 1), replica("[2001:db8::2]:6380", false, 0)];
         assert_eq!(Info::parse(REDIS).replicas(), expected);
     }
 
     #[test]
     fn a_valkey_is_one_and_tells_which_redis_it_is_like() {
-        let info = Info::parse("redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.0\r\n");
+        let info =
+            Info::parse("redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.0\r\n");
         assert_eq!(info.server().as_deref(), Some("Valkey 9.1.0"));
         assert_eq!(info.version(), Some((7, 2)));
     }
 
     #[test]
     fn nonsense_is_nothing() {
-        for text in ["", "no colon", "slave0:ip=", "slave0:port=6379", ":\r\n::", "redis_version:seven"] {
+        for text in
+            ["", "no colon", "slave0:ip=", "slave0:port=6379", ":\r\n::", "redis_version:seven"]
+        {
             let info = Info::parse(text);
             assert_eq!((info.version(), info.replicas()), (None, Vec::new()), "{text}");
         }

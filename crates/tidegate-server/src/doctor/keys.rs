@@ -1,4 +1,5 @@
-//! Whether a key of ours has no expiry: it would never go, and whatever counts in it might stay exhausted.
+//! Whether a key of ours has no expiry: it would never go, and whatever counts in it might stay
+//! exhausted.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,11 @@ const MOST_TIME: Duration = Duration::from_secs(3);
 const NAMED: usize = 3;
 const LONGEST_NAME: usize = 100;
 
-pub(super) async fn check(subject: &Subject<'_>, examination: &Examination<'_>, report: &mut Report) {
+pub(super) async fn check(
+    subject: &Subject<'_>,
+    examination: &Examination<'_>,
+    report: &mut Report,
+) {
     let pattern = format!("{}:*", literally(examination.prefix));
     let deadline = Instant::now() + MOST_TIME;
     let (mut cursor, mut looked_at, mut all) = ("0".to_owned(), 0_usize, false);
@@ -28,12 +33,15 @@ pub(super) async fn check(subject: &Subject<'_>, examination: &Examination<'_>, 
         };
         let questions: Vec<[&str; 2]> = keys.iter().map(|key| ["PTTL", key]).collect();
         let questions: Vec<&[&str]> = questions.iter().map(|words| &words[..]).collect();
-        let Ok(answers) = subject.store.ask_node_all(subject.address, &questions).await else { break };
+        let Ok(answers) = subject.store.ask_node_all(subject.address, &questions).await else {
+            break;
+        };
         if answers.iter().any(|answer| matches!(answer, Reply::Error(_))) {
             return subject.unknown(report, CHECK, "PTTL");
         }
         looked_at += keys.len();
-        let endless = keys.into_iter().zip(answers).filter(|(_, answer)| *answer == Reply::Integer(-1));
+        let endless =
+            keys.into_iter().zip(answers).filter(|(_, answer)| *answer == Reply::Integer(-1));
         without.extend(endless.map(|(key, _)| key));
         all = next == "0";
         if all || looked_at >= examination.keys || Instant::now() > deadline {
@@ -68,7 +76,9 @@ pub(super) async fn check(subject: &Subject<'_>, examination: &Examination<'_>, 
 /// The next cursor, and the keys that were found.
 fn scanned(reply: Reply) -> Option<(String, Vec<String>)> {
     let Reply::List(parts) = reply else { return None };
-    let [Reply::Text(cursor), Reply::List(keys)] = <[Reply; 2]>::try_from(parts).ok()? else { return None };
+    let [Reply::Text(cursor), Reply::List(keys)] = <[Reply; 2]>::try_from(parts).ok()? else {
+        return None;
+    };
     let text = |key| if let Reply::Text(text) = key { Some(text) } else { None };
     Some((cursor, keys.into_iter().filter_map(text).collect()))
 }

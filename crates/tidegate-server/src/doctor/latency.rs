@@ -1,5 +1,5 @@
-//! Whether scripts run, and how long a decision takes: measured by the store's own probe, which spends a unit of a count
-//! that nobody else has.
+//! Whether scripts run, and how long a decision takes: measured by the store's own probe, which
+//! spends a unit of a count that nobody else has.
 
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,10 @@ pub(super) async fn check(
 ) {
     // The first probe may have to load the script.
     match subject.store.probe(part).await {
-        Ok(()) => subject.found(report, Finding::ok("scripts", "a decision works: the script loads, runs and writes")),
+        Ok(()) => subject.found(
+            report,
+            Finding::ok("scripts", "a decision works: the script loads, runs and writes"),
+        ),
         Err(error) => {
             let finding = Finding::error("scripts", format!("a decision does not work: {error}"));
             return subject.found(report, finding);
@@ -80,7 +83,10 @@ pub(super) async fn check(
 /// Whether decisions that may take so long come in time.
 fn judged(latency: Option<&Percentiles>, failed: usize, timeout: Duration) -> Finding {
     let Some(Percentiles { p50, p90, p99, max, samples, .. }) = latency else {
-        return Finding::error(CHECK, format!("none of {failed} probes was answered within {timeout:?}"));
+        return Finding::error(
+            CHECK,
+            format!("none of {failed} probes was answered within {timeout:?}"),
+        );
     };
     let [p50, p90, highest] = [p50, p90, max].map(|micros| readable(*micros));
     let message = format!(
@@ -89,9 +95,11 @@ fn judged(latency: Option<&Percentiles>, failed: usize, timeout: Duration) -> Fi
     );
     if failed > 0 {
         let message = format!("{failed} probes failed or were late; {message}");
-        Finding::warning(CHECK, message).advice("look for slow commands (SLOWLOG GET), forks and the network")
+        Finding::warning(CHECK, message)
+            .advice("look for slow commands (SLOWLOG GET), forks and the network")
     } else if Duration::from_micros(*p99) > timeout / 2 {
-        let advice = "move Redis closer, look for slow commands (SLOWLOG GET), or raise store.timeout";
+        let advice =
+            "move Redis closer, look for slow commands (SLOWLOG GET), or raise store.timeout";
         Finding::warning(CHECK, format!("p99 is near the timeout: {message}")).advice(advice)
     } else {
         Finding::ok(CHECK, message)
@@ -112,7 +120,12 @@ mod tests {
         let timeout = Duration::from_millis(100);
         let slow_tail = |slow| Percentiles::of([vec![200; 100], vec![slow; 2]].concat());
         for (latency, failed, level, says) in [
-            (slow_tail(50_000), 0, Level::Ok, "p50 0.20 ms, p90 0.20 ms, p99 50.00 ms, max 50.00 ms of 102 probes"),
+            (
+                slow_tail(50_000),
+                0,
+                Level::Ok,
+                "p50 0.20 ms, p90 0.20 ms, p99 50.00 ms, max 50.00 ms of 102 probes",
+            ),
             (slow_tail(50_001), 0, Level::Warning, "p99 is near the timeout"),
             (slow_tail(200), 1, Level::Warning, "1 probes failed or were late"),
             (None, 3, Level::Error, "none of 3 probes was answered within 100ms"),

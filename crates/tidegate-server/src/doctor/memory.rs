@@ -28,8 +28,9 @@ fn eviction(subject: &Subject<'_>, report: &mut Report) {
         Some(count) if count > 0 => format!("; it has evicted {count} keys so far"),
         _ => String::new(),
     };
-    let message =
-        format!("maxmemory-policy is {policy}: a flood of new keys would evict counts, which resets limits{evicted}");
+    let message = format!(
+        "maxmemory-policy is {policy}: a flood of new keys would evict counts, which resets limits{evicted}"
+    );
     let advice = "CONFIG SET maxmemory-policy noeviction (and in redis.conf): then a full Redis is a store failure, which \
                   on_store_failure decides";
     subject.found(report, Finding::warning("eviction-policy", message).advice(advice));
@@ -37,7 +38,9 @@ fn eviction(subject: &Subject<'_>, report: &mut Report) {
 
 fn room(subject: &Subject<'_>, report: &mut Report) {
     let info = &subject.info;
-    let Some(used) = info.number("used_memory") else { return subject.unknown(report, "memory", "INFO") };
+    let Some(used) = info.number("used_memory") else {
+        return subject.unknown(report, "memory", "INFO");
+    };
     let most = info.number("maxmemory").filter(|most| *most > 0);
     let machine = info.number("total_system_memory").filter(|machine| *machine > 0);
     let nearly_full = |of: u64| used / NEARLY_FULL >= of / 100;
@@ -68,15 +71,15 @@ fn room(subject: &Subject<'_>, report: &mut Report) {
     );
 }
 
-/// A large sorted set that expires is freed at once unless Redis is configured to free it in the background.
+/// A large sorted set that expires is freed at once unless Redis is configured to free it in the
+/// background.
 async fn lazy_freeing(subject: &Subject<'_>, report: &mut Report) {
     let finding = match subject.setting("lazyfree-lazy-expire").await.as_deref() {
         Some("yes") => Finding::ok("lazy-freeing", "expired keys are freed in the background"),
         Some(_) => {
             let message = "lazyfree-lazy-expire is off: a sliding-log of 100,000 requests that expires as a sorted set holds \
                            up other clients for some 20 ms";
-            let advice =
-                "CONFIG SET lazyfree-lazy-expire yes (and in redis.conf), or encoding: packed for limits beyond 5,000";
+            let advice = "CONFIG SET lazyfree-lazy-expire yes (and in redis.conf), or encoding: packed for limits beyond 5,000";
             Finding::note("lazy-freeing", message).advice(advice)
         }
         None => return,
@@ -98,10 +101,13 @@ async fn persistence(subject: &Subject<'_>, report: &mut Report) {
         report,
         match (log, snapshots) {
             (false, Some(false)) => Finding::ok("persistence", "off, and counts do not need it"),
-            (false, None) => Finding::ok("persistence", "no append-only file, and counts do not need one"),
+            (false, None) => {
+                Finding::ok("persistence", "no append-only file, and counts do not need one")
+            }
             (log, _) => {
                 let what = if log { "an append-only file" } else { "snapshots" };
-                let message = format!("it writes {what}: counts do not need it, and each fork costs latency");
+                let message =
+                    format!("it writes {what}: counts do not need it, and each fork costs latency");
                 Finding::note("persistence", message)
             }
         },

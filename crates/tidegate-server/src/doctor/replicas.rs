@@ -43,13 +43,19 @@ fn connected(subject: &Subject<'_>, replicas: &[Replica], report: &mut Report) {
                 behind.len(),
                 behind.join(", ")
             );
-            Finding::warning("replicas", message).advice("look at its log and at the network between them")
+            Finding::warning("replicas", message)
+                .advice("look at its log and at the network between them")
         },
     );
 }
 
 /// It is to take over: then it has to be reached from here, and must be as fit.
-async fn reachable(subject: &Subject<'_>, replica: &Replica, clocks: &mut Clocks, report: &mut Report) {
+async fn reachable(
+    subject: &Subject<'_>,
+    replica: &Replica,
+    clocks: &mut Clocks,
+    report: &mut Report,
+) {
     let node = report.node(&replica.address, Role::Replica);
     let info = match subject.store.ask_node(&replica.address, &["INFO"]).await {
         Ok(Reply::Text(text)) => Info::parse(&text),
@@ -57,8 +63,9 @@ async fn reachable(subject: &Subject<'_>, replica: &Replica, clocks: &mut Clocks
         Ok(_) => return,
         Err(error) if error.to_string().contains("NOPERM") => return,
         Err(error) => {
-            let message =
-                format!("this replica cannot be asked from here, so a failover to it would not be followed: {error}");
+            let message = format!(
+                "this replica cannot be asked from here, so a failover to it would not be followed: {error}"
+            );
             let finding = match subject.kind {
                 Kind::Single => Finding::note("replicas", message),
                 Kind::Sentinel | Kind::Cluster => Finding::warning("replicas", message),
@@ -68,8 +75,11 @@ async fn reachable(subject: &Subject<'_>, replica: &Replica, clocks: &mut Clocks
         }
     };
     node.version = info.server();
-    let replica = Subject { store: subject.store, address: &replica.address, info, kind: subject.kind };
-    if let Some(policy) = replica.info.text("maxmemory_policy").filter(|policy| *policy != "noeviction") {
+    let replica =
+        Subject { store: subject.store, address: &replica.address, info, kind: subject.kind };
+    if let Some(policy) =
+        replica.info.text("maxmemory_policy").filter(|policy| *policy != "noeviction")
+    {
         let message = format!(
             "maxmemory-policy is {policy} on this replica: once it is the primary, a flood of new keys resets limits"
         );
@@ -82,7 +92,8 @@ async fn reachable(subject: &Subject<'_>, replica: &Replica, clocks: &mut Clocks
 /// A primary that is cut off from its replicas goes on granting, while another takes its place.
 async fn split_brain(subject: &Subject<'_>, replicas: &[Replica], report: &mut Report) {
     const CHECK: &str = "min-replicas-to-write";
-    let Some(wanted) = subject.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok()) else {
+    let Some(wanted) = subject.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok())
+    else {
         return subject.unknown(report, CHECK, "CONFIG GET");
     };
     let lag = subject.setting("min-replicas-max-lag").await.unwrap_or_else(|| "10".to_owned());

@@ -13,13 +13,15 @@ pub(super) async fn check(primary: &Subject<'_>, sentinels: &[&NodeHealth], repo
     report.add(Finding::ok("topology", format!("the sentinels name {address} as the primary")));
     for sentinel in sentinels {
         report.node(&sentinel.address, Role::Sentinel);
-        let finding = match primary.store.ask_node(&sentinel.address, &["SENTINEL", "MASTERS"]).await {
-            Ok(reply) => told(&reply, address),
-            Err(error) => {
-                let finding = Finding::warning(CHECK, format!("this sentinel does not answer: {error}"));
-                finding.advice("start it: each that is missing makes a failover less likely")
-            }
-        };
+        let finding =
+            match primary.store.ask_node(&sentinel.address, &["SENTINEL", "MASTERS"]).await {
+                Ok(reply) => told(&reply, address),
+                Err(error) => {
+                    let finding =
+                        Finding::warning(CHECK, format!("this sentinel does not answer: {error}"));
+                    finding.advice("start it: each that is missing makes a failover less likely")
+                }
+            };
         report.add(finding.on(&sentinel.address));
     }
 }
@@ -32,10 +34,13 @@ fn told(reply: &Reply, address: &str) -> Finding {
     let entry = watched.iter().map(pairs).find(|entry| {
         let port = value(entry, "port").unwrap_or_default();
         // It may say its host by another name.
-        value(entry, "ip").is_some_and(|ip| format!("{ip}:{port}") == address || format!("[{ip}]:{port}") == address)
+        value(entry, "ip").is_some_and(|ip| {
+            format!("{ip}:{port}") == address || format!("[{ip}]:{port}") == address
+        })
     });
     let Some(entry) = entry else {
-        let message = format!("this sentinel does not watch {address}: it names another primary, or none");
+        let message =
+            format!("this sentinel does not watch {address}: it names another primary, or none");
         return Finding::warning(CHECK, message).advice("see SENTINEL MASTERS there");
     };
     let number = |name| value(&entry, name).and_then(|value| value.parse::<u64>().ok());
@@ -43,17 +48,22 @@ fn told(reply: &Reply, address: &str) -> Finding {
         return Finding::note(CHECK, "unknown: its reply to SENTINEL MASTERS has no quorum");
     };
     let all = others + 1;
-    let (message, down) =
-        (format!("it knows of {all} sentinels, quorum {quorum}"), value(&entry, "flags").unwrap_or_default());
+    let (message, down) = (
+        format!("it knows of {all} sentinels, quorum {quorum}"),
+        value(&entry, "flags").unwrap_or_default(),
+    );
     if quorum > all {
         let message = format!("{message}: they can never agree that the primary is down");
-        Finding::error(CHECK, message).advice(format!("start more sentinels, or lower the quorum to {}", all / 2 + 1))
+        Finding::error(CHECK, message)
+            .advice(format!("start more sentinels, or lower the quorum to {}", all / 2 + 1))
     } else if down.contains("down") {
         Finding::warning(CHECK, format!("{message}; it thinks that the primary is down ({down})"))
     } else if all < 3 {
-        let message =
-            format!("{message}: if one of them is lost with the primary, there is no majority for a failover");
-        Finding::warning(CHECK, message).advice("have three sentinels or more, on different machines")
+        let message = format!(
+            "{message}: if one of them is lost with the primary, there is no majority for a failover"
+        );
+        Finding::warning(CHECK, message)
+            .advice("have three sentinels or more, on different machines")
     } else {
         Finding::ok(CHECK, message)
     }

@@ -2,7 +2,8 @@
 
 use super::{Finding, Report, Subject};
 
-/// The scripts set a value and its expiry in one command, `SET … PXAT`, which came with this version.
+/// The scripts set a value and its expiry in one command, `SET … PXAT`, which came with this
+/// version.
 const OLDEST: (u32, u32) = (6, 2);
 /// Of `maxclients`, in percent.
 const MANY_CLIENTS: u64 = 80;
@@ -26,16 +27,21 @@ pub(super) fn check(subject: &Subject<'_>, report: &mut Report) {
     if info.text("role") == Some("slave") {
         let primary = info.text("master_host").zip(info.text("master_port"));
         let primary = primary.map_or_else(String::new, |(host, port)| format!(" of {host}:{port}"));
-        let finding =
-            Finding::error("role", format!("it is a replica{primary}: it does not write, so it cannot decide"));
+        let finding = Finding::error(
+            "role",
+            format!("it is a replica{primary}: it does not write, so it cannot decide"),
+        );
         subject.found(report, finding.advice("give the primary's address, or the sentinels'"));
     }
-    if let (Some(clients), Some(most)) = (info.number("connected_clients"), info.number("maxclients")) {
+    if let (Some(clients), Some(most)) =
+        (info.number("connected_clients"), info.number("maxclients"))
+    {
         let message = format!("{clients} of at most {most} clients are connected");
         subject.found(
             report,
             if clients.saturating_mul(100) >= most.saturating_mul(MANY_CLIENTS) {
-                let advice = "raise `maxclients`: each instance of tidegate needs a connection to each node";
+                let advice =
+                    "raise `maxclients`: each instance of tidegate needs a connection to each node";
                 Finding::warning("connections", message).advice(advice)
             } else {
                 Finding::ok("connections", message)

@@ -15,7 +15,8 @@ impl Engine {
         let start = Instant::now();
         let asked = self.counts.now();
         let live = self.live.load();
-        let selection = live.policies.select(&HttpAttributes::new(head, Some(peer), &live.client_ip), None)?;
+        let selection =
+            live.policies.select(&HttpAttributes::new(head, Some(peer), &live.client_ip), None)?;
         let admission = if let Some(policy) = selection.key_missing_for {
             self.metrics.count_source(Source::Deny);
             if let Some(outcomes) = live.outcomes.get(policy.name()) {
@@ -34,7 +35,8 @@ impl Engine {
                     .map_err(without_policy)?
             };
             let lines = answer.lines.iter().filter_map(|line| {
-                let at = selected.iter().position(|selected| selected.policy().name() == line.policy)?;
+                let at =
+                    selected.iter().position(|selected| selected.policy().name() == line.policy)?;
                 Some(AdmittedLine::of_policy(selected.swap_remove(at), line.decision))
             });
             Admission::new(asked, lines.collect())

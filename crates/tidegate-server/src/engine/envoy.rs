@@ -18,7 +18,8 @@ pub(crate) struct EnvoyCharge<'a> {
     /// What metrics call it.
     pub(crate) metric: Cow<'a, str>,
     pub(crate) key: String,
-    /// `None`: a limit of 0. Nobody has to be asked about it, and its decision is there from the start.
+    /// `None`: a limit of 0. Nobody has to be asked about it, and its decision is there from the
+    /// start.
     pub(crate) quota: Option<Cow<'a, Quota>>,
     pub(crate) cost: u64,
     /// Acquire; or peek, report or refund.
@@ -43,7 +44,8 @@ impl EnvoyCharge<'_> {
 
     /// No wait helps.
     fn is_hopeless(&self) -> bool {
-        self.action == Action::Acquire && self.quota.as_deref().is_none_or(|quota| self.cost > quota.burst())
+        self.action == Action::Acquire
+            && self.quota.as_deref().is_none_or(|quota| self.cost > quota.burst())
     }
 
     fn is_over(&self) -> bool {
@@ -77,14 +79,15 @@ fn is_joint(charge: &EnvoyCharge<'_>) -> bool {
 
 /// As far as is known.
 fn is_denied(charges: &[EnvoyCharge<'_>]) -> bool {
-    let mut in_quota_mode = charges.iter().filter(|charge| charge.mode == RuleMode::Quota).peekable();
+    let mut in_quota_mode =
+        charges.iter().filter(|charge| charge.mode == RuleMode::Quota).peekable();
     charges.iter().any(|charge| charge.mode == RuleMode::Enforce && charge.is_over())
         || (in_quota_mode.peek().is_some() && in_quota_mode.all(EnvoyCharge::is_over))
 }
 
 impl Engine {
-    /// Decides the charges of one request of Envoy, whose head this is, and answers whether it may pass. If not, nothing
-    /// is spent.
+    /// Decides the charges of one request of Envoy, whose head this is, and answers whether it may
+    /// pass. If not, nothing is spent.
     pub(crate) async fn ask_envoy(
         &self,
         live: &Live,
@@ -100,13 +103,21 @@ impl Engine {
         }
     }
 
-    async fn answer_envoy(&self, live: &Live, charges: &mut [EnvoyCharge<'_>]) -> Result<bool, AskError> {
+    async fn answer_envoy(
+        &self,
+        live: &Live,
+        charges: &mut [EnvoyCharge<'_>],
+    ) -> Result<bool, AskError> {
         let start = Instant::now();
         match charges {
             // Nearly every request: no list of those that belong together.
-            [charge] if (is_joint(charge) && !charge.is_hopeless()) || charge.action == Action::Report => {
+            [charge]
+                if (is_joint(charge) && !charge.is_hopeless())
+                    || charge.action == Action::Report =>
+            {
                 if let Some(asked) = charge.charge() {
-                    charge.decision = Some(self.counts.decide_or_fail(charge.action, &asked).await?);
+                    charge.decision =
+                        Some(self.counts.decide_or_fail(charge.action, &asked).await?);
                 }
             }
             // On the heap, for it is large: every request would carry it along.
@@ -120,27 +131,44 @@ impl Engine {
                 Some(outcomes) => outcomes.count(decision.allowed, is_alone),
                 None => {
                     let is_of_a_rule = live.outcomes.contains_key(&*charge.policy);
-                    let outcomes = self.metrics.envoy_outcomes(&charge.metric, &charge.policy, is_of_a_rule);
+                    let outcomes =
+                        self.metrics.envoy_outcomes(&charge.metric, &charge.policy, is_of_a_rule);
                     outcomes.count(decision.allowed, is_alone);
                 }
             }
-            self.hot_keys.record(self.uptime_at(start), &charge.policy, &charge.key, decision.allowed);
+            self.hot_keys.record(
+                self.uptime_at(start),
+                &charge.policy,
+                &charge.key,
+                decision.allowed,
+            );
         }
         self.metrics.decision_seconds.observe(start.elapsed());
         Ok(!is_denied(charges))
     }
 
-    /// First the reports, which are recorded whatever else happens; then those that can deny without spending; then, all or
-    /// nothing, those that deny by themselves; then the others.
-    async fn ask_jointly(&self, start: Instant, charges: &mut [EnvoyCharge<'_>]) -> Result<(), AskError> {
+    /// First the reports, which are recorded whatever else happens; then those that can deny
+    /// without spending; then, all or nothing, those that deny by themselves; then the others.
+    async fn ask_jointly(
+        &self,
+        start: Instant,
+        charges: &mut [EnvoyCharge<'_>],
+    ) -> Result<(), AskError> {
         // The store keeps its own deadline with the first call, and must be the first to notice.
-        let deadline_after = |calls: usize| if calls == 0 { None } else { self.counts.deadline(start) };
+        let deadline_after =
+            |calls: usize| if calls == 0 { None } else { self.counts.deadline(start) };
         let asked_at = self.counts.now();
         let mut calls = 0;
-        for charge in charges.iter_mut().filter(|charge| charge.action == Action::Report && charge.decision.is_none()) {
+        for charge in charges
+            .iter_mut()
+            .filter(|charge| charge.action == Action::Report && charge.decision.is_none())
+        {
             let Some(asked) = charge.charge() else { continue };
-            let decision =
-                or_too_late(deadline_after(calls), self.counts.decide_or_fail(Action::Report, &asked)).await?;
+            let decision = or_too_late(
+                deadline_after(calls),
+                self.counts.decide_or_fail(Action::Report, &asked),
+            )
+            .await?;
             calls += 1;
             charge.decided(decision);
         }
@@ -150,7 +178,8 @@ impl Engine {
             RuleMode::Quota => charge.action != Action::Report,
             RuleMode::Shadow => false,
         };
-        let looked_at = self.ask_all(deadline_after(calls), Action::Peek, charges, can_deny_unspent).await?;
+        let looked_at =
+            self.ask_all(deadline_after(calls), Action::Peek, charges, can_deny_unspent).await?;
         calls += looked_at.len();
         let action = if is_denied(charges) { Action::Peek } else { Action::Acquire };
         let joint = self.ask_all(deadline_after(calls), action, charges, is_joint).await?;
@@ -167,7 +196,9 @@ impl Engine {
                 continue;
             }
             let Some(asked) = charge.charge() else { continue };
-            let decision = or_too_late(deadline_after(calls), self.counts.decide_or_fail(action, &asked)).await?;
+            let decision =
+                or_too_late(deadline_after(calls), self.counts.decide_or_fail(action, &asked))
+                    .await?;
             calls += 1;
             charge.decided(decision);
             if action == Action::Acquire && decision.allowed {
@@ -180,16 +211,30 @@ impl Engine {
         Ok(())
     }
 
-    /// Forgets a key of a rule, or of the limits that requests bring themselves. Answers whether there is such a rule.
-    pub(crate) async fn reset_envoy(&self, live: &Live, policy: &str, key: &str) -> Result<bool, AskError> {
+    /// Forgets a key of a rule, or of the limits that requests bring themselves. Answers whether
+    /// there is such a rule.
+    pub(crate) async fn reset_envoy(
+        &self,
+        live: &Live,
+        policy: &str,
+        key: &str,
+    ) -> Result<bool, AskError> {
         let algorithm = live.envoy.algorithm;
-        let of_rules = live.envoy.rules.rules().filter(|rule| rule.path == policy).map(|rule| rule.limit.clone());
-        let of_requests = Unit::ALL.into_iter().filter(|unit| override_name(algorithm, *unit) == policy);
+        let of_rules = live
+            .envoy
+            .rules
+            .rules()
+            .filter(|rule| rule.path == policy)
+            .map(|rule| rule.limit.clone());
+        let of_requests =
+            Unit::ALL.into_iter().filter(|unit| override_name(algorithm, *unit) == policy);
         let of_requests = of_requests.filter_map(|unit| Limit::new(algorithm, 1, 1, unit).ok());
         let limits: Vec<Limit> = of_rules.chain(of_requests).collect();
         for limit in &limits {
             if let Limit::Quota(_, quota) = limit {
-                self.counts.decide_or_fail(Action::Reset, &Charge::new(key, quota).policy(policy)).await?;
+                self.counts
+                    .decide_or_fail(Action::Reset, &Charge::new(key, quota).policy(policy))
+                    .await?;
             }
         }
         Ok(!limits.is_empty())
@@ -205,34 +250,45 @@ impl Engine {
     ) -> Result<Vec<usize>, AskError> {
         let is_meant = |charge: &EnvoyCharge<'_>| charge.decision.is_none() && is_meant(charge);
         let is_first = |at: usize| {
-            let is_same = |earlier: &EnvoyCharge<'_>| is_meant(earlier) && earlier.is_same_count(&charges[at]);
+            let is_same = |earlier: &EnvoyCharge<'_>| {
+                is_meant(earlier) && earlier.is_same_count(&charges[at])
+            };
             !charges[..at].iter().any(is_same)
         };
-        let meant: Vec<usize> = (0..charges.len()).filter(|at| is_meant(&charges[*at]) && is_first(*at)).collect();
+        let meant: Vec<usize> =
+            (0..charges.len()).filter(|at| is_meant(&charges[*at]) && is_first(*at)).collect();
         let asked: Vec<Charge<'_>> = meant.iter().filter_map(|at| charges[*at].charge()).collect();
-        let decisions = or_too_late(deadline, self.counts.decide_all_or_fail(action, &asked)).await?;
+        let decisions =
+            or_too_late(deadline, self.counts.decide_all_or_fail(action, &asked)).await?;
         for (at, decision) in meant.iter().zip(decisions) {
             charges[*at].decided(decision);
         }
         Ok(meant)
     }
 
-    /// The same count twice in one request, or a quota that others have used up meanwhile: then it turns out late that the
-    /// request is denied.
+    /// The same count twice in one request, or a quota that others have used up meanwhile: then it
+    /// turns out late that the request is denied.
     async fn take_back(&self, charges: &mut [EnvoyCharge<'_>], spent: &[usize], asked_at: u64) {
         for at in spent {
             let Some(asked) = charges[*at].charge() else { continue };
             let refund = asked.charged_at(asked_at);
-            let (units, given_back) = (asked.units(), self.counts.decide_or_fail(Action::Refund, &refund).await);
+            let (units, given_back) =
+                (asked.units(), self.counts.decide_or_fail(Action::Refund, &refund).await);
             match given_back {
-                Ok(_) => charges[*at].decision.iter_mut().for_each(|decision| decision.remaining += units),
+                Ok(_) => charges[*at]
+                    .decision
+                    .iter_mut()
+                    .for_each(|decision| decision.remaining += units),
                 Err(error) => tracing::debug!(%error, "a refund was lost"),
             }
         }
     }
 }
 
-async fn or_too_late<T>(deadline: Option<Instant>, call: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+async fn or_too_late<T>(
+    deadline: Option<Instant>,
+    call: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
     let start = Instant::now();
     let too_late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
     in_time(deadline, call).await.unwrap_or_else(too_late)

@@ -1,6 +1,7 @@
 //! A unary call of gRPC on hyper's own types: reads the message, sends a message or a status.
 //!
-//! tonic does the same for every service, and boxes bodies and futures for it: that took longer than a decision.
+//! tonic does the same for every service, and boxes bodies and futures for it: that took longer
+//! than a decision.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -61,14 +62,18 @@ pub(super) fn refusal(request: &Request) -> Option<Reply> {
 
 /// Messages come as they are, or not at all.
 pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
-    let Some(encoding) = headers.get(GRPC_ENCODING).filter(|encoding| *encoding != "identity") else { return Ok(()) };
-    let mut status = Status::unimplemented(format!("messages cannot be compressed, not by {encoding:?} either"));
+    let Some(encoding) = headers.get(GRPC_ENCODING).filter(|encoding| *encoding != "identity")
+    else {
+        return Ok(());
+    };
+    let mut status =
+        Status::unimplemented(format!("messages cannot be compressed, not by {encoding:?} either"));
     status.metadata_mut().insert("grpc-accept-encoding", MetadataValue::from_static("identity"));
     Err(status)
 }
 
-/// Reads the message of a call, of at most `limit` bytes, which must not take long. What comes after it has to be messages
-/// too, and is left aside.
+/// Reads the message of a call, of at most `limit` bytes, which must not take long. What comes
+/// after it has to be messages too, and is left aside.
 pub(super) async fn read<M, B>(mut body: B, limit: usize) -> Result<M, Status>
 where
     M: Message + Default,
@@ -94,7 +99,10 @@ where
 }
 
 /// Who has to wait sets the clock, which then goes on for the whole message.
-async fn next_piece<B>(body: &mut B, clock: &mut Option<Pin<Box<Sleep>>>) -> Result<Option<Bytes>, Status>
+async fn next_piece<B>(
+    body: &mut B,
+    clock: &mut Option<Pin<Box<Sleep>>>,
+) -> Result<Option<Bytes>, Status>
 where
     B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
 {
@@ -121,18 +129,33 @@ pub(super) async fn in_time<T>(call: impl Future<Output = T> + Unpin) -> Result<
     Box::pin(tokio::time::timeout(MESSAGE_TIME, call)).await.map_err(|_| too_late())
 }
 
-/// Takes the whole messages at the start of these bytes and keeps the first of all. Answers how many bytes they are.
-fn take_messages<M: Message + Default>(bytes: &[u8], limit: usize, first: &mut Option<M>) -> Result<usize, Status> {
+/// Takes the whole messages at the start of these bytes and keeps the first of all. Answers how
+/// many bytes they are.
+fn take_messages<M: Message + Default>(
+    bytes: &[u8],
+    limit: usize,
+    first: &mut Option<M>,
+) -> Result<usize, Status> {
     let mut rest = bytes;
     while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX>() {
         match flag {
             0 => {}
-            1 => return Err(Status::internal("the message is compressed, and no grpc-encoding tells how")),
-            other => return Err(Status::internal(format!("the message's compression flag is {other}, not 0 or 1"))),
+            1 => {
+                return Err(Status::internal(
+                    "the message is compressed, and no grpc-encoding tells how",
+                ));
+            }
+            other => {
+                return Err(Status::internal(format!(
+                    "the message's compression flag is {other}, not 0 or 1"
+                )));
+            }
         }
         let length = usize::try_from(u32::from_be_bytes(*length)).unwrap_or(usize::MAX);
         if length > limit {
-            return Err(Status::out_of_range(format!("the message has {length} bytes: at most {limit} are allowed")));
+            return Err(Status::out_of_range(format!(
+                "the message has {length} bytes: at most {limit} are allowed"
+            )));
         }
         let Some((message, after)) = after.split_at_checked(length) else { break };
         let message = M::decode(message).map_err(|error| Status::internal(error.to_string()))?;
@@ -158,7 +181,10 @@ impl HttpBody for Body {
     type Data = Bytes;
     type Error = axum::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let frame = match &mut *self {
             Self::Message(message) => {
                 let frame = Frame::data(std::mem::take(message));

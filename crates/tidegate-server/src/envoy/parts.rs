@@ -1,4 +1,5 @@
-//! What each descriptor of a request comes to: by the rules of the files, by its own limit, or by our policies.
+//! What each descriptor of a request comes to: by the rules of the files, by its own limit, or by
+//! our policies.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -27,7 +28,8 @@ pub(super) struct ChargedPart<'a> {
     pub(super) limit: u64,
     pub(super) unit: Option<Unit>,
     pub(super) name: Option<&'a str>,
-    /// How many of the request's charges are its own: the next ones after those of the descriptors before it.
+    /// How many of the request's charges are its own: the next ones after those of the descriptors
+    /// before it.
     pub(super) charges: usize,
 }
 
@@ -48,8 +50,9 @@ impl Hits {
             None => Some(u64::from(request.hits_addend)),
             own => own,
         };
-        // An explicit number may be that of finished work, whose answer Envoy ignores: it is recorded even if it does not
-        // fit. An explicit 0 asks whether more is recorded than the limit.
+        // An explicit number may be that of finished work, whose answer Envoy ignores: it is
+        // recorded even if it does not fit. An explicit 0 asks whether more is recorded than the
+        // limit.
         let action = match explicit {
             Some(0) => Action::Peek,
             _ if returns => Action::Refund,
@@ -77,17 +80,27 @@ pub(super) fn of<'a>(
             None => live.envoy.rules.find(&request.domain, entries(descriptor)),
         })
         .collect();
-    let replaced: Vec<&str> =
-        found.iter().flatten().flat_map(|found| found.rule.replaces.iter().map(String::as_str)).collect();
-    let is_replaced = |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
+    let replaced: Vec<&str> = found
+        .iter()
+        .flatten()
+        .flat_map(|found| found.rule.replaces.iter().map(String::as_str))
+        .collect();
+    let is_replaced =
+        |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
     let mut parts = Vec::with_capacity(found.len());
     let mut charges = Vec::with_capacity(found.len());
     for (descriptor, found) in request.descriptors.iter().zip(found) {
         let hits = Hits::of(request, descriptor);
         parts.push(match (descriptor.limit, found) {
-            (Some(wanted), _) => overridden(live, &request.domain, descriptor, wanted, hits, &mut charges)?,
+            (Some(wanted), _) => {
+                overridden(live, &request.domain, descriptor, wanted, hits, &mut charges)?
+            }
             (None, None) => by_policies(live, &request.domain, descriptor, hits, &mut charges)?,
-            (None, Some(found)) if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited => Part::Free,
+            (None, Some(found))
+                if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited =>
+            {
+                Part::Free
+            }
             (None, Some(found)) => by_rule(found, hits, &mut charges),
         });
     }
@@ -124,7 +137,8 @@ fn by_rule<'a>(found: Found<'a>, hits: Hits, charges: &mut Vec<EnvoyCharge<'a>>)
 fn denied_until_next(window: Duration) -> Decision {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let micros = window.as_micros().max(1);
-    let left = Duration::from_micros(u64::try_from(micros - now.as_micros() % micros).unwrap_or(u64::MAX));
+    let left =
+        Duration::from_micros(u64::try_from(micros - now.as_micros() % micros).unwrap_or(u64::MAX));
     Decision {
         allowed: false,
         limit: 0,
@@ -153,7 +167,9 @@ fn overridden<'a>(
         RateLimitUnit::Week => Unit::Week,
         RateLimitUnit::Month => Unit::Month,
         RateLimitUnit::Year => Unit::Year,
-        RateLimitUnit::Unknown => return Err(Status::invalid_argument("a descriptor's limit has no unit")),
+        RateLimitUnit::Unknown => {
+            return Err(Status::invalid_argument("a descriptor's limit has no unit"));
+        }
     };
     let limit = Limit::new(live.envoy.algorithm, wanted.requests_per_unit, 1, unit)
         .map_err(|error| Status::invalid_argument(format!("a descriptor's limit: {error}")))?;

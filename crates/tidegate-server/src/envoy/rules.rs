@@ -1,8 +1,10 @@
-//! envoyproxy/ratelimit's rules: loads its YAML files unmodified and finds the rule for a descriptor.
+//! envoyproxy/ratelimit's rules: loads its YAML files unmodified and finds the rule for a
+//! descriptor.
 //!
-//! A domain is a tree. Each node stands under its *composite*: `key_value`, or `key` alone for any value. A descriptor
-//! walks down, one entry a level, by the exact composite, else the first wildcard of the file that matches, else the
-//! key alone. It never turns back, and only the node where its last entry ends can limit it.
+//! A domain is a tree. Each node stands under its *composite*: `key_value`, or `key` alone for any
+//! value. A descriptor walks down, one entry a level, by the exact composite, else the first
+//! wildcard of the file that matches, else the key alone. It never turns back, and only the node
+//! where its last entry ends can limit it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -32,13 +34,14 @@ pub(crate) struct Rules {
 /// A node that has a limit.
 #[derive(Debug)]
 pub(crate) struct Rule {
-    /// Its name in ratelimit's statistics: the domain and each composite, `edge.message_type_marketing.to_number`.
-    /// Fit for the name of a policy.
+    /// Its name in ratelimit's statistics: the domain and each composite,
+    /// `edge.message_type_marketing.to_number`. Fit for the name of a policy.
     pub(crate) path: String,
     pub(crate) name: Option<String>,
     /// Those of the entries that lead to it.
     pub(crate) keys: Vec<String>,
-    /// While this rule applies to one descriptor of a request, rules of these names are left out for the others.
+    /// While this rule applies to one descriptor of a request, rules of these names are left out
+    /// for the others.
     pub(crate) replaces: Vec<String>,
     pub(crate) limit: Limit,
     pub(crate) mode: RuleMode,
@@ -78,8 +81,8 @@ pub(crate) enum Unit {
 #[derive(Debug)]
 pub(crate) struct Found<'a> {
     pub(crate) rule: &'a Rule,
-    /// What metrics call it: the rule's path, with the descriptor's values where `value_to_metric` or `detailed_metric`
-    /// ask for them.
+    /// What metrics call it: the rule's path, with the descriptor's values where `value_to_metric`
+    /// or `detailed_metric` ask for them.
     pub(crate) metric: Cow<'a, str>,
     /// Whose count it is: see [`counter_key`].
     pub(crate) key: String,
@@ -117,7 +120,9 @@ enum Problem {
     UnlimitedUnit(Unit),
     #[error("rate_limit.{field}: {error}")]
     Quota { field: &'static str, error: QuotaError },
-    #[error("rate_limit.replaces has an entry without a name: write the name of the rule to replace")]
+    #[error(
+        "rate_limit.replaces has an entry without a name: write the name of the rule to replace"
+    )]
     ReplacesNothing,
     #[error("rate_limit.replaces has the rule's own name {0:?}: a rule cannot replace itself")]
     ReplacesItself(String),
@@ -126,7 +131,8 @@ enum Problem {
 }
 
 impl Rules {
-    /// Each file with its text. `algorithm` is for all rules but those whose name is in `algorithms`.
+    /// Each file with its text. `algorithm` is for all rules but those whose name is in
+    /// `algorithms`.
     pub(crate) fn load(
         files: &[(String, String)],
         algorithm: Algorithm,
@@ -151,10 +157,14 @@ impl Rules {
         Ok(all)
     }
 
-    /// An algorithm for a rule that is not there is a typing error, or a rule that has been renamed.
+    /// An algorithm for a rule that is not there is a typing error, or a rule that has been
+    /// renamed.
     fn check_named(&self, algorithms: &BTreeMap<String, Algorithm>) -> Result<(), RulesError> {
-        let mut names: Vec<&str> = self.rules.iter().filter_map(|rule| rule.name.as_deref()).collect();
-        let Some(name) = algorithms.keys().find(|name| !names.contains(&name.as_str())) else { return Ok(()) };
+        let mut names: Vec<&str> =
+            self.rules.iter().filter_map(|rule| rule.name.as_deref()).collect();
+        let Some(name) = algorithms.keys().find(|name| !names.contains(&name.as_str())) else {
+            return Ok(());
+        };
         names.sort_unstable();
         names.dedup();
         let known = match names.as_slice() {
@@ -202,7 +212,12 @@ impl Rules {
 
 impl Limit {
     /// So many requests in so many units.
-    pub(crate) fn new(algorithm: Algorithm, requests: u32, units: u32, unit: Unit) -> Result<Self, QuotaError> {
+    pub(crate) fn new(
+        algorithm: Algorithm,
+        requests: u32,
+        units: u32,
+        unit: Unit,
+    ) -> Result<Self, QuotaError> {
         let window = unit.window() * units;
         match requests {
             0 => Ok(Self::Never(unit, window)),
@@ -237,7 +252,8 @@ impl Unit {
         }
     }
 
-    /// Fixed lengths as in ratelimit: a month is 30 days and a year 365, whatever the calendar says.
+    /// Fixed lengths as in ratelimit: a month is 30 days and a year 365, whatever the calendar
+    /// says.
     pub(crate) fn window(self) -> Duration {
         const DAY: u64 = 86_400;
         Duration::from_secs(match self {
@@ -286,7 +302,8 @@ struct Wildcard {
 struct Step<'a> {
     node: &'a Node,
     key: &'a str,
-    /// The value that the count is for: with `share_threshold`, the wildcard stands for all that match it.
+    /// The value that the count is for: with `share_threshold`, the wildcard stands for all that
+    /// match it.
     counted: &'a str,
     /// The value that metrics show, if the rule has no `detailed_metric`.
     shown: &'a str,
@@ -326,7 +343,8 @@ impl Wildcard {
     fn matches(&self, text: &str) -> bool {
         let inner = text.strip_prefix(&self.start).and_then(|rest| rest.strip_suffix(&self.end));
         let Some(mut rest) = inner else { return false };
-        // The earliest place of each part leaves the most room for the next, so there is nothing to try again.
+        // The earliest place of each part leaves the most room for the next, so there is nothing to
+        // try again.
         for part in &self.middle {
             let Some((_, after)) = rest.split_once(part.as_str()) else { return false };
             rest = after;
@@ -334,7 +352,8 @@ impl Wildcard {
         true
     }
 
-    /// The composite without the entry's key (which is not its beginning where the `*` stands in the key).
+    /// The composite without the entry's key (which is not its beginning where the `*` stands in
+    /// the key).
     fn value_for(&self, key: &str) -> &str {
         let value = self.composite.strip_prefix(key).and_then(|rest| rest.strip_prefix('_'));
         value.unwrap_or(&self.composite)
@@ -379,12 +398,18 @@ impl Loader<'_> {
         Ok(level)
     }
 
-    fn node(&mut self, path: &str, keys: &[String], raw: RawDescriptor) -> Result<Node, RulesError> {
+    fn node(
+        &mut self,
+        path: &str,
+        keys: &[String],
+        raw: RawDescriptor,
+    ) -> Result<Node, RulesError> {
         let mut rule = None;
         if let Some(Spanned { value: limit, referenced: location, .. }) = &raw.rate_limit {
             let place = Place { file: self.file, location: *location };
             rule = Some(self.rules.len());
-            self.rules.push(self.rule(path, keys, &raw, limit).map_err(|problem| place.error(problem))?);
+            self.rules
+                .push(self.rule(path, keys, &raw, limit).map_err(|problem| place.error(problem))?);
         }
         Ok(Node {
             rule,
@@ -394,10 +419,21 @@ impl Loader<'_> {
         })
     }
 
-    fn rule(&self, path: &str, keys: &[String], raw: &RawDescriptor, limit: &RawLimit) -> Result<Rule, Problem> {
+    fn rule(
+        &self,
+        path: &str,
+        keys: &[String],
+        raw: &RawDescriptor,
+        limit: &RawLimit,
+    ) -> Result<Rule, Problem> {
         let name = Some(limit.name.clone()).filter(|name| !name.is_empty());
-        let algorithm = name.as_ref().and_then(|name| self.algorithms.get(name)).copied().unwrap_or(self.algorithm);
-        let replaces: Vec<String> = limit.replaces.iter().map(|replaced| replaced.name.clone()).collect();
+        let algorithm = name
+            .as_ref()
+            .and_then(|name| self.algorithms.get(name))
+            .copied()
+            .unwrap_or(self.algorithm);
+        let replaces: Vec<String> =
+            limit.replaces.iter().map(|replaced| replaced.name.clone()).collect();
         if replaces.iter().any(String::is_empty) {
             return Err(Problem::ReplacesNothing);
         }

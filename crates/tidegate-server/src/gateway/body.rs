@@ -1,4 +1,5 @@
-//! Bodies on their way through: frame by frame, never gathered; cut off where nothing comes any more.
+//! Bodies on their way through: frame by frame, never gathered; cut off where nothing comes any
+//! more.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -49,7 +50,9 @@ impl Activity {
     /// Ends when nothing has moved for so long.
     pub(super) async fn ceased(&self, patience: Duration) {
         loop {
-            let end = self.start + Duration::from_millis(self.moved.last.load(Ordering::Relaxed)) + patience;
+            let end = self.start
+                + Duration::from_millis(self.moved.last.load(Ordering::Relaxed))
+                + patience;
             if Instant::now() < end {
                 tokio::time::sleep_until(end).await;
             } else if self.moved.is_clients_turn.load(Ordering::Relaxed) {
@@ -89,7 +92,10 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for Timed<
     type Data = Bytes;
     type Error = axum::BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
         if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
             this.is_waiting = false;
@@ -128,7 +134,12 @@ pub(super) struct Download {
 
 impl Download {
     pub(super) fn new(body: Incoming, patience: Duration) -> Self {
-        Self { body: Timed::new(body, patience), rest: Bytes::new(), piece: PIECE, taking: Taking::current() }
+        Self {
+            body: Timed::new(body, patience),
+            rest: Bytes::new(),
+            piece: PIECE,
+            taking: Taking::current(),
+        }
     }
 }
 
@@ -136,7 +147,10 @@ impl Body for Download {
     type Data = Bytes;
     type Error = axum::BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
         let Some(taking) = &this.taking else { return Pin::new(&mut this.body).poll_frame(cx) };
         if let Some(waited) = taking.is_taken() {
@@ -145,7 +159,8 @@ impl Body for Download {
         }
         let mut data = std::mem::take(&mut this.rest);
         if data.is_empty() {
-            match ready!(Pin::new(&mut this.body).poll_frame(cx)).transpose()?.map(Frame::into_data) {
+            match ready!(Pin::new(&mut this.body).poll_frame(cx)).transpose()?.map(Frame::into_data)
+            {
                 Some(Ok(frame)) => data = frame,
                 Some(Err(other)) => return Poll::Ready(Some(Ok(other))),
                 None => return Poll::Ready(None),
@@ -171,7 +186,8 @@ impl Body for Download {
     }
 }
 
-/// The body of a request to an upstream. If nothing of it was asked for, it comes back, for another upstream.
+/// The body of a request to an upstream. If nothing of it was asked for, it comes back, for another
+/// upstream.
 #[derive(Debug)]
 pub(super) struct Sent {
     /// None: there is no body.
@@ -181,7 +197,10 @@ pub(super) struct Sent {
 }
 
 impl Sent {
-    pub(super) fn new(body: Option<Upload>, activity: Activity) -> (Self, oneshot::Receiver<Upload>) {
+    pub(super) fn new(
+        body: Option<Upload>,
+        activity: Activity,
+    ) -> (Self, oneshot::Receiver<Upload>) {
         let (back, returned) = oneshot::channel();
         (Self { body, activity, back: Some(back) }, returned)
     }
@@ -191,7 +210,10 @@ impl Body for Sent {
     type Data = Bytes;
     type Error = axum::BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
         this.back = None;
         let Some(body) = &mut this.body else { return Poll::Ready(None) };

@@ -1,4 +1,5 @@
-//! Connections to upstreams: kept and used again, made within a time, over TLS where the URL says so.
+//! Connections to upstreams: kept and used again, made within a time, over TLS where the URL says
+//! so.
 
 use std::path::Path;
 use std::pin::Pin;
@@ -17,7 +18,8 @@ use tokio::net::TcpStream;
 use super::body::Sent;
 use super::upstreams::Speaks;
 
-/// A connection that is not used is closed before most servers would: one that is closed under a request fails it.
+/// A connection that is not used is closed before most servers would: one that is closed under a
+/// request fails it.
 const IDLE_CONNECTION: Duration = Duration::from_secs(4);
 const IDLE_CONNECTIONS: usize = 1024;
 
@@ -42,9 +44,15 @@ impl Clients {
         let patient = |connector| Patient { connector, patience: connect_timeout };
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new());
-        builder.pool_idle_timeout(IDLE_CONNECTION).pool_max_idle_per_host(IDLE_CONNECTIONS).set_host(false);
+        builder
+            .pool_idle_timeout(IDLE_CONNECTION)
+            .pool_max_idle_per_host(IDLE_CONNECTIONS)
+            .set_host(false);
         let http1 = builder.build(patient(http1));
-        builder.http2_only(true).http2_keep_alive_interval(Duration::from_secs(20)).http2_adaptive_window(true);
+        builder
+            .http2_only(true)
+            .http2_keep_alive_interval(Duration::from_secs(20))
+            .http2_adaptive_window(true);
         Self { http1, http2: builder.build(patient(http2)) }
     }
 
@@ -70,8 +78,12 @@ pub(crate) fn tls(ca: Option<&Path>) -> Result<ClientConfig, String> {
         }
     }
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    Ok(builder.map_err(|error| error.to_string())?.with_root_certificates(roots).with_no_client_auth())
+    let builder =
+        ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    Ok(builder
+        .map_err(|error| error.to_string())?
+        .with_root_certificates(roots)
+        .with_no_client_auth())
 }
 
 /// A connector that gives up after a while, in the middle of a TLS handshake as well.
@@ -91,7 +103,8 @@ impl tower::Service<Uri> for Patient {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let (connecting, patience) = (tower::Service::call(&mut self.connector, uri), self.patience);
+        let (connecting, patience) =
+            (tower::Service::call(&mut self.connector, uri), self.patience);
         Box::pin(async move {
             match tokio::time::timeout(patience, connecting).await {
                 Ok(result) => result,

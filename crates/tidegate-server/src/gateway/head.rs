@@ -13,8 +13,8 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 
-/// What concerns only this connection (RFC 9110, 7.6.1), whether or not `Connection` names it. `Trailer` stays: what it
-/// announces passes.
+/// What concerns only this connection (RFC 9110, 7.6.1), whether or not `Connection` names it.
+/// `Trailer` stays: what it announces passes.
 const HOP_BY_HOP: [HeaderName; 8] = [
     header::CONNECTION,
     HeaderName::from_static("proxy-connection"),
@@ -38,12 +38,17 @@ const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 /// Nobody has so many gateways in a row.
 const MAX_PASSES: usize = 8;
 
-/// Refuses what two servers could read in two ways. What concerns the bytes on the wire, `wire.rs` has refused before.
+/// Refuses what two servers could read in two ways. What concerns the bytes on the wire, `wire.rs`
+/// has refused before.
 pub(super) fn check(head: &Parts) -> Result<(), Refusal> {
     if head.method == Method::CONNECT {
-        return Err(Refusal::Method("this is a gateway to its upstreams, and opens no tunnels to elsewhere"));
+        return Err(Refusal::Method(
+            "this is a gateway to its upstreams, and opens no tunnels to elsewhere",
+        ));
     }
-    if lists(&head.headers, &header::VIA).filter(|hop| hop.ends_with(b" tidegate")).count() >= MAX_PASSES {
+    if lists(&head.headers, &header::VIA).filter(|hop| hop.ends_with(b" tidegate")).count()
+        >= MAX_PASSES
+    {
         return Err(Refusal::Loop);
     }
     let mut hosts = head.headers.get_all(header::HOST).iter();
@@ -57,12 +62,16 @@ pub(super) fn check(head: &Parts) -> Result<(), Refusal> {
     }
     let has_user = |authority: &Authority| authority.as_str().contains('@');
     match (head.uri.authority(), named) {
-        (_, None) if head.version == Version::HTTP_11 => Err(Refusal::Ambiguous("there is no Host")),
+        (_, None) if head.version == Version::HTTP_11 => {
+            Err(Refusal::Ambiguous("there is no Host"))
+        }
         (_, Some(host)) if has_user(&host) => Err(Refusal::Ambiguous("the Host has a user")),
         (Some(target), Some(host)) if *target != host => {
             Err(Refusal::Ambiguous("the Host is another than that of the request's target"))
         }
-        (Some(target), _) if has_user(target) => Err(Refusal::Ambiguous("the request's target has a user")),
+        (Some(target), _) if has_user(target) => {
+            Err(Refusal::Ambiguous("the request's target has a user"))
+        }
         _ if is_repeated(&head.headers, &header::CONTENT_LENGTH) => {
             Err(Refusal::Ambiguous("there is more than one Content-Length"))
         }
@@ -78,25 +87,35 @@ fn is_repeated(headers: &HeaderMap, name: &HeaderName) -> bool {
     headers.get_all(name).iter().nth(1).is_some()
 }
 
-/// What the client asks to go over to, if it asks for an upgrade that we grant: one to WebSocket, for example, but not to
-/// another HTTP, whose requests nobody would look at.
+/// What the client asks to go over to, if it asks for an upgrade that we grant: one to WebSocket,
+/// for example, but not to another HTTP, whose requests nobody would look at.
 pub(super) fn upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderValue> {
-    let asked = version == Version::HTTP_11 && names(headers).any(|name| name.eq_ignore_ascii_case(b"upgrade"));
+    let asked = version == Version::HTTP_11
+        && names(headers).any(|name| name.eq_ignore_ascii_case(b"upgrade"));
     let is_http = |protocol: &[u8]| {
         let name = protocol.split(|byte| *byte == b'/').next().unwrap_or_default().trim_ascii();
         HTTP_AGAIN.iter().any(|http| name.eq_ignore_ascii_case(http))
     };
-    if !asked || is_repeated(headers, &header::UPGRADE) || lists(headers, &header::UPGRADE).any(is_http) {
+    if !asked
+        || is_repeated(headers, &header::UPGRADE)
+        || lists(headers, &header::UPGRADE).any(is_http)
+    {
         return None;
     }
     headers.get(header::UPGRADE).cloned()
 }
 
 /// The request as the upstream gets it, but for its target and its Host.
-pub(super) fn to_upstream(head: &mut Parts, peer: Peer, client_ip: &ClientIp, upgrade: Option<HeaderValue>) {
+pub(super) fn to_upstream(
+    head: &mut Parts,
+    peer: Peer,
+    client_ip: &ClientIp,
+    upgrade: Option<HeaderValue>,
+) {
     let host = head.headers.get(header::HOST).cloned();
     let host = host.or_else(|| HeaderValue::from_str(head.uri.authority()?.as_str()).ok());
-    let takes_trailers = lists(&head.headers, &header::TE).any(|value| value.eq_ignore_ascii_case(b"trailers"));
+    let takes_trailers =
+        lists(&head.headers, &header::TE).any(|value| value.eq_ignore_ascii_case(b"trailers"));
     let headers = &mut head.headers;
     remove_hop_by_hop(headers);
     // The client is sent its 100 as soon as the body is wanted.
@@ -116,8 +135,14 @@ pub(super) fn to_upstream(head: &mut Parts, peer: Peer, client_ip: &ClientIp, up
     headers.append(header::VIA, via(head.version));
 }
 
-/// Who has asked, over what, for which host. What an untrusted peer says of it is its own word, and dropped.
-fn forwarded(headers: &mut HeaderMap, peer: Peer, client_ip: &ClientIp, host: Option<&HeaderValue>) {
+/// Who has asked, over what, for which host. What an untrusted peer says of it is its own word, and
+/// dropped.
+fn forwarded(
+    headers: &mut HeaderMap,
+    peer: Peer,
+    client_ip: &ClientIp,
+    host: Option<&HeaderValue>,
+) {
     let address = peer.address.ip().to_canonical();
     if !client_ip.trusts(address) {
         headers.remove(header::FORWARDED);
@@ -155,7 +180,8 @@ pub(super) fn clean_trailers(trailers: &mut HeaderMap) {
     }
 }
 
-/// The Host that this upstream is told: the client's. HTTP/2 has it in the target, and that is the upstream's own.
+/// The Host that this upstream is told: the client's. HTTP/2 has it in the target, and that is the
+/// upstream's own.
 pub(super) fn name_host(headers: &mut HeaderMap, upstream: &Upstream) {
     if upstream.speaks == Speaks::Http2 {
         headers.remove(header::HOST);
@@ -202,8 +228,12 @@ fn names(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     lists(headers, &header::CONNECTION)
 }
 
-/// The elements of a header that is a list. Bytes, for one that is no text says nothing of the others.
+/// The elements of a header that is a list. Bytes, for one that is no text says nothing of the
+/// others.
 fn lists<'h>(headers: &'h HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'h [u8]> {
-    let elements = headers.get_all(name).into_iter().flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
+    let elements = headers
+        .get_all(name)
+        .into_iter()
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
     elements.map(<[u8]>::trim_ascii).filter(|element| !element.is_empty())
 }

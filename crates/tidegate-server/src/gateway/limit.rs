@@ -46,7 +46,11 @@ impl Limited {
                 .x_ratelimit_headers(x_headers)
                 .layer(gateway.clone())
         };
-        Self { engine: Arc::clone(engine), with_x_headers: layer(true), without_x_headers: layer(false) }
+        Self {
+            engine: Arc::clone(engine),
+            with_x_headers: layer(true),
+            without_x_headers: layer(false),
+        }
     }
 }
 
@@ -65,8 +69,11 @@ impl Service<Request> for Limited {
         let has_body = !http_body::Body::is_end_stream(request.body());
         let ends_if_denied = is_http1 && has_body;
         let ends = is_http1 && request.headers().contains_key(header::UPGRADE);
-        let limited =
-            if self.engine.live().x_ratelimit_headers { &mut self.with_x_headers } else { &mut self.without_x_headers };
+        let limited = if self.engine.live().x_ratelimit_headers {
+            &mut self.with_x_headers
+        } else {
+            &mut self.without_x_headers
+        };
         Finishing { answer: limited.call(request), ends, ends_if_denied }
     }
 }
@@ -74,7 +81,8 @@ impl Service<Request> for Limited {
 /// The answer on its way, and whether the connection ends with it.
 pub(crate) struct Finishing {
     answer: <RateLimit<Gateway, EngineGate> as Service<Request>>::Future,
-    /// The bytes behind a request for an upgrade are not looked at any more (see `framing.rs`): no other one may follow.
+    /// The bytes behind a request for an upgrade are not looked at any more (see `framing.rs`): no
+    /// other one may follow.
     ends: bool,
     /// A body that nobody wants is not read to its end.
     ends_if_denied: bool,
@@ -88,7 +96,9 @@ impl Future for Finishing {
             let status = response.status();
             let ends = self.ends && status != StatusCode::SWITCHING_PROTOCOLS;
             if ends || self.ends_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
-                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                response
+                    .headers_mut()
+                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             if let Some(limits) = response.extensions_mut().remove::<UpstreamsLimits>() {
                 limits.give_back(response.headers_mut());
@@ -98,17 +108,22 @@ impl Future for Finishing {
     }
 }
 
-/// What an upstream says of limits of its own. Beside ours a client could not tell which number belongs to which limit.
+/// What an upstream says of limits of its own. Beside ours a client could not tell which number
+/// belongs to which limit.
 #[derive(Debug, Clone)]
 pub(super) struct UpstreamsLimits(HeaderMap);
 
 impl UpstreamsLimits {
-    /// How the names of each kind begin, and one that is among ours if we tell of limits in this way.
-    const KINDS: [(&str, &str); 2] = [("ratelimit", "ratelimit"), ("x-ratelimit-", "x-ratelimit-limit")];
+    /// How the names of each kind begin, and one that is among ours if we tell of limits in this
+    /// way.
+    const KINDS: [(&str, &str); 2] =
+        [("ratelimit", "ratelimit"), ("x-ratelimit-", "x-ratelimit-limit")];
 
     /// Takes them away, until it is known whether ours are told.
     pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
-        let is_one = |name: &&HeaderName| Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix));
+        let is_one = |name: &&HeaderName| {
+            Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
+        };
         let names: Vec<HeaderName> = headers.keys().filter(is_one).cloned().collect();
         if names.is_empty() {
             return None;

@@ -1,14 +1,16 @@
 //! The path as it is forwarded: what the policies have matched.
 //!
-//! They look at a path without its dot segments. An application that looks at the beginning alone would be told of another
-//! place by `/limited/../open`, and one that resolves them by `/open/../limited`.
+//! They look at a path without its dot segments. An application that looks at the beginning alone
+//! would be told of another place by `/limited/../open`, and one that resolves them by
+//! `/open/../limited`.
 
 use std::borrow::Cow;
 
 use http::Uri;
 use http::uri::PathAndQuery;
 
-/// The target without dot segments in its path, `%2e` for a dot or not; all other bytes stay as they came.
+/// The target without dot segments in its path, `%2e` for a dot or not; all other bytes stay as
+/// they came.
 pub(super) fn forwarded(uri: &Uri) -> Option<PathAndQuery> {
     let Some(whole) = uri.path_and_query() else { return Some(PathAndQuery::from_static("/")) };
     match resolved(whole.path()) {
@@ -80,7 +82,8 @@ mod tests {
         ] {
             assert_eq!(resolved(path), expected, "{path}");
         }
-        let forward = |uri: &str| forwarded(&uri.parse().expect("a URI")).expect("a path").to_string();
+        let forward =
+            |uri: &str| forwarded(&uri.parse().expect("a URI")).expect("a path").to_string();
         assert_eq!(forward("/a/../b?c=/../d&%2e"), "/b?c=/../d&%2e");
         assert_eq!(forward("/a/../b?"), "/b?");
         assert_eq!(forward("http://h"), "/");

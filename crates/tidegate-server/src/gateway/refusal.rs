@@ -38,7 +38,9 @@ impl Refusal {
         let mut cause = error.source();
         let (mut timed_out, mut stalled, mut body) = (false, false, false);
         while let Some(found) = cause {
-            timed_out |= found.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::TimedOut);
+            timed_out |= found
+                .downcast_ref::<io::Error>()
+                .is_some_and(|io| io.kind() == io::ErrorKind::TimedOut);
             stalled |= found.is::<Stalled>();
             // What we hand on to the upstream's connection fails there as the user's fault.
             body |= found.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_user);
@@ -55,7 +57,10 @@ impl Refusal {
 
     /// Whether it speaks against the upstream.
     pub(super) fn is_upstreams(self) -> bool {
-        !matches!(self, Self::Ambiguous(_) | Self::Method(_) | Self::Loop | Self::SlowBody | Self::BrokenBody)
+        !matches!(
+            self,
+            Self::Ambiguous(_) | Self::Method(_) | Self::Loop | Self::SlowBody | Self::BrokenBody
+        )
     }
 
     fn status(self) -> StatusCode {
@@ -73,7 +78,9 @@ impl Refusal {
     pub(super) fn reason(self) -> &'static str {
         match self {
             Self::Ambiguous(reason) | Self::Method(reason) => reason,
-            Self::Loop => "the request goes round in circles: an upstream leads back to this gateway",
+            Self::Loop => {
+                "the request goes round in circles: an upstream leads back to this gateway"
+            }
             Self::SlowBody => "the body of the request stopped coming",
             Self::BrokenBody => "the body of the request broke off",
             Self::Unreachable => "the upstream cannot be reached",

@@ -1,4 +1,5 @@
-//! After an upgrade, such as to WebSocket: bytes both ways, until one side ends it or both fall silent.
+//! After an upgrade, such as to WebSocket: bytes both ways, until one side ends it or both fall
+//! silent.
 
 use std::io;
 use std::pin::Pin;
@@ -31,7 +32,11 @@ struct Noted<S> {
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
         if polled.is_ready() {
             self.activity.note();
@@ -41,7 +46,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Noted<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 

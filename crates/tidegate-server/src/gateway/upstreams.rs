@@ -42,7 +42,9 @@ pub(crate) enum UpstreamError {
     /// The text is not shown: it may hold a password.
     #[error("an upstream has no user and password in its URL")]
     Credentials,
-    #[error("{0:?} is no upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 h2c://… and h2://…")]
+    #[error(
+        "{0:?} is no upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 h2c://… and h2://…"
+    )]
     Wrong(String),
 }
 
@@ -62,7 +64,11 @@ impl std::str::FromStr for Upstream {
             Some("h2") => (Scheme::HTTPS, Speaks::Http2),
             _ => return Err(wrong()),
         };
-        let authority = uri.authority().filter(|authority| !authority.host().is_empty()).ok_or_else(wrong)?.clone();
+        let authority = uri
+            .authority()
+            .filter(|authority| !authority.host().is_empty())
+            .ok_or_else(wrong)?
+            .clone();
         if uri.query().is_some() {
             return Err(wrong());
         }
@@ -75,7 +81,9 @@ impl std::str::FromStr for Upstream {
 impl Upstream {
     pub(super) fn has_answered(&self) {
         // Nearly always nothing to write, and a line of memory that all cores may share.
-        if self.failures.load(Ordering::Relaxed) > 0 && self.failures.swap(0, Ordering::Relaxed) >= FAILURES {
+        if self.failures.load(Ordering::Relaxed) > 0
+            && self.failures.swap(0, Ordering::Relaxed) >= FAILURES
+        {
             self.out_until.store(0, Ordering::Relaxed);
             tracing::info!(upstream = %self.authority, "an upstream answers again");
         }
@@ -84,7 +92,11 @@ impl Upstream {
     /// Where this request goes there.
     pub(super) fn uri(&self, request: &Uri) -> Option<Uri> {
         let path = path::forwarded(request)?;
-        let path = if self.base.is_empty() { path } else { format!("{}{path}", self.base).parse().ok()? };
+        let path = if self.base.is_empty() {
+            path
+        } else {
+            format!("{}{path}", self.base).parse().ok()?
+        };
         let mut parts = http::uri::Parts::default();
         parts.scheme = Some(self.scheme.clone());
         parts.authority = Some(self.authority.clone());
@@ -107,9 +119,10 @@ impl Upstreams {
         (!all.is_empty()).then(|| Self { all, turn: AtomicUsize::new(0), start: Instant::now() })
     }
 
-    /// Whom to try for one request, one after the other: those that do well, in turns, so that all of them share the turns
-    /// of one that is left out. If none does, all: an answer that an upstream could not be reached takes as long as to try,
-    /// and the first that is back is found at once.
+    /// Whom to try for one request, one after the other: those that do well, in turns, so that all
+    /// of them share the turns of one that is left out. If none does, all: an answer that an
+    /// upstream could not be reached takes as long as to try, and the first that is back is found
+    /// at once.
     pub(super) fn candidates(&self) -> impl Iterator<Item = &Upstream> {
         let now = self.now();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
@@ -130,7 +143,8 @@ impl Upstreams {
         let failures = upstream.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1);
         if failures >= FAILURES {
             let now = self.now();
-            let before = upstream.out_until.swap(now + jittered(LEFT_OUT, now, failures), Ordering::Relaxed);
+            let before =
+                upstream.out_until.swap(now + jittered(LEFT_OUT, now, failures), Ordering::Relaxed);
             if before == 0 {
                 tracing::warn!(upstream = %upstream.authority, reason, "an upstream is left out for some seconds");
             }
@@ -142,7 +156,8 @@ impl Upstreams {
     }
 }
 
-/// From 80 % to 120 % of it, in milliseconds: gateways that saw the same failure do not come back together.
+/// From 80 % to 120 % of it, in milliseconds: gateways that saw the same failure do not come back
+/// together.
 fn jittered(duration: Duration, now: u64, failures: u32) -> u64 {
     use std::hash::Hasher as _;
     let mut hasher = SipHasher13::new_with_keys(now, u64::from(std::process::id()));
@@ -156,7 +171,8 @@ mod tests {
     use super::*;
 
     fn upstreams(texts: &[&str]) -> Upstreams {
-        Upstreams::new(texts.iter().map(|text| text.parse().expect("valid")).collect()).expect("some")
+        Upstreams::new(texts.iter().map(|text| text.parse().expect("valid")).collect())
+            .expect("some")
     }
 
     fn next(upstreams: &Upstreams) -> Vec<&str> {
@@ -201,7 +217,11 @@ mod tests {
             three.has_failed(&three.all[1], "refused");
         }
         let turns: Vec<&str> = (0..6).map(|_| next(&three)[0]).collect();
-        assert_eq!(["a", "c"].map(|name| turns.iter().filter(|turn| **turn == name).count()), [3, 3], "{turns:?}");
+        assert_eq!(
+            ["a", "c"].map(|name| turns.iter().filter(|turn| **turn == name).count()),
+            [3, 3],
+            "{turns:?}"
+        );
         assert_eq!(next(&three).len(), 2);
     }
 
@@ -219,6 +239,9 @@ mod tests {
         for wrong in ["", "a", "a:80", "ftp://a", "http://", "http://a?b=c", "/x", "http://a b"] {
             assert!(matches!(wrong.parse::<Upstream>(), Err(UpstreamError::Wrong(_))), "{wrong}");
         }
-        assert_eq!("http://u:secret@a".parse::<Upstream>().expect_err("wrong"), UpstreamError::Credentials);
+        assert_eq!(
+            "http://u:secret@a".parse::<Upstream>().expect_err("wrong"),
+            UpstreamError::Credentials
+        );
     }
 }

@@ -1,8 +1,9 @@
-//! Where requests begin and end in the bytes of an HTTP/1.1 connection, told strictly: what another server could read
-//! otherwise is refused.
+//! Where requests begin and end in the bytes of an HTTP/1.1 connection, told strictly: what another
+//! server could read otherwise is refused.
 //!
-//! hyper reads a lone LF as the end of a line, drops a `Content-Length` beside a `Transfer-Encoding`, and joins equal lengths,
-//! and after that nobody can see that they were there. So the bytes are looked at before they get to hyper.
+//! hyper reads a lone LF as the end of a line, drops a `Content-Length` beside a
+//! `Transfer-Encoding`, and joins equal lengths, and after that nobody can see that they were
+//! there. So the bytes are looked at before they get to hyper.
 
 /// No line is longer: hyper's own limit for a whole head.
 const MAX_LINE: usize = 64 * 1024;
@@ -57,7 +58,9 @@ impl Framing {
                 State::Refused => return at,
                 State::Body(left) => Ok(skip(rest, left, State::Body, State::Head)),
                 State::ChunkData(left) => Ok(skip(rest, left, State::ChunkData, State::ChunkEnd)),
-                State::Head | State::ChunkSize | State::ChunkEnd | State::Trailers => self.line(rest),
+                State::Head | State::ChunkSize | State::ChunkEnd | State::Trailers => {
+                    self.line(rest)
+                }
             };
             match next {
                 Ok((length, state)) => (at, self.state) = (at + length, state),
@@ -161,7 +164,9 @@ fn field(line: &[u8]) -> Result<(&[u8], &[u8]), Refused> {
     }
     let colon = line.iter().position(|byte| *byte == b':').ok_or("a header has no colon")?;
     let (name, value) = (&line[..colon], &line[colon + 1..]);
-    if name.is_empty() || name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control()) {
+    if name.is_empty()
+        || name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control())
+    {
         return Err("the name of a header has a space in it, or is none");
     }
     Ok((name, value.trim_ascii()))
@@ -178,7 +183,9 @@ fn chunk_size(line: &[u8]) -> Result<State, Refused> {
 
 /// Digits alone: no sign, no space, no prefix.
 fn number(text: &[u8], radix: u32, max_digits: usize) -> Option<u64> {
-    let digits = str::from_utf8(text).ok().filter(|text| text.bytes().all(|byte| (byte as char).is_digit(radix)))?;
+    let digits = str::from_utf8(text)
+        .ok()
+        .filter(|text| text.bytes().all(|byte| (byte as char).is_digit(radix)))?;
     if digits.len() > max_digits { None } else { u64::from_str_radix(digits, radix).ok() }
 }
 
@@ -196,7 +203,8 @@ mod tests {
     }
 
     fn is_refused(text: &str) -> bool {
-        let refused: Vec<bool> = (1..=text.len()).map(|piece| passed(text.as_bytes(), piece).is_some()).collect();
+        let refused: Vec<bool> =
+            (1..=text.len()).map(|piece| passed(text.as_bytes(), piece).is_some()).collect();
         assert!(refused.iter().all(|one| *one == refused[0]), "however it is cut: {text:?}");
         refused[0]
     }
@@ -251,13 +259,21 @@ mod tests {
             "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: y\n\r\n",
         ] {
             assert!(is_refused(wrong), "{wrong:?}");
-            for before in ["GET / HTTP/1.1\r\n\r\n", "POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"] {
+            for before in
+                ["GET / HTTP/1.1\r\n\r\n", "POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"]
+            {
                 let text = format!("{before}{wrong}");
                 assert!(is_refused(&text), "{text:?}");
-                assert!(passed(text.as_bytes(), 4096) >= Some(before.len()), "what came before passes: {text:?}");
+                assert!(
+                    passed(text.as_bytes(), 4096) >= Some(before.len()),
+                    "what came before passes: {text:?}"
+                );
             }
         }
-        assert!(is_refused("GET / HTTP/1.1\r\n\r\nPRI * HTTP/2.0\r\n\r\nGET / HTTP/1.1\n\n"), "only at the beginning");
+        assert!(
+            is_refused("GET / HTTP/1.1\r\n\r\nPRI * HTTP/2.0\r\n\r\nGET / HTTP/1.1\n\n"),
+            "only at the beginning"
+        );
     }
 
     proptest! {

@@ -13,12 +13,14 @@ use tokio::runtime::Handle;
 
 use super::Request;
 
-/// A client of HTTP/2 that is answered in the middle of its body may send on for so long, and so much is read. If its stream
-/// ended at once, some (curl 7.88) would tell of that instead of the answer. Flow control lets in no more than its window.
+/// A client of HTTP/2 that is answered in the middle of its body may send on for so long, and so
+/// much is read. If its stream ended at once, some (curl 7.88) would tell of that instead of the
+/// answer. Flow control lets in no more than its window.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_BYTES: usize = 64 * 1024;
 
-/// The body of a request. Left unread, it lingers where HTTP/2 needs that; for HTTP/1.1 `wire.rs` does the same.
+/// The body of a request. Left unread, it lingers where HTTP/2 needs that; for HTTP/1.1 `wire.rs`
+/// does the same.
 #[derive(Debug)]
 pub(crate) struct Incoming {
     /// Always there until it is dropped.
@@ -30,7 +32,10 @@ impl Body for Incoming {
     type Data = Bytes;
     type Error = hyper::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         match &mut self.body {
             Some(body) => Pin::new(body).poll_frame(cx),
             None => Poll::Ready(None),
@@ -48,7 +53,10 @@ impl Body for Incoming {
 
 impl Drop for Incoming {
     fn drop(&mut self) {
-        let Some(body) = self.body.take().filter(|body| self.lingers && !body.is_end_stream()) else { return };
+        let Some(body) = self.body.take().filter(|body| self.lingers && !body.is_end_stream())
+        else {
+            return;
+        };
         let mut rest = Box::pin(discard(body));
         // Often the end is there already, and nobody has looked.
         let is_over = rest.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
@@ -72,7 +80,9 @@ async fn discard(mut body: hyper::body::Incoming) {
 /// A service that gets such bodies.
 pub(super) struct Lingering<S>(pub(super) S);
 
-impl<S: HyperService<Request>> HyperService<hyper::Request<hyper::body::Incoming>> for Lingering<S> {
+impl<S: HyperService<Request>> HyperService<hyper::Request<hyper::body::Incoming>>
+    for Lingering<S>
+{
     type Response = S::Response;
     type Error = S::Error;
     type Future = S::Future;

@@ -1,7 +1,9 @@
-//! Where the streams of an HTTP/2 connection are answered: each on a task of its own, or all on the connection's.
+//! Where the streams of an HTTP/2 connection are answered: each on a task of its own, or all on the
+//! connection's.
 //!
-//! A task for an answer costs more than a small answer. And where each is on a task of its own, the connection is woken for each,
-//! and writes them one by one; together they are written with one call to the system.
+//! A task for an answer costs more than a small answer. And where each is on a task of its own, the
+//! connection is woken for each, and writes them one by one; together they are written with one
+//! call to the system.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +22,8 @@ type Stream = Pin<Box<dyn Future<Output = ()> + Send>>;
 /// Where hyper brings the streams of one connection.
 #[derive(Clone)]
 pub(super) enum Streams {
-    /// Each on a task of its own, which ends when its client takes nothing of the answer for so long.
+    /// Each on a task of its own, which ends when its client takes nothing of the answer for so
+    /// long.
     Apart(Duration),
     /// All on the connection's: those that have come since it looked last.
     Together(Arc<Mutex<Vec<Stream>>>),
@@ -40,7 +43,11 @@ impl Streams {
 
     /// Drives the connection whose streams these are.
     pub(super) fn answer<C: Future>(self, connection: C) -> Answering<C> {
-        Answering { connection: Box::pin(connection), streams: self, under_way: FuturesUnordered::new() }
+        Answering {
+            connection: Box::pin(connection),
+            streams: self,
+            under_way: FuturesUnordered::new(),
+        }
     }
 
     fn new_ones(&self) -> Option<MutexGuard<'_, Vec<Stream>>> {
@@ -74,7 +81,10 @@ impl<C: Future> Future for Answering<C> {
             if let Poll::Ready(end) = connection.as_mut().poll(context) {
                 return Poll::Ready(end);
             }
-            let new = streams.new_ones().map(|mut streams| std::mem::take(&mut *streams)).unwrap_or_default();
+            let new = streams
+                .new_ones()
+                .map(|mut streams| std::mem::take(&mut *streams))
+                .unwrap_or_default();
             let mut is_idle = new.is_empty();
             for mut stream in new {
                 // Nobody needs to be woken: what is not there at once is asked again, below.
@@ -107,7 +117,9 @@ mod tests {
         let (answer, answered) = oneshot::channel();
         let rounds = Arc::new(AtomicUsize::new(0));
         let (ended, mut end) = oneshot::channel::<()>();
-        streams.execute(async { answer.send(asked.await.expect("a question")).expect("somebody waits") });
+        streams.execute(async {
+            answer.send(asked.await.expect("a question")).expect("somebody waits")
+        });
         streams.execute(async { question.send(7).expect("somebody waits") });
         let connection = {
             let rounds = Arc::clone(&rounds);
@@ -118,7 +130,11 @@ mod tests {
         };
         let connection = tokio::spawn(streams.answer(connection));
         assert_eq!(answered.await, Ok(7));
-        assert_eq!(rounds.load(Ordering::Relaxed), 2, "one to take both in, one to send what both have answered");
+        assert_eq!(
+            rounds.load(Ordering::Relaxed),
+            2,
+            "one to take both in, one to send what both have answered"
+        );
         drop(ended);
         connection.await.expect("no panic");
     }

@@ -1,5 +1,6 @@
-//! Whether a client of HTTP/2 takes its answer. Its flow control stops one stream and no bytes of the connection, so that
-//! `wire.rs` sees nothing of it; and hyper asks the answer's body for no more until the last piece is taken.
+//! Whether a client of HTTP/2 takes its answer. Its flow control stops one stream and no bytes of
+//! the connection, so that `wire.rs` sees nothing of it; and hyper asks the answer's body for no
+//! more until the last piece is taken.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -13,7 +14,8 @@ tokio::task_local! {
     static CURRENT: Arc<Taking>;
 }
 
-/// How the client of one stream takes its answer; told by the body of that, which knows when it is asked for more.
+/// How the client of one stream takes its answer; told by the body of that, which knows when it is
+/// asked for more.
 #[derive(Debug, Default)]
 pub(crate) struct Taking {
     /// Since when a piece has been waiting to be taken.
@@ -37,7 +39,10 @@ impl Taking {
     }
 
     fn set(&self, waiting: Option<Instant>) -> Option<Instant> {
-        std::mem::replace(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner), waiting)
+        std::mem::replace(
+            &mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner),
+            waiting,
+        )
     }
 
     fn waiting(&self) -> Option<Instant> {
@@ -45,8 +50,8 @@ impl Taking {
     }
 }
 
-/// A stream that is dropped, and so reset, when a piece of its answer has not been taken for so long. With it goes all that
-/// it holds, such as a connection to an upstream.
+/// A stream that is dropped, and so reset, when a piece of its answer has not been taken for so
+/// long. With it goes all that it holds, such as a connection to an upstream.
 pub(super) async fn watched(stream: impl Future<Output = ()>, patience: Duration) {
     let taking = Arc::<Taking>::default();
     let mut stream = pin!(CURRENT.scope(Arc::clone(&taking), stream));
@@ -94,7 +99,11 @@ mod tests {
         };
         watched(slow, PATIENCE).await;
         let passed = start.elapsed().as_millis() / 100;
-        assert_eq!(passed, 50 * 10 + 5 * 90 + 100, "waiting for a first piece, or slowly for more, is no stop");
+        assert_eq!(
+            passed,
+            50 * 10 + 5 * 90 + 100,
+            "waiting for a first piece, or slowly for more, is no stop"
+        );
         watched(async {}, PATIENCE).await;
         assert!(Taking::current().is_none());
     }

@@ -1,5 +1,5 @@
-//! The bytes of a client's connection: watched over so that one that stands still does not stay, and no request is
-//! read in two ways.
+//! The bytes of a client's connection: watched over so that one that stands still does not stay,
+//! and no request is read in two ways.
 
 use std::io;
 use std::pin::Pin;
@@ -15,11 +15,11 @@ use super::framing::Framing;
 
 /// What tells HTTP/2 from HTTP/1.1.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// What hyper gets instead of bytes that are refused. It answers a NUL with 400 wherever in a head it stands, but does not
-/// look before the head is complete.
+/// What hyper gets instead of bytes that are refused. It answers a NUL with 400 wherever in a head
+/// it stands, but does not look before the head is complete.
 const REFUSAL: &[u8] = b"\0\r\n\r\n";
-/// A client that is answered in the middle of its body may send so much more, for so long, and is not listened to: if the
-/// connection broke at once, the answer could be lost with it.
+/// A client that is answered in the middle of its body may send so much more, for so long, and is
+/// not listened to: if the connection broke at once, the answer could be lost with it.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_BYTES: u64 = 256 * 1024;
 
@@ -29,7 +29,8 @@ pub(super) struct Wire<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> {
     framing: Option<Framing>,
     /// What is left to be told of a refusal; nothing is read any more.
     refusal: Option<&'static [u8]>,
-    /// How much of the preface has come, as long as it may be one. hyper's own time starts only behind it.
+    /// How much of the preface has come, as long as it may be one. hyper's own time starts only
+    /// behind it.
     undecided: Option<usize>,
     head_alarm: Pin<Box<Sleep>>,
     patience: Duration,
@@ -41,7 +42,12 @@ pub(super) struct Wire<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Wire<S> {
     /// The first bytes come within `head_time`; what is sent is taken within the manner's time.
-    pub(super) fn new(stream: S, place: OwnedSemaphorePermit, head_time: Duration, manner: Manner) -> Self {
+    pub(super) fn new(
+        stream: S,
+        place: OwnedSemaphorePermit,
+        head_time: Duration,
+        manner: Manner,
+    ) -> Self {
         Self {
             _place: place,
             stream: Some(stream),
@@ -82,18 +88,27 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Wire<S> {
     }
 
     /// Fails what has waited too long to be written.
-    fn or_stalled<T>(&mut self, cx: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn or_stalled<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        polled: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         if polled.is_ready() {
             self.write_alarm = None;
             return polled;
         }
-        let alarm = self.write_alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.patience)));
+        let alarm =
+            self.write_alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.patience)));
         alarm.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
     }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncRead for Wire<S> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if self.refusal.is_some() {
             self.refuse(buffer);
             return Poll::Ready(Ok(()));
@@ -112,7 +127,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncRead for Wire<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for Wire<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let polled = self.stream()?.poll_write(cx, bytes);
         self.or_stalled(cx, polled)
     }
@@ -149,7 +168,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Drop for Wire<S> {
         {
             runtime.spawn(async move {
                 let mut rest = stream.take(LINGER_BYTES);
-                let _ = tokio::time::timeout(LINGER, tokio::io::copy(&mut rest, &mut tokio::io::sink())).await;
+                let _ = tokio::time::timeout(
+                    LINGER,
+                    tokio::io::copy(&mut rest, &mut tokio::io::sink()),
+                )
+                .await;
             });
         }
     }

@@ -32,7 +32,8 @@ impl Seldom {
     }
 }
 
-/// A request that nobody could decide. The operator reads the reason; the client only that it was not its fault.
+/// A request that nobody could decide. The operator reads the reason; the client only that it was
+/// not its fault.
 pub(crate) fn store_failed(error: &StoreError) {
     static FAILURES: Seldom = Seldom::new();
     if let Some(untold) = FAILURES.to_tell(Instant::now()) {

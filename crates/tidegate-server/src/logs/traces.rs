@@ -12,7 +12,8 @@ use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
-/// Spans of this target are traces. They are below the level of logs, so that without a collector they cost nothing.
+/// Spans of this target are traces. They are below the level of logs, so that without a collector
+/// they cost nothing.
 pub(crate) const TRACE: &str = "tidegate::trace";
 
 /// Ends the traces in order when it is dropped: what is gathered is sent.
@@ -38,19 +39,23 @@ pub(super) fn provider() -> anyhow::Result<Option<SdkTracerProvider>> {
 
 /// As the specification says: an endpoint is set, and nothing switches them off.
 fn are_asked_for() -> bool {
-    let is = |name: &str, value: &str| variable(name).is_some_and(|set| set.eq_ignore_ascii_case(value));
+    let is =
+        |name: &str, value: &str| variable(name).is_some_and(|set| set.eq_ignore_ascii_case(value));
     let endpoint = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
     endpoint.into_iter().any(|name| variable(name).is_some())
         && !is("OTEL_SDK_DISABLED", "true")
         && !is("OTEL_TRACES_EXPORTER", "none")
 }
 
-/// Says so if another protocol is asked for than the one that there is. Called once logs are written.
+/// Says so if another protocol is asked for than the one that there is. Called once logs are
+/// written.
 pub(super) fn warn_of_protocol() {
     let names = ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"];
     let set = names.into_iter().find_map(|name| Some((name, variable(name)?)));
     if let Some((name, protocol)) = set.filter(|(_, protocol)| protocol != "grpc") {
-        tracing::warn!("{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported");
+        tracing::warn!(
+            "{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported"
+        );
     }
 }
 
@@ -58,7 +63,8 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Makes a span that has not begun part of the trace that a request belongs to, if its head says so (W3C `traceparent`).
+/// Makes a span that has not begun part of the trace that a request belongs to, if its head says so
+/// (W3C `traceparent`).
 pub(crate) fn continue_trace(span: &tracing::Span, head: &HeaderMap) {
     let parent = TraceContextPropagator::new().extract(&Fields(head));
     if parent.span().span_context().is_valid() {
@@ -90,7 +96,9 @@ impl<E: SpanExporter> SpanExporter for Telling<E> {
         let sent = self.exporter.export(batch).await;
         let was_failing = self.is_failing.swap(sent.is_err(), Ordering::Relaxed);
         match &sent {
-            Err(error) if !was_failing => tracing::warn!(%error, "traces cannot be sent to the collector"),
+            Err(error) if !was_failing => {
+                tracing::warn!(%error, "traces cannot be sent to the collector")
+            }
             Ok(()) if was_failing => tracing::info!("traces are sent to the collector again"),
             _ => {}
         }

@@ -21,7 +21,8 @@ pub(super) fn folders(file: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// The folder of the first link on a path, and the path with that link followed; without any, the folder of the file.
+/// The folder of the first link on a path, and the path with that link followed; without any, the
+/// folder of the file.
 fn first_link(path: &Path) -> (PathBuf, Option<PathBuf>) {
     let mut folder = PathBuf::new();
     let mut parts = path.components();
@@ -63,7 +64,8 @@ mod tests {
         symlink("../../real/plain.yaml", place("etc/..1/t.yaml")).expect("a link");
         symlink("circle", place("circle")).expect("a link");
         let found = |name: &str| {
-            let under_root = |folder: PathBuf| Some(folder.strip_prefix(&root).ok()?.display().to_string());
+            let under_root =
+                |folder: PathBuf| Some(folder.strip_prefix(&root).ok()?.display().to_string());
             folders(&place(name)).into_iter().filter_map(under_root).collect::<Vec<_>>()
         };
         assert_eq!(found("real/plain.yaml"), ["real"]);

@@ -24,7 +24,8 @@ fn hits(descriptor: RateLimitDescriptor, hits: u64) -> RateLimitDescriptor {
 
 /// How much of 10 is left to this user. To ask for 0 spends nothing.
 async fn left(client: &mut Client, user: &str) -> u64 {
-    let status = client.ask_all(vec![hits(descriptor(&[("user", user)]), 0)]).await.statuses.remove(0);
+    let status =
+        client.ask_all(vec![hits(descriptor(&[("user", user)]), 0)]).await.statuses.remove(0);
     u64::from(status.limit_remaining)
 }
 
@@ -36,7 +37,8 @@ async fn on_memory_and_on_redis_with(rules: &str, check: impl AsyncFn(Client)) {
     let (_service, client) = start_on(FILES, rules).await;
     check(client).await;
     let redis = Redis::start();
-    let (_service, client) = start_on(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url()), rules).await;
+    let (_service, client) =
+        start_on(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url()), rules).await;
     check(client).await;
     redis.assert_every_key_expires();
 }
@@ -50,10 +52,16 @@ async fn a_denied_request_spends_nothing_whatever_denies_it() {
         let once = descriptor(&[("once", "x")]);
         for (denying, what) in [
             (vec![descriptor(&[("shut", "x")])], "a limit of 0"),
-            (vec![with_limit(descriptor(&[("any", "x")]), 0)], "a limit of 0 that the request brings"),
+            (
+                vec![with_limit(descriptor(&[("any", "x")]), 0)],
+                "a limit of 0 that the request brings",
+            ),
             (vec![once], "what is used up"),
             (vec![hits(descriptor(&[("user", "other")]), 11)], "more than could ever pass"),
-            (vec![descriptor(&[("soft", "x")]), descriptor(&[("soft-shut", "x")])], "all that are in quota mode"),
+            (
+                vec![descriptor(&[("soft", "x")]), descriptor(&[("soft-shut", "x")])],
+                "all that are in quota mode",
+            ),
             (vec![descriptor(&[("once", "y")]), descriptor(&[("once", "y")])], "the same twice"),
         ] {
             for turned in [false, true] {
@@ -65,7 +73,11 @@ async fn a_denied_request_spends_nothing_whatever_denies_it() {
                 assert_eq!(left(&mut client, "u").await, 10, "{what}");
             }
         }
-        assert_eq!(client.ask(&[("once", "y")]).await.code(), Code::Ok, "the first of two was returned");
+        assert_eq!(
+            client.ask(&[("once", "y")]).await.code(),
+            Code::Ok,
+            "the first of two was returned"
+        );
     })
     .await;
 }
@@ -81,7 +93,8 @@ async fn what_denies_nothing_keeps_nobody_from_spending() {
             vec![descriptor(&[("soft", "x")]), descriptor(&[("soft", "another")])],
         ] {
             let before = left(&mut client, "u").await;
-            let response = client.ask_all([&beside[..], &[descriptor(&[("user", "u")])]].concat()).await;
+            let response =
+                client.ask_all([&beside[..], &[descriptor(&[("user", "u")])]].concat()).await;
             assert_eq!(response.overall_code(), Code::Ok, "{beside:?}");
             assert_eq!(left(&mut client, "u").await, before - 1, "{beside:?}");
         }
@@ -93,15 +106,29 @@ async fn what_denies_nothing_keeps_nobody_from_spending() {
 async fn hits_below_zero_are_given_back() {
     on_memory_and_on_redis(async |mut client| {
         let user = descriptor(&[("user", "u")]);
-        let back = |descriptor: RateLimitDescriptor| RateLimitDescriptor { is_negative_hits: true, ..descriptor };
+        let back = |descriptor: RateLimitDescriptor| RateLimitDescriptor {
+            is_negative_hits: true,
+            ..descriptor
+        };
         assert_eq!(client.ask_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
         assert_eq!(client.ask_all(vec![user.clone()]).await.overall_code(), Code::OverLimit);
-        let request =
-            RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![back(user.clone())], hits_addend: 2 };
+        let request = RateLimitRequest {
+            domain: "edge".to_owned(),
+            descriptors: vec![back(user.clone())],
+            hits_addend: 2,
+        };
         let given = client.try_ask(request).await.expect("an answer");
-        assert_eq!((given.overall_code(), given.statuses[0].limit_remaining), (Code::Ok, 2), "the request's hits");
+        assert_eq!(
+            (given.overall_code(), given.statuses[0].limit_remaining),
+            (Code::Ok, 2),
+            "the request's hits"
+        );
         let given = client.ask_all(vec![back(hits(user.clone(), 3))]).await;
-        assert_eq!((given.overall_code(), given.statuses[0].limit_remaining), (Code::Ok, 5), "the descriptor's own");
+        assert_eq!(
+            (given.overall_code(), given.statuses[0].limit_remaining),
+            (Code::Ok, 5),
+            "the descriptor's own"
+        );
         let given = client.ask_all(vec![back(hits(user.clone(), 1_000))]).await;
         assert_eq!(
             (given.overall_code(), given.statuses[0].limit_remaining),
@@ -110,7 +137,11 @@ async fn hits_below_zero_are_given_back() {
         );
         assert_eq!(client.ask_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
         for nothing in [hits(user, 0), descriptor(&[("shut", "x")])] {
-            assert_eq!(client.ask_all(vec![back(nothing)]).await.overall_code(), Code::Ok, "it never denies");
+            assert_eq!(
+                client.ask_all(vec![back(nothing)]).await.overall_code(),
+                Code::Ok,
+                "it never denies"
+            );
         }
     })
     .await;
@@ -121,7 +152,10 @@ async fn a_limit_of_0_has_its_name_and_is_counted() {
     let (service, mut client) = start_on(FILES, RULES).await;
     let shut = client.ask(&[("shut", "x")]).await;
     let limit = shut.current_limit.clone().expect("its limit");
-    assert_eq!((limit.name.as_str(), limit.requests_per_unit, limit.unit()), ("shut-out", 0, Unit::Year));
+    assert_eq!(
+        (limit.name.as_str(), limit.requests_per_unit, limit.unit()),
+        ("shut-out", 0, Unit::Year)
+    );
     assert_eq!((shut.code(), shut.limit_remaining), (Code::OverLimit, 0));
     assert_eq!(client.ask(&[("on-trial", "x")]).await.code(), Code::Ok);
     client.ask_all(vec![hits(descriptor(&[("shut", "x")]), 0)]).await;
@@ -145,7 +179,8 @@ async fn a_window_may_be_several_units_long() {
     assert_eq!(client.ask(&[("long", "x")]).await.code(), Code::OverLimit);
 }
 
-/// On the wire a report of finished work (`apply_on_stream_done`) is a call with a number of hits, whose answer Envoy ignores.
+/// On the wire a report of finished work (`apply_on_stream_done`) is a call with a number of hits,
+/// whose answer Envoy ignores.
 #[tokio::test]
 async fn a_budget_of_reported_units_runs_out() {
     const BUDGET: &str = "
@@ -155,11 +190,15 @@ descriptors:
 ";
     on_memory_and_on_redis_with(BUDGET, async |mut client| {
         let bytes = || descriptor(&[("bytes", "tenant")]);
-        let report =
-            |bytes, units| RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![bytes], hits_addend: units };
+        let report = |bytes, units| RateLimitRequest {
+            domain: "edge".to_owned(),
+            descriptors: vec![bytes],
+            hits_addend: units,
+        };
         let mut passed = 0;
         for _ in 0..20 {
-            // Is it over already? If not, the request passes, and 300 bytes are reported when it is done.
+            // Is it over already? If not, the request passes, and 300 bytes are reported when it is
+            // done.
             if client.ask_all(vec![hits(bytes(), 0)]).await.overall_code() == Code::Ok {
                 passed += 1;
                 client.try_ask(report(bytes(), 300)).await.expect("an answer");
@@ -167,7 +206,11 @@ descriptors:
         }
         assert_eq!(passed, 4, "900, then 1200: over");
         let status = client.ask_all(vec![bytes()]).await.statuses.remove(0);
-        assert_eq!((status.code(), status.limit_remaining), (Code::OverLimit, 0), "a plain call is denied");
+        assert_eq!(
+            (status.code(), status.limit_remaining),
+            (Code::OverLimit, 0),
+            "a plain call is denied"
+        );
         assert!(status.duration_until_reset.expect("a time").seconds > 0);
     })
     .await;
@@ -187,11 +230,19 @@ async fn explicit_hits_are_recorded_even_if_they_do_not_fit_and_plain_calls_are_
         for _ in 0..3 {
             assert_eq!(client.ask_all(vec![plain()]).await.overall_code(), Code::OverLimit);
         }
-        assert_eq!(client.ask_all(vec![hits(plain(), 0)]).await.overall_code(), Code::Ok, "10 of 10 is not exceeded");
+        assert_eq!(
+            client.ask_all(vec![hits(plain(), 0)]).await.overall_code(),
+            Code::Ok,
+            "10 of 10 is not exceeded"
+        );
         // The overdraft is bounded at ten times the limit.
         client.ask_all(vec![hits(plain(), 1_000_000)]).await;
         let back = RateLimitDescriptor { is_negative_hits: true, ..hits(plain(), 91) };
-        assert_eq!(client.ask_all(vec![back]).await.statuses[0].limit_remaining, 1, "100 were recorded");
+        assert_eq!(
+            client.ask_all(vec![back]).await.statuses[0].limit_remaining,
+            1,
+            "100 were recorded"
+        );
     })
     .await;
 }

@@ -14,7 +14,9 @@ mod operator;
 mod rules;
 
 use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{Entry, RateLimitOverride};
+use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{
+    Entry, RateLimitOverride,
+};
 use proto::envoy::service::ratelimit::v3::rate_limit_response::DescriptorStatus;
 use proto::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
@@ -29,7 +31,10 @@ const FILES: &str = "envoy: {files: [ratelimit.yaml]}\n";
 /// The service with ratelimit's sample file beside its configuration, and a client.
 async fn start(config: &str) -> (Service, Client) {
     // Its rules count by windows of the clock: none must end in the middle of a test.
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .expect("after 1970")
+        .as_secs();
     if now % 60 >= 50 {
         tokio::time::sleep(std::time::Duration::from_secs(60 - now % 60)).await;
     }
@@ -74,8 +79,12 @@ async fn channel(service: &Service) -> Channel {
 }
 
 fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
-    let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
-    RateLimitDescriptor { entries: entries.iter().map(entry).collect(), ..RateLimitDescriptor::default() }
+    let entry =
+        |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
+    RateLimitDescriptor {
+        entries: entries.iter().map(entry).collect(),
+        ..RateLimitDescriptor::default()
+    }
 }
 
 /// Which brings its own limit, by the hour.

@@ -11,7 +11,10 @@ use super::{Client, FILES, descriptor, start, start_on, with_limit};
 /// Each policy that decisions are counted by.
 fn labels(metrics: &str) -> Vec<&str> {
     let counts = metrics.lines().filter(|line| line.starts_with("tidegate_decisions_total{"));
-    counts.filter(|line| line.contains(r#"outcome="allowed""#)).filter_map(|line| line.split('"').nth(1)).collect()
+    counts
+        .filter(|line| line.contains(r#"outcome="allowed""#))
+        .filter_map(|line| line.split('"').nth(1))
+        .collect()
 }
 
 #[tokio::test]
@@ -25,27 +28,38 @@ async fn a_limit_in_a_request_makes_no_label_of_a_value_and_few_of_keys() {
     }
     let metrics = service.admin("/metrics").body;
     assert_eq!(labels(&metrics).len(), before + 1, "{metrics}");
-    assert!(metrics.contains(r#"{policy="edge.client_address.path",outcome="allowed"} 50"#), "{metrics}");
+    assert!(
+        metrics.contains(r#"{policy="edge.client_address.path",outcome="allowed"} 50"#),
+        "{metrics}"
+    );
     for hundred in 0..10 {
-        let each = (0..100).map(|number| with_limit(descriptor(&[(&format!("key-{hundred}-{number}"), "x")]), 5));
+        let each = (0..100)
+            .map(|number| with_limit(descriptor(&[(&format!("key-{hundred}-{number}"), "x")]), 5));
         assert_eq!(client.ask_all(each.collect()).await.overall_code(), Code::Ok);
     }
     let metrics = service.admin("/metrics").body;
     assert!(labels(&metrics).len() <= before + 201, "{}", labels(&metrics).len());
-    assert!(metrics.contains(r#"{policy="override-fixed-window-hour",outcome="allowed"} 801"#), "{metrics}");
+    assert!(
+        metrics.contains(r#"{policy="override-fixed-window-hour",outcome="allowed"} 801"#),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
 async fn a_store_that_is_gone_is_told_once_and_not_with_each_request() {
     let redis = Redis::start();
     let policy = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
-    let (service, mut client) = start(&format!("store: {{redis: '{}'}}\n{FILES}{policy}", redis.url())).await;
+    let (service, mut client) =
+        start(&format!("store: {{redis: '{}'}}\n{FILES}{policy}", redis.url())).await;
     assert_eq!(client.ask(&[("path", "/x")]).await.code(), Code::Ok);
     drop(redis);
     let descriptors = vec![descriptor(&[("path", "/x")])];
     let asked = RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 };
     for _ in 0..30 {
-        assert_eq!(client.try_ask(asked.clone()).await.expect_err("nobody decides").code(), GrpcCode::Unavailable);
+        assert_eq!(
+            client.try_ask(asked.clone()).await.expect_err("nobody decides").code(),
+            GrpcCode::Unavailable
+        );
         let refund = service.post("/v1/refund", &json!({"policy": "p", "key": "k"}).to_string());
         assert_eq!(refund.status, 503, "{refund:?}");
     }
@@ -89,7 +103,10 @@ async fn what_is_hot_can_be_reset_as_it_is_shown() {
 }
 
 async fn reset_what_is_hot(service: &Service, client: &mut Client) {
-    let asked = [vec![descriptor(&[("path", "/api/x")])], vec![with_limit(descriptor(&[("client", "x|y")]), 1)]];
+    let asked = [
+        vec![descriptor(&[("path", "/api/x")])],
+        vec![with_limit(descriptor(&[("client", "x|y")]), 1)],
+    ];
     for asked in &asked {
         assert_eq!(client.ask_all(asked.clone()).await.overall_code(), Code::Ok);
         assert_eq!(client.ask_all(asked.clone()).await.overall_code(), Code::OverLimit);
@@ -109,7 +126,8 @@ async fn reset_what_is_hot(service: &Service, client: &mut Client) {
     }
     let shut = "203.0.113.66";
     assert_eq!(client.ask(&[("remote_address", shut)]).await.code(), Code::OverLimit);
-    let (rule, key) = (format!("edge.remote_address_{shut}"), format!("edge|remote_address={shut}"));
+    let (rule, key) =
+        (format!("edge.remote_address_{shut}"), format!("edge|remote_address={shut}"));
     assert_eq!(reset(&json!(rule), &json!(key)), 204, "there is nothing to forget");
     assert_eq!(reset(&json!("edge.nobody"), &json!("edge|nobody=x")), 404);
 }

@@ -6,7 +6,9 @@ use tonic::Code as GrpcCode;
 
 use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus, rate_limit::Unit};
+use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{
+    Code, DescriptorStatus, rate_limit::Unit,
+};
 use super::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::proto::envoy::r#type::v3::RateLimitUnit;
 use super::support::{PATIENCE, Redis};
@@ -16,19 +18,31 @@ use super::{FILES, RULES, channel, descriptor, start};
 async fn each_rule_of_the_sample_applies_as_ratelimit_would() {
     let (_service, mut client) = start(FILES).await;
     let limit = |status: &DescriptorStatus| {
-        status.current_limit.as_ref().map(|limit| (limit.requests_per_unit, limit.unit(), limit.name.clone()))
+        status
+            .current_limit
+            .as_ref()
+            .map(|limit| (limit.requests_per_unit, limit.unit(), limit.name.clone()))
     };
     // The key alone, a count for each value.
     let status = client.ask(&[("remote_address", "198.51.100.1")]).await;
-    assert_eq!((status.code(), limit(&status)), (Code::Ok, Some((10, Unit::Second, String::new()))));
+    assert_eq!(
+        (status.code(), limit(&status)),
+        (Code::Ok, Some((10, Unit::Second, String::new())))
+    );
     assert_eq!(status.limit_remaining, 9);
-    assert_eq!(status.duration_until_reset.map(|duration| (duration.seconds, duration.nanos)), Some((1, 0)));
+    assert_eq!(
+        status.duration_until_reset.map(|duration| (duration.seconds, duration.nanos)),
+        Some((1, 0))
+    );
     // A limit of 0.
     let never = client.ask(&[("remote_address", "203.0.113.66")]).await;
     assert_eq!((never.code(), never.limit_remaining), (Code::OverLimit, 0));
     // Unlimited, and a value without a limit, which does not fall back to the key alone.
     let unlimited = client.ask(&[("remote_address", "203.0.113.1")]).await;
-    assert_eq!((unlimited.code(), limit(&unlimited), unlimited.limit_remaining), (Code::Ok, None, u32::MAX));
+    assert_eq!(
+        (unlimited.code(), limit(&unlimited), unlimited.limit_remaining),
+        (Code::Ok, None, u32::MAX)
+    );
     let unseen = client.ask(&[("remote_address", "203.0.113.2")]).await;
     assert_eq!((unseen.code(), limit(&unseen)), (Code::Ok, None));
     // Nested: depth equals the number of entries.
@@ -36,17 +50,35 @@ async fn each_rule_of_the_sample_applies_as_ratelimit_would() {
     assert_eq!(limit(&outer), Some((100, Unit::Minute, "marketing".to_owned())));
     let inner = client.ask(&[("message_type", "marketing"), ("to_number", "1")]).await;
     assert_eq!(limit(&inner), Some((5, Unit::Day, "marketing-to-one".to_owned())));
-    let too_deep = client.ask(&[("message_type", "marketing"), ("to_number", "1"), ("x", "y")]).await;
+    let too_deep =
+        client.ask(&[("message_type", "marketing"), ("to_number", "1"), ("x", "y")]).await;
     assert_eq!((too_deep.code(), limit(&too_deep)), (Code::Ok, None));
     let no_way_back = client.ask(&[("message_type", "marketing"), ("language", "en")]).await;
-    assert_eq!(limit(&no_way_back), None, "the exact value has no language, and there is no turning back");
-    assert_eq!(limit(&client.ask(&[("message_type", "x"), ("language", "en")]).await).map(|l| l.0), Some(7));
+    assert_eq!(
+        limit(&no_way_back),
+        None,
+        "the exact value has no language, and there is no turning back"
+    );
+    assert_eq!(
+        limit(&client.ask(&[("message_type", "x"), ("language", "en")]).await).map(|l| l.0),
+        Some(7)
+    );
     // Wildcards in the order of the file, before the key alone.
-    for (path, requests) in [("/api/v2/x", 2), ("/api/x", 1), ("/users/7/orders/8/pay", 3), ("/other", 60)] {
-        assert_eq!(limit(&client.ask(&[("path", path)]).await).map(|l| l.0), Some(requests), "{path}");
+    for (path, requests) in
+        [("/api/v2/x", 2), ("/api/x", 1), ("/users/7/orders/8/pay", 3), ("/other", 60)]
+    {
+        assert_eq!(
+            limit(&client.ask(&[("path", path)]).await).map(|l| l.0),
+            Some(requests),
+            "{path}"
+        );
     }
     assert_eq!(client.ask(&[("path", "/api/x")]).await.code(), Code::OverLimit);
-    assert_eq!(client.ask(&[("path", "/api/y")]).await.code(), Code::Ok, "each value has a count of its own");
+    assert_eq!(
+        client.ask(&[("path", "/api/y")]).await.code(),
+        Code::Ok,
+        "each value has a count of its own"
+    );
     // One count for all that match.
     let first = client.ask(&[("file", "files/a")]).await;
     let second = client.ask(&[("file", "files/b")]).await;
@@ -63,8 +95,12 @@ async fn a_rule_in_shadow_mode_never_denies_and_replaces_others() {
     let marketing = descriptor(&[("message_type", "marketing")]);
     let both = client.ask_all(vec![marketing.clone(), vip.clone()]).await;
     assert_eq!(both.statuses[0].current_limit, None, "replaced by the other");
-    assert_eq!(both.statuses[1].current_limit.as_ref().map(|limit| limit.requests_per_unit), Some(500));
-    let mut request = RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![vip], hits_addend: 500 };
+    assert_eq!(
+        both.statuses[1].current_limit.as_ref().map(|limit| limit.requests_per_unit),
+        Some(500)
+    );
+    let mut request =
+        RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![vip], hits_addend: 500 };
     let over = client.try_ask(request.clone()).await.expect("an answer");
     assert_eq!(
         (over.overall_code(), over.statuses[0].code()),
@@ -89,11 +125,27 @@ async fn hits_are_the_requests_or_the_descriptors_own_and_0_is_a_look() {
         hits_addend: hits,
         ..descriptor(&[("message_type", "marketing"), ("to_number", "7")])
     };
-    let ask = |descriptors, hits_addend| RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend };
-    let left = |response: RateLimitResponse| (response.overall_code(), response.statuses[0].limit_remaining);
-    assert_eq!(left(client.try_ask(ask(vec![day(None)], 0)).await.expect("an answer")), (Code::Ok, 4), "0 means 1");
-    assert_eq!(left(client.try_ask(ask(vec![day(None)], 2)).await.expect("an answer")), (Code::Ok, 2));
-    assert_eq!(left(client.try_ask(ask(vec![day(Some(1))], 5)).await.expect("an answer")), (Code::Ok, 1));
+    let ask = |descriptors, hits_addend| RateLimitRequest {
+        domain: "edge".to_owned(),
+        descriptors,
+        hits_addend,
+    };
+    let left = |response: RateLimitResponse| {
+        (response.overall_code(), response.statuses[0].limit_remaining)
+    };
+    assert_eq!(
+        left(client.try_ask(ask(vec![day(None)], 0)).await.expect("an answer")),
+        (Code::Ok, 4),
+        "0 means 1"
+    );
+    assert_eq!(
+        left(client.try_ask(ask(vec![day(None)], 2)).await.expect("an answer")),
+        (Code::Ok, 2)
+    );
+    assert_eq!(
+        left(client.try_ask(ask(vec![day(Some(1))], 5)).await.expect("an answer")),
+        (Code::Ok, 1)
+    );
     for _ in 0..3 {
         let look = client.try_ask(ask(vec![day(Some(0))], 5)).await.expect("an answer");
         assert_eq!(look.overall_code(), Code::Ok);
@@ -104,7 +156,10 @@ async fn hits_are_the_requests_or_the_descriptors_own_and_0_is_a_look() {
         let look = client.try_ask(ask(vec![day(Some(0))], 5)).await.expect("an answer");
         assert_eq!(look.overall_code(), Code::OverLimit, "the limit is exceeded");
     }
-    assert_eq!(client.try_ask(ask(vec![day(None)], 0)).await.expect("an answer").overall_code(), Code::OverLimit);
+    assert_eq!(
+        client.try_ask(ask(vec![day(None)], 0)).await.expect("an answer").overall_code(),
+        Code::OverLimit
+    );
 }
 
 #[tokio::test]
@@ -117,15 +172,24 @@ async fn several_descriptors_are_all_or_nothing_each_with_its_status() {
     for _ in 0..5 {
         let denied = client.ask_all(vec![wide.clone(), narrow.clone()]).await;
         assert_eq!(denied.overall_code(), Code::OverLimit);
-        assert_eq!(denied.statuses.iter().map(DescriptorStatus::code).collect::<Vec<_>>(), [Code::Ok, Code::OverLimit]);
+        assert_eq!(
+            denied.statuses.iter().map(DescriptorStatus::code).collect::<Vec<_>>(),
+            [Code::Ok, Code::OverLimit]
+        );
         let header = &denied.response_headers_to_add[0];
         let wait: i64 = header.value.parse().expect("seconds");
         assert_eq!(header.key, "retry-after");
-        assert_eq!(denied.statuses[1].duration_until_reset.map(|duration| duration.seconds), Some(wait));
+        assert_eq!(
+            denied.statuses[1].duration_until_reset.map(|duration| duration.seconds),
+            Some(wait)
+        );
         assert!((1..=60).contains(&wait));
     }
     let after = client.ask_all(vec![wide.clone()]).await;
-    assert_eq!(after.statuses[0].limit_remaining, 98, "the denied ones spent nothing of the wide limit");
+    assert_eq!(
+        after.statuses[0].limit_remaining, 98,
+        "the denied ones spent nothing of the wide limit"
+    );
     let twice = client.ask_all(vec![wide.clone(), wide]).await;
     assert_eq!(twice.statuses[1].limit_remaining, 96, "the same descriptor twice counts twice");
 }
@@ -141,8 +205,12 @@ async fn a_descriptors_own_limit_is_honoured() {
         assert_eq!(client.ask_all(vec![own.clone()]).await.overall_code(), expected);
     }
     let none = RateLimitDescriptor { limit: Some(RateLimitOverride::default()), ..own };
-    let request = RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![none], hits_addend: 0 };
-    assert_eq!(client.try_ask(request).await.expect_err("no unit").code(), GrpcCode::InvalidArgument);
+    let request =
+        RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![none], hits_addend: 0 };
+    assert_eq!(
+        client.try_ask(request).await.expect_err("no unit").code(),
+        GrpcCode::InvalidArgument
+    );
 }
 
 #[tokio::test]
@@ -163,7 +231,11 @@ policies:
     let (service, mut client) = start(config).await;
     client.ask(&[("message_type", "marketing")]).await;
     let bucket = client.ask(&[("message_type", "marketing")]).await;
-    assert_eq!(bucket.duration_until_reset.map(|duration| duration.seconds), Some(2), "0.6 s a token, rounded up");
+    assert_eq!(
+        bucket.duration_until_reset.map(|duration| duration.seconds),
+        Some(2),
+        "0.6 s a token, rounded up"
+    );
     let log = client.ask(&[("message_type", "marketing"), ("to_number", "7")]).await;
     assert_eq!(log.duration_until_reset.map(|duration| duration.seconds), Some(86_400));
     for expected in [Code::Ok, Code::Ok, Code::OverLimit] {
@@ -194,7 +266,10 @@ async fn a_request_that_makes_no_sense_is_refused() {
         assert_eq!(status.code(), GrpcCode::InvalidArgument);
         assert!(status.message().contains(message), "{status}");
     }
-    assert!(client.try_ask(request("elsewhere", 100)).await.is_ok(), "an unknown domain has no limits");
+    assert!(
+        client.try_ask(request("elsewhere", 100)).await.is_ok(),
+        "an unknown domain has no limits"
+    );
     let huge = RateLimitRequest {
         domain: "edge".to_owned(),
         descriptors: vec![descriptor(&[("path", &"x".repeat(300 * 1024))])],
@@ -202,7 +277,11 @@ async fn a_request_that_makes_no_sense_is_refused() {
     };
     assert_eq!(client.try_ask(huge).await.expect_err("too large").code(), GrpcCode::OutOfRange);
     let long = descriptor(&[("remote_address", &"x\n{}".repeat(1_000))]);
-    assert_eq!(client.ask_all(vec![long]).await.overall_code(), Code::Ok, "a long or odd value is still a value");
+    assert_eq!(
+        client.ask_all(vec![long]).await.overall_code(),
+        Code::Ok,
+        "a long or odd value is still a value"
+    );
 }
 
 /// Never UNKNOWN in a status: then Envoy's `failure_mode_deny` decides.
@@ -228,7 +307,8 @@ async fn the_token_of_the_api_guards_grpc_as_well() {
 #[tokio::test]
 async fn a_store_that_is_gone_is_unavailable() {
     let redis = Redis::start();
-    let (_service, mut client) = start(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url())).await;
+    let (_service, mut client) =
+        start(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url())).await;
     assert_eq!(client.ask(&[("path", "/x")]).await.code(), Code::Ok);
     redis.assert_every_key_expires();
     drop(redis);
@@ -237,14 +317,18 @@ async fn a_store_that_is_gone_is_unavailable() {
         descriptors: vec![descriptor(&[("path", "/x")])],
         hits_addend: 0,
     };
-    assert_eq!(client.try_ask(request).await.expect_err("nobody can decide").code(), GrpcCode::Unavailable);
+    assert_eq!(
+        client.try_ask(request).await.expect_err("nobody can decide").code(),
+        GrpcCode::Unavailable
+    );
 }
 
 #[tokio::test]
 async fn a_changed_rules_file_is_taken_and_a_bad_one_refused() {
     let (service, mut client) = start(FILES).await;
     let rules = service.folder().join("ratelimit.yaml");
-    std::fs::write(&rules, RULES.replace("requests_per_unit: 60\n", "requests_per_unit: 77\n")).expect("written");
+    std::fs::write(&rules, RULES.replace("requests_per_unit: 60\n", "requests_per_unit: 77\n"))
+        .expect("written");
     let deadline = std::time::Instant::now() + PATIENCE;
     loop {
         let status = client.ask(&[("path", "/other")]).await;
@@ -258,7 +342,11 @@ async fn a_changed_rules_file_is_taken_and_a_bad_one_refused() {
     service.until("it is refused", |service| service.output().contains("refused"));
     assert!(service.output().contains("ratelimit.yaml:"), "{}", service.output());
     let status = client.ask(&[("path", "/other")]).await;
-    assert_eq!(status.current_limit.map(|limit| limit.requests_per_unit), Some(77), "the old one goes on");
+    assert_eq!(
+        status.current_limit.map(|limit| limit.requests_per_unit),
+        Some(77),
+        "the old one goes on"
+    );
 }
 
 #[tokio::test]
@@ -266,7 +354,9 @@ async fn health_and_reflection_answer() {
     use tonic_health::pb::health_client::HealthClient;
     use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
     use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
-    use tonic_reflection::pb::v1::{ServerReflectionRequest, server_reflection_request, server_reflection_response};
+    use tonic_reflection::pb::v1::{
+        ServerReflectionRequest, server_reflection_request, server_reflection_response,
+    };
 
     let (service, _client) = start(FILES).await;
     let mut health = HealthClient::new(channel(&service).await);
@@ -278,12 +368,18 @@ async fn health_and_reflection_answer() {
     let mut reflection = ServerReflectionClient::new(channel(&service).await);
     let request = ServerReflectionRequest {
         host: String::new(),
-        message_request: Some(server_reflection_request::MessageRequest::ListServices(String::new())),
+        message_request: Some(server_reflection_request::MessageRequest::ListServices(
+            String::new(),
+        )),
     };
-    let mut answers =
-        reflection.server_reflection_info(tokio_stream::once(request)).await.expect("an answer").into_inner();
+    let mut answers = reflection
+        .server_reflection_info(tokio_stream::once(request))
+        .await
+        .expect("an answer")
+        .into_inner();
     let answer = answers.message().await.expect("a message").expect("one message");
-    let Some(server_reflection_response::MessageResponse::ListServicesResponse(services)) = answer.message_response
+    let Some(server_reflection_response::MessageResponse::ListServicesResponse(services)) =
+        answer.message_response
     else {
         panic!("a list of services");
     };

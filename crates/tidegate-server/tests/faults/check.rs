@@ -77,7 +77,8 @@ impl Run {
         records.sort_by_key(|record| record.sent);
         canary.sort_by_key(|probe| probe.scheduled);
         samples.sort_by_key(|sample| sample.at);
-        let mut delays: Vec<Duration> = canary.iter().map(|probe| probe.answered - probe.scheduled).collect();
+        let mut delays: Vec<Duration> =
+            canary.iter().map(|probe| probe.answered - probe.scheduled).collect();
         delays.sort_unstable();
         let usual = delays.get(delays.len() / 2).copied().unwrap_or_default();
         Self { streams, records, canary, usual, samples }
@@ -98,10 +99,18 @@ impl Run {
 
     /// The most that were admitted in any window of this length that lies between the two moments.
     ///
-    /// An admission happened at some time between the request and its answer. Counted are those that surely fall into
-    /// the window, so the true number may be higher, but nobody is accused of what did not happen.
-    pub(crate) fn most_admitted(&self, name: &str, window: Duration, from: Instant, to: Instant) -> usize {
-        let within = |record: &&Record| record.allowed && record.sent >= from && record.answered <= to;
+    /// An admission happened at some time between the request and its answer. Counted are those
+    /// that surely fall into the window, so the true number may be higher, but nobody is accused of
+    /// what did not happen.
+    pub(crate) fn most_admitted(
+        &self,
+        name: &str,
+        window: Duration,
+        from: Instant,
+        to: Instant,
+    ) -> usize {
+        let within =
+            |record: &&Record| record.allowed && record.sent >= from && record.answered <= to;
         let admitted: Vec<&Record> = self.of(name).filter(within).collect();
         let count = |(first, start): (usize, &&Record)| {
             let end = start.sent + window;
@@ -122,20 +131,29 @@ impl Run {
         Some((self.records.first()?.sent, last))
     }
 
-    /// How long an answer took, without what this machine was late by itself meanwhile: the canary's excess over its own
-    /// median, at the worst during this request. On a quiet machine nothing is taken off.
+    /// How long an answer took, without what this machine was late by itself meanwhile: the
+    /// canary's excess over its own median, at the worst during this request. On a quiet machine
+    /// nothing is taken off.
     pub(crate) fn own_time(&self, record: &Record) -> Duration {
         // A probe is at most a few seconds under way: those long before need no look.
-        let from = self.canary.partition_point(|probe| probe.scheduled + Duration::from_secs(6) < record.sent);
-        let meanwhile = self.canary[from..].iter().take_while(|probe| probe.scheduled < record.answered);
+        let from = self
+            .canary
+            .partition_point(|probe| probe.scheduled + Duration::from_secs(6) < record.sent);
+        let meanwhile =
+            self.canary[from..].iter().take_while(|probe| probe.scheduled < record.answered);
         let overlapping = meanwhile.filter(|probe| probe.answered > record.sent);
-        let late = overlapping.map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual)).max();
+        let late = overlapping
+            .map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual))
+            .max();
         record.took().saturating_sub(late.unwrap_or_default())
     }
 
     /// The longest that this machine was late by itself, by its canary.
     pub(crate) fn lateness(&self) -> Duration {
-        let late = self.canary.iter().map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual));
+        let late = self
+            .canary
+            .iter()
+            .map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual));
         late.max().unwrap_or_default()
     }
 
@@ -147,33 +165,56 @@ impl Run {
 
     /// 99 of 100 answers to what was sent in this time were as fast as this.
     pub(crate) fn p99(&self, from: Instant, to: Instant) -> Duration {
-        let mut times: Vec<Duration> = self.sent_between(from, to).map(|record| self.own_time(record)).collect();
+        let mut times: Vec<Duration> =
+            self.sent_between(from, to).map(|record| self.own_time(record)).collect();
         times.sort_unstable();
-        times.get((times.len() * 99).div_ceil(100).saturating_sub(1)).copied().unwrap_or(Duration::MAX)
+        times
+            .get((times.len() * 99).div_ceil(100).saturating_sub(1))
+            .copied()
+            .unwrap_or(Duration::MAX)
     }
 
-    /// How long after this moment the last of the instances had an admission from the store, for a request of these
-    /// streams that was sent after it. A denial would prove less: it writes nothing.
-    pub(crate) fn back_after(&self, moment: Instant, streams: impl Fn(&Stream) -> bool) -> Option<Duration> {
+    /// How long after this moment the last of the instances had an admission from the store, for a
+    /// request of these streams that was sent after it. A denial would prove less: it writes
+    /// nothing.
+    pub(crate) fn back_after(
+        &self,
+        moment: Instant,
+        streams: impl Fn(&Stream) -> bool,
+    ) -> Option<Duration> {
         let instances = self.records.iter().map(|record| record.instance).max()? + 1;
         let first = |instance: usize| {
             let fit = |record: &&Record| record.instance == instance && record.sent >= moment;
-            let good = |record: &&Record| record.by_store() && record.allowed && streams(self.stream(record));
-            self.records.iter().filter(fit).filter(good).map(|record| record.answered - moment).min()
+            let good = |record: &&Record| {
+                record.by_store() && record.allowed && streams(self.stream(record))
+            };
+            self.records
+                .iter()
+                .filter(fit)
+                .filter(good)
+                .map(|record| record.answered - moment)
+                .min()
         };
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 
     /// What was sent in this time and decided without the store, though nothing was in its way.
     ///
-    /// An instance that has admitted requests of a key itself owes them to the store for a window. While it pays, or as long
-    /// as the debt leaves no room, it goes on deciding for that key itself.
-    pub(crate) fn without_store(&self, from: Instant, to: Instant, window: Duration) -> Vec<&Record> {
+    /// An instance that has admitted requests of a key itself owes them to the store for a window.
+    /// While it pays, or as long as the debt leaves no room, it goes on deciding for that key
+    /// itself.
+    pub(crate) fn without_store(
+        &self,
+        from: Instant,
+        to: Instant,
+        window: Duration,
+    ) -> Vec<&Record> {
         let admitted_itself = |record: &&Record| record.allowed && record.source == Source::Local;
         let before = self.records.iter().filter(|record| record.sent < from);
         let lenders: Vec<&Record> = before.filter(admitted_itself).collect();
         let owes = |record: &Record| {
-            let own = |lent: &&&Record| (lent.stream, lent.instance) == (record.stream, record.instance);
+            let own =
+                |lent: &&&Record| (lent.stream, lent.instance) == (record.stream, record.instance);
             record.source == Source::Local
                 && lenders.iter().filter(own).any(|lent| lent.answered + window > record.sent)
         };
@@ -182,15 +223,26 @@ impl Run {
 
     /// The numbers of instances that the instances knew of, as their metrics told meanwhile.
     pub(crate) fn fleet_sizes(&self) -> BTreeSet<String> {
-        self.samples.iter().map(|sample| sample.value("tidegate_fleet_instances").to_string()).collect()
+        self.samples
+            .iter()
+            .map(|sample| sample.value("tidegate_fleet_instances").to_string())
+            .collect()
     }
 
     /// How long after this moment the last of the instances first showed this in its metrics.
-    pub(crate) fn shown_after(&self, moment: Instant, shows: impl Fn(&Sample) -> bool) -> Option<Duration> {
+    pub(crate) fn shown_after(
+        &self,
+        moment: Instant,
+        shows: impl Fn(&Sample) -> bool,
+    ) -> Option<Duration> {
         let instances = self.records.iter().map(|record| record.instance).max()? + 1;
         let first = |instance: usize| {
             let fit = |sample: &&Sample| sample.instance == instance && sample.at >= moment;
-            self.samples.iter().filter(fit).find(|sample| shows(sample)).map(|sample| sample.at - moment)
+            self.samples
+                .iter()
+                .filter(fit)
+                .find(|sample| shows(sample))
+                .map(|sample| sample.at - moment)
         };
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
     }
@@ -231,15 +283,24 @@ mod tests {
             scheduled: start + MS * *scheduled,
             answered: start + MS * *answered,
         };
-        let (records, canary) = (requests.iter().map(record).collect(), canary.iter().map(probe).collect());
+        let (records, canary) =
+            (requests.iter().map(record).collect(), canary.iter().map(probe).collect());
         Run::new(vec![Stream::policy("hot", "k", 1)], records, canary, Vec::new())
     }
 
     #[test]
     fn admissions_count_where_they_surely_fall_into_one_window() {
         let start = Instant::now();
-        let all = run(start, &[(0, 1, true), (10, 11, true), (20, 21, false), (99, 99, true), (100, 101, true)], &[]);
-        assert_eq!(all.most_admitted_ever("hot", MS * 100), 3, "the denied one and the one a window later are out");
+        let all = run(
+            start,
+            &[(0, 1, true), (10, 11, true), (20, 21, false), (99, 99, true), (100, 101, true)],
+            &[],
+        );
+        assert_eq!(
+            all.most_admitted_ever("hot", MS * 100),
+            3,
+            "the denied one and the one a window later are out"
+        );
         assert_eq!(all.most_admitted_ever("hot", MS * 102), 4);
         assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
         assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
@@ -250,7 +311,8 @@ mod tests {
     #[test]
     fn who_admitted_itself_decides_itself_for_a_window() {
         let start = Instant::now();
-        let mut all = run(start, &[(0, 1, true), (50, 51, true), (99, 100, false), (102, 103, false)], &[]);
+        let mut all =
+            run(start, &[(0, 1, true), (50, 51, true), (99, 100, false), (102, 103, false)], &[]);
         all.records[0].source = Source::Local;
         let none = |all: &Run| all.without_store(start + MS * 10, start + MS * 200, MS * 100).len();
         assert_eq!(none(&all), 0);

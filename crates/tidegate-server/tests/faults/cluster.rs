@@ -36,7 +36,9 @@ impl Cluster {
             node.until("the cluster is whole", |node| {
                 let facts: String = node.query(&["CLUSTER", "INFO"]);
                 let follows = node.is_primary() || node.info("master_link_status") == "up";
-                facts.contains("cluster_state:ok") && facts.contains("cluster_known_nodes:6") && follows
+                facts.contains("cluster_state:ok")
+                    && facts.contains("cluster_known_nodes:6")
+                    && follows
             });
         }
         for node in &cluster.nodes {
@@ -59,21 +61,25 @@ impl Cluster {
 
     pub(crate) fn primaries(&self) -> Vec<&Server> {
         let lines = lines(&self.nodes[0]);
-        let primary = |node: &&Server| lines.iter().any(|line| line.primary && line.port == node.port);
+        let primary =
+            |node: &&Server| lines.iter().any(|line| line.primary && line.port == node.port);
         self.nodes.iter().filter(primary).collect()
     }
 
     /// The primary that a key lives on.
     pub(crate) fn owner(&self, key: &str) -> &Server {
         let slot = self.slot(key);
-        let owns = |line: &&Line| line.slots.iter().any(|(first, last)| (*first..=*last).contains(&slot));
+        let owns =
+            |line: &&Line| line.slots.iter().any(|(first, last)| (*first..=*last).contains(&slot));
         let port = lines(&self.nodes[0]).iter().find(owns).expect("every slot has an owner").port;
         self.node(port)
     }
 
     pub(crate) fn replica_of(&self, primary: &Server) -> &Server {
         let (lines, id) = (lines(&self.nodes[0]), id(primary));
-        self.node(lines.iter().find(|line| line.follows == id).expect("each primary has a replica").port)
+        self.node(
+            lines.iter().find(|line| line.follows == id).expect("each primary has a replica").port,
+        )
     }
 
     fn node(&self, port: u16) -> &Server {
@@ -83,10 +89,14 @@ impl Cluster {
     /// `base`, or with a number, so that it lives on this node, or does not.
     pub(crate) fn key_for(&self, base: &str, fits: impl Fn(&Server) -> bool) -> String {
         let candidates = (0..1000).map(|n| format!("{base}-{n}"));
-        candidates.into_iter().find(|key| fits(self.owner(key))).expect("a thousand names fall anywhere")
+        candidates
+            .into_iter()
+            .find(|key| fits(self.owner(key)))
+            .expect("a thousand names fall anywhere")
     }
 
-    /// From now on the slot is on its way: what is still here is answered here, what is not yet, there.
+    /// From now on the slot is on its way: what is still here is answered here, what is not yet,
+    /// there.
     pub(crate) fn begin_to_move(slot: u16, from: &Server, to: &Server) {
         let slot = slot.to_string();
         let _: () = to.query(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &id(from)]);

@@ -12,7 +12,8 @@ pub(crate) const WINDOW: Duration = Duration::from_secs(2);
 pub(crate) const FEW: usize = 2;
 /// How long Redis may take to decide.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(100);
-/// The limit of two policies that one request is charged to, and of two on different nodes of a cluster.
+/// The limit of two policies that one request is charged to, and of two on different nodes of a
+/// cluster.
 pub(crate) const PAIR: usize = 20;
 /// Far more than a run can spend: what is left tells what was charged.
 const LEDGER: u64 = 100_000;
@@ -46,12 +47,13 @@ pub(crate) struct Fleet {
 pub(crate) const INSTANCES: usize = 3;
 
 impl Fleet {
-    /// On a store that is described like this: `redis: redis://…`. They have all heard of each other: before that, an
-    /// instance without its store would take more than its share.
+    /// On a store that is described like this: `redis: redis://…`. They have all heard of each
+    /// other: before that, an instance without its store would take more than its share.
     pub(crate) fn start(store: &str) -> Self {
         let config = format!("store: {{{store}, timeout: 100ms}}\n{POLICIES}");
         let canary = Service::start(POLICIES);
-        let fleet = Self { instances: (0..INSTANCES).map(|_| Service::start(&config)).collect(), canary };
+        let fleet =
+            Self { instances: (0..INSTANCES).map(|_| Service::start(&config)).collect(), canary };
         let deadline = Instant::now() + Duration::from_secs(30);
         #[expect(clippy::cast_precision_loss, reason = "three")]
         let all_there = |size: &f64| (size - INSTANCES as f64).abs() < 0.5;
@@ -95,12 +97,15 @@ impl Fleet {
 
     /// A metric of each instance, added up over its labels.
     pub(crate) fn metric(&self, name: &str) -> Vec<f64> {
-        let value = |service: &Service| sums(&service.admin("/metrics").body).get(name).copied().unwrap_or(0.0);
+        let value = |service: &Service| {
+            sums(&service.admin("/metrics").body).get(name).copied().unwrap_or(0.0)
+        };
         self.instances.iter().map(value).collect()
     }
 }
 
-/// What is asked in every row: a key far above its limit, one with a tiny limit, some that stay below, one for each failure mode.
+/// What is asked in every row: a key far above its limit, one with a tiny limit, some that stay
+/// below, one for each failure mode.
 pub(crate) fn usual_streams() -> Vec<Stream> {
     let mut streams = vec![
         Stream::policy("hot", "hot", 150),

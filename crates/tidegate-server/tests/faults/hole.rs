@@ -26,15 +26,18 @@ impl Hole {
         ip(&["-n", namespace, "addr", "add", &format!("{inside}/30"), "dev", far_end]);
         ip(&["link", "set", cable, "up"]);
         ip(&["-n", namespace, "link", "set", far_end, "up"]);
-        // Both ends know each other's hardware address for good. Otherwise a lost answer to the question for it would tell
-        // a client in a second or three that nobody is there, and a black hole tells nothing.
+        // Both ends know each other's hardware address for good. Otherwise a lost answer to the
+        // question for it would tell a client in a second or three that nobody is there, and a
+        // black hole tells nothing.
         let (near, far) = (hardware(&[], cable), hardware(&["-n", namespace], far_end));
         let forever = |address: &str, hardware: &str, device: &str| {
-            ["neigh", "replace", address, "lladdr", hardware, "nud", "permanent", "dev", device].map(str::to_owned)
+            ["neigh", "replace", address, "lladdr", hardware, "nud", "permanent", "dev", device]
+                .map(str::to_owned)
         };
         ip(&forever(inside, &far, cable).each_ref().map(String::as_str));
         let there = forever(&format!("{net}.1"), &near, far_end);
-        let there: Vec<&str> = ["-n", namespace].into_iter().chain(there.iter().map(String::as_str)).collect();
+        let there: Vec<&str> =
+            ["-n", namespace].into_iter().chain(there.iter().map(String::as_str)).collect();
         ip(&there);
         hole
     }
@@ -42,7 +45,21 @@ impl Hole {
     /// Drops every packet, in both directions: a queue with no room.
     pub(crate) fn open(&self) {
         run("tc", &["qdisc", "replace", "dev", &self.cable, "root", "pfifo", "limit", "0"]);
-        run("tc", &["-n", &self.namespace, "qdisc", "replace", "dev", &self.far_end, "root", "pfifo", "limit", "0"]);
+        run(
+            "tc",
+            &[
+                "-n",
+                &self.namespace,
+                "qdisc",
+                "replace",
+                "dev",
+                &self.far_end,
+                "root",
+                "pfifo",
+                "limit",
+                "0",
+            ],
+        );
     }
 
     pub(crate) fn close(&self) {
@@ -71,8 +88,12 @@ fn ip(words: &[&str]) {
 
 fn run(program: &str, words: &[&str]) -> String {
     let output = Command::new(program).args(words).output();
-    let output = output.unwrap_or_else(|error| panic!("{program} ({error}): install iproute2 with `make setup`"));
+    let output = output
+        .unwrap_or_else(|error| panic!("{program} ({error}): install iproute2 with `make setup`"));
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {words:?}: {errors} (a network namespace needs root)");
+    assert!(
+        output.status.success(),
+        "{program} {words:?}: {errors} (a network namespace needs root)"
+    );
     String::from_utf8_lossy(&output.stdout).into_owned()
 }

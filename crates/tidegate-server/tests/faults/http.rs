@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// The service closes a connection that was idle for ten seconds. One that is used before is never caught by that.
+/// The service closes a connection that was idle for ten seconds. One that is used before is never
+/// caught by that.
 const IDLE: Duration = Duration::from_secs(5);
 
 /// A kept connection, for one request after the other.
@@ -21,7 +22,11 @@ pub(crate) struct Response {
 }
 
 pub(crate) fn post(path: &str, body: &str) -> Vec<u8> {
-    format!("POST {path} HTTP/1.1\r\nhost: tidegate\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into_bytes()
+    format!(
+        "POST {path} HTTP/1.1\r\nhost: tidegate\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
 }
 
 pub(crate) fn get(path: &str) -> Vec<u8> {
@@ -56,7 +61,10 @@ impl Connection {
                 return Ok(response);
             }
             if self.stream.read_buf(&mut self.buffer).await? == 0 {
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed in the middle of an answer"));
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "closed in the middle of an answer",
+                ));
             }
         }
     }
@@ -67,10 +75,13 @@ fn understand(bytes: &[u8]) -> io::Result<Option<(Response, usize)>> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let Some(head) = bytes.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
     let text = std::str::from_utf8(&bytes[..head]).map_err(|_| wrong("a head that is no text"))?;
-    let status = text.get(9..12).and_then(|digits| digits.parse().ok()).ok_or_else(|| wrong("no status"))?;
+    let status =
+        text.get(9..12).and_then(|digits| digits.parse().ok()).ok_or_else(|| wrong("no status"))?;
     let length = text.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
-        name.eq_ignore_ascii_case("content-length").then(|| value.trim().parse::<usize>().ok()).flatten()
+        name.eq_ignore_ascii_case("content-length")
+            .then(|| value.trim().parse::<usize>().ok())
+            .flatten()
     });
     let length = length.ok_or_else(|| wrong("no length"))?;
     let (start, end) = (head + 4, head + 4 + length);

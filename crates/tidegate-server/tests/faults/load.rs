@@ -33,9 +33,11 @@ impl Stream {
         Self { name: policy.to_owned(), key: key.to_owned(), body, per_second }
     }
 
-    /// For every policy that applies to this path, by the attribute `header.user` and, if there is one, `header.team`.
+    /// For every policy that applies to this path, by the attribute `header.user` and, if there is
+    /// one, `header.team`.
     pub(crate) fn path(name: &str, user: &str, team: &str, per_second: u32) -> Self {
-        let attributes = json!({"path": format!("/{name}"), "header.user": user, "header.team": team});
+        let attributes =
+            json!({"path": format!("/{name}"), "header.user": user, "header.team": team});
         let body = json!({"attributes": attributes}).to_string();
         Self { name: name.to_owned(), key: user.to_owned(), body, per_second }
     }
@@ -65,18 +67,31 @@ impl Load {
             .build()
             .expect("a runtime for the client");
         let stop = Arc::new(AtomicBool::new(false));
-        let pools: Vec<Arc<Pool>> = fleet.instances.iter().map(|service| Pool::new(&service.http)).collect();
+        let pools: Vec<Arc<Pool>> =
+            fleet.instances.iter().map(|service| Pool::new(&service.http)).collect();
         let (record, records) = mpsc::unbounded_channel();
         for (number, stream) in streams.iter().enumerate() {
             let request = http::post("/v1/acquire", &stream.body).into();
             let period = Duration::from_secs(1) / stream.per_second;
-            runtime.spawn(drive(number, request, period, pools.clone(), Arc::clone(&stop), record.clone()));
+            runtime.spawn(drive(
+                number,
+                request,
+                period,
+                pools.clone(),
+                Arc::clone(&stop),
+                record.clone(),
+            ));
         }
         let (probe, canary) = mpsc::unbounded_channel();
         runtime.spawn(sing(Pool::new(&fleet.canary.http), Arc::clone(&stop), probe));
         let (sample, samples) = mpsc::unbounded_channel();
         for (instance, service) in fleet.instances.iter().enumerate() {
-            runtime.spawn(watch(instance, service.admin.clone(), Arc::clone(&stop), sample.clone()));
+            runtime.spawn(watch(
+                instance,
+                service.admin.clone(),
+                Arc::clone(&stop),
+                sample.clone(),
+            ));
         }
         Self { runtime, stop, streams, records, canary, samples }
     }
@@ -121,15 +136,23 @@ async fn drive(
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        let (pool, request, sink) = (Arc::clone(&pools[instance]), Arc::clone(&request), sink.clone());
+        let (pool, request, sink) =
+            (Arc::clone(&pools[instance]), Arc::clone(&request), sink.clone());
         tokio::spawn(async move {
             let sent = Instant::now();
             let said = pool.ask(&request).await;
             let answered = Instant::now();
             let record = match said.and_then(|response| understand(&response)) {
-                Ok((status, allowed, source)) => {
-                    Record { stream, instance, sent, answered, status, allowed, source, trouble: None }
-                }
+                Ok((status, allowed, source)) => Record {
+                    stream,
+                    instance,
+                    sent,
+                    answered,
+                    status,
+                    allowed,
+                    source,
+                    trouble: None,
+                },
                 Err(trouble) => Record {
                     stream,
                     instance,
@@ -158,9 +181,11 @@ fn understand(response: &Response) -> Result<(u16, bool, Source), String> {
     }
 }
 
-/// How late the machine is by itself: from when a request should have been sent to the answer of a service without Redis.
+/// How late the machine is by itself: from when a request should have been sent to the answer of a
+/// service without Redis.
 async fn sing(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Probe>) {
-    let request: Arc<[u8]> = http::post("/v1/acquire", r#"{"policy": "canary", "key": "canary"}"#).into();
+    let request: Arc<[u8]> =
+        http::post("/v1/acquire", r#"{"policy": "canary", "key": "canary"}"#).into();
     let start = Instant::now();
     for number in 0.. {
         let scheduled = start + CANARY_EVERY * number;
@@ -178,7 +203,12 @@ async fn sing(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Prob
 }
 
 /// What an instance says of itself, every now and then.
-async fn watch(instance: usize, admin: String, stop: Arc<AtomicBool>, sink: UnboundedSender<Sample>) {
+async fn watch(
+    instance: usize,
+    admin: String,
+    stop: Arc<AtomicBool>,
+    sink: UnboundedSender<Sample>,
+) {
     let pool = Pool::new(&admin);
     let request = http::get("/metrics");
     while !stop.load(Ordering::Relaxed) {

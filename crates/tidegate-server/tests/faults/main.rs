@@ -1,8 +1,9 @@
 //! The fault suite: real services, real Redis servers, and everything that can go wrong with them.
 //!
-//! Three `tidegate serve` share a store that is stopped, killed, moved, cut off or turned against them, while an open-loop
-//! client asks at a fixed rate and writes down every answer with its times. A checker computes from that record what the
-//! design promises. `make test-faults` runs it and prints a table; docs/faults.md tells what each row shows.
+//! Three `tidegate serve` share a store that is stopped, killed, moved, cut off or turned against
+//! them, while an open-loop client asks at a fixed rate and writes down every answer with its
+//! times. A checker computes from that record what the design promises. `make test-faults` runs it
+//! and prints a table; docs/faults.md tells what each row shows.
 //!
 //! Rows take their turn: two at once on a small machine would measure each other.
 

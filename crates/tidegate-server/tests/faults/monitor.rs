@@ -37,7 +37,8 @@ pub(crate) struct Monitor {
 
 impl Monitor {
     pub(crate) fn of(server: &Server) -> Self {
-        let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("our own server listens");
+        let mut stream =
+            TcpStream::connect(("127.0.0.1", server.port)).expect("our own server listens");
         stream.write_all(b"MONITOR\r\n").expect("sent");
         let mut reader = BufReader::new(stream);
         let mut line = String::new();
@@ -49,7 +50,8 @@ impl Monitor {
         // Ends with the server.
         std::thread::spawn(move || {
             for line in reader.lines().map_while(Result::ok) {
-                // Not when it came: a server that is stopped may have something to tell when it wakes up, from before.
+                // Not when it came: a server that is stopped may have something to tell when it
+                // wakes up, from before.
                 let at = executed(&line, start).unwrap_or_else(Instant::now);
                 sink.lock().expect("no panic").push((at, line));
             }
@@ -57,11 +59,13 @@ impl Monitor {
         Self { lines }
     }
 
-    /// What scripts wrote after this moment, but for signs of life and news, which count for nobody.
+    /// What scripts wrote after this moment, but for signs of life and news, which count for
+    /// nobody.
     pub(crate) fn written_after(&self, moment: Instant) -> Vec<String> {
         let lines = self.lines.lock().expect("no panic");
         let after = lines.iter().filter(|(at, _)| *at >= moment).map(|(_, line)| line);
-        let counts = after.filter(|line| line.contains(" lua] ") && !OTHERS.iter().any(|key| line.contains(key)));
+        let counts = after
+            .filter(|line| line.contains(" lua] ") && !OTHERS.iter().any(|key| line.contains(key)));
         counts.filter(|line| !READS.contains(&command(line).as_str())).cloned().collect()
     }
 
@@ -85,7 +89,9 @@ impl Monitor {
 /// When a line was executed, by the server's clock, which is this machine's.
 fn executed(line: &str, (start, then): (Instant, SystemTime)) -> Option<Instant> {
     let seconds: f64 = line.trim_start_matches('+').split(' ').next()?.parse().ok()?;
-    let since_start = Duration::try_from_secs_f64(seconds).ok()?.checked_sub(then.duration_since(UNIX_EPOCH).ok()?);
+    let since_start = Duration::try_from_secs_f64(seconds)
+        .ok()?
+        .checked_sub(then.duration_since(UNIX_EPOCH).ok()?);
     Some(start + since_start.unwrap_or_default())
 }
 

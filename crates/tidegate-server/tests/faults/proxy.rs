@@ -10,7 +10,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
-/// Stands between a client and a server: answers come later by a settable time, or connections say nothing any more.
+/// Stands between a client and a server: answers come later by a settable time, or connections say
+/// nothing any more.
 pub(crate) struct Proxy {
     _runtime: Runtime,
     pub(crate) address: SocketAddr,
@@ -49,11 +50,14 @@ impl Proxy {
 
     /// From now on, what the server says arrives later by this.
     pub(crate) fn set_latency(&self, latency: Duration) {
-        self.state.latency.store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
+        self.state
+            .latency
+            .store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
     }
 
-    /// How late it was by itself, at the worst: it waits for a processor like everybody else. (After a latency that was
-    /// lowered this says nothing: what comes later waits for what came before.)
+    /// How late it was by itself, at the worst: it waits for a processor like everybody else.
+    /// (After a latency that was lowered this says nothing: what comes later waits for what came
+    /// before.)
     pub(crate) fn lateness(&self) -> Duration {
         Duration::from_micros(self.state.late.load(Ordering::SeqCst))
     }
@@ -62,7 +66,10 @@ impl Proxy {
     pub(crate) fn round_trip(&self) -> Duration {
         let mut stream = std::net::TcpStream::connect(self.address).expect("our own proxy listens");
         let (asked, mut answer) = (Instant::now(), *b"+PONG\r\n");
-        stream.write_all(b"PING\r\n").and_then(|()| stream.read_exact(&mut answer)).expect("an answer");
+        stream
+            .write_all(b"PING\r\n")
+            .and_then(|()| stream.read_exact(&mut answer))
+            .expect("an answer");
         asked.elapsed()
     }
 
@@ -87,14 +94,22 @@ async fn accept(listener: TcpListener, port: u16, state: Arc<State>) {
         let number = state.connections.fetch_add(1, Ordering::SeqCst);
         let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { continue };
         let _ = (client.set_nodelay(true), server.set_nodelay(true));
-        let ((from_client, to_client), (from_server, to_server)) = (client.into_split(), server.into_split());
+        let ((from_client, to_client), (from_server, to_server)) =
+            (client.into_split(), server.into_split());
         tokio::spawn(carry(from_client, to_server, number, Arc::clone(&state), false));
         tokio::spawn(carry(from_server, to_client, number, Arc::clone(&state), true));
     }
 }
 
-/// One direction. Reading goes on while earlier bytes wait for their time, so latency does not become throughput.
-async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, number: usize, state: Arc<State>, delayed: bool) {
+/// One direction. Reading goes on while earlier bytes wait for their time, so latency does not
+/// become throughput.
+async fn carry(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    number: usize,
+    state: Arc<State>,
+    delayed: bool,
+) {
     let (sender, mut receiver) = mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
     let told = Arc::clone(&state);
     let write = async move {
@@ -103,7 +118,10 @@ async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, number: usize, s
             if to.write_all(&bytes).await.is_err() {
                 return;
             }
-            told.late.fetch_max(u64::try_from(due.elapsed().as_micros()).unwrap_or(u64::MAX), Ordering::SeqCst);
+            told.late.fetch_max(
+                u64::try_from(due.elapsed().as_micros()).unwrap_or(u64::MAX),
+                Ordering::SeqCst,
+            );
         }
     };
     let read = async move {
@@ -114,7 +132,10 @@ async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, number: usize, s
             }
             state.bytes.fetch_add(length as u64, Ordering::Relaxed);
             let latency = if delayed { state.latency.load(Ordering::SeqCst) } else { 0 };
-            if sender.send((Instant::now() + Duration::from_micros(latency), buffer[..length].to_vec())).is_err() {
+            if sender
+                .send((Instant::now() + Duration::from_micros(latency), buffer[..length].to_vec()))
+                .is_err()
+            {
                 return;
             }
         }

@@ -9,8 +9,8 @@ use crate::servers::{PATIENCE, Server};
 
 const EVERY: Duration = Duration::from_millis(5);
 
-/// Asks servers that nobody stops whether they are there, all the time: one that stands still by itself, because it waits
-/// for a processor or a disk, makes calls miss their deadline.
+/// Asks servers that nobody stops whether they are there, all the time: one that stands still by
+/// itself, because it waits for a processor or a disk, makes calls miss their deadline.
 pub(crate) struct Pulse {
     stop: Arc<AtomicBool>,
     watched: Vec<JoinHandle<Duration>>,
@@ -31,7 +31,8 @@ impl Pulse {
     /// The longest that one of them took for an answer.
     pub(crate) fn finish(self) -> Duration {
         self.stop.store(true, Ordering::Relaxed);
-        let longest = self.watched.into_iter().map(|watched| watched.join().expect("it answers to the end"));
+        let longest =
+            self.watched.into_iter().map(|watched| watched.join().expect("it answers to the end"));
         longest.max().unwrap_or_default()
     }
 }
@@ -40,7 +41,10 @@ fn longest(mut stream: TcpStream, stop: &AtomicBool) -> Duration {
     let (mut longest, mut answer) = (Duration::ZERO, *b"+PONG\r\n");
     while !stop.load(Ordering::Relaxed) {
         let asked = Instant::now();
-        stream.write_all(b"PING\r\n").and_then(|()| stream.read_exact(&mut answer)).expect("it is there");
+        stream
+            .write_all(b"PING\r\n")
+            .and_then(|()| stream.read_exact(&mut answer))
+            .expect("it is there");
         longest = longest.max(asked.elapsed());
         std::thread::sleep(EVERY);
     }

@@ -15,7 +15,8 @@ const ATTEMPTS: usize = 3;
 /// On a machine that is never quiet, rows are not measured again for ever.
 const TIME_FOR_REPEATS: Duration = Duration::from_secs(7 * 60);
 static BEGAN: OnceLock<Instant> = OnceLock::new();
-/// A machine that stands still for so long makes calls miss a deadline of 100 ms that would have kept it.
+/// A machine that stands still for so long makes calls miss a deadline of 100 ms that would have
+/// kept it.
 const TOO_LATE: Duration = Duration::from_millis(30);
 
 /// No answer may be later than the deadline and this.
@@ -45,8 +46,9 @@ pub(crate) struct Row {
     done: bool,
 }
 
-/// Measures a row when its turn has come. What must hold on any machine fails at once. A time that is missed is measured again:
-/// on a machine that was late itself it proves nothing; on a quiet one it is missed, and missed twice it has failed.
+/// Measures a row when its turn has come. What must hold on any machine fails at once. A time that
+/// is missed is measured again: on a machine that was late itself it proves nothing; on a quiet one
+/// it is missed, and missed twice it has failed.
 pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     // A row that failed does not stop the next one.
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -55,8 +57,15 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     let mut missed = false;
     for _ in 0..ATTEMPTS {
         let (started, late) = (Instant::now(), Duration::ZERO);
-        let mut row =
-            Row { name, started, figures: Vec::new(), failures: Vec::new(), inexcusable: 0, late, done: false };
+        let mut row = Row {
+            name,
+            started,
+            figures: Vec::new(),
+            failures: Vec::new(),
+            inexcusable: 0,
+            late,
+            done: false,
+        };
         measure(&mut row);
         let quiet = row.late < TOO_LATE;
         if row.failures.is_empty() || row.inexcusable > 0 || (quiet && missed) {
@@ -72,7 +81,8 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     }
 }
 
-/// While it lives, what this session runs goes before what other sessions run: who measures must not wait for a build.
+/// While it lives, what this session runs goes before what other sessions run: who measures must
+/// not wait for a build.
 struct Preferred {
     before: Option<String>,
 }
@@ -119,18 +129,25 @@ impl Row {
         match measured {
             Some(time) => {
                 self.figure(what, format_args!("{:.1} ms", time.as_secs_f64() * 1e3));
-                self.require(time <= bound, || format!("{what}: {time:?}, and at most {bound:?} is promised"));
+                self.require(time <= bound, || {
+                    format!("{what}: {time:?}, and at most {bound:?} is promised")
+                });
             }
             None => self.failures.push(format!("{what}: never, and at most {bound:?} is promised")),
         }
     }
 
-    /// What must hold whatever happens: all answered, in time, by instances that live; nobody below a limit denied; no more
-    /// admitted than `limits` times the limit in any window; every key with an expiry.
+    /// What must hold whatever happens: all answered, in time, by instances that live; nobody below
+    /// a limit denied; no more admitted than `limits` times the limit in any window; every key with
+    /// an expiry.
     pub(crate) fn check(&mut self, run: &Run, fleet: &Fleet, limits: usize, servers: &[&Server]) {
-        let unanswered: Vec<_> = run.records.iter().filter(|record| record.trouble.is_some()).collect();
-        let example = unanswered.first().and_then(|record| record.trouble.clone()).unwrap_or_default();
-        self.insist(unanswered.is_empty(), || format!("{} requests without an answer: {example}", unanswered.len()));
+        let unanswered: Vec<_> =
+            run.records.iter().filter(|record| record.trouble.is_some()).collect();
+        let example =
+            unanswered.first().and_then(|record| record.trouble.clone()).unwrap_or_default();
+        self.insist(unanswered.is_empty(), || {
+            format!("{} requests without an answer: {example}", unanswered.len())
+        });
         let odd = run.records.iter().filter(|record| !matches!(record.status, 200 | 429)).count();
         self.insist(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
         self.late = self.late.max(run.lateness());
@@ -143,10 +160,11 @@ impl Row {
                 #[expect(clippy::cast_precision_loss, reason = "for the eye")]
                 self.figure("at most", format_args!("{:.2} L", most as f64 / limit as f64));
             }
-            let told = || format!("{name}: {most} in a window, and {limits} × {limit} is the bound");
+            let told =
+                || format!("{name}: {most} in a window, and {limits} × {limit} is the bound");
             self.require(most <= limits * limit, told);
-            // Where a machine that stood still made calls miss their deadline, there was a failure of the store after all,
-            // and the bound of that holds.
+            // Where a machine that stood still made calls miss their deadline, there was a failure
+            // of the store after all, and the bound of that holds.
             let fallen = run.records.iter().any(|record| !record.by_store());
             let whatever = if fallen { limits.max(2) } else { limits };
             self.insist(most <= whatever * limit, || {
@@ -165,7 +183,8 @@ impl Row {
         }
     }
 
-    /// The store was late by itself, without our doing. To be told before the [checks](Self::check).
+    /// The store was late by itself, without our doing. To be told before the
+    /// [checks](Self::check).
     pub(crate) fn store_was_late(&mut self, by: Duration) {
         self.late = self.late.max(by);
     }
@@ -180,7 +199,8 @@ impl Row {
         }
     }
 
-    /// From one moment to the other, nobody was decided by the store, everybody by its policy's word.
+    /// From one moment to the other, nobody was decided by the store, everybody by its policy's
+    /// word.
     pub(crate) fn check_failure_modes(&mut self, run: &Run, from: Instant, to: Instant) {
         let mut wrong = String::new();
         for record in run.sent_between(from, to).filter(|record| record.answered <= to) {
@@ -189,7 +209,10 @@ impl Row {
                 "open" => record.source == Source::Allow && record.allowed,
                 "ledger" => record.source == Source::Deny && !record.allowed,
                 // A denial that the store has made holds, as long as it is not missed.
-                _ => record.source == Source::Local || (record.source == Source::DenyCache && !record.allowed),
+                _ => {
+                    record.source == Source::Local
+                        || (record.source == Source::DenyCache && !record.allowed)
+                }
             };
             if !right && wrong.len() < 200 {
                 let _ = write!(wrong, " {name} by {:?}", record.source);
@@ -203,30 +226,48 @@ impl Row {
         });
     }
 
-    /// The store does not answer from one moment to the other: the breaker opens, then every decision comes at once.
+    /// The store does not answer from one moment to the other: the breaker opens, then every
+    /// decision comes at once.
     pub(crate) fn check_outage(&mut self, run: &Run, gone: Instant, back: Instant) {
         let open = run.shown_after(gone, Sample::breaker_is_open);
         self.within("breaker open", open, SECOND);
         let from = gone + open.unwrap_or(SECOND);
         self.within("p99 away", Some(run.p99(from, back)), AT_ONCE);
         self.check_failure_modes(run, from, back);
-        let late = run.sent_between(gone + SECOND, back).filter(|record| record.source == Source::DenyCache).count();
-        self.require(late == 0, || format!("{late} denials from the cache, long after it could be told of a refund"));
+        let late = run
+            .sent_between(gone + SECOND, back)
+            .filter(|record| record.source == Source::DenyCache)
+            .count();
+        self.require(late == 0, || {
+            format!("{late} denials from the cache, long after it could be told of a refund")
+        });
     }
 
-    /// An old primary that is awake again is left alone: what lay in its socket writes nothing, and no more calls come.
+    /// An old primary that is awake again is left alone: what lay in its socket writes nothing, and
+    /// no more calls come.
     pub(crate) fn check_old_primary(&mut self, monitor: &Monitor, awake: Instant) {
         let seen = monitor.written_after(self.started).len();
         self.insist(seen > 0, || "the old primary was not listened to".to_owned());
         let written = monitor.written_after(awake);
         self.figure("written to the old primary", written.len());
-        self.insist(written.is_empty(), || format!("{} writes to the old primary: {}", written.len(), written[0]));
+        self.insist(written.is_empty(), || {
+            format!("{} writes to the old primary: {}", written.len(), written[0])
+        });
         let calls = monitor.calls_after(awake + SECOND / 2);
-        self.require(calls == 0, || format!("{calls} calls to the old primary long after the failover"));
+        self.require(calls == 0, || {
+            format!("{calls} calls to the old primary long after the failover")
+        });
     }
 
-    /// The store decided everything that was sent in this time, but for keys that owe it what they were admitted without it.
-    pub(crate) fn check_store_decides(&mut self, run: &Run, fleet: &Fleet, from: Instant, to: Instant) {
+    /// The store decided everything that was sent in this time, but for keys that owe it what they
+    /// were admitted without it.
+    pub(crate) fn check_store_decides(
+        &mut self,
+        run: &Run,
+        fleet: &Fleet,
+        from: Instant,
+        to: Instant,
+    ) {
         let others = run.without_store(from, to, WINDOW);
         self.require(others.is_empty(), || {
             let mut told = format!("{} decisions that are not the store's", others.len());
@@ -247,12 +288,20 @@ impl Row {
         });
     }
 
-    /// What the store charged is what it told, but for requests of which nobody can know: those under way when it went
-    /// away or came back. `away`: requests sent in this time must not have been charged, now or later.
-    pub(crate) fn check_ledger(&mut self, run: &Run, charged: u64, away: Option<(Instant, Instant)>) {
+    /// What the store charged is what it told, but for requests of which nobody can know: those
+    /// under way when it went away or came back. `away`: requests sent in this time must not have
+    /// been charged, now or later.
+    pub(crate) fn check_ledger(
+        &mut self,
+        run: &Run,
+        charged: u64,
+        away: Option<(Instant, Instant)>,
+    ) {
         let admitted = run.of("ledger").filter(|record| record.allowed).count() as u64;
         let unknown = |sent: Instant| away.is_none_or(|(from, to)| sent < from || sent >= to);
-        let unanswered = run.of("ledger").filter(|record| !record.by_store() && unknown(record.sent)).count() as u64;
+        let unanswered =
+            run.of("ledger").filter(|record| !record.by_store() && unknown(record.sent)).count()
+                as u64;
         self.figure("charged", format_args!("{charged} of {admitted} told"));
         self.insist((admitted..=admitted + unanswered).contains(&charged), || {
             format!("{charged} charged, {admitted} told, {unanswered} of which nobody can know")
@@ -268,7 +317,8 @@ impl Row {
 
     fn write(&self, verdict: &str) {
         let seconds = self.started.elapsed().as_secs();
-        let mut line = format!("{verdict:<6} {:<34} {seconds:>3} s  {}", self.name, self.figures.join(", "));
+        let mut line =
+            format!("{verdict:<6} {:<34} {seconds:>3} s  {}", self.name, self.figures.join(", "));
         for failure in &self.failures {
             let _ = write!(line, "\n       - {}", failure.lines().next().unwrap_or_default());
         }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crate::hole::Hole;
 use crate::support::folder_in_memory;
 
-/// What takes this long hangs. A Sentinel that finds that it stood still itself for two seconds does nothing for half a minute
-/// (TILT), and on a busy machine it may.
+/// What takes this long hangs. A Sentinel that finds that it stood still itself for two seconds
+/// does nothing for half a minute (TILT), and on a busy machine it may.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
 /// A Redis process, ended by its id.
@@ -34,7 +34,13 @@ pub(crate) struct Launch {
 
 impl Launch {
     pub(crate) fn new() -> Self {
-        Self { host: "127.0.0.1".to_owned(), options: Vec::new(), clock: None, namespace: None, sentinel: None }
+        Self {
+            host: "127.0.0.1".to_owned(),
+            options: Vec::new(),
+            clock: None,
+            namespace: None,
+            sentinel: None,
+        }
     }
 
     pub(crate) fn with(mut self, option: &str, value: &str) -> Self {
@@ -110,12 +116,20 @@ impl Launch {
         } else {
             command.args(["--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0"]);
         }
-        command.args(["--bind", &self.host, "--port", &port.to_string(), "--dir"]).arg(folder).args(&self.options);
+        command
+            .args(["--bind", &self.host, "--port", &port.to_string(), "--dir"])
+            .arg(folder)
+            .args(&self.options);
         if let Some(seconds) = self.clock {
-            // The tool of the same name hangs with Debian's Redis: its library asks for memory while jemalloc, which Redis
-            // uses, asks it for the time. So the C library's own malloc goes first.
+            // The tool of the same name hangs with Debian's Redis: its library asks for memory
+            // while jemalloc, which Redis uses, asks it for the time. So the C library's own malloc
+            // goes first.
             let library = faketime();
-            let c = library.parent().and_then(Path::parent).expect("/usr/lib/…/faketime").join("libc.so.6");
+            let c = library
+                .parent()
+                .and_then(Path::parent)
+                .expect("/usr/lib/…/faketime")
+                .join("libc.so.6");
             command.env("LD_PRELOAD", format!("{} {}", library.display(), c.display()));
             command.env("FAKETIME", seconds).env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
         }
@@ -158,7 +172,8 @@ impl Server {
     }
 
     pub(crate) fn signal(&self, name: &str) {
-        let sent = Command::new("kill").arg(format!("-{name}")).arg(self.pid().to_string()).status();
+        let sent =
+            Command::new("kill").arg(format!("-{name}")).arg(self.pid().to_string()).status();
         assert!(sent.expect("kill runs").success());
     }
 
@@ -170,12 +185,14 @@ impl Server {
 
     /// Again on the same port, with nothing in it.
     pub(crate) fn start_again(&mut self) {
-        self.process = self.launch.run(self.port, self.folder.path()).expect("the port is free again");
+        self.process =
+            self.launch.run(self.port, self.folder.path()).expect("the port is free again");
     }
 
     pub(crate) fn connection(&self) -> redis::Connection {
         let client = redis::Client::open(self.url()).expect("a URL");
-        let connection = client.get_connection_with_timeout(PATIENCE).expect("our own server answers");
+        let connection =
+            client.get_connection_with_timeout(PATIENCE).expect("our own server answers");
         connection.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         connection
     }
@@ -184,7 +201,8 @@ impl Server {
         tell(&mut self.connection(), words)
     }
 
-    /// The value of a line of INFO; empty while it does not answer. (Sentinels close the connections of whom they promote.)
+    /// The value of a line of INFO; empty while it does not answer. (Sentinels close the
+    /// connections of whom they promote.)
     pub(crate) fn info(&self, name: &str) -> String {
         let ask = |client: redis::Client| {
             let mut connection = client.get_connection_with_timeout(PATIENCE)?;
@@ -192,7 +210,9 @@ impl Server {
             redis::cmd("INFO").arg("everything").query::<String>(&mut connection)
         };
         let text = redis::Client::open(self.url()).and_then(ask).unwrap_or_default();
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':').map(str::to_owned));
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':').map(str::to_owned));
         line.unwrap_or_default()
     }
 
@@ -226,14 +246,17 @@ impl Drop for Server {
     }
 }
 
-pub(crate) fn tell<T: redis::FromRedisValue>(connection: &mut redis::Connection, words: &[&str]) -> T {
+pub(crate) fn tell<T: redis::FromRedisValue>(
+    connection: &mut redis::Connection,
+    words: &[&str],
+) -> T {
     let mut command = redis::cmd(words[0]);
     command.arg(&words[1..]);
     command.query(connection).unwrap_or_else(|error| panic!("{words:?}: {error}"))
 }
 
-/// A port that is free, and so is the one 10,000 above it, where a cluster's nodes talk. Both are below those that the
-/// system hands out by itself.
+/// A port that is free, and so is the one 10,000 above it, where a cluster's nodes talk. Both are
+/// below those that the system hands out by itself.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
@@ -249,6 +272,8 @@ fn free_port() -> u16 {
 
 fn faketime() -> PathBuf {
     let folders = std::fs::read_dir("/usr/lib").expect("a folder").flatten();
-    let library = folders.map(|folder| folder.path().join("faketime/libfaketime.so.1")).find(|file| file.exists());
+    let library = folders
+        .map(|folder| folder.path().join("faketime/libfaketime.so.1"))
+        .find(|file| file.exists());
     library.expect("libfaketime: install it with `make setup`")
 }

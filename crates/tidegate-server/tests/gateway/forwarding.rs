@@ -26,7 +26,12 @@ fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
     assert_eq!(answer.header("x-own"), Some("a"));
     assert_eq!((answer.header("x-private"), answer.header("keep-alive")), (None, None));
     assert_eq!(answer.headers.iter().filter(|(name, _)| name == "set-cookie").count(), 2);
-    let via: Vec<&str> = answer.headers.iter().filter(|(name, _)| name == "via").map(|(_, via)| via.as_str()).collect();
+    let via: Vec<&str> = answer
+        .headers
+        .iter()
+        .filter(|(name, _)| name == "via")
+        .map(|(_, via)| via.as_str())
+        .collect();
     assert_eq!(via, ["1.0 cache", "1.1 tidegate"]);
 
     let received = upstream.received().remove(0);
@@ -57,7 +62,8 @@ fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
 fn what_connection_names_is_dropped_whatever_else_it_names() {
     let upstream = Upstream::answering(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close, X-Secret, \xff\r\nX-Secret: s\r\n\r\n";
+    let bytes =
+        b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close, X-Secret, \xff\r\nX-Secret: s\r\n\r\n";
     assert_eq!(raw(&gateway.http, bytes).status, 200);
     assert_eq!(upstream.received()[0].header("x-secret"), None);
 }
@@ -124,12 +130,18 @@ fn the_limits_of_an_upstream_are_not_mixed_with_ours() {
     let ask = |config: &str, path: &str| {
         let gateway = Service::gateway(config, &[&upstream.url()]);
         let answer = request(&gateway.http, "GET", path, &[("X-User-Id", "u1")], b"");
-        let limits = answer.headers.into_iter().filter(|(name, _)| name.contains("ratelimit") || name == "retry-after");
-        limits.map(|(name, value)| format!("{name}: {value}")).collect::<std::collections::BTreeSet<_>>()
+        let limits = answer
+            .headers
+            .into_iter()
+            .filter(|(name, _)| name.contains("ratelimit") || name == "retry-after");
+        limits
+            .map(|(name, value)| format!("{name}: {value}"))
+            .collect::<std::collections::BTreeSet<_>>()
     };
     let ours = ["ratelimit-policy: \"per-user\";q=3;w=3600", "ratelimit: \"per-user\";r=2;t=3600"];
     let our_x = ["x-ratelimit-limit: 3", "x-ratelimit-remaining: 2", "x-ratelimit-reset: 3600"];
-    let theirs = ["ratelimit: \"up\";r=7;t=1", "ratelimit-policy: \"up\";q=9;w=1", "ratelimit-remaining: 7"];
+    let theirs =
+        ["ratelimit: \"up\";r=7;t=1", "ratelimit-policy: \"up\";q=9;w=1", "ratelimit-remaining: 7"];
     let their_x = ["x-ratelimit-limit: 9", "x-ratelimit-used: 2"];
     let set = |parts: &[&[&str]]| {
         parts
@@ -148,9 +160,13 @@ fn the_limits_of_an_upstream_are_not_mixed_with_ours() {
 #[test]
 fn a_trusted_proxy_is_believed_and_added_to() {
     let upstream = Upstream::answering(OK);
-    let gateway = Service::gateway("client_ip: {trusted_proxies: [127.0.0.1]}\n", &[&upstream.url()]);
-    let headers =
-        [("X-Forwarded-For", "203.0.113.9"), ("X-Forwarded-Proto", "https"), ("X-Forwarded-Host", "example.org")];
+    let gateway =
+        Service::gateway("client_ip: {trusted_proxies: [127.0.0.1]}\n", &[&upstream.url()]);
+    let headers = [
+        ("X-Forwarded-For", "203.0.113.9"),
+        ("X-Forwarded-Proto", "https"),
+        ("X-Forwarded-Host", "example.org"),
+    ];
     assert_eq!(request(&gateway.http, "GET", "/", &headers, b"").status, 200);
     let received = upstream.received().remove(0);
     assert_eq!(received.header("x-forwarded-for"), Some("203.0.113.9, 127.0.0.1"));
@@ -170,17 +186,29 @@ fn what_the_policies_allow_passes_and_the_rest_never_gets_there() {
         assert_eq!(answer.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
     }
     let denied = ask("u1");
-    assert_eq!((denied.status, denied.header("content-type")), (429, Some("application/problem+json")));
+    assert_eq!(
+        (denied.status, denied.header("content-type")),
+        (429, Some("application/problem+json"))
+    );
     assert_eq!(denied.json()["status"], 429);
     let wait: u64 = denied.header("retry-after").expect("a wait").parse().expect("seconds");
     assert!((3_500..=3_600).contains(&wait));
     assert_eq!(ask("u2").status, 200);
     assert_eq!(upstream.received().len(), 4, "denied requests do not get there");
     // Not limited, and another way to write the path does not get around it.
-    assert_eq!(request(&gateway.http, "GET", "/", &[("X-User-Id", "u1")], b"").header("ratelimit"), None);
-    assert_eq!(request(&gateway.http, "GET", "//x/..//%61pi/items", &[("X-User-Id", "u1")], b"").status, 429);
+    assert_eq!(
+        request(&gateway.http, "GET", "/", &[("X-User-Id", "u1")], b"").header("ratelimit"),
+        None
+    );
+    assert_eq!(
+        request(&gateway.http, "GET", "//x/..//%61pi/items", &[("X-User-Id", "u1")], b"").status,
+        429
+    );
     let metrics = gateway.admin("/metrics").body;
-    assert!(metrics.contains(r#"tidegate_decisions_total{policy="per-user",outcome="denied"} 2"#), "{metrics}");
+    assert!(
+        metrics.contains(r#"tidegate_decisions_total{policy="per-user",outcome="denied"} 2"#),
+        "{metrics}"
+    );
     let hot = gateway.admin("/v1/hot-keys").json();
     assert_eq!(hot["denied"][0]["key"], json!("u1"));
 }
@@ -188,12 +216,15 @@ fn what_the_policies_allow_passes_and_the_rest_never_gets_there() {
 #[test]
 fn the_body_of_a_denied_request_is_not_read() {
     let upstream = Upstream::answering(OK);
-    let gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    let gateway =
+        Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     let mut client = TcpStream::connect(&gateway.http).expect("it listens");
     client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
     client.set_write_timeout(Some(PATIENCE)).expect("a timeout");
-    client.write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1073741824\r\n\r\n").expect("sent");
+    client
+        .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1073741824\r\n\r\n")
+        .expect("sent");
     // More than one packet is on its way when the answer comes, and yet the answer is read.
     let _ = client.write_all(&vec![0; 100_000]);
     let answer = read_answer(&mut client);
@@ -235,7 +266,8 @@ fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_en
         }
         stream.write_all(OK)
     });
-    let mut gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    let mut gateway =
+        Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     let ask = |gateway: &Service| request(&gateway.http, "GET", "/", &[], b"");
     assert_eq!((ask(&gateway).status, ask(&gateway).status), (200, 429));
     let text = std::fs::read_to_string(gateway.file()).expect("the file");
@@ -245,7 +277,9 @@ fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_en
 
     let mut slow = TcpStream::connect(&gateway.http).expect("it listens");
     slow.write_all(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
-    gateway.until("it is under way", |_| upstream.received().iter().any(|r| r.head.starts_with("GET /slow")));
+    gateway.until("it is under way", |_| {
+        upstream.received().iter().any(|r| r.head.starts_with("GET /slow"))
+    });
     gateway.signal("TERM");
     let answer = read_answer(&mut slow);
     assert_eq!((answer.status, answer.body.as_str()), (200, "ok"));
@@ -255,18 +289,24 @@ fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_en
 #[test]
 fn policies_that_no_request_to_the_gateway_can_match_are_logged() {
     let upstream = Upstream::answering(OK);
-    let config = |policy: &str| with_free_ports(&format!("attributes: [tenant]\npolicies:\n  - {policy}\n"));
+    let config =
+        |policy: &str| with_free_ports(&format!("attributes: [tenant]\npolicies:\n  - {policy}\n"));
     let by_tenant = "{name: by-tenant, key: [tenant], limit: 1, window: 1h}";
     let gateway = Service::gateway(&config(by_tenant), &[&upstream.url()]);
     let warned = |name: &str| {
-        let is_warning = |line: &str| line.contains("no request to the gateway") && line.contains(name);
+        let is_warning =
+            |line: &str| line.contains("no request to the gateway") && line.contains(name);
         gateway.output().lines().filter(|line| is_warning(line)).count()
     };
     assert_eq!(warned("by-tenant"), 1, "{}", gateway.output());
-    std::fs::write(gateway.file(), config("{name: edge, match: {domain: edge}, limit: 1, window: 1h}"))
-        .expect("written");
+    std::fs::write(
+        gateway.file(),
+        config("{name: edge, match: {domain: edge}, limit: 1, window: 1h}"),
+    )
+    .expect("written");
     gateway.until("the new policy is logged", |_| warned("edge") == 1);
-    std::fs::write(gateway.file(), config("{name: by-ip, key: [ip], limit: 1, window: 1h}")).expect("written");
+    std::fs::write(gateway.file(), config("{name: by-ip, key: [ip], limit: 1, window: 1h}"))
+        .expect("written");
     gateway.until("the limit applies", |gateway| {
         request(&gateway.http, "GET", "/", &[], b"").header("ratelimit-policy").is_some()
     });

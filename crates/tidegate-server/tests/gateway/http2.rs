@@ -33,15 +33,26 @@ fn a_denied_request_hears_its_answer_however_large_its_body() {
     let ca = folder.path().join("ca.pem").display().to_string();
     let large = large_body(folder.path());
     let gateway = Service::gateway_on(folder, &[&upstream.url()]);
-    assert!(gateway.output().contains(&format!("gateway  https://{}", gateway.http)), "{}", gateway.output());
+    assert!(
+        gateway.output().contains(&format!("gateway  https://{}", gateway.http)),
+        "{}",
+        gateway.output()
+    );
     let url = format!("https://localhost:{}/", port(&gateway.http));
     assert_eq!(statuses(&["--cacert", &ca, &url])[..2], ["2 200", "2 429"]);
     assert_eq!(statuses(&["--cacert", &ca, "--data-binary", &large, &url]), ["2 429"; 30]);
     let gateway = Service::gateway(policies, &[&upstream.url()]);
-    assert!(gateway.output().contains(&format!("gateway  http://{}", gateway.http)), "{}", gateway.output());
+    assert!(
+        gateway.output().contains(&format!("gateway  http://{}", gateway.http)),
+        "{}",
+        gateway.output()
+    );
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     let url = format!("http://{}/", gateway.http);
-    assert_eq!(statuses(&["--http2-prior-knowledge", "--data-binary", &large, &url]), ["2 429"; 30]);
+    assert_eq!(
+        statuses(&["--http2-prior-knowledge", "--data-binary", &large, &url]),
+        ["2 429"; 30]
+    );
     assert_eq!(upstream.received().len(), 2);
 }
 
@@ -54,7 +65,14 @@ fn the_service_is_heard_though_it_reads_no_body() {
     let service = Service::start_on(folder, &file, &[]);
     let url = |path: &str| format!("http://{}{path}", service.http);
     let ask = |body: &str, path: &str| {
-        statuses(&["--http2-prior-knowledge", "-H", "Authorization: Bearer wrong", "--data-binary", body, &url(path)])
+        statuses(&[
+            "--http2-prior-knowledge",
+            "-H",
+            "Authorization: Bearer wrong",
+            "--data-binary",
+            body,
+            &url(path),
+        ])
     };
     for body in ["{}", &large] {
         assert_eq!(ask(body, "/v1/acquire"), ["2 401"; 30]);
@@ -97,7 +115,8 @@ impl Frames {
         self.0.write_all(&[&head, payload].concat()).expect("sent");
     }
 
-    /// The next frame of a stream: its kind, flags and payload. What concerns the connection is answered.
+    /// The next frame of a stream: its kind, flags and payload. What concerns the connection is
+    /// answered.
     fn next(&mut self) -> (u8, u8, Vec<u8>) {
         loop {
             let mut head = [0; 9];
@@ -161,7 +180,8 @@ fn a_client_that_takes_nothing_of_its_answer_loses_its_stream_and_the_upstream_i
 #[test]
 fn the_rest_of_a_denied_body_is_not_read() {
     let upstream = Upstream::answering(OK);
-    let gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    let gateway =
+        Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     let mut client = Frames::connect(&gateway.http, 65_535);
     client.send(HEADERS, END_HEADERS | END_STREAM, 1, POST);
     assert_eq!((client.next().0, client.next().0), (HEADERS, DATA));

@@ -42,7 +42,8 @@ fn connect(address: &str) -> BufReader<TcpStream> {
 #[test]
 fn ten_thousand_requests_on_kept_connections_leak_none() {
     let upstream = Upstream::answering(OK);
-    let policy = "policies: [{name: p, key: [ip], algorithm: token-bucket, limit: 1000000, window: 1s}]\n";
+    let policy =
+        "policies: [{name: p, key: [ip], algorithm: token-bucket, limit: 1000000, window: 1s}]\n";
     let gateway = Service::gateway(policy, &[&upstream.url()]);
     let before = gateway.open_files();
     std::thread::scope(|scope| {
@@ -57,7 +58,11 @@ fn ten_thousand_requests_on_kept_connections_leak_none() {
         }
     });
     assert_eq!(upstream.received().len(), 10_000);
-    assert!(upstream.connections() <= 16, "{} connections were made for 4 at a time", upstream.connections());
+    assert!(
+        upstream.connections() <= 16,
+        "{} connections were made for 4 at a time",
+        upstream.connections()
+    );
     // Those to the upstream are kept for a while, and then closed.
     gateway.until("all connections are closed", |gateway| gateway.open_files() <= before);
 }
@@ -69,7 +74,9 @@ fn a_gibibyte_streams_through_in_constant_memory_both_ways() {
     let size = GIBIBYTE;
     let upstream = Upstream::start(move |request, stream| {
         if request.head.starts_with("GET") {
-            stream.write_all(format!("HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n").as_bytes())?;
+            stream.write_all(
+                format!("HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n").as_bytes(),
+            )?;
             let piece = vec![b'x'; 1 << 20];
             for _ in 0..size >> 20 {
                 stream.write_all(&piece)?;
@@ -136,14 +143,17 @@ fn upload(client: &mut TcpStream, size: usize) {
     client.write_all(b"0\r\n\r\n").expect("sent");
 }
 
-/// Two real services as upstreams. One is killed and started again, several times, while clients ask questions whose
-/// answers tell them apart.
+/// Two real services as upstreams. One is killed and started again, several times, while clients
+/// ask questions whose answers tell them apart.
 #[test]
 fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
     let steady = Service::start("");
     let mut mortal = Service::start("");
     let port = mortal.http.clone();
-    let gateway = Service::gateway("", &[&format!("http://{}", steady.http), &format!("http://{}", mortal.http)]);
+    let gateway = Service::gateway(
+        "",
+        &[&format!("http://{}", steady.http), &format!("http://{}", mortal.http)],
+    );
     let (stop, right, failed) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         for client in 0..4 {
@@ -180,7 +190,8 @@ fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
             let goal = right.load(Ordering::Relaxed) + count;
             gateway.until("requests are answered", |_| right.load(Ordering::Relaxed) >= goal);
         };
-        let listen = format!("listen: {{http: '{port}', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n");
+        let listen =
+            format!("listen: {{http: '{port}', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n");
         for _ in 0..3 {
             progress(200);
             mortal.signal("KILL");
@@ -193,7 +204,7 @@ fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
     });
     let (right, failed) = (right.into_inner(), failed.into_inner());
     println!("{right} right, {failed} failed");
-    // What was under way when it was killed, and what met a connection that was not yet seen to be closed: four clients,
-    // three times.
+    // What was under way when it was killed, and what met a connection that was not yet seen to be
+    // closed: four clients, three times.
     assert!(failed <= 24, "{failed} failed, {right} right");
 }

@@ -80,8 +80,10 @@ fn requests_that_could_be_read_in_two_ways_are_refused() {
             assert!(answer.body.contains("HTTP/1.1 400 ") && others == 1, "{what}: {answer:?}");
         }
         let received = upstream.received();
-        let new: Vec<&str> =
-            received[before..].iter().map(|request| request.head.lines().next().unwrap_or("")).collect();
+        let new: Vec<&str> = received[before..]
+            .iter()
+            .map(|request| request.head.lines().next().unwrap_or(""))
+            .collect();
         assert_eq!(new, ["GET /good HTTP/1.1"; 2], "{what}");
     }
 }
@@ -102,12 +104,22 @@ fn no_other_http_is_gone_over_to() {
     // It would grant it, and answer all that comes then.
     let upstream = Upstream::start(|request, stream| {
         let granted = request.header("upgrade").is_some();
-        stream.write_all(if granted { b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n" } else { OK })
+        stream.write_all(if granted {
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n"
+        } else {
+            OK
+        })
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    for protocol in
-        ["h2c", "H2C", "websocket, h2c", "websocket\r\nUpgrade: h2c", "h2c, websocket", "HTTP/2.0", "TLS/1.2"]
-    {
+    for protocol in [
+        "h2c",
+        "H2C",
+        "websocket, h2c",
+        "websocket\r\nUpgrade: h2c",
+        "h2c, websocket",
+        "HTTP/2.0",
+        "TLS/1.2",
+    ] {
         let bytes = format!(
             "GET / HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n\
              HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -117,7 +129,10 @@ fn no_other_http_is_gone_over_to() {
     }
     let received = upstream.received();
     assert_eq!(received.len(), 7);
-    assert!(received.iter().all(|request| request.header("http2-settings").is_none()), "{received:?}");
+    assert!(
+        received.iter().all(|request| request.header("http2-settings").is_none()),
+        "{received:?}"
+    );
 }
 
 #[test]
@@ -143,7 +158,9 @@ fn the_upstream_is_told_the_path_that_the_policies_saw() {
 fn pipelined_requests_are_answered_in_their_order() {
     let upstream = Upstream::start(|request, stream| {
         let path = request.head.split(' ').nth(1).unwrap_or_default().to_owned();
-        stream.write_all(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{path}", path.len()).as_bytes())
+        stream.write_all(
+            format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{path}", path.len()).as_bytes(),
+        )
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
     let bytes = b"GET /1 HTTP/1.1\r\nHost: h\r\n\r\nPOST /2 HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\r\na\nb\
@@ -151,9 +168,11 @@ fn pipelined_requests_are_answered_in_their_order() {
         GET /4 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n";
     let answer = raw(&gateway.http, bytes);
     let all = answer.body;
-    let places: Vec<usize> = ["/1", "/2", "/3", "/4"].iter().filter_map(|path| all.find(path)).collect();
+    let places: Vec<usize> =
+        ["/1", "/2", "/3", "/4"].iter().filter_map(|path| all.find(path)).collect();
     assert!(places.len() == 4 && places.is_sorted(), "{all}");
-    let bodies: Vec<Vec<u8>> = upstream.received().into_iter().map(|request| request.body).collect();
+    let bodies: Vec<Vec<u8>> =
+        upstream.received().into_iter().map(|request| request.body).collect();
     assert_eq!(bodies, [&b""[..], b"a\nb", b"\r\n\n", b""]);
 }
 
@@ -161,7 +180,10 @@ fn pipelined_requests_are_answered_in_their_order() {
 fn no_tunnel_is_opened_to_elsewhere() {
     let upstream = Upstream::answering(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let answer = raw(&gateway.http, b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\nConnection: close\r\n\r\n");
+    let answer = raw(
+        &gateway.http,
+        b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\nConnection: close\r\n\r\n",
+    );
     assert_eq!(answer.status, 501, "{answer:?}");
     assert!(upstream.received().is_empty());
 }

@@ -70,7 +70,10 @@ fn an_upstream_that_does_not_answer_in_time_is_504() {
     });
     let gateway = Service::gateway("gateway: {header_timeout: 300ms}\n", &[&silent.url()]);
     let answer = request(&gateway.http, "POST", "/", &[], b"body");
-    assert_eq!((answer.status, &answer.json()["detail"]), (504, &"the upstream did not answer in time".into()));
+    assert_eq!(
+        (answer.status, &answer.json()["detail"]),
+        (504, &"the upstream did not answer in time".into())
+    );
     // Nor one that accepts the connection, and says nothing when TLS is to be agreed on.
     let mute = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let url = format!("https://{}", mute.local_addr().expect("bound"));
@@ -84,7 +87,8 @@ fn an_upstream_that_breaks_off_is_502_or_a_broken_answer_never_a_whole_one() {
         if request.head.starts_with("GET /half") {
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf")?;
         } else if request.head.starts_with("GET /chunk") {
-            stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n")?;
+            stream
+                .write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n")?;
         } else if request.head.starts_with("GET /nonsense") {
             stream.write_all(b"nonsense\r\n\r\n")?;
         }
@@ -96,13 +100,15 @@ fn an_upstream_that_breaks_off_is_502_or_a_broken_answer_never_a_whole_one() {
     let all_of = |path: &str| {
         let mut client = TcpStream::connect(&gateway.http).expect("it listens");
         client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-        write!(client, "GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n").expect("sent");
+        write!(client, "GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            .expect("sent");
         let mut all = Vec::new();
         let _ = client.read_to_end(&mut all);
         String::from_utf8(all).expect("text").to_ascii_lowercase()
     };
     let half = all_of("/half");
-    let is_seen_to_be_cut = half.contains("\r\ncontent-length: 10\r\n") && half.ends_with("\r\n\r\nhalf");
+    let is_seen_to_be_cut =
+        half.contains("\r\ncontent-length: 10\r\n") && half.ends_with("\r\n\r\nhalf");
     assert!(half.is_empty() || is_seen_to_be_cut, "{half:?}");
     let chunked = all_of("/chunk");
     let is_seen_to_be_cut = chunked.contains("chunked\r\n") && !chunked.ends_with("0\r\n\r\n");
@@ -132,7 +138,9 @@ fn a_client_that_stops_in_its_body_is_cut_off_and_the_upstream_is_not_blamed() {
     for _ in 0..4 {
         let mut client = TcpStream::connect(&gateway.http).expect("it listens");
         client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-        client.write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 10\r\n\r\nhalf").expect("sent");
+        client
+            .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 10\r\n\r\nhalf")
+            .expect("sent");
         let start = Instant::now();
         let answer = read_answer(&mut client);
         assert_eq!(answer.status, 408, "{answer:?}");
@@ -143,7 +151,9 @@ fn a_client_that_stops_in_its_body_is_cut_off_and_the_upstream_is_not_blamed() {
     assert!(!gateway.output().contains("left out"));
     // A slow one that goes on sending is served.
     let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-    client.write_all(b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 10\r\n\r\n").expect("sent");
+    client
+        .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 10\r\n\r\n")
+        .expect("sent");
     for _ in 0..10 {
         std::thread::sleep(Duration::from_millis(120));
         client.write_all(b"x").expect("sent");
@@ -156,7 +166,8 @@ fn a_client_that_does_not_finish_its_head_is_cut_off() {
     let upstream = Upstream::answering(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let start = Instant::now();
-    let parts: [&[u8]; 4] = [b"", b"PRI * HT", b"GET / HTTP/1.1\r\nHost: h\r\n", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"];
+    let parts: [&[u8]; 4] =
+        [b"", b"PRI * HT", b"GET / HTTP/1.1\r\nHost: h\r\n", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"];
     let clients: Vec<TcpStream> = parts
         .iter()
         .map(|part| {
@@ -199,8 +210,9 @@ fn a_gateway_that_leads_to_itself_does_not_go_round_for_ever() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound").to_string();
     drop(listener);
-    let config =
-        format!("listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n");
+    let config = format!(
+        "listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n"
+    );
     let gateway = Service::gateway(&config, &[&format!("http://{address}")]);
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 508);
 }
@@ -208,12 +220,20 @@ fn a_gateway_that_leads_to_itself_does_not_go_round_for_ever() {
 #[test]
 fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
     let run = |arguments: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("gateway").args(arguments).env_clear().output();
+        let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .arg("gateway")
+            .args(arguments)
+            .env_clear()
+            .output();
         let output = output.expect("the binary runs");
         let text = String::from_utf8(output.stderr).expect("UTF-8");
         assert_eq!(output.status.code(), Some(2), "{text}");
         // Of a file, the place is shown below.
-        assert_eq!(text.lines().count(), if arguments.contains(&"--config") { 4 } else { 1 }, "{text}");
+        assert_eq!(
+            text.lines().count(),
+            if arguments.contains(&"--config") { 4 } else { 1 },
+            "{text}"
+        );
         text
     };
     assert!(run(&[]).contains("there is no upstream: name one by --upstream"));

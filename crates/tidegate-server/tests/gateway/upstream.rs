@@ -1,4 +1,5 @@
-//! An upstream of HTTP/1.1 by hand: it writes down the bytes that it gets, and answers what a closure says.
+//! An upstream of HTTP/1.1 by hand: it writes down the bytes that it gets, and answers what a
+//! closure says.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -80,7 +81,8 @@ impl Upstream {
     }
 }
 
-/// Strictly: what it does not understand, it panics about, and the test sees what was received until then.
+/// Strictly: what it does not understand, it panics about, and the test sees what was received
+/// until then.
 fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
     let mut head = String::new();
     while !head.ends_with("\r\n\r\n") {

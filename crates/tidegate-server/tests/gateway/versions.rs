@@ -1,6 +1,8 @@
 use std::process::Command;
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, IsCa, KeyPair,
+};
 use serde_json::{Value, json};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
@@ -17,11 +19,13 @@ pub(crate) fn certified(config: &str) -> tempfile::TempDir {
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, "the signer");
-    let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().expect("a key")).expect("a CA");
+    let ca =
+        CertifiedIssuer::self_signed(params, KeyPair::generate().expect("a key")).expect("a CA");
     let key = KeyPair::generate().expect("a key");
     let params = CertificateParams::new(vec!["localhost".to_owned()]).expect("parameters");
     let certificate = params.signed_by(&key, &ca).expect("signed");
-    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
+    let write =
+        |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
     write("cert.pem", certificate.pem());
     write("key.pem", key.serialize_pem());
     write("ca.pem", ca.pem());
@@ -83,9 +87,14 @@ fn upstreams_are_spoken_to_over_tls_in_both_versions_if_their_certificate_is_goo
     let question = json!({"key": "k", "quota": {"limit": 7, "window": "60s"}}).to_string();
     for scheme in ["https", "h2"] {
         let upstream = format!("{scheme}://localhost:{}", port(&service.http));
-        let gateway = Service::gateway(&format!("gateway: {{ca: {}}}\n", ca.display()), &[&upstream]);
+        let gateway =
+            Service::gateway(&format!("gateway: {{ca: {}}}\n", ca.display()), &[&upstream]);
         let answer = gateway.post("/v1/peek", &question);
-        assert_eq!((answer.status, &answer.json()["limit"]), (200, &json!(7)), "{scheme}: {answer:?}");
+        assert_eq!(
+            (answer.status, &answer.json()["limit"]),
+            (200, &json!(7)),
+            "{scheme}: {answer:?}"
+        );
         let via = if scheme == "h2" { "2 tidegate" } else { "1.1 tidegate" };
         assert_eq!(answer.header("via"), Some(via));
         // Signed by nobody that is trusted.
@@ -99,7 +108,8 @@ async fn grpc_passes_with_its_trailers_and_is_limited() {
     let service = Service::start("");
     let upstream = format!("h2c://{}", service.grpc.as_deref().expect("it listens"));
     let gateway = Service::gateway(LIMIT, &[&upstream]);
-    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{}", gateway.http)).expect("a URL");
+    let endpoint =
+        tonic::transport::Endpoint::from_shared(format!("http://{}", gateway.http)).expect("a URL");
     let mut client = HealthClient::new(endpoint.connect().await.expect("connected"));
     let ask = |service: &str| HealthCheckRequest { service: service.to_owned() };
     let answer = client.check(ask("")).await.expect("an answer").into_inner();

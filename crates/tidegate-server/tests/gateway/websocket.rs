@@ -26,7 +26,11 @@ fn echo() -> Upstream {
     })
 }
 
-fn write_frame(stream: &mut TcpStream, message: &[u8], mask: Option<[u8; 4]>) -> std::io::Result<()> {
+fn write_frame(
+    stream: &mut TcpStream,
+    message: &[u8],
+    mask: Option<[u8; 4]>,
+) -> std::io::Result<()> {
     let masked = if mask.is_some() { 0x80 } else { 0 };
     let mut frame = vec![0x82];
     if message.len() < 126 {
@@ -83,7 +87,8 @@ fn read_head(client: &mut TcpStream) -> String {
 #[test]
 fn a_websocket_passes_in_both_directions_and_counts_once() {
     let upstream = echo();
-    let gateway = Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
+    let gateway =
+        Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     let before = gateway.open_files();
     let mut client = connect(&gateway);
     let head = read_head(&mut client);
@@ -96,7 +101,8 @@ fn a_websocket_passes_in_both_directions_and_counts_once() {
     for message in [&b"hello"[..], b"\n\0\r\n \r\n", &vec![7; 3_000_000]] {
         let mut sender = client.try_clone().expect("a socket");
         let sent = message.to_vec();
-        let sending = std::thread::spawn(move || write_frame(&mut sender, &sent, Some([1, 2, 3, 4])));
+        let sending =
+            std::thread::spawn(move || write_frame(&mut sender, &sent, Some([1, 2, 3, 4])));
         assert!(read_frame(&mut client).expect("an echo") == message);
         sending.join().expect("no panic").expect("sent");
     }

@@ -19,7 +19,8 @@ impl App {
     pub(crate) fn start() -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         let port = listener.local_addr().expect("bound").port();
-        let (requests, ending) = (Arc::<Mutex<Vec<String>>>::default(), Arc::<AtomicBool>::default());
+        let (requests, ending) =
+            (Arc::<Mutex<Vec<String>>>::default(), Arc::<AtomicBool>::default());
         let (written, ended) = (Arc::clone(&requests), Arc::clone(&ending));
         let accepting = std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -42,7 +43,8 @@ impl App {
 
     /// What has reached it under this path: heads with names in lower case, and bodies.
     pub(crate) fn requests(&self, path: &str) -> Vec<String> {
-        let is_there = |request: &&String| request.split(' ').nth(1).is_some_and(|uri| uri.starts_with(path));
+        let is_there =
+            |request: &&String| request.split(' ').nth(1).is_some_and(|uri| uri.starts_with(path));
         self.requests.lock().expect("no panic").iter().filter(is_there).cloned().collect()
     }
 }

@@ -15,7 +15,13 @@ impl Client {
         self.send(proxy, "GET", path, headers, "").expect("it listens")
     }
 
-    pub(crate) fn post(self, proxy: SocketAddr, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+    pub(crate) fn post(
+        self,
+        proxy: SocketAddr,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &str,
+    ) -> Answer {
         self.send(proxy, "POST", path, headers, body).expect("it listens")
     }
 
@@ -37,7 +43,8 @@ impl Client {
         let mut stream = stream?;
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(PATIENCE))?;
-        let mut request = format!("{method} {path} HTTP/1.1\r\nHost: example.com\r\nConnection: close\r\n");
+        let mut request =
+            format!("{method} {path} HTTP/1.1\r\nHost: example.com\r\nConnection: close\r\n");
         for (name, value) in headers {
             let _ = write!(request, "{name}: {value}\r\n");
         }

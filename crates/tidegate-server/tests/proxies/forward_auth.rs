@@ -13,8 +13,13 @@ const NGINX: Recipe<'static> = Recipe {
     changes: &[("_timeout 1s", "_timeout 10s")],
     environment: &[],
 };
-const CADDY: Recipe<'static> =
-    Recipe { program: "caddy", arguments: &["run"], files: &["caddy/Caddyfile"], changes: &[], environment: &[] };
+const CADDY: Recipe<'static> = Recipe {
+    program: "caddy",
+    arguments: &["run"],
+    files: &["caddy/Caddyfile"],
+    changes: &[],
+    environment: &[],
+};
 const TRAEFIK: Recipe<'static> = Recipe {
     program: "traefik",
     arguments: &["--configfile=traefik.yaml", "--global.checknewversion=false"],
@@ -52,7 +57,8 @@ struct Stage {
 
 impl Stage {
     fn new(recipe: &Recipe<'_>, limits: &[(&str, &str)], more: &str) -> Self {
-        let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"].map(|address| (address, "127.0.0.1:0"));
+        let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
+            .map(|address| (address, "127.0.0.1:0"));
         let config = changed(&changed(&deployed("tidegate.yaml"), &free), limits);
         let tidegate = Service::start(&format!("{config}\n{more}"));
         let app = App::start();
@@ -60,7 +66,8 @@ impl Stage {
         Self { app, tidegate, proxy }
     }
 
-    /// The first three pass, the fourth does not, and after the wait that it was told one passes again.
+    /// The first three pass, the fourth does not, and after the wait that it was told one passes
+    /// again.
     fn limits_each_client(&self, shown: Shown) {
         let address = self.proxy.address;
         for attempt in 0..5 {
@@ -76,14 +83,18 @@ impl Stage {
             for (number, (answer, request)) in answers.iter().zip(&reached).enumerate() {
                 assert_eq!(answer.status, 200, "{answer:?}");
                 assert_eq!(answer.header("retry-after"), None);
-                let (policy, left) = ("\"per-client\";q=3;w=2", format!("\"per-client\";r={};t=2", 2 - number));
+                let (policy, left) =
+                    ("\"per-client\";q=3;w=2", format!("\"per-client\";r={};t=2", 2 - number));
                 match shown {
                     Shown::ToClient => {
                         assert_eq!(answer.header("ratelimit-policy"), Some(policy));
                         assert_eq!(answer.header("ratelimit"), Some(left.as_str()));
                     }
                     Shown::ToApp => {
-                        assert!(request.contains(&format!("ratelimit-policy: {policy}\r\n")), "{request}");
+                        assert!(
+                            request.contains(&format!("ratelimit-policy: {policy}\r\n")),
+                            "{request}"
+                        );
                         assert!(request.contains(&format!("ratelimit: {left}\r\n")), "{request}");
                     }
                 }
@@ -92,9 +103,16 @@ impl Stage {
             assert_eq!(denied.status, 429, "{denied:?}");
             assert_eq!(denied.header("content-type"), Some("application/problem+json"));
             assert_eq!(denied.header("ratelimit-policy"), Some("\"per-client\";q=3;w=2"));
-            assert!(denied.header("ratelimit").is_some_and(|left| left.starts_with("\"per-client\";r=0;t=")));
+            assert!(
+                denied
+                    .header("ratelimit")
+                    .is_some_and(|left| left.starts_with("\"per-client\";r=0;t="))
+            );
             assert!(denied.body.contains("\"status\":429"), "{denied:?}");
-            let wait: u64 = denied.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds");
+            let wait: u64 = denied
+                .header("retry-after")
+                .and_then(|wait| wait.parse().ok())
+                .expect("a wait in seconds");
             assert!((1..=2).contains(&wait), "{wait}");
             let other = Client(20 + attempt).get(address, "/", &[]);
             assert_eq!(other.status, 200, "another client is not concerned: {other:?}");
@@ -112,40 +130,63 @@ impl Stage {
             let client = Client(30 + u8::try_from(number).expect("two"));
             let before = self.app.requests("/login").len();
             let login = |hop: &str| {
-                let headers: Vec<_> = headers.iter().copied().chain([("X-Forwarded-For", hop)]).collect();
+                let headers: Vec<_> =
+                    headers.iter().copied().chain([("X-Forwarded-For", hop)]).collect();
                 client.post(address, "/login?next=/", &headers, "name=ann")
             };
-            assert_eq!([login("192.0.2.1").status, login("192.0.2.2").status], [200, 200], "{headers:?}");
+            assert_eq!(
+                [login("192.0.2.1").status, login("192.0.2.2").status],
+                [200, 200],
+                "{headers:?}"
+            );
             let denied = login("192.0.2.3");
             assert_eq!(denied.status, 429, "{headers:?}: {denied:?}");
-            let wait: u64 = denied.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds");
+            let wait: u64 = denied
+                .header("retry-after")
+                .and_then(|wait| wait.parse().ok())
+                .expect("a wait in seconds");
             assert!((3_500..=3_600).contains(&wait), "{wait}");
-            let otherwise_written = client.post(address, "//x/../%6Cogin/?next=/", headers, "name=ann");
+            let otherwise_written =
+                client.post(address, "//x/../%6Cogin/?next=/", headers, "name=ann");
             assert_eq!(otherwise_written.status, 429, "{headers:?}: {otherwise_written:?}");
-            assert_eq!(client.get(address, "/login", &[]).status, 200, "only POST is limited so, and a denial is free");
+            assert_eq!(
+                client.get(address, "/login", &[]).status,
+                200,
+                "only POST is limited so, and a denial is free"
+            );
             let reached = self.app.requests("/login?next=/");
-            assert!(reached.iter().all(|request| request.ends_with("\r\n\r\nname=ann")), "{reached:?}");
+            assert!(
+                reached.iter().all(|request| request.ends_with("\r\n\r\nname=ann")),
+                "{reached:?}"
+            );
             assert_eq!(self.app.requests("/login").len(), before + 3);
         }
         let asked = Client(40).get(address, "/chosen?policy=login&deny_status=401", &[]);
         assert_eq!(asked.status, 200, "a query is the application's affair: {asked:?}");
-        assert!(self.app.requests("/chosen")[0].starts_with("GET /chosen?policy=login&deny_status=401 "));
+        assert!(
+            self.app.requests("/chosen")[0]
+                .starts_with("GET /chosen?policy=login&deny_status=401 ")
+        );
     }
 }
 
 /// With a token, which the application never sees; then without Tidegate.
 fn guards_its_token_and_then_is_left_alone(recipe: &Recipe<'_>, status_without_tidegate: u16) {
     let limits = [("limit: 100\n    window: 60s", "limit: 1\n    window: 1h")];
-    let Stage { app, tidegate, mut proxy } = Stage::new(recipe, &limits, "auth: {api_token: change-me}");
+    let Stage { app, tidegate, mut proxy } =
+        Stage::new(recipe, &limits, "auth: {api_token: change-me}");
     let client = Client(50);
-    let ask = |proxy: &Proxy| client.get(proxy.address, "/guarded", &[("Authorization", "Bearer alice")]);
+    let ask =
+        |proxy: &Proxy| client.get(proxy.address, "/guarded", &[("Authorization", "Bearer alice")]);
     assert_eq!([ask(&proxy).status, ask(&proxy).status], [200, 429]);
     let reached = app.requests("/guarded");
     assert_eq!(reached.len(), 1);
     assert!(reached[0].contains("authorization: Bearer alice\r\n"), "{reached:?}");
     assert!(!reached[0].contains("change-me"), "{reached:?}");
     drop(tidegate);
-    proxy.until("it notices that nobody decides", |proxy| ask(proxy).status == status_without_tidegate);
+    proxy.until("it notices that nobody decides", |proxy| {
+        ask(proxy).status == status_without_tidegate
+    });
 }
 
 #[test]
@@ -206,9 +247,13 @@ fn haproxy_lets_nobody_pass_by_a_question_that_is_refused() {
     let (address, client) = (stage.proxy.address, Client(70));
     // No key is so long.
     let refused = client.get(address, "/refused", &[("X-User-Id", &"k".repeat(600))]);
-    assert_eq!((refused.status, refused.header("content-type")), (400, Some("application/problem+json")));
+    assert_eq!(
+        (refused.status, refused.header("content-type")),
+        (400, Some("application/problem+json"))
+    );
     assert_eq!(client.send(address, "OPTIONS", "*", &[], "").expect("it listens").status, 400);
-    // So many headers: more than Tidegate takes, and than HAProxy's client survives; of one name, or of many.
+    // So many headers: more than Tidegate takes, and than HAProxy's client survives; of one name,
+    // or of many.
     let names: Vec<String> = (0..97).map(|number| format!("X-{number}")).collect();
     let many: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "y")).collect();
     let statuses: Vec<u16> = (0..3).map(|_| client.get(address, "/many", &many).status).collect();
@@ -233,14 +278,18 @@ fn nginx_sends_a_token_and_lets_pass_without_tidegate() {
 #[test]
 fn caddy_sends_a_token_and_lets_nobody_pass_without_tidegate() {
     let token = ("# header_up X-Tidegate-Token", "header_up X-Tidegate-Token");
-    let recipe = Recipe { changes: &[token], environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..CADDY };
+    let recipe =
+        Recipe { changes: &[token], environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..CADDY };
     guards_its_token_and_then_is_left_alone(&recipe, 502);
 }
 
 #[test]
 fn traefik_sends_a_token_and_lets_nobody_pass_without_tidegate() {
     let token = [
-        ("middlewares: [no-original, tidegate]", "middlewares: [no-original, token, tidegate, no-token]"),
+        (
+            "middlewares: [no-original, tidegate]",
+            "middlewares: [no-original, token, tidegate, no-token]",
+        ),
         ("# token:", "token:"),
         ("# no-token:", "no-token:"),
     ];
@@ -257,7 +306,10 @@ fn haproxy_sends_a_token_and_lets_pass_without_tidegate() {
 #[test]
 fn haproxy_can_let_nobody_pass_without_tidegate() {
     let deny = ("# http-request deny deny_status 503", "http-request deny deny_status 503");
-    let recipe =
-        Recipe { changes: &[HAPROXY.changes[0], deny], environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..HAPROXY };
+    let recipe = Recipe {
+        changes: &[HAPROXY.changes[0], deny],
+        environment: &[("TIDEGATE_API_TOKEN", "change-me")],
+        ..HAPROXY
+    };
     guards_its_token_and_then_is_left_alone(&recipe, 503);
 }

@@ -1,6 +1,8 @@
-//! The proxies that people run, each with its files of `deploy/`, between a client, the real service and an application.
+//! The proxies that people run, each with its files of `deploy/`, between a client, the real
+//! service and an application.
 //!
-//! `make setup` installs them. Only addresses, limits and what a test is about are replaced in the files.
+//! `make setup` installs them. Only addresses, limits and what a test is about are replaced in the
+//! files.
 
 #[path = "../support/mod.rs"]
 mod support;

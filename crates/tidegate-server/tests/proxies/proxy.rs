@@ -13,7 +13,8 @@ pub(crate) struct Recipe<'a> {
     pub(crate) program: &'static str,
     pub(crate) arguments: &'static [&'static str],
     pub(crate) files: &'static [&'static str],
-    /// What has to be different in a test, besides ports: text of the files, and what to write instead.
+    /// What has to be different in a test, besides ports: text of the files, and what to write
+    /// instead.
     pub(crate) changes: &'a [(&'a str, &'a str)],
     pub(crate) environment: &'a [(&'a str, &'a str)],
 }
@@ -39,17 +40,21 @@ pub(crate) fn changed(text: &str, changes: &[(&str, &str)]) -> String {
 }
 
 impl Proxy {
-    /// In front of the application, with Tidegate at another port than the files say (8080, or 8081 for gRPC).
+    /// In front of the application, with Tidegate at another port than the files say (8080, or 8081
+    /// for gRPC).
     pub(crate) fn start(recipe: &Recipe<'_>, app: u16, tidegate: (u16, &str)) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()));
-        let asked: u16 = tidegate.1.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
+        let asked: u16 =
+            tidegate.1.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
         let ports = [(8000, address.port()), (3000, app), (tidegate.0, asked)];
-        let mut all = recipe.files.iter().map(|file| deployed(file)).collect::<Vec<_>>().join("\u{0}");
+        let mut all =
+            recipe.files.iter().map(|file| deployed(file)).collect::<Vec<_>>().join("\u{0}");
         // In two steps: a port that is written in may begin with one that is still to be changed.
         let place = |number: usize| format!("\u{1}{number}\u{1}");
         for (number, (from, _)) in ports.iter().enumerate() {
-            let as_envoy = (format!("port_value: {from}"), format!("port_value: {}", place(number)));
+            let as_envoy =
+                (format!("port_value: {from}"), format!("port_value: {}", place(number)));
             let usual = (format!(":{from}"), format!(":{}", place(number)));
             let (from, to) = if all.contains(&as_envoy.0) { as_envoy } else { usual };
             all = changed(&all, &[(&from, &to)]);
@@ -73,7 +78,9 @@ impl Proxy {
             .stdout(log.try_clone().expect("the log"))
             .stderr(log)
             .spawn()
-            .unwrap_or_else(|error| panic!("{} cannot be started ({error}): run `make setup`", recipe.program));
+            .unwrap_or_else(|error| {
+                panic!("{} cannot be started ({error}): run `make setup`", recipe.program)
+            });
         let mut proxy = Self { address, process, folder };
         let has_decided = |proxy: &Self| {
             let answer = Client(99).send(proxy.address, "GET", "/ready", &[], "");
@@ -114,7 +121,8 @@ fn root() -> PathBuf {
 
 /// Where `make setup` puts it.
 fn program(name: &str) -> PathBuf {
-    let places = [root().join(".venv/bin"), "/usr/sbin".into(), "/usr/bin".into(), "/usr/local/sbin".into()];
+    let places =
+        [root().join(".venv/bin"), "/usr/sbin".into(), "/usr/bin".into(), "/usr/local/sbin".into()];
     let found = places.iter().map(|place| place.join(name)).find(|file| file.exists());
     found.unwrap_or_else(|| panic!("{name} is not there: `make setup` installs it"))
 }

@@ -8,7 +8,15 @@ use crate::support::{Answer, Service};
 
 const ENVOY: Recipe<'static> = Recipe {
     program: "envoy",
-    arguments: &["-c", "envoy.yaml", "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"],
+    arguments: &[
+        "-c",
+        "envoy.yaml",
+        "--concurrency",
+        "1",
+        "--disable-hot-restart",
+        "--log-level",
+        "warning",
+    ],
     files: &["envoy/envoy.yaml"],
     // To give up on Tidegate so soon is right; here the machine may be busy.
     changes: &[("0.25s", "10s")],
@@ -25,7 +33,8 @@ const WINDOW: Duration = Duration::from_secs(1);
 
 fn tidegate(more: &str) -> Service {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"].map(|address| (address, "127.0.0.1:0"));
+    let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
+        .map(|address| (address, "127.0.0.1:0"));
     let config = changed(&deployed("envoy/tidegate.yaml"), &free);
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, format!("{config}\n{more}")).expect("written");
@@ -43,13 +52,16 @@ fn wait_of(answer: &Answer) -> u64 {
     answer.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds")
 }
 
-/// The first three of an address pass, the fourth does not, and after the wait that it was told one passes again.
+/// The first three of an address pass, the fourth does not, and after the wait that it was told one
+/// passes again.
 fn limits_each_address(app: &App, envoy: &Proxy) {
     for attempt in 0..8 {
         let (client, path) = (Client(10 + attempt), format!("/items/{attempt}"));
         let start = Instant::now();
         // What a client says of its address is not believed.
-        let ask = |hop: usize| client.get(envoy.address, &path, &[("X-Forwarded-For", &format!("192.0.2.{hop}"))]);
+        let ask = |hop: usize| {
+            client.get(envoy.address, &path, &[("X-Forwarded-For", &format!("192.0.2.{hop}"))])
+        };
         let answers: Vec<_> = (0..4).map(ask).collect();
         if start.elapsed() >= WINDOW {
             // The machine was busy, and the first of them no longer counts.
@@ -58,7 +70,10 @@ fn limits_each_address(app: &App, envoy: &Proxy) {
         for (number, answer) in answers.iter().take(3).enumerate() {
             assert_eq!(answer.status, 200, "{answer:?}");
             assert_eq!(answer.header("x-ratelimit-limit"), Some("3, 3;w=1"));
-            assert_eq!(answer.header("x-ratelimit-remaining"), Some((2 - number).to_string().as_str()));
+            assert_eq!(
+                answer.header("x-ratelimit-remaining"),
+                Some((2 - number).to_string().as_str())
+            );
             assert_eq!(answer.header("x-ratelimit-reset"), Some("1"));
             assert_eq!(answer.header("retry-after"), None);
         }
@@ -66,7 +81,11 @@ fn limits_each_address(app: &App, envoy: &Proxy) {
         assert_eq!(wait, 1);
         assert_eq!(answers[3].header("x-ratelimit-remaining"), Some("0"));
         assert_eq!(app.requests(&path).len(), 3);
-        assert_eq!(Client(20 + attempt).get(envoy.address, "/", &[]).status, 200, "another address is not concerned");
+        assert_eq!(
+            Client(20 + attempt).get(envoy.address, "/", &[]).status,
+            200,
+            "another address is not concerned"
+        );
         std::thread::sleep(Duration::from_secs(wait));
         assert_eq!(client.get(envoy.address, "/", &[]).status, 200, "it waited {wait} s");
         return;
@@ -84,7 +103,11 @@ fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
     let export = |key: &str| Client(40).get(envoy.address, "/export", &[("X-Api-Key", key)]);
     for left in ["10", "0"] {
         let answer = export("silver");
-        assert_eq!((answer.status, answer.header("x-ratelimit-remaining")), (200, Some(left)), "{answer:?}");
+        assert_eq!(
+            (answer.status, answer.header("x-ratelimit-remaining")),
+            (200, Some(left)),
+            "{answer:?}"
+        );
         assert_eq!(answer.header("x-ratelimit-limit"), Some("20, 20;w=60"));
     }
     assert!((30..=60).contains(&wait_of(&export("silver"))));
@@ -92,12 +115,21 @@ fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
     assert!((30..=60).contains(&wait_of(&usual)), "the same key elsewhere, from another address");
     assert_eq!(export("bronze").status, 200, "another key has its own limit");
     let gold = export("gold");
-    assert_eq!(gold.header("x-ratelimit-limit"), Some("1000, 1000;w=60"), "and this one a greater: {gold:?}");
+    assert_eq!(
+        gold.header("x-ratelimit-limit"),
+        Some("1000, 1000;w=60"),
+        "and this one a greater: {gold:?}"
+    );
     assert_eq!(gold.header("x-ratelimit-remaining"), Some("990"));
     let free = Client(42).get(envoy.address, "/export", &[]);
-    assert_eq!((free.status, free.header("x-ratelimit-limit")), (200, None), "no key, no descriptor");
+    assert_eq!(
+        (free.status, free.header("x-ratelimit-limit")),
+        (200, None),
+        "no key, no descriptor"
+    );
 
-    // By method, path and address at once. The limit of the address itself needs no wait: a denial spends nothing of it.
+    // By method, path and address at once. The limit of the address itself needs no wait: a denial
+    // spends nothing of it.
     let login = || Client(43).post(envoy.address, "/login", &[], "name=ann");
     assert_eq!([login().status, login().status], [200, 200]);
     assert!((30..=60).contains(&wait_of(&login())));
@@ -117,8 +149,11 @@ fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
 fn a_budget_of_bytes_that_envoy_reports_runs_out() {
     let (app, tidegate) = (App::start(), tidegate(""));
     let mut envoy = start(&ENVOY, &app, &tidegate);
-    let download = |envoy: &Proxy, key: &str| Client(60).get(envoy.address, "/download", &[("X-Api-Key", key)]);
-    // Each answer has four bytes: 4, 8, 12 of 10. A request may overtake the report of the one before it.
+    let download = |envoy: &Proxy, key: &str| {
+        Client(60).get(envoy.address, "/download", &[("X-Api-Key", key)])
+    };
+    // Each answer has four bytes: 4, 8, 12 of 10. A request may overtake the report of the one
+    // before it.
     envoy.until("the budget is used up", |envoy| download(envoy, "silver").status == 429);
     let passed = app.requests("/download").len();
     assert!((3..=10).contains(&passed), "{passed} answers of 4 bytes, against 10");
@@ -129,11 +164,14 @@ fn a_budget_of_bytes_that_envoy_reports_runs_out() {
 #[test]
 fn envoy_sends_a_token_and_can_let_nobody_pass_without_tidegate() {
     let (app, tidegate) = (App::start(), tidegate("auth: {api_token: change-me}"));
-    let changes =
-        [("failure_mode_deny: false", "failure_mode_deny: true"), ("# initial_metadata:", "initial_metadata:")];
+    let changes = [
+        ("failure_mode_deny: false", "failure_mode_deny: true"),
+        ("# initial_metadata:", "initial_metadata:"),
+    ];
     let recipe = Recipe { changes: &changes, ..ENVOY };
     let mut envoy = start(&recipe, &app, &tidegate);
-    let export = |envoy: &Proxy| Client(50).get(envoy.address, "/export", &[("X-Api-Key", "silver")]).status;
+    let export =
+        |envoy: &Proxy| Client(50).get(envoy.address, "/export", &[("X-Api-Key", "silver")]).status;
     assert_eq!([export(&envoy), export(&envoy), export(&envoy)], [200, 200, 429]);
     drop(tidegate);
     envoy.until("failure_mode_deny: true lets nobody pass", |envoy| export(envoy) == 500);

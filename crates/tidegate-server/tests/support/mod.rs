@@ -71,7 +71,8 @@ impl Service {
     /// As a gateway; its address stands under `http`.
     pub(crate) fn gateway(config: &str, upstreams: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        std::fs::write(folder.path().join("tidegate.yaml"), with_free_ports(config)).expect("written");
+        std::fs::write(folder.path().join("tidegate.yaml"), with_free_ports(config))
+            .expect("written");
         Self::gateway_on(folder, upstreams)
     }
 
@@ -79,7 +80,11 @@ impl Service {
     pub(crate) fn gateway_on(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
         let file = folder.path().join("tidegate.yaml");
         let config = std::fs::read_to_string(&file).expect("a configuration");
-        let mut arguments = if config.contains("gateway: '127.") { vec![] } else { vec!["--listen", "127.0.0.1:0"] };
+        let mut arguments = if config.contains("gateway: '127.") {
+            vec![]
+        } else {
+            vec!["--listen", "127.0.0.1:0"]
+        };
         arguments.extend(upstreams.iter().flat_map(|upstream| ["--upstream", upstream]));
         Self::launch("gateway", folder, &file, &arguments, &[])
     }
@@ -109,7 +114,8 @@ impl Service {
         let output = Arc::new(Mutex::new(String::new()));
         collect(process.stderr.take().expect("piped"), Arc::clone(&output));
         collect(process.stdout.take().expect("piped"), Arc::clone(&output));
-        let mut service = Self { process, http: String::new(), grpc: None, admin: String::new(), output, folder };
+        let mut service =
+            Self { process, http: String::new(), grpc: None, admin: String::new(), output, folder };
         let address = |output: &str, name: &str| {
             let (text, json) = (format!("{name}=127.0.0.1:"), format!("\"{name}\":\"127.0.0.1:"));
             let (_, rest) = output.split_once(&text).or_else(|| output.split_once(&json))?;
@@ -140,7 +146,11 @@ impl Service {
     pub(crate) fn until(&self, what: &str, happened: impl Fn(&Self) -> bool) {
         let deadline = Instant::now() + PATIENCE;
         while !happened(self) {
-            assert!(Instant::now() < deadline, "waited in vain until {what}; it wrote:\n{}", self.output());
+            assert!(
+                Instant::now() < deadline,
+                "waited in vain until {what}; it wrote:\n{}",
+                self.output()
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -158,7 +168,10 @@ impl Service {
     }
 
     pub(crate) fn signal(&self, name: &str) {
-        let sent = Command::new("kill").arg(format!("-{name}")).arg(self.process.id().to_string()).status();
+        let sent = Command::new("kill")
+            .arg(format!("-{name}"))
+            .arg(self.process.id().to_string())
+            .status();
         assert!(sent.expect("kill runs").success());
     }
 
@@ -176,8 +189,10 @@ impl Service {
 
     /// How many files it may have open: the limit, and the most that it may ask for.
     pub(crate) fn file_limits(&self) -> (String, String) {
-        let limits = std::fs::read_to_string(format!("/proc/{}/limits", self.process.id())).expect("it runs");
-        let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("its limit");
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", self.process.id()))
+            .expect("it runs");
+        let line =
+            limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("its limit");
         let mut words = line.split_whitespace().map(str::to_owned);
         (words.next().expect("soft"), words.next().expect("hard"))
     }
@@ -189,7 +204,8 @@ impl Service {
 
     /// Resident memory in KiB.
     pub(crate) fn memory(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).expect("it runs");
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
+            .expect("it runs");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
         line.trim().trim_end_matches(" kB").parse().expect("a number")
     }
@@ -221,7 +237,13 @@ fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {
 }
 
 /// One request on a connection of its own.
-pub(crate) fn request(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+pub(crate) fn request(
+    address: &str,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> Answer {
     let mut text = format!("{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n");
     for (name, value) in headers {
         let _ = write!(text, "{name}: {value}\r\n");
@@ -255,7 +277,10 @@ pub(crate) fn read_answer(stream: &mut TcpStream) -> Answer {
     let text = String::from_utf8_lossy(&all).into_owned();
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {text:?}"));
     let mut lines = head.lines();
-    let status = lines.next().and_then(|line| line.split(' ').nth(1)?.parse().ok()).expect("a status");
-    let header = |line: &str| line.split_once(": ").map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()));
+    let status =
+        lines.next().and_then(|line| line.split(' ').nth(1)?.parse().ok()).expect("a status");
+    let header = |line: &str| {
+        line.split_once(": ").map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()))
+    };
     Answer { status, headers: lines.filter_map(header).collect(), body: body.to_owned() }
 }

@@ -1,18 +1,20 @@
 //! `token-bucket` and `leaky-bucket`: one level that drains at L/W, and admits when level + c ≤ B.
 //!
-//! For a token bucket the level is what is missing from it; tokens left = B − level. For a leaky bucket it is the queue,
-//! and what is ahead in the queue is the delay. Counting what was taken, rather than what is left, keeps the counts when
-//! a limit changes, and makes an absent key a full bucket.
+//! For a token bucket the level is what is missing from it; tokens left = B − level. For a leaky
+//! bucket it is the queue, and what is ahead in the queue is the delay. Counting what was taken,
+//! rather than what is left, keeps the counts when a limit changes, and makes an absent key a full
+//! bucket.
 //!
-//! The level is a whole number of units and a part in W-ths of a unit. In a microsecond it drains by L/W of a unit, that is
-//! by L such parts: integers all the way, so nothing drifts.
+//! The level is a whole number of units and a part in W-ths of a unit. In a microsecond it drains
+//! by L/W of a unit, that is by L such parts: integers all the way, so nothing drifts.
 
 use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
 use crate::algorithm::Algorithm;
 use crate::quota::Quota;
 
-/// How far ahead of the present a stored time may be without the clock having stepped back, in microseconds: each processor
-/// reads its own counter. To write such a time back would let the bucket drain twice for the same microsecond.
+/// How far ahead of the present a stored time may be without the clock having stepped back, in
+/// microseconds: each processor reads its own counter. To write such a time back would let the
+/// bucket drain twice for the same microsecond.
 pub(crate) const MAX_CLOCK_SKEW: u64 = 1_000;
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,7 +45,9 @@ impl Bucket {
     #[cold]
     fn adapt_to(&mut self, quota: &Quota) {
         // The part of a unit is in parts of another window: a whole unit is never too little.
-        if self.part > 0 && (self.window_tag != quota.window_tag() || self.part >= quota.window_micros()) {
+        if self.part > 0
+            && (self.window_tag != quota.window_tag() || self.part >= quota.window_micros())
+        {
             (self.level, self.part) = (self.level + 1, 0);
         }
         self.window_tag = quota.window_tag();
@@ -59,12 +63,15 @@ impl Bucket {
         self.level + u64::from(self.part > 0)
     }
 
-    /// How long until `units` fewer whole units are in the bucket than its level now: to drain `units` and the part.
+    /// How long until `units` fewer whole units are in the bucket than its level now: to drain
+    /// `units` and the part.
     #[inline]
     fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
         let (window, limit) = (quota.window_micros(), quota.limit());
         // Most of the time all of it fits 64 bits, and one division will do.
-        if let Some(parts) = units.checked_mul(window).and_then(|parts| parts.checked_add(self.part)) {
+        if let Some(parts) =
+            units.checked_mul(window).and_then(|parts| parts.checked_add(self.part))
+        {
             return parts.div_ceil(limit);
         }
         let (quotient, rest) = mul_div_rem(units, window, limit);
@@ -76,7 +83,10 @@ impl Count for Bucket {
     #[inline]
     fn settle(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
-        if self.window_tag != quota.window_tag() || self.part >= window || self.level > quota.burst() {
+        if self.window_tag != quota.window_tag()
+            || self.part >= window
+            || self.level > quota.burst()
+        {
             self.adapt_to(quota);
         }
         let stepped_back = self.time > now + MAX_CLOCK_SKEW;
@@ -135,7 +145,11 @@ impl Count for Bucket {
         let window = quota.window_micros();
         let age = if charged_at == 0 { 0 } else { self.time.saturating_sub(charged_at) };
         let (drained, drained_parts) = mul_div_rem(age, quota.limit(), window);
-        let Some(mut units) = cost.checked_sub(drained.saturating_add(u64::from(drained_parts > 0))) else { return };
+        let Some(mut units) =
+            cost.checked_sub(drained.saturating_add(u64::from(drained_parts > 0)))
+        else {
+            return;
+        };
         let parts = if drained_parts > 0 { window - drained_parts } else { 0 };
         if self.part < parts {
             self.part += window;
@@ -158,7 +172,12 @@ impl Kept for Bucket {
 
     #[inline]
     fn load(state: State, _logs: &mut Logs) -> Self {
-        Self { time: state.time(), level: state.units(), part: state.parts(), window_tag: state.window_tag() }
+        Self {
+            time: state.time(),
+            level: state.units(),
+            part: state.parts(),
+            window_tag: state.window_tag(),
+        }
     }
 
     #[inline]

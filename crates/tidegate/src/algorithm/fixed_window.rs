@@ -1,7 +1,8 @@
 //! `fixed-window`: admits when the count in the window of the clock, plus the cost, is at most L.
 //!
-//! Windows are aligned to the epoch. Only after a clock has stepped back does a key get one window that is not: it begins
-//! at the step, so that what counted goes on counting for one window, no more and no less.
+//! Windows are aligned to the epoch. Only after a clock has stepped back does a key get one window
+//! that is not: it begins at the step, so that what counted goes on counting for one window, no
+//! more and no less.
 
 use super::{Count, Kept, Kind, Logs, State};
 use crate::quota::Quota;

@@ -18,7 +18,8 @@ pub(crate) struct Grants {
     pub(crate) reset_after: u64,
 }
 
-/// As much of the count as is needed to tell the one from the other; see `evidence` in each Lua twin.
+/// As much of the count as is needed to tell the one from the other; see `evidence` in each Lua
+/// twin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Evidence {
     /// A log: all that is granted now leaves a window from now.
@@ -33,12 +34,17 @@ pub(crate) enum Evidence {
 
 impl Evidence {
     /// Reads as many numbers as the algorithm's script tells.
-    pub(crate) fn read<E>(algorithm: Algorithm, mut next: impl FnMut() -> Result<u64, E>) -> Result<Self, E> {
+    pub(crate) fn read<E>(
+        algorithm: Algorithm,
+        mut next: impl FnMut() -> Result<u64, E>,
+    ) -> Result<Self, E> {
         Ok(match algorithm {
             Algorithm::SlidingLog => Self::Log,
             Algorithm::FixedWindow => Self::Window { left: next()? },
             Algorithm::SlidingCounter => Self::Counter { current: next()?, elapsed: next()? },
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => Self::Bucket { level: next()?, part: next()? },
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                Self::Bucket { level: next()?, part: next()? }
+            }
         })
     }
 }
@@ -67,7 +73,13 @@ impl Grants {
                 (bucket.reset_after(quota, 0, cost), bucket.delay(quota))
             }
         };
-        Verdict { allowed: true, remaining: self.remaining.saturating_sub(after), retry_after: 0, reset_after, delay }
+        Verdict {
+            allowed: true,
+            remaining: self.remaining.saturating_sub(after),
+            retry_after: 0,
+            reset_after,
+            delay,
+        }
     }
 }
 
@@ -88,35 +100,50 @@ mod tests {
         for algorithm in Algorithm::ALL {
             match algorithm {
                 Algorithm::SlidingLog => check::<Log>(algorithm, |_, _, _| Evidence::Log),
-                Algorithm::FixedWindow => check::<Window>(algorithm, |_, quota, now| Evidence::Window {
-                    left: quota.window_micros() - now % quota.window_micros(),
+                Algorithm::FixedWindow => check::<Window>(algorithm, |_, quota, now| {
+                    Evidence::Window { left: quota.window_micros() - now % quota.window_micros() }
                 }),
                 Algorithm::SlidingCounter => check::<Counter>(algorithm, |counter, _, _| {
                     let (current, elapsed) = counter.current_and_elapsed();
                     Evidence::Counter { current, elapsed }
                 }),
-                Algorithm::TokenBucket | Algorithm::LeakyBucket => check::<Bucket>(algorithm, |bucket, _, _| {
-                    let (level, part) = bucket.level_and_part();
-                    Evidence::Bucket { level, part }
-                }),
+                Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                    check::<Bucket>(algorithm, |bucket, _, _| {
+                        let (level, part) = bucket.level_and_part();
+                        Evidence::Bucket { level, part }
+                    })
+                }
             }
         }
     }
 
     /// `evidence` is what the script would tell of a count that is settled.
-    fn check<C: Count + Default>(algorithm: Algorithm, evidence: impl Fn(&C, &Quota, u64) -> Evidence) {
+    fn check<C: Count + Default>(
+        algorithm: Algorithm,
+        evidence: impl Fn(&C, &Quota, u64) -> Evidence,
+    ) {
         for (limit, cost, earlier) in [(10, 1, 0), (10, 3, 2), (7, 2, 3), (1_000_003, 17, 40)] {
-            let quota = Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
+            let quota =
+                Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
             let mut count = C::default();
             for early in 0..earlier {
-                apply(&mut count, Action::Acquire, &Charge::new("k", &quota), NOW + 1_000 * early, true);
+                apply(
+                    &mut count,
+                    Action::Acquire,
+                    &Charge::new("k", &quota),
+                    NOW + 1_000 * early,
+                    true,
+                );
             }
             let now = NOW + 123_457;
-            let before = apply(&mut count, Action::Peek, &Charge::new("k", &quota), now, true).verdict;
+            let before =
+                apply(&mut count, Action::Peek, &Charge::new("k", &quota), now, true).verdict;
             let remaining = before.remaining + u64::from(before.allowed);
             let evidence = evidence(&count, &quota, now);
-            let mut ask =
-                || apply(&mut count, Action::Acquire, &Charge::new("k", &quota).cost(cost), now, true).verdict;
+            let mut ask = || {
+                apply(&mut count, Action::Acquire, &Charge::new("k", &quota).cost(cost), now, true)
+                    .verdict
+            };
             let told: Vec<Verdict> = (0..12).map(|_| ask()).collect();
             let granted = told.iter().filter(|verdict| verdict.allowed).count() as u64;
             let denied = told.last().filter(|verdict| !verdict.allowed);
@@ -128,7 +155,11 @@ mod tests {
                 reset_after: denied.map_or(0, |verdict| verdict.reset_after),
             };
             for (rank, verdict) in (0..).zip(told) {
-                assert_eq!(grants.verdict(&quota, cost, rank), verdict, "{algorithm} {limit} {cost} {rank}");
+                assert_eq!(
+                    grants.verdict(&quota, cost, rank),
+                    verdict,
+                    "{algorithm} {limit} {cost} {rank}"
+                );
             }
         }
     }

@@ -1,8 +1,9 @@
-//! `sliding-counter`: admits when cur + floor(prev × (W − e)/W) + c ≤ L, where windows are aligned to the epoch and
-//! e is how far the present one has come.
+//! `sliding-counter`: admits when cur + floor(prev × (W − e)/W) + c ≤ L, where windows are aligned
+//! to the epoch and e is how far the present one has come.
 //!
-//! Only after a clock has stepped back are a key's windows not aligned: they begin at the step, with both counts in full,
-//! and keep that rhythm until nothing counts any more. Any other rhythm would let more through.
+//! Only after a clock has stepped back are a key's windows not aligned: they begin at the step,
+//! with both counts in full, and keep that rhythm until nothing counts any more. Any other rhythm
+//! would let more through.
 
 use super::{Count, Kept, Kind, Logs, State, mul_div_ceil, mul_div_rem};
 use crate::quota::Quota;
@@ -18,7 +19,8 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
-    /// One that was settled elsewhere, in a script; what is left of the previous window is not known.
+    /// One that was settled elsewhere, in a script; what is left of the previous window is not
+    /// known.
     #[cfg(feature = "redis")]
     pub(super) fn in_window(current: u64, elapsed: u64) -> Self {
         Self { start: 0, current, previous: 0, elapsed }
@@ -85,7 +87,9 @@ impl Count for Counter {
         match quota.limit().checked_sub(self.current + cost) {
             Some(room) => elapsed_until(self.previous, room, window) - self.elapsed,
             // Not before the next window, in which what is current now is the previous.
-            None => window - self.elapsed + elapsed_until(self.current, quota.limit() - cost, window),
+            None => {
+                window - self.elapsed + elapsed_until(self.current, quota.limit() - cost, window)
+            }
         }
     }
 

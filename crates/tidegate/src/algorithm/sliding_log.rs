@@ -1,7 +1,9 @@
-//! `sliding-log`: admits when the units admitted in (now − W, now], plus the cost, are at most L. Exact.
+//! `sliding-log`: admits when the units admitted in (now − W, now], plus the cost, are at most L.
+//! Exact.
 //!
-//! An entry holds its time and the running total of all units up to it. The units between two entries are then a
-//! subtraction and every question a binary search: a cost of 10,000 is one entry and a few steps.
+//! An entry holds its time and the running total of all units up to it. The units between two
+//! entries are then a subtraction and every question a binary search: a cost of 10,000 is one entry
+//! and a few steps.
 
 use std::collections::VecDeque;
 
@@ -38,8 +40,8 @@ impl Log {
         self.last_total() - self.settled_base()
     }
 
-    /// The first entry from `from` on for which this does not hold, as `partition_point` would say. It is mostly close: so
-    /// steps that double, before the halving.
+    /// The first entry from `from` on for which this does not hold, as `partition_point` would say.
+    /// It is mostly close: so steps that double, before the halving.
     #[inline]
     fn first_without(&self, from: usize, holds: impl Fn(&Entry) -> bool) -> usize {
         let (mut start, mut step) = (from, 1);
@@ -154,7 +156,8 @@ impl Count for Log {
         self.write_down(now);
         if cost > 0 {
             self.push(now, self.last_total() + cost);
-            // Only denials that count get here with more than the limit. The newest L units say all that matters.
+            // Only denials that count get here with more than the limit. The newest L units say all
+            // that matters.
             if quota.count_denied() && self.units() > quota.limit() {
                 self.base = self.last_total() - quota.limit();
                 let base = self.base;
@@ -227,7 +230,8 @@ impl Logs {
         }
     }
 
-    /// Whether most places stand empty, so that it is worth the trouble to [move](Self::moved) the others together.
+    /// Whether most places stand empty, so that it is worth the trouble to [move](Self::moved) the
+    /// others together.
     pub(crate) fn is_sparse(&self) -> bool {
         self.0.as_ref().is_some_and(|places| places.free.len() > places.logs.len() / 2 + 8)
     }
@@ -252,7 +256,9 @@ impl Logs {
     }
 
     fn take(&mut self, place: u32) -> Log {
-        self.0.as_mut().map_or_else(Log::default, |places| std::mem::take(&mut places.logs[place as usize]))
+        self.0
+            .as_mut()
+            .map_or_else(Log::default, |places| std::mem::take(&mut places.logs[place as usize]))
     }
 
     fn put(&mut self, place: u32, log: Log) {
@@ -269,7 +275,10 @@ mod tests {
     #[test]
     fn a_search_by_doubling_steps_finds_what_a_partition_point_is() {
         for len in 0..70_u64 {
-            let log = Log { entries: (0..len).map(|time| Entry { time, total: time }).collect(), ..Log::default() };
+            let log = Log {
+                entries: (0..len).map(|time| Entry { time, total: time }).collect(),
+                ..Log::default()
+            };
             for bound in 0..=len + 1 {
                 let holds = |entry: &Entry| entry.time < bound;
                 for from in 0..=log.entries.partition_point(holds) {

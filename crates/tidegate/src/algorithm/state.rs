@@ -6,8 +6,9 @@
 //! | 1 | units, 40 | lifetime, its high 24 |
 //! | 2 | parts, 45 | lifetime, its low 19 |
 //!
-//! A `Quota` allows nothing that needs more: 10^12 units, windows of 366 days in microseconds. The lifetime is in
-//! milliseconds, rounded up: it only tells the sweep when the state is as good as none.
+//! A `Quota` allows nothing that needs more: 10^12 units, windows of 366 days in microseconds. The
+//! lifetime is in milliseconds, rounded up: it only tells the sweep when the state is as good as
+//! none.
 
 use super::Count;
 use super::sliding_log::Logs;
@@ -38,7 +39,8 @@ pub(crate) struct State([u64; 3]);
 pub(crate) trait Kept: Count + Default {
     const KIND: Kind;
 
-    /// The count that was kept. A log is taken out of its place, and must be [put back](Self::put_back) or kept anew.
+    /// The count that was kept. A log is taken out of its place, and must be [put
+    /// back](Self::put_back) or kept anew.
     fn load(state: State, logs: &mut Logs) -> Self;
 
     /// How it is kept from now on; `before` is the state that it was loaded from.
@@ -60,9 +62,13 @@ impl State {
     /// A state from whose `time` on the quota's lifetime counts.
     #[inline]
     pub(super) fn new(kind: Kind, time: u64, units: u64, parts: u64, quota: &Quota) -> Self {
-        debug_assert!(time <= MAX_TIME && units < 1 << 40 && parts < 1 << 45, "{time} {units} {parts}");
+        debug_assert!(
+            time <= MAX_TIME && units < 1 << 40 && parts < 1 << 45,
+            "{time} {units} {parts}"
+        );
         let is_bucket = kind == Kind::Bucket;
-        let millis = if is_bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
+        let millis =
+            if is_bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
         let tag = if is_bucket { quota.window_tag() } else { 0 };
         Self([
             time << TIME_SHIFT | u64::from(tag) << KIND_BITS | kind as u64,
@@ -119,7 +125,8 @@ impl State {
         ])
     }
 
-    /// Whether it was written later than `now`: the clock has stepped back, or this time was read before that one.
+    /// Whether it was written later than `now`: the clock has stepped back, or this time was read
+    /// before that one.
     #[inline]
     pub(crate) fn is_ahead_of(self, now: u64) -> bool {
         self.time() > now
@@ -133,15 +140,21 @@ impl State {
 
     #[inline]
     fn lifetime_for(self, kind: Kind, quota: &Quota) -> u64 {
-        if kind == Kind::Bucket { bucket_lifetime(self.units(), quota) } else { quota.lifetime_millis() }
+        if kind == Kind::Bucket {
+            bucket_lifetime(self.units(), quota)
+        } else {
+            quota.lifetime_millis()
+        }
     }
 
     fn lifetime_millis(self) -> u64 {
-        (self.0[1] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS | self.0[2] & low_bits(LOW_LIFETIME_BITS)
+        (self.0[1] & low_bits(HIGH_LIFETIME_BITS)) << LOW_LIFETIME_BITS
+            | self.0[2] & low_bits(LOW_LIFETIME_BITS)
     }
 }
 
-/// A bucket that holds more than its burst, at most [ten times](Quota::max_level) as much, takes longer to drain.
+/// A bucket that holds more than its burst, at most [ten times](Quota::max_level) as much, takes
+/// longer to drain.
 #[inline]
 fn bucket_lifetime(level: u64, quota: &Quota) -> u64 {
     let lifetime = quota.lifetime_millis();
@@ -161,11 +174,19 @@ mod tests {
     #[test]
     fn the_largest_numbers_that_a_quota_allows_are_kept() {
         let window = Duration::from_secs(366 * 86_400);
-        let quota = Quota::token_bucket(1, window).and_then(|quota| quota.with_burst(10)).expect("valid");
+        let quota =
+            Quota::token_bucket(1, window).and_then(|quota| quota.with_burst(10)).expect("valid");
         let parts = quota.window_micros() - 1;
         let state = State::new(Kind::Bucket, MAX_TIME, Quota::MAX_LIMIT, parts, &quota);
-        assert_eq!((state.time(), state.units(), state.parts()), (MAX_TIME, Quota::MAX_LIMIT, parts));
-        assert_eq!(state.expires_at(), MAX_TIME + 100 * quota.window_micros(), "an overdraft takes longer to drain");
+        assert_eq!(
+            (state.time(), state.units(), state.parts()),
+            (MAX_TIME, Quota::MAX_LIMIT, parts)
+        );
+        assert_eq!(
+            state.expires_at(),
+            MAX_TIME + 100 * quota.window_micros(),
+            "an overdraft takes longer to drain"
+        );
         let full = State::new(Kind::Bucket, MAX_TIME, quota.burst(), 0, &quota);
         assert_eq!(full.expires_at(), MAX_TIME + 10 * quota.window_micros());
         assert!(state.is_of(Kind::Bucket) && !state.is_of(Kind::Window));
@@ -173,10 +194,14 @@ mod tests {
 
     #[test]
     fn a_lifetime_is_rounded_up_and_leaves_the_numbers_alone() {
-        let quota = |micros| Quota::sliding_counter(1, Duration::from_micros(micros)).expect("valid");
+        let quota =
+            |micros| Quota::sliding_counter(1, Duration::from_micros(micros)).expect("valid");
         let state = State::new(Kind::Counter, 7, 8, 9, &quota(1_001));
         assert_eq!(state.expires_at(), 7 + 3_000, "two windows, in whole milliseconds");
-        assert!(state.lives_for(Kind::Counter, &quota(1_500)) && !state.lives_for(Kind::Counter, &quota(1_501)));
+        assert!(
+            state.lives_for(Kind::Counter, &quota(1_500))
+                && !state.lives_for(Kind::Counter, &quota(1_501))
+        );
         let longer = state.living_for(Kind::Counter, &quota(60_000_000_000));
         assert_eq!((longer.time(), longer.units(), longer.parts()), (7, 8, 9));
         assert_eq!(longer.expires_at(), 7 + 120_000_000_000);

@@ -1,15 +1,17 @@
 //! [`Anchored`]: the processor's counter, held to the monotonic clock.
 //!
-//! To read the counter takes half the time of asking the kernel's clock, but its rate is known only roughly, and that
-//! rate would make every limit a little wrong. So it is only trusted for a millisecond: from the last *anchor*, a time of
-//! the monotonic clock and the counter's value just then. After that the next caller takes a new one. In the long
-//! run, this clock goes exactly as fast as the monotonic one.
+//! To read the counter takes half the time of asking the kernel's clock, but its rate is known only
+//! roughly, and that rate would make every limit a little wrong. So it is only trusted for a
+//! millisecond: from the last *anchor*, a time of the monotonic clock and the counter's value just
+//! then. After that the next caller takes a new one. In the long run, this clock goes exactly as
+//! fast as the monotonic one.
 //!
-//! Between two anchors it goes a little slower than the counter was measured, so it is seldom ahead of the monotonic clock (whose
-//! own rate the kernel changes now and then), and never by more than some microseconds; the next anchor is later than all
-//! that was told before. Only from thread to thread may it step back a little: a processor reads its counter while it still
-//! waits for the memory that another one wrote, so it may tell a time from before it heard of a later one, by as long as
-//! that memory takes to come. Stores expect it: no state goes back in time.
+//! Between two anchors it goes a little slower than the counter was measured, so it is seldom ahead
+//! of the monotonic clock (whose own rate the kernel changes now and then), and never by more than
+//! some microseconds; the next anchor is later than all that was told before. Only from thread to
+//! thread may it step back a little: a processor reads its counter while it still waits for the
+//! memory that another one wrote, so it may tell a time from before it heard of a later one, by as
+//! long as that memory takes to come. Stores expect it: no state goes back in time.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Mutex, PoisonError};
@@ -140,11 +142,12 @@ impl<C: Clocks> Anchored<C> {
         time
     }
 
-    /// No time later than this was told from the present anchor. Only if the counter's rate has changed, as on a virtual
-    /// machine that was moved, is it later than the monotonic clock.
+    /// No time later than this was told from the present anchor. Only if the counter's rate has
+    /// changed, as on a virtual machine that was moved, is it later than the monotonic clock.
     fn latest_told(&self) -> u64 {
         let ticks = self.clocks.ticks().unwrap_or_default();
-        let passed = passed(self.ticks.load(Ordering::Relaxed), ticks, self.rate.load(Ordering::Relaxed));
+        let passed =
+            passed(self.ticks.load(Ordering::Relaxed), ticks, self.rate.load(Ordering::Relaxed));
         self.time.load(Ordering::Relaxed) + passed.min(SPAN)
     }
 
@@ -167,14 +170,16 @@ impl<C: Clocks> Anchored<C> {
     }
 }
 
-/// The time from one value of the counter to another. From a later one to an earlier it is very long.
+/// The time from one value of the counter to another. From a later one to an earlier it is very
+/// long.
 #[inline]
 fn passed(from: u64, to: u64, rate: u64) -> u64 {
     to.wrapping_sub(from).checked_mul(rate).map_or(u64::MAX, |passed| passed >> 32)
 }
 
 impl Measured {
-    /// Time for each tick, times 2^32, and surely no more than that; nothing if it cannot be told well enough yet.
+    /// Time for each tick, times 2^32, and surely no more than that; nothing if it cannot be told
+    /// well enough yet.
     fn rate_until(&mut self, now: Reading) -> Option<u64> {
         let ticks = now.ticks.saturating_sub(self.older.ticks);
         let error = self.older.within + now.within;
@@ -189,11 +194,14 @@ impl Measured {
 }
 
 impl Machine {
-    /// The counter only if the kernel itself goes by it: the kernel watches whether it is even, and the same on all
-    /// processors.
+    /// The counter only if the kernel itself goes by it: the kernel watches whether it is even, and
+    /// the same on all processors.
     fn new() -> Self {
-        const TRUSTED: [&str; 4] = ["tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter"];
-        let source = std::fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+        const TRUSTED: [&str; 4] =
+            ["tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter"];
+        let source = std::fs::read_to_string(
+            "/sys/devices/system/clocksource/clocksource0/current_clocksource",
+        );
         let trusted = source.is_ok_and(|name| TRUSTED.contains(&name.trim()));
         Self { counter: trusted.then(quanta::Clock::new), start: Instant::now() }
     }
@@ -220,7 +228,8 @@ mod tests {
 
     const START: u64 = 1_700_000_000_000_000;
 
-    /// Both clocks by hand: the true time goes on with every look, and each of the two goes by its own rate.
+    /// Both clocks by hand: the true time goes on with every look, and each of the two goes by its
+    /// own rate.
     #[derive(Debug, Default)]
     struct ByHand {
         /// Nanoseconds.
@@ -290,7 +299,8 @@ mod tests {
         assert!((95..=101).contains(&anchors), "{anchors} anchors in 100 ms");
     }
 
-    /// How closely depends on the machine; if it strayed further than an anchor lasts, it would be wrong on any.
+    /// How closely depends on the machine; if it strayed further than an anchor lasts, it would be
+    /// wrong on any.
     #[test]
     fn on_this_machine_several_threads_are_told_the_monotonic_clock() {
         let clock = Anchored::new(START);
@@ -299,7 +309,10 @@ mod tests {
                 let before = clock.monotonic();
                 let now = clock.now() << FRACTION_BITS;
                 let after = clock.monotonic();
-                assert!(now <= after + SPAN && now + SPAN >= before, "{now} between {before} and {after}");
+                assert!(
+                    now <= after + SPAN && now + SPAN >= before,
+                    "{now} between {before} and {after}"
+                );
             }
         };
         std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(look))));
@@ -308,16 +321,24 @@ mod tests {
     #[test]
     fn a_rate_is_told_once_it_is_known_well_enough_and_is_never_too_high() {
         // Three ticks in a nanosecond, and readings that are unsure by 300 of them.
-        let reading = |nanos: u64| Reading { time: nanos * 1_024 / 1_000, ticks: 3 * nanos, within: 300 };
+        let reading =
+            |nanos: u64| Reading { time: nanos * 1_024 / 1_000, ticks: 3 * nanos, within: 300 };
         let mut measured = Measured { older: reading(0), newer: reading(0) };
         assert_eq!(measured.rate_until(reading(10_000)), None, "ten microseconds are too short");
         let exact = (1_u64 << 32) * 1_024 / 3_000;
         for millis in [1, 10, 400, 700, 1_500, 100_000] {
             let rate = measured.rate_until(reading(millis * 1_000_000)).expect("long enough");
-            assert!(rate <= exact && exact - rate < exact / (PRECISION / 2), "{rate} for {exact} after {millis} ms");
+            assert!(
+                rate <= exact && exact - rate < exact / (PRECISION / 2),
+                "{rate} for {exact} after {millis} ms"
+            );
         }
         assert!(measured.older.time > 0, "an old reading is left behind");
         let unsure = Reading { within: 3_000_000_000, ..reading(101_000_000_000) };
-        assert_eq!(measured.rate_until(unsure), None, "who was interrupted for a second knows nothing");
+        assert_eq!(
+            measured.rate_until(unsure),
+            None,
+            "who was interrupted for a second knows nothing"
+        );
     }
 }

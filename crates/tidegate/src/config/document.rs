@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use serde::de::{self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{
+    self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
+};
 use serde_saphyr::{Location, Options, Spanned};
 
 use super::message::{self, with_suggestion};
@@ -38,17 +40,24 @@ impl<'a> Document<'a> {
         Self { name, text }
     }
 
-    /// What it says. Nothing at all is no configuration: a file that is being written is empty at first.
+    /// What it says. Nothing at all is no configuration: a file that is being written is empty at
+    /// first.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
-        let nothing = self.text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'));
+        let nothing = self
+            .text
+            .lines()
+            .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'));
         if nothing || self.read::<Content>().is_ok_and(|content| content == Content::Nothing) {
             return Err(
                 self.plain("is empty, which is no configuration: `tidegate config sample` prints one to start from")
             );
         }
         self.read().map_err(|error| {
-            let places = error.locations().map(|places| [places.reference_location, places.defined_location]);
-            let secret = places.is_none_or(|places| places.into_iter().any(|place| self.is_secret(place)));
+            let places = error
+                .locations()
+                .map(|places| [places.reference_location, places.defined_location]);
+            let secret =
+                places.is_none_or(|places| places.into_iter().any(|place| self.is_secret(place)));
             self.error(error.location(), &message::of(error.without_snippet(), secret))
         })
     }
@@ -91,9 +100,13 @@ impl<'a> Document<'a> {
             secrets::lines(self.text).nth(line.checked_sub(1)?)?;
             Some(Place { line, column, source: secrets::shown(self.text, line - 1) })
         });
-        let field = place.as_ref().and_then(|place| self.field_before(place)).filter(|field| !message.contains(field));
-        let message =
-            without_userinfo(&field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}")));
+        let field = place
+            .as_ref()
+            .and_then(|place| self.field_before(place))
+            .filter(|field| !message.contains(field));
+        let message = without_userinfo(
+            &field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}")),
+        );
         ConfigError { file: self.name.to_owned(), place, message }
     }
 
@@ -157,7 +170,9 @@ impl ConfigError {
     #[must_use]
     pub fn line(&self) -> String {
         match &self.place {
-            Some(place) => format!("{}:{}:{}: {}", self.file, place.line, place.column, self.message),
+            Some(place) => {
+                format!("{}:{}:{}: {}", self.file, place.line, place.column, self.message)
+            }
             None => format!("{}: {}", self.file, self.message),
         }
     }

@@ -4,12 +4,19 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 /// Each unit in microseconds, the largest first.
-const UNITS: [(&str, u64); 6] =
-    [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)];
+const UNITS: [(&str, u64); 6] = [
+    ("d", 86_400_000_000),
+    ("h", 3_600_000_000),
+    ("m", 60_000_000),
+    ("s", 1_000_000),
+    ("ms", 1_000),
+    ("us", 1),
+];
 
 /// Reads one or more numbers with their units.
 pub fn parse(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d");
+    let wrong =
+        || format!("{text:?} is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d");
     let mut rest = text.trim();
     let mut micros = 0_u64;
     if rest.is_empty() {
@@ -20,7 +27,8 @@ pub fn parse(text: &str) -> Result<Duration, String> {
         let unit = rest[digits..].find(|character: char| !character.is_ascii_alphabetic());
         let unit_end = unit.map_or(rest.len(), |length| digits + length);
         let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
-        let (_, size) = UNITS.iter().find(|(name, _)| *name == &rest[digits..unit_end]).ok_or_else(wrong)?;
+        let (_, size) =
+            UNITS.iter().find(|(name, _)| *name == &rest[digits..unit_end]).ok_or_else(wrong)?;
         let sum = number.checked_mul(*size).and_then(|part| micros.checked_add(part));
         micros = sum.ok_or_else(|| format!("{text:?} is too long"))?;
         rest = rest[unit_end..].trim_start();
@@ -32,7 +40,9 @@ pub fn parse(text: &str) -> Result<Duration, String> {
 #[must_use]
 pub fn readable(duration: Duration) -> String {
     let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
-    let Some(largest) = UNITS.iter().position(|(_, size)| micros >= *size) else { return "0s".to_owned() };
+    let Some(largest) = UNITS.iter().position(|(_, size)| micros >= *size) else {
+        return "0s".to_owned();
+    };
     let precision = UNITS[(largest + 1).min(UNITS.len() - 1)].1;
     let rounded = micros.div_ceil(precision).saturating_mul(precision);
     let mut text = String::new();
@@ -63,7 +73,9 @@ mod tests {
         ] {
             assert_eq!(parse(text), Ok(Duration::from_micros(micros)), "{text}");
         }
-        for text in ["", " ", "60", "s", "60 s", "1.5s", "-1s", "1y", "1month", "5minutes", "1s!", "é", "1é"] {
+        for text in [
+            "", " ", "60", "s", "60 s", "1.5s", "-1s", "1y", "1month", "5minutes", "1s!", "é", "1é",
+        ] {
             assert!(parse(text).is_err_and(|error| error.contains("write it like")), "{text}");
         }
         assert!(parse("99999999999999d").is_err_and(|error| error.contains("too long")));
@@ -93,7 +105,8 @@ mod tests {
     fn what_is_read_is_never_less_than_what_was_written() {
         for shift in 0..63 {
             for odd in [0, 1, 12_345] {
-                let duration = Duration::from_micros((1_u64 << shift).saturating_add(odd).min(1 << 62));
+                let duration =
+                    Duration::from_micros((1_u64 << shift).saturating_add(odd).min(1 << 62));
                 assert!(parse(&readable(duration)).expect("readable") >= duration);
             }
         }

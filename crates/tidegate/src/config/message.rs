@@ -52,14 +52,17 @@ fn kind(name: &str) -> &str {
         "sequence start" | "seq" => "a list",
         "string scalar" | "string" => "a text",
         "boolean" => "true or false",
-        integer if integer.starts_with(['u', 'i']) && integer[1..].parse::<u8>().is_ok() => "a whole number",
+        integer if integer.starts_with(['u', 'i']) && integer[1..].parse::<u8>().is_ok() => {
+            "a whole number"
+        }
         other => other,
     }
 }
 
 /// Adds the nearest of the names that the message says would be right.
 pub(super) fn with_suggestion(message: &str) -> String {
-    // "unknown field `limt`, expected one of name, limit", "unknown mode "shadwo": it must be one of enforce, shadow"
+    // "unknown field `limt`, expected one of name, limit", "unknown mode "shadwo": it must be one
+    // of enforce, shadow"
     let Some((before, list)) = message.split_once("one of ") else { return message.to_owned() };
     let wrong = before.split(['`', '"']).nth(1).unwrap_or_default();
     let names = list.split(", ").map(|name| name.trim_matches('`'));

@@ -19,8 +19,11 @@ impl<const MIN: u64, const MAX: u64> Whole<MIN, MAX> {
 
 impl<'de, const MIN: u64, const MAX: u64> Deserialize<'de> for Whole<MIN, MAX> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let number = u64::deserialize(deserializer).ok().filter(|number| (MIN..=MAX).contains(number));
-        number.map(Self).ok_or_else(|| D::Error::custom(format_args!("must be a whole number from {MIN} to {MAX}")))
+        let number =
+            u64::deserialize(deserializer).ok().filter(|number| (MIN..=MAX).contains(number));
+        number.map(Self).ok_or_else(|| {
+            D::Error::custom(format_args!("must be a whole number from {MIN} to {MAX}"))
+        })
     }
 }
 

@@ -76,7 +76,11 @@ pub struct RawPolicy {
 
 impl RawPolicy {
     /// Builds the policy, or returns an error with its position in the document.
-    pub(super) fn validate(self, document: &Document<'_>, attributes: &AttributeNames) -> Result<Policy, ConfigError> {
+    pub(super) fn validate(
+        self,
+        document: &Document<'_>,
+        attributes: &AttributeNames,
+    ) -> Result<Policy, ConfigError> {
         let raw = self;
         let algorithm = match &raw.algorithm {
             Some(name) => named(document, name)?,
@@ -84,21 +88,31 @@ impl RawPolicy {
         };
         let window = window_of(document, &raw.window)?;
         let name = &raw.name;
-        let quota = |limit: &Spanned<Units>, window: (Duration, &Spanned<String>), burst: Option<&Spanned<Units>>| {
-            let mut quota = Quota::new(algorithm, limit.value.get(), window.0).map_err(|error| match error {
-                QuotaError::Window(_) | QuotaError::WindowFraction(_) => document.at(window.1, &error.to_string()),
-                _ => document.at(limit, &error.to_string()),
-            })?;
+        let quota = |limit: &Spanned<Units>,
+                     window: (Duration, &Spanned<String>),
+                     burst: Option<&Spanned<Units>>| {
+            let mut quota = Quota::new(algorithm, limit.value.get(), window.0).map_err(
+                |error| match error {
+                    QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
+                        document.at(window.1, &error.to_string())
+                    }
+                    _ => document.at(limit, &error.to_string()),
+                },
+            )?;
             if let Some(encoding) = &raw.encoding {
                 let kind = named(document, encoding)?;
-                quota = quota.with_encoding(kind).map_err(|error| document.at(encoding, &error.to_string()))?;
+                quota = quota
+                    .with_encoding(kind)
+                    .map_err(|error| document.at(encoding, &error.to_string()))?;
             }
             if let Some(count_denied) = &raw.count_denied {
                 let counted = quota.with_count_denied(count_denied.value);
                 quota = counted.map_err(|error| document.at(count_denied, &error.to_string()))?;
             }
             if let Some(burst) = burst {
-                quota = quota.with_burst(burst.value.get()).map_err(|error| document.at(burst, &error.to_string()))?;
+                quota = quota
+                    .with_burst(burst.value.get())
+                    .map_err(|error| document.at(burst, &error.to_string()))?;
             }
             Ok::<Quota, ConfigError>(quota)
         };
@@ -110,11 +124,14 @@ impl RawPolicy {
         for (written, patterns) in &raw.matches.0 {
             let attribute = attribute_name(document, attributes, "match", written)?;
             if !matched.insert(attribute.clone()) {
-                let twice =
-                    format!("{attribute} is there twice, in other letters: a header's name is alike in either case");
+                let twice = format!(
+                    "{attribute} is there twice, in other letters: a header's name is alike in either case"
+                );
                 return Err(document.at(patterns, &twice));
             }
-            policy = policy.matching(attribute, patterns.value.texts()).map_err(wrong_at(document, patterns))?;
+            policy = policy
+                .matching(attribute, patterns.value.texts())
+                .map_err(wrong_at(document, patterns))?;
         }
         if let Some(key) = &raw.key {
             let names = key.value.names(key).into_iter();
@@ -165,7 +182,10 @@ fn attribute_name(
     Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
 }
 
-fn wrong_at<T>(document: &Document<'_>, value: &Spanned<T>) -> impl FnOnce(PolicyError) -> ConfigError {
+fn wrong_at<T>(
+    document: &Document<'_>,
+    value: &Spanned<T>,
+) -> impl FnOnce(PolicyError) -> ConfigError {
     move |error| document.at(value, &error.to_string())
 }
 
@@ -174,8 +194,12 @@ fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
     match (parts, policy.key_attributes()) {
         (1, [] | [_]) => Ok(()),
         (parts, [_, _, ..]) if parts == policy.key_attributes().len() => Ok(()),
-        (_, []) => Err("this policy has no key of several parts: write one value, not a list".to_owned()),
-        (_, [one]) => Err(format!("this policy counts by {one} alone: write one value, not a list")),
+        (_, []) => {
+            Err("this policy has no key of several parts: write one value, not a list".to_owned())
+        }
+        (_, [one]) => {
+            Err(format!("this policy counts by {one} alone: write one value, not a list"))
+        }
         (parts, many) => Err(format!(
             "has {parts} of the {} values that this policy counts by: write a list of {}, in their order",
             many.len(),
@@ -185,7 +209,9 @@ fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
 }
 
 /// A key without a value would count all requests together: it is wrong, not left out.
-fn written<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Spanned<KeyNames>>, D::Error> {
+fn written<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Spanned<KeyNames>>, D::Error> {
     Spanned::deserialize(deserializer).map(Some)
 }
 
@@ -193,7 +219,10 @@ fn window_of(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration
     duration::parse(&text.value).map_err(|error| document.at(text, &error))
 }
 
-fn named<T: FromStr<Err = UnknownName>>(document: &Document<'_>, text: &Spanned<String>) -> Result<T, ConfigError> {
+fn named<T: FromStr<Err = UnknownName>>(
+    document: &Document<'_>,
+    text: &Spanned<String>,
+) -> Result<T, ConfigError> {
     text.value.parse().map_err(|error: UnknownName| document.at_name(text, &error.to_string()))
 }
 
@@ -270,7 +299,12 @@ enum RawCost {
 
 impl RawCost {
     /// Builds the cost of a policy with these quotas.
-    fn of(&self, document: &Document<'_>, attributes: &AttributeNames, policy: &Policy) -> Result<Cost, ConfigError> {
+    fn of(
+        &self,
+        document: &Document<'_>,
+        attributes: &AttributeNames,
+        policy: &Policy,
+    ) -> Result<Cost, ConfigError> {
         Ok(match self {
             Self::Fixed(units) => Cost::Fixed(*units),
             Self::Attribute(cost) => Cost::Attribute {
@@ -387,11 +421,14 @@ impl<'de> Deserialize<'de> for RawCost {
             }
 
             fn visit_i64<E: de::Error>(self, units: i64) -> Result<RawCost, E> {
-                u64::try_from(units).map(RawCost::Fixed).map_err(|_| E::custom("a cost is at least 1"))
+                u64::try_from(units)
+                    .map(RawCost::Fixed)
+                    .map_err(|_| E::custom("a cost is at least 1"))
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<RawCost, A::Error> {
-                CostAttribute::deserialize(de::value::MapAccessDeserializer::new(map)).map(RawCost::Attribute)
+                CostAttribute::deserialize(de::value::MapAccessDeserializer::new(map))
+                    .map(RawCost::Attribute)
             }
         }
         deserializer.deserialize_any(Units)

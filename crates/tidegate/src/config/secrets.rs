@@ -1,18 +1,33 @@
 //! What an error may show of a configuration: nothing that could be a secret.
 //!
-//! It goes by where a line stands, not by what is in it, and needs no document that parses: a section is a field at the left
-//! margin and all that is indented below it. Sections are masked unless they are known to hold no secrets; in those, too,
-//! what stands under a field of a masked one (wrongly indented, say).
+//! It goes by where a line stands, not by what is in it, and needs no document that parses: a
+//! section is a field at the left margin and all that is indented below it. Sections are masked
+//! unless they are known to hold no secrets; in those, too, what stands under a field of a masked
+//! one (wrongly indented, say).
 
-/// Sections without secrets. The others are masked whatever their name: a misspelt `auth` holds a token all the same.
-const OPEN: [&str; 7] = ["listen", "client_ip", "headers", "envoy", "gateway", "attributes", "policies"];
+/// Sections without secrets. The others are masked whatever their name: a misspelt `auth` holds a
+/// token all the same.
+const OPEN: [&str; 7] =
+    ["listen", "client_ip", "headers", "envoy", "gateway", "attributes", "policies"];
 
 /// Where a secret stands, in whatever section it has got into.
-const HOLDERS: [&str; 8] = ["auth", "store", "api_token", "admin_token", "redis", "sentinel", "username", "password"];
+const HOLDERS: [&str; 8] =
+    ["auth", "store", "api_token", "admin_token", "redis", "sentinel", "username", "password"];
 
 /// Other names that a masked line may show.
-const NAMES: [&str; 11] =
-    ["tls", "prefix", "timeout", "instances", "max_keys", "master", "nodes", "ca", "certificate", "key", "client_ca"];
+const NAMES: [&str; 11] = [
+    "tls",
+    "prefix",
+    "timeout",
+    "instances",
+    "max_keys",
+    "master",
+    "nodes",
+    "ca",
+    "certificate",
+    "key",
+    "client_ca",
+];
 
 pub(super) const MASK: &str = "…";
 
@@ -28,7 +43,11 @@ pub(super) fn may_be_secret(text: &str, number: usize) -> bool {
     let before: Vec<&str> = lines(text).take(number + 1).collect();
     let Some(here) = before.get(number) else { return true };
     let mut margin = indent(here) + 1;
-    for line in before.iter().rev().filter(|line| !line.trim().is_empty() && !line.trim_start().starts_with('#')) {
+    for line in before
+        .iter()
+        .rev()
+        .filter(|line| !line.trim().is_empty() && !line.trim_start().starts_with('#'))
+    {
         let at = indent(line);
         if at >= margin {
             continue;
@@ -38,7 +57,9 @@ pub(super) fn may_be_secret(text: &str, number: usize) -> bool {
             return true;
         }
         if !line.starts_with([' ', '\t', '-']) {
-            return !fields(line).next().is_some_and(|section| OPEN.contains(&section) && line.starts_with(section));
+            return !fields(line)
+                .next()
+                .is_some_and(|section| OPEN.contains(&section) && line.starts_with(section));
         }
         // A list may stand as far left as the field that it belongs to.
         margin = margin.max(1);
@@ -133,7 +154,9 @@ fn mask_userinfo(text: &str) -> String {
     let before = &text[..at];
     // A password may hold any character: all from the first URL on, or else the word with a colon.
     let start = before.find("://").map(|scheme| scheme + 3).or_else(|| {
-        let word = before.rfind(|c: char| c.is_whitespace() || "\"'[]{},".contains(c)).map_or(0, |end| end + 1);
+        let word = before
+            .rfind(|c: char| c.is_whitespace() || "\"'[]{},".contains(c))
+            .map_or(0, |end| end + 1);
         before[word..].contains(':').then_some(word)
     });
     match start {
@@ -179,7 +202,10 @@ mod tests {
             ("listen:\n  http: a\n  auth:\n    api_token:\n      - S3CR3T\n", "      - …"),
             ("listen: {http: a, 'api_token': S3CR3T}\n", "listen: …"),
             ("gateway:\n  upstreams: ['http://u:S3CR3T@h']\n", "  upstreams: ['http://…@h']"),
-            ("gateway:\n  upstreams: [http://u:S3CR3T/@,@h, http://i]\n", "  upstreams: [http://…@h, http://i]"),
+            (
+                "gateway:\n  upstreams: [http://u:S3CR3T/@,@h, http://i]\n",
+                "  upstreams: [http://…@h, http://i]",
+            ),
             ("gateway:\n  upstreams: [u:S3CR3T@h]\n", "  upstreams: […@h]"),
         ] {
             assert_eq!(line_with(text, "S3CR3T"), expected, "{text}");
@@ -191,7 +217,10 @@ mod tests {
         for (text, part) in [
             ("policies:\n  - name: a\n    algorithm: token_bucket\n", "token_bucket"),
             ("policies:\n- name: a\n  on_store_failure: password\n", "password"),
-            ("policies:\n- name: a\n  match: {header.authorization: 'a@b.c', path: /auth}\n", "a@b.c"),
+            (
+                "policies:\n- name: a\n  match: {header.authorization: 'a@b.c', path: /auth}\n",
+                "a@b.c",
+            ),
             ("auth:\n  api_token: a\npolicies:\n  - {name: redis://h}\n", "name"),
             ("store: {redis: 'redis://h'}\nlisten: {http: localhost}\n", "localhost"),
         ] {

@@ -115,7 +115,9 @@ impl AttributeNames {
 
     /// Adds the attributes that `other` declares.
     pub(crate) fn merge(&mut self, other: &Self) {
-        if !Arc::ptr_eq(&self.declared, &other.declared) && !other.declared.is_subset(&self.declared) {
+        if !Arc::ptr_eq(&self.declared, &other.declared)
+            && !other.declared.is_subset(&self.declared)
+        {
             Arc::make_mut(&mut self.declared).extend(other.declared.iter().cloned());
         }
     }
@@ -140,11 +142,14 @@ impl AttributeNames {
     /// `header.x-user`.
     fn nearest(&self, name: &str) -> Option<String> {
         let name: String = name.chars().take(MAX_SHOWN).collect();
-        let (kind, rest) = name.split_once(|character: char| !character.is_alphanumeric()).unwrap_or((&name, ""));
+        let (kind, rest) =
+            name.split_once(|character: char| !character.is_alphanumeric()).unwrap_or((&name, ""));
         let rest = if rest.is_empty() { "NAME" } else { rest };
         let names = NAMES.into_iter().chain(self.declared.iter().map(String::as_str));
         let names = names.filter_map(|known| Some((distance(&name, known)?, known.to_owned())));
-        let prefixed = PREFIXES.iter().filter_map(|known| Some((distance(kind, known)?, format!("{known}.{rest}"))));
+        let prefixed = PREFIXES
+            .iter()
+            .filter_map(|known| Some((distance(kind, known)?, format!("{known}.{rest}"))));
         prefixed.chain(names).min_by_key(|(distance, _)| *distance).map(|(_, nearest)| nearest)
     }
 }
@@ -169,7 +174,10 @@ fn malformed(name: &str, reason: &'static str) -> AttributeError {
 
 fn check_characters(name: &str) -> Result<(), AttributeError> {
     if name.is_empty() {
-        return Err(malformed(name, "it is empty; write a name, such as ip, path or header.x-user-id"));
+        return Err(malformed(
+            name,
+            "it is empty; write a name, such as ip, path or header.x-user-id",
+        ));
     }
     if name.chars().any(|character| character.is_whitespace() || character.is_control()) {
         return Err(malformed(name, "it has a space or a control character"));
@@ -210,9 +218,17 @@ mod tests {
     #[test]
     fn built_in_and_declared_names_are_known() {
         let names = names(&["tenant", "jwt.sub"]);
-        for known in
-            ["ip", "method", "path", "host", "domain", "header.X-User", "query.a.b", "cookie.SID", "descriptor.k"]
-        {
+        for known in [
+            "ip",
+            "method",
+            "path",
+            "host",
+            "domain",
+            "header.X-User",
+            "query.a.b",
+            "cookie.SID",
+            "descriptor.k",
+        ] {
             assert_eq!(names.check(known), Ok(()), "{known}");
         }
         assert_eq!((names.check("tenant"), names.check("jwt.sub")), (Ok(()), Ok(())));
@@ -238,7 +254,10 @@ mod tests {
             ("user", None),
             ("foo.a-very-long-name-of-a-header", None),
         ] {
-            let expected = AttributeError::Unknown { name: written.to_owned(), nearest: nearest.map(str::to_owned) };
+            let expected = AttributeError::Unknown {
+                name: written.to_owned(),
+                nearest: nearest.map(str::to_owned),
+            };
             assert_eq!(names.check(written), Err(expected));
         }
     }
@@ -251,9 +270,16 @@ mod tests {
 
     #[test]
     fn malformed_names_are_rejected_in_policies_only() {
-        for name in
-            ["header.", "query.", "cookie.", "descriptor.", "header.a:b", "header.é", "query.a b", "cookie.a\nb"]
-        {
+        for name in [
+            "header.",
+            "query.",
+            "cookie.",
+            "descriptor.",
+            "header.a:b",
+            "header.é",
+            "query.a b",
+            "cookie.a\nb",
+        ] {
             let error = names(&[]).check(name).expect_err("malformed").to_string();
             assert!(error.contains("is not an attribute name"), "{error}");
             assert_eq!(names(&[]).check_known(name), Ok(()), "a client may have sent it");
@@ -265,13 +291,24 @@ mod tests {
     fn only_new_and_sound_names_are_declared() {
         for name in ["", " ", "a b", "a\nb", "a\u{7f}"] {
             let declared = AttributeNames::default().declare(name);
-            assert!(matches!(declared, Err(AttributeError::Malformed { .. })), "{name:?}: {declared:?}");
+            assert!(
+                matches!(declared, Err(AttributeError::Malformed { .. })),
+                "{name:?}: {declared:?}"
+            );
         }
-        for name in ["ip", "Path", "domain", "header", "header.x-user", "Query.q", "descriptor.", "cookie"] {
-            assert_eq!(AttributeNames::default().declare(name), Err(AttributeError::BuiltIn(name.to_owned())));
+        for name in
+            ["ip", "Path", "domain", "header", "header.x-user", "Query.q", "descriptor.", "cookie"]
+        {
+            assert_eq!(
+                AttributeNames::default().declare(name),
+                Err(AttributeError::BuiltIn(name.to_owned()))
+            );
         }
         let mut names = names(&["tenant"]);
-        assert_eq!(names.declare("tenant"), Err(AttributeError::DeclaredTwice("tenant".to_owned())));
+        assert_eq!(
+            names.declare("tenant"),
+            Err(AttributeError::DeclaredTwice("tenant".to_owned()))
+        );
         assert_eq!(names.declare("Tenant"), Ok(()));
     }
 }

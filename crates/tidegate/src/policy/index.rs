@@ -1,8 +1,9 @@
 //! Which policies a request may match, without asking each.
 //!
-//! Every policy stands in one place: below the literal beginning of its path pattern, or by the exact value of another
-//! attribute, or among those that have to be asked always. A request looks into the places that its own path and
-//! values name, so its work grows with the depth of its path, not with the number of policies.
+//! Every policy stands in one place: below the literal beginning of its path pattern, or by the
+//! exact value of another attribute, or among those that have to be asked always. A request looks
+//! into the places that its own path and values name, so its work grows with the depth of its path,
+//! not with the number of policies.
 
 use std::collections::HashMap;
 
@@ -26,7 +27,8 @@ impl Index {
             let path = policy.conditions.iter().find(|condition| condition.attribute == "path");
             // A method says little; any other exact value much.
             let value = policy.conditions.iter().find(|condition| {
-                !["path", "method"].contains(&condition.attribute.as_str()) && condition.patterns.iter().all(exact)
+                !["path", "method"].contains(&condition.attribute.as_str())
+                    && condition.patterns.iter().all(exact)
             });
             if let Some(path) = path {
                 for pattern in &path.patterns {
@@ -57,7 +59,8 @@ impl Index {
             && let Some(path) = attributes.get("path")
         {
             let path = normal_path(&path);
-            let ends = path.match_indices('/').map(|(at, _)| at).chain([path.trim_end_matches('/').len()]);
+            let ends =
+                path.match_indices('/').map(|(at, _)| at).chain([path.trim_end_matches('/').len()]);
             for end in ends {
                 found.extend(self.by_path.get(&path[..end]).into_iter().flatten());
             }
@@ -121,7 +124,8 @@ mod tests {
             .collect();
         let index = Index::new(&policies(&patterns));
         let request = [("path", "/service-300/items/7"), ("domain", "domain-302")];
-        let request = BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        let request =
+            BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
         assert_eq!(index.candidates(&request), [300, 302]);
     }
 }

@@ -58,7 +58,11 @@ impl Pattern {
             _ => "",
         };
         // Only whole segments: the one that a star is in may go on.
-        let whole = if parts.len() == 2 && below { literal } else { &literal[..literal.rfind('/').unwrap_or(0)] };
+        let whole = if parts.len() == 2 && below {
+            literal
+        } else {
+            &literal[..literal.rfind('/').unwrap_or(0)]
+        };
         let literal_prefix = whole.to_owned();
         Self::Wild { parts, literal_prefix }
     }
@@ -71,8 +75,9 @@ impl Pattern {
     }
 }
 
-/// Each star takes as little as will do, and more when what follows does not match: only the last star of each kind has to be
-/// tried again, so the work is at most the pattern's length times the value's.
+/// Each star takes as little as will do, and more when what follows does not match: only the last
+/// star of each kind has to be tried again, so the work is at most the pattern's length times the
+/// value's.
 fn parts_match(parts: &[Part], value: &str) -> bool {
     let bytes = value.as_bytes();
     // reachable[i]: the parts so far can match the first i bytes.
@@ -99,7 +104,8 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
                 }
             }
             Part::Below => {
-                let ends_here = |at: usize| reachable[at] && (at == bytes.len() || bytes[at] == b'/');
+                let ends_here =
+                    |at: usize| reachable[at] && (at == bytes.len() || bytes[at] == b'/');
                 next[bytes.len()] = (0..=bytes.len()).any(ends_here);
             }
         }
@@ -108,8 +114,9 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
     reachable[bytes.len()]
 }
 
-/// A path as policies see it: no query, no empty or dot segments, no slash at its end, and no percent-encoding of characters
-/// that need none. Otherwise another way to write it would get around a policy.
+/// A path as policies see it: no query, no empty or dot segments, no slash at its end, and no
+/// percent-encoding of characters that need none. Otherwise another way to write it would get
+/// around a policy.
 #[must_use]
 pub fn normal_path(path: &str) -> Cow<'_, str> {
     let path = path.split(['?', '#']).next().unwrap_or_default();

@@ -6,7 +6,8 @@ use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
 use super::{
-    AttributeError, AttributeNames, Attributes, Cost, MissingKey, Mode, Policy, PolicyError, join, normal_path,
+    AttributeError, AttributeNames, Attributes, Cost, MissingKey, Mode, Policy, PolicyError, join,
+    normal_path,
 };
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
@@ -62,9 +63,13 @@ impl Policies {
         self.all.iter()
     }
 
-    /// Which policies apply to a request, and what each charges. A `cost` that the request names itself goes before the
-    /// policies' own.
-    pub fn select(&self, attributes: &dyn Attributes, cost: Option<u64>) -> Result<Selection<'_>, SelectError> {
+    /// Which policies apply to a request, and what each charges. A `cost` that the request names
+    /// itself goes before the policies' own.
+    pub fn select(
+        &self,
+        attributes: &dyn Attributes,
+        cost: Option<u64>,
+    ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
         for position in self.index.candidates(attributes) {
             let policy = &self.all[position];
@@ -92,7 +97,8 @@ pub struct Selection<'a> {
     pub charges: Vec<Selected<'a>>,
     /// A policy that denies because the request lacks its key.
     pub key_missing_for: Option<&'a Policy>,
-    /// Policies in shadow mode that would have turned the request away, because it lacks their key or has one that is none.
+    /// Policies in shadow mode that would have turned the request away, because it lacks their key
+    /// or has one that is none.
     pub turned_away_in_shadow: Vec<&'a Policy>,
 }
 
@@ -106,8 +112,13 @@ pub struct Selected<'a> {
 }
 
 impl Policy {
-    /// What this policy alone charges a request, whatever it matches: for a caller that has chosen it.
-    pub fn select(&self, attributes: &dyn Attributes, cost: Option<u64>) -> Result<Selection<'_>, SelectError> {
+    /// What this policy alone charges a request, whatever it matches: for a caller that has chosen
+    /// it.
+    pub fn select(
+        &self,
+        attributes: &dyn Attributes,
+        cost: Option<u64>,
+    ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
         self.add_to(&mut selection, attributes, cost)?;
         Ok(selection)
@@ -158,7 +169,10 @@ impl Policy {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { name, default, max } => {
-                let units = attributes.get(name).and_then(|value| whole_number(&value)).filter(|units| *units > 0);
+                let units = attributes
+                    .get(name)
+                    .and_then(|value| whole_number(&value))
+                    .filter(|units| *units > 0);
                 units.map_or(*default, |units| units.min(*max).min(quota.burst()))
             }
         }
@@ -170,7 +184,9 @@ impl Policy {
         match self.key.as_slice() {
             [] => Some("all".to_owned()),
             [name] => value(name).map(Cow::into_owned),
-            names => names.iter().map(value).collect::<Option<Vec<_>>>().map(|values| join(&values)),
+            names => {
+                names.iter().map(value).collect::<Option<Vec<_>>>().map(|values| join(&values))
+            }
         }
     }
 }
@@ -216,8 +232,10 @@ impl<'a> Selected<'a> {
 
 /// One that is too large for our numbers is the largest of them.
 fn whole_number(text: &str) -> Option<u64> {
-    text.parse()
-        .map_or_else(|error: ParseIntError| (*error.kind() == IntErrorKind::PosOverflow).then_some(u64::MAX), Some)
+    text.parse().map_or_else(
+        |error: ParseIntError| (*error.kind() == IntErrorKind::PosOverflow).then_some(u64::MAX),
+        Some,
+    )
 }
 
 #[cfg(test)]
@@ -251,24 +269,34 @@ mod tests {
 
     #[test]
     fn every_condition_must_match_and_a_list_means_any_of() {
-        let api = policy("api").matching("path", &["/api/**"]).and_then(|p| p.matching("method", &["GET", "POST"]));
+        let api = policy("api")
+            .matching("path", &["/api/**"])
+            .and_then(|p| p.matching("method", &["GET", "POST"]));
         let policies = Policies::new(vec![policy("all"), api.expect("valid")]).expect("two names");
         assert_eq!(names(&policies, &[("path", "/api/items"), ("method", "GET")]), ["all", "api"]);
         assert_eq!(names(&policies, &[("path", "/api"), ("method", "POST")]), ["all", "api"]);
         assert_eq!(names(&policies, &[("path", "/api/items"), ("method", "PUT")]), ["all"]);
         assert_eq!(names(&policies, &[("path", "/apis"), ("method", "GET")]), ["all"]);
-        assert_eq!(names(&policies, &[("path", "/api/items")]), ["all"], "an absent attribute matches nothing");
+        assert_eq!(
+            names(&policies, &[("path", "/api/items")]),
+            ["all"],
+            "an absent attribute matches nothing"
+        );
     }
 
     #[test]
     fn attributes_of_callers_are_built_in_or_declared_by_a_policy() {
-        let policies = Policies::new(vec![policy("all"), by_tenant(&["tenant", "plan"]).expect("valid")]);
+        let policies =
+            Policies::new(vec![policy("all"), by_tenant(&["tenant", "plan"]).expect("valid")]);
         let policies = policies.expect("two names");
         for known in ["tenant", "plan", "ip", "header.x", "descriptor.user", "query.any thing"] {
             assert_eq!(policies.check_attribute(known), Ok(()), "{known}");
         }
         let error = policies.check_attribute("tennant").expect_err("unknown").to_string();
-        assert!(error.contains("\"tennant\"") && error.contains("did you mean `tenant`?"), "{error}");
+        assert!(
+            error.contains("\"tennant\"") && error.contains("did you mean `tenant`?"),
+            "{error}"
+        );
         assert!(Policies::default().check_attribute("tenant").is_err());
     }
 
@@ -292,16 +320,25 @@ mod tests {
 
     #[test]
     fn a_policy_that_was_chosen_is_not_asked_what_it_matches() {
-        let login = policy("login").matching("path", &["/login"]).and_then(|p| p.counting(&["ip"])).expect("valid");
+        let login = policy("login")
+            .matching("path", &["/login"])
+            .and_then(|p| p.counting(&["ip"]))
+            .expect("valid");
         let elsewhere = request(&[("path", "/"), ("ip", "192.0.2.1")]);
-        assert_eq!(login.select(&elsewhere, None).expect("a sound key").charges[0].key(), "192.0.2.1");
+        assert_eq!(
+            login.select(&elsewhere, None).expect("a sound key").charges[0].key(),
+            "192.0.2.1"
+        );
         assert!(login.select(&request(&[]), None).expect("no key").charges.is_empty());
     }
 
     #[test]
     fn a_request_without_the_key_is_skipped_or_denied() {
         let skip = policy("skip").counting(&["header.x-user-id"]).expect("valid");
-        let deny = policy("deny").counting(&["header.x-user-id"]).expect("valid").on_missing_key(MissingKey::Deny);
+        let deny = policy("deny")
+            .counting(&["header.x-user-id"])
+            .expect("valid")
+            .on_missing_key(MissingKey::Deny);
         let policies = Policies::new(vec![skip, deny]).expect("two names");
         for absent in [request(&[]), request(&[("header.x-user-id", "")])] {
             let selection = policies.select(&absent, None).expect("sound");
@@ -314,7 +351,8 @@ mod tests {
     #[test]
     fn what_is_only_looked_at_turns_nobody_away() {
         let shadow = policy("shadow").counting(&["header.x"]).expect("valid").in_mode(Mode::Shadow);
-        let policies = Policies::new(vec![shadow.on_missing_key(MissingKey::Deny)]).expect("one name");
+        let policies =
+            Policies::new(vec![shadow.on_missing_key(MissingKey::Deny)]).expect("one name");
         for request in [request(&[]), request(&[("header.x", &"x".repeat(513))])] {
             let selection = policies.select(&request, None).expect("nobody is turned away");
             assert!(selection.charges.is_empty() && selection.key_missing_for.is_none());
@@ -338,17 +376,26 @@ mod tests {
 
     #[test]
     fn a_key_that_is_none_is_the_requests_fault() {
-        let policies = Policies::new(vec![policy("p").counting(&["header.x"]).expect("valid")]).expect("one name");
+        let policies = Policies::new(vec![policy("p").counting(&["header.x"]).expect("valid")])
+            .expect("one name");
         let long = "x".repeat(513);
         for (value, reason) in [(long.as_str(), "has 513 bytes"), ("a\nb", "control character")] {
-            let error = policies.select(&request(&[("header.x", value)]), None).expect_err("no key").to_string();
-            assert!(error.contains("policy \"p\" counts by header.x") && error.contains(reason), "{error}");
+            let error = policies
+                .select(&request(&[("header.x", value)]), None)
+                .expect_err("no key")
+                .to_string();
+            assert!(
+                error.contains("policy \"p\" counts by header.x") && error.contains(reason),
+                "{error}"
+            );
         }
     }
 
     #[test]
     fn overrides_go_by_key_and_costs_by_attribute() {
-        let policy = by_tenant(&["tenant"]).and_then(|p| p.overriding(&["acme"], quota(1_000))).expect("valid");
+        let policy = by_tenant(&["tenant"])
+            .and_then(|p| p.overriding(&["acme"], quota(1_000)))
+            .expect("valid");
         let cost = Cost::Attribute { name: "header.x-cost".to_owned(), default: 2, max: 8 };
         let policies = Policies::new(vec![policy.costing(cost).expect("fits")]).expect("one name");
         let charged = |attributes: &[(&str, &str)], cost| {
@@ -360,16 +407,24 @@ mod tests {
         assert_eq!(charged(&[("tenant", "acme")], None), (1_000, 2));
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "5")], None), (10, 5));
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "99")], None), (10, 8));
-        assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "99999999999999999999999")], None), (10, 8));
+        assert_eq!(
+            charged(&[("tenant", "other"), ("header.x-cost", "99999999999999999999999")], None),
+            (10, 8)
+        );
         for nonsense in ["0", "-1", "NaN", "1e3", ""] {
-            assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", nonsense)], None), (10, 2), "{nonsense}");
+            assert_eq!(
+                charged(&[("tenant", "other"), ("header.x-cost", nonsense)], None),
+                (10, 2),
+                "{nonsense}"
+            );
         }
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "5")], Some(7)), (10, 7));
     }
 
     #[test]
     fn an_attribute_costs_no_more_than_the_keys_own_quota_admits() {
-        let policy = by_tenant(&["tenant", "cost"]).and_then(|p| p.overriding(&["small"], quota(5)));
+        let policy =
+            by_tenant(&["tenant", "cost"]).and_then(|p| p.overriding(&["small"], quota(5)));
         let cost = Cost::Attribute { name: "cost".to_owned(), default: 1, max: 10 };
         let policy = policy.and_then(|p| p.costing(cost)).expect("fits the larger");
         let charged = |tenant: &str| {

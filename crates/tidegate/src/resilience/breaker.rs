@@ -1,7 +1,8 @@
 //! [`Breaker`]: stops asking a store that fails, so that nobody waits for it, and looks by itself when it is back.
 //!
-//! One circuit for each [`Part`] of the store, for parts fail apart. Closed, calls pass and are counted with a few atomic
-//! steps. Open, they fail at once, while a task in the background probes the part; two good probes in a row close it.
+//! One circuit for each [`Part`] of the store, for parts fail apart. Closed, calls pass and are
+//! counted with a few atomic steps. Open, they fail at once, while a task in the background probes
+//! the part; two good probes in a row close it.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -29,17 +30,19 @@ const GOOD_PROBES: u32 = 2;
 
 /// A store around a store that fails at once while the inner one is failing.
 ///
-/// It opens for a part after five failures in a row, or when at least five calls of the last second failed and that is half
-/// of them or more. A failure is [`StoreError::Timeout`], [`Unreachable`](StoreError::Unreachable) or
-/// [`Refused`](StoreError::Refused); any other error is the answer of a store that is there. While open, the error is
-/// [`StoreError::Open`] with the last failure in it.
+/// It opens for a part after five failures in a row, or when at least five calls of the last second
+/// failed and that is half of them or more. A failure is [`StoreError::Timeout`],
+/// [`Unreachable`](StoreError::Unreachable) or [`Refused`](StoreError::Refused); any other error is
+/// the answer of a store that is there. While open, the error is [`StoreError::Open`] with the last
+/// failure in it.
 ///
-/// A part is [probed](Store::probe) several times a second until it is back. A probe that says yes while decisions still
-/// fail would make the breaker flap, so a store's probe should do what a decision does.
+/// A part is [probed](Store::probe) several times a second until it is back. A probe that says yes
+/// while decisions still fail would make the breaker flap, so a store's probe should do what a
+/// decision does.
 ///
-/// It needs a Tokio runtime to probe on; outside of one it never opens. Over several parts, an acquire goes from part to part
-/// in order and gives back what it took when a later part denies or fails: it may refuse a little too much for a
-/// moment, and never admits too much.
+/// It needs a Tokio runtime to probe on; outside of one it never opens. Over several parts, an
+/// acquire goes from part to part in order and gives back what it took when a later part denies or
+/// fails: it may refuse a little too much for a moment, and never admits too much.
 #[derive(Debug)]
 pub struct Breaker<S> {
     inner: Arc<Inner<S>>,
@@ -163,7 +166,11 @@ impl<S: Store> Breaker<S> {
     }
 
     /// Decides charges of several parts, part by part.
-    async fn decide_parts(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_parts(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
         let groups = group_by(charges, |charge| inner.store.part(charge));
         let members: Vec<Vec<Charge<'_>>> =
@@ -184,7 +191,8 @@ impl<S: Store> Inner<S> {
         self.options.deadline.map(|deadline| Instant::now() + deadline)
     }
 
-    /// A call to a part of the store, if it is not known to fail. The call stays where it is: each move would copy it.
+    /// A call to a part of the store, if it is not known to fail. The call stays where it is: each
+    /// move would copy it.
     async fn guarded<T>(
         self: &Arc<Self>,
         circuit: &Circuit,
@@ -195,7 +203,9 @@ impl<S: Store> Inner<S> {
             return Err(self.refusal(circuit));
         }
         let result = match (deadline, self.options.deadline) {
-            (Some(at), Some(deadline)) => timeout_at(at, call).await.unwrap_or(Err(StoreError::Timeout(deadline))),
+            (Some(at), Some(deadline)) => {
+                timeout_at(at, call).await.unwrap_or(Err(StoreError::Timeout(deadline)))
+            }
             _ => call.await,
         };
         // A circuit that others have opened meanwhile is closed by probes alone.
@@ -251,7 +261,10 @@ async fn probe_until_back<S: Store>(inner: Weak<Inner<S>>, part: Part, options: 
         sleep(jittered(pause)).await;
         let Some(inner) = inner.upgrade() else { return };
         let deadline = options.probe_deadline;
-        match timeout(deadline, inner.store.probe(part)).await.unwrap_or(Err(StoreError::Timeout(deadline))) {
+        match timeout(deadline, inner.store.probe(part))
+            .await
+            .unwrap_or(Err(StoreError::Timeout(deadline)))
+        {
             Ok(()) => good += 1,
             Err(error) => {
                 good = 0;
@@ -280,9 +293,10 @@ impl<S> Drop for Breaker<S> {
 fn is_failure(error: &StoreError) -> bool {
     match error {
         StoreError::Timeout(_) | StoreError::Unreachable(_) | StoreError::Refused(_) => true,
-        StoreError::Full { .. } | StoreError::Misconfigured(_) | StoreError::Open(_) | StoreError::Unreadable(_) => {
-            false
-        }
+        StoreError::Full { .. }
+        | StoreError::Misconfigured(_)
+        | StoreError::Open(_)
+        | StoreError::Unreadable(_) => false,
     }
 }
 
@@ -297,7 +311,8 @@ struct Parts<'a, S> {
 impl<S: Store> Parts<'_, S> {
     fn circuit(&self, group: usize) -> &Circuit {
         // A group has at least one charge.
-        let part = self.groups[group].first().map_or(Part::WHOLE, |charge| self.inner.store.part(charge));
+        let part =
+            self.groups[group].first().map_or(Part::WHOLE, |charge| self.inner.store.part(charge));
         self.inner.circuits.of(part)
     }
 }
@@ -341,7 +356,8 @@ impl<S: Store> Groups for Parts<'_, S> {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
                 let refund = pin!(inner.store.decide_all(Action::Refund, &charges));
-                // What cannot be given back counts until it expires: too much refused, never too much admitted.
+                // What cannot be given back counts until it expires: too much refused, never too
+                // much admitted.
                 inner.guarded(inner.circuits.of(part), inner.deadline(), refund).await.ok()
             })
         });
@@ -363,10 +379,16 @@ impl<S: Store> Groups for Parts<'_, S> {
 impl<S: Store> Store for Breaker<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let circuit = self.inner.circuits.of(self.inner.store.part(charge));
-        self.inner.guarded(circuit, self.inner.deadline(), pin!(self.inner.store.decide(action, charge))).await
+        self.inner
+            .guarded(circuit, self.inner.deadline(), pin!(self.inner.store.decide(action, charge)))
+            .await
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let store = &self.inner.store;
         let Some((first, others)) = charges.split_first() else { return Ok(Vec::new()) };
         let part = store.part(first);
@@ -374,7 +396,9 @@ impl<S: Store> Store for Breaker<S> {
             return Box::pin(self.decide_parts(action, charges)).await;
         }
         let circuit = self.inner.circuits.of(part);
-        self.inner.guarded(circuit, self.inner.deadline(), pin!(store.decide_all(action, charges))).await
+        self.inner
+            .guarded(circuit, self.inner.deadline(), pin!(store.decide_all(action, charges)))
+            .await
     }
 
     fn clock(&self) -> &dyn Clock {

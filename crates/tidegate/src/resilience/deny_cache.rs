@@ -1,9 +1,11 @@
 //! [`DenyCache`]: a denial by the store holds until its `retry_after`, and is answered here until then.
 //!
-//! Units come back earlier only by a refund, a reset or a raised limit. The first two drop the entries of the counts that they
-//! touch: through this instance at once, through others by the [invalidations](Store::news), which are polled several times
-//! a second while entries are in use. Entries are ignored once the last successful poll is older than a second, and live for
-//! five seconds at most. A raised limit is another quota, and an entry holds for the very quota that it was made by.
+//! Units come back earlier only by a refund, a reset or a raised limit. The first two drop the
+//! entries of the counts that they touch: through this instance at once, through others by the
+//! [invalidations](Store::news), which are polled several times a second while entries are in use.
+//! Entries are ignored once the last successful poll is older than a second, and live for five
+//! seconds at most. A raised limit is another quota, and an entry holds for the very quota that it
+//! was made by.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,37 +28,45 @@ use crate::store::{Action, Part, Store, StoreError};
 mod follow;
 mod table;
 
-/// The longest life of an entry, whatever its `retry_after`: bounds how long a lost invalidation has an effect.
+/// The longest life of an entry, whatever its `retry_after`: bounds how long a lost invalidation
+/// has an effect.
 pub(crate) const MAX_ENTRY_TTL: Duration = Duration::from_secs(5);
 
-/// How long a denial that counts is answered from here. Then the denials of that time are recorded in the store.
+/// How long a denial that counts is answered from here. Then the denials of that time are recorded
+/// in the store.
 pub(crate) const COUNTED_DENIAL_TTL: Duration = Duration::from_millis(100);
 
 /// What is left of the other charges is remembered for requests of up to so many.
 const MOST_COMPANIONS: usize = 8;
 
-/// A store around a store that answers a denial again, without asking, for as long as it surely holds.
+/// A store around a store that answers a denial again, without asking, for as long as it surely
+/// holds.
 ///
-/// Who is denied and keeps asking then costs the store nothing. An answer from here has [`Source::DenyCache`]; its
-/// `retry_after` and `reset_after` go down as time goes by, its `remaining` is what the store told (of a bucket, what has come
-/// back since is in it). What this instance admits meanwhile, to who asks for less, makes it ask the store again; of what others
+/// Who is denied and keeps asking then costs the store nothing. An answer from here has
+/// [`Source::DenyCache`]; its `retry_after` and `reset_after` go down as time goes by, its
+/// `remaining` is what the store told (of a bucket, what has come back since is in it). What this
+/// instance admits meanwhile, to who asks for less, makes it ask the store again; of what others
 /// admit it does not know: then the wait that it tells may be too short.
 ///
-/// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied, and for less time than
-///   the store said, so that no answer could have been an admission. (Who asks for ever other costs is answered by the denial
-///   of a lower one.)
-/// * A request of several charges is denied if one of them is. What is left of the others is then what the store told when
-///   it denied the same request; if it never did, they are told as untouched.
-/// * A denial by a quota that counts denied requests is answered from here for up to 100 ms, and its `retry_after` does not go
-///   down: each denial counts. The store records those of the last 100 ms before it is asked again, at most the limit.
-/// * A refund or a reset through this store is seen at once. One through any other that shares the counts is seen
-///   within a second of its end, by the [news](Store::news) that a `RedisStore` has of them. While news cannot be
-///   read, the store is asked. So is it if news would have to be read, but there is no Tokio runtime to read them on.
-/// * A change without an invalidation is not seen before the entry ends, after five seconds at most: a call to the memory store
-///   within this cache, a key that is deleted in Redis by hand, another quota on the same count in another process. (A store
-///   that was emptied, or that lost invalidations with its other writes in a failover, is noticed.)
-/// * The entry of a bucket goes on being used when its time has come: this instance asks the store for as many units as can be
-///   available by then, and denies the rest.
+/// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied,
+///   and for less time than the store said, so that no answer could have been an admission. (Who
+///   asks for ever other costs is answered by the denial of a lower one.)
+/// * A request of several charges is denied if one of them is. What is left of the others is then
+///   what the store told when it denied the same request; if it never did, they are told as
+///   untouched.
+/// * A denial by a quota that counts denied requests is answered from here for up to 100 ms, and
+///   its `retry_after` does not go down: each denial counts. The store records those of the last
+///   100 ms before it is asked again, at most the limit.
+/// * A refund or a reset through this store is seen at once. One through any other that shares the
+///   counts is seen within a second of its end, by the [news](Store::news) that a `RedisStore` has
+///   of them. While news cannot be read, the store is asked. So is it if news would have to be
+///   read, but there is no Tokio runtime to read them on.
+/// * A change without an invalidation is not seen before the entry ends, after five seconds at
+///   most: a call to the memory store within this cache, a key that is deleted in Redis by hand,
+///   another quota on the same count in another process. (A store that was emptied, or that lost
+///   invalidations with its other writes in a failover, is noticed.)
+/// * The entry of a bucket goes on being used when its time has come: this instance asks the store
+///   for as many units as can be available by then, and denies the rest.
 /// * It holds a fixed number of denials. What is of no use lately makes room for what is new.
 ///
 /// ```
@@ -103,7 +113,8 @@ pub struct Builder<S> {
 }
 
 impl<S: Store> Builder<S> {
-    /// How many denials it holds; 100,000 by default, which take some 13 MB. With 0 it never answers.
+    /// How many denials it holds; 100,000 by default, which take some 13 MB. With 0 it never
+    /// answers.
     #[must_use]
     pub fn max_entries(mut self, entries: usize) -> Self {
         self.max_entries = entries;
@@ -165,8 +176,8 @@ enum Known<T> {
     Asked { tickets: Tickets, sent: u64, unrecorded: Unrecorded },
 }
 
-/// Units of denials that count, answered from here, which the store must record before it is asked: with the position of
-/// their charge.
+/// Units of denials that count, answered from here, which the store must record before it is asked:
+/// with the position of their charge.
 type Unrecorded = Vec<(usize, u64)>;
 
 /// Of one charge, as nearly always, without a list.
@@ -196,7 +207,11 @@ impl<S: Store> Inner<S> {
 
     /// As the table does, but nothing is found there while entries are stale.
     fn find(&self, query: &Query<'_>) -> Found {
-        if self.is_trusted(query.now) { self.table.find(query) } else { Err(self.table.ticket(query)) }
+        if self.is_trusted(query.now) {
+            self.table.find(query)
+        } else {
+            Err(self.table.ticket(query))
+        }
     }
 
     fn is_trusted(&self, now: u64) -> bool {
@@ -219,14 +234,19 @@ impl<S: Store> Inner<S> {
                 Known::Denied(denied)
             }
             Err(ticket) => {
-                let unrecorded = self.take_unrecorded(action, std::slice::from_ref(charge), &[name]);
+                let unrecorded =
+                    self.take_unrecorded(action, std::slice::from_ref(charge), &[name]);
                 self.ask_by(action, [name]);
                 Known::Asked { tickets: Tickets::One(ticket), sent, unrecorded }
             }
         }
     }
 
-    fn before_all(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Known<Vec<Decision>> {
+    fn before_all(
+        self: &Arc<Self>,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Known<Vec<Decision>> {
         let names: Vec<Name> = charges.iter().map(|charge| self.table.name(charge)).collect();
         let sent = self.now();
         if !may_be_kept(action, charges) {
@@ -247,7 +267,8 @@ impl<S: Store> Inner<S> {
                 Err(ticket) => tickets.push(ticket),
             }
         }
-        // A charge that counts denials must be known to be denied, or the store has to say whether it counts this one.
+        // A charge that counts denials must be known to be denied, or the store has to say whether
+        // it counts this one.
         let is_known = |(charge, denied): (&Charge<'_>, &Option<Decision>)| {
             denied.is_some() || action == Action::Peek || !charge.quota().count_denied()
         };
@@ -264,8 +285,10 @@ impl<S: Store> Inner<S> {
         }
         self.was_used();
         let others = |(at, denied): (usize, Option<Decision>)| {
-            let untouched =
-                || Verdict::untouched(charges[at].quota()).into_decision(charges[at].quota(), Source::DenyCache);
+            let untouched = || {
+                Verdict::untouched(charges[at].quota())
+                    .into_decision(charges[at].quota(), Source::DenyCache)
+            };
             denied.unwrap_or_else(|| match &left {
                 Some(left) => left[at].decision(&charges[at], sent),
                 None => untouched(),
@@ -274,9 +297,13 @@ impl<S: Store> Inner<S> {
         Known::Denied(denied.into_iter().enumerate().map(others).collect())
     }
 
-    /// A denial from here of a quota that counts denials. The first one starts the timer that records them.
+    /// A denial from here of a quota that counts denials. The first one starts the timer that
+    /// records them.
     fn count_denial(self: &Arc<Self>, action: Action, query: &Query<'_>) {
-        if action != Action::Acquire || !query.charge.quota().count_denied() || !self.table.count_denial(query) {
+        if action != Action::Acquire
+            || !query.charge.quota().count_denied()
+            || !self.table.count_denial(query)
+        {
             return;
         }
         let Ok(runtime) = Handle::try_current() else { return };
@@ -290,13 +317,24 @@ impl<S: Store> Inner<S> {
     }
 
     /// The store is about to be asked: what it must record before.
-    fn take_unrecorded(&self, action: Action, charges: &[Charge<'_>], names: &[Name]) -> Unrecorded {
-        let counts = |charge: &Charge<'_>| action == Action::Acquire && charge.quota().count_denied();
-        let counted = charges.iter().zip(names).enumerate().filter(|(_, (charge, _))| counts(charge));
-        counted.map(|(at, (_, name))| (at, self.table.take_unrecorded(*name))).filter(|(_, units)| *units > 0).collect()
+    fn take_unrecorded(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        names: &[Name],
+    ) -> Unrecorded {
+        let counts =
+            |charge: &Charge<'_>| action == Action::Acquire && charge.quota().count_denied();
+        let counted =
+            charges.iter().zip(names).enumerate().filter(|(_, (charge, _))| counts(charge));
+        counted
+            .map(|(at, (_, name))| (at, self.table.take_unrecorded(*name)))
+            .filter(|(_, units)| *units > 0)
+            .collect()
     }
 
-    /// Records denials that were answered from here. A full log is full: more units than its limit change nothing.
+    /// Records denials that were answered from here. A full log is full: more units than its limit
+    /// change nothing.
     async fn record(&self, charge: &Charge<'_>, units: u64) {
         let charge = charge.cost(units.min(charge.quota().limit()));
         if units > 0
@@ -324,9 +362,13 @@ impl<S: Store> Inner<S> {
     /// The store is about to be asked by these quotas.
     fn ask_by(&self, action: Action, names: impl IntoIterator<Item = Name>) {
         match action {
-            Action::Acquire => names.into_iter().for_each(|name| self.table.forget_other_quotas(name)),
+            Action::Acquire => {
+                names.into_iter().for_each(|name| self.table.forget_other_quotas(name))
+            }
             // It takes units that denials did not know of: their waits are too short.
-            Action::Take | Action::Report => names.into_iter().for_each(|name| self.table.forget(name.count())),
+            Action::Take | Action::Report => {
+                names.into_iter().for_each(|name| self.table.forget(name.count()))
+            }
             _ => {}
         }
     }
@@ -355,9 +397,16 @@ impl<S: Store> Inner<S> {
         let longest = longest.max_by_key(|at| decisions[*at].retry_after);
         for (at, (charge, decision)) in charges.iter().zip(decisions).enumerate() {
             if is_denial(decision) {
-                let companions = (Some(at) == longest && (2..=MOST_COMPANIONS).contains(&charges.len()))
-                    .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
-                let denial = Denial { cost: charge.units(), decision: *decision, sent, received, companions };
+                let companions = (Some(at) == longest
+                    && (2..=MOST_COMPANIONS).contains(&charges.len()))
+                .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
+                let denial = Denial {
+                    cost: charge.units(),
+                    decision: *decision,
+                    sent,
+                    received,
+                    companions,
+                };
                 self.table.keep(tickets[at], charge.quota(), denial);
             }
         }
@@ -375,9 +424,13 @@ impl<S: Store> Inner<S> {
         received: u64,
     ) -> Companions {
         let reset_at = |decision: &Decision| {
-            received.saturating_add(u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX))
+            received
+                .saturating_add(u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX))
         };
-        let left = |decision: &Decision| Left { remaining: decision.remaining, reset_at: reset_at(decision) };
+        let left = |decision: &Decision| Left {
+            remaining: decision.remaining,
+            reset_at: reset_at(decision),
+        };
         Companions {
             request: self.table.request(charges, tickets.iter().map(|ticket| ticket.name)),
             left: decisions.iter().map(left).collect(),
@@ -402,14 +455,16 @@ impl<S: Store> Inner<S> {
     }
 }
 
-/// Whether a denial of this request may be answered again. One that counts must be recorded later, by a task.
+/// Whether a denial of this request may be answered again. One that counts must be recorded later,
+/// by a task.
 fn may_be_kept(action: Action, charges: &[Charge<'_>]) -> bool {
     matches!(action, Action::Acquire | Action::Peek)
-        && (!charges.iter().any(|charge| charge.quota().count_denied()) || Handle::try_current().is_ok())
+        && (!charges.iter().any(|charge| charge.quota().count_denied())
+            || Handle::try_current().is_ok())
 }
 
-/// While units are given back, or a count is forgotten: denials of it are forgotten before, and after, for one may have been
-/// asked for in between. Even if the caller goes away meanwhile.
+/// While units are given back, or a count is forgotten: denials of it are forgotten before, and
+/// after, for one may have been asked for in between. Even if the caller goes away meanwhile.
 struct Freeing<'a> {
     table: &'a Table,
     charges: &'a [Charge<'a>],
@@ -436,8 +491,8 @@ impl Drop for Freeing<'_> {
     }
 }
 
-/// A request that is counted in an entry while it is in flight. Without an answer of the store, even because the caller goes
-/// away, the entry is dropped.
+/// A request that is counted in an entry while it is in flight. Without an answer of the store,
+/// even because the caller goes away, the entry is dropped.
 struct CountedAsk<'a> {
     table: &'a Table,
     ticket: Option<&'a Ticket>,
@@ -483,7 +538,11 @@ impl<S: Store> Store for DenyCache<S> {
         Ok(decision)
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
         let (tickets, sent, unrecorded) = match inner.before_all(action, charges) {
             Known::Denied(decisions) => return Ok(decisions),
@@ -540,7 +599,9 @@ impl Tickets {
 
 impl<S> Drop for DenyCache<S> {
     fn drop(&mut self) {
-        if let Some(follower) = self.inner.follower.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(follower) =
+            self.inner.follower.lock().unwrap_or_else(PoisonError::into_inner).take()
+        {
             follower.abort();
         }
     }

@@ -1,9 +1,10 @@
 //! [`Fallback`]: decides in the place of a store that cannot, by each charge's own word for that case.
 //!
-//! `local` is this process's memory with this instance's share of the quota. What it admits is owed to the store, and charged
-//! to it when it is back, so that a store which comes and goes is no loophole: a key that owes has to find room for
-//! its debt and its request; and what the store admits to a key that was decided locally in the last window takes from
-//! this instance's share, too.
+//! `local` is this process's memory with this instance's share of the quota. What it admits is owed
+//! to the store, and charged to it when it is back, so that a store which comes and goes is no
+//! loophole: a key that owes has to find room for its debt and its request; and what the store
+//! admits to a key that was decided locally in the last window takes from this instance's share,
+//! too.
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -38,13 +39,15 @@ mod repay;
 /// | `allow` | allowed | `Allow` |
 /// | `deny` | denied, to be tried again in a second | `Deny` |
 ///
-/// Several charges stay all or nothing, whatever each says. A cost above the instance's share is denied.
+/// Several charges stay all or nothing, whatever each says. A cost above the instance's share is
+/// denied.
 ///
-/// * A refund of what was admitted locally, and is not yet charged to the store, is made locally. Any other is the
-///   store's error.
-/// * A reset also forgets what is kept here. If the store fails, it is the store's error, for the count is still there.
-/// * [`StoreError::Full`] is the error of memory, which other memory is no help for: only `allow` and `deny` are answered.
-///   [`StoreError::Misconfigured`] is returned.
+/// * A refund of what was admitted locally, and is not yet charged to the store, is made locally.
+///   Any other is the store's error.
+/// * A reset also forgets what is kept here. If the store fails, it is the store's error, for the
+///   count is still there.
+/// * [`StoreError::Full`] is the error of memory, which other memory is no help for: only `allow`
+///   and `deny` are answered. [`StoreError::Misconfigured`] is returned.
 ///
 /// It sends heartbeats of this instance through the store, and charges what is owed, on the Tokio
 /// runtime that it is made and used in. Outside of one it does neither.
@@ -166,9 +169,15 @@ impl<S: Store> Builder<S> {
     pub fn build(self) -> Fallback<S> {
         let store = Arc::new(self.store);
         let fleet = self.fleet.unwrap_or_default();
-        let heartbeat = Handle::try_current().ok().map(|runtime| fleet.keep_alive_on(&runtime, &store));
-        let episode =
-            Episode { since: Instant::now(), local_before: 0, repaid_before: 0, told: Vec::new(), recovery: None };
+        let heartbeat =
+            Handle::try_current().ok().map(|runtime| fleet.keep_alive_on(&runtime, &store));
+        let episode = Episode {
+            since: Instant::now(),
+            local_before: 0,
+            repaid_before: 0,
+            told: Vec::new(),
+            recovery: None,
+        };
         let trouble = Trouble {
             on: AtomicBool::new(false),
             failures: AtomicU64::new(0),
@@ -238,16 +247,21 @@ impl<S: Store> Fallback<S> {
         }
     }
 
-    /// Charges to the store what is owed and fits, without waiting for the background to do so: before a shutdown, say.
-    /// How many units that were.
+    /// Charges to the store what is owed and fits, without waiting for the background to do so:
+    /// before a shutdown, say. How many units that were.
     pub async fn repay(&self) -> u64 {
         self.inner.repay().await.repaid
     }
 }
 
 impl<S: Store> Inner<S> {
-    /// Asks the store. A key that owes has to find room for its debt as well, and pays it by the way.
-    async fn ask(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    /// Asks the store. A key that owes has to find room for its debt as well, and pays it by the
+    /// way.
+    async fn ask(
+        self: &Arc<Self>,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         if self.owed.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
             return self.store.decide_all(action, charges).await;
         }
@@ -268,7 +282,8 @@ impl<S: Store> Inner<S> {
             fits &= with_debts[claim.place].units() <= charge.quota().burst();
         }
         if !fits {
-            // Whatever the store counts: what was admitted here leaves no room. The local counts know it, and until when.
+            // Whatever the store counts: what was admitted here leaves no room. The local counts
+            // know it, and until when.
             drop(claims);
             return self.without_asking(action, charges);
         }
@@ -294,8 +309,13 @@ impl<S: Store> Inner<S> {
         Ok(decisions)
     }
 
-    /// The store is there, but what it has room for is not known, or surely too little: the charges' own word, as without it.
-    fn without_asking(self: &Arc<Self>, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    /// The store is there, but what it has room for is not known, or surely too little: the
+    /// charges' own word, as without it.
+    fn without_asking(
+        self: &Arc<Self>,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
         self.decide_here(action, charges, false)
     }
@@ -320,7 +340,9 @@ impl<S: Store> Inner<S> {
         };
         let slower = share.map(|share| quota.with_share(share.limit(), quota.burst()));
         // A bucket with the longest drain time has no slower one of the same capacity.
-        slower.filter(|slower| slower.burst() == quota.burst()).map_or(Cow::Borrowed(quota), Cow::Owned)
+        slower
+            .filter(|slower| slower.burst() == quota.burst())
+            .map_or(Cow::Borrowed(quota), Cow::Owned)
     }
 
     fn share(&self, charge: &Charge<'_>) -> Option<Quota> {
@@ -343,10 +365,14 @@ impl<S: Store> Inner<S> {
             return;
         }
         let now = self.local.clock().now();
-        let by_store = charges.iter().zip(decisions).filter(|(_, decision)| decision.source == Source::Store);
-        for (charge, _) in by_store.filter(|(charge, _)| charge.store_failure() == OnStoreFailure::Local) {
+        let by_store =
+            charges.iter().zip(decisions).filter(|(_, decision)| decision.source == Source::Store);
+        for (charge, _) in
+            by_store.filter(|(charge, _)| charge.store_failure() == OnStoreFailure::Local)
+        {
             let quota = charge.quota();
-            let recent = now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
+            let recent =
+                now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
             if recent && self.local.has_count(charge) {
                 self.local.charge_if_present(&charge.with_quota(&self.counting_quota(charge)));
             }
@@ -364,8 +390,8 @@ impl<S: Store> Inner<S> {
             StoreError::Open(reason) => reason,
             error => error,
         };
-        // Of the many calls that a breaker answers, only some have to be looked at. (The reason may have become another; and
-        // the runtime that the recovery ran on may have ended.)
+        // Of the many calls that a breaker answers, only some have to be looked at. (The reason may
+        // have become another; and the runtime that the recovery ran on may have ended.)
         let told_already = matches!(error, StoreError::Open(_)) && !failures.is_multiple_of(64);
         if !begins && told_already {
             return;
@@ -387,11 +413,13 @@ impl<S: Store> Inner<S> {
         if episode.recovery.as_ref().is_none_or(AbortHandle::is_finished)
             && let Ok(runtime) = Handle::try_current()
         {
-            episode.recovery = Some(runtime.spawn(repay::recover(Arc::downgrade(self))).abort_handle());
+            episode.recovery =
+                Some(runtime.spawn(repay::recover(Arc::downgrade(self))).abort_handle());
         }
     }
 
-    /// All is calm, unless there was a failure that the caller has not seen. True if nothing is left to do.
+    /// All is calm, unless there was a failure that the caller has not seen. True if nothing is
+    /// left to do.
     fn end_episode(&self, failures_seen: u64) -> bool {
         let mut episode = self.trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
         let was_on = self.trouble.on.swap(false, Ordering::SeqCst);
@@ -404,7 +432,13 @@ impl<S: Store> Inner<S> {
             let lasted = episode.since.elapsed();
             let local = self.counters.local.load(Ordering::Relaxed) - episode.local_before;
             let repaid = self.counters.repaid.load(Ordering::Relaxed) - episode.repaid_before;
-            tracing::info!(?lasted, local, repaid, owed = self.owed.units(), "the store decides again");
+            tracing::info!(
+                ?lasted,
+                local,
+                repaid,
+                owed = self.owed.units(),
+                "the store decides again"
+            );
         }
         let done = self.owed.is_empty();
         if done {
@@ -429,7 +463,9 @@ impl<S: Store> Store for Fallback<S> {
         let answer = if inner.owed.is_empty() {
             inner.store.decide(action, charge).await
         } else {
-            Box::pin(inner.ask(action, std::slice::from_ref(charge))).await.map(|decisions| decisions[0])
+            Box::pin(inner.ask(action, std::slice::from_ref(charge)))
+                .await
+                .map(|decisions| decisions[0])
         };
         match answer {
             Ok(decision) => {
@@ -440,7 +476,11 @@ impl<S: Store> Store for Fallback<S> {
         }
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
         if action == Action::Reset {
             for charge in charges {

@@ -35,7 +35,8 @@ const BUCKETS: u16 = 4096;
 /// it how long an instance may be silent, so both must use this function.
 pub(crate) fn heartbeat_interval(instances: usize) -> Duration {
     let instances = u32::try_from(instances).unwrap_or(u32::MAX);
-    HEARTBEAT_INTERVAL.max(Duration::from_secs(1).saturating_mul(instances) / MAX_HEARTBEATS_PER_SECOND)
+    HEARTBEAT_INTERVAL
+        .max(Duration::from_secs(1).saturating_mul(instances) / MAX_HEARTBEATS_PER_SECOND)
 }
 
 /// The instances that share one store, as they last agreed through it.
@@ -178,7 +179,8 @@ impl Fleet {
 
     /// Returns the length of the list.
     async fn announce<S: Store>(&self, store: &S) -> Result<usize, StoreError> {
-        let announced = tokio::time::timeout(HEARTBEAT_TIMEOUT, store.announce(&self.shared.instance)).await;
+        let announced =
+            tokio::time::timeout(HEARTBEAT_TIMEOUT, store.announce(&self.shared.instance)).await;
         let alive = announced.unwrap_or(Err(StoreError::Timeout(HEARTBEAT_TIMEOUT)))?;
         let listed = alive.len();
         self.agree(alive);
@@ -261,7 +263,8 @@ impl Snapshot {
     fn new(members: Vec<String>, expected: Option<usize>) -> Self {
         let mut snapshot = Self { members, expected, ranks: Box::default() };
         if snapshot.size() > 1 && !snapshot.members.is_empty() {
-            snapshot.ranks = std::iter::repeat_with(AtomicU32::default).take(usize::from(BUCKETS)).collect();
+            snapshot.ranks =
+                std::iter::repeat_with(AtomicU32::default).take(usize::from(BUCKETS)).collect();
         }
         snapshot
     }
@@ -388,8 +391,9 @@ mod tests {
         let mut owned = [0; 5];
         for number in 0..500 {
             let key = format!("user-{number}");
-            let owners: Vec<usize> =
-                (0..5).filter(|one| fleet[*one].share(&quota, "per-user", &key).is_some()).collect();
+            let owners: Vec<usize> = (0..5)
+                .filter(|one| fleet[*one].share(&quota, "per-user", &key).is_some())
+                .collect();
             assert_eq!(owners.len(), 1, "{key}");
             owned[owners[0]] += 1;
         }
@@ -407,14 +411,20 @@ mod tests {
         for number in 0..200 {
             let key = format!("user-{number}");
             let before = owner(&five, &key);
-            assert!(before == owner(&four, &key) || before.as_deref() == Some("instance-4"), "{key}");
+            assert!(
+                before == owner(&four, &key) || before.as_deref() == Some("instance-4"),
+                "{key}"
+            );
         }
     }
 
     /// Instances of different versions must agree on the order.
     #[test]
     fn weights_and_buckets_are_stable() {
-        assert_eq!((bucket("per-user", "user123"), weight("instance-0", 1)), (BUCKET_OF_USER123, WEIGHT_OF_INSTANCE_0));
+        assert_eq!(
+            (bucket("per-user", "user123"), weight("instance-0", 1)),
+            (BUCKET_OF_USER123, WEIGHT_OF_INSTANCE_0)
+        );
         assert_ne!(hash(&[b"ab", b"c"]), hash(&[b"a", b"bc"]));
     }
     const BUCKET_OF_USER123: u16 = 2345;
@@ -424,11 +434,14 @@ mod tests {
     fn a_rank_is_computed_once_per_bucket_and_membership() {
         let quota = Quota::sliding_log(1_000_003, Duration::from_secs(60)).expect("valid");
         let fleet = &fleet(50, 1)[7];
-        let computed = || fleet.snapshot().ranks.iter().filter(|rank| rank.load(Ordering::Relaxed) > 0).count();
+        let computed = || {
+            fleet.snapshot().ranks.iter().filter(|rank| rank.load(Ordering::Relaxed) > 0).count()
+        };
         let keys: Vec<String> = (0..100).map(|number| format!("user-{number}")).collect();
         let shares = || keys.iter().map(|key| fleet.share(&quota, "p", key)).collect::<Vec<_>>();
         let first = shares();
-        let buckets: std::collections::BTreeSet<u16> = keys.iter().map(|key| bucket("p", key)).collect();
+        let buckets: std::collections::BTreeSet<u16> =
+            keys.iter().map(|key| bucket("p", key)).collect();
         assert_eq!(computed(), buckets.len());
         let before = fleet.snapshot();
         fleet.agree(fleet.members());
@@ -444,7 +457,9 @@ mod tests {
         let unknown = Fleet::with_instance("a");
         assert_eq!((unknown.size(), unknown.members().len()), (10, 0));
         let share = |fleet: &Fleet, limit, burst| {
-            let quota = Quota::token_bucket(limit, minute).and_then(|quota| quota.with_burst(burst)).expect("valid");
+            let quota = Quota::token_bucket(limit, minute)
+                .and_then(|quota| quota.with_burst(burst))
+                .expect("valid");
             fleet.share(&quota, "p", "k").map(|share| (share.limit(), share.burst()))
         };
         assert_eq!(share(&unknown, 1_000, 55), Some((100, 5)));
@@ -488,16 +503,21 @@ mod tests {
     #[test]
     fn a_share_keeps_how_its_quota_counts() {
         let quota = Quota::sliding_log(10, Duration::from_secs(60)).expect("valid");
-        let quota =
-            quota.with_encoding(Encoding::Packed).and_then(|quota| quota.with_count_denied(true)).expect("a log");
+        let quota = quota
+            .with_encoding(Encoding::Packed)
+            .and_then(|quota| quota.with_count_denied(true))
+            .expect("a log");
         let share = fleet(2, 1)[0].share(&quota, "p", "k").expect("a share");
         assert_eq!((share.limit(), share.burst()), (5, 5));
         assert_eq!((share.encoding(), share.count_denied()), (Encoding::Packed, true));
-        // At the edge of what a bucket may take to drain, a share may not have a unit more of burst.
-        let slow =
-            Quota::token_bucket(3, Duration::from_secs(86_400 * 366)).and_then(|q| q.with_burst(29)).expect("ok");
+        // At the edge of what a bucket may take to drain, a share may not have a unit more of
+        // burst.
+        let slow = Quota::token_bucket(3, Duration::from_secs(86_400 * 366))
+            .and_then(|q| q.with_burst(29))
+            .expect("ok");
         for share in fleet(2, 1).iter().filter_map(|one| one.share(&slow, "p", "k")) {
-            let again = Quota::token_bucket(share.limit(), share.window()).and_then(|q| q.with_burst(share.burst()));
+            let again = Quota::token_bucket(share.limit(), share.window())
+                .and_then(|q| q.with_burst(share.burst()));
             assert_eq!(again.map(|quota| quota.burst()), Ok(share.burst()));
         }
     }

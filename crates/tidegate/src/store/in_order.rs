@@ -1,8 +1,8 @@
 //! Charges that live apart, such as in different slots of a cluster, decided together all the same.
 //!
-//! No one can look at all of them at once, so they are asked group by group: groups of one node at the same time, nodes in
-//! order. If one denies, what the others spent is given back. For a moment this may refuse a little too much; it never admits
-//! too much.
+//! No one can look at all of them at once, so they are asked group by group: groups of one node at
+//! the same time, nodes in order. If one denies, what the others spent is given back. For a moment
+//! this may refuse a little too much; it never admits too much.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -27,15 +27,20 @@ pub(crate) trait Groups: Sync {
     fn charges(&self, group: usize) -> &[Charge<'_>];
 
     /// Asks one group; a decision for each of its charges.
-    fn ask(&self, group: usize, step: Step) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
+    fn ask(
+        &self,
+        group: usize,
+        step: Step,
+    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
     /// The groups that are asked at the same time, stage by stage. One group per stage by default.
     fn stages(&self) -> Vec<Vec<usize>> {
         (0..self.count()).map(|group| vec![group]).collect()
     }
 
-    /// Begins at once to give back what these charges of a group spent, and goes on even if nobody waits for it: the caller
-    /// may have gone, or its time may be up. Brings what is left then, if it is known in time.
+    /// Begins at once to give back what these charges of a group spent, and goes on even if nobody
+    /// waits for it: the caller may have gone, or its time may be up. Brings what is left then, if
+    /// it is known in time.
     fn refund(&self, charges: &[Charge<'_>]) -> Refund;
 
     /// The time by the store's clock.
@@ -74,12 +79,18 @@ impl Owned {
     }
 
     pub(crate) fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost).charged_at(self.charged_at)
+        Charge::new(&self.key, &self.quota)
+            .policy(&self.policy)
+            .cost(self.cost)
+            .charged_at(self.charged_at)
     }
 }
 
 /// The positions of those that belong together, in the order in which each group first appears.
-pub(crate) fn group_by<K: PartialEq>(charges: &[Charge<'_>], kind: impl Fn(&Charge<'_>) -> K) -> Vec<Vec<usize>> {
+pub(crate) fn group_by<K: PartialEq>(
+    charges: &[Charge<'_>],
+    kind: impl Fn(&Charge<'_>) -> K,
+) -> Vec<Vec<usize>> {
     let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
     for (at, charge) in charges.iter().enumerate() {
         let kind = kind(charge);
@@ -93,13 +104,17 @@ pub(crate) fn group_by<K: PartialEq>(charges: &[Charge<'_>], kind: impl Fn(&Char
 
 /// The decisions of groups as [`group_by`] made them, in the order of the charges.
 pub(crate) fn in_places(groups: Vec<Vec<usize>>, decided: Vec<Vec<Decision>>) -> Vec<Decision> {
-    let mut placed: Vec<(usize, Decision)> = groups.into_iter().flatten().zip(decided.into_iter().flatten()).collect();
+    let mut placed: Vec<(usize, Decision)> =
+        groups.into_iter().flatten().zip(decided.into_iter().flatten()).collect();
     placed.sort_unstable_by_key(|(at, _)| *at);
     placed.into_iter().map(|(_, decision)| decision).collect()
 }
 
 /// The decisions of each group, in their order.
-pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Vec<Vec<Decision>>, StoreError> {
+pub(crate) async fn in_order<G: Groups>(
+    groups: &G,
+    action: Action,
+) -> Result<Vec<Vec<Decision>>, StoreError> {
     let stages = groups.stages();
     if action == Action::Acquire {
         return acquire_in_order(groups, &stages).await;
@@ -122,9 +137,13 @@ pub(crate) async fn in_order<G: Groups>(groups: &G, action: Action) -> Result<Ve
     Ok(decided)
 }
 
-async fn acquire_in_order<G: Groups>(groups: &G, stages: &[Vec<usize>]) -> Result<Vec<Vec<Decision>>, StoreError> {
+async fn acquire_in_order<G: Groups>(
+    groups: &G,
+    stages: &[Vec<usize>],
+) -> Result<Vec<Vec<Decision>>, StoreError> {
     let mut decided = vec![Vec::new(); groups.count()];
-    // Whatever happens from here on, a failure or a caller that goes away: what is in here is given back.
+    // Whatever happens from here on, a failure or a caller that goes away: what is in here is given
+    // back.
     let mut spent = Spent { groups, taken: Vec::new() };
     for (at, stage) in stages.iter().enumerate() {
         let asked = groups.now();
@@ -164,8 +183,8 @@ async fn acquire_in_order<G: Groups>(groups: &G, stages: &[Vec<usize>]) -> Resul
     Ok(decided)
 }
 
-/// Asks groups at the same time. Each answer is handed over as soon as it is there: if the caller goes away, the answers
-/// so far have been seen.
+/// Asks groups at the same time. Each answer is handed over as soon as it is there: if the caller
+/// goes away, the answers so far have been seen.
 async fn ask_together<G: Groups>(
     groups: &G,
     stage: &[usize],
@@ -175,7 +194,8 @@ async fn ask_together<G: Groups>(
     if let [group] = stage {
         return on_answer(*group, groups.ask(*group, step).await);
     }
-    let mut asks: Vec<_> = stage.iter().map(|group| Some((*group, Box::pin(groups.ask(*group, step))))).collect();
+    let mut asks: Vec<_> =
+        stage.iter().map(|group| Some((*group, Box::pin(groups.ask(*group, step))))).collect();
     poll_fn(|context| {
         for ask in &mut asks {
             if let Some((group, call)) = ask
@@ -194,11 +214,12 @@ fn all_allowed(decisions: &[Decision]) -> bool {
     decisions.iter().all(|decision| decision.allowed)
 }
 
-/// A peek shows what would be left after the spend; another group denies, so nothing would be spent. Groups that would
-/// spend are asked for their unspent numbers.
+/// A peek shows what would be left after the spend; another group denies, so nothing would be
+/// spent. Groups that would spend are asked for their unspent numbers.
 async fn show_unspent<G: Groups>(groups: &G, stages: &[Vec<usize>], decided: &mut [Vec<Decision>]) {
     for stage in stages {
-        let allowed: Vec<usize> = stage.iter().copied().filter(|group| all_allowed(&decided[*group])).collect();
+        let allowed: Vec<usize> =
+            stage.iter().copied().filter(|group| all_allowed(&decided[*group])).collect();
         ask_together(groups, &allowed, Step::Look, |group, answer| match answer {
             Ok(decisions) => decided[group] = decisions,
             Err(_) => restore_unspent(groups.charges(group), &mut decided[group]),
@@ -209,13 +230,14 @@ async fn show_unspent<G: Groups>(groups: &G, stages: &[Vec<usize>], decided: &mu
 
 /// What is said of charges that could not be asked, and need not be: others have denied.
 fn unasked(charges: &[Charge<'_>]) -> Vec<Decision> {
-    let untouched =
-        |charge: &Charge<'_>| Verdict::untouched(charge.quota()).into_decision(charge.quota(), Source::Store);
+    let untouched = |charge: &Charge<'_>| {
+        Verdict::untouched(charge.quota()).into_decision(charge.quota(), Source::Store)
+    };
     charges.iter().map(untouched).collect()
 }
 
-/// Undoes the hypothetical spend in peeked decisions, as well as it can be done without the store: `reset_after` stays.
-/// (A group that denies has spent nothing.)
+/// Undoes the hypothetical spend in peeked decisions, as well as it can be done without the store:
+/// `reset_after` stays. (A group that denies has spent nothing.)
 pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     if all_allowed(decisions) {
         for (charge, decision) in charges.iter().zip(decisions) {

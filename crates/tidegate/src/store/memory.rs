@@ -1,12 +1,13 @@
 //! [`MemoryStore`]: counts of one process, for millions of keys.
 //!
-//! Shards of an open hash table behind a mutex each. A key is hashed once, under a secret, to a fingerprint: that
-//! chooses the shard and the slot, and stands for the key itself, so a slot has a fixed size of 40 bytes, and a known key costs
-//! no allocation and one place in memory. Each decision is a read and a write, so a plain mutex, held for some
-//! nanoseconds, is the right lock.
+//! Shards of an open hash table behind a mutex each. A key is hashed once, under a secret, to a
+//! fingerprint: that chooses the shard and the slot, and stands for the key itself, so a slot has a
+//! fixed size of 40 bytes, and a known key costs no allocation and one place in memory. Each
+//! decision is a read and a write, so a plain mutex, held for some nanoseconds, is the right lock.
 //!
-//! Expired keys are swept some slots at a time by decisions in passing, so no thread has to run beside. At the cap a new key makes room
-//! by the sweep of whole shards; if every key there still counts for somebody, the new one is refused.
+//! Expired keys are swept some slots at a time by decisions in passing, so no thread has to run
+//! beside. At the cap a new key makes room by the sweep of whole shards; if every key there still
+//! counts for somebody, the new one is refused.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +17,9 @@ use spin::mutex::SpinMutexGuard;
 use self::shard::{Locked, Shard};
 use self::table::Table;
 use super::{Action, Store, StoreError};
-use crate::algorithm::{self, Algorithm, Bucket, Counter, Kept, Log, MAX_TIME, Step, Verdict, Window};
+use crate::algorithm::{
+    self, Algorithm, Bucket, Counter, Kept, Log, MAX_TIME, Step, Verdict, Window,
+};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
@@ -25,11 +28,12 @@ use crate::fingerprint::{Fingerprint, Secret};
 mod shard;
 mod table;
 
-/// Many, so that to go through one of them is short work even with millions of keys; and no more than whose heads stay in the
-/// nearest cache.
+/// Many, so that to go through one of them is short work even with millions of keys; and no more
+/// than whose heads stay in the nearest cache.
 const SHARDS: usize = 256;
-/// Entries that a new key at the cap looks at, at most about, to find an expired one. Up to so many keys the search is
-/// complete; beyond that a key may be refused while an expired one is left in a shard that the next call gets to.
+/// Entries that a new key at the cap looks at, at most about, to find an expired one. Up to so many
+/// keys the search is complete; beyond that a key may be refused while an expired one is left in a
+/// shard that the next call gets to.
 const SEARCHED_AT_THE_CAP: usize = 16_384;
 
 /// Counts of one process.
@@ -94,7 +98,8 @@ impl Builder {
         self
     }
 
-    /// The cap on keys; 10,000,000 by default. At the cap a new key gets [`StoreError::Full`], unless one has expired.
+    /// The cap on keys; 10,000,000 by default. At the cap a new key gets [`StoreError::Full`],
+    /// unless one has expired.
     #[must_use]
     pub fn max_keys(mut self, max_keys: usize) -> Self {
         self.max_keys = max_keys;
@@ -107,7 +112,9 @@ impl Builder {
         MemoryStore {
             shards: std::iter::repeat_with(Shard::default).take(SHARDS).collect(),
             secret: Secret::of_this_process(),
-            clock: self.clock.map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Other),
+            clock: self
+                .clock
+                .map_or_else(|| StoreClock::System(SystemClock::new()), StoreClock::Other),
             max_keys: self.max_keys,
             keys: Keys {
                 count: AtomicUsize::new(0),
@@ -144,7 +151,11 @@ impl MemoryStore {
         self.keys.count.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn decide_now(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+    pub(crate) fn decide_now(
+        &self,
+        action: Action,
+        charge: &Charge<'_>,
+    ) -> Result<Decision, StoreError> {
         self.decide_into(action, charge, || Ok(()))
     }
 
@@ -167,13 +178,21 @@ impl MemoryStore {
             return;
         }
         let now = self.clock.now();
-        let one = One { store: self, shard, action: Action::Take, charge, fingerprint, now, together: true };
+        let one = One {
+            store: self,
+            shard,
+            action: Action::Take,
+            charge,
+            fingerprint,
+            now,
+            together: true,
+        };
         one.apply(&mut table, &mut Room::new(self));
         self.sweep(&mut table, now);
     }
 
-    /// The error is the caller's own, so that a decision is written once, where the caller wants it. Whether the charge is
-    /// sound is not asked for a known key: it has been when the key came.
+    /// The error is the caller's own, so that a decision is written once, where the caller wants
+    /// it. Whether the charge is sound is not asked for a known key: it has been when the key came.
     #[inline]
     pub(crate) fn decide_into<E: From<StoreError>>(
         &self,
@@ -185,13 +204,19 @@ impl MemoryStore {
             Algorithm::SlidingLog => self.decide_as::<Log, E>(action, charge, check),
             Algorithm::SlidingCounter => self.decide_as::<Counter, E>(action, charge, check),
             Algorithm::FixedWindow => self.decide_as::<Window, E>(action, charge, check),
-            Algorithm::TokenBucket | Algorithm::LeakyBucket => self.decide_as::<Bucket, E>(action, charge, check),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => {
+                self.decide_as::<Bucket, E>(action, charge, check)
+            }
         }
     }
 
-    /// An acquire for a known key, which is nearly every call, goes straight through; all else takes its time.
+    /// An acquire for a known key, which is nearly every call, goes straight through; all else
+    /// takes its time.
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a frame of its own, and what goes in and out, are a tenth of it")]
+    #[expect(
+        clippy::inline_always,
+        reason = "a frame of its own, and what goes in and out, are a tenth of it"
+    )]
     fn decide_as<C: Kept, E: From<StoreError>>(
         &self,
         action: Action,
@@ -200,7 +225,8 @@ impl MemoryStore {
     ) -> Result<Decision, E> {
         let fingerprint = charge.fingerprint(self.secret);
         let shard = self.shard(fingerprint);
-        // Before the lock, so that the processor reads its counter while it still works on the fingerprint.
+        // Before the lock, so that the processor reads its counter while it still works on the
+        // fingerprint.
         let mut now = self.clock.now();
         let mut table = shard.lock();
         if action == Action::Acquire
@@ -209,7 +235,8 @@ impl MemoryStore {
         {
             let (quota, before) = (charge.quota(), *state);
             if before.is_ahead_of(now) {
-                // Another thread was faster. Read under the lock, times come in the order of decisions.
+                // Another thread was faster. Read under the lock, times come in the order of
+                // decisions.
                 now = self.clock.now();
             }
             let mut count = C::load(before, logs);
@@ -231,7 +258,8 @@ impl MemoryStore {
             }
             self.sweep(&mut table, now);
             drop(table);
-            let verdict = settled.map_or_else(|verdict| verdict, |count| step.verdict(&count, quota, now));
+            let verdict =
+                settled.map_or_else(|verdict| verdict, |count| step.verdict(&count, quota, now));
             return Ok(verdict.into_decision(quota, Source::Store));
         }
         check()?;
@@ -262,8 +290,13 @@ impl MemoryStore {
         }
     }
 
-    pub(crate) fn decide_all_now(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
-        let fingerprints: Vec<Fingerprint> = charges.iter().map(|charge| charge.fingerprint(self.secret)).collect();
+    pub(crate) fn decide_all_now(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        let fingerprints: Vec<Fingerprint> =
+            charges.iter().map(|charge| charge.fingerprint(self.secret)).collect();
         let mut room = Room::new(self);
         loop {
             let mut locked = self.lock_all(&fingerprints);
@@ -281,14 +314,18 @@ impl MemoryStore {
                 together &= !all_or_nothing || one(charge, fingerprint, true).fits(table);
             }
             // All the room that may be needed, before anything is written.
-            if matches!(action, Action::Acquire | Action::Take | Action::Report) && together && !room.reserve(missing) {
+            if matches!(action, Action::Acquire | Action::Take | Action::Report)
+                && together
+                && !room.reserve(missing)
+            {
                 drop(locked);
                 self.make_room(now, missing)?;
                 continue;
             }
             let pairs = charges.iter().zip(&fingerprints);
             let decisions = pairs.map(|(charge, &fingerprint)| {
-                let verdict = one(charge, fingerprint, together).apply(locked.table(fingerprint), &mut room);
+                let verdict =
+                    one(charge, fingerprint, together).apply(locked.table(fingerprint), &mut room);
                 verdict.map(|verdict| verdict.into_decision(charge.quota(), Source::Store))
             });
             let decisions: Option<Vec<Decision>> = decisions.collect();
@@ -302,8 +339,8 @@ impl MemoryStore {
         }
     }
 
-    /// Keeps the bounds below every expiry. The shard's first: a search takes up the common bound before it looks at the
-    /// shards, so it sees the one or is lowered by the other.
+    /// Keeps the bounds below every expiry. The shard's first: a search takes up the common bound
+    /// before it looks at the shards, so it sees the one or is lowered by the other.
     fn expires_no_later_than(&self, shard: &Shard, expires_at: u64) {
         shard.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
         self.keys.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
@@ -364,13 +401,14 @@ impl MemoryStore {
         indices.dedup();
         loop {
             let mut locked = Vec::with_capacity(indices.len());
-            let contended = indices.iter().find(|&&index| match self.shards[index].try_lock_briefly() {
-                Some(table) => {
-                    locked.push((index, table));
-                    false
-                }
-                None => true,
-            });
+            let contended =
+                indices.iter().find(|&&index| match self.shards[index].try_lock_briefly() {
+                    Some(table) => {
+                        locked.push((index, table));
+                        false
+                    }
+                    None => true,
+                });
             let Some(&contended) = contended else { return Locked(locked) };
             // The holder was most likely preempted. Meanwhile the other shards must be free for
             // other threads, so this one waits without any lock, and starts again.
@@ -434,17 +472,21 @@ impl One<'_> {
             return Some(Verdict::untouched(quota));
         }
         let found = match found {
-            Ok(at) if table.state(at).is_of(C::KIND) => return Some(self.apply_to_known::<C>(table, at)),
+            Ok(at) if table.state(at).is_of(C::KIND) => {
+                return Some(self.apply_to_known::<C>(table, at));
+            }
             other => other,
         };
         let mut count = C::default();
-        let outcome = algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
+        let outcome =
+            algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
         let verdict = Some(outcome.verdict);
         if !outcome.written {
             return verdict;
         }
         match found {
-            // The policy's algorithm was changed. What the old one counted says nothing to the new one.
+            // The policy's algorithm was changed. What the old one counted says nothing to the new
+            // one.
             Ok(at) => {
                 self.remove(table, at);
                 self.apply_as::<C>(table, room)
@@ -465,12 +507,16 @@ impl One<'_> {
 
     /// The action, but for a reset, on a key that is there.
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "for each way that it is called, most of it is known and falls away")]
+    #[expect(
+        clippy::inline_always,
+        reason = "for each way that it is called, most of it is known and falls away"
+    )]
     fn apply_to_known<C: Kept>(&self, table: &mut Table, at: usize) -> Verdict {
         let quota = self.charge.quota();
         let before = table.state(at);
         let mut count = C::load(before, &mut table.logs);
-        let outcome = algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
+        let outcome =
+            algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
         if !outcome.written {
             count.put_back(before, &mut table.logs);
             if matches!(self.action, Action::Acquire | Action::Take | Action::Report) {
@@ -497,7 +543,8 @@ impl One<'_> {
     }
 }
 
-/// Places for new keys, counted against the cap before they are filled; what was not filled goes back.
+/// Places for new keys, counted against the cap before they are filled; what was not filled goes
+/// back.
 struct Room<'a> {
     store: &'a MemoryStore,
     places: usize,
@@ -510,9 +557,12 @@ impl<'a> Room<'a> {
 
     /// Has, or gets, this many places.
     fn reserve(&mut self, places: usize) -> bool {
-        let Some(more) = places.checked_sub(self.places).filter(|more| *more > 0) else { return true };
+        let Some(more) = places.checked_sub(self.places).filter(|more| *more > 0) else {
+            return true;
+        };
         let grow = |keys: usize| keys.checked_add(more).filter(|keys| *keys <= self.store.max_keys);
-        let reserved = self.store.keys.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok();
+        let reserved =
+            self.store.keys.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok();
         if reserved {
             self.places = places;
         }
@@ -538,7 +588,11 @@ impl Store for MemoryStore {
         self.decide_now(action, charge)
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.decide_all_now(action, charges)
     }
 
@@ -591,6 +645,10 @@ mod tests {
             drop(held);
             decided.expect("the other shards are free");
         });
-        assert!(charges.iter().all(|charge| store.decide_now(Action::Peek, charge).is_ok_and(|found| found.allowed)));
+        assert!(
+            charges.iter().all(|charge| store
+                .decide_now(Action::Peek, charge)
+                .is_ok_and(|found| found.allowed))
+        );
     }
 }

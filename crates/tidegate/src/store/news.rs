@@ -26,12 +26,13 @@ pub enum Freed {
     Anything,
 }
 
-/// Up to where news have been read. The default is nowhere: what comes first is then [`Freed::Anything`].
+/// Up to where news have been read. The default is nowhere: what comes first is then
+/// [`Freed::Anything`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mark(pub String);
 
-/// A count by a number that is the same in every process. Two counts may have one number: who takes news of the one for
-/// news of the other asks the store once too often, and that is all.
+/// A count by a number that is the same in every process. Two counts may have one number: who takes
+/// news of the one for news of the other asks the store once too often, and that is all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CountId(pub u64);
 

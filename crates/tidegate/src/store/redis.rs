@@ -1,30 +1,33 @@
 //! [`RedisStore`]: counts that a fleet shares, decided inside Redis by atomic Lua scripts.
 //!
-//! One decision is one round trip, however many charges it has; decisions that come while others are under way go together in
-//! the next. The time is the server's, so clients' clocks never matter.
+//! One decision is one round trip, however many charges it has; decisions that come while others
+//! are under way go together in the next. The time is the server's, so clients' clocks never
+//! matter.
 //!
 //! # Which Redis
 //!
-//! One server ([`RedisStore::builder`]), a cluster ([`RedisStore::cluster`]), or a primary that sentinels name
-//! ([`RedisStore::sentinel`]); with `rediss://` by TLS. Failovers and moving slots are followed.
+//! One server ([`RedisStore::builder`]), a cluster ([`RedisStore::cluster`]), or a primary that
+//! sentinels name ([`RedisStore::sentinel`]); with `rediss://` by TLS. Failovers and moving slots
+//! are followed.
 //!
 //! # When Redis is slow or gone
 //!
-//! No call takes longer than its timeout. A call that may have run is never sent again, and a script that comes to run after
-//! its caller's deadline spends nothing. While a node is away its calls fail at once; it is connected to again
-//! as soon as it is back.
+//! No call takes longer than its timeout. A call that may have run is never sent again, and a
+//! script that comes to run after its caller's deadline spends nothing. While a node is away its
+//! calls fail at once; it is connected to again as soon as it is back.
 //!
 //! # Invalidations
 //!
-//! After each refund and reset the store publishes which count has units again, in a small sorted set beside the counts, if
-//! there is a reader: a `DenyCache` (feature `resilience`) in another process. Refunds at the same time share one call.
-//! A refund returns once its invalidation is published, or its timeout has passed; it does not fail for it. What could not be
-//! published is retried in the background for as long as a deny cache entry lives, five seconds.
+//! After each refund and reset the store publishes which count has units again, in a small sorted
+//! set beside the counts, if there is a reader: a `DenyCache` (feature `resilience`) in another
+//! process. Refunds at the same time share one call. A refund returns once its invalidation is
+//! published, or its timeout has passed; it does not fail for it. What could not be published is
+//! retried in the background for as long as a deny cache entry lives, five seconds.
 //!
 //! # What a Redis user must be allowed
 //!
-//! Nothing but this, for the prefix `rate_limit`; of the last three, `cluster|slots` and `asking` only on a cluster, `role` only behind
-//! sentinels:
+//! Nothing but this, for the prefix `rate_limit`; of the last three, `cluster|slots` and `asking`
+//! only on a cluster, `role` only behind sentinels:
 //!
 //! ```text
 //! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink +get +getrange +hmget +hset
@@ -32,7 +35,8 @@
 //!     +cluster|slots +asking +role
 //! ```
 //!
-//! A user of the sentinels: `+ping +sentinel|get-master-addr-by-name +sentinel|master +sentinel|replicas`.
+//! A user of the sentinels: `+ping +sentinel|get-master-addr-by-name +sentinel|master
+//! +sentinel|replicas`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -109,12 +113,14 @@ struct Shared {
 }
 
 impl RedisStore {
-    /// Connects to the server at this URL, `redis://[user:password@]host[:port][/database]`, or `rediss://…` for TLS.
+    /// Connects to the server at this URL, `redis://[user:password@]host[:port][/database]`, or
+    /// `rediss://…` for TLS.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::builder(url).connect().await
     }
 
-    /// A store on one server, with options. If the server turns out to be a node of a cluster, the cluster is used.
+    /// A store on one server, with options. If the server turns out to be a node of a cluster, the
+    /// cluster is used.
     #[must_use]
     pub fn builder(url: &str) -> Builder {
         Builder::new(Kind::Single, [url])
@@ -122,8 +128,9 @@ impl RedisStore {
 
     /// A store on a cluster, of which these are some nodes; the others are found.
     ///
-    /// Charges of one key are decided together, as on one server. Charges of several keys may live in several slots: those of one
-    /// node are decided at the same time, nodes in order, and if one charge denies, what the others spent is given back.
+    /// Charges of one key are decided together, as on one server. Charges of several keys may live
+    /// in several slots: those of one node are decided at the same time, nodes in order, and if one
+    /// charge denies, what the others spent is given back.
     #[must_use]
     pub fn cluster(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Builder {
         Builder::new(Kind::Cluster, urls)
@@ -131,8 +138,9 @@ impl RedisStore {
 
     /// A store on the primary that the sentinels at these URLs know by this name.
     ///
-    /// User and password in the URLs are for the sentinels, and for the primary too unless [`Builder::credentials`] has its
-    /// own; so are `rediss://` and [`Builder::tls`]. The database is the primary's.
+    /// User and password in the URLs are for the sentinels, and for the primary too unless
+    /// [`Builder::credentials`] has its own; so are `rediss://` and [`Builder::tls`]. The database
+    /// is the primary's.
     #[must_use]
     pub fn sentinel(primary: &str, urls: impl IntoIterator<Item = impl AsRef<str>>) -> Builder {
         Builder::new(Kind::Sentinel { primary: primary.to_owned() }, urls)
@@ -160,8 +168,13 @@ impl Shared {
         slot_of_counts(charge.key())
     }
 
-    /// Decides a request on keys of one slot (or of one server): by itself, or together with others.
-    async fn decide(self: &Arc<Self>, request: &Request<'_>, started: Instant) -> Result<Verdicts, Setback> {
+    /// Decides a request on keys of one slot (or of one server): by itself, or together with
+    /// others.
+    async fn decide(
+        self: &Arc<Self>,
+        request: &Request<'_>,
+        started: Instant,
+    ) -> Result<Verdicts, Setback> {
         let Some(first) = request.charges.first() else { return Ok(Verdicts::Several(Vec::new())) };
         let (slot, deadline) = (Self::slot(first), started + self.timeout);
         let mut together = self.group_commit;
@@ -171,14 +184,19 @@ impl Shared {
                 Entrance::Wait(ticket) => ticket,
                 Entrance::Lead(lead) => match lead.go().await {
                     Way::Wait(ticket) => ticket,
-                    Way::Alone(turn) => return Box::pin(self.decide_alone(request, slot, started, Some(turn))).await,
+                    Way::Alone(turn) => {
+                        return Box::pin(self.decide_alone(request, slot, started, Some(turn)))
+                            .await;
+                    }
                 },
             };
             match ticket.outcome(request).await {
                 Outcome::Decided(verdicts) => return Ok(verdicts),
                 Outcome::Failed(error) => return Err(error.into()),
                 Outcome::Again if Instant::now() < deadline => {}
-                Outcome::Again | Outcome::TimedOut => return Err(StoreError::Timeout(self.timeout).into()),
+                Outcome::Again | Outcome::TimedOut => {
+                    return Err(StoreError::Timeout(self.timeout).into());
+                }
                 Outcome::Alone => together = false,
             }
         }
@@ -193,10 +211,12 @@ impl Shared {
         started: Instant,
         turn: Option<Turn>,
     ) -> Result<Verdicts, Setback> {
-        let requests = Requests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
+        let requests =
+            Requests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
         let call = Call { script: requests.script(&[0]), slot, started, timeout: self.timeout };
-        let command =
-            |clock: &ServerClock| requests.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout));
+        let command = |clock: &ServerClock| {
+            requests.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
+        };
         let read = |reply| {
             let answer = requests.read(&[0], |_| 1, reply)?;
             let Some(told) = answer.told.into_iter().flatten().next() else {
@@ -246,7 +266,11 @@ impl Store for RedisStore {
         decided
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = groups::decide_all(&self.shared, action, charges, started).await;

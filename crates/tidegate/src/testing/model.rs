@@ -1,6 +1,7 @@
 //! The naive model: keeps every event, recomputes from scratch, and finds waits by trying times.
 //!
-//! It shares no arithmetic with the algorithms. All it knows of each is how many units count at a given time.
+//! It shares no arithmetic with the algorithms. All it knows of each is how many units count at a
+//! given time.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -22,8 +23,9 @@ struct History {
     /// In the order in which they happened.
     events: Vec<Event>,
     last_write: u64,
-    /// Of `fixed-window` and `sliding-counter`: when the window began that was current at the last write. Its events,
-    /// and those of the one before, have the beginning of their window for their time.
+    /// Of `fixed-window` and `sliding-counter`: when the window began that was current at the last
+    /// write. Its events, and those of the one before, have the beginning of their window for their
+    /// time.
     window_start: u64,
 }
 
@@ -45,7 +47,8 @@ impl Model {
             let stored = self.history(charge);
             let now = stored.without_skew(charge.quota(), now);
             let history = stored.seen_from(charge.quota(), now);
-            history.counting(charge.quota(), now) + u128::from(charge.units()) <= u128::from(charge.quota().burst())
+            history.counting(charge.quota(), now) + u128::from(charge.units())
+                <= u128::from(charge.quota().burst())
         });
         charges.iter().map(|charge| self.decide_one(action, charge, now, together)).collect()
     }
@@ -63,7 +66,13 @@ impl Model {
         self.histories.get(&name).cloned().unwrap_or_default()
     }
 
-    fn decide_one(&mut self, action: Action, charge: &Charge<'_>, now: u64, together: bool) -> Decision {
+    fn decide_one(
+        &mut self,
+        action: Action,
+        charge: &Charge<'_>,
+        now: u64,
+        together: bool,
+    ) -> Decision {
         let (quota, cost) = (charge.quota(), charge.units());
         let name = (charge.key().to_owned(), charge.policy_name().to_owned());
         let stored = self.history(charge);
@@ -93,7 +102,11 @@ impl Model {
                 let taken = u128::from(cost).min(room);
                 if taken > 0 {
                     seen.forget_what_is_gone(quota, now);
-                    seen.push(now, i128::try_from(taken).expect("no more than the highest level"), quota);
+                    seen.push(
+                        now,
+                        i128::try_from(taken).expect("no more than the highest level"),
+                        quota,
+                    );
                     if quota.count_denied() {
                         seen.keep_newest(u128::from(quota.limit()));
                     }
@@ -113,7 +126,9 @@ impl Model {
                 denied = !fits;
                 let spend = cost > 0 && ((fits && together) || (denied && quota.count_denied()));
                 if fits && together && quota.algorithm() == Algorithm::LeakyBucket {
-                    delay = seen.first_time(now, |history, time| history.bucket_level(quota, time) == 0) - now;
+                    delay = seen
+                        .first_time(now, |history, time| history.bucket_level(quota, time) == 0)
+                        - now;
                 }
                 if spend {
                     seen.forget_what_is_gone(quota, now);
@@ -135,7 +150,8 @@ impl Model {
         let wanted = if action == Action::Report { 1 } else { u128::from(cost) };
         let admits = |history: &History, time| history.counting(quota, time) + wanted <= capacity;
         let retry_after = if denied { seen.first_time(now, admits) - now } else { 0 };
-        let reset_after = seen.first_time(now, |history, time| history.counting(quota, time) == 0) - now;
+        let reset_after =
+            seen.first_time(now, |history, time| history.counting(quota, time) == 0) - now;
         let remaining = capacity.saturating_sub(seen.counting(quota, now));
         if written && seen.is_void(quota, now) {
             self.histories.remove(&name);
@@ -157,11 +173,14 @@ impl History {
     fn counting(&self, quota: &Quota, time: u64) -> u128 {
         let window = quota.window_micros();
         let sum = |counts: &dyn Fn(&Event) -> bool| {
-            let units: i128 = self.events.iter().filter(|event| counts(event)).map(|event| event.units).sum();
+            let units: i128 =
+                self.events.iter().filter(|event| counts(event)).map(|event| event.units).sum();
             u128::try_from(units).expect("never more given back than taken")
         };
         match quota.algorithm() {
-            Algorithm::SlidingLog | Algorithm::FixedWindow => sum(&|event| event.time + window > time),
+            Algorithm::SlidingLog | Algorithm::FixedWindow => {
+                sum(&|event| event.time + window > time)
+            }
             Algorithm::SlidingCounter => {
                 let (current, previous) = self.window_counts(window, time);
                 let elapsed = (time - self.window_start) % window;
@@ -182,11 +201,13 @@ impl History {
         }
     }
 
-    /// Of a `sliding-counter`: the units of the window at `time`, and of the one before it. At a write the events are those of
-    /// two windows; when the policy's window is changed, they stay in them.
+    /// Of a `sliding-counter`: the units of the window at `time`, and of the one before it. At a
+    /// write the events are those of two windows; when the policy's window is changed, they stay in
+    /// them.
     fn window_counts(&self, window: u64, time: u64) -> (u128, u128) {
         let sum = |is_current: bool| {
-            let events = self.events.iter().filter(|event| (event.time == self.window_start) == is_current);
+            let events =
+                self.events.iter().filter(|event| (event.time == self.window_start) == is_current);
             let units: i128 = events.map(|event| event.units).sum();
             u128::try_from(units).expect("never more returned than taken")
         };
@@ -197,7 +218,8 @@ impl History {
         }
     }
 
-    /// Nothing counts, nor will it. (A sliding counter may round down to nothing and still hold some units.)
+    /// Nothing counts, nor will it. (A sliding counter may round down to nothing and still hold
+    /// some units.)
     fn is_void(&self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         match quota.algorithm() {
@@ -217,7 +239,9 @@ impl History {
             let before = u128::from(std::mem::replace(&mut parts, quota.window_micros()));
             let level = if before == window { level } else { level.div_ceil(before) * window };
             let highest = u128::from(quota.max_level()) * window;
-            level.min(highest).saturating_sub(u128::from(to.saturating_sub(from)) * u128::from(quota.limit()))
+            level
+                .min(highest)
+                .saturating_sub(u128::from(to.saturating_sub(from)) * u128::from(quota.limit()))
         };
         for event in &self.events {
             level = drained(level, at, event.time, &event.quota);
@@ -232,8 +256,10 @@ impl History {
 
     /// A bucket that was written a moment later than now: then it is that moment now.
     fn without_skew(&self, quota: &Quota, now: u64) -> u64 {
-        let is_bucket = matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
-        let skewed = is_bucket && !self.events.is_empty() && self.last_write <= now + MAX_CLOCK_SKEW;
+        let is_bucket =
+            matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
+        let skewed =
+            is_bucket && !self.events.is_empty() && self.last_write <= now + MAX_CLOCK_SKEW;
         if skewed { now.max(self.last_write) } else { now }
     }
 
@@ -244,8 +270,11 @@ impl History {
             return seen;
         }
         match quota.algorithm() {
-            Algorithm::SlidingLog => seen.events.iter_mut().for_each(|event| event.time = event.time.min(now)),
-            // Counts of windows move with the current one, which begins now; a level as it was last written.
+            Algorithm::SlidingLog => {
+                seen.events.iter_mut().for_each(|event| event.time = event.time.min(now))
+            }
+            // Counts of windows move with the current one, which begins now; a level as it was last
+            // written.
             Algorithm::FixedWindow | Algorithm::SlidingCounter => {
                 let ahead = self.window_start - now;
                 seen.events.iter_mut().for_each(|event| event.time -= ahead);
@@ -288,15 +317,19 @@ impl History {
 
     /// An event of no units still is a write: a bucket has drained by this quota up to it.
     fn push(&mut self, now: u64, units: i128, quota: &Quota) {
-        let windowed = matches!(quota.algorithm(), Algorithm::FixedWindow | Algorithm::SlidingCounter);
+        let windowed =
+            matches!(quota.algorithm(), Algorithm::FixedWindow | Algorithm::SlidingCounter);
         let time = if windowed { self.window_start } else { now };
-        if units != 0 || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
+        if units != 0
+            || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
+        {
             self.events.push(Event { time, units, quota: quota.clone(), aged: 0 });
         }
         self.last_write = now;
     }
 
-    /// At a write, what no longer counts is forgotten for good, even if the clock should step back later.
+    /// At a write, what no longer counts is forgotten for good, even if the clock should step back
+    /// later.
     fn forget_what_is_gone(&mut self, quota: &Quota, now: u64) {
         let window = quota.window_micros();
         match quota.algorithm() {
@@ -324,7 +357,8 @@ impl History {
         }
     }
 
-    /// Returns units of a charge made at `charged_at` (0: unknown): the oldest first that are not older than it.
+    /// Returns units of a charge made at `charged_at` (0: unknown): the oldest first that are not
+    /// older than it.
     fn give_back(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
         self.forget_what_is_gone(quota, now);
         let (window, known) = (quota.window_micros(), charged_at > 0);
@@ -345,7 +379,9 @@ impl History {
         };
         let refundable: Vec<bool> = self.events.iter().map(refundable).collect();
         let mut left = i128::from(cost);
-        for (event, _) in self.events.iter_mut().zip(refundable).filter(|(_, refundable)| *refundable) {
+        for (event, _) in
+            self.events.iter_mut().zip(refundable).filter(|(_, refundable)| *refundable)
+        {
             let taken = event.units.min(left);
             event.units -= taken;
             left -= taken;

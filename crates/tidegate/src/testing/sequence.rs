@@ -49,7 +49,9 @@ impl Advance {
     pub(super) fn duration(self, retry_after: Duration) -> Duration {
         match self {
             Self::By(duration) => duration,
-            Self::RetryAfter { early } => retry_after.saturating_sub(Duration::from_micros(u64::from(early))),
+            Self::RetryAfter { early } => {
+                retry_after.saturating_sub(Duration::from_micros(u64::from(early)))
+            }
         }
     }
 }
@@ -57,8 +59,9 @@ impl Advance {
 impl Sequence {
     pub(super) fn from_seed(seed: u64) -> Self {
         let random = &mut Random(seed);
-        let policies: Vec<(String, Vec<Quota>)> =
-            (0..=random.below(2)).map(|index| (format!("policy-{index}"), quotas(random))).collect();
+        let policies: Vec<(String, Vec<Quota>)> = (0..=random.below(2))
+            .map(|index| (format!("policy-{index}"), quotas(random)))
+            .collect();
         let mut sequence = Self { policies, steps: Vec::new() };
         for _ in 0..STEPS {
             let step = sequence.step(random);
@@ -75,29 +78,33 @@ impl Sequence {
         let count_denied = random.one_in(3);
         let limit = 200 + random.below(600);
         let quota = |limit: u64| {
-            let quota = Quota::sliding_log(limit, Duration::from_micros(window)).expect("within the range");
+            let quota =
+                Quota::sliding_log(limit, Duration::from_micros(window)).expect("within the range");
             let quota = quota.with_encoding(encoding).expect("a log");
             quota.with_count_denied(count_denied).expect("a log")
         };
         let quotas = vec![quota(limit), quota(limit / 2), quota(limit * 2)];
         let mut sequence = Self { policies: vec![("long".to_owned(), quotas)], steps: Vec::new() };
         // Only cost 1 in some, for those are packed more tightly.
-        let costs = if random.one_in(2) { vec![1] } else { vec![1, 1, 1, 1, 1, 1, 1, 2, 3, limit / 10] };
+        let costs =
+            if random.one_in(2) { vec![1] } else { vec![1, 1, 1, 1, 1, 1, 1, 2, 3, limit / 10] };
         let part = |cost: u64| vec![Part { key: 0, policy: 0, quota: 0, cost, charged: None }];
         for _ in 0..2_000 {
             let cost = random.pick(&costs);
             sequence.steps.push(match random.below(1_000) {
                 0..60 => sequence.step(random),
-                60..600 => Step::Advance(Advance::By(Duration::from_micros(random.below(3 * window / limit)))),
+                60..600 => Step::Advance(Advance::By(Duration::from_micros(
+                    random.below(3 * window / limit),
+                ))),
                 _ => Step::Decide(Action::Acquire, part(cost)),
             });
         }
         sequence.with_rare_actions(seed)
     }
 
-    /// Turns some acquires into takes and reports, which may cost more than could ever be admitted, or nothing; names the
-    /// charges of some refunds; and asks some peeks for nothing. Only for even seeds, so that the odd ones go on showing what
-    /// they once showed.
+    /// Turns some acquires into takes and reports, which may cost more than could ever be admitted,
+    /// or nothing; names the charges of some refunds; and asks some peeks for nothing. Only for
+    /// even seeds, so that the odd ones go on showing what they once showed.
     fn with_rare_actions(mut self, seed: u64) -> Self {
         let random = &mut Random(!seed);
         for step in self.steps.iter_mut().filter(|_| seed.is_multiple_of(2)) {
@@ -107,7 +114,13 @@ impl Sequence {
                     *action = if random.one_in(2) { Action::Take } else { Action::Report };
                     for part in parts {
                         let least = u64::from(*action != Action::Take);
-                        part.cost = random.pick(&[least, part.cost, part.cost, 2 * part.cost, Quota::MAX_LIMIT]);
+                        part.cost = random.pick(&[
+                            least,
+                            part.cost,
+                            part.cost,
+                            2 * part.cost,
+                            Quota::MAX_LIMIT,
+                        ]);
                     }
                 }
                 Action::Refund => {
@@ -131,15 +144,19 @@ impl Sequence {
     /// Each count that the sequence may touch.
     pub(super) fn all_charges(&self) -> impl Iterator<Item = Charge<'_>> {
         let policies = self.policies.iter();
-        policies.flat_map(|(name, quotas)| KEYS.map(|key| Charge::new(key, &quotas[0]).policy(name)))
+        policies
+            .flat_map(|(name, quotas)| KEYS.map(|key| Charge::new(key, &quotas[0]).policy(name)))
     }
 
     /// Each count whose policy has several windows, with each of its quotas.
     pub(super) fn charges_of_changed_windows(&self) -> impl Iterator<Item = Charge<'_>> {
-        let changes = |quotas: &[Quota]| quotas.iter().any(|quota| quota.window() != quotas[0].window());
+        let changes =
+            |quotas: &[Quota]| quotas.iter().any(|quota| quota.window() != quotas[0].window());
         let policies = self.policies.iter().filter(move |(_, quotas)| changes(quotas));
         policies.flat_map(|(name, quotas)| {
-            KEYS.into_iter().flat_map(move |key| quotas.iter().map(move |quota| Charge::new(key, quota).policy(name)))
+            KEYS.into_iter().flat_map(move |key| {
+                quotas.iter().map(move |quota| Charge::new(key, quota).policy(name))
+            })
         })
     }
 
@@ -152,7 +169,12 @@ impl Sequence {
             }
             30..33 => {
                 let quota = &self.policies[random.index(self.policies.len())].1[0];
-                let back = random.pick(&[1, quota.window_micros() / 3, quota.window_micros() * 2, 3_600_000_000]);
+                let back = random.pick(&[
+                    1,
+                    quota.window_micros() / 3,
+                    quota.window_micros() * 2,
+                    3_600_000_000,
+                ]);
                 Step::Back(Duration::from_micros(back))
             }
             33..75 => self.decide(Action::Acquire, random),
@@ -204,17 +226,27 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
         30 * 86_400_000_000,
         366 * 86_400_000_000,
     ]);
-    let largest = if algorithm == Algorithm::SlidingLog { Quota::MAX_LOG_LIMIT } else { Quota::MAX_LIMIT };
+    let largest =
+        if algorithm == Algorithm::SlidingLog { Quota::MAX_LOG_LIMIT } else { Quota::MAX_LIMIT };
     let limit = random.pick(&[1, 2, 3, 5, 7, 10, 30, 100, 999_983, 1_000_000, largest]);
-    let packed = random.one_in(2) || (algorithm == Algorithm::SlidingLog && 2 * limit > Quota::MAX_SORTED_SET_LIMIT);
+    let packed = random.one_in(2)
+        || (algorithm == Algorithm::SlidingLog && 2 * limit > Quota::MAX_SORTED_SET_LIMIT);
     let count_denied = random.one_in(4);
-    let burst = if random.one_in(4) { random.pick(&[1, 2, limit / 2, limit + 1, 3 * limit]) } else { limit };
+    let burst = if random.one_in(4) {
+        random.pick(&[1, 2, limit / 2, limit + 1, 3 * limit])
+    } else {
+        limit
+    };
     let quota = |limit: u64, burst: u64| {
-        let quota = Quota::new(algorithm, limit, Duration::from_micros(window)).expect("within the range");
+        let quota =
+            Quota::new(algorithm, limit, Duration::from_micros(window)).expect("within the range");
         match algorithm {
             Algorithm::SlidingLog => {
                 let encoding = if packed { Encoding::Packed } else { Encoding::SortedSet };
-                quota.with_encoding(encoding).and_then(|quota| quota.with_count_denied(count_denied)).expect("a log")
+                quota
+                    .with_encoding(encoding)
+                    .and_then(|quota| quota.with_count_denied(count_denied))
+                    .expect("a log")
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 quota.clone().with_burst(burst.clamp(1, Quota::MAX_LIMIT)).unwrap_or(quota)
@@ -223,7 +255,8 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
         }
     };
     let mut quotas = vec![quota(limit, burst)];
-    // With a burst of its own a bucket would take another time to drain, and so to expire, at another limit.
+    // With a burst of its own a bucket would take another time to drain, and so to expire, at
+    // another limit.
     if burst == limit {
         for other in [limit.div_ceil(2), (2 * limit).min(largest)] {
             quotas.push(quota(other, other));
@@ -232,7 +265,8 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
     // Another window. (Drawn last, so that older seeds make the same quotas as ever.)
     if random.one_in(2) {
         let other = random.pick(&[60, 10, 3]);
-        let windows = [window * other, window / other].map(|window| window.clamp(1_000, 366 * 86_400_000_000));
+        let windows = [window * other, window / other]
+            .map(|window| window.clamp(1_000, 366 * 86_400_000_000));
         let changed = Quota::new(algorithm, limit, Duration::from_micros(windows[random.index(2)]));
         let changed = changed.expect("within the range");
         quotas.push(match algorithm {
@@ -251,7 +285,18 @@ fn interesting_time(quota: &Quota, random: &mut Random) -> u64 {
     let window = quota.window_micros();
     let unit = (window / quota.limit()).max(1);
     let any = random.below(2 * window);
-    random.pick(&[1, unit - 1, unit, unit + 1, window / 10, window - 1, window, window + 1, 2 * window, any])
+    random.pick(&[
+        1,
+        unit - 1,
+        unit,
+        unit + 1,
+        window / 10,
+        window - 1,
+        window,
+        window + 1,
+        2 * window,
+        any,
+    ])
 }
 
 impl fmt::Display for Sequence {

@@ -10,11 +10,13 @@ use http::request::Parts;
 use crate::client_ip::ClientIp;
 use crate::policy::{Attributes, normal_path};
 
-/// The attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`, `cookie.NAME`.
+/// The attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
+/// `cookie.NAME`.
 ///
-/// What can be written in several ways is told in one, so that another way to write it is no other key: the path without
-/// its query and dot segments, the host in lower case and without its port, several headers of one name as one
-/// with commas. Of several query parameters or cookies of one name, the first counts.
+/// What can be written in several ways is told in one, so that another way to write it is no other
+/// key: the path without its query and dot segments, the host in lower case and without its port,
+/// several headers of one name as one with commas. Of several query parameters or cookies of one
+/// name, the first counts.
 #[derive(Debug)]
 pub struct HttpAttributes<'a> {
     head: &'a Parts,
@@ -24,8 +26,8 @@ pub struct HttpAttributes<'a> {
     address: OnceCell<Option<String>>,
 }
 
-/// The address that a connection comes from, as an extension of its requests: where a server puts it, the layer finds it
-/// by itself.
+/// The address that a connection comes from, as an extension of its requests: where a server puts
+/// it, the layer finds it by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer(pub IpAddr);
 
@@ -42,8 +44,8 @@ impl<'a> HttpAttributes<'a> {
         self.address.get().is_some_and(Option::is_none)
     }
 
-    /// As the client counts: by its network, where a client has many addresses. A hop that is no address ends the search
-    /// at the proxy that told of it.
+    /// As the client counts: by its network, where a client has many addresses. A hop that is no
+    /// address ends the search at the proxy that told of it.
     fn ip(&self) -> Option<&str> {
         let address = self.address.get_or_init(|| {
             let peer = self.peer?;
@@ -51,8 +53,10 @@ impl<'a> HttpAttributes<'a> {
             if !self.client_ip.trusts(peer) {
                 return Some(self.client_ip.group(peer));
             }
-            let values = |name: &str| self.head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
-            let resolved = self.client_ip.resolve(peer, values("x-forwarded-for"), values("forwarded"));
+            let values =
+                |name: &str| self.head.headers.get_all(name).iter().map(HeaderValue::as_bytes);
+            let resolved =
+                self.client_ip.resolve(peer, values("x-forwarded-for"), values("forwarded"));
             Some(self.client_ip.group(resolved.address))
         });
         address.as_deref()
@@ -63,7 +67,11 @@ impl<'a> HttpAttributes<'a> {
         let from_header = || self.head.headers.get(HOST).map(|value| without_port(text(value)));
         let host = self.head.uri.host().map(Cow::Borrowed).or_else(from_header)?;
         let is_plain = !host.ends_with('.') && !host.bytes().any(|byte| byte.is_ascii_uppercase());
-        Some(if is_plain { host } else { Cow::Owned(host.trim_end_matches('.').to_ascii_lowercase()) })
+        Some(if is_plain {
+            host
+        } else {
+            Cow::Owned(host.trim_end_matches('.').to_ascii_lowercase())
+        })
     }
 
     fn header(&self, name: &str) -> Option<Cow<'_, str>> {
@@ -84,7 +92,8 @@ impl<'a> HttpAttributes<'a> {
         // HTTP/2 may bring each cookie in a header of its own.
         self.head.headers.get_all(COOKIE).iter().find_map(|line| {
             let mut cookies = line.as_bytes().split(|byte| *byte == b';').map(<[u8]>::trim_ascii);
-            let value = cookies.find_map(|cookie| cookie.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
+            let value =
+                cookies.find_map(|cookie| cookie.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
             value.map(String::from_utf8_lossy)
         })
     }
@@ -132,7 +141,8 @@ fn form_decoded(text: &str) -> Cow<'_, str> {
     let mut rest = text.as_bytes();
     while let [first, after @ ..] = rest {
         let digit = |at: usize| after.get(at).and_then(|byte| char::from(*byte).to_digit(16));
-        let code = digit(0).zip(digit(1)).and_then(|(high, low)| u8::try_from(high * 16 + low).ok());
+        let code =
+            digit(0).zip(digit(1)).and_then(|(high, low)| u8::try_from(high * 16 + low).ok());
         let (byte, used) = match (first, code) {
             (b'%', Some(code)) => (code, 2),
             (b'+', _) => (b' ', 0),
@@ -165,7 +175,11 @@ mod tests {
 
     #[test]
     fn every_attribute_of_the_design_is_there() {
-        let headers = [("host", "Api.Example.COM:8080"), ("x-user-id", "ann"), ("cookie", "a=1; session=xyz; b=2")];
+        let headers = [
+            ("host", "Api.Example.COM:8080"),
+            ("x-user-id", "ann"),
+            ("cookie", "a=1; session=xyz; b=2"),
+        ];
         let head = head("/api//items/../items?q=rate+limit%21&empty&%71=second", &headers);
         let get = |name: &str| attribute(&head, name);
         assert_eq!(get("method").as_deref(), Some("GET"));
@@ -175,8 +189,18 @@ mod tests {
         assert_eq!(get("query.q").as_deref(), Some("rate limit!"));
         assert_eq!(get("query.empty").as_deref(), Some(""));
         assert_eq!(get("cookie.session").as_deref(), Some("xyz"));
-        for absent in ["header.x", "header.", "query.x", "cookie.x", "cookie.sess", "cookie.", "domain", "x.y", "", "."]
-        {
+        for absent in [
+            "header.x",
+            "header.",
+            "query.x",
+            "cookie.x",
+            "cookie.sess",
+            "cookie.",
+            "domain",
+            "x.y",
+            "",
+            ".",
+        ] {
             assert_eq!(get(absent), None, "{absent}");
         }
     }
@@ -184,16 +208,28 @@ mod tests {
     #[test]
     fn a_name_may_be_encoded_and_a_broken_code_is_kept() {
         let head = head("/?%71=1&bad=100%&half=%4&caps=%4a%4A&utf=%C3%BC&none=%FF", &[]);
-        for (name, value) in
-            [("q", "1"), ("bad", "100%"), ("half", "%4"), ("caps", "JJ"), ("utf", "ü"), ("none", "\u{fffd}")]
-        {
-            assert_eq!(attribute(&head, &format!("query.{name}")).as_deref(), Some(value), "{name}");
+        for (name, value) in [
+            ("q", "1"),
+            ("bad", "100%"),
+            ("half", "%4"),
+            ("caps", "JJ"),
+            ("utf", "ü"),
+            ("none", "\u{fffd}"),
+        ] {
+            assert_eq!(
+                attribute(&head, &format!("query.{name}")).as_deref(),
+                Some(value),
+                "{name}"
+            );
         }
     }
 
     #[test]
     fn headers_of_one_name_are_one_and_cookies_may_come_apart() {
-        let head = head("/", &[("x-plan", "free"), ("x-plan", "gold"), ("cookie", "a=1"), ("cookie", "b=2")]);
+        let head = head(
+            "/",
+            &[("x-plan", "free"), ("x-plan", "gold"), ("cookie", "a=1"), ("cookie", "b=2")],
+        );
         assert_eq!(attribute(&head, "header.x-plan").as_deref(), Some("free, gold"));
         assert_eq!(attribute(&head, "cookie.b").as_deref(), Some("2"));
     }
@@ -207,17 +243,23 @@ mod tests {
             ("/", "[2001:db8::1]", Some("[2001:db8::1]")),
             ("/", "c.example:", Some("c.example")),
         ] {
-            assert_eq!(attribute(&head(uri, &[("host", header)]), "host").as_deref(), host, "{uri} {header}");
+            assert_eq!(
+                attribute(&head(uri, &[("host", header)]), "host").as_deref(),
+                host,
+                "{uri} {header}"
+            );
         }
         assert_eq!(attribute(&head("/", &[]), "host"), None);
     }
 
     #[test]
     fn the_address_is_the_clients_and_its_absence_is_noticed() {
-        let client_ip = ClientIp::new(vec!["10.0.0.0/8".parse().expect("a network")], 64).expect("valid");
+        let client_ip =
+            ClientIp::new(vec!["10.0.0.0/8".parse().expect("a network")], 64).expect("valid");
         let head = head("/", &[("x-forwarded-for", "8.8.8.8, 2001:db8:0:1::7")]);
         let by = |peer: &str| {
-            let attributes = HttpAttributes::new(&head, Some(peer.parse().expect("an address")), &client_ip);
+            let attributes =
+                HttpAttributes::new(&head, Some(peer.parse().expect("an address")), &client_ip);
             let address = attributes.get("ip").map(Cow::into_owned);
             (address, attributes.lacked_peer())
         };

@@ -50,7 +50,9 @@ where
         match self.project().kind.project() {
             Projected::Service { body } => body.poll_frame(context),
             Projected::Layer { bytes } if bytes.is_empty() => Poll::Ready(None),
-            Projected::Layer { bytes } => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes).into())))),
+            Projected::Layer { bytes } => {
+                Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes).into()))))
+            }
         }
     }
 

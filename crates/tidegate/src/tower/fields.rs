@@ -10,7 +10,8 @@ const MOST: usize = 6;
 
 /// The headers for these decisions, as [`headers::each`] has them, one by one.
 ///
-/// Their values share one piece of memory: with one for each, a request would spend more on them than on its decision.
+/// Their values share one piece of memory: with one for each, a request would spend more on them
+/// than on its decision.
 pub fn each_field<'a>(
     limited: impl Iterator<Item = Limited<'a>> + Clone,
     with_x_headers: bool,
@@ -35,7 +36,8 @@ pub fn each_field<'a>(
     }
 }
 
-/// Known at compile time: to look at each letter of a name again would take as long as the decision.
+/// Known at compile time: to look at each letter of a name again would take as long as the
+/// decision.
 fn typed(name: &'static str) -> HeaderName {
     const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
     const STATE: HeaderName = HeaderName::from_static("ratelimit");
@@ -72,18 +74,22 @@ mod tests {
             delay: Duration::ZERO,
             source: Source::Store,
         };
-        for (allowed, with_x_headers) in [(true, true), (false, true), (true, false), (false, false)] {
-            let limited = [("per-user", allowed), ("odd \"name\"", true)].map(|(policy, allowed)| Limited {
-                policy,
-                quota: &quota,
-                decision: decision(allowed),
-            });
+        for (allowed, with_x_headers) in
+            [(true, true), (false, true), (true, false), (false, false)]
+        {
+            let limited =
+                [("per-user", allowed), ("odd \"name\"", true)].map(|(policy, allowed)| Limited {
+                    policy,
+                    quota: &quota,
+                    decision: decision(allowed),
+                });
             let mut fields = Vec::new();
             each_field(limited.iter().copied(), with_x_headers, |name, value| {
                 fields.push((name.as_str().to_owned(), value.to_str().expect("text").to_owned()));
             });
             let headers = headers::all(&limited, with_x_headers);
-            let headers: Vec<_> = headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+            let headers: Vec<_> =
+                headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
             assert_eq!(fields, headers);
             assert!(fields.len() <= MOST && !fields.is_empty());
         }

@@ -49,8 +49,9 @@ pub struct Line {
 }
 
 impl Admission {
-    /// What these limits decided, all or nothing: the request passes if each that is enforced allows it. `asked` is the time
-    /// just before the store was asked, in microseconds by the store's clock ([`Store::clock`](crate::Store::clock)).
+    /// What these limits decided, all or nothing: the request passes if each that is enforced
+    /// allows it. `asked` is the time just before the store was asked, in microseconds by the
+    /// store's clock ([`Store::clock`](crate::Store::clock)).
     #[must_use]
     pub fn new(asked: u64, lines: Vec<Line>) -> Self {
         Self { asked, lines }
@@ -68,7 +69,8 @@ impl Admission {
         self.enforced().all(|line| line.decision.allowed)
     }
 
-    /// The limit that denies the request; of several, the one with the longest wait. `None` if it passes.
+    /// The limit that denies the request; of several, the one with the longest wait. `None` if it
+    /// passes.
     #[must_use]
     pub fn denied_by(&self) -> Option<&Line> {
         self.leading().filter(|line| !line.decision.allowed)
@@ -94,11 +96,16 @@ impl Admission {
 
     /// For the headers: what is enforced.
     pub fn limited(&self) -> impl Iterator<Item = Limited<'_>> + Clone {
-        self.enforced().map(|line| Limited { policy: &line.policy, quota: &line.quota, decision: line.decision })
+        self.enforced().map(|line| Limited {
+            policy: &line.policy,
+            quota: &line.quota,
+            decision: line.decision,
+        })
     }
 
-    /// The charges that refund what the request has spent, each with the time at which it was charged. `now` is the time by
-    /// the same clock as `asked`: a charge of which nothing is left to return by then is not among them.
+    /// The charges that refund what the request has spent, each with the time at which it was
+    /// charged. `now` is the time by the same clock as `asked`: a charge of which nothing is left
+    /// to return by then is not among them.
     pub fn spent(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
         let spent = self.lines.iter().filter(|line| self.passes() && line.is_spent());
         spent.filter_map(move |line| line.charge().to_refund(&line.decision, self.asked, now))
@@ -213,7 +220,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// The seconds after a first request, and then a second one, at which the second has something left to refund.
+    /// The seconds after a first request, and then a second one, at which the second has something
+    /// left to refund.
     fn refundable(quota: &Quota) -> Vec<u64> {
         let clock = ManualClock::new();
         let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
@@ -224,14 +232,18 @@ mod tests {
         };
         line();
         let (admission, taken) = (line(), clock.now());
-        (0..40).filter(|second| admission.spent(taken + second * 1_000_000).next().is_some()).collect()
+        (0..40)
+            .filter(|second| admission.spent(taken + second * 1_000_000).next().is_some())
+            .collect()
     }
 
     #[test]
     fn a_charge_that_has_left_its_window_or_drained_is_not_refunded() {
         let until = |end| (0..end).collect::<Vec<u64>>();
         // The manual clock stands at the beginning of a window.
-        let ten = |make: fn(u64, Duration) -> Result<Quota, crate::QuotaError>| make(5, 10 * SECOND).expect("valid");
+        let ten = |make: fn(u64, Duration) -> Result<Quota, crate::QuotaError>| {
+            make(5, 10 * SECOND).expect("valid")
+        };
         assert_eq!(refundable(&ten(Quota::sliding_log)), until(10));
         // The store decides what a charge of an earlier window has left: nothing of a fixed window.
         assert_eq!(refundable(&ten(Quota::fixed_window)), until(10));
@@ -255,6 +267,9 @@ mod tests {
         assert_eq!(spent(&[allowed, Decision { allowed: false, ..allowed }]), 0, "all or nothing");
         assert_eq!(spent(&[allowed, Decision { source: Source::Allow, ..allowed }]), 1);
         let shadow = Line::new(&charge, Decision { allowed: false, ..allowed }).in_shadow();
-        assert_eq!(Admission::new(0, vec![Line::new(&charge, allowed), shadow]).spent(0).count(), 1);
+        assert_eq!(
+            Admission::new(0, vec![Line::new(&charge, allowed), shadow]).spent(0).count(),
+            1
+        );
     }
 }

@@ -49,7 +49,8 @@ pub(super) fn response<B>(
     response
 }
 
-/// The HTTP status that says the same, if the headers have a gRPC status: of a call that failed before its first message.
+/// The HTTP status that says the same, if the headers have a gRPC status: of a call that failed
+/// before its first message.
 pub(super) fn http_status(response: &HeaderMap) -> Option<StatusCode> {
     let code = response.get(STATUS)?.to_str().ok()?;
     Some(match code {
@@ -69,7 +70,8 @@ pub(super) fn http_status(response: &HeaderMap) -> Option<StatusCode> {
     })
 }
 
-/// A `google.rpc.Status` with a `google.rpc.RetryInfo`, in the few bytes of Protocol Buffers that it takes.
+/// A `google.rpc.Status` with a `google.rpc.RetryInfo`, in the few bytes of Protocol Buffers that
+/// it takes.
 fn details(code: Code, message: &str, retry_after: Duration) -> Vec<u8> {
     let mut duration = Vec::new();
     push_number(&mut duration, 1, retry_after.as_secs());
@@ -143,7 +145,8 @@ mod tests {
     use super::*;
 
     fn told(message: &str, retry_after: Option<Duration>) -> tonic::Status {
-        let response: Response<Body<()>> = response(&HeaderMap::new(), Code::ResourceExhausted, message, retry_after);
+        let response: Response<Body<()>> =
+            response(&HeaderMap::new(), Code::ResourceExhausted, message, retry_after);
         assert_eq!(response.status(), StatusCode::OK);
         tonic::Status::from_header_map(response.headers()).expect("a gRPC status")
     }
@@ -156,7 +159,10 @@ mod tests {
                 let status = told(message, Some(wait));
                 assert_eq!(status.code(), tonic::Code::ResourceExhausted);
                 assert_eq!(status.message(), message);
-                assert_eq!(status.get_details_retry_info().and_then(|info| info.retry_delay), Some(wait));
+                assert_eq!(
+                    status.get_details_retry_info().and_then(|info| info.retry_delay),
+                    Some(wait)
+                );
             }
         }
         assert!(told("no wait helps", None).get_details_retry_info().is_none());
@@ -165,7 +171,8 @@ mod tests {
     #[test]
     fn a_status_in_the_headers_means_what_http_means() {
         let of = |code: i32| {
-            let response: Response<()> = tonic::Status::new(tonic::Code::from_i32(code), "").into_http();
+            let response: Response<()> =
+                tonic::Status::new(tonic::Code::from_i32(code), "").into_http();
             http_status(response.headers()).map(|status| status.as_u16())
         };
         assert_eq!(of(tonic::Code::Internal as i32), Some(500));

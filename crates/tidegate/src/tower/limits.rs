@@ -81,7 +81,14 @@ impl Reader {
 impl<S: Store> QuotaGate<S> {
     pub(super) fn new(limiter: Limiter<S>, quota: Quota) -> Self {
         let on_store_failure = OnStoreFailure::default();
-        Self { limiter, quota, policy: None, key: KeyBy::All, on_store_failure, reader: Reader::default() }
+        Self {
+            limiter,
+            quota,
+            policy: None,
+            key: KeyBy::All,
+            on_store_failure,
+            reader: Reader::default(),
+        }
     }
 
     /// `None`: the request has no key, and so no limit.
@@ -118,7 +125,8 @@ impl<S: Store> Gate for QuotaGate<S> {
         if cost == 0 {
             return Ok(Admission::unlimited());
         }
-        let charge = Charge::new(&key, &self.quota).cost(cost).on_store_failure(self.on_store_failure);
+        let charge =
+            Charge::new(&key, &self.quota).cost(cost).on_store_failure(self.on_store_failure);
         let charge = self.policy.as_deref().map_or(charge, |policy| charge.policy(policy));
         let asked = now(&self.limiter);
         let decision = self.limiter.acquire(&charge).await?;
@@ -135,8 +143,8 @@ impl<S: Store> Gate for QuotaGate<S> {
 }
 
 impl<S: Store> Gate for PolicyGate<S> {
-    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and spends only if the request
-    /// passes.
+    /// What is enforced is all or nothing; what is in shadow mode is asked one by one, and spends
+    /// only if the request passes.
     async fn admit(&self, head: &Parts) -> Result<Admission, Error> {
         let cost = self.reader.cost(head);
         if cost == Some(0) {
@@ -153,7 +161,8 @@ impl<S: Store> Gate for PolicyGate<S> {
         }
         let asked = now(&self.limiter);
         let is_shadow = |selected: &Selected<'_>| selected.policy().mode() == Mode::Shadow;
-        let (shadow, enforced): (Vec<_>, Vec<_>) = selection.charges.into_iter().partition(is_shadow);
+        let (shadow, enforced): (Vec<_>, Vec<_>) =
+            selection.charges.into_iter().partition(is_shadow);
         let decisions = match enforced.as_slice() {
             [] => Vec::new(),
             [one] => vec![self.limiter.acquire(&one.charge()).await?],
@@ -164,7 +173,8 @@ impl<S: Store> Gate for PolicyGate<S> {
         };
         let passes = decisions.iter().all(|decision| decision.allowed);
         let decided = enforced.into_iter().zip(decisions);
-        let mut lines: Vec<Line> = decided.map(|(selected, decision)| Line::of_policy(selected, decision)).collect();
+        let mut lines: Vec<Line> =
+            decided.map(|(selected, decision)| Line::of_policy(selected, decision)).collect();
         for selected in shadow {
             let action = if passes { Action::Acquire } else { Action::Peek };
             // What is only looked at must not fail a request.
@@ -223,6 +233,10 @@ impl<S> Clone for QuotaGate<S> {
 
 impl<S> Clone for PolicyGate<S> {
     fn clone(&self) -> Self {
-        Self { limiter: self.limiter.clone(), policies: Arc::clone(&self.policies), reader: self.reader.clone() }
+        Self {
+            limiter: self.limiter.clone(),
+            policies: Arc::clone(&self.policies),
+            reader: self.reader.clone(),
+        }
     }
 }

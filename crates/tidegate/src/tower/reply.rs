@@ -38,7 +38,11 @@ pub(super) struct Replies {
 
 impl Default for Replies {
     fn default() -> Self {
-        Self { x_ratelimit_headers: true, on_denied: Arc::new(too_many_requests), on_error: Arc::new(no_decision) }
+        Self {
+            x_ratelimit_headers: true,
+            on_denied: Arc::new(too_many_requests),
+            on_error: Arc::new(no_decision),
+        }
     }
 }
 
@@ -74,7 +78,8 @@ impl<'a> Denial<'a> {
             return format!("the request lacks what policy {name:?} counts by");
         }
         let quota = self.line.quota();
-        let (limit, window, wait) = (quota.limit(), seconds(quota.window()), seconds(self.retry_after()).max(1));
+        let (limit, window, wait) =
+            (quota.limit(), seconds(quota.window()), seconds(self.retry_after()).max(1));
         format!("policy {name:?} lets {limit} pass in {window} s: try again in {wait} s")
     }
 }
@@ -104,8 +109,8 @@ impl Replies {
         (self.on_error)(error).map(Body::of_layer)
     }
 
-    /// A list goes on where another layer, or the service itself, has begun it. Of the headers that hold one value, the
-    /// one that is there stays: it is from somebody nearer to the work.
+    /// A list goes on where another layer, or the service itself, has begun it. Of the headers that
+    /// hold one value, the one that is there stays: it is from somebody nearer to the work.
     pub(super) fn add_headers(&self, headers: &mut HeaderMap, admission: &Admission) {
         each_field(admission.limited(), self.x_ratelimit_headers, |name, value| {
             let is_list = matches!(name.as_str(), "ratelimit" | "ratelimit-policy");
@@ -138,7 +143,9 @@ fn class(error: &Error) -> (StatusCode, Code) {
         Error::Select(_) | Error::Charge(Key(_) | CostTooHigh { .. } | ZeroCost) => {
             (StatusCode::BAD_REQUEST, Code::InvalidArgument)
         }
-        Error::Charge(_) | Error::UnknownPeer => (StatusCode::INTERNAL_SERVER_ERROR, Code::Internal),
+        Error::Charge(_) | Error::UnknownPeer => {
+            (StatusCode::INTERNAL_SERVER_ERROR, Code::Internal)
+        }
     }
 }
 
@@ -154,13 +161,19 @@ fn explanation(error: &Error) -> String {
 fn problem(status: StatusCode, detail: &str, more: &str) -> Response<Bytes> {
     let title = status.canonical_reason().unwrap_or("Error");
     let mut json = String::with_capacity(256);
-    let _ = write!(json, r#"{{"type":"about:blank","title":"{title}","status":{},"detail":"#, status.as_u16());
+    let _ = write!(
+        json,
+        r#"{{"type":"about:blank","title":"{title}","status":{},"detail":"#,
+        status.as_u16()
+    );
     push_json(&mut json, detail);
     json.push_str(more);
     json.push('}');
     let mut response = Response::new(Bytes::from(json));
     *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
     response
 }
 
@@ -215,7 +228,11 @@ mod tests {
         assert!(!json(&told)["detail"].as_str().is_some_and(|detail| detail.contains("10.0.0.7")));
         let costly = Error::Charge(ChargeError::CostTooHigh { cost: 7, most: 5 });
         assert_eq!(no_decision(&costly).status(), StatusCode::BAD_REQUEST);
-        assert!(json(&no_decision(&costly))["detail"].as_str().is_some_and(|detail| detail.contains("at most 5")));
+        assert!(
+            json(&no_decision(&costly))["detail"]
+                .as_str()
+                .is_some_and(|detail| detail.contains("at most 5"))
+        );
         assert_eq!(no_decision(&Error::UnknownPeer).status(), StatusCode::INTERNAL_SERVER_ERROR);
     }
 }

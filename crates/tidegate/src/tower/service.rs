@@ -17,8 +17,8 @@ use super::{Shared, grpc};
 
 /// A service that lets requests pass to the one inside if the gate admits them.
 ///
-/// The body of a denied request is not read. A request that is dropped while it waits for its turn gives its place back;
-/// for that, and to wait, there must be a Tokio runtime.
+/// The body of a denied request is not read. A request that is dropped while it waits for its turn
+/// gives its place back; for that, and to wait, there must be a Tokio runtime.
 pub struct RateLimit<S, G> {
     inner: S,
     shared: Arc<Shared<G>>,
@@ -60,7 +60,8 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        // The one that was asked whether it is ready is the one to be called; its clone need not be.
+        // The one that was asked whether it is ready is the one to be called; its clone need not
+        // be.
         let clone = self.inner.clone();
         let mut ready = std::mem::replace(&mut self.inner, clone);
         if self.shared.exempt_preflight && is_preflight(&request) {
@@ -112,7 +113,9 @@ impl<G> Shared<G> {
 /// What a browser asks before it asks.
 fn is_preflight<B>(request: &Request<B>) -> bool {
     let has = |name| request.headers().contains_key(name);
-    request.method() == Method::OPTIONS && has(header::ORIGIN) && has(header::ACCESS_CONTROL_REQUEST_METHOD)
+    request.method() == Method::OPTIONS
+        && has(header::ORIGIN)
+        && has(header::ACCESS_CONTROL_REQUEST_METHOD)
 }
 
 /// Waits until the request's turn has come.
@@ -121,12 +124,14 @@ async fn turn<G: Gate>(shared: &Arc<Shared<G>>, admission: Admission) -> Admissi
     if delay.is_zero() {
         return admission;
     }
-    let mut place = Place { shared, admission: Some(admission), runtime: Handle::try_current().ok() };
+    let mut place =
+        Place { shared, admission: Some(admission), runtime: Handle::try_current().ok() };
     shared.gate.sleep(delay).await;
     place.admission.take().unwrap_or_default()
 }
 
-/// The place of a request that waits for its turn. If the request goes away before, others may have it.
+/// The place of a request that waits for its turn. If the request goes away before, others may have
+/// it.
 struct Place<'a, G: Gate> {
     shared: &'a Arc<Shared<G>>,
     admission: Option<Admission>,
@@ -142,8 +147,8 @@ impl<G: Gate> Drop for Place<'_, G> {
     }
 }
 
-/// To the end, even if the request is dropped meanwhile; and before the answer, so that the client's next request finds
-/// it done.
+/// To the end, even if the request is dropped meanwhile; and before the answer, so that the
+/// client's next request finds it done.
 async fn give_back<G: Gate>(shared: &Arc<Shared<G>>, admission: &Admission) {
     let Ok(runtime) = Handle::try_current() else { return shared.gate.refund(admission).await };
     let (shared, admission) = (Arc::clone(shared), admission.clone());

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
-    Action, Algorithm, Breaker, Charge, Decision, Fallback, Limiter, ManualClock, MemoryStore, Part, Quota, Store,
-    StoreError,
+    Action, Algorithm, Breaker, Charge, Decision, Fallback, Limiter, ManualClock, MemoryStore,
+    Part, Quota, Store, StoreError,
 };
 use tokio::time::{Instant, advance, sleep};
 
@@ -41,7 +41,9 @@ async fn five_failures_in_a_row_open_it_and_nobody_asks_the_store_any_more() {
     let asked = store.calls();
     for _ in 0..100 {
         let refused = acquire(&breaker, "u").await.expect_err("open");
-        assert!(matches!(&refused, StoreError::Open(cause) if **cause == StoreError::Unreachable("gone".to_owned())));
+        assert!(
+            matches!(&refused, StoreError::Open(cause) if **cause == StoreError::Unreachable("gone".to_owned()))
+        );
         assert_eq!(
             refused.to_string(),
             "the store was not asked, for it is failing: the store cannot be reached: gone"
@@ -143,7 +145,8 @@ async fn parts_fail_apart() {
         acquire(&breaker, "w@65").await.expect("another part");
         assert!(matches!(acquire(&breaker, "v@1").await, Err(StoreError::Open(_))));
     }
-    let open: Vec<(Part, bool)> = breaker.states().iter().map(|state| (state.part, state.open)).collect();
+    let open: Vec<(Part, bool)> =
+        breaker.states().iter().map(|state| (state.part, state.open)).collect();
     assert_eq!(open, [(Part(0), false), (Part(1), true), (Part(65), false)]);
     // Together they fail at once, and nothing is asked.
     let (quota, calls) = (quota(), store.calls());
@@ -156,7 +159,10 @@ async fn parts_fail_apart() {
 async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
-    let (wide, narrow) = (Quota::token_bucket(10, LONG).expect("valid"), Quota::fixed_window(2, LONG).expect("valid"));
+    let (wide, narrow) = (
+        Quota::token_bucket(10, LONG).expect("valid"),
+        Quota::fixed_window(2, LONG).expect("valid"),
+    );
     let charges = [
         Charge::new("a", &wide).cost(3),
         Charge::new("b@1", &narrow),
@@ -170,14 +176,22 @@ async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed(
         }
         left
     };
-    let allowed = |decisions: &[Decision]| decisions.iter().map(|decision| decision.allowed).collect::<Vec<_>>();
-    let remaining = |decisions: &[Decision]| decisions.iter().map(|decision| decision.remaining).collect::<Vec<_>>();
+    let allowed = |decisions: &[Decision]| {
+        decisions.iter().map(|decision| decision.allowed).collect::<Vec<_>>()
+    };
+    let remaining = |decisions: &[Decision]| {
+        decisions.iter().map(|decision| decision.remaining).collect::<Vec<_>>()
+    };
 
     let peeked = breaker.decide_all(Action::Peek, &charges).await.expect("decided");
     assert_eq!(remaining(&peeked), [7, 1, 6, 9]);
     assert_eq!(left().await, [10, 2, 10, 10]);
     let first = breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
-    assert_eq!((allowed(&first), remaining(&first)), (vec![true; 4], vec![7, 1, 6, 9]), "in the order of the charges");
+    assert_eq!(
+        (allowed(&first), remaining(&first)),
+        (vec![true; 4], vec![7, 1, 6, 9]),
+        "in the order of the charges"
+    );
     breaker.decide(Action::Acquire, &charges[1]).await.expect("decided");
     for action in [Action::Acquire, Action::Peek] {
         let denied = breaker.decide_all(action, &charges).await.expect("decided");
@@ -221,7 +235,8 @@ async fn one_deadline_is_for_all_parts_together() {
     let store = Flaky::new();
     let breaker = Breaker::builder(store.clone()).deadline(Duration::from_millis(100)).build();
     let quota = quota();
-    let charges = [Charge::new("a", &quota), Charge::new("b@1", &quota), Charge::new("c@2", &quota)];
+    let charges =
+        [Charge::new("a", &quota), Charge::new("b@1", &quota), Charge::new("c@2", &quota)];
     for part in 0..3 {
         store.part_is(part, Mood::Slow(Duration::from_millis(60)));
     }
@@ -250,7 +265,8 @@ async fn the_probes_end_with_the_breaker() {
 /// A runtime may end before the breaker does: then the next one takes over.
 #[test]
 fn another_runtime_goes_on_probing() {
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let store = Flaky::new();
     let breaker = Breaker::builder(store.clone()).probe_pause(Duration::from_millis(5)).build();
     store.is(gone());
@@ -286,7 +302,8 @@ async fn exactly_the_limit_is_admitted_through_it() {
 
 #[test]
 fn around_a_healthy_store_nothing_is_allocated() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let store = Fallback::new(Breaker::new(MemoryStore::new()));
     let quota = Quota::token_bucket(1_000_000, LONG).expect("valid");
     let charge = Charge::new("user123", &quota);

@@ -7,8 +7,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use tidegate::{
-    Action, Algorithm, Charge, Clock, Decision, DenyCache, Limiter, ManualClock, MemoryStore, Quota, Source, Store,
-    StoreError,
+    Action, Algorithm, Charge, Clock, Decision, DenyCache, Limiter, ManualClock, MemoryStore,
+    Quota, Source, Store, StoreError,
 };
 use tokio::sync::Semaphore;
 
@@ -48,7 +48,8 @@ async fn a_denial_is_answered_without_the_store_and_counts_down_until_it_is_over
         clock.set(memory_noon() + (1 + passed) * 1_000_000);
         let again = limiter.decide(action, &charge).await.expect("decided");
         let left = Duration::from_secs(59 - passed);
-        let told = Decision { source: Source::DenyCache, retry_after: left, reset_after: left, ..first };
+        let told =
+            Decision { source: Source::DenyCache, retry_after: left, reset_after: left, ..first };
         assert_eq!(again, told);
     }
     assert_eq!(store.calls(), 3, "the store was not asked");
@@ -66,7 +67,10 @@ async fn an_entry_lives_five_seconds_and_its_wait_stays_the_real_one() {
     for passed in 0..60_000 {
         clock.set(memory_noon() + passed * 1_000);
         let denied = limiter.acquire(&charge).await.expect("decided");
-        assert_eq!((denied.allowed, denied.retry_after), (false, Duration::from_millis(60_000 - passed)));
+        assert_eq!(
+            (denied.allowed, denied.retry_after),
+            (false, Duration::from_millis(60_000 - passed))
+        );
     }
     assert!((13..16).contains(&store.calls()), "{} calls in a minute", store.calls());
 }
@@ -107,13 +111,19 @@ async fn what_was_admitted_since_is_in_the_wait() {
         let charge = Charge::new("u", &quota);
         assert!(limiter.acquire(&charge.cost(5)).await.expect("decided").allowed);
         assert!(!limiter.acquire(&charge.cost(10)).await.expect("decided").allowed);
-        assert_eq!(limiter.peek(&charge.cost(10)).await.expect("decided").source, Source::DenyCache);
+        assert_eq!(
+            limiter.peek(&charge.cost(10)).await.expect("decided").source,
+            Source::DenyCache
+        );
         clock.advance(Duration::from_secs(1));
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         let denied = limiter.acquire(&charge.cost(10)).await.expect("decided");
         assert!(!denied.allowed);
         clock.advance(denied.retry_after);
-        assert!(limiter.acquire(&charge.cost(10)).await.expect("decided").allowed, "{algorithm}: {denied:?}");
+        assert!(
+            limiter.acquire(&charge.cost(10)).await.expect("decided").allowed,
+            "{algorithm}: {denied:?}"
+        );
     }
 }
 
@@ -133,11 +143,14 @@ async fn a_bucket_that_drains_has_more_left() {
     assert_eq!(store.calls(), 2, "the store was not asked");
 }
 
-/// A client that hammers a bucket asks the store about as often as it is admitted, and hears what the store would say.
+/// A client that hammers a bucket asks the store about as often as it is admitted, and hears what
+/// the store would say.
 #[tokio::test]
 async fn a_hammered_bucket_asks_the_store_once_per_unit() {
     const SECONDS: u64 = 20;
-    for (algorithm, cost) in [(Algorithm::TokenBucket, 1), (Algorithm::LeakyBucket, 1), (Algorithm::TokenBucket, 3)] {
+    for (algorithm, cost) in
+        [(Algorithm::TokenBucket, 1), (Algorithm::LeakyBucket, 1), (Algorithm::TokenBucket, 3)]
+    {
         let clock = ManualClock::new();
         let (store, limiter) = counted(&clock);
         let twin = memory(&clock);
@@ -157,7 +170,10 @@ async fn a_hammered_bucket_asks_the_store_once_per_unit() {
         assert!(admitted >= 200 * SECONDS / cost, "{admitted}");
         // One more for each entry that has expired or was a hair too early.
         let asked = store.calls();
-        assert!(asked <= admitted + admitted / 50 + SECONDS, "{algorithm}: {asked} calls, {admitted} admitted");
+        assert!(
+            asked <= admitted + admitted / 50 + SECONDS,
+            "{algorithm}: {asked} calls, {admitted} admitted"
+        );
         assert_eq!(asked + by_cache, SECONDS * 5_000);
     }
 }
@@ -187,7 +203,11 @@ async fn a_bucket_ask_in_flight_counts_and_one_without_an_answer_does_not() {
             drop(in_flight);
             answers.add_permits(1);
             let next = ask().await;
-            assert_eq!((next.allowed, next.source), (false, Source::Store), "the store is asked again");
+            assert_eq!(
+                (next.allowed, next.source),
+                (false, Source::Store),
+                "the store is asked again"
+            );
         }
     }
 }
@@ -203,10 +223,14 @@ async fn many_costs_of_one_count_are_denied_by_a_lower_one() {
         assert!(!limiter.acquire(&charge.cost(cost)).await.expect("decided").allowed);
     }
     assert!(store.calls() < 10, "{} calls", store.calls());
-    assert!(limiter.acquire(&charge.cost(1_001)).await.is_err(), "what can never pass is an error as before");
+    assert!(
+        limiter.acquire(&charge.cost(1_001)).await.is_err(),
+        "what can never pass is an error as before"
+    );
 }
 
-/// A client that hammers a quota which counts denials costs two calls every 100 ms, and stays out as long as by the store.
+/// A client that hammers a quota which counts denials costs two calls every 100 ms, and stays out
+/// as long as by the store.
 #[tokio::test(start_paused = true)]
 async fn denials_that_count_are_recorded_in_bulk() {
     let clock = ManualClock::new();
@@ -219,7 +243,8 @@ async fn denials_that_count_are_recorded_in_bulk() {
         let found = limiter.acquire(&charge).await.expect("decided");
         let truth = twin.decide(Action::Acquire, &charge).await.expect("decided");
         assert_eq!((found.allowed, found.remaining), (truth.allowed, truth.remaining));
-        let (shortest, longest) = (truth.retry_after.saturating_sub(late), truth.retry_after + late);
+        let (shortest, longest) =
+            (truth.retry_after.saturating_sub(late), truth.retry_after + late);
         assert!((shortest..=longest).contains(&found.retry_after), "{number}: {found:?} {truth:?}");
         clock.advance(Duration::from_micros(100));
     }
@@ -248,7 +273,8 @@ async fn a_request_is_answered_only_if_each_charge_that_counts_denials_is_known_
         limiter.acquire(&other).await.expect("decided");
     }
     let before = store.calls();
-    // The other charge denies, but whether this denial counts for the first one, the store must say.
+    // The other charge denies, but whether this denial counts for the first one, the store must
+    // say.
     for _ in 0..3 {
         assert!(!limiter.acquire_all(&[charge, other]).await.expect("decided")[1].allowed);
     }
@@ -266,8 +292,17 @@ async fn several_charges_are_denied_by_one_and_the_others_are_told_as_the_store_
     let clock = ManualClock::new();
     let (store, limiter) = counted(&clock);
     let (scarce, ample) = (quota(1), quota(10));
-    let both = |user: &'static str| [Charge::new(user, &ample).policy("ample"), Charge::new("ip", &scarce)];
-    assert!(limiter.acquire_all(&both("a")).await.expect("decided").iter().all(|decision| decision.allowed));
+    let both = |user: &'static str| {
+        [Charge::new(user, &ample).policy("ample"), Charge::new("ip", &scarce)]
+    };
+    assert!(
+        limiter
+            .acquire_all(&both("a"))
+            .await
+            .expect("decided")
+            .iter()
+            .all(|decision| decision.allowed)
+    );
     let told = limiter.acquire_all(&both("a")).await.expect("decided");
     let before = store.calls();
     let again = limiter.acquire_all(&both("a")).await.expect("decided");
@@ -282,7 +317,14 @@ async fn several_charges_are_denied_by_one_and_the_others_are_told_as_the_store_
     assert_eq!(limiter.peek(&both("a")[1]).await.expect("decided").source, Source::DenyCache);
     assert_eq!(store.calls(), before, "the store was not asked");
     limiter.refund(&both("a")[1]).await.expect("refunded");
-    assert!(limiter.acquire_all(&both("e")).await.expect("decided").iter().all(|decision| decision.allowed));
+    assert!(
+        limiter
+            .acquire_all(&both("e"))
+            .await
+            .expect("decided")
+            .iter()
+            .all(|decision| decision.allowed)
+    );
 }
 
 #[tokio::test]
@@ -302,7 +344,8 @@ async fn a_cached_denial_needs_no_store_and_a_failure_is_not_remembered() {
     assert!(limiter.acquire(&charge).await.is_err());
 }
 
-/// Decides at once, and holds the answer back until it is let go. Refunds it holds back before they are made.
+/// Decides at once, and holds the answer back until it is let go. Refunds it holds back before they
+/// are made.
 struct Late {
     memory: MemoryStore,
     answers: Arc<Semaphore>,
@@ -311,7 +354,8 @@ struct Late {
 
 impl Late {
     fn letting(answers: usize, refunds: usize) -> Self {
-        let [answers, refunds] = [answers, refunds].map(|permits| Arc::new(Semaphore::new(permits)));
+        let [answers, refunds] =
+            [answers, refunds].map(|permits| Arc::new(Semaphore::new(permits)));
         Self { memory: MemoryStore::new(), answers, refunds }
     }
 }
@@ -328,7 +372,11 @@ impl Store for Late {
         decided
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.memory.decide_all(action, charges).await
     }
 
@@ -348,7 +396,11 @@ impl Store for Moving {
         self.memory.decide(action, charge).await
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.memory.decide_all(action, charges).await
     }
 
@@ -388,7 +440,10 @@ async fn a_denial_that_was_under_way_while_units_came_back_is_not_kept() {
         cache.store().answers.add_permits(2);
         assert!(!late.await.expect("decided").allowed);
         assert_eq!(cache.entries(), 0);
-        assert!(cache.decide(Action::Acquire, &charge).await.expect("decided").allowed, "after {action:?}");
+        assert!(
+            cache.decide(Action::Acquire, &charge).await.expect("decided").allowed,
+            "after {action:?}"
+        );
     }
 }
 
@@ -495,7 +550,8 @@ fn step() -> impl Strategy<Value = Step> {
         12 => Just(Action::Acquire), 4 => Just(Action::Peek), 2 => Just(Action::Refund),
         1 => Just(Action::Reset), 1 => Just(Action::Take),
     ];
-    let both = prop_oneof![3 => Just(Action::Acquire), 1 => Just(Action::Peek), 1 => Just(Action::Refund)];
+    let both =
+        prop_oneof![3 => Just(Action::Acquire), 1 => Just(Action::Peek), 1 => Just(Action::Refund)];
     prop_oneof![
         6 => (action, 0..3_usize, 0..10_usize, 1..4_u64)
             // Mostly one quota, as it is.
@@ -507,7 +563,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// No denial from the cache could have been an admission: the twin, asked at the same time, denies as well.
+/// No denial from the cache could have been an admission: the twin, asked at the same time, denies
+/// as well.
 #[test]
 fn no_denial_from_the_cache_could_have_been_an_admission() {
     let cases = (0..5_usize, 1..6_u64, proptest::collection::vec(step(), 1..120));
@@ -534,7 +591,8 @@ fn compare(kind: usize, limit: u64, steps: &[Step]) -> Result<u64, TestCaseError
     ];
     let keys = ["a", "b", "c"];
     let clock = ManualClock::new();
-    let (cache, twin) = (DenyCache::builder(memory(&clock)).max_entries(16).build(), memory(&clock));
+    let (cache, twin) =
+        (DenyCache::builder(memory(&clock)).max_entries(16).build(), memory(&clock));
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let mut answered = 0;
     for step in steps {

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use tidegate::resilience::fallback::Stats;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
-    Action, Algorithm, Breaker, Charge, Decision, Fallback, Fleet, Limiter, ManualClock, MemoryStore, OnStoreFailure,
-    Quota, Source, Store, StoreError,
+    Action, Algorithm, Breaker, Charge, Decision, Fallback, Fleet, Limiter, ManualClock,
+    MemoryStore, OnStoreFailure, Quota, Source, Store, StoreError,
 };
 use tokio::time::sleep;
 
@@ -64,7 +64,8 @@ async fn each_charge_has_its_word() {
     let deny = limiter.acquire(&charge(OnStoreFailure::Deny)).await.expect("decided");
     assert_eq!((deny.allowed, deny.source, deny.remaining), (false, Source::Deny, 0));
     assert_eq!(deny.retry_after, Duration::from_secs(1));
-    let waited = limiter.wait(&charge(OnStoreFailure::Deny), Duration::ZERO).await.expect("decided");
+    let waited =
+        limiter.wait(&charge(OnStoreFailure::Deny), Duration::ZERO).await.expect("decided");
     assert_eq!(waited.source, Source::Deny, "who waits keeps its word");
 
     let stats = limiter.store().stats();
@@ -85,11 +86,16 @@ async fn each_charge_has_its_word() {
 async fn mixed_words_stay_all_or_nothing() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
-    let (wide, narrow) = (Quota::token_bucket(10, LONG).expect("valid"), Quota::fixed_window(1, LONG).expect("valid"));
+    let (wide, narrow) = (
+        Quota::token_bucket(10, LONG).expect("valid"),
+        Quota::fixed_window(1, LONG).expect("valid"),
+    );
     let [a, b] = [Charge::new("a", &wide).cost(4), Charge::new("b", &narrow)];
     let allow = Charge::new("c", &wide).on_store_failure(OnStoreFailure::Allow);
     let deny = Charge::new("d", &wide).on_store_failure(OnStoreFailure::Deny);
-    let ask = async |charges: &[Charge<'_>]| fallback.decide_all(Action::Acquire, charges).await.expect("decided");
+    let ask = async |charges: &[Charge<'_>]| {
+        fallback.decide_all(Action::Acquire, charges).await.expect("decided")
+    };
     store.is(gone());
 
     let decisions = ask(&[a, deny, allow]).await;
@@ -112,7 +118,8 @@ async fn what_memory_cannot_help_stays_an_error() {
     let full = StoreError::Full { cap: 1 };
     store.is(Mood::Fails(full.clone()));
     assert_eq!(fallback.decide(Action::Acquire, &charge).await, Err(full.clone()));
-    let [allow, deny] = [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|word| charge.on_store_failure(word));
+    let [allow, deny] =
+        [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|word| charge.on_store_failure(word));
     assert!(fallback.decide(Action::Acquire, &allow).await.expect("its word").allowed);
     assert!(!fallback.decide(Action::Acquire, &deny).await.expect("its word").allowed);
     let misconfigured = StoreError::Misconfigured("no".to_owned());
@@ -139,9 +146,17 @@ async fn a_refund_is_made_where_the_units_were_taken() {
     assert_eq!(fallback.decide(Action::Take, &charge).await, error);
 
     fallback.decide(Action::Acquire, &charge).await.expect("decided");
-    assert_eq!(fallback.decide(Action::Reset, &charge).await, error, "the store's count is still there");
+    assert_eq!(
+        fallback.decide(Action::Reset, &charge).await,
+        error,
+        "the store's count is still there"
+    );
     assert_eq!(fallback.stats().owed_keys, 0);
-    assert_eq!(fallback.decide(Action::Peek, &charge).await.expect("decided").remaining, 3, "forgotten here");
+    assert_eq!(
+        fallback.decide(Action::Peek, &charge).await.expect("decided").remaining,
+        3,
+        "forgotten here"
+    );
     store.is(Mood::Well);
     fallback.decide(Action::Reset, &charge).await.expect("decided");
     assert_eq!(store.left(&charge).await, 5);
@@ -152,7 +167,8 @@ async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
     store.is(gone());
-    let fleet: Vec<_> = fleet_of(4).into_iter().map(|fleet| fallback_on(&clock, &store, fleet)).collect();
+    let fleet: Vec<_> =
+        fleet_of(4).into_iter().map(|fleet| fallback_on(&clock, &store, fleet)).collect();
     for quota in every_quota(10, MINUTE) {
         let charge = Charge::new("u", &quota);
         let mut total = 0;
@@ -170,7 +186,11 @@ async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
             assert!(admitted == 2 || admitted == 3, "{admitted}");
             total += admitted;
             let costly = instance.decide(Action::Acquire, &charge.cost(7)).await.expect("decided");
-            assert_eq!((costly.allowed, costly.retry_after), (false, Duration::from_secs(1)), "only the store could");
+            assert_eq!(
+                (costly.allowed, costly.retry_after),
+                (false, Duration::from_secs(1)),
+                "only the store could"
+            );
         }
         assert_eq!(total, 10, "{quota:?}");
     }
@@ -229,7 +249,10 @@ async fn instances_that_start_during_an_outage_assume_a_fleet() {
         // A limit of less than ten still admits something.
         let scarce = Quota::new(quota.algorithm(), 3, MINUTE).expect("valid");
         let instance = fallback_on(&clock, &store, Fleet::new());
-        let decision = instance.decide(Action::Acquire, &Charge::new("scarce", &scarce)).await.expect("decided");
+        let decision = instance
+            .decide(Action::Acquire, &Charge::new("scarce", &scarce))
+            .await
+            .expect("decided");
         assert_eq!((decision.allowed, decision.remaining), (true, 0));
     }
 }
@@ -240,7 +263,9 @@ async fn after_a_failure_only_keys_that_were_decided_locally_stay_in_memory() {
     let store = Flaky::on(&clock);
     let fallback = fallback_on(&clock, &store, Fleet::new());
     let quota = Quota::sliding_log(10, MINUTE).expect("valid");
-    let ask = async |key: &str| fallback.decide(Action::Acquire, &Charge::new(key, &quota)).await.expect("decided");
+    let ask = async |key: &str| {
+        fallback.decide(Action::Acquire, &Charge::new(key, &quota)).await.expect("decided")
+    };
     store.is(gone());
     ask("decided locally").await;
     store.is(Mood::Well);
@@ -259,7 +284,8 @@ async fn after_a_failure_only_keys_that_were_decided_locally_stay_in_memory() {
     assert_eq!(fallback.local().keys(), 2);
 }
 
-// ---- Never more than the limit, whatever fails ---------------------------------------------------------------------
+// ---- Never more than the limit, whatever fails
+// ---------------------------------------------------------------------
 
 /// When units were admitted, and by whom.
 #[derive(Debug, Default)]
@@ -272,27 +298,44 @@ impl Ledger {
         }
     }
 
-    /// Units of these admissions, for each stretch of time that the quota speaks of, are at most `times` what it allows.
+    /// Units of these admissions, for each stretch of time that the quota speaks of, are at most
+    /// `times` what it allows.
     pub(crate) fn assert_within(&self, quota: &Quota, times: u64, counts: impl Fn(Source) -> bool) {
         let window = u64::try_from(quota.window().as_micros()).expect("short");
-        let events: Vec<(u64, u64)> =
-            self.0.iter().filter(|(_, _, source)| counts(*source)).map(|(at, units, _)| (*at, *units)).collect();
+        let events: Vec<(u64, u64)> = self
+            .0
+            .iter()
+            .filter(|(_, _, source)| counts(*source))
+            .map(|(at, units, _)| (*at, *units))
+            .collect();
         for (first, (from, _)) in events.iter().enumerate() {
             let mut units = 0;
             for (at, more) in &events[first..] {
                 units += more;
                 let most = match quota.algorithm() {
                     Algorithm::SlidingLog if at - from >= window => break,
-                    Algorithm::FixedWindow | Algorithm::SlidingCounter if at / window != from / window => break,
+                    Algorithm::FixedWindow | Algorithm::SlidingCounter
+                        if at / window != from / window =>
+                    {
+                        break;
+                    }
                     Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                         // In W-ths of a unit, to be exact.
                         let most = (quota.burst() * window + quota.limit() * (at - from)) * times;
-                        assert!(units * window <= most, "{units} units in {} of {quota:?}", at - from);
+                        assert!(
+                            units * window <= most,
+                            "{units} units in {} of {quota:?}",
+                            at - from
+                        );
                         continue;
                     }
                     _ => quota.limit() * times,
                 };
-                assert!(units <= most, "{units} units from {from} to {at} of {quota:?}: {:?}", self.0);
+                assert!(
+                    units <= most,
+                    "{units} units from {from} to {at} of {quota:?}: {:?}",
+                    self.0
+                );
             }
         }
     }
@@ -307,7 +350,10 @@ pub(crate) enum Step {
     Ask(usize, u64),
 }
 
-pub(crate) fn steps(instances: usize, moods: &'static [fn() -> Mood]) -> impl Strategy<Value = Vec<Step>> {
+pub(crate) fn steps(
+    instances: usize,
+    moods: &'static [fn() -> Mood],
+) -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         1 => proptest::sample::select(moods).prop_map(|mood| Step::Mood(mood())),
         3 => (0..40_u64).prop_map(Step::Pass),
@@ -317,17 +363,19 @@ pub(crate) fn steps(instances: usize, moods: &'static [fn() -> Mood]) -> impl St
 }
 
 pub(crate) fn any_quota() -> impl Strategy<Value = Quota> {
-    (proptest::sample::select(Algorithm::ALL.to_vec()), 1..30_u64, 1..40_u64).prop_map(|(algorithm, limit, burst)| {
-        let quota = Quota::new(algorithm, limit, MINUTE).expect("valid");
-        quota.clone().with_burst(burst).unwrap_or(quota)
-    })
+    (proptest::sample::select(Algorithm::ALL.to_vec()), 1..30_u64, 1..40_u64).prop_map(
+        |(algorithm, limit, burst)| {
+            let quota = Quota::new(algorithm, limit, MINUTE).expect("valid");
+            quota.clone().with_burst(burst).unwrap_or(quota)
+        },
+    )
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// However many instances, and however the store comes and goes: together they admit at most the quota without the
-    /// store, and at most twice the quota with what the store admits.
+    /// However many instances, and however the store comes and goes: together they admit at most
+    /// the quota without the store, and at most twice the quota with what the store admits.
     #[test]
     fn a_fleet_cut_off_admits_at_most_the_quota(
         quota in any_quota(),
@@ -360,7 +408,8 @@ proptest! {
     }
 }
 
-// ---- Transparent around a healthy store ------------------------------------------------------------------------------
+// ---- Transparent around a healthy store
+// ------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn around_a_healthy_store_it_conforms_to_the_model() {

@@ -1,14 +1,18 @@
-//! A store that fails when a test says so, and in the way that it says. Its counts are real: a memory store's.
+//! A store that fails when a test says so, and in the way that it says. Its counts are real: a
+//! memory store's.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tidegate::{Action, Charge, Clock, Decision, ManualClock, MemoryStore, Part, Store, StoreError};
+use tidegate::{
+    Action, Charge, Clock, Decision, ManualClock, MemoryStore, Part, Store, StoreError,
+};
 use tokio::time::Instant;
 
-/// Clones are one store. A key that ends in `@1` is decided by part 1, and so on; all others by part 0.
+/// Clones are one store. A key that ends in `@1` is decided by part 1, and so on; all others by
+/// part 0.
 #[derive(Clone)]
 pub(crate) struct Flaky(Arc<State>);
 
@@ -45,7 +49,13 @@ impl Flaky {
 
     fn around(memory: MemoryStore) -> Self {
         let (calls, probes) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self(Arc::new(State { memory, moods: Mutex::default(), calls, probes, alive: Mutex::default() }))
+        Self(Arc::new(State {
+            memory,
+            moods: Mutex::default(),
+            calls,
+            probes,
+            alive: Mutex::default(),
+        }))
     }
 
     /// How the whole store does from now on.
@@ -79,7 +89,8 @@ impl Flaky {
 
     /// Does what the mood says; true if the answer is to be lost.
     async fn suffer(&self, part: Part) -> Result<bool, StoreError> {
-        let mood = self.0.moods.lock().expect("no panic").get(&part.0).cloned().unwrap_or(Mood::Well);
+        let mood =
+            self.0.moods.lock().expect("no panic").get(&part.0).cloned().unwrap_or(Mood::Well);
         match mood {
             Mood::Well => Ok(false),
             Mood::Slow(by) => {
@@ -103,7 +114,11 @@ impl Store for Flaky {
         lost(self.0.memory.decide(action, charge).await, loses)
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         let mut loses = false;
         for charge in charges {

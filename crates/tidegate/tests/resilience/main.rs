@@ -1,4 +1,5 @@
-//! When the store is slow or gone: the breaker, the fleet, the fallback. And the cache of its denials.
+//! When the store is slow or gone: the breaker, the fleet, the fallback. And the cache of its
+//! denials.
 
 #[path = "../support/mod.rs"]
 mod support;

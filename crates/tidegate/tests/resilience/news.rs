@@ -1,21 +1,28 @@
-//! The deny cache on a real Redis: what it costs it, and what it hears of others who share the counts.
+//! The deny cache on a real Redis: what it costs it, and what it hears of others who share the
+//! counts.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tidegate::store::news::{Freed, Mark, News};
 use tidegate::{
-    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota, RedisStore, Source,
-    Store, StoreError,
+    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota,
+    RedisStore, Source, Store, StoreError,
 };
 
-use crate::support::{Cluster, LONG, PATIENCE, Redis, redis_6, redis_with_a_clock_to_set, until, valkey_9};
+use crate::support::{
+    Cluster, LONG, PATIENCE, Redis, redis_6, redis_with_a_clock_to_set, until, valkey_9,
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 const NEWS: &str = "rate_limit:{%news}";
 
 async fn store(redis: &Redis) -> RedisStore {
-    RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("our own server answers")
+    RedisStore::builder(&redis.url())
+        .timeout(PATIENCE)
+        .connect()
+        .await
+        .expect("our own server answers")
 }
 
 /// As the service has it.
@@ -36,7 +43,11 @@ async fn exhaust<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) {
 }
 
 /// Asks until it is admitted; when the cache last denied, from this moment on.
-async fn until_admitted<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>, since: Instant) -> Duration {
+async fn until_admitted<S: Store>(
+    limiter: &Limiter<S>,
+    charge: &Charge<'_>,
+    since: Instant,
+) -> Duration {
     let mut last = Duration::ZERO;
     loop {
         let asked = since.elapsed();
@@ -54,7 +65,9 @@ async fn until_admitted<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>, sin
 
 fn calls_of(redis: &Redis, command: &str) -> u64 {
     let info: String = redis.query(&["INFO", "commandstats"]);
-    let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")).map(str::to_owned));
+    let line = info.lines().find_map(|line| {
+        line.strip_prefix(&format!("cmdstat_{command}:calls=")).map(str::to_owned)
+    });
     line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
 }
 
@@ -163,7 +176,11 @@ async fn a_server_whose_clock_is_set_forward_is_noticed_within_a_second() {
 #[tokio::test]
 async fn without_news_nothing_is_believed_for_longer_than_a_second() {
     let redis = Redis::start();
-    let store = RedisStore::builder(&redis.url()).timeout(Duration::from_millis(50)).connect().await.expect("there");
+    let store = RedisStore::builder(&redis.url())
+        .timeout(Duration::from_millis(50))
+        .connect()
+        .await
+        .expect("there");
     let limiter = Limiter::new(DenyCache::new(store));
     let quota = quota();
     let charge = Charge::new("u", &quota);
@@ -211,9 +228,14 @@ async fn nothing_is_told_where_nobody_listens() {
 async fn a_cluster_tells_from_all_its_nodes_and_of_what_it_gives_back_by_itself() {
     let cluster = Cluster::start();
     let connect = async || {
-        RedisStore::cluster(&cluster.urls()[..3]).timeout(PATIENCE).connect().await.expect("our own cluster answers")
+        RedisStore::cluster(&cluster.urls()[..3])
+            .timeout(PATIENCE)
+            .connect()
+            .await
+            .expect("our own cluster answers")
     };
-    let (limiter, other) = (Limiter::new(DenyCache::new(Breaker::new(connect().await))), connect().await);
+    let (limiter, other) =
+        (Limiter::new(DenyCache::new(Breaker::new(connect().await))), connect().await);
     let quota = quota();
     // Of each node.
     for key in ["user-0", "user-1", "user-2", "user-3", "user-4", "user-5"] {
@@ -245,7 +267,8 @@ fn fill(redis: &Redis) {
 #[tokio::test]
 async fn a_reset_on_a_full_redis_reaches_other_instances() {
     let redis = Redis::start_with(&["--maxmemory-policy", "noeviction"]);
-    let (limiter, other) = (Limiter::new(DenyCache::new(store(&redis).await)), Limiter::new(store(&redis).await));
+    let (limiter, other) =
+        (Limiter::new(DenyCache::new(store(&redis).await)), Limiter::new(store(&redis).await));
     let quota = quota();
     let (charge, bystander) = (Charge::new("u", &quota), Charge::new("v", &quota));
     exhaust(&limiter, &bystander).await;
@@ -273,14 +296,19 @@ async fn a_reset_on_a_full_redis_reaches_other_instances() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reset_reaches_other_instances_after_a_stall_of_the_invalidation_node() {
     let cluster = Cluster::start();
-    let connect = async || RedisStore::cluster(&cluster.urls()[..3]).connect().await.expect("our own cluster answers");
+    let connect = async || {
+        RedisStore::cluster(&cluster.urls()[..3]).connect().await.expect("our own cluster answers")
+    };
     // As the service has them, with its timeout of 100 ms.
     let limiter = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(connect().await))));
     let other = Limiter::new(connect().await);
     let quota = quota();
     let stalled = cluster.owner_of(NEWS);
-    let elsewhere = |key: &String| cluster.owner_of(&other.store().redis_key(&Charge::new(key, &quota))) != stalled;
-    let key = (0..1_000).map(|number| format!("user-{number}")).find(elsewhere).expect("a key elsewhere");
+    let elsewhere = |key: &String| {
+        cluster.owner_of(&other.store().redis_key(&Charge::new(key, &quota))) != stalled
+    };
+    let key =
+        (0..1_000).map(|number| format!("user-{number}")).find(elsewhere).expect("a key elsewhere");
     let charge = Charge::new(&key, &quota);
     exhaust(&limiter, &charge).await;
     cluster.nodes()[stalled].signal("STOP");
@@ -307,12 +335,15 @@ async fn concurrent_refunds_share_publish_calls() {
     let limiter = Limiter::new(store(&redis).await);
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     // There is a reader, so each refund must be published.
-    let cursor = limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
+    let cursor =
+        limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
     limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
     let before = redis.calls_of("evalsha");
     let refund = |number: u32| {
         let (limiter, quota) = (limiter.clone(), quota.clone());
-        tokio::spawn(async move { limiter.refund(&Charge::new(&format!("user-{number}"), &quota)).await })
+        tokio::spawn(async move {
+            limiter.refund(&Charge::new(&format!("user-{number}"), &quota)).await
+        })
     };
     let refunds: Vec<_> = (0..200).map(refund).collect();
     for refund in refunds {
@@ -336,7 +367,11 @@ impl Store for Told {
         self.memory.decide(action, charge).await
     }
 
-    async fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         self.memory.decide_all(action, charges).await
     }
 
@@ -366,13 +401,26 @@ async fn news_are_read_only_while_denials_are_of_use() {
         let before = looks();
         let first = limiter.decide(Action::Acquire, &charge).await.expect("decided");
         let second = limiter.decide(Action::Acquire, &charge).await.expect("decided");
-        assert_eq!((first.allowed, first.source, second.source), (turn == 1, Source::Store, Source::Store));
+        assert_eq!(
+            (first.allowed, first.source, second.source),
+            (turn == 1, Source::Store, Source::Store)
+        );
         // The first look forgets what was there before; what comes then is kept.
         tokio::time::sleep(Duration::from_millis(10)).await;
-        assert_eq!(limiter.decide(Action::Acquire, &charge).await.expect("decided").source, Source::Store);
-        assert_eq!(limiter.decide(Action::Acquire, &charge).await.expect("decided").source, Source::DenyCache);
+        assert_eq!(
+            limiter.decide(Action::Acquire, &charge).await.expect("decided").source,
+            Source::Store
+        );
+        assert_eq!(
+            limiter.decide(Action::Acquire, &charge).await.expect("decided").source,
+            Source::DenyCache
+        );
         tokio::time::sleep(5 * SECOND).await;
-        assert!((8..20).contains(&(looks() - before)), "{} looks in five seconds", looks() - before);
+        assert!(
+            (8..20).contains(&(looks() - before)),
+            "{} looks in five seconds",
+            looks() - before
+        );
         tokio::time::sleep(60 * SECOND).await;
         assert!((20..40).contains(&(looks() - before)), "{} looks in all", looks() - before);
     }

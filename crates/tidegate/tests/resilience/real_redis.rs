@@ -12,7 +12,8 @@ const DEADLINE: Duration = Duration::from_millis(100);
 const SLACK: Duration = Duration::from_secs(2);
 
 async fn connect(redis: &Redis) -> Fallback<Breaker<RedisStore>> {
-    let store = RedisStore::builder(&redis.url()).timeout(DEADLINE).connect().await.expect("connected");
+    let store =
+        RedisStore::builder(&redis.url()).timeout(DEADLINE).connect().await.expect("connected");
     Fallback::new(Breaker::new(store))
 }
 
@@ -52,8 +53,8 @@ async fn a_redis_that_stops_again_and_again_lets_nobody_beyond_and_nobody_wait()
         }
     }
     assert!(local > 0 && admitted <= LIMIT, "{admitted} admitted, {local} of them here");
-    // Calls that were under way when it stopped may have been heard, so it may count more than were admitted, and have no
-    // room for all of the rest.
+    // Calls that were under way when it stopped may have been heard, so it may count more than were
+    // admitted, and have no room for all of the rest.
     let start = Instant::now();
     loop {
         until_the_store_decides(&fallback, &charge).await;
@@ -62,7 +63,11 @@ async fn a_redis_that_stops_again_and_again_lets_nobody_beyond_and_nobody_wait()
         if left == 0 || (fallback.stats().owed_keys == 0 && left <= LIMIT - admitted) {
             break;
         }
-        assert!(start.elapsed() < PATIENCE, "{left} left, {admitted} admitted, {:?}", fallback.stats());
+        assert!(
+            start.elapsed() < PATIENCE,
+            "{left} left, {admitted} admitted, {:?}",
+            fallback.stats()
+        );
         sleep(Duration::from_millis(20)).await;
     }
     assert!(fallback.stats().repaid_units > 0);
@@ -74,7 +79,10 @@ async fn a_redis_that_is_killed_is_missed_for_a_moment_only() {
     let fallback = connect(&redis).await;
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    assert_eq!(fallback.decide(Action::Acquire, &charge).await.expect("decided").source, Source::Store);
+    assert_eq!(
+        fallback.decide(Action::Acquire, &charge).await.expect("decided").source,
+        Source::Store
+    );
     // It comes back with nothing: what is owed is all that it hears of.
     redis.restart();
     let mut local = 0;

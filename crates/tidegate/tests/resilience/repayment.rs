@@ -1,4 +1,5 @@
-//! What was admitted without the store is charged to it: a store that comes and goes is no loophole.
+//! What was admitted without the store is charged to it: a store that comes and goes is no
+//! loophole.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -6,7 +7,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use tidegate::{
-    Action, Charge, Clock, Fallback, Fleet, Limiter, ManualClock, MemoryStore, Quota, Source, Store, StoreError,
+    Action, Charge, Clock, Fallback, Fleet, Limiter, ManualClock, MemoryStore, Quota, Source,
+    Store, StoreError,
 };
 use tokio::time::{Instant, sleep};
 
@@ -19,7 +21,8 @@ const MINUTE: Duration = Duration::from_secs(60);
 async fn admit(store: &impl Store, charge: &Charge<'_>, times: u64) -> u64 {
     let mut admitted = 0;
     for _ in 0..times {
-        admitted += u64::from(store.decide(Action::Acquire, charge).await.expect("decided").allowed);
+        admitted +=
+            u64::from(store.decide(Action::Acquire, charge).await.expect("decided").allowed);
     }
     admitted
 }
@@ -28,8 +31,10 @@ async fn admit(store: &impl Store, charge: &Charge<'_>, times: u64) -> u64 {
 async fn what_is_owed_is_charged_by_itself_when_the_store_is_back() {
     for quota in every_quota(10, LONG) {
         let store = Flaky::new();
-        let fleet: Vec<_> =
-            fleet_of(2).into_iter().map(|fleet| Fallback::builder(store.clone()).fleet(fleet).build()).collect();
+        let fleet: Vec<_> = fleet_of(2)
+            .into_iter()
+            .map(|fleet| Fallback::builder(store.clone()).fleet(fleet).build())
+            .collect();
         let charge = Charge::new("u", &quota);
         assert_eq!(admit(&fleet[0], &charge, 1).await, 1);
         store.is(gone());
@@ -46,7 +51,11 @@ async fn what_is_owed_is_charged_by_itself_when_the_store_is_back() {
         assert_eq!(store.left(&charge).await, 2, "once, and no more");
         let stats: Vec<_> = fleet.iter().map(Fallback::stats).collect();
         assert_eq!([stats[0].repaid_units, stats[1].repaid_units], [3, 4]);
-        assert!(stats.iter().all(|stats| !stats.falling_back && stats.owed_keys == 0 && stats.owed_units == 0));
+        assert!(
+            stats
+                .iter()
+                .all(|stats| !stats.falling_back && stats.owed_keys == 0 && stats.owed_units == 0)
+        );
         assert_eq!(admit(&fleet[0], &charge, 5).await, 2);
     }
 }
@@ -66,19 +75,35 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
         for action in [Action::Peek, Action::Acquire] {
             // Of ten, eight are taken, though the store knows of two only.
             let decision = fallback.decide(action, &charge.cost(3)).await.expect("decided");
-            assert_eq!((decision.allowed, decision.source, decision.remaining), (false, Source::Store, 2), "{quota:?}");
+            assert_eq!(
+                (decision.allowed, decision.source, decision.remaining),
+                (false, Source::Store, 2),
+                "{quota:?}"
+            );
             assert!(decision.retry_after > Duration::ZERO);
         }
-        assert_eq!((store.left(&charge).await, store.calls()), (8, calls + 2), "a denial spends nothing");
+        assert_eq!(
+            (store.left(&charge).await, store.calls()),
+            (8, calls + 2),
+            "a denial spends nothing"
+        );
         let decision = fallback.decide(Action::Acquire, &charge.cost(5)).await.expect("decided");
-        assert_eq!((decision.allowed, decision.source), (false, Source::Local), "with six taken here, five never fit");
+        assert_eq!(
+            (decision.allowed, decision.source),
+            (false, Source::Local),
+            "with six taken here, five never fit"
+        );
         assert!(decision.retry_after > Duration::ZERO);
         let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
         let decision = fallback.decide(Action::Acquire, &charge).await.expect("decided");
         assert_eq!((decision.allowed, decision.remaining), (true, 1));
         assert_eq!((peeked.allowed, peeked.remaining), (true, 1), "{quota:?}");
         assert_eq!((store.left(&charge).await, fallback.stats().repaid_units), (1, 6));
-        assert_eq!((store.calls(), fallback.stats().owed_keys), (calls + 4, 0), "paid in the same call");
+        assert_eq!(
+            (store.calls(), fallback.stats().owed_keys),
+            (calls + 4, 0),
+            "paid in the same call"
+        );
     }
 }
 
@@ -86,7 +111,10 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
 async fn several_charges_pay_together_or_not_at_all() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
-    let (wide, narrow) = (Quota::token_bucket(10, LONG).expect("valid"), Quota::fixed_window(3, LONG).expect("valid"));
+    let (wide, narrow) = (
+        Quota::token_bucket(10, LONG).expect("valid"),
+        Quota::fixed_window(3, LONG).expect("valid"),
+    );
     let charges = [Charge::new("a", &wide), Charge::new("b", &narrow), Charge::new("c", &wide)];
     store.is(gone());
     for _ in 0..3 {
@@ -94,10 +122,12 @@ async fn several_charges_pay_together_or_not_at_all() {
     }
     store.is(Mood::Well);
     let decisions = fallback.decide_all(Action::Acquire, &charges).await.expect("decided");
-    let seen: Vec<_> = decisions.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
+    let seen: Vec<_> =
+        decisions.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(seen, [(true, 7), (false, 0), (true, 10)]);
     assert_eq!(fallback.stats().owed_units, 6);
-    let decisions = fallback.decide_all(Action::Acquire, &[charges[0], charges[2]]).await.expect("decided");
+    let decisions =
+        fallback.decide_all(Action::Acquire, &[charges[0], charges[2]]).await.expect("decided");
     assert!(decisions.iter().all(|decision| decision.allowed));
     assert_eq!((store.left(&charges[0]).await, store.left(&charges[2]).await), (6, 9));
     assert_eq!(fallback.stats().owed_units, 3);
@@ -162,7 +192,11 @@ async fn a_lost_answer_is_counted_twice_at_most() {
             assert_eq!((peeked.source, peeked.remaining), (Source::Local, 40 - admitted - 1));
             store.is(Mood::Well);
             assert_eq!(fallback.repay().await, 6);
-            assert_eq!((admitted, 40 - store.left(&charge).await), (6 * round, (6 + 2) * round), "{quota:?}");
+            assert_eq!(
+                (admitted, 40 - store.left(&charge).await),
+                (6 * round, (6 + 2) * round),
+                "{quota:?}"
+            );
         }
         let more = admit(&fallback, &charge, 50).await;
         assert_eq!((more, store.left(&charge).await), (40 - 24, 0), "{quota:?}");
@@ -181,7 +215,11 @@ async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
             store.is(gone());
             assert_eq!(admit(&fallback, &charge, 5).await, 5);
             store.is(Mood::LosesAnswers);
-            let more = if carried_by_request { admit(&fallback, &charge, 4).await } else { fallback.repay().await };
+            let more = if carried_by_request {
+                admit(&fallback, &charge, 4).await
+            } else {
+                fallback.repay().await
+            };
             store.is(Mood::Well);
             assert_eq!(
                 fallback.decide(Action::Peek, &charge).await.expect("decided").source,
@@ -191,8 +229,14 @@ async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
             assert_eq!(fallback.repay().await, 5 + more);
             let lost_call = if carried_by_request { 5 + 1 } else { 5 };
             let counted = 40 - store.left(&charge).await;
-            assert!((5 + more..=5 + more + lost_call).contains(&counted), "{counted} counted of {quota:?}");
-            assert_eq!(fallback.decide(Action::Peek, &charge).await.expect("decided").source, Source::Store);
+            assert!(
+                (5 + more..=5 + more + lost_call).contains(&counted),
+                "{counted} counted of {quota:?}"
+            );
+            assert_eq!(
+                fallback.decide(Action::Peek, &charge).await.expect("decided").source,
+                Source::Store
+            );
         }
     }
 }
@@ -224,7 +268,8 @@ async fn many_debts_go_in_batches_and_those_that_fail_stay() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::token_bucket(10, LONG).expect("valid");
-    let keys: Vec<String> = (0..3_000).map(|number| format!("user-{number}@{}", number % 2)).collect();
+    let keys: Vec<String> =
+        (0..3_000).map(|number| format!("user-{number}@{}", number % 2)).collect();
     store.part_is(0, gone());
     store.part_is(1, gone());
     for key in &keys {
@@ -238,9 +283,16 @@ async fn many_debts_go_in_batches_and_those_that_fail_stay() {
     let calls = store.calls();
     let repaid = fallback.repay().await;
     assert!(store.calls() - calls < 150, "{} calls", store.calls() - calls);
-    assert_eq!((repaid, fallback.stats().owed_units), (4_500, 4_500), "the other part is still away");
+    assert_eq!(
+        (repaid, fallback.stats().owed_units),
+        (4_500, 4_500),
+        "the other part is still away"
+    );
     for (number, key) in keys.iter().enumerate() {
-        assert_eq!(store.left(&Charge::new(key, &quota)).await, if number % 2 == 0 { 7 } else { 10 });
+        assert_eq!(
+            store.left(&Charge::new(key, &quota)).await,
+            if number % 2 == 0 { 7 } else { 10 }
+        );
     }
 }
 
@@ -258,7 +310,11 @@ async fn a_store_without_room_is_overdrawn_and_recovers_with_time() {
     store.is(gone());
     assert_eq!(admit(&one, &charge, 10).await, 5, "its share");
     store.is(Mood::Well);
-    assert_eq!((one.repay().await, one.stats().owed_keys), (5, 0), "a debt is settled by one report");
+    assert_eq!(
+        (one.repay().await, one.stats().owed_keys),
+        (5, 0),
+        "a debt is settled by one report"
+    );
     // The count is 15 of 10 and drains by one unit in six seconds.
     clock.advance(MINUTE / 2);
     assert_eq!(admit(&other, &charge, 1).await, 0, "the other instance is denied for it");
@@ -286,14 +342,16 @@ async fn debts_of_one_node_are_reported_concurrently() {
     assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
 
-// ---- No loophole ------------------------------------------------------------------------------------------------
+// ---- No loophole
+// ------------------------------------------------------------------------------------------------
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// One instance and a log, which is exact: from the first failure on, no window holds more than the limit, however
-    /// often the store comes and goes, and whether its lost answers counted or not. A failure is a first one again after two
-    /// windows without one, or after one without an admission: then the key has no local count.
+    /// One instance and a log, which is exact: from the first failure on, no window holds more than
+    /// the limit, however often the store comes and goes, and whether its lost answers counted or
+    /// not. A failure is a first one again after two windows without one, or after one without an
+    /// admission: then the key has no local count.
     #[test]
     fn a_store_that_comes_and_goes_is_no_loophole(
         limit in 1..30_u64, steps in steps(1, &[|| Mood::Well, gone, || Mood::LosesAnswers]),
@@ -337,7 +395,8 @@ proptest! {
         });
     }
 
-    /// Any algorithm: once the store is back and is paid, it counts all that was admitted without it, as far as it has room.
+    /// Any algorithm: once the store is back and is paid, it counts all that was admitted without
+    /// it, as far as it has room.
     #[test]
     fn after_repayment_the_store_knows_what_was_admitted_without_it(
         quota in any_quota(), before in 0..40_u64, during in 0..40_u64,
@@ -367,10 +426,12 @@ async fn under_concurrency_nothing_is_lost_and_nothing_admitted_beyond() {
     let (done, admitted) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let asking: Vec<_> = (0..8)
         .map(|_| {
-            let (limiter, quota, admitted) = (limiter.clone(), quota.clone(), Arc::clone(&admitted));
+            let (limiter, quota, admitted) =
+                (limiter.clone(), quota.clone(), Arc::clone(&admitted));
             tokio::spawn(async move {
                 for _ in 0..1_000 {
-                    let decision = limiter.acquire(&Charge::new("u", &quota)).await.expect("decided");
+                    let decision =
+                        limiter.acquire(&Charge::new("u", &quota)).await.expect("decided");
                     admitted.fetch_add(u64::from(decision.allowed), Ordering::Relaxed);
                     tokio::task::yield_now().await;
                 }
@@ -404,7 +465,8 @@ async fn under_concurrency_nothing_is_lost_and_nothing_admitted_beyond() {
     assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
 }
 
-// ---- What an operator reads -----------------------------------------------------------------------------------------
+// ---- What an operator reads
+// -----------------------------------------------------------------------------------------
 
 /// Keeps the level of each event.
 #[derive(Clone, Default)]
@@ -420,7 +482,9 @@ impl tracing::Subscriber for Events {
     fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
     fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
     fn event(&self, event: &tracing::Event<'_>) {
-        if event.metadata().target().starts_with("tidegate") && *event.metadata().level() <= tracing::Level::INFO {
+        if event.metadata().target().starts_with("tidegate")
+            && *event.metadata().level() <= tracing::Level::INFO
+        {
             self.0.lock().expect("no panic").push(*event.metadata().level());
         }
     }
@@ -448,8 +512,8 @@ async fn an_outage_is_one_warning_and_one_line_when_it_is_over() {
         let mut seen = std::mem::take(&mut *events.0.lock().expect("no panic"));
         seen.sort_unstable();
         if round == 0 {
-            // A test on another thread may have met these events first, just when this subscriber was set. They are then
-            // disabled until the cache is rebuilt.
+            // A test on another thread may have met these events first, just when this subscriber
+            // was set. They are then disabled until the cache is rebuilt.
             tracing::callsite::rebuild_interest_cache();
         } else {
             assert_eq!(seen, [tracing::Level::WARN, tracing::Level::INFO]);

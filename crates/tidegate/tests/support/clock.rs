@@ -16,7 +16,11 @@ pub(crate) fn redis_with_a_clock_to_set() -> (Redis, ServerClock) {
     clock.set(0);
     let (library, program) = (clock.path("clock.so"), clock.path("redis-server"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/clock.c");
-    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).status();
+    let compiled = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O1", "-o"])
+        .arg(&library)
+        .arg(source)
+        .status();
     assert!(compiled.expect("a C compiler").success());
     let script = format!(
         "#!/bin/sh\nexport TIDEGATE_TEST_CLOCK='{}' LD_PRELOAD='{}'\nexec redis-server \"$@\"\n",

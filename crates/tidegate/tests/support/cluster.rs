@@ -82,7 +82,9 @@ impl Cluster {
     }
 
     fn owner_port(&self, slot: u16) -> u16 {
-        let redis::Value::Array(ranges) = self.nodes[0].query(&["CLUSTER", "SLOTS"]) else { panic!("a list") };
+        let redis::Value::Array(ranges) = self.nodes[0].query(&["CLUSTER", "SLOTS"]) else {
+            panic!("a list")
+        };
         for range in ranges {
             let redis::Value::Array(parts) = range else { panic!("a range") };
             let number = |value: &redis::Value| match value {
@@ -107,9 +109,15 @@ impl Cluster {
         &mut self.nodes[index]
     }
 
-    /// Moves a slot with its keys to another node, step by step, as `redis-cli --cluster reshard` does; `between` is
-    /// called while some of the keys have moved.
-    pub(crate) async fn move_slot(&self, slot: u16, from: &Redis, to: &Redis, mut between: impl AsyncFnMut()) {
+    /// Moves a slot with its keys to another node, step by step, as `redis-cli --cluster reshard`
+    /// does; `between` is called while some of the keys have moved.
+    pub(crate) async fn move_slot(
+        &self,
+        slot: u16,
+        from: &Redis,
+        to: &Redis,
+        mut between: impl AsyncFnMut(),
+    ) {
         let id = |node: &Redis| node.query::<String>(&["CLUSTER", "MYID"]);
         let (slot_text, from_id, to_id) = (slot.to_string(), id(from), id(to));
         to.query::<()>(&["CLUSTER", "SETSLOT", &slot_text, "IMPORTING", &from_id]);
@@ -144,8 +152,9 @@ fn start_node(program: &Path, options: &[&str]) -> Redis {
     all.extend(options);
     for _ in 0..200 {
         let port = free_port();
-        let second =
-            port.checked_add(10_000).is_some_and(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok());
+        let second = port
+            .checked_add(10_000)
+            .is_some_and(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok());
         if second && let Some(node) = Redis::try_start(program, port, &all) {
             return node;
         }

@@ -32,7 +32,8 @@ impl Redis {
     pub(crate) async fn driven_limiter(&self, clock: ManualClock) -> Limiter<RedisStore> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let prefix = format!("test-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-        let builder = RedisStore::builder(&self.url()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
+        let builder =
+            RedisStore::builder(&self.url()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
         Limiter::new(builder.connect().await.expect("our own server answers"))
     }
 }
@@ -78,8 +79,10 @@ impl Redis {
 
 /// A quota of each algorithm, and of each encoding.
 pub(crate) fn every_quota(limit: u64, window: Duration) -> Vec<Quota> {
-    let mut quotas: Vec<Quota> =
-        Algorithm::ALL.iter().map(|algorithm| Quota::new(*algorithm, limit, window).expect("a valid quota")).collect();
+    let mut quotas: Vec<Quota> = Algorithm::ALL
+        .iter()
+        .map(|algorithm| Quota::new(*algorithm, limit, window).expect("a valid quota"))
+        .collect();
     quotas.push(packed(limit, window));
     quotas
 }
@@ -102,7 +105,8 @@ pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S
                     let mut admitted = 0;
                     for _ in 0..16 {
                         let charge = Charge::new("contended", &quota);
-                        admitted += u64::from(limiter.acquire(&charge).await.expect("a decision").allowed);
+                        admitted +=
+                            u64::from(limiter.acquire(&charge).await.expect("a decision").allowed);
                     }
                     admitted
                 })

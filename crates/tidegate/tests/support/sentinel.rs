@@ -27,7 +27,11 @@ impl Sentinels {
     }
 
     /// `options` for the servers; `lines` and a password for the sentinels.
-    pub(crate) fn start_with(options: &[&str], lines: &str, password: Option<&'static str>) -> Self {
+    pub(crate) fn start_with(
+        options: &[&str],
+        lines: &str,
+        password: Option<&'static str>,
+    ) -> Self {
         let mut all = vec!["--repl-diskless-sync-delay", "0"];
         all.extend(options);
         let primary = Redis::start_with(&all);
@@ -53,7 +57,10 @@ impl Sentinels {
     }
 
     pub(crate) fn urls(&self) -> Vec<String> {
-        self.sentinels.iter().map(|sentinel| format!("redis://127.0.0.1:{}", sentinel.port)).collect()
+        self.sentinels
+            .iter()
+            .map(|sentinel| format!("redis://127.0.0.1:{}", sentinel.port))
+            .collect()
     }
 
     pub(crate) fn servers(&self) -> &[Redis] {
@@ -100,7 +107,8 @@ impl Sentinel {
              sentinel down-after-milliseconds {NAME} 700\nsentinel failover-timeout {NAME} 3000\n{lines}\n",
             folder.path().display()
         );
-        let guard = password.map_or_else(String::new, |password| format!("requirepass {password}\n"));
+        let guard =
+            password.map_or_else(String::new, |password| format!("requirepass {password}\n"));
         let text = text + &guard;
         std::fs::write(&file, text).expect("written");
         let process = launch(&file);
@@ -109,7 +117,8 @@ impl Sentinel {
 
     fn info(&self) -> String {
         let password = self.password.map_or_else(String::new, |password| format!(":{password}@"));
-        let client = redis::Client::open(format!("redis://{password}127.0.0.1:{}", self.port)).expect("a URL");
+        let client = redis::Client::open(format!("redis://{password}127.0.0.1:{}", self.port))
+            .expect("a URL");
         let Ok(mut connection) = client.get_connection_with_timeout(Duration::from_secs(1)) else {
             return String::new();
         };

@@ -29,11 +29,13 @@ fn out_of_venv(program: &str) -> PathBuf {
     let libraries = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/lib"));
     let pythons = std::fs::read_dir(libraries).into_iter().flatten().flatten();
     let mut found = pythons.map(|python| python.path().join("site-packages").join(program));
-    found.find(|path| path.exists()).unwrap_or_else(|| panic!("{program} is not there: install it with `make setup`"))
+    found
+        .find(|path| path.exists())
+        .unwrap_or_else(|| panic!("{program} is not there: install it with `make setup`"))
 }
 
-/// A cluster's node or a Sentinel that writes down what it has learned waits for the disk, and all its clients with it. Where
-/// the disk is busy, that takes longer than their deadline.
+/// A cluster's node or a Sentinel that writes down what it has learned waits for the disk, and all
+/// its clients with it. Where the disk is busy, that takes longer than their deadline.
 pub(crate) fn folder_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a temporary folder")
 }
@@ -69,8 +71,8 @@ impl Redis {
     /// Ends the server and starts it again with what it had saved.
     pub(crate) fn restart(&mut self) {
         self.end();
-        self.process =
-            launch(&self.program, self.port, self.folder.path(), &self.options).expect("the port is free again");
+        self.process = launch(&self.program, self.port, self.folder.path(), &self.options)
+            .expect("the port is free again");
     }
 
     /// Ends the server, without a goodbye.
@@ -81,7 +83,10 @@ impl Redis {
 
     /// Sends the server's process a signal by name.
     pub(crate) fn signal(&self, name: &str) {
-        let sent = Command::new("kill").arg(format!("-{name}")).arg(self.process.id().to_string()).status();
+        let sent = Command::new("kill")
+            .arg(format!("-{name}"))
+            .arg(self.process.id().to_string())
+            .status();
         assert!(sent.expect("kill runs").success());
     }
 
@@ -95,7 +100,9 @@ impl Redis {
 
     /// For plain commands.
     pub(crate) fn connection(&self) -> redis::Connection {
-        redis::Client::open(self.url()).and_then(|client| client.get_connection()).expect("our own server answers")
+        redis::Client::open(self.url())
+            .and_then(|client| client.get_connection())
+            .expect("our own server answers")
     }
 
     pub(crate) fn query<T: redis::FromRedisValue>(&self, words: &[&str]) -> T {
@@ -107,7 +114,8 @@ impl Redis {
     /// How often this command was called.
     pub(crate) fn calls_of(&self, command: &str) -> u64 {
         let stats: String = self.query(&["INFO", "commandstats"]);
-        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        let line =
+            stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
         line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
     }
 
@@ -132,7 +140,11 @@ impl Redis {
 }
 
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port").local_addr().expect("bound").port()
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .expect("a free port")
+        .local_addr()
+        .expect("bound")
+        .port()
 }
 
 /// The running server, once it answers; `None` if it ended.
@@ -148,7 +160,10 @@ fn launch(program: &Path, port: u16, folder: &Path, options: &[String]) -> Optio
         .stderr(Stdio::null())
         .spawn()
         .unwrap_or_else(|error| {
-            panic!("{} cannot be started ({error}): install it with `make setup`", program.display())
+            panic!(
+                "{} cannot be started ({error}): install it with `make setup`",
+                program.display()
+            )
         });
     let deadline = Instant::now() + Duration::from_secs(20);
     while Instant::now() < deadline {

@@ -56,7 +56,10 @@ async fn exactly_the_limit_is_admitted_however_often_the_layer_is_cloned() {
                 let mut admitted = 0;
                 for path in ["/one", "/two"].into_iter().cycle().take(10) {
                     let answer = asker.get(path, &[("x-user-id", "ann")]).await;
-                    assert!([StatusCode::OK, StatusCode::TOO_MANY_REQUESTS].contains(&answer.status), "{answer:?}");
+                    assert!(
+                        [StatusCode::OK, StatusCode::TOO_MANY_REQUESTS].contains(&answer.status),
+                        "{answer:?}"
+                    );
                     admitted += u64::from(answer.status == StatusCode::OK);
                 }
                 admitted
@@ -69,17 +72,28 @@ async fn exactly_the_limit_is_admitted_however_often_the_layer_is_cloned() {
     }
     assert_eq!(admitted, 100);
     assert_eq!(calls.load(Ordering::Relaxed), 100, "who is denied does not reach the service");
-    assert_eq!(sites[0].asker().get("/one", &[("x-user-id", "bob")]).await.status, StatusCode::OK, "another key");
+    assert_eq!(
+        sites[0].asker().get("/one", &[("x-user-id", "bob")]).await.status,
+        StatusCode::OK,
+        "another key"
+    );
 }
 
 #[tokio::test]
 async fn who_passes_and_who_does_not_are_told_the_same_numbers() {
     let quota = Quota::fixed_window(1, Duration::from_secs(86_400)).expect("valid");
-    let site = Site::start(app(RateLimitLayer::new(limiter(), quota).policy("daily").by("header.x-user-id"))).await;
+    let site = Site::start(app(RateLimitLayer::new(limiter(), quota)
+        .policy("daily")
+        .by("header.x-user-id")))
+    .await;
     let asker = site.asker();
     let allowed = asker.get("/", &[("x-user-id", "ann")]).await;
     assert_eq!((allowed.status, allowed.body.as_str()), (StatusCode::OK, "hello"));
-    assert_eq!(allowed.header("content-length"), "5", "the service's body is still of known length");
+    assert_eq!(
+        allowed.header("content-length"),
+        "5",
+        "the service's body is still of known length"
+    );
     assert_eq!(allowed.header("ratelimit-policy"), r#""daily";q=1;w=86400"#);
     assert!(allowed.header("ratelimit").starts_with(r#""daily";r=0;t="#), "{allowed:?}");
     assert_eq!(allowed.header("x-ratelimit-limit"), "1");
@@ -98,10 +112,18 @@ async fn who_passes_and_who_does_not_are_told_the_same_numbers() {
     assert_eq!(problem["policy"], "daily");
     let millis = problem["retry_after_ms"].as_u64().expect("a number");
     assert_eq!(millis.div_ceil(1_000), wait);
-    assert!(problem["detail"].as_str().is_some_and(|detail| detail.contains(&format!("try again in {wait} s"))));
+    assert!(
+        problem["detail"]
+            .as_str()
+            .is_some_and(|detail| detail.contains(&format!("try again in {wait} s")))
+    );
 
     let unlimited = asker.get("/", &[]).await;
-    assert_eq!((unlimited.status, unlimited.header("ratelimit")), (StatusCode::OK, ""), "no key, no limit");
+    assert_eq!(
+        (unlimited.status, unlimited.header("ratelimit")),
+        (StatusCode::OK, ""),
+        "no key, no limit"
+    );
 }
 
 #[tokio::test]
@@ -109,7 +131,10 @@ async fn the_older_headers_can_be_left_out() {
     let site = Site::start(app(layer(1).x_ratelimit_headers(false))).await;
     let allowed = site.asker().get("/", &[("x-user-id", "ann")]).await;
     assert!(allowed.headers.contains_key("ratelimit"));
-    assert!(!allowed.headers.keys().any(|name| name.as_str().starts_with("x-ratelimit")), "{allowed:?}");
+    assert!(
+        !allowed.headers.keys().any(|name| name.as_str().starts_with("x-ratelimit")),
+        "{allowed:?}"
+    );
 }
 
 #[tokio::test]
@@ -120,14 +145,21 @@ async fn a_key_and_a_cost_can_come_from_closures() {
             token.strip_prefix("Bearer ").map(Cow::Borrowed)
         })
         .cost(|head| if head.uri.path() == "/export" { 6 } else { 1 });
-    let app = Router::new().route("/", get(async || "one")).route("/export", get(async || "six")).layer(keyed);
+    let app = Router::new()
+        .route("/", get(async || "one"))
+        .route("/export", get(async || "six"))
+        .layer(keyed);
     let site = Site::start(app).await;
     let asker = site.asker();
     let ann = [("authorization", "Bearer ann")];
     assert_eq!(asker.get("/export", &ann).await.header("x-ratelimit-remaining"), "4");
     assert_eq!(asker.get("/export", &ann).await.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(asker.get("/", &ann).await.header("x-ratelimit-remaining"), "3");
-    assert_eq!(asker.get("/", &[("authorization", "Basic x")]).await.header("ratelimit"), "", "no key, no limit");
+    assert_eq!(
+        asker.get("/", &[("authorization", "Basic x")]).await.header("ratelimit"),
+        "",
+        "no key, no limit"
+    );
 }
 
 #[tokio::test]
@@ -136,29 +168,52 @@ async fn the_peers_address_is_a_key_once_the_layer_knows_where_to_find_it() {
     let lost = site.asker().get("/", &[]).await;
     assert_eq!(lost.status, StatusCode::INTERNAL_SERVER_ERROR, "not let pass");
 
-    let found = layer(1).by("ip").peer(|head| head.extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.ip()));
+    let found = layer(1)
+        .by("ip")
+        .peer(|head| head.extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.ip()));
     let site = Site::start(app(found)).await;
     let asker = site.asker();
     assert_eq!(asker.get("/", &[]).await.status, StatusCode::OK);
     let spoofed = asker.get("/", &[("x-forwarded-for", "203.0.113.9")]).await;
-    assert_eq!(spoofed.status, StatusCode::TOO_MANY_REQUESTS, "no proxy is believed unless it is named");
+    assert_eq!(
+        spoofed.status,
+        StatusCode::TOO_MANY_REQUESTS,
+        "no proxy is believed unless it is named"
+    );
 }
 
 #[tokio::test]
 async fn a_preflight_is_exempt_only_if_told_so_and_only_a_real_one() {
-    let preflight = [("origin", "https://a.example"), ("access-control-request-method", "PUT"), ("x-user-id", "ann")];
+    let preflight = [
+        ("origin", "https://a.example"),
+        ("access-control-request-method", "PUT"),
+        ("x-user-id", "ann"),
+    ];
     let limited = Site::start(app(layer(1))).await;
-    assert!(limited.asker().ask("OPTIONS", "/", &preflight).await.headers.contains_key("ratelimit"));
+    assert!(
+        limited.asker().ask("OPTIONS", "/", &preflight).await.headers.contains_key("ratelimit")
+    );
 
     let exempt = Site::start(app(layer(1).exempt_preflight())).await;
     let asker = exempt.asker();
     for _ in 0..3 {
         let answer = asker.ask("OPTIONS", "/", &preflight).await;
-        assert_eq!((answer.status, answer.header("ratelimit")), (StatusCode::METHOD_NOT_ALLOWED, ""));
+        assert_eq!(
+            (answer.status, answer.header("ratelimit")),
+            (StatusCode::METHOD_NOT_ALLOWED, "")
+        );
     }
-    assert_eq!(asker.ask("OPTIONS", "/", &preflight[..1]).await.header("ratelimit"), "", "has no key");
+    assert_eq!(
+        asker.ask("OPTIONS", "/", &preflight[..1]).await.header("ratelimit"),
+        "",
+        "has no key"
+    );
     let bare = [("x-user-id", "ann")];
-    assert_eq!(asker.ask("OPTIONS", "/", &bare).await.status, StatusCode::METHOD_NOT_ALLOWED, "spends");
+    assert_eq!(
+        asker.ask("OPTIONS", "/", &bare).await.status,
+        StatusCode::METHOD_NOT_ALLOWED,
+        "spends"
+    );
     assert_eq!(asker.ask("OPTIONS", "/", &bare).await.status, StatusCode::TOO_MANY_REQUESTS);
 }
 
@@ -189,7 +244,10 @@ async fn the_body_of_a_denial_can_be_replaced_and_keeps_its_headers() {
     let ann = [("x-user-id", "ann")];
     assert_eq!(asker.get("/", &ann).await.status, StatusCode::OK);
     let denied = asker.get("/", &ann).await;
-    assert_eq!((denied.status, denied.body.as_str()), (StatusCode::SERVICE_UNAVAILABLE, "ann must wait"));
+    assert_eq!(
+        (denied.status, denied.body.as_str()),
+        (StatusCode::SERVICE_UNAVAILABLE, "ann must wait")
+    );
     assert!(!denied.header("retry-after").is_empty());
 }
 
@@ -201,9 +259,16 @@ async fn layers_on_layers_add_their_limits_to_one_list() {
     let asker = site.asker();
     let ann = [("x-user-id", "ann")];
     let allowed = asker.get("/", &ann).await;
-    let names: Vec<&str> =
-        allowed.headers.get_all("ratelimit").iter().map(|line| line.to_str().expect("text")).collect();
-    assert!(names[0].starts_with("\"per-user\"") && names[1].starts_with("\"site\";r=99"), "{names:?}");
+    let names: Vec<&str> = allowed
+        .headers
+        .get_all("ratelimit")
+        .iter()
+        .map(|line| line.to_str().expect("text"))
+        .collect();
+    assert!(
+        names[0].starts_with("\"per-user\"") && names[1].starts_with("\"site\";r=99"),
+        "{names:?}"
+    );
     let denied = asker.get("/", &ann).await;
     assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(denied.header("x-ratelimit-limit"), "1", "the one that denied");

@@ -1,4 +1,5 @@
-//! The examples run, and say what their first lines promise. (Cargo builds them before the tests, but for a single `--test`.)
+//! The examples run, and say what their first lines promise. (Cargo builds them before the tests,
+//! but for a single `--test`.)
 
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
@@ -27,9 +28,13 @@ impl Server {
     fn start(mut example: Command) -> Self {
         let mut process = example.arg("0").stdout(Stdio::piped()).spawn().expect("started");
         let mut line = String::new();
-        BufReader::new(process.stdout.take().expect("piped")).read_line(&mut line).expect("it says what to try");
-        let address = line.split("http://").nth(1).and_then(|rest| rest.trim_end().strip_suffix('/'));
-        let address: SocketAddr = address.and_then(|address| address.parse().ok()).expect("an address");
+        BufReader::new(process.stdout.take().expect("piped"))
+            .read_line(&mut line)
+            .expect("it says what to try");
+        let address =
+            line.split("http://").nth(1).and_then(|rest| rest.trim_end().strip_suffix('/'));
+        let address: SocketAddr =
+            address.and_then(|address| address.parse().ok()).expect("an address");
         Self { process, asker: Asker::of(address) }
     }
 

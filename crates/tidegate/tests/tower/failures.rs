@@ -30,7 +30,11 @@ async fn a_store_that_cannot_decide_is_503_and_its_reason_stays_here() {
     assert_eq!(undecided.header("content-type"), "application/problem+json");
     assert_eq!(undecided.json()["status"], 503);
     assert!(!undecided.body.contains("memory store"), "{undecided:?}");
-    assert_eq!(asker.get("/", &[("x-user-id", "ann")]).await.status, StatusCode::OK, "whom it knows it goes on with");
+    assert_eq!(
+        asker.get("/", &[("x-user-id", "ann")]).await.status,
+        StatusCode::OK,
+        "whom it knows it goes on with"
+    );
 }
 
 #[tokio::test]
@@ -57,7 +61,8 @@ async fn with_a_fallback_a_redis_that_is_gone_is_no_outage() {
         let store = RedisStore::connect(&redis.url()).await.expect("our own server answers");
         redis.end();
         let quota = Quota::token_bucket(1, LONG).expect("valid");
-        let layer = RateLimitLayer::new(Limiter::new(Fallback::new(store)), quota).on_store_failure(failure);
+        let layer = RateLimitLayer::new(Limiter::new(Fallback::new(store)), quota)
+            .on_store_failure(failure);
         let site = site(layer).await;
         let asker = site.asker();
         for status in statuses {

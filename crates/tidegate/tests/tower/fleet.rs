@@ -32,7 +32,8 @@ impl Instance {
             .stdout(Stdio::piped())
             .spawn()
             .expect("started");
-        let mut lines = BufReader::new(process.stdout.take().expect("piped")).lines().map_while(Result::ok);
+        let mut lines =
+            BufReader::new(process.stdout.take().expect("piped")).lines().map_while(Result::ok);
         let address = lines.find_map(|line| line.split_once(READY)?.1.parse().ok());
         Self { process, address: address.expect("it says where it listens") }
     }
@@ -45,7 +46,8 @@ impl Drop for Instance {
     }
 }
 
-/// A path for each algorithm, but for the one that makes requests wait: for a limit of many days, days.
+/// A path for each algorithm, but for the one that makes requests wait: for a limit of many days,
+/// days.
 fn quotas() -> Vec<Quota> {
     let all = every_quota(LIMIT, LONG).into_iter();
     all.filter(|quota| quota.algorithm() != Algorithm::LeakyBucket).collect()
@@ -63,7 +65,8 @@ async fn app(redis: &str) -> Router {
 #[tokio::test]
 #[ignore = "a server for the test below, which starts it"]
 async fn an_instance() {
-    let site = Site::start(app(&std::env::var(REDIS).expect("started by the test below")).await).await;
+    let site =
+        Site::start(app(&std::env::var(REDIS).expect("started by the test below")).await).await;
     println!("{READY}{}", site.address);
     // Until the test closes it, or is gone.
     let _ = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await;
@@ -83,7 +86,11 @@ async fn several_processes_on_one_redis_admit_exactly_the_limit_in_total() {
                     let mut admitted = 0;
                     for _ in 0..20 {
                         let answer = asker.get(&path, &[]).await;
-                        assert!([StatusCode::OK, StatusCode::TOO_MANY_REQUESTS].contains(&answer.status), "{answer:?}");
+                        assert!(
+                            [StatusCode::OK, StatusCode::TOO_MANY_REQUESTS]
+                                .contains(&answer.status),
+                            "{answer:?}"
+                        );
                         admitted += u64::from(answer.status == StatusCode::OK);
                     }
                     admitted

@@ -26,13 +26,19 @@ impl Grpc {
         let (_reporter, health) = tonic_health::server::health_reporter();
         let incoming = TcpIncoming::bind((Ipv4Addr::LOCALHOST, 0).into()).expect("a free port");
         let address = incoming.local_addr().expect("bound");
-        let serving = Server::builder().layer(layer).add_service(health).serve_with_incoming(incoming);
+        let serving =
+            Server::builder().layer(layer).add_service(health).serve_with_incoming(incoming);
         let serving = tokio::spawn(async move { serving.await.expect("serves") });
-        let channel = Endpoint::from_shared(format!("http://{address}")).expect("a URL").connect().await;
+        let channel =
+            Endpoint::from_shared(format!("http://{address}")).expect("a URL").connect().await;
         Self { client: HealthClient::new(channel.expect("connected")), serving }
     }
 
-    async fn check(&self, user: &str, service: &str) -> Result<Response<HealthCheckResponse>, Status> {
+    async fn check(
+        &self,
+        user: &str,
+        service: &str,
+    ) -> Result<Response<HealthCheckResponse>, Status> {
         let mut request = tonic::Request::new(HealthCheckRequest { service: service.to_owned() });
         request.metadata_mut().insert("x-user-id", user.parse().expect("text"));
         self.client.clone().check(request).await
@@ -61,9 +67,11 @@ async fn a_denied_call_is_resource_exhausted_and_hears_when_to_come_again() {
     let denied = grpc.check("ann", "").await.expect_err("denied");
     assert_eq!(denied.code(), Code::ResourceExhausted);
     assert!(denied.message().contains("\"per-user\""), "{denied:?}");
-    let wait = denied.get_details_retry_info().and_then(|info| info.retry_delay).expect("RetryInfo");
+    let wait =
+        denied.get_details_retry_info().and_then(|info| info.retry_delay).expect("RetryInfo");
     assert!(wait <= DAY && wait + Duration::from_secs(60) > DAY, "{wait:?}");
-    let header = denied.metadata().get("ratelimit-policy").expect("the header").to_str().expect("text");
+    let header =
+        denied.metadata().get("ratelimit-policy").expect("the header").to_str().expect("text");
     assert_eq!(header, r#""per-user";q=1;w=86400"#);
     assert!(denied.metadata().get("retry-after").is_some());
     assert!(grpc.check("bob", "").await.is_ok(), "another key");
@@ -75,15 +83,25 @@ async fn a_store_that_cannot_decide_is_unavailable_and_a_bad_key_an_invalid_argu
     for known in ["ann", "bob"] {
         assert!(grpc.check(known, "").await.is_ok());
     }
-    assert_eq!(grpc.check("one too many", "").await.expect_err("no room").code(), Code::Unavailable);
-    assert_eq!(grpc.check(&"x".repeat(600), "").await.expect_err("no key").code(), Code::InvalidArgument);
+    assert_eq!(
+        grpc.check("one too many", "").await.expect_err("no room").code(),
+        Code::Unavailable
+    );
+    assert_eq!(
+        grpc.check(&"x".repeat(600), "").await.expect_err("no key").code(),
+        Code::InvalidArgument
+    );
 }
 
 #[tokio::test]
 async fn a_call_that_fails_can_be_given_back_by_its_grpc_status() {
-    let grpc = Grpc::start(layer(1).refund_on(|status| status == http::StatusCode::NOT_FOUND)).await;
+    let grpc =
+        Grpc::start(layer(1).refund_on(|status| status == http::StatusCode::NOT_FOUND)).await;
     for _ in 0..3 {
-        assert_eq!(grpc.check("ann", "no such service").await.expect_err("unknown").code(), Code::NotFound);
+        assert_eq!(
+            grpc.check("ann", "no such service").await.expect_err("unknown").code(),
+            Code::NotFound
+        );
     }
     assert!(grpc.check("ann", "").await.is_ok());
     assert_eq!(grpc.check("ann", "").await.expect_err("spent").code(), Code::ResourceExhausted);
@@ -91,9 +109,13 @@ async fn a_call_that_fails_can_be_given_back_by_its_grpc_status() {
 
 #[tokio::test]
 async fn the_peer_is_where_tonic_puts_it() {
-    let peer =
-        |head: &http::request::Parts| head.extensions.get::<TcpConnectInfo>()?.remote_addr().map(|peer| peer.ip());
+    let peer = |head: &http::request::Parts| {
+        head.extensions.get::<TcpConnectInfo>()?.remote_addr().map(|peer| peer.ip())
+    };
     let grpc = Grpc::start(layer(1).by("ip").peer(peer)).await;
     assert!(grpc.check("ann", "").await.is_ok());
-    assert_eq!(grpc.check("bob", "").await.expect_err("same address").code(), Code::ResourceExhausted);
+    assert_eq!(
+        grpc.check("bob", "").await.expect_err("same address").code(),
+        Code::ResourceExhausted
+    );
 }

@@ -90,7 +90,8 @@ async fn the_service_that_said_it_is_ready_is_the_one_called() {
         let answer = service.ready().await.expect("ready").call(Request::new(())).await;
         assert_eq!(answer.err(), Some("broken"));
     }
-    let denied = service.ready().await.expect("ready").call(Request::new(())).await.expect("an answer");
+    let denied =
+        service.ready().await.expect("ready").call(Request::new(())).await.expect("an answer");
     assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(calls.load(Ordering::Relaxed), 2);
 }
@@ -113,7 +114,10 @@ impl Body for Watched {
     type Data = Bytes;
     type Error = Infallible;
 
-    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         self.0.store(true, Ordering::Relaxed);
         Poll::Ready(None)
     }
@@ -129,7 +133,11 @@ async fn the_body_of_a_denied_request_is_not_read() {
     let mut looked_at = Vec::new();
     for _ in 0..2 {
         let looked = Arc::new(AtomicBool::new(false));
-        service.clone().oneshot(Request::new(Watched(Arc::clone(&looked)))).await.expect("infallible");
+        service
+            .clone()
+            .oneshot(Request::new(Watched(Arc::clone(&looked))))
+            .await
+            .expect("infallible");
         looked_at.push(looked.load(Ordering::Relaxed));
     }
     assert_eq!(looked_at, [true, false]);

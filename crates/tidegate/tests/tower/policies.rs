@@ -18,11 +18,15 @@ fn policy(name: &str, limit: u64) -> Policy {
 }
 
 fn layer(limiter: &Limiter, policies: Vec<Policy>) -> RateLimitLayer<PolicyGate> {
-    RateLimitLayer::with_policies(limiter.clone(), Policies::new(policies).expect("names of their own"))
+    RateLimitLayer::with_policies(
+        limiter.clone(),
+        Policies::new(policies).expect("names of their own"),
+    )
 }
 
 async fn site(limiter: &Limiter, policies: Vec<Policy>) -> Site {
-    let app = Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
+    let app =
+        Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
     Site::start(app.layer(layer(limiter, policies))).await
 }
 
@@ -42,11 +46,15 @@ policies:
 ";
     std::fs::write(&file, text).expect("written");
     let policies = Policies::load(&file).expect("a good file");
-    let app = Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
+    let app =
+        Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
     let site = Site::start(app.layer(RateLimitLayer::with_policies(limiter(), policies))).await;
     let asker = site.asker();
     let ann = [("x-user-id", "ann")];
-    assert_eq!(asker.get("/search", &ann).await.header("ratelimit-policy"), r#""search";q=1;w=86400"#);
+    assert_eq!(
+        asker.get("/search", &ann).await.header("ratelimit-policy"),
+        r#""search";q=1;w=86400"#
+    );
     assert_eq!(asker.get("/search", &ann).await.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(asker.get("/search", &[("x-user-id", "bob")]).await.status, StatusCode::OK);
     assert_eq!(asker.get("/", &ann).await.status, StatusCode::OK);
@@ -55,8 +63,18 @@ policies:
     let wrong = Policies::load(&file).expect_err("no number").to_string();
     assert!(wrong.contains("tidegate.yaml:5:") && wrong.contains("limit: none"), "{wrong}");
     std::fs::write(&file, text.replace("listen:", "lisen:")).expect("written");
-    assert!(Policies::load(&file).expect_err("no such field").to_string().contains("did you mean `listen`?"));
-    assert!(Policies::load(folder.path().join("absent")).expect_err("no file").to_string().contains("cannot be read"));
+    assert!(
+        Policies::load(&file)
+            .expect_err("no such field")
+            .to_string()
+            .contains("did you mean `listen`?")
+    );
+    assert!(
+        Policies::load(folder.path().join("absent"))
+            .expect_err("no file")
+            .to_string()
+            .contains("cannot be read")
+    );
 }
 
 #[tokio::test]
@@ -82,7 +100,9 @@ async fn several_policies_are_all_or_nothing() {
 #[tokio::test]
 async fn a_policy_in_shadow_denies_nobody_and_is_not_shown() {
     let limiter = limiter();
-    let site = site(&limiter, vec![policy("enforced", 3), policy("shadow", 1).in_mode(Mode::Shadow)]).await;
+    let site =
+        site(&limiter, vec![policy("enforced", 3), policy("shadow", 1).in_mode(Mode::Shadow)])
+            .await;
     let asker = site.asker();
     let ann = [("x-user-id", "ann")];
     for _ in 0..3 {
@@ -117,10 +137,16 @@ async fn overrides_and_the_costs_of_closures_hold() {
     let site = Site::start(app.layer(layer)).await;
     let asker = site.asker();
     for left in ["4", "3"] {
-        assert_eq!(asker.get("/", &[("x-user-id", "acme")]).await.header("x-ratelimit-remaining"), left);
+        assert_eq!(
+            asker.get("/", &[("x-user-id", "acme")]).await.header("x-ratelimit-remaining"),
+            left
+        );
     }
     assert_eq!(asker.get("/", &[("x-user-id", "other")]).await.status, StatusCode::OK);
-    assert_eq!(asker.get("/", &[("x-user-id", "other")]).await.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(
+        asker.get("/", &[("x-user-id", "other")]).await.status,
+        StatusCode::TOO_MANY_REQUESTS
+    );
     assert_eq!(
         asker.get("/free", &[("x-user-id", "other")]).await.status,
         StatusCode::OK,
@@ -136,13 +162,18 @@ async fn a_key_that_is_none_is_the_requests_fault() {
     let answer = site.asker().get("/", &[("x-user-id", &long)]).await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST);
     assert_eq!(answer.header("content-type"), "application/problem+json");
-    assert!(answer.json()["detail"].as_str().is_some_and(|detail| detail.contains("has 600 bytes")), "{answer:?}");
+    assert!(
+        answer.json()["detail"].as_str().is_some_and(|detail| detail.contains("has 600 bytes")),
+        "{answer:?}"
+    );
 }
 
 #[tokio::test]
 async fn a_policy_by_address_never_lets_pass_whom_nobody_knows() {
     let limiter = limiter();
-    let by_address = Policy::new("addresses", quota(1)).and_then(|policy| policy.counting(&["ip"])).expect("valid");
+    let by_address = Policy::new("addresses", quota(1))
+        .and_then(|policy| policy.counting(&["ip"]))
+        .expect("valid");
     let site = site(&limiter, vec![by_address]).await;
     assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::INTERNAL_SERVER_ERROR);
 }
@@ -171,7 +202,10 @@ fn layer_counts_by_attributes_of_http_only() {
         ("header.", "a name is missing after the dot"),
     ] {
         let message = by(attribute).expect_err(attribute);
-        assert!(message.starts_with("RateLimitLayer::by: ") && message.contains(expected), "{message}");
+        assert!(
+            message.starts_with("RateLimitLayer::by: ") && message.contains(expected),
+            "{message}"
+        );
     }
 }
 
@@ -179,13 +213,17 @@ fn layer_counts_by_attributes_of_http_only() {
 fn policies_for_other_front_doors_are_rejected() {
     let bare = |name: &str| Policy::new(name, quota(1)).expect("a name");
     let edge = bare("edge").matching("domain", &["edge"]).expect("known");
-    let tenant = bare("tenant").with_attributes(&["tenant"]).and_then(|policy| policy.counting(&["tenant"]));
+    let tenant =
+        bare("tenant").with_attributes(&["tenant"]).and_then(|policy| policy.counting(&["tenant"]));
     for (policy, attribute) in [(edge, "domain"), (tenant.expect("declared"), "tenant")] {
         let policies = Policies::new(vec![policy]).expect("one name");
         let layer = || drop(RateLimitLayer::with_policies(limiter(), policies));
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer));
         let message = panic_message(panicked.expect_err("no request would be limited"));
-        assert!(message.contains(&format!("no HTTP request has the attribute {attribute:?}")), "{message}");
+        assert!(
+            message.contains(&format!("no HTTP request has the attribute {attribute:?}")),
+            "{message}"
+        );
     }
 }
 

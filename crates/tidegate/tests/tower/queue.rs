@@ -26,7 +26,9 @@ struct Queue<S> {
 
 /// One a second; three in the bucket at most.
 fn quota() -> Quota {
-    Quota::leaky_bucket(1, Duration::from_secs(1)).and_then(|quota| quota.with_burst(3)).expect("valid")
+    Quota::leaky_bucket(1, Duration::from_secs(1))
+        .and_then(|quota| quota.with_burst(3))
+        .expect("valid")
 }
 
 impl Queue<MemoryStore> {
@@ -44,8 +46,9 @@ impl<S: Store> Queue<S> {
             counted.fetch_add(1, Ordering::Relaxed);
             "served"
         });
-        let app =
-            Router::new().route("/", service).layer(RateLimitLayer::new(limiter.clone(), quota()).policy("queue"));
+        let app = Router::new()
+            .route("/", service)
+            .layer(RateLimitLayer::new(limiter.clone(), quota()).policy("queue"));
         Self { limiter, clock, app, calls }
     }
 
@@ -60,7 +63,11 @@ impl<S: Store> Queue<S> {
     /// What would be left after one more.
     async fn room(&self) -> u64 {
         let quota = quota();
-        self.limiter.peek(&Charge::new("all", &quota).policy("queue")).await.expect("decided").remaining
+        self.limiter
+            .peek(&Charge::new("all", &quota).policy("queue"))
+            .await
+            .expect("decided")
+            .remaining
     }
 
     async fn until_room_is(&self, room: u64) {
@@ -76,7 +83,11 @@ async fn each_request_waits_for_its_turn() {
     until("the second sleeps", async || queue.clock.sleepers() == 1).await;
     let third = tokio::spawn(Queue::<MemoryStore>::ask(queue.app.clone()));
     until("the third sleeps", async || queue.clock.sleepers() == 2).await;
-    assert_eq!(Queue::<MemoryStore>::ask(queue.app.clone()).await, StatusCode::TOO_MANY_REQUESTS, "the queue is full");
+    assert_eq!(
+        Queue::<MemoryStore>::ask(queue.app.clone()).await,
+        StatusCode::TOO_MANY_REQUESTS,
+        "the queue is full"
+    );
     assert_eq!(queue.calls(), 1, "who sleeps has not reached the service");
 
     queue.clock.advance(Duration::from_millis(999));
@@ -149,17 +160,30 @@ async fn what_came_back_while_the_service_worked_is_not_given_back_again() {
         .route("/slow", works_for(Duration::from_secs(1)))
         .route("/quick", works_for(Duration::ZERO))
         .layer(layer);
-    let ask = |path: &str| app.clone().oneshot(Request::get(path).body(Body::empty()).expect("a request"));
+    let ask = |path: &str| {
+        app.clone().oneshot(Request::get(path).body(Body::empty()).expect("a request"))
+    };
     let slow = tokio::spawn(ask("/slow"));
     until("the slow one works", async || clock.sleepers() == 1).await;
     for _ in 0..3 {
-        assert_eq!(ask("/quick").await.expect("infallible").status(), StatusCode::BAD_GATEWAY, "given back in time");
+        assert_eq!(
+            ask("/quick").await.expect("infallible").status(),
+            StatusCode::BAD_GATEWAY,
+            "given back in time"
+        );
     }
     clock.advance(Duration::from_secs(1));
     // In the next window.
     for status in [StatusCode::OK, StatusCode::OK, StatusCode::TOO_MANY_REQUESTS] {
         assert_eq!(ask("/").await.expect("infallible").status(), status);
     }
-    assert_eq!(slow.await.expect("no panic").expect("infallible").status(), StatusCode::BAD_GATEWAY);
-    assert_eq!(ask("/").await.expect("infallible").status(), StatusCode::TOO_MANY_REQUESTS, "others' units stay");
+    assert_eq!(
+        slow.await.expect("no panic").expect("infallible").status(),
+        StatusCode::BAD_GATEWAY
+    );
+    assert_eq!(
+        ask("/").await.expect("infallible").status(),
+        StatusCode::TOO_MANY_REQUESTS,
+        "others' units stay"
+    );
 }

@@ -37,7 +37,8 @@ impl Site {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let app = app.into_make_service_with_connect_info::<SocketAddr>();
-        let serving = tokio::spawn(async move { axum::serve(listener, app).await.expect("serves") });
+        let serving =
+            tokio::spawn(async move { axum::serve(listener, app).await.expect("serves") });
         Self { address, serving }
     }
 
@@ -63,14 +64,23 @@ impl Asker {
     }
 
     pub(crate) async fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)]) -> Answer {
-        let mut request = Request::builder().method(method).uri(format!("http://{}{path}", self.address));
+        let mut request =
+            Request::builder().method(method).uri(format!("http://{}{path}", self.address));
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let response = self.client.request(request.body(Full::default()).expect("a request")).await.expect("an answer");
+        let response = self
+            .client
+            .request(request.body(Full::default()).expect("a request"))
+            .await
+            .expect("an answer");
         let (head, body) = response.into_parts();
         let body = body.collect().await.expect("a body").to_bytes();
-        Answer { status: head.status, headers: head.headers, body: String::from_utf8(body.into()).expect("text") }
+        Answer {
+            status: head.status,
+            headers: head.headers,
+            body: String::from_utf8(body.into()).expect("text"),
+        }
     }
 }
 

@@ -7,9 +7,13 @@ use tidegate::{Algorithm, MAX_KEY_BYTES};
 
 use super::Unit;
 
-/// Names the count of a descriptor, fit for a key of the store. What separates the parts is escaped inside them, so two
-/// different descriptors never get the same one, whichever domains and rules they belong to.
-pub(crate) fn counter_key<'a>(domain: &str, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+/// Names the count of a descriptor, fit for a key of the store. What separates the parts is escaped
+/// inside them, so two different descriptors never get the same one, whichever domains and rules
+/// they belong to.
+pub(crate) fn counter_key<'a>(
+    domain: &str,
+    entries: impl IntoIterator<Item = (&'a str, &'a str)>,
+) -> String {
     // Nearly every key fits.
     let mut text = String::with_capacity(64);
     let separates = |character| matches!(character, '%' | '|' | '=');
@@ -24,7 +28,10 @@ pub(crate) fn counter_key<'a>(domain: &str, entries: impl IntoIterator<Item = (&
 }
 
 /// As ratelimit names its statistics: `domain.key_value.key`.
-pub(crate) fn metric_name<'a>(domain: &str, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+pub(crate) fn metric_name<'a>(
+    domain: &str,
+    entries: impl IntoIterator<Item = (&'a str, &'a str)>,
+) -> String {
     let mut path = domain.to_owned();
     for (key, value) in entries {
         path.push('.');
@@ -61,7 +68,8 @@ fn push_escaped(text: &mut String, part: &str, separates: impl Fn(char) -> bool)
     }
 }
 
-/// Keeps what fits of a text that is too long, and a hash of all of it. `%~` is no escape, so no other key looks alike.
+/// Keeps what fits of a text that is too long, and a hash of all of it. `%~` is no escape, so no
+/// other key looks alike.
 fn shortened(text: String) -> String {
     if text.len() <= MAX_KEY_BYTES {
         return text;

@@ -68,7 +68,8 @@ pub(super) struct RawReplaced {
     pub(super) name: String,
 }
 
-// Far more than rules need, far less than would hurt. Aliases multiply what is in a file: hence the bound on a text.
+// Far more than rules need, far less than would hurt. Aliases multiply what is in a file: hence the
+// bound on a text.
 pub(super) const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
 pub(super) const MAX_TEXT_BYTES: usize = 4 * 1024;
 const MAX_NODES: usize = 1_000_000;
@@ -79,7 +80,9 @@ const MAX_DEPTH: usize = 64;
 impl RawFile {
     pub(super) fn read(file: &str, text: &str) -> Result<Self, RulesError> {
         if text.len() > MAX_FILE_BYTES {
-            return Err(Place { file, location: Location::UNKNOWN }.error(Problem::TooLarge(text.len())));
+            return Err(
+                Place { file, location: Location::UNKNOWN }.error(Problem::TooLarge(text.len()))
+            );
         }
         let options = serde_saphyr::options! {
             budget: serde_saphyr::budget! {
@@ -95,8 +98,10 @@ impl RawFile {
         };
         serde_saphyr::from_str_with_options(text, options).map_err(|error| {
             let location = error.location().unwrap_or(Location::UNKNOWN);
-            let message = error.render_with_formatter(&UserMessageFormatter.with_localizer(&LocationApart));
-            let field = field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
+            let message =
+                error.render_with_formatter(&UserMessageFormatter.with_localizer(&LocationApart));
+            let field =
+                field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
             Place { file, location }.error(Problem::Yaml { field, message })
         })
     }
@@ -110,10 +115,12 @@ impl RawLimit {
             (false, None) => Err(Problem::NoUnit),
             (false, Some(unit)) => {
                 let requests = self.requests_per_unit.ok_or(Problem::NoRequests)?;
-                let limit = Limit::new(algorithm, requests, self.unit_multiplier.unwrap_or(1), unit);
+                let limit =
+                    Limit::new(algorithm, requests, self.unit_multiplier.unwrap_or(1), unit);
                 limit.map_err(|error| {
                     let of_window = matches!(error, QuotaError::Window(_));
-                    let field = if of_window { "unit and unit_multiplier" } else { "requests_per_unit" };
+                    let field =
+                        if of_window { "unit and unit_multiplier" } else { "requests_per_unit" };
                     Problem::Quota { field, error }
                 })
             }
@@ -121,7 +128,9 @@ impl RawLimit {
     }
 }
 
-fn or_default<'de, T: Deserialize<'de> + Default, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+fn or_default<'de, T: Deserialize<'de> + Default, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
@@ -132,7 +141,10 @@ fn flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
 fn text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let text: String = or_default(deserializer)?;
     if text.len() > MAX_TEXT_BYTES {
-        return Err(D::Error::custom(format!("has {} bytes: at most {MAX_TEXT_BYTES} are allowed", text.len())));
+        return Err(D::Error::custom(format!(
+            "has {} bytes: at most {MAX_TEXT_BYTES} are allowed",
+            text.len()
+        )));
     }
     Ok(text)
 }
@@ -141,9 +153,10 @@ fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::E
     let name = text(deserializer)?;
     let found = Unit::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(&name));
     match found {
-        None if !name.is_empty() => {
-            Err(D::Error::custom(format!("{name:?} is no unit: it must be one of {}", Unit::names())))
-        }
+        None if !name.is_empty() => Err(D::Error::custom(format!(
+            "{name:?} is no unit: it must be one of {}",
+            Unit::names()
+        ))),
         found => Ok(found),
     }
 }

@@ -13,7 +13,11 @@ use super::*;
 const SAMPLE: &str = include_str!("../../../tests/data/envoy-ratelimit.yaml");
 
 fn load(text: &str) -> Result<Rules, RulesError> {
-    Rules::load(&[("rules.yaml".to_owned(), text.to_owned())], Algorithm::FixedWindow, &BTreeMap::new())
+    Rules::load(
+        &[("rules.yaml".to_owned(), text.to_owned())],
+        Algorithm::FixedWindow,
+        &BTreeMap::new(),
+    )
 }
 
 fn sample() -> Rules {
@@ -103,7 +107,9 @@ fn wildcards_come_after_the_exact_value_in_the_order_of_the_file() {
 #[test]
 fn a_wildcard_never_uses_the_same_text_twice() {
     let rules = rules("[{key: k, value: ab*ba, rate_limit: {unit: day, requests_per_unit: 1}}]");
-    for (value, matches) in [("abba", true), ("ab-ba", true), ("aba", false), ("ab", false), ("abab", false)] {
+    for (value, matches) in
+        [("abba", true), ("ab-ba", true), ("aba", false), ("ab", false), ("abab", false)]
+    {
         assert_eq!(rules.find("d", [("k", value)]).is_some(), matches, "{value}");
     }
 }
@@ -141,11 +147,17 @@ fn metrics_have_the_names_of_ratelimits_statistics() {
     for (entries, name) in [
         (&[("remote_address", "198.51.100.1")][..], "edge.remote_address"),
         (&[("remote_address", "203.0.113.66")], "edge.remote_address_203.0.113.66"),
-        (&[("message_type", "marketing"), ("to_number", "1")], "edge.message_type_marketing.to_number"),
+        (
+            &[("message_type", "marketing"), ("to_number", "1")],
+            "edge.message_type_marketing.to_number",
+        ),
         (&[("path", "/api/v1/items")], "edge.path_/api/*"),
         (&[("file", "files/a.pdf")], "edge.file_files/*"),
         // value_to_metric shows the value, but not of what is counted together.
-        (&[("route", "cart"), ("method", "POST"), ("user", "ann")], "edge.route_cart.method_POST.user"),
+        (
+            &[("route", "cart"), ("method", "POST"), ("user", "ann")],
+            "edge.route_cart.method_POST.user",
+        ),
         (&[("shared_route", "api/v1"), ("method", "GET")], "edge.shared_route_api/*.method"),
         // detailed_metric shows every value, but again not of what is counted together.
         (&[("tenant", "acme"), ("user", "ann")], "edge.tenant_acme.user_ann"),
@@ -174,16 +186,20 @@ fn rules_are_listed_in_the_order_of_the_file_and_domains_by_name() {
     assert_eq!(rules.rules().count(), SAMPLE.matches("rate_limit:").count());
     let first: Vec<&str> = rules.rules().take(2).map(|rule| rule.path.as_str()).collect();
     assert_eq!(first, ["edge.remote_address", "edge.remote_address_203.0.113.66"]);
-    let files = ["domain: b", "domain: a\ndescriptors:\n"].map(|text| (text.to_owned(), text.to_owned()));
+    let files =
+        ["domain: b", "domain: a\ndescriptors:\n"].map(|text| (text.to_owned(), text.to_owned()));
     let two = Rules::load(&files, Algorithm::FixedWindow, &BTreeMap::new()).expect("two domains");
     assert_eq!(two.domains().collect::<Vec<_>>(), ["a", "b"]);
 }
 
 #[test]
 fn each_unit_has_its_fixed_length() {
-    for (unit, seconds) in Unit::ALL.into_iter().zip([1, 60, 3_600, 86_400, 604_800, 2_592_000, 31_536_000]) {
+    for (unit, seconds) in
+        Unit::ALL.into_iter().zip([1, 60, 3_600, 86_400, 604_800, 2_592_000, 31_536_000])
+    {
         let name = unit.as_str();
-        let rules = rules(&format!("[{{key: k, rate_limit: {{unit: {name}, requests_per_unit: 3}}}}]"));
+        let rules =
+            rules(&format!("[{{key: k, rate_limit: {{unit: {name}, requests_per_unit: 3}}}}]"));
         let quota = Quota::fixed_window(3, Duration::from_secs(seconds)).expect("valid");
         assert_eq!(found(&rules, &[("k", "v")]).rule.limit, Limit::Quota(unit, quota), "{name}");
     }
@@ -205,7 +221,8 @@ fn a_window_may_be_several_units_long() {
 fn an_algorithm_by_name_comes_before_the_one_for_all() {
     let files = [("rules.yaml".to_owned(), SAMPLE.to_owned())];
     let algorithms = BTreeMap::from([("marketing".to_owned(), Algorithm::TokenBucket)]);
-    let rules = Rules::load(&files, Algorithm::SlidingCounter, &algorithms).expect("the sample loads");
+    let rules =
+        Rules::load(&files, Algorithm::SlidingCounter, &algorithms).expect("the sample loads");
     for rule in rules.rules() {
         let Limit::Quota(_, quota) = &rule.limit else { continue };
         let named = rule.name.as_deref() == Some("marketing");
@@ -234,9 +251,13 @@ fn a_limit_that_its_algorithm_cannot_keep_is_refused_with_the_reason() {
     let text = "domain: d\ndescriptors:\n- key: k\n  rate_limit:\n    unit: day\n    requests_per_unit: 10000001\n";
     let files = [("rules.yaml".to_owned(), text.to_owned())];
     assert!(Rules::load(&files, Algorithm::FixedWindow, &BTreeMap::new()).is_ok());
-    let error = Rules::load(&files, Algorithm::SlidingLog, &BTreeMap::new()).expect_err("too large").to_string();
+    let error = Rules::load(&files, Algorithm::SlidingLog, &BTreeMap::new())
+        .expect_err("too large")
+        .to_string();
     assert!(
-        error.starts_with("rules.yaml:5: rate_limit.requests_per_unit: limit 10000001 is too large for"),
+        error.starts_with(
+            "rules.yaml:5: rate_limit.requests_per_unit: limit 10000001 is too large for"
+        ),
         "{error}"
     );
 }
@@ -245,12 +266,16 @@ fn a_limit_that_its_algorithm_cannot_keep_is_refused_with_the_reason() {
 fn a_domain_in_two_files_is_refused_with_both_names() {
     let files = ["one.yaml", "two.yaml"].map(|file| (file.to_owned(), "domain: d".to_owned()));
     let error = Rules::load(&files, Algorithm::FixedWindow, &BTreeMap::new()).expect_err("twice");
-    assert_eq!(error.to_string(), "two.yaml: domain \"d\" is in one.yaml already: keep each domain in one file");
+    assert_eq!(
+        error.to_string(),
+        "two.yaml: domain \"d\" is in one.yaml already: keep each domain in one file"
+    );
 }
 
 #[test]
 fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
-    let limit = |fields: &str| format!("domain: d\ndescriptors:\n- key: k\n  rate_limit:\n{fields}");
+    let limit =
+        |fields: &str| format!("domain: d\ndescriptors:\n- key: k\n  rate_limit:\n{fields}");
     for (text, error) in [
         (String::new(), "rules.yaml: domain is missing or empty: write the domain"),
         ("domain: ''".to_owned(), "rules.yaml: domain is missing or empty"),
@@ -268,7 +293,10 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
             limit("    requests_per_unit: 1"),
             "rules.yaml:5: rate_limit.unit is missing: it must be one of second, minute,",
         ),
-        (limit("    unit: ''\n    requests_per_unit: 1"), "rules.yaml:5: rate_limit.unit is missing"),
+        (
+            limit("    unit: ''\n    requests_per_unit: 1"),
+            "rules.yaml:5: rate_limit.unit is missing",
+        ),
         (
             limit("    unit: fortnight"),
             "rules.yaml:5: unit: \"fortnight\" is no unit: it must be one of second, minute,",
@@ -318,10 +346,19 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
             "domain: d\ndescriptors: [{key: é, quota_mode: 3}]".to_owned(),
             "rules.yaml:2: quota_mode: must be true or false",
         ),
-        ("domain: d\ndescriptors: none".to_owned(), "rules.yaml:2: descriptors: expected sequence start"),
-        ("domain: d\ndescriptors:\n- key: k\n  key: l".to_owned(), "rules.yaml:4: duplicate mapping key: key"),
+        (
+            "domain: d\ndescriptors: none".to_owned(),
+            "rules.yaml:2: descriptors: expected sequence start",
+        ),
+        (
+            "domain: d\ndescriptors:\n- key: k\n  key: l".to_owned(),
+            "rules.yaml:4: duplicate mapping key: key",
+        ),
         ("domain: d\ndescriptors:\n- k".to_owned(), "rules.yaml:3: expected mapping start"),
-        ("domain: d\n---\ndomain: e".to_owned(), "rules.yaml:3: only single YAML document expected"),
+        (
+            "domain: d\n---\ndomain: e".to_owned(),
+            "rules.yaml:3: only single YAML document expected",
+        ),
         ("domain: [".to_owned(), "rules.yaml:1: "),
     ] {
         let message = refused(&text);
@@ -370,19 +407,30 @@ fn one_limit_may_be_repeated_by_a_thousand_rules() {
 #[test]
 fn files_made_to_exhaust_the_loader_are_refused() {
     let deep = format!("domain: d\ndescriptors: {}", "[{key: k, descriptors: ".repeat(10_000));
-    assert!(refused(&deep).starts_with("rules.yaml:2: YAML document too large or too complex"), "{}", refused(&deep));
+    assert!(
+        refused(&deep).starts_with("rules.yaml:2: YAML document too large or too complex"),
+        "{}",
+        refused(&deep)
+    );
     let mut deep_block = "domain: d\ndescriptors:\n".to_owned();
     for indent in (0..200).map(|depth| " ".repeat(2 * depth)) {
         let _ = writeln!(deep_block, "{indent}- key: k\n{indent}  descriptors:");
     }
     assert!(refused(&deep_block).contains("YAML document too large or too complex"));
 
-    let mut bomb = "domain: d\ndescriptors:\n- key: k0\n  descriptors: &a0 [{key: a}, {key: b}]\n".to_owned();
+    let mut bomb =
+        "domain: d\ndescriptors:\n- key: k0\n  descriptors: &a0 [{key: a}, {key: b}]\n".to_owned();
     for level in 1..25 {
-        let twice = ["a", "b"].map(|key| format!("{{key: {key}, descriptors: *a{}}}", level - 1)).join(", ");
+        let twice = ["a", "b"]
+            .map(|key| format!("{{key: {key}, descriptors: *a{}}}", level - 1))
+            .join(", ");
         let _ = writeln!(bomb, "- key: k{level}\n  descriptors: &a{level} [{twice}]");
     }
-    assert!(refused(&bomb).contains("YAML document too large or too complex"), "{}", refused(&bomb));
+    assert!(
+        refused(&bomb).contains("YAML document too large or too complex"),
+        "{}",
+        refused(&bomb)
+    );
 
     let long = format!("domain: d\ndescriptors:\n- key: {}", "k".repeat(MAX_TEXT_BYTES + 1));
     assert_eq!(refused(&long), "rules.yaml:3: key: has 4097 bytes: at most 4096 are allowed");
@@ -392,7 +440,10 @@ fn files_made_to_exhaust_the_loader_are_refused() {
 
 #[test]
 fn two_different_descriptors_never_share_a_count() {
-    let parts = ["", "a", "b", "|", "=", "%", "a=b", "a|b", "a|b=c", "%7C", "%25", "\n", "%0A", "\u{85}", "é"];
+    let parts = [
+        "", "a", "b", "|", "=", "%", "a=b", "a|b", "a|b=c", "%7C", "%25", "\n", "%0A", "\u{85}",
+        "é",
+    ];
     let mut descriptors = Vec::new();
     for (first, second) in parts.iter().flat_map(|first| parts.map(|second| (*first, second))) {
         descriptors.push(("d", vec![(first, second)]));
@@ -416,8 +467,14 @@ fn what_is_too_long_for_the_store_is_shortened_and_still_differs() {
     assert_eq!(key(&fits), format!("d|k={fits}"));
     let long = format!("{fits}!");
     assert_ne!(key(&long), key(&format!("{fits}?")));
-    assert_ne!(key(&long), key(key(&long).trim_start_matches("d|k=")), "a value that imitates a shortened key");
-    for value in [long.as_str(), &"é".repeat(300), &"\u{10ffff}".repeat(10_000), &"\n".repeat(10_000)] {
+    assert_ne!(
+        key(&long),
+        key(key(&long).trim_start_matches("d|k=")),
+        "a value that imitates a shortened key"
+    );
+    for value in
+        [long.as_str(), &"é".repeat(300), &"\u{10ffff}".repeat(10_000), &"\n".repeat(10_000)]
+    {
         assert!(key(value).len() > MAX_KEY_BYTES - 40);
         assert!(Key::new(&key(value)).is_ok());
     }

@@ -37,7 +37,10 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
     let watched = Watched::start(Launch::new().clock(clock), 1);
     let difference = seconds(&watched.replica) - seconds(&watched.primary);
     let expected: i64 = clock.parse().expect("a number");
-    assert!((difference - expected).abs() <= 1, "the clock is off by {difference} s and should be by {expected}");
+    assert!(
+        (difference - expected).abs() <= 1,
+        "the clock is off by {difference} s and should be by {expected}"
+    );
     let fleet = Fleet::start(&watched.store());
     let mut streams = usual_streams();
     streams.extend(ALGORITHMS[1..].iter().map(|policy| Stream::policy(policy, "hot", 20)));
@@ -48,7 +51,8 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
     let_pass(3 * WINDOW + SECOND);
     let run = load.finish();
 
-    // A clock that is behind loses no counts. One that is ahead by more than a window has none left that count.
+    // A clock that is behind loses no counts. One that is ahead by more than a window has none left
+    // that count.
     let limits = if expected < 0 { 2 } else { 3 };
     row.check(&run, &fleet, limits, &[&watched.replica]);
     // The old primary is well, and would go on deciding for some seconds if one let it.
@@ -63,7 +67,9 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
         let admitted = run.of(policy).filter(by_new_primary).find(|record| record.allowed);
         let locked = first.zip(admitted).map(|(first, admitted)| admitted.answered - first);
         longest = longest.max(locked.unwrap_or_default());
-        row.require(locked.is_some(), || format!("{policy}: nothing was admitted after the failover"));
+        row.require(locked.is_some(), || {
+            format!("{policy}: nothing was admitted after the failover")
+        });
     }
     // Who asks 20 times a second hears of it up to 50 ms later, and the answer takes its time.
     row.within("locked", Some(longest), WINDOW + Duration::from_millis(100));

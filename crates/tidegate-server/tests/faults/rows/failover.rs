@@ -43,7 +43,8 @@ fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
         let replica = cluster.replica_of(stopped);
         let hit = |node: &Server| node.port == stopped.port;
         // What is on other nodes must not notice.
-        let mut streams: Vec<Stream> = usual_streams().into_iter().filter(|stream| stream.name != "quiet").collect();
+        let mut streams: Vec<Stream> =
+            usual_streams().into_iter().filter(|stream| stream.name != "quiet").collect();
         let (near, far) = (cluster.key_for("near", hit), cluster.key_for("far", |node| !hit(node)));
         streams.extend([Stream::policy("quiet", &near, 20), Stream::policy("quiet", &far, 40)]);
         let elsewhere: Vec<String> = streams
@@ -71,7 +72,9 @@ fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
         row.check_store_decides(&run, &fleet, promoted + 2 * SECOND, Instant::now());
         let fallen = run.sent_between(gone, promoted).filter(|record| !record.by_store());
         let fallen = fallen.filter(|record| !here(run.stream(record))).count();
-        row.require(fallen == 0, || format!("{fallen} decisions without the store for keys of nodes that live"));
+        row.require(fallen == 0, || {
+            format!("{fallen} decisions without the store for keys of nodes that live")
+        });
         row.check_old_primary(&monitor, awake);
     });
 }

@@ -9,7 +9,8 @@ use crate::support::Service;
 
 const KEYS: usize = 1_000_000;
 const CAP: usize = 100_000;
-/// Each request asks for so many keys, each by a policy of its own: a debug build answers some thousand requests a second.
+/// Each request asks for so many keys, each by a policy of its own: a debug build answers some
+/// thousand requests a second.
 const KEYS_A_REQUEST: usize = 20;
 /// Connections, each with so many requests under way.
 const CONNECTIONS: usize = 4;
@@ -24,8 +25,9 @@ fn a_million_random_keys_on_memory() {
         for n in 0..KEYS_A_REQUEST {
             // Half of them expire during the flood, and make room for others.
             let window = if n % 2 == 0 { "1h" } else { "1s" };
-            let policy =
-                format!("name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 5, window: {window}");
+            let policy = format!(
+                "name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 5, window: {window}"
+            );
             let _ = writeln!(config, "  - {{{policy}, on_store_failure: deny}}");
         }
         let service = Service::start(&config);
@@ -34,14 +36,19 @@ fn a_million_random_keys_on_memory() {
             assert_eq!(service.post("/v1/acquire", exhausted).status, 200);
         }
         assert_eq!(service.post("/v1/acquire", exhausted).status, 429);
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime");
         let mut memory = Vec::new();
         let mut cap_held = true;
         let (mut odd, mut leaked) = (0, 0);
         for tenth in 0..10 {
             let floods: Vec<_> = (0..CONNECTIONS)
-                .map(|n| runtime.spawn(flood(service.http.clone(), tenth * CONNECTIONS + n, ROUNDS)))
+                .map(|n| {
+                    runtime.spawn(flood(service.http.clone(), tenth * CONNECTIONS + n, ROUNDS))
+                })
                 .collect();
             for flood in floods {
                 odd += runtime.block_on(flood).expect("no panic");
@@ -53,11 +60,15 @@ fn a_million_random_keys_on_memory() {
             leaked += usize::from(service.post("/v1/acquire", exhausted).status != 429);
             memory.push(service.memory());
         }
-        row.figure("memory", format_args!("{} MiB, then {} MiB", memory[1] / 1024, memory[9] / 1024));
+        row.figure(
+            "memory",
+            format_args!("{} MiB, then {} MiB", memory[1] / 1024, memory[9] / 1024),
+        );
         row.insist(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
         row.insist(cap_held, || "more keys than the cap".to_owned());
         row.insist(leaked == 0, || format!("the exhausted key was let through {leaked} times"));
-        // Full in the second tenth at the latest. From then on, what comes costs nothing; pages come and go.
+        // Full in the second tenth at the latest. From then on, what comes costs nothing; pages
+        // come and go.
         let (full, most) = (memory[1], memory[2..].iter().max().copied().unwrap_or(0));
         row.insist(most <= full + full / 4, || format!("memory grows: {memory:?} KiB"));
         row.insist(most < 128 * 1024, || format!("{most} KiB for {CAP} keys"));
@@ -73,10 +84,12 @@ fn other_users_after_an_outage() {
         let mut redis = Server::start();
         // Redis is killed, and refuses connections at once. A machine that stands still must not
         // make calls fail later.
-        let mut config = format!("store: {{{}, timeout: 10s, instances: 1}}\npolicies:\n", redis.store());
+        let mut config =
+            format!("store: {{{}, timeout: 10s, instances: 1}}\npolicies:\n", redis.store());
         for n in 0..KEYS_A_REQUEST {
-            let policy =
-                format!("name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 1000, window: 1h");
+            let policy = format!(
+                "name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 1000, window: 1h"
+            );
             let _ = writeln!(config, "  - {{{policy}}}");
         }
         let service = Service::start(&config);
@@ -91,14 +104,20 @@ fn other_users_after_an_outage() {
         }
         redis.start_again();
         service.until("Redis decides", |_| (0..KEYS_A_REQUEST).all(|n| ask(n) == "store"));
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime");
         let odd = runtime.block_on(flood(service.http.clone(), 0, 80));
         let metrics = crate::load::sums(&service.admin("/metrics").body);
-        let (keys, local) = (metrics["tidegate_memory_keys"], metrics["tidegate_fallback_decisions_total"]);
+        let (keys, local) =
+            (metrics["tidegate_memory_keys"], metrics["tidegate_fallback_decisions_total"]);
         row.figure("local", format_args!("{keys} keys after {local} local decisions"));
         row.insist(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
-        row.insist(keys > 0.0 && keys <= local, || format!("{keys} keys in memory after {local} local decisions"));
+        row.insist(keys > 0.0 && keys <= local, || {
+            format!("{keys} keys in memory after {local} local decisions")
+        });
         let output = service.output();
         row.insist(!output.contains("panicked"), || output.clone());
     });
@@ -109,13 +128,19 @@ fn other_users_after_an_outage() {
 fn one_damaged_value() {
     row("a damaged value of one key", |row| {
         let redis = Server::start();
-        let policy =
-            "{name: api, match: {path: /api}, key: [header.user], algorithm: token-bucket, limit: 100000, window: 1h}";
+        let policy = "{name: api, match: {path: /api}, key: [header.user], algorithm: token-bucket, limit: 100000, window: 1h}";
         // A machine that stands still must not make calls fail.
-        let service = Service::start(&format!("store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n", redis.store()));
-        let () = crate::servers::tell(&mut redis.connection(), &["HSET", "rate_limit:{damaged}:api", "kind", "bucket"]);
+        let service = Service::start(&format!(
+            "store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n",
+            redis.store()
+        ));
+        let () = crate::servers::tell(
+            &mut redis.connection(),
+            &["HSET", "rate_limit:{damaged}:api", "kind", "bucket"],
+        );
         let ask = |key: &str| {
-            let answer = service.post("/v1/acquire", &format!(r#"{{"policy": "api", "key": "{key}"}}"#));
+            let answer =
+                service.post("/v1/acquire", &format!(r#"{{"policy": "api", "key": "{key}"}}"#));
             (answer.status, answer.json()["source"].clone())
         };
         let (mut others, mut damaged) = (0, 0);
@@ -125,10 +150,18 @@ fn one_damaged_value() {
         }
         let metrics = crate::load::sums(&service.admin("/metrics").body);
         row.figure("others", format_args!("{others} of 500 decided by Redis"));
-        row.insist(others == 500, || format!("{others} of 500 decisions for another key came from Redis"));
-        row.insist(damaged == 500, || format!("{damaged} of 500 for the damaged key were decided locally"));
-        row.insist(metrics["tidegate_store_breaker_opened_total"] < 0.5, || "the circuit was opened".to_owned());
-        row.insist(metrics["tidegate_store_up"] > 0.5, || "the store is said to be down".to_owned());
+        row.insist(others == 500, || {
+            format!("{others} of 500 decisions for another key came from Redis")
+        });
+        row.insist(damaged == 500, || {
+            format!("{damaged} of 500 for the damaged key were decided locally")
+        });
+        row.insist(metrics["tidegate_store_breaker_opened_total"] < 0.5, || {
+            "the circuit was opened".to_owned()
+        });
+        row.insist(metrics["tidegate_store_up"] > 0.5, || {
+            "the store is said to be down".to_owned()
+        });
     });
 }
 
@@ -137,8 +170,12 @@ fn one_damaged_value() {
 fn a_large_log_that_rested() {
     row("a sorted-set log of 100,000 that rested", |row| {
         let redis = Server::start();
-        let policy = "{name: api, match: {path: /api}, key: [header.user], limit: 100000, window: 1h}";
-        let service = Service::start(&format!("store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n", redis.store()));
+        let policy =
+            "{name: api, match: {path: /api}, key: [header.user], limit: 100000, window: 1h}";
+        let service = Service::start(&format!(
+            "store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n",
+            redis.store()
+        ));
         let mut connection = redis.connection();
         let fill = r"
             local time = redis.call('TIME')
@@ -148,13 +185,15 @@ fn a_large_log_that_rested() {
             end
             redis.call('ZADD', KEYS[1], string.format('%.0f', now), '0000000000100000:1')
             redis.call('PEXPIRE', KEYS[1], 3600000)";
-        let () = crate::servers::tell(&mut connection, &["EVAL", fill, "1", "rate_limit:{rested}:api"]);
+        let () =
+            crate::servers::tell(&mut connection, &["EVAL", fill, "1", "rate_limit:{rested}:api"]);
         let ask = || service.post("/v1/acquire", r#"{"policy": "api", "key": "rested"}"#);
         let (mut most, mut calls, mut members) = (0_u64, 0, 100_000_u64);
         let mut odd = 0;
         while members > 2_000 && calls < 2_000 {
             odd += usize::from(ask().status != 200);
-            let left: u64 = crate::servers::tell(&mut connection, &["ZCARD", "rate_limit:{rested}:api"]);
+            let left: u64 =
+                crate::servers::tell(&mut connection, &["ZCARD", "rate_limit:{rested}:api"]);
             most = most.max((members + 1).saturating_sub(left));
             (members, calls) = (left, calls + 1);
         }
@@ -193,7 +232,8 @@ async fn flood(address: String, part: usize, rounds: usize) -> usize {
     odd
 }
 
-/// A number that nobody guesses from the last one, and different for each (the finalizer of `SplitMix64`).
+/// A number that nobody guesses from the last one, and different for each (the finalizer of
+/// `SplitMix64`).
 fn scattered(number: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

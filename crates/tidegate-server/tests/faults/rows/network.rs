@@ -1,4 +1,5 @@
-//! The network between a service and its store: packets lost, connections that say nothing, answers that take their time.
+//! The network between a service and its store: packets lost, connections that say nothing, answers
+//! that take their time.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -31,7 +32,8 @@ fn packets_dropped_in_a_network_namespace() {
 
         row.check(&run, &fleet, 2, &[&redis]);
         row.check_outage(&run, cut, healed);
-        // The old connections would come back by themselves, but later: after six seconds TCP sends again every six or so.
+        // The old connections would come back by themselves, but later: after six seconds TCP sends
+        // again every six or so.
         row.within("back", run.back_after(healed, |_| true), 2 * SECOND);
         let replaced = script_callers(&redis).difference(&before).count();
         row.figure("new connections", replaced);
@@ -108,7 +110,9 @@ fn answers_300_ms_later() {
         row.check_failure_modes(&run, slow + SECOND, fast);
         let during = run.samples.iter().filter(|sample| (slow + SECOND..fast).contains(&sample.at));
         let closed = during.filter(|sample| !sample.breaker_is_open()).count();
-        row.require(closed == 0, || format!("the breaker was seen closed {closed} times while the store was slow"));
+        row.require(closed == 0, || {
+            format!("the breaker was seen closed {closed} times while the store was slow")
+        });
         for instance in 0..3 {
             let changes = changes_of_the_breaker(&run, instance);
             row.require(changes == 2, || {

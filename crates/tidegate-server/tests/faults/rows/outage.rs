@@ -28,8 +28,13 @@ fn redis_stopped_for_ten_seconds() {
         row.check_outage(&run, stopped, resumed);
         row.within("back", run.back_after(resumed, |_| true), SECOND);
         row.check_store_decides(&run, &fleet, resumed + 2 * SECOND, Instant::now());
-        // Who asked while it was stopped was told that nobody could decide. What lay in its socket must not be charged now.
-        row.check_ledger(&run, fleet.charged("hot"), Some((stopped, resumed.checked_sub(TIMEOUT).expect("later"))));
+        // Who asked while it was stopped was told that nobody could decide. What lay in its socket
+        // must not be charged now.
+        row.check_ledger(
+            &run,
+            fleet.charged("hot"),
+            Some((stopped, resumed.checked_sub(TIMEOUT).expect("later"))),
+        );
     });
 }
 
@@ -37,7 +42,8 @@ fn redis_stopped_for_ten_seconds() {
 fn redis_killed_and_restarted_empty() {
     row("kill -9, empty restart", |row| {
         // Its slow log is a log of everything, from its first command on.
-        let logging = Launch::new().with("slowlog-log-slower-than", "0").with("slowlog-max-len", "100000");
+        let logging =
+            Launch::new().with("slowlog-log-slower-than", "0").with("slowlog-max-len", "100000");
         let mut redis = logging.start();
         let fleet = Fleet::start(&redis.store());
         let load = Load::start(&fleet, usual_streams());
@@ -57,15 +63,18 @@ fn redis_killed_and_restarted_empty() {
         row.within("p99 away", Some(run.p99(killed + SECOND / 2, returning)), AT_ONCE);
         row.within("back", run.back_after(returned, |_| true), SECOND);
         row.check_store_decides(&run, &fleet, returned + 2 * SECOND, Instant::now());
-        let seen =
-            run.records.iter().filter(|record| record.trouble.as_deref().is_some_and(|text| text.contains("NOSCRIPT")));
+        let seen = run.records.iter().filter(|record| {
+            record.trouble.as_deref().is_some_and(|text| text.contains("NOSCRIPT"))
+        });
         let seen = seen.count();
         row.insist(seen == 0, || format!("{seen} clients saw NOSCRIPT"));
 
         let scripts = scripts_sent(&redis);
         let most = scripts.values().max().copied().unwrap_or(0);
         row.figure("loads", format_args!("{most} a script"));
-        row.insist(!scripts.is_empty() && most <= 3, || format!("three instances sent scripts so often: {scripts:?}"));
+        row.insist(!scripts.is_empty() && most <= 3, || {
+            format!("three instances sent scripts so often: {scripts:?}")
+        });
         let loads = fleet.metric("tidegate_redis_script_loads_total");
         for (before, after) in loads_before.iter().zip(&loads) {
             #[expect(clippy::cast_precision_loss, reason = "a handful")]
@@ -88,7 +97,8 @@ fn scripts_sent(redis: &Server) -> BTreeMap<String, usize> {
             "script" if words[1].eq_ignore_ascii_case("load") => words.get(2),
             _ => None,
         };
-        // The log cuts a text after 128 characters and says how many there are more: enough to tell them apart.
+        // The log cuts a text after 128 characters and says how many there are more: enough to tell
+        // them apart.
         if let Some(text) = text {
             *scripts.entry(text.clone()).or_default() += 1;
         }

@@ -1,4 +1,5 @@
-//! The store is there and refuses: no memory, no access, still loading, busy with another script, no room for a connection.
+//! The store is there and refuses: no memory, no access, still loading, busy with another script,
+//! no room for a connection.
 
 use std::time::Instant;
 
@@ -14,8 +15,8 @@ use crate::support::request;
 /// A password that must not be written anywhere.
 const SECRET: &str = "open-sesame-4711";
 
-/// A store that refuses for four seconds: decisions by each policy's word, one warning that names the reason, metrics that
-/// tell it, and back by itself.
+/// A store that refuses for four seconds: decisions by each policy's word, one warning that names
+/// the reason, metrics that tell it, and back by itself.
 fn refuse(
     row: &mut Row,
     redis: &Server,
@@ -40,16 +41,21 @@ fn refuse(
     let run = load.finish();
 
     row.check(&run, &fleet, limits, &[redis]);
-    let shown = run.shown_after(refused, |sample| sample.store_is_down() && sample.breaker_is_open());
+    let shown =
+        run.shown_after(refused, |sample| sample.store_is_down() && sample.breaker_is_open());
     row.within("metric", shown, 5 * SECOND);
     // Until then the store may decide what it can without a write: a denial.
     row.check_failure_modes(&run, refused + shown.unwrap_or(SECOND), mended);
-    let counted = run.shown_after(refused, |sample: &Sample| sample.value("tidegate_fallback_decisions_total") > 0.0);
+    let counted = run.shown_after(refused, |sample: &Sample| {
+        sample.value("tidegate_fallback_decisions_total") > 0.0
+    });
     row.within("counted", counted, 5 * SECOND);
     for (instance, lines) in warnings.iter().enumerate() {
         let named = |line: &&String| reason.iter().any(|word| line.to_lowercase().contains(word));
         let clear = lines.iter().filter(named).count();
-        row.require(clear == 1, || format!("instance {instance} names the reason {clear} times: {lines:#?}"));
+        row.require(clear == 1, || {
+            format!("instance {instance} names the reason {clear} times: {lines:#?}")
+        });
     }
     row.within("back", run.back_after(mended, |_| true), 3 * SECOND);
     row.check_store_decides(&run, &fleet, mended + 3 * SECOND, Instant::now());
@@ -68,7 +74,10 @@ fn fill(redis: &Server, connection: &mut redis::Connection) {
 #[test]
 fn maxmemory_reached() {
     row("maxmemory reached", |row| {
-        let redis = Launch::new().with("maxmemory-policy", "noeviction").with("enable-debug-command", "yes").start();
+        let redis = Launch::new()
+            .with("maxmemory-policy", "noeviction")
+            .with("enable-debug-command", "yes")
+            .start();
         let full = |connection: &mut redis::Connection| fill(&redis, connection);
         let mend = |connection: &mut redis::Connection| {
             let () = tell(connection, &["CONFIG", "SET", "maxmemory", "0"]);
@@ -77,29 +86,39 @@ fn maxmemory_reached() {
     });
 }
 
-/// A full server deletes, but adds nothing: a reset succeeds, and its invalidation cannot be written.
+/// A full server deletes, but adds nothing: a reset succeeds, and its invalidation cannot be
+/// written.
 #[test]
 fn a_reset_on_a_full_server_reaches_the_other_instances() {
     row("maxmemory reached, reset", |row| {
-        let redis = Launch::new().with("maxmemory-policy", "noeviction").with("enable-debug-command", "yes").start();
+        let redis = Launch::new()
+            .with("maxmemory-policy", "noeviction")
+            .with("enable-debug-command", "yes")
+            .start();
         let fleet = Fleet::start(&redis.store());
-        // Nothing but the canary: requests would open the breaker, and the reset would not be tried.
+        // Nothing but the canary: requests would open the breaker, and the reset would not be
+        // tried.
         let load = Load::start(&fleet, Vec::new());
         let key = json!({"policy": "ledger", "key": "reset"}).to_string();
         let all = json!({"policy": "ledger", "key": "reset", "cost": 100_000}).to_string();
         fleet.instances[0].post("/v1/acquire", &all);
         let other = &fleet.instances[1];
-        redis.until("the denial is cached", |_| other.post("/v1/acquire", &key).json()["source"] == "deny-cache");
+        redis.until("the denial is cached", |_| {
+            other.post("/v1/acquire", &key).json()["source"] == "deny-cache"
+        });
         let mut connection = redis.connection();
         fill(&redis, &mut connection);
         let answer = request(&fleet.instances[0].admin, "POST", "/v1/reset", &[], key.as_bytes());
         let reset = Instant::now();
         let () = tell(&mut connection, &["CONFIG", "SET", "maxmemory", "0"]);
-        let admitted = redis.until("it is admitted", |_| other.post("/v1/acquire", &key).status == 200);
+        let admitted =
+            redis.until("it is admitted", |_| other.post("/v1/acquire", &key).status == 200);
         let run = load.finish();
 
         row.store_was_late(run.lateness());
-        row.insist(answer.status == 204, || format!("the reset on a full server: {}", answer.status));
+        row.insist(answer.status == 204, || {
+            format!("the reset on a full server: {}", answer.status)
+        });
         row.within("seen by another instance", Some(admitted - reset), SECOND + SECOND / 2);
         row.check_life(&fleet);
         let eternal = redis.keys_without_expiry("rate_limit:*");
@@ -111,14 +130,24 @@ fn a_reset_on_a_full_server_reaches_the_other_instances() {
 fn the_password_is_changed() {
     row("AUTH revoked, password", |row| {
         let redis = Server::start();
-        let () = redis.query(&["ACL", "SETUSER", "tide", "on", &format!(">{SECRET}"), "~*", "&*", "+@all"]);
+        let () = redis.query(&[
+            "ACL",
+            "SETUSER",
+            "tide",
+            "on",
+            &format!(">{SECRET}"),
+            "~*",
+            "&*",
+            "+@all",
+        ]);
         let store = format!("redis: 'redis://tide:{SECRET}@127.0.0.1:{}'", redis.port);
         let revoke = |connection: &mut redis::Connection| {
             let () = tell(connection, &["ACL", "SETUSER", "tide", "resetpass", ">another"]);
             let _: usize = tell(connection, &["CLIENT", "KILL", "USER", "tide"]);
         };
         let mend = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["ACL", "SETUSER", "tide", "resetpass", &format!(">{SECRET}")]);
+            let () =
+                tell(connection, &["ACL", "SETUSER", "tide", "resetpass", &format!(">{SECRET}")]);
         };
         refuse(row, &redis, &store, &["wrongpass", "password", "noauth"], 2, revoke, mend);
     });
@@ -128,7 +157,16 @@ fn the_password_is_changed() {
 fn the_permission_is_withdrawn_from_a_live_connection() {
     row("AUTH revoked, permission", |row| {
         let redis = Server::start();
-        let () = redis.query(&["ACL", "SETUSER", "tide", "on", &format!(">{SECRET}"), "~*", "&*", "+@all"]);
+        let () = redis.query(&[
+            "ACL",
+            "SETUSER",
+            "tide",
+            "on",
+            &format!(">{SECRET}"),
+            "~*",
+            "&*",
+            "+@all",
+        ]);
         let store = format!("redis: 'redis://tide:{SECRET}@127.0.0.1:{}'", redis.port);
         let revoke = |connection: &mut redis::Connection| {
             let () = tell(connection, &["ACL", "SETUSER", "tide", "-@scripting"]);
@@ -197,6 +235,14 @@ fn no_room_for_another_client() {
         let mend = |connection: &mut redis::Connection| {
             let () = tell(connection, &["CONFIG", "SET", "maxclients", "1000"]);
         };
-        refuse(row, &redis, &redis.store(), &["max number of clients", "maxclients"], 2, fill, mend);
+        refuse(
+            row,
+            &redis,
+            &redis.store(),
+            &["max number of clients", "maxclients"],
+            2,
+            fill,
+            mend,
+        );
     });
 }

@@ -30,6 +30,8 @@ fn scripts_flushed_every_100_ms() {
         row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
         let errors = fleet.metric("tidegate_store_errors_total");
-        row.require(errors == errors_before, || format!("errors of the store: {errors_before:?}, then {errors:?}"));
+        row.require(errors == errors_before, || {
+            format!("errors of the store: {errors_before:?}, then {errors:?}")
+        });
     });
 }

@@ -14,7 +14,11 @@ fn the_hot_slot_moves_under_load() {
         let cluster = Cluster::start();
         let fleet = Fleet::start(&cluster.store());
         let (home, slot) = (cluster.owner("{hot}"), cluster.slot("{hot}"));
-        let away = *cluster.primaries().iter().find(|node| node.port != home.port).expect("three primaries");
+        let away = *cluster
+            .primaries()
+            .iter()
+            .find(|node| node.port != home.port)
+            .expect("three primaries");
         let mut streams = usual_streams();
         // One request charged to keys on two nodes, one of which moves.
         let team = cluster.key_for("team", |node| node.port != home.port);
@@ -42,7 +46,9 @@ fn the_hot_slot_moves_under_load() {
         row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
         let across = run.most_admitted_ever("across", WINDOW);
-        row.insist(across <= PAIR, || format!("{across} admitted across slots, and {PAIR} is the limit"));
+        row.insist(across <= PAIR, || {
+            format!("{across} admitted across slots, and {PAIR} is the limit")
+        });
         row.figure("keys moved", moved);
         row.insist(moved >= 9, || format!("only {moved} keys were there to move"));
     });

@@ -14,7 +14,8 @@ const CHAINS: usize = 64;
 const SLOTS: usize = 8;
 const SLOT: Duration = Duration::from_millis(125);
 
-/// The circuits of all parts that were ever asked. Only grows: by one for each node of a cluster. Looked up without a lock.
+/// The circuits of all parts that were ever asked. Only grows: by one for each node of a cluster.
+/// Looked up without a lock.
 #[derive(Debug)]
 pub(super) struct Circuits {
     chains: [OnceLock<Box<Link>>; CHAINS],
@@ -35,7 +36,9 @@ impl Circuits {
         #[expect(clippy::cast_possible_truncation, reason = "the low bits choose the chain")]
         let mut place = &self.chains[part.0 as usize % CHAINS];
         loop {
-            let link = place.get_or_init(|| Box::new(Link { circuit: Circuit::new(part), next: OnceLock::new() }));
+            let link = place.get_or_init(|| {
+                Box::new(Link { circuit: Circuit::new(part), next: OnceLock::new() })
+            });
             if link.circuit.part == part {
                 return &link.circuit;
             }
@@ -127,8 +130,8 @@ impl Circuit {
     }
 }
 
-/// Calls and failures of about the last second. Each slot is one word (its number, calls, failures), so that counting is one
-/// atomic step.
+/// Calls and failures of about the last second. Each slot is one word (its number, calls,
+/// failures), so that counting is one atomic step.
 #[derive(Debug)]
 struct Recent {
     start: Instant,
@@ -170,7 +173,8 @@ impl Recent {
     fn sum(&self) -> (u64, u64) {
         let present = self.present();
         let slots = self.slots.iter().map(|slot| unpack(slot.load(Ordering::Relaxed)));
-        let lately = slots.filter(|(number, ..)| *number > 0 && present.wrapping_sub(*number) < SLOTS as u64);
+        let lately = slots
+            .filter(|(number, ..)| *number > 0 && present.wrapping_sub(*number) < SLOTS as u64);
         lately.fold((0, 0), |sum, (_, calls, failures)| (sum.0 + calls, sum.1 + failures))
     }
 

@@ -16,7 +16,8 @@ const PAUSE: Duration = Duration::from_millis(300);
 const JITTER: Duration = Duration::from_millis(100);
 /// A look that takes longer is worth nothing.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// So long after a look was begun, something may have happened that nobody here has heard of for a second.
+/// So long after a look was begun, something may have happened that nobody here has heard of for a
+/// second.
 const TRUST: Duration = Duration::from_secs(1);
 /// After so many looks in which nobody wanted to know, there are no more.
 const IDLE_LOOKS: u32 = 25;
@@ -51,9 +52,14 @@ impl<S: Store> Inner<S> {
         let sent = self.now();
         let Some(call) = self.store.news(&reading.mark) else { return Ok(()) };
         let news = timeout(PATIENCE, call).await.unwrap_or(Err(StoreError::Timeout(PATIENCE)))?;
-        let freed = if ran_ahead(reading.times, news.now, self.now()) { Freed::Anything } else { news.freed };
+        let freed = if ran_ahead(reading.times, news.now, self.now()) {
+            Freed::Anything
+        } else {
+            news.freed
+        };
         *reading = Reading { mark: news.mark, times: news.now.map(|now| (sent, now)) };
-        // First forgotten, then trusted. A denial that is under way meanwhile finds that it comes too late to be kept.
+        // First forgotten, then trusted. A denial that is under way meanwhile finds that it comes
+        // too late to be kept.
         match freed {
             Freed::Counts(counts) => counts.into_iter().for_each(|count| self.table.forget(count)),
             Freed::Anything => self.table.clear(),
@@ -75,8 +81,8 @@ impl<S: Store> Inner<S> {
     }
 }
 
-/// Whether the store's clock has gone further than ours: it was set, or another server has taken over, or this machine has
-/// slept. By that clock denials end earlier than we think.
+/// Whether the store's clock has gone further than ours: it was set, or another server has taken
+/// over, or this machine has slept. By that clock denials end earlier than we think.
 fn ran_ahead(before: Option<(u64, u64)>, now: Option<u64>, ours: u64) -> bool {
     let (Some((begun, then)), Some(now)) = (before, now) else { return false };
     let at_most = ours.saturating_sub(begun);
@@ -95,6 +101,9 @@ mod tests {
         assert!(!ran_ahead(Some((0, 7)), None, 5));
         assert!(!ran_ahead(Some((0, 7)), Some(7 + second + 1_000), second));
         assert!(ran_ahead(Some((0, 7)), Some(7 + second + 1_001), second));
-        assert!(!ran_ahead(Some((0, 7)), Some(3), second), "one that is behind only makes denials longer");
+        assert!(
+            !ran_ahead(Some((0, 7)), Some(3), second),
+            "one that is behind only makes denials longer"
+        );
     }
 }

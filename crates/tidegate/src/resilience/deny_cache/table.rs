@@ -1,7 +1,9 @@
-//! The denials themselves: a table of fixed size, in which a count can only be in one small set of places.
+//! The denials themselves: a table of fixed size, in which a count can only be in one small set of
+//! places.
 //!
-//! So to find, to forget and to make room are all a look at a handful of entries, whatever is put in. Which set it is, is
-//! the process's secret: nobody can choose keys that drive out somebody else's.
+//! So to find, to forget and to make room are all a look at a handful of entries, whatever is put
+//! in. Which set it is, is the process's secret: nobody can choose keys that drive out somebody
+//! else's.
 
 use std::hash::Hasher;
 use std::num::NonZeroU64;
@@ -24,8 +26,8 @@ const WAYS: usize = 8;
 const SHARDS: usize = 64;
 /// What a quota takes of a name: a byte before it, its numbers, its kind.
 const QUOTA_BYTES: usize = 1 + 3 * 8 + 3;
-/// Of so many costs of one count each has its own denial. Who asks for yet another is answered by that of the next lower one:
-/// a denial all the same, but the wait that it tells may be too short.
+/// Of so many costs of one count each has its own denial. Who asks for yet another is answered by
+/// that of the next lower one: a denial all the same, but the wait that it tells may be too short.
 const COSTS: usize = 3;
 
 #[derive(Debug)]
@@ -39,7 +41,8 @@ pub(super) struct Table {
 #[derive(Debug)]
 struct Shard {
     sets: Box<[Vec<Entry>]>,
-    /// Goes up whenever something in here may have become wrong. A denial that was asked for before that is not kept.
+    /// Goes up whenever something in here may have become wrong. A denial that was asked for before
+    /// that is not kept.
     generation: u64,
     /// The serial number of the latest entry.
     serial: NonZeroU64,
@@ -63,8 +66,8 @@ struct Entry {
     serial: NonZeroU64,
     /// Surely denied before this time.
     until: u64,
-    /// Of a bucket: units that this instance has asked for since the denial. Of a log that counts denials: units that were
-    /// denied from here, and that the store has not recorded yet.
+    /// Of a bucket: units that this instance has asked for since the denial. Of a log that counts
+    /// denials: units that were denied from here, and that the store has not recorded yet.
     units: u64,
     companions: Option<Box<Companions>>,
     /// It was of use since others last needed room.
@@ -131,7 +134,8 @@ pub(super) struct Query<'a> {
     pub(super) spends: bool,
 }
 
-/// A denial, and what was left of all charges of the request; or what to come back with once the store has answered.
+/// A denial, and what was left of all charges of the request; or what to come back with once the
+/// store has answered.
 pub(super) type Found = Result<(Decision, Option<Vec<Left>>), Ticket>;
 
 /// A denial by the store, to be kept.
@@ -150,9 +154,16 @@ impl Shard {
     fn ticket(&mut self, query: &Query<'_>, set: usize) -> Ticket {
         let Query { name, charge, epoch, now, .. } = *query;
         let is_bucket = is_bucket(charge.quota());
-        let mut ticket =
-            Ticket { name, generation: self.generation, epoch, has_others: false, bucket_entry: None, counted: false };
-        for entry in self.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint) {
+        let mut ticket = Ticket {
+            name,
+            generation: self.generation,
+            epoch,
+            has_others: false,
+            bucket_entry: None,
+            counted: false,
+        };
+        for entry in self.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint)
+        {
             if is_bucket && entry.cost == charge.units() {
                 if entry.epoch == epoch && now < entry.expires() {
                     ticket.bucket_entry = Some(entry.serial);
@@ -177,7 +188,8 @@ impl Entry {
     /// `None` if it is of no use.
     fn new(ticket: Ticket, serial: NonZeroU64, quota: &Quota, denial: Denial) -> Option<Self> {
         let Denial { cost, decision, sent, received, companions } = denial;
-        let (retry_after, reset_after) = (micros(decision.retry_after), micros(decision.reset_after));
+        let (retry_after, reset_after) =
+            (micros(decision.retry_after), micros(decision.reset_after));
         let ttl = if quota.count_denied() { COUNTED_DENIAL_TTL } else { MAX_ENTRY_TTL };
         let until = sent.saturating_add(surely(retry_after).min(micros(ttl)));
         (until > sent || is_bucket(quota)).then_some(Self {
@@ -203,19 +215,23 @@ impl Entry {
         self.sent.saturating_add(micros(MAX_ENTRY_TTL))
     }
 
-    /// One request asks the store again; the denial holds for the others, as long as it would without its being counted.
+    /// One request asks the store again; the denial holds for the others, as long as it would
+    /// without its being counted.
     fn extend(&mut self, now: u64) {
         let holds = surely(self.retry_after).min(micros(MAX_ENTRY_TTL));
-        self.until = self.sent.saturating_add(holds).min(now.saturating_add(micros(COUNTED_DENIAL_TTL)));
+        self.until =
+            self.sent.saturating_add(holds).min(now.saturating_add(micros(COUNTED_DENIAL_TTL)));
     }
 
     /// Counts units of a bucket that the store is asked for after this denial.
     ///
-    /// Why a later request of the same cost is surely denied before `until`: `retry_after` says when the first such request
-    /// could be admitted, and each further one needs `cost` units more, which take `cost * W / L` to drain. An ask that is
-    /// admitted takes its units, other instances only take more, and refunds, resets and other quotas drop the entry. An ask
-    /// in flight counts as admitted: if it is denied instead, there were fewer than `cost` units, so that the later request
-    /// is denied as well, and the entry is replaced or dropped by its answer. One that fails drops the entry.
+    /// Why a later request of the same cost is surely denied before `until`: `retry_after` says
+    /// when the first such request could be admitted, and each further one needs `cost` units more,
+    /// which take `cost * W / L` to drain. An ask that is admitted takes its units, other instances
+    /// only take more, and refunds, resets and other quotas drop the entry. An ask in flight counts
+    /// as admitted: if it is denied instead, there were fewer than `cost` units, so that the later
+    /// request is denied as well, and the entry is replaced or dropped by its answer. One that
+    /// fails drops the entry.
     fn count_ask(&mut self, quota: &Quota, units: u64) {
         self.units = self.units.saturating_add(units);
         let drained = mul_div_floor(self.units, quota.window_micros(), quota.limit());
@@ -231,8 +247,14 @@ impl Entry {
             let verdict = Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 };
             return verdict.into_decision(quota, Source::DenyCache);
         }
-        let drained = if self.units == 0 { 0 } else { mul_div_ceil(self.units, quota.window_micros(), quota.limit()) };
-        let left = |told: u64| self.received.saturating_add(told).saturating_add(drained).saturating_sub(now);
+        let drained = if self.units == 0 {
+            0
+        } else {
+            mul_div_ceil(self.units, quota.window_micros(), quota.limit())
+        };
+        let left = |told: u64| {
+            self.received.saturating_add(told).saturating_add(drained).saturating_sub(now)
+        };
         let reset_after = left(self.reset_after);
         // What was left at the denial has been asked for since.
         let told = if self.units == 0 { self.remaining } else { 0 };
@@ -280,8 +302,10 @@ impl Table {
     }
 
     pub(super) fn name(&self, charge: &Charge<'_>) -> Name {
-        let (key, policy, quota) = (charge.key().as_bytes(), charge.policy_name().as_bytes(), charge.quota());
-        // In one piece, on the stack if it is not unusually long: bit by bit it would take twice the time of all the rest.
+        let (key, policy, quota) =
+            (charge.key().as_bytes(), charge.policy_name().as_bytes(), charge.quota());
+        // In one piece, on the stack if it is not unusually long: bit by bit it would take twice
+        // the time of all the rest.
         let length = key.len() + 1 + policy.len();
         let (mut short, mut long) = ([0; 192], Vec::new());
         let bytes = match short.get_mut(..length + QUOTA_BYTES) {
@@ -297,7 +321,8 @@ impl Table {
         bytes[key.len() + 1..length].copy_from_slice(policy);
         bytes[length] = 0xff;
         let numbers = [quota.limit(), quota.window_micros(), quota.burst()];
-        let kind = [quota.algorithm() as u8, quota.encoding() as u8, u8::from(quota.count_denied())];
+        let kind =
+            [quota.algorithm() as u8, quota.encoding() as u8, u8::from(quota.count_denied())];
         for (place, number) in bytes[length + 1..].chunks_exact_mut(8).zip(numbers) {
             place.copy_from_slice(&number.to_le_bytes());
         }
@@ -308,7 +333,11 @@ impl Table {
     }
 
     /// All charges of a request as one number.
-    pub(super) fn request(&self, charges: &[Charge<'_>], names: impl Iterator<Item = Name>) -> u128 {
+    pub(super) fn request(
+        &self,
+        charges: &[Charge<'_>],
+        names: impl Iterator<Item = Name>,
+    ) -> u128 {
         let mut hasher = SipHasher13::new_with_keys(self.secret[1], self.secret[0]);
         for (charge, name) in charges.iter().zip(names) {
             let Fingerprint(parts) = name.fingerprint;
@@ -327,8 +356,14 @@ impl Table {
             return Err(shard.ticket(query, set));
         };
         entry.used = true;
-        let companions = entry.companions.as_ref().filter(|companions| query.request == Some(companions.request));
-        Ok((entry.decision(query.charge, query.now), companions.map(|companions| companions.left.to_vec())))
+        let companions = entry
+            .companions
+            .as_ref()
+            .filter(|companions| query.request == Some(companions.request));
+        Ok((
+            entry.decision(query.charge, query.now),
+            companions.map(|companions| companions.left.to_vec()),
+        ))
     }
 
     /// A ticket for the store, while entries are stale.
@@ -337,7 +372,8 @@ impl Table {
         shard.ticket(query, set)
     }
 
-    /// Counts a denial from here that the store must record later. True if it is the first one since the last record.
+    /// Counts a denial from here that the store must record later. True if it is the first one
+    /// since the last record.
     pub(super) fn count_denial(&self, query: &Query<'_>) -> bool {
         let (mut shard, set) = self.lock(query.name.count);
         let Some(entry) = covering(&mut shard.sets[set], query) else { return false };
@@ -349,7 +385,8 @@ impl Table {
     /// Takes the units of denials that the store has not recorded yet, to record them.
     pub(super) fn take_unrecorded(&self, name: Name) -> u64 {
         let (mut shard, set) = self.lock(name.count);
-        let entries = shard.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint);
+        let entries =
+            shard.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint);
         entries.map(|entry| std::mem::take(&mut entry.units)).fold(0, u64::saturating_add)
     }
 
@@ -359,7 +396,9 @@ impl Table {
         let keeps_own = is_bucket(charge.quota());
         if ticket.has_others {
             let is_own = |entry: &Entry| keeps_own && entry.cost == charge.units();
-            self.forget_if(count, false, |entry| entry.fingerprint == fingerprint && !is_own(entry));
+            self.forget_if(count, false, |entry| {
+                entry.fingerprint == fingerprint && !is_own(entry)
+            });
         }
         if let (Some(serial), false) = (ticket.bucket_entry, ticket.counted) {
             let (mut shard, set) = self.lock(count);
@@ -369,14 +408,16 @@ impl Table {
         }
     }
 
-    /// The store has not answered a request that is counted in an entry: that entry proves nothing any more.
+    /// The store has not answered a request that is counted in an entry: that entry proves nothing
+    /// any more.
     pub(super) fn unanswered(&self, ticket: Ticket) {
         if let (Some(serial), true) = (ticket.bucket_entry, ticket.counted) {
             self.forget_if(ticket.name.count, false, |entry| entry.serial == serial);
         }
     }
 
-    /// Keeps a denial, unless something has happened since it was asked for that may have made it wrong.
+    /// Keeps a denial, unless something has happened since it was asked for that may have made it
+    /// wrong.
     pub(super) fn keep(&self, ticket: Ticket, quota: &Quota, denial: Denial) {
         let now = denial.received;
         let (mut shard, set) = self.lock(ticket.name.count);
@@ -390,21 +431,30 @@ impl Table {
         let set = &mut shard.sets[set];
         let before = set.len();
         let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
-        // Two denials in flight at the same time: of a bucket, the one that holds longer has counted later requests.
+        // Two denials in flight at the same time: of a bucket, the one that holds longer has
+        // counted later requests.
         let is_better = |other: &Entry| {
-            other.epoch == entry.epoch && entry.sent < other.received && other.until > entry.until && is_bucket(quota)
+            other.epoch == entry.epoch
+                && entry.sent < other.received
+                && other.until > entry.until
+                && is_bucket(quota)
         };
         if set.iter().any(|other| of_it(other) && other.cost == entry.cost && is_better(other)) {
             return;
         }
         if quota.count_denied() {
             // Denials that were counted during the call.
-            let unrecorded = set.iter_mut().filter(|other| other.fingerprint == ticket.name.fingerprint);
-            entry.units = unrecorded.map(|other| std::mem::take(&mut other.units)).fold(0, u64::saturating_add);
+            let unrecorded =
+                set.iter_mut().filter(|other| other.fingerprint == ticket.name.fingerprint);
+            entry.units = unrecorded
+                .map(|other| std::mem::take(&mut other.units))
+                .fold(0, u64::saturating_add);
         }
         let of_it = |other: &Entry| other.fingerprint == entry.fingerprint;
         // The new one covers these, or replaces them.
-        set.retain(|other| !(of_it(other) && other.cost >= entry.cost && other.until <= entry.until));
+        set.retain(|other| {
+            !(of_it(other) && other.cost >= entry.cost && other.until <= entry.until)
+        });
         set.retain(|other| !(of_it(other) && other.cost == entry.cost));
         let costs = set.iter().filter(|other| of_it(other)).count();
         if costs >= COSTS {
@@ -426,10 +476,12 @@ impl Table {
         self.forget_if(count, true, |entry| entry.count == count);
     }
 
-    /// The store is asked by this quota: it may count in another way than a quota that a denial of the same count went by,
-    /// and so free what that still counts.
+    /// The store is asked by this quota: it may count in another way than a quota that a denial of
+    /// the same count went by, and so free what that still counts.
     pub(super) fn forget_other_quotas(&self, name: Name) {
-        self.forget_if(name.count, false, |entry| entry.count == name.count && entry.fingerprint != name.fingerprint);
+        self.forget_if(name.count, false, |entry| {
+            entry.count == name.count && entry.fingerprint != name.fingerprint
+        });
     }
 
     /// Units of any count may have been freed.
@@ -458,7 +510,8 @@ impl Table {
 
     /// The shard of a count, and its set in there.
     fn lock(&self, count: CountId) -> (MutexGuard<'_, Shard>, usize) {
-        let [low, high] = halves(u128::from(count.0 ^ self.secret[2]) * u128::from(self.secret[3] | 1));
+        let [low, high] =
+            halves(u128::from(count.0 ^ self.secret[2]) * u128::from(self.secret[3] | 1));
         let [shard_bits, set_bits] = [low ^ high, (low ^ high).rotate_right(32)];
         let shard = scaled(shard_bits, self.shards.len());
         let shard = self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner);
@@ -467,7 +520,8 @@ impl Table {
     }
 }
 
-/// The denial that covers a cost: its own, or, of a count with many costs, the longest one of a lower cost.
+/// The denial that covers a cost: its own, or, of a count with many costs, the longest one of a
+/// lower cost.
 fn covering<'a>(set: &'a mut [Entry], query: &Query<'_>) -> Option<&'a mut Entry> {
     let cost = query.charge.units();
     let holds = |entry: &Entry| {
@@ -489,17 +543,20 @@ fn covering<'a>(set: &'a mut [Entry], query: &Query<'_>) -> Option<&'a mut Entry
     found.filter(|_| lower >= COSTS).map(|at| &mut set[at])
 }
 
-/// What is left by now of what the store told. A bucket's level follows from when it will have drained; of other counts nobody
-/// knows when which unit leaves, so it stays as told: not more than there is.
+/// What is left by now of what the store told. A bucket's level follows from when it will have
+/// drained; of other counts nobody knows when which unit leaves, so it stays as told: not more than
+/// there is.
 fn remaining(quota: &Quota, told: u64, reset_after: u64) -> u64 {
     if !is_bucket(quota) {
         return told;
     }
-    let level = (u128::from(reset_after) * u128::from(quota.limit())).div_ceil(u128::from(quota.window_micros()));
+    let level = (u128::from(reset_after) * u128::from(quota.limit()))
+        .div_ceil(u128::from(quota.window_micros()));
     quota.burst().saturating_sub(u64::try_from(level).unwrap_or(u64::MAX)).max(told)
 }
 
-/// The first to go is what has expired, then what was of no use lately; of these what expires first.
+/// The first to go is what has expired, then what was of no use lately; of these what expires
+/// first.
 fn make_room(set: &mut Vec<Entry>, now: u64) {
     if set.iter().any(|entry| entry.until <= now) {
         set.retain(|entry| entry.until > now);
@@ -535,7 +592,8 @@ fn is_bucket(quota: &Quota) -> bool {
     matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
 }
 
-/// How much of a wait surely passes: clocks that are set by NTP go up to one part in 2,000 faster or slower than each other.
+/// How much of a wait surely passes: clocks that are set by NTP go up to one part in 2,000 faster
+/// or slower than each other.
 fn surely(wait: u64) -> u64 {
     wait - wait.div_ceil(1_000)
 }
@@ -561,7 +619,9 @@ mod tests {
         let table = Table::new(8);
         let mut seen = std::collections::HashSet::new();
         for quota in [&one, &two, &burst, &leaky] {
-            for (key, policy) in [("ab", "c"), ("a", "bc"), (&long, "c"), (&longer, "c"), (&long, &long)] {
+            for (key, policy) in
+                [("ab", "c"), ("a", "bc"), (&long, "c"), (&longer, "c"), (&long, &long)]
+            {
                 let charge = Charge::new(key, quota).policy(policy);
                 let name = table.name(&charge);
                 assert_eq!(name.count, CountId::of(&charge));

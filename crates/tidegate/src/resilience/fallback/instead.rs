@@ -48,11 +48,15 @@ impl<S: Store> Inner<S> {
         match action {
             Action::Acquire | Action::Peek => {}
             Action::Refund if memory_helps => return self.refund_here(charges, error),
-            Action::Report if memory_helps => return self.report_here(charges, may_have_run(&error)),
+            Action::Report if memory_helps => {
+                return self.report_here(charges, may_have_run(&error));
+            }
             Action::Refund | Action::Reset | Action::Take | Action::Report => return Err(error),
         }
         let in_doubt = may_have_run(&error);
-        if !memory_helps && charges.iter().any(|charge| charge.store_failure() == OnStoreFailure::Local) {
+        if !memory_helps
+            && charges.iter().any(|charge| charge.store_failure() == OnStoreFailure::Local)
+        {
             return Err(error);
         }
         self.decide_here(action, charges, in_doubt)
@@ -69,7 +73,10 @@ impl<S: Store> Inner<S> {
         self.count(action, &decisions);
         if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
             let now = self.local.clock().now();
-            let local = charges.iter().zip(&decisions).filter(|(_, decision)| decision.source == Source::Local);
+            let local = charges
+                .iter()
+                .zip(&decisions)
+                .filter(|(_, decision)| decision.source == Source::Local);
             local.for_each(|(charge, _)| self.owed.add(charge, now, in_doubt));
         }
         Ok(decisions)
@@ -87,17 +94,24 @@ impl<S: Store> Inner<S> {
     }
 
     /// Each charge's word, all or nothing: a denial of any kind leaves the others unspent.
-    pub(super) fn by_their_word(&self, action: Action, charges: &[Charge<'_>]) -> Result<Vec<Decision>, StoreError> {
+    pub(super) fn by_their_word(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
         let shares: Vec<Option<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
         let is_local = |charge: &Charge<'_>| charge.store_failure() == OnStoreFailure::Local;
-        let fits =
-            |charge: &Charge<'_>, share: Option<&Quota>| share.is_some_and(|share| charge.units() <= share.burst());
+        let fits = |charge: &Charge<'_>, share: Option<&Quota>| {
+            share.is_some_and(|share| charge.units() <= share.burst())
+        };
         // What the local counts are asked, and what is answered without them.
         let mut asked: Vec<Charge<'_>> = Vec::with_capacity(charges.len());
         let mut denied = false;
         for (charge, share) in charges.iter().zip(&shares) {
             match share {
-                Some(share) if is_local(charge) && fits(charge, Some(share)) => asked.push(charge.with_quota(share)),
+                Some(share) if is_local(charge) && fits(charge, Some(share)) => {
+                    asked.push(charge.with_quota(share))
+                }
                 _ => denied |= charge.store_failure() != OnStoreFailure::Allow,
             }
         }
@@ -123,11 +137,19 @@ impl<S: Store> Inner<S> {
     /// What a charge would get, with nothing taken because another one denies.
     fn look(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let decision = self.local.decide_now(Action::Peek, charge)?;
-        if decision.allowed { self.local.decide_now(Action::Take, &charge.cost(0)) } else { Ok(decision) }
+        if decision.allowed {
+            self.local.decide_now(Action::Take, &charge.cost(0))
+        } else {
+            Ok(decision)
+        }
     }
 
     /// No wait makes room here for more than the share: only the store can admit it.
-    fn beyond_the_share(&self, charge: &Charge<'_>, share: Option<&Quota>) -> Result<Decision, StoreError> {
+    fn beyond_the_share(
+        &self,
+        charge: &Charge<'_>,
+        share: Option<&Quota>,
+    ) -> Result<Decision, StoreError> {
         let denied = Decision { source: Source::Local, ..by_rule(charge, false) };
         let Some(share) = share else { return Ok(denied) };
         let look = self.local.decide_now(Action::Take, &charge.with_quota(share).cost(0))?;
@@ -135,7 +157,11 @@ impl<S: Store> Inner<S> {
     }
 
     /// What was admitted here, and is not charged to the store yet, is given back here.
-    fn refund_here(&self, charges: &[Charge<'_>], error: StoreError) -> Result<Vec<Decision>, StoreError> {
+    fn refund_here(
+        &self,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
         let shares: Option<Vec<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
         let Some(shares) = shares.filter(|_| self.owed.forgive(charges)) else { return Err(error) };
         let refund = |(charge, share): (&Charge<'_>, &Quota)| {
@@ -145,8 +171,13 @@ impl<S: Store> Inner<S> {
         charges.iter().zip(&shares).map(refund).collect()
     }
 
-    /// Finished work is recorded here, and owed to the store, if its charge is decided locally. Otherwise it is lost.
-    fn report_here(&self, charges: &[Charge<'_>], in_doubt: bool) -> Result<Vec<Decision>, StoreError> {
+    /// Finished work is recorded here, and owed to the store, if its charge is decided locally.
+    /// Otherwise it is lost.
+    fn report_here(
+        &self,
+        charges: &[Charge<'_>],
+        in_doubt: bool,
+    ) -> Result<Vec<Decision>, StoreError> {
         let report = |charge: &Charge<'_>| match charge.store_failure() {
             OnStoreFailure::Allow => Ok(by_rule(charge, true)),
             OnStoreFailure::Deny => Ok(by_rule(charge, false)),

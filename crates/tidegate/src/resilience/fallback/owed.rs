@@ -70,8 +70,8 @@ impl Debt {
     }
 }
 
-/// Debts that somebody is about to pay, each with the place of its charge. They stay where they are, marked; what was not
-/// paid is owed as before.
+/// Debts that somebody is about to pay, each with the place of its charge. They stay where they
+/// are, marked; what was not paid is owed as before.
 pub(super) struct Claims<'a> {
     owed: &'a Owed,
     pub(super) debts: Vec<Claim>,
@@ -130,7 +130,8 @@ impl Owed {
     }
 
     pub(super) fn units(&self) -> u64 {
-        let of_shard = |shard: usize| self.lock(shard).debts.iter().map(|debt| debt.units).sum::<u64>();
+        let of_shard =
+            |shard: usize| self.lock(shard).debts.iter().map(|debt| debt.units).sum::<u64>();
         (0..SHARDS).map(of_shard).sum()
     }
 
@@ -179,7 +180,10 @@ impl Owed {
     /// The debts of these charges, to be paid along with them.
     pub(super) fn claim(&self, charges: &[Charge<'_>], now: u64) -> Result<Claims<'_>, Busy> {
         let mut claims = Claims { owed: self, debts: Vec::new() };
-        let local = charges.iter().enumerate().filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
+        let local = charges
+            .iter()
+            .enumerate()
+            .filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
         for (place, charge) in local {
             let hash = self.hash(charge.key(), charge.policy_name());
             let mut shard = self.lock_of(hash);
@@ -196,17 +200,23 @@ impl Owed {
 
     /// Returns whether the debt of one of these keys is being paid, or is in doubt.
     pub(super) fn is_busy(&self, charges: &[Charge<'_>], now: u64) -> bool {
-        charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local).any(|charge| {
-            let hash = self.hash(charge.key(), charge.policy_name());
-            let debt = |debt: &Debt| debt.is_of(charge) && debt.until > now;
-            self.lock_of(hash).debts.find(hash, debt).is_some_and(|debt| debt.claimed || debt.in_doubt)
-        })
+        charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local).any(
+            |charge| {
+                let hash = self.hash(charge.key(), charge.policy_name());
+                let debt = |debt: &Debt| debt.is_of(charge) && debt.until > now;
+                self.lock_of(hash)
+                    .debts
+                    .find(hash, debt)
+                    .is_some_and(|debt| debt.claimed || debt.in_doubt)
+            },
+        )
     }
 
     /// Some debts of a shard that may be tried now, and were not yet in this pass.
     pub(super) fn claim_due(&self, shard: usize, pass: u64, most: usize, now: u64) -> Claims<'_> {
         let mut shard = self.lock(shard);
-        let due = |debt: &&mut Debt| debt.not_before <= now && debt.tried_in != pass && !debt.claimed;
+        let due =
+            |debt: &&mut Debt| debt.not_before <= now && debt.tried_in != pass && !debt.claimed;
         let claim = |(place, debt): (usize, &mut Debt)| {
             debt.tried_in = pass;
             debt.claimed = true;
@@ -235,11 +245,16 @@ impl Owed {
         }
     }
 
-    /// Takes the charges' units off the debts of their keys, if each has so many and none is being paid: all or nothing.
+    /// Takes the charges' units off the debts of their keys, if each has so many and none is being
+    /// paid: all or nothing.
     pub(super) fn forgive(&self, charges: &[Charge<'_>]) -> bool {
         let mut forgiven = 0;
         for charge in charges {
-            if !self.reduce(charge, |debt| !debt.claimed && debt.units >= charge.units(), charge.units()) {
+            if !self.reduce(
+                charge,
+                |debt| !debt.claimed && debt.units >= charge.units(),
+                charge.units(),
+            ) {
                 break;
             }
             forgiven += 1;
@@ -272,7 +287,8 @@ impl Owed {
         }
     }
 
-    /// Takes units off a debt that is as it should be. An entry without units stays until it expires or grows again.
+    /// Takes units off a debt that is as it should be. An entry without units stays until it
+    /// expires or grows again.
     fn reduce(&self, charge: &Charge<'_>, fits: impl Fn(&Debt) -> bool, units: u64) -> bool {
         let hash = self.hash(charge.key(), charge.policy_name());
         let mut shard = self.lock_of(hash);
@@ -372,7 +388,9 @@ mod tests {
         const MAX_KEYS: usize = 8_000;
         let owed = Owed::new(MAX_KEYS);
         let quota = Quota::fixed_window(10, Duration::from_secs(1)).expect("valid");
-        let add = |number: usize, now: u64| owed.add(&Charge::new(&format!("user-{number}"), &quota), now, false);
+        let add = |number: usize, now: u64| {
+            owed.add(&Charge::new(&format!("user-{number}"), &quota), now, false)
+        };
         let scanned = || Owed::shards().map(|shard| owed.lock(shard).scanned).sum::<usize>();
         for number in 0..MAX_KEYS {
             add(number, 100 * number as u64);
@@ -387,7 +405,10 @@ mod tests {
             add(2 * MAX_KEYS + number, 1_000_000 + 100 * number as u64);
         }
         let looked_at = scanned();
-        assert!(looked_at <= MAX_KEYS * SCAN_CREDIT + MAX_KEYS, "{looked_at} entries for {MAX_KEYS} keys");
+        assert!(
+            looked_at <= MAX_KEYS * SCAN_CREDIT + MAX_KEYS,
+            "{looked_at} entries for {MAX_KEYS} keys"
+        );
         let dropped = owed.dropped() - MAX_KEYS as u64;
         assert!(dropped < MAX_KEYS as u64 / 4, "{dropped} of {MAX_KEYS} found no room");
     }

@@ -44,7 +44,8 @@ pub(super) async fn recover<S: Store>(inner: Weak<Inner<S>>) {
         let trouble = &inner.trouble;
         let now = trouble.failures.load(Ordering::Relaxed);
         let failed_part = Part(trouble.part.load(Ordering::Relaxed));
-        let back = timeout(CALM, inner.store.probe(failed_part)).await.is_ok_and(|probe| probe.is_ok());
+        let back =
+            timeout(CALM, inner.store.probe(failed_part)).await.is_ok_and(|probe| probe.is_ok());
         if failures != Some(now) || !pass.failed.is_empty() || !back {
             (failures, calm_since, pause) = (Some(now), Instant::now(), REPAY_INTERVAL);
         }
@@ -71,7 +72,8 @@ impl<S: Store> Inner<S> {
             self.owed.drop_expired_of(shard, self.local.clock().now());
             // A store of one part that fails takes no debt at all.
             while !pass.failed.contains(&Part::WHOLE) {
-                let claims = self.owed.claim_due(shard, number, MAX_CHARGES, self.local.clock().now());
+                let claims =
+                    self.owed.claim_due(shard, number, MAX_CHARGES, self.local.clock().now());
                 if claims.debts.is_empty() {
                     break;
                 }
@@ -91,7 +93,8 @@ impl<S: Store> Inner<S> {
         for claim in &mut *claims {
             claim.debt.units = self.still_counting(&claim.debt);
         }
-        let mut claims: Vec<&mut Claim> = claims.iter_mut().filter(|claim| claim.debt.units > 0).collect();
+        let mut claims: Vec<&mut Claim> =
+            claims.iter_mut().filter(|claim| claim.debt.units > 0).collect();
         // One call is enough to find that a part is away.
         let first = if pass.reached.contains(&part) { claims.len() } else { claims.len().min(1) };
         let (first, others) = claims.split_at_mut(first);
@@ -117,7 +120,8 @@ impl<S: Store> Inner<S> {
         for claim in &mut *claims {
             claim.debt.in_doubt = true;
         }
-        let results: Vec<Result<(), StoreError>> = match self.report_together(part, &charges).await {
+        let results: Vec<Result<(), StoreError>> = match self.report_together(part, &charges).await
+        {
             Some(result) => charges.iter().map(|_| result.clone()).collect(),
             // The counts of one node of a cluster are in many slots: concurrent calls share a
             // pipeline there.
@@ -137,7 +141,8 @@ impl<S: Store> Inner<S> {
                     pass.repaid += debt.units;
                 }
                 Err(StoreError::Unreadable(_)) => {
-                    let interval = u64::try_from(UNREADABLE_RETRY_INTERVAL.as_micros()).unwrap_or(u64::MAX);
+                    let interval =
+                        u64::try_from(UNREADABLE_RETRY_INTERVAL.as_micros()).unwrap_or(u64::MAX);
                     left.not_before = now.saturating_add(interval);
                 }
                 Err(_) => answered = false,
@@ -148,7 +153,11 @@ impl<S: Store> Inner<S> {
 
     /// Reports debts in one call, where one call is one script. `None`: they have to be reported
     /// one by one.
-    async fn report_together(&self, part: Part, charges: &[Charge<'_>]) -> Option<Result<(), StoreError>> {
+    async fn report_together(
+        &self,
+        part: Part,
+        charges: &[Charge<'_>],
+    ) -> Option<Result<(), StoreError>> {
         if part != Part::WHOLE {
             return None;
         }
@@ -173,7 +182,11 @@ async fn join_all<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output>
                 *output = Some(ready);
             }
         }
-        if running.iter().all(|(_, output)| output.is_some()) { Poll::Ready(()) } else { Poll::Pending }
+        if running.iter().all(|(_, output)| output.is_some()) {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
     })
     .await;
     running.into_iter().filter_map(|(_, output)| output).collect()

@@ -1,32 +1,35 @@
 //! [`Table`]: the keys of one shard, 40 bytes each, in the order of their fingerprints.
 //!
-//! Open addressing with linear probing, and each run kept in order: a fingerprint's home is its share of the table, and it
-//! stands there or a few slots behind. So a look, for a known key or a new one, goes to one place in memory and reads on
-//! from there; no list of tags stands beside it. Since homes rise with fingerprints, a larger table is written
-//! in one pass from front to back, which is cheap enough to grow by quarters: at least 62 % of the slots are in use.
+//! Open addressing with linear probing, and each run kept in order: a fingerprint's home is its
+//! share of the table, and it stands there or a few slots behind. So a look, for a known key or a
+//! new one, goes to one place in memory and reads on from there; no list of tags stands beside it.
+//! Since homes rise with fingerprints, a larger table is written in one pass from front to back,
+//! which is cheap enough to grow by quarters: at least 62 % of the slots are in use.
 
 use std::ops::RangeInclusive;
 
 use crate::algorithm::{Kind, Logs, State};
 use crate::fingerprint::Fingerprint;
 
-/// A new key has four slots swept, so that a table is gone through before it has doubled; any other decision a quarter of
-/// one. Not at once, but as a run of many slots now and then, which costs the cache a fraction of so many odd ones.
+/// A new key has four slots swept, so that a table is gone through before it has doubled; any other
+/// decision a quarter of one. Not at once, but as a run of many slots now and then, which costs the
+/// cache a fraction of so many odd ones.
 const SLOTS_A_SWEEP: usize = 64;
 const SWEEP_DUE: u32 = 256;
 const DUE_FOR_A_NEW_KEY: u32 = 15;
 
-/// Nearly every key stands at its home or so many slots behind it at most. Which of them it is nobody can foresee: so that
-/// is counted, not branched on. Among 10,000 keys a decision takes a twelfth less time for it.
+/// Nearly every key stands at its home or so many slots behind it at most. Which of them it is
+/// nobody can foresee: so that is counted, not branched on. Among 10,000 keys a decision takes a
+/// twelfth less time for it.
 const NEAR: usize = 3;
-/// But not where one key is alone, nor where slots come from main memory: there a processor that guesses is ahead of one
-/// that waits for what it counts.
+/// But not where one key is alone, nor where slots come from main memory: there a processor that
+/// guesses is ahead of one that waits for what it counts.
 const COUNTED: RangeInclusive<u32> = 8..=512;
 
 #[derive(Debug, Default)]
 pub(super) struct Table {
-    /// As many as there are homes, and some more for the last runs. The very last one is always empty: there every
-    /// search ends.
+    /// As many as there are homes, and some more for the last runs. The very last one is always
+    /// empty: there every search ends.
     slots: Box<[Slot]>,
     homes: u32,
     len: u32,
@@ -44,7 +47,10 @@ struct Slot {
 }
 
 const _: () = assert!(size_of::<Slot>() == 40, "at most 64 bytes a key, with the empty slots");
-const _: () = assert!(size_of::<Table>() <= 40, "a shard is one cache line: lock, table and the bound of its expiries");
+const _: () = assert!(
+    size_of::<Table>() <= 40,
+    "a shard is one cache line: lock, table and the bound of its expiries"
+);
 
 impl Slot {
     const EMPTY: Self = Self { fingerprint: Fingerprint::NONE, state: State::NONE };
@@ -73,14 +79,20 @@ impl Table {
         Err(at)
     }
 
-    /// The state of this key, if it is there and of this kind, and the logs beside it: [`find`](Self::find) for what
-    /// nearly every decision needs.
+    /// The state of this key, if it is there and of this kind, and the logs beside it:
+    /// [`find`](Self::find) for what nearly every decision needs.
     #[inline]
-    pub(super) fn known(&mut self, fingerprint: Fingerprint, kind: Kind) -> Option<(&mut State, &mut Logs)> {
+    pub(super) fn known(
+        &mut self,
+        fingerprint: Fingerprint,
+        kind: Kind,
+    ) -> Option<(&mut State, &mut Logs)> {
         let run = self.slots.get_mut(fingerprint.share_of(self.homes)..)?;
         let near = if COUNTED.contains(&self.homes) { run.get(..NEAR)? } else { &[] };
-        let before = near.iter().filter(|slot| slot.fingerprint.is_clearly_before(fingerprint)).count();
-        let slot = run.get_mut(before..)?.iter_mut().find(|slot| slot.fingerprint >= fingerprint)?;
+        let before =
+            near.iter().filter(|slot| slot.fingerprint.is_clearly_before(fingerprint)).count();
+        let slot =
+            run.get_mut(before..)?.iter_mut().find(|slot| slot.fingerprint >= fingerprint)?;
         let known = slot.fingerprint == fingerprint && slot.state.is_of(kind);
         known.then_some((&mut slot.state, &mut self.logs))
     }
@@ -120,7 +132,8 @@ impl Table {
         self.logs.forget(self.slots[at].state);
         // Who stands behind its home moves up.
         let mut end = at + 1;
-        while !self.slots[end].is_empty() && self.slots[end].fingerprint.share_of(self.homes) < end {
+        while !self.slots[end].is_empty() && self.slots[end].fingerprint.share_of(self.homes) < end
+        {
             end += 1;
         }
         self.slots.copy_within(at + 1..end, at);
@@ -128,7 +141,8 @@ impl Table {
         self.len -= 1;
     }
 
-    /// After a decision. Now and then some steps of the hand that goes round and drops what has expired; tells how many.
+    /// After a decision. Now and then some steps of the hand that goes round and drops what has
+    /// expired; tells how many.
     #[inline]
     pub(super) fn sweep(&mut self, now: u64) -> usize {
         self.due += 1;
@@ -213,7 +227,8 @@ mod tests {
 
     /// Some state that can be told from others by its expiry.
     fn state(expires_at: u64) -> State {
-        let quota = Quota::token_bucket(1, std::time::Duration::from_micros(expires_at)).expect("valid");
+        let quota =
+            Quota::token_bucket(1, std::time::Duration::from_micros(expires_at)).expect("valid");
         Bucket::default().keep(&quota, None, &mut Logs::default())
     }
 
@@ -222,7 +237,10 @@ mod tests {
         for (&fingerprint, &state) in model {
             let at = table.find(fingerprint).expect("a key that was inserted");
             assert_eq!(table.state(at), state);
-            assert_eq!(table.known(fingerprint, Kind::Bucket).map(|(known, _)| *known), Some(state));
+            assert_eq!(
+                table.known(fingerprint, Kind::Bucket).map(|(known, _)| *known),
+                Some(state)
+            );
             assert!(table.known(fingerprint, Kind::Window).is_none(), "of another kind");
         }
         let used = table.slots.iter().filter(|slot| !slot.is_empty()).count();
@@ -231,7 +249,8 @@ mod tests {
     }
 
     proptest! {
-        /// Few different fingerprints close together, so that runs are long and reach the end of the table.
+        /// Few different fingerprints close together, so that runs are long and reach the end of
+        /// the table.
         #[test]
         fn a_table_holds_what_a_sorted_map_would(
             steps in proptest::collection::vec((0_u64..60, 0_u64..3, any::<bool>(), 1_u64..100), 0..300),

@@ -1,4 +1,5 @@
-//! How a node is reached: its [`Address`], and the [`Access`] that all nodes of one kind share (TLS, user, database).
+//! How a node is reached: its [`Address`], and the [`Access`] that all nodes of one kind share
+//! (TLS, user, database).
 
 use std::fmt;
 use std::io;
@@ -56,7 +57,10 @@ impl Address {
     }
 
     /// Opens a connection; whoever answers has not been greeted yet.
-    pub(super) async fn open(&self, access: &Access) -> Result<(MultiplexedConnection, Driver), RedisError> {
+    pub(super) async fn open(
+        &self,
+        access: &Access,
+    ) -> Result<(MultiplexedConnection, Driver), RedisError> {
         match self {
             Self::Tcp { host, port } => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
@@ -66,7 +70,8 @@ impl Address {
                     Some(config) => {
                         let name = ServerName::try_from(host.clone())
                             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-                        speak(TlsConnector::from(Arc::clone(config)).connect(name, stream).await?).await
+                        speak(TlsConnector::from(Arc::clone(config)).connect(name, stream).await?)
+                            .await
                     }
                 }
             }
@@ -89,7 +94,8 @@ impl fmt::Display for Address {
 }
 
 impl Access {
-    /// The commands that a new connection starts with. Not left to the `redis` crate, which hides what a server answers.
+    /// The commands that a new connection starts with. Not left to the `redis` crate, which hides
+    /// what a server answers.
     pub(super) fn greeting(&self) -> Vec<Cmd> {
         let mut commands = Vec::new();
         if let Some(password) = &self.password {
@@ -113,9 +119,12 @@ async fn speak(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
 ) -> Result<(MultiplexedConnection, Driver), RedisError> {
     // Every call has a deadline of its own; a second one here would only be in the way.
-    let config = AsyncConnectionConfig::new().set_response_timeout(None).set_pipeline_buffer_size(CALLS_UNDER_WAY);
+    let config = AsyncConnectionConfig::new()
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(CALLS_UNDER_WAY);
     let silent = RedisConnectionInfo::default().set_skip_set_lib_name();
-    let (connection, driver) = MultiplexedConnection::new_with_config(&silent, stream, config).await?;
+    let (connection, driver) =
+        MultiplexedConnection::new_with_config(&silent, stream, config).await?;
     Ok((connection, Box::pin(driver)))
 }
 

@@ -1,7 +1,8 @@
 //! [`Batch`]: decisions that go together in one call, and those who wait for them.
 //!
-//! It gathers until it is sealed; then it is under way, until it is settled. A caller may leave at any time, and
-//! leaves the others alone: before the seal it is not asked for, after it nobody listens to what it is told.
+//! It gathers until it is sealed; then it is under way, until it is settled. A caller may leave at
+//! any time, and leaves the others alone: before the seal it is not asked for, after it nobody
+//! listens to what it is told.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -46,7 +47,8 @@ pub(super) struct Sealed {
     pub(super) times: Vec<u64>,
     /// Those of the callers; `None` for who is not asked for.
     places: Vec<Option<Place>>,
-    /// The first deadline of a caller: nothing may be done for it later. `None` if nobody waits any more.
+    /// The first deadline of a caller: nothing may be done for it later. `None` if nobody waits any
+    /// more.
     pub(super) earliest: Option<Instant>,
     /// The last deadline of a caller: nobody waits for longer.
     pub(super) latest: Instant,
@@ -143,7 +145,8 @@ impl Batch {
                 caller.state = State::TimedOut;
                 return None;
             }
-            earliest = Some(earliest.map_or(caller.deadline, |earliest| caller.deadline.min(earliest)));
+            earliest =
+                Some(earliest.map_or(caller.deadline, |earliest| caller.deadline.min(earliest)));
             latest = latest.max(caller.deadline);
             let earlier = times[caller.item];
             times[caller.item] += 1;
@@ -208,7 +211,9 @@ impl Settled {
         };
         let Some(Place { item, earlier }) = *place else { return Outcome::TimedOut };
         match &self.fates[item] {
-            Fate::Told(told) => told.verdicts(request, earlier).map_or_else(Outcome::Failed, Outcome::Decided),
+            Fate::Told(told) => {
+                told.verdicts(request, earlier).map_or_else(Outcome::Failed, Outcome::Decided)
+            }
             Fate::Failed(error) => Outcome::Failed(error.clone()),
             Fate::Again => Outcome::Again,
             Fate::Alone => Outcome::Alone,

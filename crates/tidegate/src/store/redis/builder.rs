@@ -45,7 +45,8 @@ struct Url {
     database: i64,
 }
 
-const URL: &str = "it must look like redis://[user:password@]host[:port][/database], or rediss:// for TLS";
+const URL: &str =
+    "it must look like redis://[user:password@]host[:port][/database], or rediss:// for TLS";
 
 impl Builder {
     pub(super) fn new(kind: Kind, urls: impl IntoIterator<Item = impl AsRef<str>>) -> Self {
@@ -62,7 +63,8 @@ impl Builder {
         }
     }
 
-    /// What every key begins with; `rate_limit` by default. No braces: they would choose the hash tag.
+    /// What every key begins with; `rate_limit` by default. No braces: they would choose the hash
+    /// tag.
     #[must_use]
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
@@ -76,23 +78,25 @@ impl Builder {
         self
     }
 
-    /// The user (`None`: the default user) and the password for the nodes that hold the counts, instead of those in the URLs.
-    /// With sentinels, those in the URLs are then for the sentinels alone.
+    /// The user (`None`: the default user) and the password for the nodes that hold the counts,
+    /// instead of those in the URLs. With sentinels, those in the URLs are then for the sentinels
+    /// alone.
     #[must_use]
     pub fn credentials(mut self, user: Option<&str>, password: &str) -> Self {
         self.credentials = Some((user.map(str::to_owned), password.to_owned()));
         self
     }
 
-    /// Which certificates are trusted, and which is shown, on `rediss://` URLs. Without it: the system's, and none.
+    /// Which certificates are trusted, and which is shown, on `rediss://` URLs. Without it: the
+    /// system's, and none.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);
         self
     }
 
-    /// Whether decisions that come while calls to their node are under way go together in the next; they do by default.
-    /// Without it each decision is a call of its own. The answers are the same.
+    /// Whether decisions that come while calls to their node are under way go together in the next;
+    /// they do by default. Without it each decision is a call of its own. The answers are the same.
     #[must_use]
     pub fn group_commit(mut self, together: bool) -> Self {
         self.group_commit = together;
@@ -114,8 +118,8 @@ impl Builder {
         Ok(store)
     }
 
-    /// A store that connects by itself, now or whenever Redis is there; an error only if an option is wrong. Until then its
-    /// calls fail with [`StoreError::Unreachable`].
+    /// A store that connects by itself, now or whenever Redis is there; an error only if an option
+    /// is wrong. Until then its calls fail with [`StoreError::Unreachable`].
     ///
     /// # Panics
     ///
@@ -159,21 +163,31 @@ impl Builder {
         let tls = if first.tls {
             Some(self.tls.clone().unwrap_or_default().client_config()?)
         } else if self.tls.is_some() {
-            return Err(misconfigured("TLS options are given, but the URL is redis://: use rediss:// for TLS"));
+            return Err(misconfigured(
+                "TLS options are given, but the URL is redis://: use rediss:// for TLS",
+            ));
         } else {
             None
         };
-        let at_the_urls =
-            Access { user: first.user.clone(), password: first.password.clone(), database: first.database, tls };
+        let at_the_urls = Access {
+            user: first.user.clone(),
+            password: first.password.clone(),
+            database: first.database,
+            tls,
+        };
         let access = match self.credentials.clone() {
-            Some((user, password)) => Access { user, password: Some(password), ..at_the_urls.clone() },
+            Some((user, password)) => {
+                Access { user, password: Some(password), ..at_the_urls.clone() }
+            }
             None => at_the_urls.clone(),
         };
         let addresses: Vec<Address> = urls.into_iter().map(|url| url.address).collect();
         let plan = match &self.kind {
             Kind::Single => Plan::Single(addresses[0].clone()),
             Kind::Cluster if access.database != 0 => {
-                return Err(misconfigured("a cluster has only database 0: leave the database out of the URLs"));
+                return Err(misconfigured(
+                    "a cluster has only database 0: leave the database out of the URLs",
+                ));
             }
             Kind::Cluster => Plan::Cluster(addresses),
             Kind::Sentinel { primary } => {
@@ -185,14 +199,17 @@ impl Builder {
     }
 
     fn check_prefix(&self) -> Result<(), StoreError> {
-        if self.prefix.is_empty() || self.prefix.chars().any(|c| c.is_control() || "{}".contains(c)) {
+        if self.prefix.is_empty() || self.prefix.chars().any(|c| c.is_control() || "{}".contains(c))
+        {
             return Err(StoreError::Misconfigured(format!(
                 "prefix {:?} is not usable: it must not be empty and must have no braces and no control characters",
                 self.prefix
             )));
         }
         if self.timeout.is_zero() || self.timeout > Duration::from_secs(3_600) {
-            return Err(misconfigured("the timeout is not usable: it must be above zero, and an hour at most"));
+            return Err(misconfigured(
+                "the timeout is not usable: it must be above zero, and an hour at most",
+            ));
         }
         Ok(())
     }
@@ -233,7 +250,10 @@ impl Url {
 
 impl fmt::Debug for Builder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Builder").field("prefix", &self.prefix).field("timeout", &self.timeout).finish_non_exhaustive()
+        f.debug_struct("Builder")
+            .field("prefix", &self.prefix)
+            .field("timeout", &self.timeout)
+            .finish_non_exhaustive()
     }
 }
 

@@ -1,4 +1,5 @@
-//! One call of a script: routed, followed to where it is sent on, and never sent twice if it may have run.
+//! One call of a script: routed, followed to where it is sent on, and never sent twice if it may
+//! have run.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,7 +49,9 @@ impl Setback {
     pub(super) fn into_store_error(self) -> StoreError {
         match self {
             Self::Failed(error) => error,
-            Self::Apart => StoreError::Refused("the keys are on their way to another node".to_owned()),
+            Self::Apart => {
+                StoreError::Refused("the keys are on their way to another node".to_owned())
+            }
         }
     }
 }
@@ -64,9 +67,11 @@ impl Call<'_> {
         self.started + self.timeout
     }
 
-    /// Runs it. `command` gets the server's clock, to carry its times; `read` gets the reply, and returns the server's time.
+    /// Runs it. `command` gets the server's clock, to carry its times; `read` gets the reply, and
+    /// returns the server's time.
     ///
-    /// Every wait in here ends at the deadline. The turn is for the first attempt: what goes on from there holds up nobody.
+    /// Every wait in here ends at the deadline. The turn is for the first attempt: what goes on
+    /// from there holds up nobody.
     pub(super) async fn run<T>(
         &self,
         known: &Known,
@@ -94,7 +99,8 @@ impl Call<'_> {
                     }
                     match reply {
                         Reply::Answer(answer) => return Ok(answer),
-                        // Time is up; or the server's clock was set, and is known now. It surely did not run.
+                        // Time is up; or the server's clock was set, and is known now. It surely
+                        // did not run.
                         Reply::Late if received < deadline => {
                             next = Some((link, asking));
                             continue;
@@ -106,7 +112,9 @@ impl Call<'_> {
             };
             let go_on = match &fault {
                 Fault::Said(Said::NoScript) => {
-                    link.load(self.script, loads, deadline).await.map_err(|fault| self.failed(fault))?;
+                    link.load(self.script, loads, deadline)
+                        .await
+                        .map_err(|fault| self.failed(fault))?;
                     next = Some((link, asking));
                     true
                 }
@@ -133,7 +141,9 @@ impl Call<'_> {
                 }
                 Fault::Said(Said::NotNow(_)) => {
                     refusals += 1;
-                    known.does_not_write(&link) && refusals <= MOST_REFUSALS && self.pause(refusals + 1).await
+                    known.does_not_write(&link)
+                        && refusals <= MOST_REFUSALS
+                        && self.pause(refusals + 1).await
                 }
                 Fault::Retired => {
                     refusals += 1;

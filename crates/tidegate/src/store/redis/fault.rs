@@ -68,7 +68,8 @@ impl Trouble {
         };
         let misconfigured = match error.code() {
             Some("WRONGPASS" | "NOAUTH" | "NOPERM" | "DENIED") => true,
-            // A database that is not there, a password for a server without one, a command that only a Redis knows.
+            // A database that is not there, a password for a server without one, a command that
+            // only a Redis knows.
             Some("ERR") => !reason.contains("max number of clients"),
             _ => false,
         };
@@ -89,12 +90,17 @@ impl Trouble {
 impl Fault {
     /// What the node at `address` answered, or how it failed to.
     pub(super) fn new(address: &Address, error: &RedisError) -> Self {
-        let Some(code) = error.code() else { return Self::Lost(Trouble::new(address, &one_line(error))) };
+        let Some(code) = error.code() else {
+            return Self::Lost(Trouble::new(address, &one_line(error)));
+        };
         let target = || error.redirect_node().and_then(|(node, _)| address.told_by(node));
-        // Redis 6 wraps what a script's command met: `ERR Error running script …: -READONLY You can't write …`.
+        // Redis 6 wraps what a script's command met: `ERR Error running script …: -READONLY You
+        // can't write …`.
         let inside = |name: &str| error.detail().is_some_and(|detail| detail.contains(name));
         Self::Said(match code {
-            "MOVED" => target().map_or_else(|| Said::No(named(address, &one_line(error))), Said::Moved),
+            "MOVED" => {
+                target().map_or_else(|| Said::No(named(address, &one_line(error))), Said::Moved)
+            }
             "ASK" => target().map_or_else(|| Said::No(named(address, &one_line(error))), Said::Ask),
             "TRYAGAIN" => Said::TryAgain,
             "CROSSSLOT" => Said::CrossSlot,
@@ -111,10 +117,14 @@ impl Fault {
             Self::Retired => StoreError::Unreachable("the primary has just changed".to_owned()),
             Self::TimedOut => StoreError::Timeout(timeout),
             Self::Said(said) => StoreError::Refused(match said {
-                Said::Moved(address) | Said::Ask(address) => format!("sent on too often, at last to {address}"),
+                Said::Moved(address) | Said::Ask(address) => {
+                    format!("sent on too often, at last to {address}")
+                }
                 Said::TryAgain => "TRYAGAIN: the keys are on their way to another node".to_owned(),
                 Said::CrossSlot => "CROSSSLOT: the keys belong to different slots".to_owned(),
-                Said::NoScript => "NOSCRIPT: the scripts are flushed as soon as they are loaded".to_owned(),
+                Said::NoScript => {
+                    "NOSCRIPT: the scripts are flushed as soon as they are loaded".to_owned()
+                }
                 Said::NotNow(reason) | Said::No(reason) => reason,
             }),
         }
@@ -122,16 +132,31 @@ impl Fault {
 }
 
 /// The error codes by which a server refuses any request, whatever its key.
-const SERVER_CONDITIONS: [&str; 9] =
-    ["READONLY", "OOM", "MISCONF", "NOPERM", "NOREPLICAS", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "BUSY"];
+const SERVER_CONDITIONS: [&str; 9] = [
+    "READONLY",
+    "OOM",
+    "MISCONF",
+    "NOPERM",
+    "NOREPLICAS",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "LOADING",
+    "BUSY",
+];
 
-/// The error of one request of a script call, from the text that the script returned for it. A condition of the whole server
-/// is a failure of the store; anything else is the fault of this key's value.
+/// The error of one request of a script call, from the text that the script returned for it. A
+/// condition of the whole server is a failure of the store; anything else is the fault of this
+/// key's value.
 pub(super) fn error_of_request(reason: &str) -> StoreError {
     // A key of the same slot that is on its way to another node.
     let is_migrating = reason.contains("non local key");
-    let is_of_server = is_migrating || SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
-    if is_of_server { StoreError::Refused(reason.to_owned()) } else { StoreError::Unreadable(reason.to_owned()) }
+    let is_of_server =
+        is_migrating || SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
+    if is_of_server {
+        StoreError::Refused(reason.to_owned())
+    } else {
+        StoreError::Unreadable(reason.to_owned())
+    }
 }
 
 /// What a script's command met, as the script tells it: a replica does not write.
@@ -154,9 +179,12 @@ pub(super) fn one_line(error: &RedisError) -> String {
 
 /// On one line: some errors quote what they could not read, line breaks and all.
 fn shortened(text: &str) -> String {
-    // Where in the script it happened tells nobody anything, and makes two of one reason. (Redis 6 says it first.)
-    let text =
-        text.strip_prefix("@user_script: ").and_then(|text| text.split_once(": ")).map_or(text, |(_, reason)| reason);
+    // Where in the script it happened tells nobody anything, and makes two of one reason. (Redis 6
+    // says it first.)
+    let text = text
+        .strip_prefix("@user_script: ")
+        .and_then(|text| text.split_once(": "))
+        .map_or(text, |(_, reason)| reason);
     let text = text.split_once(" script: ").map_or(text, |(reason, _)| reason);
     // A server that does not know AUTH quotes what came with it.
     let text = text.split_once(", with args beginning with").map_or(text, |(reason, _)| reason);

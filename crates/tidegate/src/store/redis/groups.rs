@@ -12,7 +12,9 @@ use super::requests::{Request, Verb, Verdicts};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
-use crate::store::in_order::{Groups, Owned, Refund, Step, group_by, in_order, in_places, without_cost};
+use crate::store::in_order::{
+    Groups, Owned, Refund, Step, group_by, in_order, in_places, without_cost,
+};
 use crate::store::{Action, StoreError};
 
 /// Charges that live apart.
@@ -41,7 +43,8 @@ pub(super) async fn decide_all(
         Ok(verdicts) => Ok(dress(verdicts, charges)),
         Err(Setback::Failed(error)) => Err(error),
         Err(Setback::Apart) => {
-            // This was a cluster, and we did not know; or a slot is migrating, with a part of its keys.
+            // This was a cluster, and we did not know; or a slot is migrating, with a part of its
+            // keys.
             let one_by_one = || (0..charges.len()).map(|at| vec![at]).collect();
             let groups: Vec<Vec<usize>> = by_slot().unwrap_or_else(one_by_one);
             let stages = (0..groups.len()).map(|group| vec![group]).collect();
@@ -51,8 +54,13 @@ pub(super) async fn decide_all(
 }
 
 /// Slots of one node are asked at the same time, and so go in one pipeline.
-fn stages_by_node(shared: &Shared, charges: &[Charge<'_>], groups: &[Vec<usize>]) -> Vec<Vec<usize>> {
-    let firsts: Vec<Charge<'_>> = groups.iter().filter_map(|group| group.first().map(|at| charges[*at])).collect();
+fn stages_by_node(
+    shared: &Shared,
+    charges: &[Charge<'_>],
+    groups: &[Vec<usize>],
+) -> Vec<Vec<usize>> {
+    let firsts: Vec<Charge<'_>> =
+        groups.iter().filter_map(|group| group.first().map(|at| charges[*at])).collect();
     group_by(&firsts, |charge| shared.part(charge))
 }
 
@@ -64,13 +72,16 @@ async fn apart(
     stages: Vec<Vec<usize>>,
     started: Instant,
 ) -> Result<Vec<Decision>, StoreError> {
-    let members = groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
+    let members =
+        groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
     let decided = in_order(&Apart { shared, started, groups: members, stages }, action).await?;
     Ok(in_places(groups, decided))
 }
 
 fn dress(verdicts: Verdicts, charges: &[Charge<'_>]) -> Vec<Decision> {
-    let dress = |(verdict, charge): (Verdict, &Charge<'_>)| verdict.into_decision(charge.quota(), Source::Store);
+    let dress = |(verdict, charge): (Verdict, &Charge<'_>)| {
+        verdict.into_decision(charge.quota(), Source::Store)
+    };
     verdicts.into_vec().into_iter().zip(charges).map(dress).collect()
 }
 
@@ -114,7 +125,11 @@ impl Groups for Apart<'_> {
                 let request = Request { verb: Verb::Do(Action::Refund), charges: &charges };
                 // Published when this task ends.
                 let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
-                match shared.decide(&request, Instant::now()).await.map_err(Setback::into_store_error) {
+                match shared
+                    .decide(&request, Instant::now())
+                    .await
+                    .map_err(Setback::into_store_error)
+                {
                     Ok(verdicts) => Some(dress(verdicts, &charges)),
                     Err(error) => {
                         tracing::debug!(%error, "units may not have been given back");

@@ -68,7 +68,8 @@ impl RedisStore {
             .collect()
     }
 
-    /// How many scripts were loaded, on all nodes: one a node and kind of call, and again after a restart or a flush.
+    /// How many scripts were loaded, on all nodes: one a node and kind of call, and again after a
+    /// restart or a flush.
     #[must_use]
     pub fn script_loads(&self) -> u64 {
         self.shared.topology.known().script_loads()
@@ -94,24 +95,30 @@ impl RedisStore {
         for link in self.shared.topology.known().primaries() {
             let timeout = self.shared.timeout;
             let reply = link.ask(&command, Instant::now() + timeout).await;
-            let reply = reply.map(Reply::from_value).map_err(|fault| fault.into_store_error(timeout));
+            let reply =
+                reply.map(Reply::from_value).map_err(|fault| fault.into_store_error(timeout));
             answers.push((link.address().to_string(), reply));
         }
         answers
     }
 
-    /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or any other that the nodes tell
-    /// of, such as a replica.
+    /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or any
+    /// other that the nodes tell of, such as a replica.
     #[doc(hidden)]
     pub async fn ask_node(&self, address: &str, words: &[&str]) -> Result<Reply, StoreError> {
         let replies = self.ask_node_all(address, &[words]).await?;
         Ok(replies.into_iter().next().unwrap_or(Reply::Nil))
     }
 
-    /// Several plain commands, in one go on a node that we are connected to. What a command is answered with is in its
-    /// place, errors too; an error of the whole means that there is no answer.
+    /// Several plain commands, in one go on a node that we are connected to. What a command is
+    /// answered with is in its place, errors too; an error of the whole means that there is no
+    /// answer.
     #[doc(hidden)]
-    pub async fn ask_node_all(&self, address: &str, commands: &[&[&str]]) -> Result<Vec<Reply>, StoreError> {
+    pub async fn ask_node_all(
+        &self,
+        address: &str,
+        commands: &[&[&str]],
+    ) -> Result<Vec<Reply>, StoreError> {
         if commands.is_empty() {
             return Ok(Vec::new());
         }
@@ -129,12 +136,16 @@ impl RedisStore {
             return Ok(replies.into_iter().map(Reply::from_value).collect());
         }
         let Some(node) = Address::tcp("", 0).told_by(address) else {
-            return Err(StoreError::Misconfigured(format!("{address:?} is no address: write it like 10.0.0.1:6379")));
+            return Err(StoreError::Misconfigured(format!(
+                "{address:?} is no address: write it like 10.0.0.1:6379"
+            )));
         };
         let mut replies = Vec::new();
         for command in commands {
             let reply = ask_once(&node, known.access(), command, patience).await;
-            replies.push(Reply::from_value(reply.map_err(|trouble| StoreError::Unreachable(trouble.reason))?));
+            replies.push(Reply::from_value(
+                reply.map_err(|trouble| StoreError::Unreachable(trouble.reason))?,
+            ));
         }
         Ok(replies)
     }

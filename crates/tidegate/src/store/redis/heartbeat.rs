@@ -41,7 +41,8 @@ struct Listed {
 impl Listed {
     fn may_be_read_again(&self, now: Instant) -> bool {
         let instances = self.instances.len();
-        let interval = LIST_INTERVAL_PER_INSTANCE.saturating_mul(u32::try_from(instances).unwrap_or(u32::MAX));
+        let interval =
+            LIST_INTERVAL_PER_INSTANCE.saturating_mul(u32::try_from(instances).unwrap_or(u32::MAX));
         instances <= MAX_SHORT_LIST || now.duration_since(self.read_at) >= interval
     }
 }
@@ -60,7 +61,9 @@ impl Shared {
         let command = |_: &ServerClock| {
             let mut command = script.evalsha(2);
             command.arg(&key).arg(&version_key).arg(instance);
-            command.arg(silence_timeout(1)).arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);
+            command
+                .arg(silence_timeout(1))
+                .arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);
             command.arg(silence_timeout(MAX_INSTANCES)).arg(size);
             command.arg(known.as_ref().map_or("", |known| &known.version)).arg(&token).arg(most);
             command
@@ -72,8 +75,10 @@ impl Shared {
         let mut instances = match listed {
             Some(mut instances) => {
                 instances.sort_unstable();
-                let listed = Listed { version, instances: instances.clone(), read_at: Instant::now() };
-                *self.instances.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(listed));
+                let listed =
+                    Listed { version, instances: instances.clone(), read_at: Instant::now() };
+                *self.instances.0.lock().unwrap_or_else(PoisonError::into_inner) =
+                    Some(Arc::new(listed));
                 instances
             }
             None => known.map_or_else(Vec::new, |known| known.instances.clone()),
@@ -99,7 +104,8 @@ fn read_reply(reply: Value) -> Result<(String, Option<Vec<String>>), StoreError>
     let mut parts = parts.into_iter();
     let version = parts.next().ok_or_else(unexpected)?;
     let version = String::from_redis_value(version).map_err(|_| unexpected())?;
-    let instances = parts.next().map(Vec::from_redis_value).transpose().map_err(|_| unexpected())?;
+    let instances =
+        parts.next().map(Vec::from_redis_value).transpose().map_err(|_| unexpected())?;
     Ok((version, instances))
 }
 
@@ -110,8 +116,13 @@ mod tests {
     #[test]
     fn a_long_list_is_read_once_per_ten_milliseconds_and_instance() {
         let read_at = Instant::now();
-        let list = |size: usize| Listed { version: String::new(), instances: vec![String::new(); size], read_at };
-        let may_read = |size, millis| list(size).may_be_read_again(read_at + Duration::from_millis(millis));
+        let list = |size: usize| Listed {
+            version: String::new(),
+            instances: vec![String::new(); size],
+            read_at,
+        };
+        let may_read =
+            |size, millis| list(size).may_be_read_again(read_at + Duration::from_millis(millis));
         assert!(may_read(100, 0));
         assert!(!may_read(1_000, 9_999));
         assert!(may_read(1_000, 10_000));

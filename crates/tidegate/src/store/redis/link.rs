@@ -1,8 +1,9 @@
 //! [`Link`]: one connection to one node, kept up by a task of its own.
 //!
-//! While there is no connection, calls fail at once and say why. Only when a connection was lost (or never tried) just now,
-//! a call waits for the first attempt to make a new one, within its own deadline: a brief interruption is then no error.
-//! A connection from which nothing comes back, though asked, is replaced; who still waits on it waits in peace.
+//! While there is no connection, calls fail at once and say why. Only when a connection was lost
+//! (or never tried) just now, a call waits for the first attempt to make a new one, within its own
+//! deadline: a brief interruption is then no error. A connection from which nothing comes back,
+//! though asked, is replaced; who still waits on it waits in peace.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -93,7 +94,13 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(400);
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 
 impl Link {
-    pub(super) fn new(address: Address, access: &Arc<Access>, role: Role, timeout: Duration, lost: &Stir) -> Self {
+    pub(super) fn new(
+        address: Address,
+        access: &Arc<Access>,
+        role: Role,
+        timeout: Duration,
+        lost: &Stir,
+    ) -> Self {
         let node = Arc::new(Node {
             part: part_of(&address),
             address,
@@ -187,24 +194,37 @@ impl Link {
         if let State::Up(connection) = &*self.node.state.borrow() {
             return Ok(Arc::clone(connection));
         }
-        let still_connecting = |_| Err(Fault::Down(Trouble::new(self.address(), "still connecting")));
+        let still_connecting =
+            |_| Err(Fault::Down(Trouble::new(self.address(), "still connecting")));
         timeout_at(deadline.into(), self.node.connection()).await.unwrap_or_else(still_connecting)
     }
 
     /// Sends a command, once, and brings what it answered.
-    pub(super) async fn send(&self, on: &Connection, command: &Cmd, deadline: Instant) -> Result<Value, Fault> {
+    pub(super) async fn send(
+        &self,
+        on: &Connection,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, Fault> {
         let mut handle = on.handle.clone();
         let reply = timeout_at(deadline.into(), handle.send_packed_command(command)).await;
         self.node.received(reply.map(|reply| reply.and_then(Value::extract_error)))
     }
 
     /// Sends a command to a node that imports its slot: only right after ASKING does it look there.
-    pub(super) async fn send_asking(&self, on: &Connection, command: Cmd, deadline: Instant) -> Result<Value, Fault> {
+    pub(super) async fn send_asking(
+        &self,
+        on: &Connection,
+        command: Cmd,
+        deadline: Instant,
+    ) -> Result<Value, Fault> {
         let mut both = Pipeline::with_capacity(2);
         both.add_command(redis::cmd("ASKING")).add_command(command);
         let mut handle = on.handle.clone();
         let replies = timeout_at(deadline.into(), handle.send_packed_commands(&both, 0, 2)).await;
-        let last = |replies: Vec<Value>| replies.into_iter().next_back().unwrap_or(Value::Nil).extract_error();
+        let last = |replies: Vec<Value>| {
+            replies.into_iter().next_back().unwrap_or(Value::Nil).extract_error()
+        };
         self.node.received(replies.map(|replies| replies.and_then(last)))
     }
 
@@ -216,13 +236,22 @@ impl Link {
         deadline: Instant,
     ) -> Result<Vec<Result<Value, Fault>>, Fault> {
         let replies = self.pipeline(on, commands, deadline).await?;
-        let said = |reply: Value| reply.extract_error().map_err(|error| Fault::new(self.address(), &error));
+        let said = |reply: Value| {
+            reply.extract_error().map_err(|error| Fault::new(self.address(), &error))
+        };
         Ok(replies.into_iter().map(said).collect())
     }
 
-    async fn pipeline(&self, on: &Connection, commands: &Pipeline, deadline: Instant) -> Result<Vec<Value>, Fault> {
+    async fn pipeline(
+        &self,
+        on: &Connection,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Value>, Fault> {
         let mut handle = on.handle.clone();
-        let replies = timeout_at(deadline.into(), handle.send_packed_commands(commands, 0, commands.len())).await;
+        let replies =
+            timeout_at(deadline.into(), handle.send_packed_commands(commands, 0, commands.len()))
+                .await;
         let replies = self.node.received(replies.map(|replies| replies.map(Value::Array)))?;
         Ok(if let Value::Array(replies) = replies { replies } else { Vec::new() })
     }
@@ -233,7 +262,11 @@ impl Link {
     }
 
     /// Plain commands in one go; an error that one of them met is in its place.
-    pub(super) async fn ask_all(&self, commands: &Pipeline, deadline: Instant) -> Result<Vec<Value>, Fault> {
+    pub(super) async fn ask_all(
+        &self,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Value>, Fault> {
         self.pipeline(&*self.connection(deadline).await?, commands, deadline).await
     }
 
@@ -243,9 +276,16 @@ impl Link {
     }
 
     /// Loads a script that a call did not find. Of all calls that did not find it, one loads it.
-    pub(super) async fn load(&self, script: &Script, loads_before_call: u64, deadline: Instant) -> Result<(), Fault> {
+    pub(super) async fn load(
+        &self,
+        script: &Script,
+        loads_before_call: u64,
+        deadline: Instant,
+    ) -> Result<(), Fault> {
         let load = &self.node.loads[script.index()];
-        let Ok(_turn) = timeout_at(deadline.into(), load.turn.lock()).await else { return Err(Fault::TimedOut) };
+        let Ok(_turn) = timeout_at(deadline.into(), load.turn.lock()).await else {
+            return Err(Fault::TimedOut);
+        };
         if load.done.load(Ordering::Acquire) > loads_before_call {
             return Ok(());
         }
@@ -264,7 +304,12 @@ impl Drop for Link {
 
 impl Connection {
     fn new(handle: MultiplexedConnection, driver: &JoinHandle<()>) -> Self {
-        Self { handle, driver: driver.abort_handle(), made: Instant::now(), clock: ServerClock::new() }
+        Self {
+            handle,
+            driver: driver.abort_handle(),
+            made: Instant::now(),
+            clock: ServerClock::new(),
+        }
     }
 
     pub(super) fn clock(&self) -> &ServerClock {
@@ -318,7 +363,9 @@ impl Node {
     async fn keep_connected(self: Arc<Self>) {
         let (mut pause, mut told) = (FIRST_PAUSE, false);
         loop {
-            let silent = |_| Err(Trouble::new(&self.address, &format!("no answer within {:?}", self.patience)));
+            let silent = |_| {
+                Err(Trouble::new(&self.address, &format!("no answer within {:?}", self.patience)))
+            };
             match timeout(self.patience, self.connect()).await.unwrap_or_else(silent) {
                 Ok((connection, driver)) => {
                     self.connections.fetch_add(1, Ordering::Relaxed);
@@ -359,7 +406,8 @@ impl Node {
     /// A connection that is good for use: let in, and with an answer from the other end.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), Trouble> {
         let broken = |error: &RedisError| {
-            // A server that does not like our certificate only says so after the handshake, if at all.
+            // A server that does not like our certificate only says so after the handshake, if at
+            // all.
             let perhaps = if self.access.tls.is_some() && error.is_connection_dropped() {
                 " (by TLS: does it ask for another certificate of ours?)"
             } else {
@@ -367,7 +415,8 @@ impl Node {
             };
             Trouble::new(&self.address, &format!("{}{perhaps}", one_line(error)))
         };
-        let (handle, driver) = self.address.open(&self.access).await.map_err(|error| broken(&error))?;
+        let (handle, driver) =
+            self.address.open(&self.access).await.map_err(|error| broken(&error))?;
         let driver = tokio::spawn(driver);
         let connection = Connection::new(handle, &driver);
         let mut greeting = Pipeline::new();
@@ -379,7 +428,8 @@ impl Node {
             greeting.add_command(redis::cmd("ROLE"));
         }
         let sent = Instant::now();
-        let replies = connection.handle.clone().send_packed_commands(&greeting, 0, greeting.len()).await;
+        let replies =
+            connection.handle.clone().send_packed_commands(&greeting, 0, greeting.len()).await;
         let mut replies = replies.map_err(|error| broken(&error))?;
         for reply in &replies {
             if let Value::ServerError(error) = reply {
@@ -399,8 +449,8 @@ impl Node {
         Ok((Arc::new(connection), driver))
     }
 
-    /// Returns when the connection is of no more use. It is asked for a sign of life when nothing has come for a while,
-    /// and when a call got no answer.
+    /// Returns when the connection is of no more use. It is asked for a sign of life when nothing
+    /// has come for a while, and when a call got no answer.
     async fn watch(&self, connection: &Connection, mut driver: JoinHandle<()>) -> Trouble {
         loop {
             let before = self.replies.load(Ordering::Relaxed);
@@ -418,7 +468,12 @@ impl Node {
                     }
                 }
                 Ok(Err(error)) => return Trouble::new(&self.address, &one_line(&error)),
-                Err(_) => return Trouble::new(&self.address, &format!("no answer within {:?}", self.patience)),
+                Err(_) => {
+                    return Trouble::new(
+                        &self.address,
+                        &format!("no answer within {:?}", self.patience),
+                    );
+                }
             }
         }
     }
@@ -442,7 +497,8 @@ impl Node {
     }
 }
 
-/// Asks a node that we have no link to: makes a connection, asks, and ends it. Bounded by `patience`.
+/// Asks a node that we have no link to: makes a connection, asks, and ends it. Bounded by
+/// `patience`.
 pub(super) async fn ask_once(
     address: &Address,
     access: &Access,

@@ -1,6 +1,8 @@
-//! Invalidations: counts that have units again. Published after each refund and reset, and read by deny caches.
+//! Invalidations: counts that have units again. Published after each refund and reset, and read by
+//! deny caches.
 //!
-//! news.lua has the contract. In a cluster all of them are on the node of one key, wherever the counts live.
+//! news.lua has the contract. In a cluster all of them are on the node of one key, wherever the
+//! counts live.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +24,8 @@ const MAX_INVALIDATIONS: usize = 1_000;
 /// The invalidation set expires this long after the last read.
 const SET_TTL: Duration = Duration::from_secs(10);
 
-/// Counts that are about to get units back. Published once that is done, or may be done, even if the caller has gone.
+/// Counts that are about to get units back. Published once that is done, or may be done, even if
+/// the caller has gone.
 pub(super) struct PendingInvalidation {
     shared: Arc<Shared>,
     counts: Vec<CountId>,
@@ -32,11 +35,12 @@ impl PendingInvalidation {
     /// `None` for an action that returns no units.
     pub(super) fn of(shared: &Arc<Shared>, action: Action, charges: &[Charge<'_>]) -> Option<Self> {
         let counts = || charges.iter().map(CountId::of).collect();
-        matches!(action, Action::Refund | Action::Reset).then(|| Self { shared: Arc::clone(shared), counts: counts() })
+        matches!(action, Action::Refund | Action::Reset)
+            .then(|| Self { shared: Arc::clone(shared), counts: counts() })
     }
 
-    /// Publishes, and waits until that is done or the caller's deadline has passed. A refund does not fail for it: the
-    /// publisher goes on retrying.
+    /// Publishes, and waits until that is done or the caller's deadline has passed. A refund does
+    /// not fail for it: the publisher goes on retrying.
     pub(super) async fn publish(mut self, deadline: Instant) {
         let counts = std::mem::take(&mut self.counts);
         let number = self.shared.enqueue_invalidations(&counts);
@@ -91,7 +95,9 @@ impl Shared {
         };
         let call = self.call(script, &key);
         let read = |reply: Value| Ok((None, Reply::Answer(read(reply)?)));
-        call.run(self.topology.known(), None, command, read).await.map_err(Setback::into_store_error)
+        call.run(self.topology.known(), None, command, read)
+            .await
+            .map_err(Setback::into_store_error)
     }
 }
 
@@ -100,8 +106,10 @@ fn read(reply: Value) -> Result<News, StoreError> {
     let (now, complete, members): (u64, bool, Vec<String>) = match reply {
         Value::Array(mut values) if values.len() >= 3 => {
             let members = values.split_off(2);
-            let members = members.into_iter().map(redis::from_redis_value).collect::<Result<_, _>>();
-            let numbers = redis::from_redis_value(Value::Array(values)).map_err(|_| unexpected())?;
+            let members =
+                members.into_iter().map(redis::from_redis_value).collect::<Result<_, _>>();
+            let numbers =
+                redis::from_redis_value(Value::Array(values)).map_err(|_| unexpected())?;
             let (now, complete) = numbers;
             (now, complete, members.map_err(|_| unexpected())?)
         }
@@ -110,7 +118,8 @@ fn read(reply: Value) -> Result<News, StoreError> {
     let mut members = members.into_iter();
     let mark = Mark(members.next().ok_or_else(unexpected)?);
     let count = |member: String| {
-        let number = member.rsplit(':').next().and_then(|number| u64::from_str_radix(number, 16).ok());
+        let number =
+            member.rsplit(':').next().and_then(|number| u64::from_str_radix(number, 16).ok());
         number.map(CountId).ok_or_else(unexpected)
     };
     let counts = members.map(count).collect::<Result<Vec<_>, _>>()?;

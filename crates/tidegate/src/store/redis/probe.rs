@@ -16,7 +16,8 @@ use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::{Action, Part, StoreError};
 
-/// How many tags are tried to find one that lives on a node: enough for a node of one slot, but for one chance in e^20.
+/// How many tags are tried to find one that lives on a node: enough for a node of one slot, but for
+/// one chance in e^20.
 const MOST_TAGS: usize = 20 * SLOTS;
 
 impl Shared {
@@ -28,12 +29,15 @@ impl Shared {
         known.route(Self::slot(charge)).map_or(Part::WHOLE, |link| link.part())
     }
 
-    /// Spends a unit of a count that nobody else has, by the script that decides: what would stop a decision stops this.
+    /// Spends a unit of a count that nobody else has, by the script that decides: what would stop a
+    /// decision stops this.
     pub(super) async fn probe(&self, part: Part) -> Result<(), StoreError> {
         let known = self.topology.known();
         let key = if known.is_cluster() && part != Part::WHOLE {
             // A node that is no longer in the cluster decides nothing, so nothing is wrong with it.
-            let Some(link) = known.primaries().into_iter().find(|link| link.part() == part) else { return Ok(()) };
+            let Some(link) = known.primaries().into_iter().find(|link| link.part() == part) else {
+                return Ok(());
+            };
             let Some(key) = self.probe_key_on(&link) else { return Ok(()) };
             key
         } else {
@@ -46,7 +50,9 @@ impl Shared {
         let requests = Requests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
         let call = self.call(requests.script(&[0]), &key);
         let deadline = Instant::now() + self.timeout;
-        let command = |clock: &ServerClock| requests.command(&[0], |_| 1, &self.server_times(clock, deadline));
+        let command = |clock: &ServerClock| {
+            requests.command(&[0], |_| 1, &self.server_times(clock, deadline))
+        };
         let read = |reply: Value| {
             let answer = requests.read(&[0], |_| 1, reply)?;
             Ok((Some(answer.now), answer.told.map_or(Reply::Late, |_| Reply::Answer(()))))

@@ -1,7 +1,8 @@
 //! [`Publisher`]: publishes the invalidations of one store, with at most one call in flight.
 //!
-//! Invalidations that arrive during a call go together in the next one. A call that fails is retried with backoff for as long
-//! as deny cache entries can live: after that, no instance has one that the invalidation could end.
+//! Invalidations that arrive during a call go together in the next one. A call that fails is
+//! retried with backoff for as long as deny cache entries can live: after that, no instance has one
+//! that the invalidation could end.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +17,8 @@ use crate::resilience::deny_cache::MAX_ENTRY_TTL;
 use crate::resilience::jittered;
 use crate::store::news::CountId;
 
-/// The most counts that wait for a call. Beyond that, "anything may have changed" is published instead.
+/// The most counts that wait for a call. Beyond that, "anything may have changed" is published
+/// instead.
 const MAX_PENDING: usize = 1_000;
 /// The most counts in one call.
 const MAX_BATCH: usize = 128;
@@ -36,7 +38,8 @@ struct State {
     /// Counts with their numbers, each count once, the lowest number first.
     pending: VecDeque<(u64, CountId)>,
     pending_counts: HashSet<CountId>,
-    /// Set once there are too many: the number of the latest invalidation that it stands for. Then `pending` is empty.
+    /// Set once there are too many: the number of the latest invalidation that it stands for. Then
+    /// `pending` is empty.
     pending_all: Option<u64>,
     /// The number of the latest invalidation.
     last: u64,
@@ -112,7 +115,8 @@ impl State {
             Scope::Counts(_) if self.pending_all.is_some() => {}
             Scope::Counts(counts) => {
                 for (number, count) in batch.numbers.into_iter().zip(counts).rev() {
-                    // A count that was added again in the meantime has a number of its own, further back.
+                    // A count that was added again in the meantime has a number of its own, further
+                    // back.
                     self.pending_counts.insert(count);
                     self.pending.push_front((number, count));
                 }
@@ -167,9 +171,10 @@ impl Shared {
         let start = !std::mem::replace(&mut state.running, true);
         drop(state);
         if start {
-            self.publisher
-                .runtime
-                .spawn(publish_pending(PublishingTask { shared: Arc::clone(self), completed: false }));
+            self.publisher.runtime.spawn(publish_pending(PublishingTask {
+                shared: Arc::clone(self),
+                completed: false,
+            }));
         }
         number
     }
@@ -240,7 +245,10 @@ mod tests {
         state.add(&counts(2..3), now);
         assert!(state.put_back(batch, now));
         let batch = state.take_batch().expect("pending");
-        assert_eq!((&batch.scope, batch.numbers.as_slice()), (&Scope::Counts(counts(0..3)), &[1, 2, 3][..]));
+        assert_eq!(
+            (&batch.scope, batch.numbers.as_slice()),
+            (&Scope::Counts(counts(0..3)), &[1, 2, 3][..])
+        );
         assert!(!state.put_back(batch, now + MAX_ENTRY_TTL));
         assert_eq!((scopes(&mut state), state.last), (Vec::new(), 3));
     }

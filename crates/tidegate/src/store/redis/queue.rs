@@ -1,10 +1,12 @@
-//! Group commit: while calls to a node are under way, decisions gather, and go together in the next.
+//! Group commit: while calls to a node are under way, decisions gather, and go together in the
+//! next.
 //!
-//! Who finds nothing under way steps aside once, so that all who are ready to ask now can join, and then asks: by itself
-//! if nobody came. Everybody else joins the batch that gathers; as soon as a call is over, that batch is sent, by a task of
-//! its own, so that no caller that goes away leaves the others behind.
-//! Nobody waits for a timer, but when calls are slow: after a few milliseconds a batch is sent all the same. It may be that
-//! nobody looks at the call before it any more: a future that is neither polled nor dropped would keep its turn for ever.
+//! Who finds nothing under way steps aside once, so that all who are ready to ask now can join, and
+//! then asks: by itself if nobody came. Everybody else joins the batch that gathers; as soon as a
+//! call is over, that batch is sent, by a task of its own, so that no caller that goes away leaves
+//! the others behind. Nobody waits for a timer, but when calls are slow: after a few milliseconds a
+//! batch is sent all the same. It may be that nobody looks at the call before it any more: a future
+//! that is neither polled nor dropped would keep its turn for ever.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -39,7 +41,8 @@ struct Line {
     watched: bool,
 }
 
-/// The right to have a call under way. Dropped, it goes to the batch that waits for it. Kept for too long, it is lost.
+/// The right to have a call under way. Dropped, it goes to the batch that waits for it. Kept for
+/// too long, it is lost.
 pub(super) struct Turn {
     number: u64,
     shared: Arc<Shared>,
@@ -67,13 +70,14 @@ pub(super) enum Way {
     Wait(Ticket),
 }
 
-/// How many calls may be under way at once: while the replies of one are taken in, Redis has the other.
+/// How many calls may be under way at once: while the replies of one are taken in, Redis has the
+/// other.
 const MOST_UNDER_WAY: usize = 2;
-/// So many counts are worth a second call beside the first. Fewer wait for its end: a call costs Redis, and us, as much as
-/// some decisions.
+/// So many counts are worth a second call beside the first. Fewer wait for its end: a call costs
+/// Redis, and us, as much as some decisions.
 const ENOUGH_CHARGES: usize = 64;
-/// How much one call may weigh ([`weight`](super::requests::Requests::weight)): less than a millisecond of Redis's time, in which it serves no other
-/// client.
+/// How much one call may weigh ([`weight`](super::requests::Requests::weight)): less than a
+/// millisecond of Redis's time, in which it serves no other client.
 const MAX_BATCH_WEIGHT: usize = 128;
 /// How often a script is loaded for one batch.
 const MOST_LOADS: usize = 3;
@@ -82,7 +86,12 @@ const PATIENCE: (Duration, Duration) = (Duration::from_millis(1), Duration::from
 
 impl Queue {
     pub(super) fn new() -> Self {
-        let line = Line { under_way: VecDeque::new(), turns: 0, gathering: VecDeque::new(), watched: false };
+        let line = Line {
+            under_way: VecDeque::new(),
+            turns: 0,
+            gathering: VecDeque::new(),
+            watched: false,
+        };
         Self { line: Mutex::new(line), runtime: Handle::current() }
     }
 
@@ -103,7 +112,9 @@ pub(super) fn enter(
     let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
     let leads = line.under_way.is_empty() && line.gathering.is_empty();
     let ticket = match line.gathering.back() {
-        Some((batch, _)) if batch.weight() < MAX_BATCH_WEIGHT => batch.join(request, slot, deadline, write_key),
+        Some((batch, _)) if batch.weight() < MAX_BATCH_WEIGHT => {
+            batch.join(request, slot, deadline, write_key)
+        }
         _ => {
             let batch = Arc::<Batch>::default();
             let ticket = batch.join(request, slot, deadline, write_key);
@@ -114,7 +125,10 @@ pub(super) fn enter(
     if leads {
         let number = line.next_turn();
         drop(line);
-        return Entrance::Lead(Lead { ticket, turn: Turn { number, shared: Arc::clone(shared), link } });
+        return Entrance::Lead(Lead {
+            ticket,
+            turn: Turn { number, shared: Arc::clone(shared), link },
+        });
     }
     if line.under_way.len() < MOST_UNDER_WAY
         && ticket.batch().charges() >= ENOUGH_CHARGES
@@ -156,7 +170,8 @@ impl Lead {
 
 /// Sends batches that have waited for too long. Goes when nobody gathers.
 async fn watch(shared: Arc<Shared>, link: Arc<Link>) {
-    // Where time stands still, as tests have it, what comes at one moment goes together, however slow the machine is.
+    // Where time stands still, as tests have it, what comes at one moment goes together, however
+    // slow the machine is.
     let patience = if shared.driven_time().is_some() {
         shared.timeout
     } else {
@@ -196,7 +211,8 @@ impl Line {
         self.gathering.remove(at).map(|(batch, _)| batch)
     }
 
-    /// What is to be sent in this turn next; if there is nothing, the turn is over. If it is lost, others see to it.
+    /// What is to be sent in this turn next; if there is nothing, the turn is over. If it is lost,
+    /// others see to it.
     fn next(&mut self, turn: u64) -> Option<Carried> {
         let held = self.under_way.iter().position(|held| *held == turn)?;
         self.under_way.remove(held);
@@ -210,7 +226,11 @@ impl Drop for Turn {
     fn drop(&mut self) {
         let next = self.link.queue().line().next(self.number);
         if let Some(batch) = next {
-            let turn = Turn { number: self.number, shared: Arc::clone(&self.shared), link: Arc::clone(&self.link) };
+            let turn = Turn {
+                number: self.number,
+                shared: Arc::clone(&self.shared),
+                link: Arc::clone(&self.link),
+            };
             self.link.queue().runtime.spawn(turn.carry_all(batch));
         }
     }
@@ -244,7 +264,8 @@ impl Turn {
         batch.settle(sealed, fates);
     }
 
-    /// What becomes of each item. On a cluster a call has the keys of one slot, so there are as many as slots, in one go.
+    /// What becomes of each item. On a cluster a call has the keys of one slot, so there are as
+    /// many as slots, in one go.
     async fn send(&self, sealed: &Sealed) -> Vec<Fate> {
         let mut fates = vec![Fate::Alone; sealed.requests.items().len()];
         let mut calls = calls_of(sealed, self.shared.topology.known().is_cluster());
@@ -290,9 +311,14 @@ impl Turn {
     }
 
     /// Sends the calls, once: what each brings to its items.
-    async fn attempt(&self, sealed: &Sealed, calls: &[Vec<usize>]) -> Result<Vec<Result<Vec<Fate>, Fault>>, Fault> {
+    async fn attempt(
+        &self,
+        sealed: &Sealed,
+        calls: &[Vec<usize>],
+    ) -> Result<Vec<Result<Vec<Fate>, Fault>>, Fault> {
         let connection = self.link.connection(sealed.latest).await?;
-        let server_times = self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
+        let server_times =
+            self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
         let times = |item: usize| sealed.times[item];
         let command = |items: &Vec<usize>| sealed.requests.command(items, times, &server_times);
         let (sent, replies);
@@ -312,22 +338,25 @@ impl Turn {
             replies = self.link.send_all(&connection, &commands, sealed.latest).await?;
         }
         let received = Instant::now();
-        let read =
-            |(items, reply): (&Vec<usize>, Result<Value, Fault>)| match sealed.requests.read(items, times, reply?) {
-                Ok(answer) => {
-                    connection.clock().heard(answer.now, sent, received);
-                    Ok(match answer.told {
-                        Some(told) => told.into_iter().map(|told| self.told(told)).collect(),
-                        // Time is up; or the server's clock was set, and is known now.
-                        None => vec![Fate::Again; items.len()],
-                    })
-                }
-                Err(error) => Ok(vec![Fate::Failed(error); items.len()]),
-            };
+        let read = |(items, reply): (&Vec<usize>, Result<Value, Fault>)| match sealed
+            .requests
+            .read(items, times, reply?)
+        {
+            Ok(answer) => {
+                connection.clock().heard(answer.now, sent, received);
+                Ok(match answer.told {
+                    Some(told) => told.into_iter().map(|told| self.told(told)).collect(),
+                    // Time is up; or the server's clock was set, and is known now.
+                    None => vec![Fate::Again; items.len()],
+                })
+            }
+            Err(error) => Ok(vec![Fate::Failed(error); items.len()]),
+        };
         Ok(calls.iter().zip(replies).map(read).collect())
     }
 
-    /// What a fault of a whole call means to its items. What surely did not run, goes on by itself: it follows its slot.
+    /// What a fault of a whole call means to its items. What surely did not run, goes on by itself:
+    /// it follows its slot.
     fn fate_of(&self, slot: u16, fault: Fault) -> Fate {
         let known = self.shared.topology.known();
         match fault {
@@ -336,9 +365,9 @@ impl Turn {
                 Fate::Alone
             }
             Fault::Retired
-            | Fault::Said(Said::Ask(_) | Said::TryAgain | Said::CrossSlot | Said::NoScript | Said::NotNow(_)) => {
-                Fate::Alone
-            }
+            | Fault::Said(
+                Said::Ask(_) | Said::TryAgain | Said::CrossSlot | Said::NoScript | Said::NotNow(_),
+            ) => Fate::Alone,
             Fault::Said(Said::No(_)) => Fate::Failed(fault.into_store_error(self.shared.timeout)),
             Fault::Down(_) | Fault::TimedOut | Fault::Lost(_) => {
                 known.stir();

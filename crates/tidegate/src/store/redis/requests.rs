@@ -27,7 +27,8 @@ pub(super) struct Request<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verb {
     Do(Action),
-    /// As acquire, when a charge on another node has denied: spends nothing, and counts what counts denials.
+    /// As acquire, when a charge on another node has denied: spends nothing, and counts what counts
+    /// denials.
     Forgo,
 }
 
@@ -85,7 +86,8 @@ struct Terms {
 pub(super) struct Answer {
     /// The server's time in microseconds.
     pub(super) now: i64,
-    /// One an item that was asked, in their order; `None` if the call came too late, and nothing was done.
+    /// One an item that was asked, in their order; `None` if the call came too late, and nothing
+    /// was done.
     pub(super) told: Option<Vec<Told>>,
 }
 
@@ -109,7 +111,8 @@ pub(super) enum Verdicts {
 const SORTED_SET: &str = "sliding-log";
 /// The largest cost that the script's doubles hold exactly. No count holds as much.
 const MAX_COST: u64 = 1 << 52;
-/// How far back equal terms are looked for: most calls have one or two, and to write some twice costs little.
+/// How far back equal terms are looked for: most calls have one or two, and to write some twice
+/// costs little.
 const TERMS_IN_SIGHT: usize = 8;
 
 impl Verb {
@@ -128,7 +131,11 @@ impl Verb {
 
 impl Told {
     /// What the caller of this request is told, before which so many equal ones came.
-    pub(super) fn verdicts(&self, request: &Request<'_>, earlier: u64) -> Result<Verdicts, StoreError> {
+    pub(super) fn verdicts(
+        &self,
+        request: &Request<'_>,
+        earlier: u64,
+    ) -> Result<Verdicts, StoreError> {
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
                 Ok(Verdicts::One(grants.verdict(charge.quota(), charge.units(), earlier)))
@@ -136,7 +143,9 @@ impl Told {
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not know what a forgotten key has left.
             (Self::Verdicts(_), charges) if request.verb == Verb::Do(Action::Reset) => {
-                Ok(Verdicts::Several(charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect()))
+                Ok(Verdicts::Several(
+                    charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect(),
+                ))
             }
             (Self::Verdicts(verdicts), _) => Ok(Verdicts::Several(verdicts.clone())),
             (Self::Error(reason), _) => Err(error_of_request(reason)),
@@ -156,7 +165,9 @@ impl Verdicts {
     pub(super) fn first(&self, charge: &Charge<'_>) -> Verdict {
         match self {
             Self::One(verdict) => *verdict,
-            Self::Several(verdicts) => verdicts.first().copied().unwrap_or(Verdict::untouched(charge.quota())),
+            Self::Several(verdicts) => {
+                verdicts.first().copied().unwrap_or(Verdict::untouched(charge.quota()))
+            }
         }
     }
 }
@@ -165,7 +176,9 @@ impl Form {
     fn of(request: &Request<'_>) -> Self {
         match (request.verb, request.charges) {
             // A denial that counts makes the next one another.
-            (Verb::Do(Action::Acquire), [charge]) if charge.units() > 0 && !charge.quota().count_denied() => {
+            (Verb::Do(Action::Acquire), [charge])
+                if charge.units() > 0 && !charge.quota().count_denied() =>
+            {
                 Self::Acquire
             }
             (verb, _) => Self::Together(verb),
@@ -177,9 +190,15 @@ impl Terms {
     fn of(quota: &Quota) -> Self {
         let algorithm = quota.algorithm();
         let (name, option) = match (algorithm, quota.encoding()) {
-            (Algorithm::SlidingLog, Encoding::SortedSet) => (SORTED_SET, u64::from(quota.count_denied())),
-            (Algorithm::SlidingLog, Encoding::Packed) => ("sliding-log-packed", u64::from(quota.count_denied())),
-            (Algorithm::TokenBucket | Algorithm::LeakyBucket, _) => (algorithm.as_str(), quota.burst()),
+            (Algorithm::SlidingLog, Encoding::SortedSet) => {
+                (SORTED_SET, u64::from(quota.count_denied()))
+            }
+            (Algorithm::SlidingLog, Encoding::Packed) => {
+                ("sliding-log-packed", u64::from(quota.count_denied()))
+            }
+            (Algorithm::TokenBucket | Algorithm::LeakyBucket, _) => {
+                (algorithm.as_str(), quota.burst())
+            }
             (Algorithm::SlidingCounter | Algorithm::FixedWindow, _) => (algorithm.as_str(), 0),
         };
         let (limit, window) = (quota.limit(), quota.window_micros());
@@ -189,7 +208,11 @@ impl Terms {
 
 impl Requests {
     /// Just this one.
-    pub(super) fn one(request: &Request<'_>, slot: u16, write_key: impl Fn(&mut String, &Charge<'_>)) -> Self {
+    pub(super) fn one(
+        request: &Request<'_>,
+        slot: u16,
+        write_key: impl Fn(&mut String, &Charge<'_>),
+    ) -> Self {
         let mut requests = Self::default();
         requests.add(request, slot, write_key);
         requests
@@ -233,7 +256,8 @@ impl Requests {
             });
         }
         let is_sorted_set = |charge: &Written| self.terms[charge.terms].name == SORTED_SET;
-        self.sorted_sets += self.charges[first..].iter().filter(|charge| is_sorted_set(charge)).count();
+        self.sorted_sets +=
+            self.charges[first..].iter().filter(|charge| is_sorted_set(charge)).count();
         self.items.push(Item { slot, form, charges: first..self.charges.len() });
         number
     }
@@ -257,8 +281,8 @@ impl Requests {
         self.charges.len()
     }
 
-    /// How long Redis will need for them, in the time of a small count: a sorted set that rested takes about three times as
-    /// long.
+    /// How long Redis will need for them, in the time of a small count: a sorted set that rested
+    /// takes about three times as long.
     pub(super) fn weight(&self) -> usize {
         self.charges.len() + 2 * self.sorted_sets
     }
@@ -270,11 +294,20 @@ impl Requests {
     /// The script that decides these items.
     pub(super) fn script(&self, items: &[usize]) -> &'static Script {
         let charges = items.iter().flat_map(|item| self.charges_of(*item));
-        Script::with(charges.fold(Pieces::default(), |pieces, charge| pieces.and(self.terms[charge.terms].pieces)))
+        Script::with(
+            charges.fold(Pieces::default(), |pieces, charge| {
+                pieces.and(self.terms[charge.terms].pieces)
+            }),
+        )
     }
 
     /// The call that asks these items, in this order; each `times` over.
-    pub(super) fn command(&self, items: &[usize], times: impl Fn(usize) -> u64, times_of_server: &ServerTimes) -> Cmd {
+    pub(super) fn command(
+        &self,
+        items: &[usize],
+        times: impl Fn(usize) -> u64,
+        times_of_server: &ServerTimes,
+    ) -> Cmd {
         let charges = || items.iter().flat_map(|item| self.charges_of(*item));
         let mut command = self.script(items).evalsha(charges().count());
         for charge in charges() {
@@ -297,22 +330,34 @@ impl Requests {
             command.arg(terms.name).arg(terms.limit).arg(terms.window).arg(terms.option);
         }
 
-        let single = |item: usize| (self.items[item].form == Form::Acquire).then(|| &self.charges_of(item)[0]);
+        let single = |item: usize| {
+            (self.items[item].form == Form::Acquire).then(|| &self.charges_of(item)[0])
+        };
         let mut rest = items;
         while let [item, others @ ..] = rest {
             rest = others;
             match single(*item) {
                 Some(charge) if times(*item) > 1 => {
-                    command.arg("acquire-times").arg(numbers[charge.terms]).arg(charge.cost).arg(times(*item));
+                    command
+                        .arg("acquire-times")
+                        .arg(numbers[charge.terms])
+                        .arg(charge.cost)
+                        .arg(times(*item));
                 }
                 Some(charge) => {
                     let goes_on = |other: &usize| {
                         let other = single(*other).filter(|_| times(*other) == 1);
-                        other.is_some_and(|other| (other.terms, other.cost) == (charge.terms, charge.cost))
+                        other.is_some_and(|other| {
+                            (other.terms, other.cost) == (charge.terms, charge.cost)
+                        })
                     };
                     let more = others.iter().take_while(|other| goes_on(other)).count();
                     rest = &others[more..];
-                    command.arg("acquire-each").arg(numbers[charge.terms]).arg(charge.cost).arg(1 + more);
+                    command
+                        .arg("acquire-each")
+                        .arg(numbers[charge.terms])
+                        .arg(charge.cost)
+                        .arg(1 + more);
                 }
                 None => {
                     let Form::Together(verb) = self.items[*item].form else { continue };
@@ -343,25 +388,42 @@ impl Requests {
         if !in_time {
             return Ok(Answer { now, told: None });
         }
-        let told = items.iter().map(|item| self.told(*item, times(*item), &mut values)).collect::<Result<_, _>>()?;
+        let told = items
+            .iter()
+            .map(|item| self.told(*item, times(*item), &mut values))
+            .collect::<Result<_, _>>()?;
         if values.next().is_some() {
             return Err(unexpected("a wrong length"));
         }
         Ok(Answer { now, told: Some(told) })
     }
 
-    fn told(&self, item: usize, times: u64, values: &mut impl Iterator<Item = Value>) -> Result<Told, StoreError> {
+    fn told(
+        &self,
+        item: usize,
+        times: u64,
+        values: &mut impl Iterator<Item = Value>,
+    ) -> Result<Told, StoreError> {
         let charges = self.charges_of(item);
         let first = match values.next() {
-            Some(Value::BulkString(text)) => return Ok(Told::Error(String::from_utf8_lossy(&text).into_owned())),
+            Some(Value::BulkString(text)) => {
+                return Ok(Told::Error(String::from_utf8_lossy(&text).into_owned()));
+            }
             first => integer(first.as_ref())?,
         };
         let mut next = || integer(values.next().as_ref());
         if self.items[item].form == Form::Acquire {
             let (granted, remaining) = (first, next()?);
             let evidence = Evidence::read(self.terms[charges[0].terms].algorithm, &mut next)?;
-            let (retry_after, reset_after) = if granted < times { (next()?, next()?) } else { (0, 0) };
-            return Ok(Told::Grants(Grants { granted, remaining, evidence, retry_after, reset_after }));
+            let (retry_after, reset_after) =
+                if granted < times { (next()?, next()?) } else { (0, 0) };
+            return Ok(Told::Grants(Grants {
+                granted,
+                remaining,
+                evidence,
+                retry_after,
+                reset_after,
+            }));
         }
         let mut allowed = Some(first);
         let verdicts = charges.iter().map(|_| {
@@ -382,7 +444,9 @@ fn or_empty(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
 
 fn integer(value: Option<&Value>) -> Result<u64, StoreError> {
     match value {
-        Some(Value::Int(integer)) => u64::try_from(*integer).map_err(|_| unexpected("a negative number")),
+        Some(Value::Int(integer)) => {
+            u64::try_from(*integer).map_err(|_| unexpected("a negative number"))
+        }
         Some(_) => Err(unexpected("not integers")),
         None => Err(unexpected("a wrong length")),
     }
@@ -416,7 +480,9 @@ mod tests {
         let minute = Duration::from_secs(60);
         let ten = Quota::fixed_window(10, minute).expect("valid");
         let five = Quota::token_bucket(5, minute).expect("valid");
-        let strict = Quota::sliding_log(3, minute).and_then(|quota| quota.with_count_denied(true)).expect("valid");
+        let strict = Quota::sliding_log(3, minute)
+            .and_then(|quota| quota.with_count_denied(true))
+            .expect("valid");
         let (a, b, c) = (Charge::new("a", &ten), Charge::new("b", &ten), Charge::new("c", &five));
         let mut requests = Requests::default();
         assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
@@ -429,12 +495,17 @@ mod tests {
         assert_eq!(add(&mut requests, Verb::Do(Action::Peek), &[a]), 6, "another action");
         let strict = Charge::new("d", &strict);
         assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
-        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 8, "a denial that counts makes the next one another");
+        assert_eq!(
+            add(&mut requests, ACQUIRE, &[strict]),
+            8,
+            "a denial that counts makes the next one another"
+        );
         assert_eq!(requests.charges(), 11);
 
         // The fourth has gone away.
         let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
-        let command = requests.command(&[0, 1, 2, 4, 6, 7], |item| if item == 2 { 2 } else { 1 }, &times);
+        let command =
+            requests.command(&[0, 1, 2, 4, 6, 7], |item| if item == 2 { 2 } else { 1 }, &times);
         let expected = "7 a b c a c a d  99 \
                         3 fixed-window 10 60000000 0 token-bucket 5 60000000 5 sliding-log 3 60000000 1 \
                         acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 peek 1 1 1 acquire 1 3 1";
@@ -443,8 +514,9 @@ mod tests {
 
     #[test]
     fn equal_acquires_join_whatever_came_between_them() {
-        let quotas: Vec<Quota> =
-            (1..=20).map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid")).collect();
+        let quotas: Vec<Quota> = (1..=20)
+            .map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid"))
+            .collect();
         let mut requests = Requests::default();
         let numbers: Vec<usize> = [quotas.as_slice(), &quotas[..1]]
             .concat()
@@ -464,12 +536,20 @@ mod tests {
             requests.read(&[0], |_| 1, reply)
         };
         let granted = read(&[5, 1, 1, 10, 60]).expect("right").told.expect("in time");
-        assert!(matches!(&granted[..], [Told::Grants(grants)] if grants.granted == 1 && grants.remaining == 10));
+        assert!(
+            matches!(&granted[..], [Told::Grants(grants)] if grants.granted == 1 && grants.remaining == 10)
+        );
         assert!(read(&[5, 0]).expect("right").told.is_none(), "too late");
         assert!(read(&[5, 1, 0, 10, 60, 7, 8]).expect("right").told.is_some(), "denied");
-        for wrong in
-            [&[][..], &[5], &[5, 1], &[5, 1, 1, 10], &[5, 1, 0, 10, 60], &[5, 1, 1, 10, 60, 1], &[5, 1, -1, 10, 60]]
-        {
+        for wrong in [
+            &[][..],
+            &[5],
+            &[5, 1],
+            &[5, 1, 1, 10],
+            &[5, 1, 0, 10, 60],
+            &[5, 1, 1, 10, 60, 1],
+            &[5, 1, -1, 10, 60],
+        ] {
             assert!(read(wrong).is_err(), "{wrong:?}");
         }
         assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());

@@ -53,16 +53,27 @@ fn piece(quota: &Quota) -> usize {
 }
 
 impl Script {
-    /// The script with just the algorithms that are needed: Lua makes each function anew at every call, so those that are
-    /// left out save Redis time.
+    /// The script with just the algorithms that are needed: Lua makes each function anew at every
+    /// call, so those that are left out save Redis time.
     pub(super) fn with(Pieces(needed): Pieces) -> &'static Self {
-        static ASSEMBLED: [OnceLock<Script>; 1 << PIECES.len()] = [const { OnceLock::new() }; 1 << PIECES.len()];
+        static ASSEMBLED: [OnceLock<Script>; 1 << PIECES.len()] =
+            [const { OnceLock::new() }; 1 << PIECES.len()];
         ASSEMBLED[needed].get_or_init(|| Self::assemble(needed))
     }
 
     fn assemble(needed: usize) -> Self {
-        let chosen = PIECES.iter().enumerate().filter(|(index, _)| needed & (1 << index) != 0).map(|(_, piece)| piece);
-        let text = [&PRELUDE].into_iter().chain(chosen).chain([&DECIDE]).copied().collect::<Vec<_>>().join("\n");
+        let chosen = PIECES
+            .iter()
+            .enumerate()
+            .filter(|(index, _)| needed & (1 << index) != 0)
+            .map(|(_, piece)| piece);
+        let text = [&PRELUDE]
+            .into_iter()
+            .chain(chosen)
+            .chain([&DECIDE])
+            .copied()
+            .collect::<Vec<_>>()
+            .join("\n");
         Self::named(needed, text)
     }
 

@@ -1,17 +1,19 @@
 //! [`ServerClock`]: what a server's clock shows, as far as its replies tell.
 //!
-//! A script that waited too long must not spend: its caller has gone. So each call carries its deadline in the server's
-//! time. Every reply brings that time `s`. It was read after the call left (`t0`) and before the reply came (`t1`), so the
-//! server's clock is ahead of ours by at least `s - t1` and at most `s - t0`. We keep the highest lower bound: by it a
-//! deadline is early rather than late. A reply that contradicts it shows that the server's clock was set back (or drifts),
-//! and replaces it.
+//! A script that waited too long must not spend: its caller has gone. So each call carries its
+//! deadline in the server's time. Every reply brings that time `s`. It was read after the call left
+//! (`t0`) and before the reply came (`t1`), so the server's clock is ahead of ours by at least `s -
+//! t1` and at most `s - t0`. We keep the highest lower bound: by it a deadline is early rather than
+//! late. A reply that contradicts it shows that the server's clock was set back (or drifts), and
+//! replaces it.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Instant;
 
 pub(super) struct ServerClock {
-    /// How far the server's clock is ahead of [`local_micros`], at least. No reply yet: `NOTHING_KNOWN`.
+    /// How far the server's clock is ahead of [`local_micros`], at least. No reply yet:
+    /// `NOTHING_KNOWN`.
     ahead: AtomicI64,
 }
 
@@ -29,7 +31,8 @@ pub(super) struct ServerTimes {
     pub(super) server_now: Option<u64>,
 }
 
-/// How long a call may take at most until its script runs, where the server's clock is not known yet.
+/// How long a call may take at most until its script runs, where the server's clock is not known
+/// yet.
 const MAX_DELAY: u64 = 1_000_000;
 
 impl ServerTimes {
@@ -45,8 +48,9 @@ impl ServerTimes {
         Self { driven, deadline: clock.at(deadline), own_now: own_now(), server_now }
     }
 
-    /// The time of a charge by the server's clock, or a little earlier, from its time by the store's own clock; 0 if that is
-    /// unknown. Before the server's first reply it is negative: how long ago the charge was made.
+    /// The time of a charge by the server's clock, or a little earlier, from its time by the
+    /// store's own clock; 0 if that is unknown. Before the server's first reply it is negative: how
+    /// long ago the charge was made.
     pub(super) fn of_charge(&self, charged_at: u64) -> i64 {
         let signed = |micros: u64| i64::try_from(micros).unwrap_or(i64::MAX);
         if charged_at == 0 || self.driven.is_some() {
@@ -56,8 +60,11 @@ impl ServerTimes {
         // NTP lets two clocks run apart by up to a thousandth.
         let at_most = age + age / 1_000;
         match self.server_now {
-            // A bucket's charge may begin to drain later than now: then nothing of it has drained yet.
-            Some(server) if charged_at > self.own_now => signed(server.saturating_add(charged_at - self.own_now)),
+            // A bucket's charge may begin to drain later than now: then nothing of it has drained
+            // yet.
+            Some(server) if charged_at > self.own_now => {
+                signed(server.saturating_add(charged_at - self.own_now))
+            }
             Some(server) => signed(server.saturating_sub(at_most).max(1)),
             None => -signed(at_most.saturating_add(MAX_DELAY)),
         }
@@ -71,7 +78,8 @@ impl ServerClock {
 
     /// A reply to what left at `sent` and came back at `received` says that it was `server_micros`.
     pub(super) fn heard(&self, server_micros: i64, sent: Instant, received: Instant) {
-        let (most, least) = (server_micros - local_micros(sent), server_micros - local_micros(received));
+        let (most, least) =
+            (server_micros - local_micros(sent), server_micros - local_micros(received));
         let ahead = self.ahead.load(Ordering::Relaxed);
         if ahead < least || ahead > most {
             self.ahead.store(least, Ordering::Relaxed);
@@ -105,13 +113,25 @@ mod tests {
 
     #[test]
     fn a_charges_time_is_never_later_than_it_was_by_the_servers_clock() {
-        let times = ServerTimes { own_now: 5_000_000, server_now: Some(9_000_000), ..ServerTimes::default() };
+        let times = ServerTimes {
+            own_now: 5_000_000,
+            server_now: Some(9_000_000),
+            ..ServerTimes::default()
+        };
         assert_eq!(times.of_charge(0), 0, "unknown");
-        assert_eq!(times.of_charge(4_000_000), 9_000_000 - 1_001_000, "a second ago, and a thousandth");
+        assert_eq!(
+            times.of_charge(4_000_000),
+            9_000_000 - 1_001_000,
+            "a second ago, and a thousandth"
+        );
         assert_eq!(times.of_charge(6_000_000), 10_000_000, "yet to begin to drain");
         assert_eq!(times.of_charge(1), 9_000_000 - 5_004_998);
         let early = ServerTimes { server_now: None, ..times };
-        assert_eq!(early.of_charge(4_000_000), -2_001_000, "an age, with the time until the script runs");
+        assert_eq!(
+            early.of_charge(4_000_000),
+            -2_001_000,
+            "an age, with the time until the script runs"
+        );
         let driven = ServerTimes { driven: Some(7), ..early };
         assert_eq!(driven.of_charge(4_000_000), 4_000_000, "tests have one clock");
     }

@@ -20,7 +20,8 @@ pub(super) fn slot_of_counts(key: &str) -> u16 {
 
 /// What stands between the first `{` and the next `}`; the whole key if that is nothing.
 fn hash_tag(key: &str) -> &str {
-    let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map_or("", |(tag, _)| tag);
+    let tag =
+        key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map_or("", |(tag, _)| tag);
     if tag.is_empty() { key } else { tag }
 }
 
@@ -60,7 +61,11 @@ mod tests {
         assert_eq!(slot_of("foo{}{bar}"), crc16("foo{}{bar}".bytes()) % 16_384);
         assert_eq!(slot_of("foo{bar}{zap}"), slot_of("bar"));
         for key in ["foo", "user:42", "{foo}", "}{", "100%", "élan"] {
-            assert_eq!(slot_of_counts(key), slot_of(&redis_key("rate_limit", key, "per-user")), "{key}");
+            assert_eq!(
+                slot_of_counts(key),
+                slot_of(&redis_key("rate_limit", key, "per-user")),
+                "{key}"
+            );
         }
     }
 }

@@ -10,8 +10,8 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::store::StoreError;
 
-/// TLS options of a `RedisStore`: whose certificates it trusts, and which it shows. The server's certificate is
-/// always verified, its name too.
+/// TLS options of a `RedisStore`: whose certificates it trusts, and which it shows. The server's
+/// certificate is always verified, its name too.
 ///
 /// ```
 /// use tidegate::store::redis::Tls;
@@ -49,12 +49,18 @@ impl Tls {
     }
 
     pub(super) fn client_config(self) -> Result<Arc<ClientConfig>, StoreError> {
-        let wrong = |what: &str, why: &dyn fmt::Display| StoreError::Misconfigured(format!("TLS: {what}: {why}"));
+        let wrong = |what: &str, why: &dyn fmt::Display| {
+            StoreError::Misconfigured(format!("TLS: {what}: {why}"))
+        };
         let mut roots = RootCertStore::empty();
         match &self.ca {
             Some(pem) => {
-                for certificate in certificates(pem).map_err(|error| wrong("the CA is no PEM", &error))? {
-                    roots.add(certificate).map_err(|error| wrong("the CA is not usable", &error))?;
+                for certificate in
+                    certificates(pem).map_err(|error| wrong("the CA is no PEM", &error))?
+                {
+                    roots
+                        .add(certificate)
+                        .map_err(|error| wrong("the CA is not usable", &error))?;
                 }
                 if roots.is_empty() {
                     return Err(wrong("the CA is not usable", &"it holds no certificate"));
@@ -75,27 +81,34 @@ impl Tls {
         let config = match &self.identity {
             None => config.with_no_client_auth(),
             Some((chain, key)) => {
-                let chain = certificates(chain).map_err(|error| wrong("the certificate is no PEM", &error))?;
+                let chain = certificates(chain)
+                    .map_err(|error| wrong("the certificate is no PEM", &error))?;
                 if chain.is_empty() {
                     return Err(wrong("the certificate is not usable", &"it holds no certificate"));
                 }
                 // What a parser says of a key might quote it.
-                let key =
-                    PrivateKeyDer::from_pem_slice(key).map_err(|_| wrong("the key is not usable", &"no PEM key"))?;
+                let key = PrivateKeyDer::from_pem_slice(key)
+                    .map_err(|_| wrong("the key is not usable", &"no PEM key"))?;
                 let shown = config.with_client_auth_cert(chain, key);
-                shown.map_err(|error| wrong("the certificate and its key are not usable", &error))?
+                shown
+                    .map_err(|error| wrong("the certificate and its key are not usable", &error))?
             }
         };
         Ok(Arc::new(config))
     }
 }
 
-fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, tokio_rustls::rustls::pki_types::pem::Error> {
+fn certificates(
+    pem: &[u8],
+) -> Result<Vec<CertificateDer<'static>>, tokio_rustls::rustls::pki_types::pem::Error> {
     CertificateDer::pem_slice_iter(pem).collect()
 }
 
 impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tls").field("ca", &self.ca.is_some()).field("identity", &self.identity.is_some()).finish()
+        f.debug_struct("Tls")
+            .field("ca", &self.ca.is_some())
+            .field("identity", &self.identity.is_some())
+            .finish()
     }
 }

@@ -1,6 +1,7 @@
 //! [`Topology`]: which node decides, now. One address, the primary that the sentinels name, or the owner of a slot.
 //!
-//! Tasks keep it current; a call only looks. A call that is sent elsewhere, or meets a node that does not write, stirs them.
+//! Tasks keep it current; a call only looks. A call that is sent elsewhere, or meets a node that
+//! does not write, stirs them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -81,12 +82,15 @@ impl Topology {
         let stir = Stir::new();
         let sentinels = match &plan {
             Plan::Sentinel { sentinels, access, .. } => {
-                let link = |address: &Address| Link::new(address.clone(), access, Role::Sentinel, timeout, &stir);
+                let link = |address: &Address| {
+                    Link::new(address.clone(), access, Role::Sentinel, timeout, &stir)
+                };
                 sentinels.iter().map(|address| Arc::new(link(address))).collect()
             }
             _ => Vec::new(),
         };
-        let nobody = Trouble { reason: "no node has been found yet".to_owned(), misconfigured: false };
+        let nobody =
+            Trouble { reason: "no node has been found yet".to_owned(), misconfigured: false };
         let known = Arc::new(Known {
             access: Arc::new(access),
             timeout,
@@ -121,7 +125,8 @@ impl Topology {
     pub(super) async fn settle(&self) -> Result<(), StoreError> {
         let mut settled = self.known.settled.subscribe();
         let settle = async {
-            let first = settled.wait_for(Option::is_some).await.ok().and_then(|first| first.clone());
+            let first =
+                settled.wait_for(Option::is_some).await.ok().and_then(|first| first.clone());
             if let Some(Err(trouble)) = first {
                 return Err(trouble);
             }
@@ -129,7 +134,10 @@ impl Topology {
         };
         match timeout(START, settle).await {
             Ok(settled) => settled.map_err(Trouble::at_start),
-            Err(_) => Err(self.known.trouble().map_or_else(|| StoreError::Timeout(START), Trouble::at_start)),
+            Err(_) => Err(self
+                .known
+                .trouble()
+                .map_or_else(|| StoreError::Timeout(START), Trouble::at_start)),
         }
     }
 }
@@ -191,12 +199,14 @@ impl Known {
             return Arc::clone(&known.link);
         }
         let role = if self.sentinels.is_empty() { Role::Data } else { Role::Primary };
-        let link = Arc::new(Link::new(address.clone(), &self.access, role, self.timeout, &self.stir));
+        let link =
+            Arc::new(Link::new(address.clone(), &self.access, role, self.timeout, &self.stir));
         links.insert(address.clone(), InUse { link: Arc::clone(&link), wanted });
         link
     }
 
-    /// A node said that this slot lives there. True for calls at once; the rest of the map is asked for.
+    /// A node said that this slot lives there. True for calls at once; the rest of the map is asked
+    /// for.
     pub(super) fn moved(&self, slot: u16, address: &Address) -> Arc<Link> {
         let link = self.link_to(address);
         self.redirects.fetch_add(1, Ordering::Relaxed);
@@ -259,7 +269,8 @@ impl Known {
 
     /// As [`Self::epoch`], for one slot: a change of other slots leaves it alone.
     pub(super) fn epoch_of(&self, slot: impl FnOnce() -> u16) -> u64 {
-        // Read before the routes, which are written first: a number is never newer than the routes that follow it.
+        // Read before the routes, which are written first: a number is never newer than the routes
+        // that follow it.
         let full_changes = self.full_changes.load(Ordering::Acquire);
         let slot_changes = match &**self.routes.load() {
             Routes::Slots(map) => map.changes_of(slot()),

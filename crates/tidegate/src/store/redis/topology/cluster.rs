@@ -54,7 +54,8 @@ impl SlotMap {
                 (Some(one), Some(another)) => Arc::ptr_eq(one, another),
                 (one, another) => one.is_none() && another.is_none(),
             };
-            self.changes[usize::from(slot)] = before.changes_of(slot).wrapping_add(u32::from(!same));
+            self.changes[usize::from(slot)] =
+                before.changes_of(slot).wrapping_add(u32::from(!same));
             changed |= !same;
         }
         changed
@@ -77,10 +78,11 @@ impl SlotMap {
     }
 
     fn index_of(&mut self, link: &Arc<Link>) -> u16 {
-        let index = self.links.iter().position(|known| Arc::ptr_eq(known, link)).unwrap_or_else(|| {
-            self.links.push(Arc::clone(link));
-            self.links.len() - 1
-        });
+        let index =
+            self.links.iter().position(|known| Arc::ptr_eq(known, link)).unwrap_or_else(|| {
+                self.links.push(Arc::clone(link));
+                self.links.len() - 1
+            });
         u16::try_from(index).unwrap_or(NOBODY)
     }
 }
@@ -144,9 +146,11 @@ fn cluster_slots() -> Cmd {
     command
 }
 
-/// The map as some node tells it: a primary that we are connected to, or else any node that we know of.
+/// The map as some node tells it: a primary that we are connected to, or else any node that we know
+/// of.
 async fn ask_around(known: &Known, others: &[Address]) -> Result<Told, Trouble> {
-    let mut last = Trouble { reason: "no node of the cluster is known".to_owned(), misconfigured: false };
+    let mut last =
+        Trouble { reason: "no node of the cluster is known".to_owned(), misconfigured: false };
     let mut primaries = known.primaries();
     if !primaries.is_empty() {
         // Not always the same one: it might be cut off from the others, and tell of old times.
@@ -160,12 +164,19 @@ async fn ask_around(known: &Known, others: &[Address]) -> Result<Told, Trouble> 
                 Some(told) => return Ok(told),
                 None => last = Trouble::new(link.address(), NO_SLOTS),
             },
-            Err(fault) => last = Trouble::new(link.address(), &fault.into_store_error(ASK).to_string()),
+            Err(fault) => {
+                last = Trouble::new(link.address(), &fault.into_store_error(ASK).to_string())
+            }
         }
     }
     for address in others {
-        match ask_once(address, &known.access, cluster_slots(), ASK.max(known.timeout.min(Duration::from_secs(1))))
-            .await
+        match ask_once(
+            address,
+            &known.access,
+            cluster_slots(),
+            ASK.max(known.timeout.min(Duration::from_secs(1))),
+        )
+        .await
         {
             Ok(reply) => match told(&reply, address) {
                 Some(told) => return Ok(told),
@@ -186,7 +197,8 @@ fn rotation() -> usize {
 }
 
 fn adopt(known: &Known, told: &Told) {
-    let (owners, changes) = (vec![NOBODY; SLOTS].into_boxed_slice(), vec![0; SLOTS].into_boxed_slice());
+    let (owners, changes) =
+        (vec![NOBODY; SLOTS].into_boxed_slice(), vec![0; SLOTS].into_boxed_slice());
     let mut map = SlotMap { links: Vec::new(), owners, changes };
     for (first, last, address) in &told.ranges {
         let owner = map.index_of(&known.link_to(address));
@@ -208,14 +220,16 @@ fn adopt(known: &Known, told: &Told) {
     }
 }
 
-/// The reply of `CLUSTER SLOTS`: for each range its first and last slot, its primary, then its replicas, and of each
-/// node the host, the port, and more. `None` if no slot is served.
+/// The reply of `CLUSTER SLOTS`: for each range its first and last slot, its primary, then its
+/// replicas, and of each node the host, the port, and more. `None` if no slot is served.
 fn told(reply: &Value, asked: &Address) -> Option<Told> {
     let Value::Array(ranges) = reply else { return None };
     let mut told = Told { ranges: Vec::new(), replicas: Vec::new() };
     for range in ranges {
         let Value::Array(parts) = range else { return None };
-        let [Value::Int(first), Value::Int(last), primary, replicas @ ..] = parts.as_slice() else { return None };
+        let [Value::Int(first), Value::Int(last), primary, replicas @ ..] = parts.as_slice() else {
+            return None;
+        };
         let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
         told.ranges.push((first, last, node(primary, asked)?));
         told.replicas.extend(replicas.iter().filter_map(|replica| node(replica, asked)));

@@ -1,7 +1,9 @@
-//! Sentinels: which server is the primary, as they tell. Each is asked by a task of its own, so one that hangs holds up nobody.
+//! Sentinels: which server is the primary, as they tell. Each is asked by a task of its own, so one
+//! that hangs holds up nobody.
 //!
-//! They do not all learn of a failover at once. The one that has seen the highest configuration epoch knows best. And even that
-//! one looks at the server it promotes but once a second: while the sentinels agree that the primary is down, we look ourselves.
+//! They do not all learn of a failover at once. The one that has seen the highest configuration
+//! epoch knows best. And even that one looks at the server it promotes but once a second: while the
+//! sentinels agree that the primary is down, we look ourselves.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,13 +45,19 @@ const POLL: Duration = Duration::from_millis(250);
 const AT_LEAST: Duration = Duration::from_millis(25);
 /// How long one sentinel may take to tell.
 const ASK: Duration = Duration::from_millis(300);
-/// For so long a primary may be of no use before a sentinel of an older epoch is believed: it may have been reset.
+/// For so long a primary may be of no use before a sentinel of an older epoch is believed: it may
+/// have been reset.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 pub(super) fn follow(known: &Arc<Known>, name: &str) -> Vec<JoinHandle<()>> {
     let council = Arc::new(Council::default());
     let listen = |sentinel: &Arc<Link>| {
-        tokio::spawn(listen(Arc::clone(known), Arc::clone(&council), Arc::clone(sentinel), name.to_owned()))
+        tokio::spawn(listen(
+            Arc::clone(known),
+            Arc::clone(&council),
+            Arc::clone(sentinel),
+            name.to_owned(),
+        ))
     };
     known.sentinels.iter().map(listen).collect()
 }
@@ -85,22 +93,28 @@ async fn listen(known: Arc<Known>, council: Arc<Council>, sentinel: Arc<Link>, n
 
 async fn ask(sentinel: &Link, name: &str) -> Result<Told, Trouble> {
     sentinel.ready().await?;
-    // In one go, so that both are of one moment. While a failover is under way only the first tells of the new primary.
+    // In one go, so that both are of one moment. While a failover is under way only the first tells
+    // of the new primary.
     let mut both = Pipeline::with_capacity(2);
     both.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
     both.cmd("SENTINEL").arg("MASTER").arg(name);
-    let replies = sentinel.ask_all(&both, Instant::now() + ASK).await.map_err(|fault| match fault {
-        Fault::Down(trouble) | Fault::Lost(trouble) => trouble,
-        other => Trouble::new(sentinel.address(), &other.into_store_error(ASK).to_string()),
-    })?;
-    let [primary, details] = replies.as_slice() else { return Err(Trouble::new(sentinel.address(), "no answer")) };
+    let replies =
+        sentinel.ask_all(&both, Instant::now() + ASK).await.map_err(|fault| match fault {
+            Fault::Down(trouble) | Fault::Lost(trouble) => trouble,
+            other => Trouble::new(sentinel.address(), &other.into_store_error(ASK).to_string()),
+        })?;
+    let [primary, details] = replies.as_slice() else {
+        return Err(Trouble::new(sentinel.address(), "no answer"));
+    };
     match primary {
         Value::Array(parts) => {
             let [host, port] = parts.as_slice() else { return Err(unknown(sentinel, name)) };
             let address = text(host).zip(text(port).and_then(|port| port.parse().ok()));
             let Some((host, port)) = address else { return Err(unknown(sentinel, name)) };
-            let epoch = field(details, "config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
-            let down = field(details, "flags").is_some_and(|flags| flags.split(',').any(|flag| flag == "o_down"));
+            let epoch =
+                field(details, "config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
+            let down = field(details, "flags")
+                .is_some_and(|flags| flags.split(',').any(|flag| flag == "o_down"));
             Ok(Told { primary: Address::tcp(host, port), epoch, down })
         }
         Value::Nil => Err(unknown(sentinel, name)),
@@ -108,12 +122,17 @@ async fn ask(sentinel: &Link, name: &str) -> Result<Told, Trouble> {
             let reason = format!("it does not answer as a sentinel does: {error}");
             Err(Trouble::misconfigured(sentinel.address(), &reason))
         }
-        _ => Err(Trouble::misconfigured(sentinel.address(), "it does not answer as a sentinel does")),
+        _ => {
+            Err(Trouble::misconfigured(sentinel.address(), "it does not answer as a sentinel does"))
+        }
     }
 }
 
 fn unknown(sentinel: &Link, name: &str) -> Trouble {
-    Trouble::misconfigured(sentinel.address(), &format!("this sentinel knows no primary named {name:?}"))
+    Trouble::misconfigured(
+        sentinel.address(),
+        &format!("this sentinel knows no primary named {name:?}"),
+    )
 }
 
 fn text(value: &Value) -> Option<&str> {
@@ -125,7 +144,10 @@ fn text(value: &Value) -> Option<&str> {
 
 /// A replica that is none any more: it is being promoted.
 async fn promoted(known: &Known, sentinel: &Link, name: &str) -> Option<Address> {
-    let replicas = sentinel.ask(redis::cmd("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + ASK).await.ok()?;
+    let replicas = sentinel
+        .ask(redis::cmd("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + ASK)
+        .await
+        .ok()?;
     let Value::Array(replicas) = replicas else { return None };
     for replica in &replicas {
         let port = field(replica, "port").and_then(|port| port.parse().ok());
