@@ -129,15 +129,14 @@ type Request = BTreeMap<String, String>;
 /// Services with three policies each; two of a thousand apply.
 fn a_thousand_policies() -> (Policies, Request) {
     let policy = |number: usize| {
-        let policy =
-            Policy::new(format!("policy-{number}"), quota(Algorithm::TokenBucket)).expect("a name");
+        let policy = Policy::builder(format!("policy-{number}"), quota(Algorithm::TokenBucket));
         let service = number / 3;
         let policy = match number % 3 {
-            0 => policy.matching("path", &[format!("/service-{service}/**")]),
-            1 => policy.matching("path", &[format!("/service-{service}/items/*")]),
-            _ => policy.matching("domain", &[format!("service-{service}")]),
+            0 => policy.matches("path", [format!("/service-{service}/**")]),
+            1 => policy.matches("path", [format!("/service-{service}/items/*")]),
+            _ => policy.matches("domain", [format!("service-{service}")]),
         };
-        policy.and_then(|policy| policy.counting(&["ip"])).expect("a valid policy")
+        policy.key(["ip"]).build().expect("a valid policy")
     };
     let policies = Policies::new((0..1_000).map(policy).collect()).expect("names of their own");
     let request = [("ip", "203.0.113.9"), ("method", "GET"), ("path", "/service-2/items/7")];

@@ -10,15 +10,14 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tidegate::Action;
+use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
 
-use crate::counts::Redis;
-use crate::engine::{Ask, Engine};
+use crate::api::problem::Problem;
+use crate::api::{not_found, read_json, token, wrong_method};
+use crate::backend::Redis;
+use crate::engine::Engine;
 use crate::envoy::rules::Limit;
-use crate::http::{not_found, read_json, wrong_method};
-use crate::problem::Problem;
-use crate::token;
 
 #[derive(Clone)]
 pub(crate) struct Admin {
@@ -42,8 +41,8 @@ pub(crate) fn router(admin: Admin) -> Router {
 }
 
 async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> Response {
-    let live = admin.engine.live();
-    match token::check(live.admin_token.as_ref(), request.headers()) {
+    let active = admin.engine.active();
+    match token::check(active.admin_token.as_ref(), request.headers()) {
         Ok(()) => next.run(request).await,
         Err(reason) => Problem::unauthorized(reason).into_response(),
     }
@@ -62,8 +61,8 @@ async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     }
     let ready = admin.ready.load(Ordering::Relaxed);
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let redis = admin.engine.counts.redis();
-    let may_see = token::check(admin.engine.live().admin_token.as_ref(), &headers).is_ok();
+    let redis = admin.engine.backend.redis();
+    let may_see = token::check(admin.engine.active().admin_token.as_ref(), &headers).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
@@ -113,7 +112,7 @@ impl RedisDetail {
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    let text = admin.engine.metrics.text(&admin.engine.counts);
+    let text = admin.engine.metrics.text(&admin.engine.backend);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 
@@ -125,7 +124,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         limit: u64,
         window_ms: u128,
         burst: u64,
-        key: &'a [String],
+        key: Vec<&'a str>,
         mode: &'static str,
         on_store_failure: &'static str,
         overrides: usize,
@@ -133,24 +132,24 @@ async fn policies(State(admin): State<Admin>) -> Response {
         #[serde(skip_serializing_if = "Option::is_none")]
         rule: Option<&'a str>,
     }
-    let live = admin.engine.live();
-    let policies = live.policies.iter().map(|policy| PolicyBody {
+    let active = admin.engine.active();
+    let policies = active.policies().iter().map(|policy| PolicyBody {
         name: policy.name(),
         algorithm: policy.quota().algorithm().as_str(),
         limit: policy.quota().limit(),
         window_ms: policy.quota().window().as_millis(),
         burst: policy.quota().burst(),
-        key: policy.key_attributes(),
+        key: policy.key().iter().map(KeySource::as_str).collect(),
         mode: policy.mode().as_str(),
-        on_store_failure: policy.store_failure().as_str(),
-        overrides: policy.overrides(),
+        on_store_failure: policy.on_store_failure().as_str(),
+        overrides: policy.override_count(),
         rule: None,
     });
-    let rules = live.envoy.rules.rules().filter_map(|rule| {
+    let rules = active.envoy.rules.rules().filter_map(|rule| {
         let (algorithm, limit, window, burst) = match &rule.limit {
             // Nothing is counted.
             Limit::Unlimited => return None,
-            Limit::Never(_, window) => (live.envoy.algorithm, 0, *window, 0),
+            Limit::Never(_, window) => (active.envoy.algorithm, 0, *window, 0),
             Limit::Quota(_, quota) => {
                 (quota.algorithm(), quota.limit(), quota.window(), quota.burst())
             }
@@ -161,7 +160,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             limit,
             window_ms: window.as_millis(),
             burst,
-            key: &rule.keys,
+            key: rule.keys.iter().map(String::as_str).collect(),
             mode: rule.mode.as_str(),
             // A gRPC status; then Envoy's failure_mode_deny decides.
             on_store_failure: "unavailable",
@@ -214,12 +213,7 @@ struct ResetBody {
 
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
-    let live = admin.engine.live();
-    if live.policies.get(&policy).is_some()
-        || !admin.engine.reset_envoy(&live, &policy, &key).await?
-    {
-        let ask = Ask::Policy { policy: &policy, key: &key, cost: None };
-        admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask, 0).await?;
-    }
+    let active = admin.engine.active();
+    active.reset(&policy, &key).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -1,4 +1,4 @@
-//! Envoy's rate limit service, v3: translates descriptors and statuses, decides nothing.
+//! Envoy's rate limit service, v3: translates descriptors into a query and decisions into statuses.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -6,35 +6,37 @@ use std::time::Duration;
 
 use axum::Router;
 use hyper::service::{Service, service_fn};
+use tidegate::{Action, Error, PolicyDecision, Query};
 use tonic::Status;
 use tonic_health::ServingStatus;
 use tower::ServiceExt as _;
 
-use crate::engine::{AskError, Engine, EnvoyCharge};
+use crate::api::token;
+use crate::engine::Engine;
 use crate::listener::Request;
-use crate::{logs, token};
+use crate::logs;
 
 pub(crate) mod rules;
 
 mod grpc;
-mod parts;
+mod plan;
 mod proto;
 
 use grpc::{Body, Reply};
-use parts::Part;
+use plan::DescriptorPlan;
 use proto::envoy::config::core::v3::HeaderValue;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::{
     Code, DescriptorStatus, RateLimit, rate_limit,
 };
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use rules::{RuleMode, Unit};
+use rules::Unit;
 
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 /// More descriptors in one request are a mistake, or an attack.
 const MAX_DESCRIPTORS: usize = 100;
-const MAX_MESSAGE: usize = 256 * 1024;
-/// What reflection answers with.
+const MAX_MESSAGE_BYTES: usize = 256 * 1024;
+/// Descriptor set for gRPC reflection.
 const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
 /// The service, with gRPC health and reflection.
@@ -57,8 +59,8 @@ impl Envoy {
         Ok(Arc::new(Self { engine, others: others.into_axum_router() }))
     }
 
-    /// For one connection. It is hyper's own service, as that of the HTTP API is: only what is
-    /// seldom asked goes to tonic.
+    /// Returns the service for one connection. Rate limit calls are answered by a plain hyper
+    /// service, like the HTTP API; only health and reflection go through tonic.
     pub(crate) fn service(
         self: &Arc<Self>,
     ) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<>
@@ -87,11 +89,11 @@ impl Envoy {
 }
 
 async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, Status> {
-    let live = engine.live();
+    let active = engine.active();
     let (head, body) = request.into_parts();
-    token::check(live.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
+    token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
     grpc::check_encoding(&head.headers)?;
-    let request: RateLimitRequest = grpc::read(body, MAX_MESSAGE).await?;
+    let request: RateLimitRequest = grpc::read(body, MAX_MESSAGE_BYTES).await?;
     if request.domain.is_empty() {
         return Err(Status::invalid_argument(
             "the domain is empty: it must be that of the rules to apply",
@@ -103,24 +105,31 @@ async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, S
             request.descriptors.len()
         )));
     }
-    let (parts, mut charges) = parts::of(&live, &request)?;
-    let allowed =
-        engine.ask_envoy(&live, &head.headers, &mut charges).await.map_err(
-            |error| match error {
-                // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
-                AskError::Store(error) => {
-                    logs::store_failed(&error);
-                    Status::unavailable("the store cannot decide now")
-                }
-                other => Status::invalid_argument(other.to_string()),
-            },
-        )?;
-    let mut charges = charges.iter();
-    let mut answer = Overall::default();
-    for part in &parts {
-        answer.add(part, &mut charges);
+    let (plans, charges) = plan::of(&active, &request)?;
+    let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
+    let query = Query::prepared(charges).on_span(&on_span);
+    let decided = active.strict_limiter.decide(Action::Acquire, query).await;
+    let decisions = decided.map_err(|error| match error {
+        // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
+        Error::Store(error) => {
+            logs::store_failed(&error);
+            Status::unavailable("the store cannot decide now")
+        }
+        other => Status::invalid_argument(other.to_string()),
+    })?;
+    let mut response = ResponseBuilder::default();
+    let mut decided = decisions.iter().peekable();
+    let mut end = 0;
+    for plan in &plans {
+        if let DescriptorPlan::Limited(limited) = plan {
+            end += limited.charges;
+        }
+        let own = std::iter::from_fn(|| decided.next_if(|decision| decision.position() < end));
+        // A decision in shadow mode counts only if no limit is enforced.
+        let binding = own.min_by_key(|entry| (entry.is_shadow(), entry.decision().rank()));
+        response.add(plan, binding);
     }
-    Ok(grpc::reply(&answer.into_response(allowed)))
+    Ok(grpc::reply(&response.build(decisions.is_allowed())))
 }
 
 fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateLimit {
@@ -141,52 +150,40 @@ fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateL
     }
 }
 
-/// The answer as it grows, descriptor by descriptor.
+/// Response, built descriptor by descriptor.
 #[derive(Default)]
-struct Overall {
+struct ResponseBuilder {
     statuses: Vec<DescriptorStatus>,
     retry_after: Duration,
 }
 
-impl Overall {
-    /// Takes as many charges as the part has.
-    fn add<'a>(
-        &mut self,
-        part: &Part<'_>,
-        charges: &mut impl Iterator<Item = &'a EnvoyCharge<'a>>,
-    ) {
+impl ResponseBuilder {
+    /// Adds the status of a descriptor, with the binding decision of its charges.
+    fn add(&mut self, plan: &DescriptorPlan<'_>, binding: Option<&PolicyDecision<'_>>) {
         let ok = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
-        let status = match part {
-            Part::Free => ok,
-            Part::Unlimited => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
-            Part::Charged(part) => {
-                let decided = |charge: &EnvoyCharge<'_>| {
-                    Some((charge.mode == RuleMode::Shadow, charge.decision?))
-                };
-                // What is only looked at leads only where nothing is enforced, and never denies.
-                let decided = charges.take(part.charges).filter_map(decided);
-                let Some((shadow, leading)) =
-                    decided.min_by_key(|(shadow, decision)| (*shadow, decision.rank()))
-                else {
-                    return self.statuses.push(ok);
-                };
-                let over = !leading.allowed && !shadow;
+        let status = match (plan, binding) {
+            (DescriptorPlan::Unlimited, _) => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
+            (DescriptorPlan::Limited(limited), Some(binding)) => {
+                let decision = binding.decision();
+                let over = !decision.allowed && !binding.is_shadow();
                 if over {
-                    self.retry_after = self.retry_after.max(leading.retry_after);
+                    self.retry_after = self.retry_after.max(decision.retry_after);
                 }
-                let reset = if leading.allowed { leading.reset_after } else { leading.retry_after };
+                let reset =
+                    if decision.allowed { decision.reset_after } else { decision.retry_after };
                 DescriptorStatus {
                     code: if over { Code::OverLimit } else { Code::Ok }.into(),
-                    current_limit: Some(current_limit(part.limit, part.unit, part.name)),
-                    limit_remaining: u32::try_from(leading.remaining).unwrap_or(u32::MAX),
+                    current_limit: Some(current_limit(limited.limit, limited.unit, limited.name)),
+                    limit_remaining: u32::try_from(decision.remaining).unwrap_or(u32::MAX),
                     duration_until_reset: Some(whole_seconds(reset)),
                 }
             }
+            _ => ok,
         };
         self.statuses.push(status);
     }
 
-    fn into_response(self, allowed: bool) -> RateLimitResponse {
+    fn build(self, allowed: bool) -> RateLimitResponse {
         let retry_after = || {
             let wait = whole_seconds(self.retry_after).seconds.max(1);
             HeaderValue { key: "retry-after".to_owned(), value: wait.to_string() }
@@ -199,7 +196,8 @@ impl Overall {
     }
 }
 
-/// Rounded up: Envoy's header has whole seconds, and who waits them must get in.
+/// Returns whole seconds, rounded up: Envoy's header has no fractions, and a client that waits them
+/// must be admitted.
 fn whole_seconds(duration: Duration) -> prost_types::Duration {
     let seconds = duration.as_secs() + u64::from(duration.subsec_nanos() > 0);
     prost_types::Duration { seconds: i64::try_from(seconds).unwrap_or(i64::MAX), nanos: 0 }

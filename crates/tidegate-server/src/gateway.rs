@@ -34,13 +34,16 @@ mod upstreams;
 
 use body::{Activity, Download, Sent, Timed, Upload};
 use client::Clients;
-use limit::{Limited, UpstreamsLimits};
+use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use refusal::Refusal;
 pub(crate) use upstreams::Upstream;
 use upstreams::{Speaks, Upstreams};
 
 /// What answers the gateway's listener.
-pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow::Result<Limited> {
+pub(crate) fn service(
+    settings: &GatewayConfig,
+    engine: &Arc<Engine>,
+) -> anyhow::Result<LimitedGateway> {
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
     let upstreams =
@@ -53,7 +56,7 @@ pub(crate) fn service(settings: &GatewayConfig, engine: &Arc<Engine>) -> anyhow:
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
     };
-    Ok(Limited::new(engine, &Gateway(Arc::new(proxy))))
+    Ok(LimitedGateway::new(engine, &Gateway(Arc::new(proxy))))
 }
 
 /// Warns about policies for other front doors: one file may serve several, but a limit that never
@@ -120,7 +123,7 @@ impl Proxy {
         let peer = *head.extensions.get::<Peer>().ok_or(Refusal::Ambiguous("nobody sent it"))?;
         let upgrade = head::upgrade(head.version, &head.headers);
         let client_side = upgrade.is_some().then_some(client_side);
-        head::to_upstream(&mut head, peer, &self.engine.live().client_ip, upgrade);
+        head::to_upstream(&mut head, peer, &self.engine.active().client_ip, upgrade);
         let body = (!body.is_end_stream()).then(|| Timed::new(body, self.idle_timeout));
         let answer = self.ask(head, body).await?;
         self.hand_back(answer, client_side)
@@ -194,7 +197,7 @@ impl Proxy {
         let version = std::mem::replace(answer.version_mut(), Version::HTTP_11);
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             head::to_client(version, answer.headers_mut());
-            if let Some(limits) = UpstreamsLimits::take(answer.headers_mut()) {
+            if let Some(limits) = UpstreamRateLimitHeaders::take(answer.headers_mut()) {
                 answer.extensions_mut().insert(limits);
             }
             let timed = |body| Body::new(Download::new(body, self.idle_timeout));

@@ -6,25 +6,22 @@ use clap::Parser;
 use clap::error::ErrorKind;
 
 mod admin;
-mod body;
+mod api;
+mod backend;
 mod cli;
 mod config;
-mod counts;
 mod doctor;
 mod engine;
 mod envoy;
-mod forward_auth;
 mod gateway;
 mod hot_keys;
-mod http;
 mod listener;
 mod logs;
 mod metrics;
-mod problem;
+mod observer;
 mod reload;
 mod serve;
 mod tls;
-mod token;
 
 /// A request is many small allocations; this one serves them fastest of those compared.
 #[global_allocator]

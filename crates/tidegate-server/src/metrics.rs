@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tidegate::{Source, StoreError};
 
-use crate::counts::{Counts, Redis};
+use crate::backend::{Backend, Redis};
 
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
@@ -33,6 +33,7 @@ pub(crate) struct Outcomes {
     allowed: AtomicU64,
     denied: AtomicU64,
     shadow_denied: AtomicU64,
+    missing_key: AtomicU64,
     /// Those that the store did not make, by who did.
     fallback: [AtomicU64; FALLBACKS.len()],
 }
@@ -55,6 +56,11 @@ impl Outcomes {
             (false, true) => &self.shadow_denied,
         };
         counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a request that lacks the policy's key.
+    pub(crate) fn count_missing_key(&self) {
+        self.missing_key.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn count_source(&self, source: Source) {
@@ -121,7 +127,7 @@ impl Metrics {
     }
 
     /// The classic text format, version 0.0.4.
-    pub(crate) fn text(&self, counts: &Counts) -> String {
+    pub(crate) fn text(&self, backend: &Backend) -> String {
         let mut text = String::with_capacity(8 * 1024);
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         head(&mut text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
@@ -137,6 +143,18 @@ impl Metrics {
                 let labels = format!("policy=\"{policy}\",outcome=\"{outcome}\"");
                 let _ = writeln!(text, "tidegate_decisions_total{{{labels}}} {}", load(counter));
             }
+        }
+        head(
+            &mut text,
+            "tidegate_missing_key_total",
+            "counter",
+            "Requests that lack the key of a policy, by policy.",
+        );
+        for (policy, outcomes) in
+            self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
+        {
+            let (policy, count) = (escaped(policy), load(&outcomes.missing_key));
+            let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
         }
         head(
             &mut text,
@@ -186,14 +204,14 @@ impl Metrics {
                 writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
         }
         head(&mut text, "tidegate_memory_keys", "gauge", "Keys held in this process's memory.");
-        let _ = writeln!(text, "tidegate_memory_keys {}", counts.memory_keys());
+        let _ = writeln!(text, "tidegate_memory_keys {}", backend.memory_keys());
         head(&mut text, "tidegate_store_up", "gauge", "Whether the store decides.");
         let _ = writeln!(
             text,
             "tidegate_store_up {}",
-            u8::from(counts.redis().is_none_or(Redis::is_up))
+            u8::from(backend.redis().is_none_or(Redis::is_up))
         );
-        if let Some(redis) = counts.redis() {
+        if let Some(redis) = backend.redis() {
             write_redis(&mut text, redis);
         }
         head(
@@ -369,21 +387,18 @@ mod tests {
         assert!(text.contains("x_count 5\n") && text.contains("x_sum 2.000023\n"), "{text}");
     }
 
-    fn memory() -> Counts {
-        Counts::Memory {
-            limiter: tidegate::Limiter::new(tidegate::MemoryStore::new()),
-            metrics: Arc::default(),
-        }
+    fn memory() -> Backend {
+        Backend::memory(tidegate::MemoryStore::new(), Arc::default())
     }
 
     #[test]
     fn a_policys_name_cannot_break_out_of_its_label() {
         let metrics = Metrics::default();
         metrics.outcomes("a\"} 1\nb\\").count(true, false);
-        let counts = memory();
+        let backend = memory();
         assert!(
             metrics
-                .text(&counts)
+                .text(&backend)
                 .contains(r#"tidegate_decisions_total{policy="a\"} 1\nb\\",outcome="allowed"} 1"#)
         );
     }

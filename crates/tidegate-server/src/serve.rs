@@ -19,7 +19,7 @@ use crate::config::{Config, GatewayConfig, Listen, RedisConfig, StoreConfig};
 use crate::engine::Engine;
 use crate::envoy::Envoy;
 use crate::listener::{self, Manner};
-use crate::{doctor, gateway, http, reload};
+use crate::{api, doctor, gateway, reload};
 
 /// What is under way when the process is asked to end gets this long; then it ends all the same.
 const DRAIN: Duration = Duration::from_secs(8);
@@ -73,7 +73,7 @@ pub(crate) async fn serve(
     let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false, light: true };
     let http = {
         let engine = Arc::clone(engine);
-        move |peer| http::service(&engine, peer)
+        move |peer| api::service(&engine, peer)
     };
     let http = tokio::spawn(listener::serve(
         http_listener,
@@ -198,7 +198,7 @@ impl Service {
         for door in doors {
             let _ = door.await;
         }
-        if let Some(redis) = self.engine.counts.redis() {
+        if let Some(redis) = self.engine.backend.redis() {
             // What was admitted in its place is not forgotten with this process.
             // On the heap: with all the stores within, it is a deep type.
             let repay = Box::pin(redis.fallback().repay());
@@ -212,7 +212,7 @@ impl Service {
 
 /// Warns of what is wrong with Redis, as soon as it is there.
 async fn examine(engine: Arc<Engine>, config: RedisConfig) {
-    let Some(redis) = engine.counts.redis() else { return };
+    let Some(redis) = engine.backend.redis() else { return };
     while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
@@ -236,7 +236,7 @@ fn secured(
     engine: &Arc<Engine>,
 ) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
     let engine = Arc::clone(engine);
-    move || engine.live().tls.clone()
+    move || engine.active().tls.clone()
 }
 
 async fn bind(address: SocketAddr, field: &str) -> anyhow::Result<TcpListener> {

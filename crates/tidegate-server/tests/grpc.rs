@@ -300,7 +300,7 @@ async fn an_error_is_written_in_ascii() {
     let service = Service::start("auth: {api_token: open-sesame}\n");
     let connection = Connection::open(&service).await;
     let answer = connection.call(&[GRPC], &question("x")).await;
-    let words = "a bearer token is needed: Authorization: Bearer …".to_owned();
+    let words = "a bearer token is required: Authorization: Bearer …".to_owned();
     assert_eq!(answer.error(), (GrpcCode::Unauthenticated, words));
     let on_the_wire = answer.headers["grpc-message"].to_str().expect("ASCII");
     assert!(on_the_wire.ends_with("Bearer%20%E2%80%A6"), "{on_the_wire}");

@@ -288,7 +288,7 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
     let cases = [
         ("not json".to_owned(), 400, "not JSON"),
         (String::new(), 400, "not JSON"),
-        ("[]".to_owned(), 400, "not a question"),
+        ("[]".to_owned(), 400, "not a query"),
         ("{}".to_owned(), 400, "one of three forms"),
         (r#"{"policy": "per-user"}"#.to_owned(), 400, "one of three forms"),
         (with(r#""attributes": {}"#), 400, "one of three forms"),
@@ -308,7 +308,7 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
         (
             r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#.to_owned(),
             400,
-            "attributes: \"header.a\" is there twice",
+            "attributes: \"header.a\" is given twice",
         ),
         (
             r#"{"attributes": {"paths": "/"}}"#.to_owned(),
@@ -548,7 +548,7 @@ fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
         .expect("a port");
     let config = format!("store: {{redis: 'redis://{port}'}}\n{POLICIES}");
     let service = Service::start(&config);
-    assert!(service.output().contains("Redis is away"), "{}", service.output());
+    assert!(service.output().contains("Redis is unavailable"), "{}", service.output());
     let ask = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&ask).json()["source"], "local");
     // Until then it assumes a fleet, unless the file has a number.

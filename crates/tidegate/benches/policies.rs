@@ -14,14 +14,14 @@ use tidegate::{Policies, Policy, Quota};
 fn policies(count: usize) -> Policies {
     let quota = Quota::token_bucket(100, Duration::from_secs(60)).expect("valid");
     let policy = |number: usize| {
-        let policy = Policy::new(format!("policy-{number}"), quota.clone()).expect("a name");
+        let policy = Policy::builder(format!("policy-{number}"), quota.clone());
         let service = number / 3;
         let policy = match number % 3 {
-            0 => policy.matching("path", &[format!("/service-{service}/**")]),
-            1 => policy.matching("path", &[format!("/service-{service}/items/*")]),
-            _ => policy.matching("domain", &[format!("service-{service}")]),
+            0 => policy.matches("path", [format!("/service-{service}/**")]),
+            1 => policy.matches("path", [format!("/service-{service}/items/*")]),
+            _ => policy.matches("domain", [format!("service-{service}")]),
         };
-        policy.and_then(|policy| policy.counting(&["ip"])).expect("valid")
+        policy.key(["ip"]).build().expect("valid")
     };
     Policies::new((0..count).map(policy).collect()).expect("names of their own")
 }

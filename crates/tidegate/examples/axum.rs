@@ -19,8 +19,8 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::ConnectInfo;
 use axum::routing::get;
-use tidegate::tower::RateLimitLayer;
-use tidegate::{Limiter, MemoryStore, Quota, QuotaError, RedisStore, Store};
+use tidegate::layer::RateLimitLayer;
+use tidegate::{KeySource, Limiter, MemoryStore, Quota, QuotaError, RedisStore, Store};
 use tokio::net::TcpListener;
 
 #[tokio::main]
@@ -41,7 +41,7 @@ fn app<S: Store>(limiter: Limiter<S>) -> Result<Router, QuotaError> {
     let quota = Quota::sliding_log(10, Duration::from_secs(60))?;
     let layer = RateLimitLayer::new(limiter, quota)
         .policy("per-client")
-        .by("ip")
+        .by(KeySource::client_ip())
         .peer(|head| head.extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.ip()))
         .exempt_preflight()
         .refund_on(|status| status.is_server_error());

@@ -16,15 +16,16 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
-use tidegate::tower::RateLimitLayer;
-use tidegate::{Limiter, MemoryStore, Quota};
+use tidegate::layer::RateLimitLayer;
+use tidegate::{KeySource, Limiter, MemoryStore, Quota};
 use tokio::net::TcpListener;
 use tower::Layer as _;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let quota = Quota::sliding_log(5, Duration::from_secs(10))?;
-    let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota).by("header.x-api-key");
+    let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+        .by(KeySource::header("x-api-key")?);
     // Each connection gets a clone; all of them share the counts.
     let service = layer.layer(tower::service_fn(hello));
 

@@ -9,8 +9,8 @@ use std::error::Error;
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use tidegate::tower::RateLimitLayer;
-use tidegate::{Limiter, MemoryStore, Quota};
+use tidegate::layer::RateLimitLayer;
+use tidegate::{KeySource, Limiter, MemoryStore, Quota};
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Endpoint, Server};
 use tonic_health::pb::HealthCheckRequest;
@@ -22,7 +22,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let quota = Quota::sliding_log(3, Duration::from_secs(60))?;
     let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
         .policy("per-tenant")
-        .by("header.x-tenant");
+        .by(KeySource::header("x-tenant")?);
 
     // Your own service goes here; the health service has one method to call.
     let (_, health) = tonic_health::server::health_reporter();

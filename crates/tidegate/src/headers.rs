@@ -1,28 +1,27 @@
-//! What a client is told: `RateLimit-Policy`, `RateLimit`, `Retry-After`, and the older
+//! Headers of a response: `RateLimit-Policy`, `RateLimit`, `Retry-After`, and the older
 //! `X-RateLimit-*`.
 //!
-//! The first two follow the IETF draft on rate limit header fields: a list of items, each the
-//! policy's name as a quoted string with its numbers as parameters. Seconds are rounded up, never
-//! down: who waits them gets in.
+//! The first two follow the IETF draft on rate limit header fields: a list of items, each with the
+//! policy's name as a quoted string and its numbers as parameters. Seconds are rounded up, so a
+//! client that waits them is admitted.
 
 use std::time::Duration;
 
 use crate::decision::Decision;
 use crate::quota::Quota;
 
-/// One policy's decision about a request.
+/// State of one policy after a request, as the headers show it.
 #[derive(Debug, Clone, Copy)]
-pub struct Limited<'a> {
-    /// The policy's name.
+pub struct PolicyState<'a> {
+    /// Name of the policy.
     pub policy: &'a str,
-    /// Its quota.
+    /// Quota of the policy.
     pub quota: &'a Quota,
-    /// Its decision.
+    /// Decision of the policy.
     pub decision: Decision,
 }
 
-/// The headers for these decisions: names in lower case, and their values. Empty if no policy
-/// applied.
+/// Returns the headers for these decisions, with names in lower case. Empty if no policy applies.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -30,56 +29,57 @@ pub struct Limited<'a> {
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
 /// let decision = Limiter::new(MemoryStore::new()).blocking().acquire(&Charge::new("user123", &quota))?;
-/// let limited = headers::Limited { policy: "per-user", quota: &quota, decision };
-/// let headers = headers::all(&[limited], false);
+/// let state = headers::PolicyState { policy: "per-user", quota: &quota, decision };
+/// let headers = headers::to_headers(&[state], false);
 /// assert_eq!(headers[0], ("ratelimit-policy", r#""per-user";q=100;w=60"#.to_owned()));
 /// assert_eq!(headers[1], ("ratelimit", r#""per-user";r=99;t=60"#.to_owned()));
 /// # Ok(())
 /// # }
 /// ```
 #[must_use]
-pub fn all(limited: &[Limited<'_>], with_x_headers: bool) -> Vec<(&'static str, String)> {
+pub fn to_headers(states: &[PolicyState<'_>], with_x_headers: bool) -> Vec<(&'static str, String)> {
     let mut headers = Vec::with_capacity(6);
-    each(limited.iter().copied(), with_x_headers, |name, value| {
+    for_each_header(states.iter().copied(), with_x_headers, |name, value| {
         headers.push((name, value.to_owned()))
     });
     headers
 }
 
-/// The same, one by one in a buffer that they share: for front doors that answer many requests.
-pub fn each<'a>(
-    limited: impl Iterator<Item = Limited<'a>> + Clone,
+/// Passes the same headers to `header` one by one, from one shared buffer: for front doors that
+/// answer many requests.
+pub fn for_each_header<'a>(
+    states: impl Iterator<Item = PolicyState<'a>> + Clone,
     with_x_headers: bool,
     mut header: impl FnMut(&'static str, &str),
 ) {
-    let leading = limited.clone().map(|limited| limited.decision).min_by_key(Decision::rank);
-    let Some(leading) = leading else { return };
+    let binding = states.clone().map(|state| state.decision).min_by_key(Decision::rank);
+    let Some(binding) = binding else { return };
     let mut value = String::with_capacity(64);
-    for Limited { policy, quota, .. } in limited.clone() {
+    for PolicyState { policy, quota, .. } in states.clone() {
         push_quoted(&mut value, policy);
         push_number(&mut value, ";q=", quota.limit());
         push_number(&mut value, ";w=", seconds(quota.window()));
     }
     header("ratelimit-policy", &value);
     value.clear();
-    for Limited { policy, decision, .. } in limited {
+    for PolicyState { policy, decision, .. } in states {
         push_quoted(&mut value, policy);
         push_number(&mut value, ";r=", decision.remaining);
         push_number(&mut value, ";t=", seconds(decision.reset_after));
     }
     header("ratelimit", &value);
     let mut digits = itoa::Buffer::new();
-    if !leading.allowed {
-        header("retry-after", digits.format(seconds(leading.retry_after).max(1)));
+    if !binding.allowed {
+        header("retry-after", digits.format(seconds(binding.retry_after).max(1)));
     }
     if with_x_headers {
-        header("x-ratelimit-limit", digits.format(leading.limit));
-        header("x-ratelimit-remaining", digits.format(leading.remaining));
-        header("x-ratelimit-reset", digits.format(seconds(leading.reset_after)));
+        header("x-ratelimit-limit", digits.format(binding.limit));
+        header("x-ratelimit-remaining", digits.format(binding.remaining));
+        header("x-ratelimit-reset", digits.format(seconds(binding.reset_after)));
     }
 }
 
-/// Whole seconds, rounded up.
+/// Returns whole seconds, rounded up.
 pub(crate) fn seconds(duration: Duration) -> u64 {
     duration.as_secs() + u64::from(duration.subsec_nanos() > 0)
 }
@@ -89,7 +89,7 @@ fn push_number(value: &mut String, name: &str, number: u64) {
     value.push_str(itoa::Buffer::new().format(number));
 }
 
-/// The next item of a list. A string of structured fields has only printable ASCII.
+/// Appends an item to a list. A string of structured fields has only printable ASCII.
 fn push_quoted(value: &mut String, text: &str) {
     value.push_str(if value.is_empty() { "\"" } else { ", \"" });
     if text.bytes().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) {
@@ -109,25 +109,21 @@ fn push_quoted(value: &mut String, text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decision::Source;
 
     fn decision(allowed: bool, retry_after: Duration) -> Decision {
         Decision {
             allowed,
-            limit: 10,
-            remaining: 3,
-            retry_after,
-            reset_after: Duration::from_millis(1_001),
-            delay: Duration::ZERO,
-            source: Source::Store,
+            ..Decision::deny(10, retry_after)
+                .with_remaining(3)
+                .with_reset_after(Duration::from_millis(1_001))
         }
     }
 
     #[test]
-    fn seconds_are_rounded_up_and_a_denial_waits_at_least_one() {
+    fn seconds_are_rounded_up_and_a_denial_has_at_least_one() {
         let quota = Quota::fixed_window(10, Duration::from_millis(1_500)).expect("valid");
-        let limited = |decision| Limited { policy: "p", quota: &quota, decision };
-        let headers = all(&[limited(decision(false, Duration::from_micros(1)))], true);
+        let state = |decision| PolicyState { policy: "p", quota: &quota, decision };
+        let headers = to_headers(&[state(decision(false, Duration::from_micros(1)))], true);
         assert_eq!(
             headers,
             [
@@ -140,14 +136,14 @@ mod tests {
             ]
         );
         assert_eq!(
-            all(&[limited(decision(true, Duration::ZERO)); 2], false)[1].1,
+            to_headers(&[state(decision(true, Duration::ZERO)); 2], false)[1].1,
             "\"p\";r=3;t=2, \"p\";r=3;t=2"
         );
-        assert!(all(&[], true).is_empty());
+        assert!(to_headers(&[], true).is_empty());
     }
 
     #[test]
-    fn a_policys_name_cannot_break_out_of_its_header() {
+    fn policy_name_cannot_break_out_of_its_header() {
         let mut value = String::new();
         push_quoted(&mut value, "a\"b\\c\r\né");
         push_quoted(&mut value, "plain");

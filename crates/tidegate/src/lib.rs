@@ -96,7 +96,7 @@ pub mod headers;
 
 // In front of a service, all of it in one:
 #[cfg(feature = "tower")]
-pub mod tower;
+pub mod layer;
 
 // Beside the path:
 mod clock;
@@ -113,13 +113,15 @@ pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
 pub use clock::{Clock, ManualClock, SystemClock};
-pub use decision::{Decision, Source};
+pub use decision::{Decision, Decisions, Denied, Source};
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
 pub use named::UnknownName;
 pub use policy::{
-    AttributeError, Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy,
-    PolicyError, SelectError, Selected, Selection, normal_path,
+    AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
+    Mode, Observer, OnStoreFailure, Policies, Policy, PolicyBuilder, PolicyDecision,
+    PolicyDecisions, PolicyError, PolicyLimiter, PreparedCharge, Query, SelectError, Selected,
+    Selection, TRACE_TARGET, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

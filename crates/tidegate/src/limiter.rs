@@ -1,4 +1,4 @@
-//! [`Limiter`]: the front of the library.
+//! [`Limiter`]: checks charges and hands them to the store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,37 +6,61 @@ use std::time::Duration;
 use crate::algorithm::Algorithm;
 use crate::charge::{Charge, ChargeError};
 use crate::clock::Clock;
-use crate::decision::Decision;
+use crate::decision::{Decision, Decisions};
 use crate::policy::SelectError;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store, StoreError};
 
 /// Decides whether requests may pass. Clones share one store, and so one set of counts.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, Limiter, MemoryStore, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let quota = Quota::token_bucket(10, Duration::from_secs(1))?.with_burst(20)?;
+/// assert!(limiter.blocking().acquire(&Charge::new("user123", &quota))?.allowed);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Limiter<S = MemoryStore> {
     store: Arc<S>,
 }
 
-/// Why there is no decision.
+/// Error that leaves a request undecided.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The charge itself is wrong: the caller's mistake.
+    /// The charge is invalid, whatever the counts are.
     #[error(transparent)]
     Charge(#[from] ChargeError),
-    /// The store could not decide.
+    /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The policies make no key of this request: the request's fault.
+    /// A policy cannot build a valid key from this request.
     #[error(transparent)]
     Select(#[from] SelectError),
-    /// A limit goes by the client's address, and nobody told which it is: a mistake in how a
-    /// service is put together.
+    /// No policy has this name.
+    #[error("there is no policy {name:?}{}", suggestion(nearest.as_deref()))]
+    UnknownPolicy {
+        /// The name that was asked for.
+        name: String,
+        /// The most similar name of a policy.
+        nearest: Option<String>,
+    },
+    /// A limit counts by the client's address, which is unknown: the layer is not set up to find
+    /// it.
     #[error(
-        "a limit counts by ip, but the address of the peer is not known: tell the layer how to find it"
+        "a limit counts by ip, but the address of the peer is unknown: configure the layer's `peer`"
     )]
     UnknownPeer,
+}
+
+fn suggestion(nearest: Option<&str>) -> String {
+    nearest.map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }
 
 impl<S> Clone for Limiter<S> {
@@ -46,90 +70,88 @@ impl<S> Clone for Limiter<S> {
 }
 
 impl<S: Store> Limiter<S> {
-    /// A limiter whose counts live in `store`.
+    /// Creates a limiter that keeps its counts in `store`.
     #[must_use]
     pub fn new(store: S) -> Self {
         Self { store: Arc::new(store) }
     }
 
-    /// The store.
+    /// Returns the store.
     #[must_use]
     pub fn store(&self) -> &S {
         &self.store
     }
 
-    /// Decides and, if allowed, spends.
+    /// Decides a charge and, if it is allowed, takes its units.
     pub async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Acquire, charge).await
     }
 
-    /// Decides several charges together, all or nothing: if one denies, none is spent. The
-    /// decisions come in the order of the charges; the request may pass if all are allowed. A
-    /// charge that would have been allowed but for another says `allowed`, and what is left with
-    /// nothing taken.
-    pub async fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    /// Decides several charges together, all or nothing: if one is denied, no units are taken. The
+    /// decisions are in the order of the charges. An entry that is allowed on a denied request
+    /// shows the units that are left with nothing taken.
+    pub async fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         self.decide_all(Action::Acquire, charges).await
     }
 
-    /// What [`acquire`](Self::acquire) would answer; writes nothing.
+    /// Returns the decision that [`acquire`](Self::acquire) would make, without taking units.
     pub async fn peek(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check_cost()?;
         self.decide(Action::Peek, charge).await
     }
 
-    /// What [`acquire_all`](Self::acquire_all) would answer; writes nothing.
-    pub async fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    /// Returns the decisions that [`acquire_all`](Self::acquire_all) would make, without taking
+    /// units.
+    pub async fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         charges.iter().try_for_each(Charge::check_cost)?;
         self.decide_all(Action::Peek, charges).await
     }
 
     /// Records units that were used already, such as the bytes of a finished response: always
-    /// charges, even beyond the limit. The overdraft is bounded ([`Quota::max_level`]) and paid
-    /// back by time. `allowed` says whether the units fitted; if not, `remaining` is 0 and
+    /// charges, even beyond the limit. The overdraft is bounded by [`Quota::max_level`] and is paid
+    /// back by time. `allowed` is whether the units fitted; if not, `remaining` is 0 and
     /// `retry_after` is the wait until one unit is free again.
     pub async fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Report, charge).await
     }
 
-    /// Returns the units of an earlier charge, and answers what is left then.
-    /// [`Charge::charged_at`] names the time of that charge; without it the oldest units that still
-    /// count are returned, so that the limit is never exceeded.
+    /// Returns the units of an earlier charge to the limit. [`Charge::charged_at`] is the time of
+    /// that charge; without it the oldest units that still count are returned, so that the limit
+    /// is never exceeded.
     pub async fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Refund, charge).await
     }
 
-    /// Forgets the charge's count.
-    pub async fn reset(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Reset, charge).await
+    /// Deletes the count of the charge's key.
+    pub async fn reset(&self, charge: &Charge<'_>) -> Result<(), Error> {
+        self.decide(Action::Reset, charge).await.map(drop)
     }
 
-    /// Sleeps until the charge is admitted, for `timeout` at most, and through the delay of a
+    /// Waits until the charge is admitted, at most `timeout`, and through the delay of a
     /// `leaky-bucket`.
     ///
-    /// Each sleep is as long as the store says that it must be; there is no polling. If the wait
-    /// cannot end within the timeout, the answer is a denial at once, with nothing spent. For a
-    /// `leaky-bucket` whose queue has room but whose turn would come too late, `retry_after` is how
-    /// long until the turn would come in time.
+    /// Each sleep is exactly as long as the store requires; there is no polling. If the wait cannot
+    /// end within the timeout, the charge is denied at once and no units are taken. For a
+    /// `leaky-bucket` with room in its queue but a later turn, `retry_after` is the time until
+    /// the turn would be within the timeout.
     ///
-    /// Cancel-safe: a future that is dropped while it sleeps has spent nothing, but for two cases
-    /// that nobody can undo: dropped in the middle of a call to Redis, the call may have been
-    /// heard; and once admitted to a `leaky-bucket`, its place in the queue is spent, and drains by
-    /// itself.
+    /// Cancel-safe: a future that is dropped while it sleeps has taken no units. There are two
+    /// exceptions: a call to Redis that is in flight may have run, and an admitted request keeps its
+    /// place in the queue of a `leaky-bucket` until it drains.
     ///
-    /// Who waits does not hammer: denials along the way do not count, whatever the quota says of
-    /// denied requests.
+    /// Denials while waiting are not counted, even with `count_denied`.
     pub async fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
-        let quota = quiet(charge.quota());
+        let quota = without_counting_denials(charge.quota());
         let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
             let decision = self.store.decide(wait.action, &charge).await?;
             match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep(duration).await,
-                Next::Ask => {}
-                Next::Turn(decision) => {
+                Next::Decide => {}
+                Next::Delay(decision) => {
                     clock.sleep(decision.delay).await;
                     return Ok(decision);
                 }
@@ -138,47 +160,47 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Any of the actions on one charge.
+    /// Applies an action to one charge.
     pub async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check(action)?;
         Ok(self.store.decide(action, charge).await?)
     }
 
-    /// Any of the actions on several charges; see [`Store::decide_all`].
+    /// Applies an action to several charges; see [`Store::decide_all`].
     pub async fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, Error> {
+    ) -> Result<Decisions, Error> {
         Charge::check_all(action, charges)?;
-        Ok(self.store.decide_all(action, charges).await?)
+        Ok(self.store.decide_all(action, charges).await?.into())
     }
 }
 
-/// The quota of somebody who waits: a denial along the way is no attempt to get in.
-fn quiet(quota: &Quota) -> Quota {
+/// Returns the quota without `count_denied`: denials while waiting are not attempts.
+fn without_counting_denials(quota: &Quota) -> Quota {
     match quota.clone().with_count_denied(false) {
         Ok(quota) => quota,
-        // Only a log counts denials.
+        // The other algorithms have no such option.
         Err(_) => quota.clone(),
     }
 }
 
-/// The steps of a wait, the same for async and blocking callers.
+/// State machine of a wait, shared by async and blocking callers.
 struct Wait<'a> {
     clock: &'a dyn Clock,
     deadline: u64,
-    /// What to ask the store for next.
+    /// Next action to send to the store.
     action: Action,
-    /// Admitted to a queue, but with a turn that is too late: the place is being given back.
+    /// Denial to return once the refund of a turn after the deadline is done.
     too_late: Option<Decision>,
 }
 
 enum Next {
     Sleep(Duration),
-    Ask,
-    /// Admitted; its turn comes after its delay.
-    Turn(Decision),
+    Decide,
+    /// Admitted, to be delayed.
+    Delay(Decision),
     Done(Decision),
 }
 
@@ -186,7 +208,7 @@ impl<'a> Wait<'a> {
     fn new(charge: &Charge<'_>, clock: &'a dyn Clock, timeout: Duration) -> Self {
         let timeout = u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX);
         let deadline = clock.now().saturating_add(timeout);
-        Self { clock, deadline, action: first_look(charge), too_late: None }
+        Self { clock, deadline, action: first_action(charge), too_late: None }
     }
 
     fn next(&mut self, charge: &Charge<'_>, decision: Decision) -> Next {
@@ -197,8 +219,8 @@ impl<'a> Wait<'a> {
         }
         let queued = charge.quota().algorithm() == Algorithm::LeakyBucket;
         if !decision.allowed {
-            self.action = first_look(charge);
-            // In a queue its turn comes only when all that is in it now has drained.
+            self.action = first_action(charge);
+            // A queued request has its turn only when the whole queue has drained.
             let until_through = if queued { decision.reset_after } else { decision.retry_after };
             let in_time = until_through <= left;
             return if in_time { Next::Sleep(decision.retry_after) } else { Next::Done(decision) };
@@ -215,21 +237,22 @@ impl<'a> Wait<'a> {
             if self.action == Action::Peek {
                 return Next::Done(too_late);
             }
-            // Others went ahead between our look and our step.
+            // Other requests were queued between the peek and the acquire.
             self.action = Action::Refund;
             self.too_late = Some(too_late);
-            return Next::Ask;
+            return Next::Decide;
         }
         if self.action == Action::Peek {
             self.action = Action::Acquire;
-            return Next::Ask;
+            return Next::Decide;
         }
-        if decision.delay.is_zero() { Next::Done(decision) } else { Next::Turn(decision) }
+        if decision.delay.is_zero() { Next::Done(decision) } else { Next::Delay(decision) }
     }
 }
 
-/// A queue may have room but a turn that is too late: there a look comes before the step.
-fn first_look(charge: &Charge<'_>) -> Action {
+/// Returns the first action of a wait: a queue may have room but a turn after the deadline, so it is
+/// peeked first.
+fn first_action(charge: &Charge<'_>) -> Action {
     if charge.quota().algorithm() == Algorithm::LeakyBucket {
         Action::Peek
     } else {
@@ -238,14 +261,14 @@ fn first_look(charge: &Charge<'_>) -> Action {
 }
 
 impl Limiter<MemoryStore> {
-    /// The same calls without `async`: memory answers at once and needs no runtime.
+    /// Returns the same calls without `async`: memory never blocks and needs no runtime.
     #[must_use]
     pub fn blocking(&self) -> Blocking<'_> {
         Blocking { store: &self.store }
     }
 }
 
-/// The calls of a [`Limiter`] on memory for callers that are not async.
+/// Calls of a [`Limiter`] on memory for synchronous code. See [`Limiter::blocking`].
 #[derive(Debug, Clone, Copy)]
 pub struct Blocking<'a> {
     store: &'a MemoryStore,
@@ -258,7 +281,7 @@ impl Blocking<'_> {
     }
 
     /// See [`Limiter::acquire_all`].
-    pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         self.decide_all(Action::Acquire, charges)
     }
 
@@ -269,7 +292,7 @@ impl Blocking<'_> {
     }
 
     /// See [`Limiter::peek_all`].
-    pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Vec<Decision>, Error> {
+    pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         charges.iter().try_for_each(Charge::check_cost)?;
         self.decide_all(Action::Peek, charges)
     }
@@ -285,23 +308,23 @@ impl Blocking<'_> {
     }
 
     /// See [`Limiter::reset`].
-    pub fn reset(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Reset, charge)
+    pub fn reset(&self, charge: &Charge<'_>) -> Result<(), Error> {
+        self.decide(Action::Reset, charge).map(drop)
     }
 
     /// See [`Limiter::wait`]; blocks the thread.
     pub fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
-        let quota = quiet(charge.quota());
+        let quota = without_counting_denials(charge.quota());
         let charge = charge.with_quota(&quota);
         let mut wait = Wait::new(&charge, clock, timeout);
         loop {
             let decision = self.store.decide_now(wait.action, &charge)?;
             match wait.next(&charge, decision) {
                 Next::Sleep(duration) => clock.sleep_blocking(duration),
-                Next::Ask => {}
-                Next::Turn(decision) => {
+                Next::Decide => {}
+                Next::Delay(decision) => {
                     clock.sleep_blocking(decision.delay);
                     return Ok(decision);
                 }
@@ -316,12 +339,8 @@ impl Blocking<'_> {
     }
 
     /// See [`Limiter::decide_all`].
-    pub fn decide_all(
-        &self,
-        action: Action,
-        charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, Error> {
+    pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         Charge::check_all(action, charges)?;
-        Ok(self.store.decide_all_now(action, charges)?)
+        Ok(self.store.decide_all_now(action, charges)?.into())
     }
 }

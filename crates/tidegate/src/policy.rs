@@ -1,35 +1,50 @@
-//! [`Policy`]: what a limit applies to, whose key it counts, and its quota; [`Policies`]: which of many apply.
+//! [`Policy`]: a named limit on some requests; [`Policies`]: which of many apply;
+//! [`PolicyLimiter`]: the decision pipeline behind every front door.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::BuildHasher;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::decision::{Decision, Source};
 use crate::key::{Key, KeyError};
 use crate::named::named;
 use crate::quota::Quota;
 
-mod attribute;
+mod builder;
+mod decisions;
 mod index;
+mod key_source;
+mod limiter;
 mod pattern;
+mod pipeline;
+mod query;
 mod select;
 
-pub use attribute::AttributeError;
-pub(crate) use attribute::AttributeNames;
+pub use builder::PolicyBuilder;
+pub use decisions::{PolicyDecision, PolicyDecisions};
+pub(crate) use key_source::AttributeNames;
 #[cfg(feature = "tower")]
-pub(crate) use attribute::check_http;
+pub(crate) use key_source::check_http;
+pub use key_source::{AttributeError, KeySource};
+pub use limiter::{DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, TRACE_TARGET};
 use pattern::Pattern;
-pub use pattern::normal_path;
+pub use pattern::{normalize_host, normalize_path};
+pub use query::{Enforcement, PreparedCharge, Query};
 pub use select::{Policies, SelectError, Selected, Selection};
 
 /// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
-/// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and those that
-/// [`Policy::with_attributes`] declares.
+/// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which
+/// [`PolicyBuilder::attributes`] declares.
 pub trait Attributes {
-    /// The value of this attribute, if the request has it.
+    /// Returns the value of this attribute, if the request has it.
     fn get(&self, name: &str) -> Option<Cow<'_, str>>;
+
+    /// Returns whether `ip` was read although the address of the peer is unknown. Such a request is
+    /// an error, because failing open would silently disable the limit.
+    fn lacks_peer(&self) -> bool {
+        false
+    }
 }
 
 impl Attributes for BTreeMap<String, String> {
@@ -44,7 +59,8 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
     }
 }
 
-/// A named limit: what it matches, whose key it counts, its quota, its failure mode.
+/// Named limit: the requests that it applies to, the key that it counts by, its quota and its
+/// failure mode.
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -53,10 +69,14 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
-/// let policy = Policy::new("per-user", quota)?.matching("path", &["/api/**"])?.counting(&["header.x-user-id"])?;
+/// let policy = Policy::builder("per-user", quota)
+///     .matches("path", ["/api/**"])
+///     .key(["header.x-user-id"])
+///     .build()?;
 /// let policies = Policies::new(vec![policy])?;
 ///
-/// let request = BTreeMap::from([("path", "/api/items"), ("header.x-user-id", "u1")].map(|(k, v)| (k.into(), v.into())));
+/// let request = [("path", "/api/items"), ("header.x-user-id", "u1")];
+/// let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
 /// let selected = policies.select(&request, None)?;
 /// assert_eq!(selected.charges[0].key(), "u1");
 /// # Ok(())
@@ -64,10 +84,9 @@ impl<H: BuildHasher> Attributes for HashMap<String, String, H> {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Policy {
-    /// Shared with what outlives a request.
-    pub(crate) name: Arc<str>,
+    name: String,
     conditions: Vec<Condition>,
-    key: Vec<String>,
+    key: Vec<KeySource>,
     missing_key: MissingKey,
     quota: Quota,
     cost: Cost,
@@ -75,16 +94,18 @@ pub struct Policy {
     on_store_failure: OnStoreFailure,
     overrides: HashMap<String, Quota>,
     attributes: AttributeNames,
+    /// Whether a request without the key has been logged. Clones share it.
+    missing_key_logged: Arc<AtomicBool>,
 }
 
-/// One attribute that must match any of the patterns.
+/// Attribute that must match any of the patterns.
 #[derive(Debug, Clone)]
 struct Condition {
-    attribute: String,
+    attribute: KeySource,
     patterns: Vec<Pattern>,
 }
 
-/// What to do with a request that lacks an attribute of the key.
+/// What happens to a request that lacks an attribute of the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MissingKey {
     /// The policy does not apply.
@@ -94,77 +115,77 @@ pub enum MissingKey {
     Deny,
 }
 
-/// What a denial means.
+/// Whether a denial is enforced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
     /// The request is denied.
     #[default]
     Enforce,
-    /// The request passes: only counted, to see what a limit would do.
+    /// The request passes; the denial only shows in metrics and in the API's `decisions`.
     Shadow,
 }
 
-/// What to answer while the store cannot decide.
+/// How requests are decided while the store is unavailable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnStoreFailure {
     /// Decide in this process's memory.
     #[default]
     Local,
-    /// Let pass.
+    /// Fail open.
     Allow,
-    /// Deny.
+    /// Fail closed.
     Deny,
 }
 
-/// How many units a request takes.
+/// Number of units that a request takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
-    /// Always so many.
+    /// The same for every request.
     Fixed(u64),
-    /// As many as an attribute says.
+    /// The value of an attribute.
     Attribute {
-        /// Which one.
+        /// Name of the attribute.
         name: String,
-        /// If it is absent or no whole number from 1 on.
+        /// Cost of a request without the attribute, or whose value is not a positive integer.
         default: u64,
-        /// More than this counts as this; and more than the key's quota admits at once, as that.
+        /// Upper bound of the cost; the burst of the key's quota is another.
         max: u64,
     },
 }
 
-/// Why a policy, or a set of them, is none.
+/// Error in a policy, or in a set of policies.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PolicyError {
-    /// The name is no name.
+    /// The name is invalid.
     #[error("the policy name {0}")]
     Name(KeyError),
-    /// Two policies of one name would share their counts.
-    #[error("the policy name {0:?} is used twice: each policy needs a name of its own")]
+    /// Two policies have the same name, and would share their counts.
+    #[error("the policy name {0:?} is used twice: policy names must be unique")]
     Twice(String),
-    /// A condition without a value never matches.
+    /// A condition has no pattern, so it would never match.
     #[error("the attribute {0:?} has no value to match: give one, or a list of some")]
     NoPattern(String),
-    /// The same key is overridden twice.
+    /// A key is overridden twice.
     #[error("the key {0:?} is overridden twice")]
     OverriddenTwice(String),
-    /// A cost that could never be admitted.
+    /// The cost could never be admitted.
     #[error("cost {cost} can never be admitted: the quota admits at most {most} at once")]
     Cost {
         /// The cost.
         cost: u64,
-        /// The smallest of the policy's quotas; for the `max` of an attribute, the largest.
+        /// Burst of the smallest quota of the policy; for the `max` of an attribute, the largest.
         most: u64,
     },
-    /// What a request takes that says nothing would be more than what any may take.
+    /// The default cost is above the maximum.
     #[error("the default cost {default} is more than the max {max}: lower it, or raise the max")]
     DefaultCost {
         /// The default.
         default: u64,
-        /// The most.
+        /// The maximum.
         max: u64,
     },
-    /// A cost of nothing.
+    /// The cost is 0.
     #[error("cost 0 takes nothing: a cost is at least 1")]
     ZeroCost,
     /// The name of an attribute is unknown or malformed.
@@ -173,12 +194,19 @@ pub enum PolicyError {
 }
 
 impl Policy {
-    /// Applies to every request, counts them all together, and enforces.
-    pub fn new(name: impl Into<String>, quota: Quota) -> Result<Self, PolicyError> {
+    /// Starts a policy that applies to every request, counts them all together, and enforces.
+    #[must_use]
+    pub fn builder(name: impl Into<String>, quota: Quota) -> PolicyBuilder {
+        PolicyBuilder::new(name.into(), quota)
+    }
+
+    /// Creates a policy that applies to every request. The setters below are for the builder and
+    /// the configuration file, which reports each error at its own line.
+    pub(crate) fn new(name: impl Into<String>, quota: Quota) -> Result<Self, PolicyError> {
         let name = name.into();
         Key::new(&name).map_err(PolicyError::Name)?;
         Ok(Self {
-            name: name.into(),
+            name,
             conditions: Vec::new(),
             key: Vec::new(),
             missing_key: MissingKey::default(),
@@ -188,120 +216,77 @@ impl Policy {
             on_store_failure: OnStoreFailure::default(),
             overrides: HashMap::new(),
             attributes: AttributeNames::default(),
+            missing_key_logged: Arc::default(),
         })
     }
 
-    /// Declares attributes of your own, beside the built-in ones, before they are used: a name that
-    /// is neither is an error.
-    ///
-    /// ```
-    /// use std::collections::BTreeMap;
-    /// use std::time::Duration;
-    /// use tidegate::{Policy, Quota};
-    ///
-    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
-    /// let policy = Policy::new("per-tenant", quota)?.with_attributes(&["tenant"])?;
-    /// let misspelt = policy.clone().counting(&["tennant"]).unwrap_err();
-    /// assert!(misspelt.to_string().ends_with("(did you mean `tenant`?)"));
-    ///
-    /// let request = BTreeMap::from([("tenant".to_owned(), "acme".to_owned())]);
-    /// assert_eq!(policy.counting(&["tenant"])?.select(&request, None)?.charges[0].key(), "acme");
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn with_attributes<A: AsRef<str>>(mut self, names: &[A]) -> Result<Self, PolicyError> {
-        for name in names {
-            self.attributes.declare(name.as_ref())?;
-        }
-        Ok(self)
+    /// Sets the custom attributes that the setters below accept.
+    pub(crate) fn set_attribute_names(&mut self, names: AttributeNames) {
+        self.attributes = names;
     }
 
-    /// Replaces the declared attributes.
-    #[cfg(feature = "config")]
-    pub(crate) fn with_attribute_names(mut self, names: &AttributeNames) -> Self {
-        self.attributes = names.clone();
-        self
-    }
-
-    /// Applies only if this attribute matches any of these patterns: `*` stands for anything but a
-    /// slash, `**` for anything. (A path pattern that ends in `/**` matches the path before it,
-    /// too.) An unknown attribute is an error.
-    pub fn matching<P: AsRef<str>>(
-        mut self,
-        attribute: impl Into<String>,
-        patterns: &[P],
-    ) -> Result<Self, PolicyError> {
-        let attribute = attribute.into();
-        self.attributes.check(&attribute)?;
+    pub(crate) fn add_match(
+        &mut self,
+        attribute: &str,
+        patterns: &[impl AsRef<str>],
+    ) -> Result<(), PolicyError> {
+        let attribute = self.attributes.source(attribute)?;
         if patterns.is_empty() {
-            return Err(PolicyError::NoPattern(attribute));
+            return Err(PolicyError::NoPattern(attribute.to_string()));
         }
+        let is_path = attribute.is_path();
         let patterns =
-            patterns.iter().map(|pattern| Pattern::new(&attribute, pattern.as_ref())).collect();
+            patterns.iter().map(|pattern| Pattern::new(is_path, pattern.as_ref())).collect();
         self.conditions.push(Condition { attribute, patterns });
-        Ok(self)
+        Ok(())
     }
 
-    /// Counts by these attributes. None: all requests together. An unknown attribute is an error.
-    pub fn counting<A: AsRef<str>>(mut self, attributes: &[A]) -> Result<Self, PolicyError> {
-        attributes.iter().try_for_each(|attribute| self.attributes.check(attribute.as_ref()))?;
-        self.key = attributes.iter().map(|attribute| attribute.as_ref().to_owned()).collect();
-        Ok(self)
+    pub(crate) fn set_key(&mut self, attributes: &[impl AsRef<str>]) -> Result<(), PolicyError> {
+        let sources = attributes.iter().map(|name| self.attributes.source(name.as_ref()));
+        self.key = sources.collect::<Result<_, _>>()?;
+        Ok(())
     }
 
-    /// What to do with a request that lacks an attribute of the key.
-    #[must_use]
-    pub fn on_missing_key(mut self, missing_key: MissingKey) -> Self {
+    pub(crate) fn set_missing_key(&mut self, missing_key: MissingKey) {
         self.missing_key = missing_key;
-        self
     }
 
-    /// Whether to enforce, or only to look.
-    #[must_use]
-    pub fn in_mode(mut self, mode: Mode) -> Self {
+    pub(crate) fn set_mode(&mut self, mode: Mode) {
         self.mode = mode;
-        self
     }
 
-    /// What to answer while the store cannot decide.
-    #[must_use]
-    pub fn on_store_failure(mut self, failure: OnStoreFailure) -> Self {
-        self.on_store_failure = failure;
-        self
+    pub(crate) fn set_on_store_failure(&mut self, on_store_failure: OnStoreFailure) {
+        self.on_store_failure = on_store_failure;
     }
 
-    /// Another quota for one key (the values of its attributes, in their order).
-    pub fn overriding<V: AsRef<str>>(
-        mut self,
-        values: &[V],
+    pub(crate) fn add_override(
+        &mut self,
+        values: &[impl AsRef<str>],
         quota: Quota,
-    ) -> Result<Self, PolicyError> {
+    ) -> Result<(), PolicyError> {
         let key = join(values);
         match self.overrides.insert(key.clone(), quota) {
-            None => Ok(self),
+            None => Ok(()),
             Some(_) => Err(PolicyError::OverriddenTwice(key)),
         }
     }
 
-    /// How many units a request takes. Call it after all overrides: the cost must fit every quota.
-    pub fn costing(mut self, cost: Cost) -> Result<Self, PolicyError> {
+    /// Sets the cost. Called after all overrides: the cost must fit every quota.
+    pub(crate) fn set_cost(&mut self, cost: Cost) -> Result<(), PolicyError> {
         if let Cost::Attribute { name, .. } = &cost {
             self.attributes.check(name)?;
         }
         let usual = match &cost {
             Cost::Fixed(0)
             | Cost::Attribute { default: 0, .. }
-            | Cost::Attribute { max: 0, .. } => {
-                return Err(PolicyError::ZeroCost);
-            }
+            | Cost::Attribute { max: 0, .. } => return Err(PolicyError::ZeroCost),
             Cost::Attribute { default, max, .. } if default > max => {
                 return Err(PolicyError::DefaultCost { default: *default, max: *max });
             }
-            // A key with a smaller quota takes less at most; but one that all quotas are smaller
-            // than says nothing.
-            Cost::Attribute { max, .. } if *max > self.largest_cost() => {
-                return Err(PolicyError::Cost { cost: *max, most: self.largest_cost() });
+            // A key with a smaller quota caps the cost itself, so only a max above every quota is
+            // an error.
+            Cost::Attribute { max, .. } if *max > self.max_cost() => {
+                return Err(PolicyError::Cost { cost: *max, most: self.max_cost() });
             }
             Cost::Fixed(units) | Cost::Attribute { default: units, .. } => *units,
         };
@@ -310,110 +295,118 @@ impl Policy {
             return Err(PolicyError::Cost { cost: usual, most });
         }
         self.cost = cost;
-        Ok(self)
+        Ok(())
     }
 
     fn quotas(&self) -> impl Iterator<Item = &Quota> {
         self.overrides.values().chain([&self.quota])
     }
 
-    /// What one request can take at most, of the key with the largest quota.
-    pub(crate) fn largest_cost(&self) -> u64 {
+    /// Returns the highest cost of one request, for the key with the largest quota.
+    pub(crate) fn max_cost(&self) -> u64 {
         self.quotas().map(Quota::burst).max().unwrap_or(0)
     }
 
-    /// Its name.
+    /// Returns the name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The quota of keys that have none of their own.
+    /// Returns the quota of keys without an override.
     #[must_use]
     pub fn quota(&self) -> &Quota {
         &self.quota
     }
 
-    /// The quota of this key.
+    /// Returns the quota of this key.
     #[must_use]
     pub fn quota_for(&self, key: &str) -> &Quota {
         self.overrides.get(key).unwrap_or(&self.quota)
     }
 
-    /// Whether it enforces.
+    /// Returns whether denials are enforced.
     #[must_use]
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// What to answer while the store cannot decide.
+    /// Returns how requests are decided while the store is unavailable.
     #[must_use]
-    pub fn store_failure(&self) -> OnStoreFailure {
+    pub fn on_store_failure(&self) -> OnStoreFailure {
         self.on_store_failure
     }
 
-    /// How many keys have a quota of their own.
+    /// Returns the number of keys with a quota of their own.
     #[must_use]
-    pub fn overrides(&self) -> usize {
+    pub fn override_count(&self) -> usize {
         self.overrides.len()
     }
 
-    /// The attributes that it counts by.
+    /// Returns the attributes that make up the key. Empty if all requests count together.
     #[must_use]
-    pub fn key_attributes(&self) -> &[String] {
+    pub fn key(&self) -> &[KeySource] {
         &self.key
     }
 
-    /// Whether a condition or the key is about such an attribute.
-    #[must_use]
-    pub fn speaks_of(&self, is_such: impl Fn(&str) -> bool) -> bool {
-        let conditions = self.conditions.iter().map(|condition| &condition.attribute);
-        conditions.chain(&self.key).any(|name| is_such(name))
-    }
-
-    /// Returns the first attribute of the conditions, the key or the cost that no plain HTTP
-    /// request has: `domain`, `descriptor.KEY`, or one that
-    /// [`with_attributes`](Self::with_attributes) declares.
-    #[must_use]
-    pub fn non_http_attribute(&self) -> Option<&str> {
+    /// Returns the attributes of the conditions, the key and the cost.
+    pub fn references(&self) -> impl Iterator<Item = &str> {
         let conditions = self.conditions.iter().map(|condition| &condition.attribute);
         let cost = match &self.cost {
             Cost::Fixed(_) => None,
-            Cost::Attribute { name, .. } => Some(name),
+            Cost::Attribute { name, .. } => Some(name.as_str()),
         };
-        conditions
-            .chain(&self.key)
-            .chain(cost)
-            .map(String::as_str)
-            .find(|name| !attribute::is_http(name))
+        conditions.chain(&self.key).map(KeySource::as_str).chain(cost)
     }
 
-    /// What a request is told that lacks the key which this policy counts by. No wait helps.
+    /// Returns the first attribute of the conditions, the key or the cost that no HTTP request has:
+    /// `domain`, `descriptor.KEY`, or a custom one.
     #[must_use]
-    pub fn without_key(&self) -> Decision {
-        Decision {
-            allowed: false,
-            limit: self.quota.limit(),
-            remaining: 0,
-            retry_after: Duration::ZERO,
-            reset_after: Duration::ZERO,
-            delay: Duration::ZERO,
-            source: Source::Deny,
-        }
+    pub fn non_http_attribute(&self) -> Option<&str> {
+        self.references().find(|name| !key_source::is_http(name))
     }
 
-    /// What a request costs that says nothing of it.
+    /// Returns what happens to a request that lacks an attribute of the key.
     #[must_use]
-    pub fn usual_cost(&self) -> u64 {
+    pub fn missing_key(&self) -> MissingKey {
+        self.missing_key
+    }
+
+    /// Returns the cost of a request that does not name one.
+    #[must_use]
+    pub fn default_cost(&self) -> u64 {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { default, .. } => *default,
         }
     }
+
+    /// Logs a request without the key, once per policy.
+    fn log_missing_key(&self) {
+        if !self.missing_key_logged.swap(true, Ordering::Relaxed) {
+            let key = self.key_names();
+            match self.missing_key {
+                MissingKey::Skip => tracing::info!(
+                    policy = self.name,
+                    key,
+                    "policy skipped: the request lacks its key (logged once)"
+                ),
+                MissingKey::Deny => tracing::info!(
+                    policy = self.name,
+                    key,
+                    "request denied: it lacks the policy's key (logged once)"
+                ),
+            }
+        }
+    }
+
+    fn key_names(&self) -> String {
+        self.key.iter().map(KeySource::as_str).collect::<Vec<_>>().join(", ")
+    }
 }
 
-/// One value as it is; several joined by a bar, with bars and backslashes in them escaped, so that
-/// no two lists join alike.
+/// Joins the values of a key by `|`. Bars and backslashes inside a value are escaped, so that no two
+/// lists of values have the same key.
 fn join(values: &[impl AsRef<str>]) -> String {
     if let [value] = values {
         return value.as_ref().to_owned();
@@ -437,83 +430,60 @@ mod tests {
         Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid")
     }
 
-    fn policy(name: &str) -> Policy {
-        Policy::new(name, quota(10)).expect("a name")
+    fn policy(name: &str) -> PolicyBuilder {
+        Policy::builder(name, quota(10))
+    }
+
+    /// Returns the text of the error that a builder ends in.
+    fn error(builder: PolicyBuilder) -> String {
+        builder.build().expect_err("invalid").to_string()
     }
 
     #[test]
-    fn what_makes_no_policy_says_so() {
-        assert_eq!(Policy::new("", quota(1)).err(), Some(PolicyError::Name(KeyError::Empty)));
-        assert!(
-            Policies::new(vec![policy("a"), policy("a")])
-                .is_err_and(|error| error.to_string().contains("used twice"))
+    fn invalid_parts_are_errors_whatever_their_order() {
+        assert_eq!(
+            Policy::builder("", quota(1)).build().err(),
+            Some(PolicyError::Name(KeyError::Empty))
         );
-        assert!(policy("a").matching::<&str>("path", &[]).is_err());
-        assert!(policy("a").costing(Cost::Fixed(0)).is_err());
-        assert!(
-            policy("a")
-                .costing(Cost::Fixed(11))
-                .is_err_and(|error| error.to_string().contains("at most 10"))
-        );
+        let twice = vec![policy("a").build().expect("valid"), policy("a").build().expect("valid")];
+        let twice = Policies::new(twice).expect_err("one name");
+        assert!(twice.to_string().contains("used twice"));
+        let no_patterns: [&str; 0] = [];
+        assert!(policy("a").matches("path", no_patterns).build().is_err());
+        assert!(policy("a").cost(Cost::Fixed(0)).build().is_err());
+        assert!(error(policy("a").cost(Cost::Fixed(11))).contains("at most 10"));
         let cost = |default, max| Cost::Attribute { name: "header.c".to_owned(), default, max };
-        assert!(
-            policy("a")
-                .costing(cost(7, 5))
-                .is_err_and(|error| error.to_string().contains("more than the max 5"))
-        );
-        assert!(
-            policy("a")
-                .costing(cost(1, 11))
-                .is_err_and(|error| error.to_string().contains("at most 10"))
-        );
-        let small = || policy("a").overriding(&["small"], quota(5)).expect("one");
-        assert!(small().costing(cost(1, 10)).is_ok(), "the small one takes 5 at most");
-        assert!(
-            small()
-                .costing(cost(6, 10))
-                .is_err_and(|error| error.to_string().contains("at most 5"))
-        );
-        assert!(
-            small()
-                .costing(Cost::Fixed(6))
-                .is_err_and(|error| error.to_string().contains("at most 5"))
-        );
-        let twice =
-            policy("a").overriding(&["k"], quota(1)).and_then(|p| p.overriding(&["k"], quota(2)));
-        assert!(twice.is_err_and(|error| error.to_string().contains("overridden twice")));
+        assert!(error(policy("a").cost(cost(7, 5))).contains("more than the max 5"));
+        assert!(error(policy("a").cost(cost(1, 11))).contains("at most 10"));
+        let small = |cost| policy("a").cost(cost).override_for(["small"], quota(5));
+        assert!(small(cost(1, 10)).build().is_ok(), "the small one takes 5 at most");
+        assert!(error(small(cost(6, 10))).contains("at most 5"));
+        assert!(error(small(Cost::Fixed(6))).contains("at most 5"));
+        let twice = policy("a").override_for(["k"], quota(1)).override_for(["k"], quota(2));
+        assert!(error(twice).contains("overridden twice"));
         let unknown = Cost::Attribute { name: "heder.c".to_owned(), default: 1, max: 1 };
         for wrong in [
-            policy("a").matching("heder.c", &["x"]),
-            policy("a").counting(&["ip", "heder.c"]),
-            policy("a").costing(unknown),
+            policy("a").matches("heder.c", ["x"]),
+            policy("a").key(["ip", "heder.c"]),
+            policy("a").cost(unknown),
         ] {
-            assert!(
-                wrong.is_err_and(|error| error.to_string().contains("did you mean `header.c`?"))
-            );
+            assert!(error(wrong).contains("did you mean `header.c`?"));
         }
-        assert!(
-            "shadwo"
-                .parse::<Mode>()
-                .is_err_and(|error| error.to_string().contains("enforce, shadow"))
-        );
+        let mode = "shadwo".parse::<Mode>().expect_err("unknown").to_string();
+        assert!(mode.contains("enforce, shadow"), "{mode}");
     }
 
     #[test]
-    fn attributes_that_no_http_request_has_are_found_wherever_they_are_used() {
-        let own = || policy("a").with_attributes(&["tenant"]).expect("a good name");
+    fn attributes_may_be_declared_after_their_use() {
+        let policy = policy("a").key(["tenant"]).matches("plan", ["gold"]);
+        assert!(policy.attributes(["tenant", "plan"]).build().is_ok());
+    }
+
+    #[test]
+    fn references_are_those_of_conditions_key_and_cost() {
         let cost = Cost::Attribute { name: "tenant".to_owned(), default: 1, max: 1 };
-        assert_eq!(
-            policy("a").counting(&["ip", "header.x"]).expect("known").non_http_attribute(),
-            None
-        );
-        for (policy, name) in [
-            (own().matching("tenant", &["acme"]), "tenant"),
-            (own().counting(&["ip", "tenant"]), "tenant"),
-            (own().costing(cost), "tenant"),
-            (policy("a").matching("domain", &["edge"]), "domain"),
-            (policy("a").counting(&["descriptor.user"]), "descriptor.user"),
-        ] {
-            assert_eq!(policy.expect("known").non_http_attribute(), Some(name));
-        }
+        let policy = policy("a").cost(cost).key(["ip", "header.X"]).matches("domain", ["edge"]);
+        let policy = policy.attributes(["tenant"]).build().expect("valid");
+        assert!(policy.references().eq(["domain", "ip", "header.x", "tenant"]));
     }
 }

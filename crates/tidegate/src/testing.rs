@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use crate::charge::Charge;
 use crate::clock::{Clock, ManualClock};
-use crate::decision::Decision;
+use crate::decision::{Decision, Decisions};
 use crate::limiter::Limiter;
 use crate::store::{Action, Store};
 
@@ -151,7 +151,8 @@ async fn run<S: Store>(
             }
             return Err(text);
         }
-        retry_after = Decision::most_restrictive(&found)
+        retry_after = Decisions::from(found)
+            .binding()
             .map_or(Duration::ZERO, |decision| decision.retry_after);
     }
     Ok(())
@@ -167,7 +168,7 @@ async fn decide<S: Store>(
         (Action::Acquire, [charge]) => single(limiter.acquire(charge).await),
         (Action::Peek, [charge]) => single(limiter.decide(action, charge).await),
         (Action::Refund, [charge]) => single(limiter.refund(charge).await),
-        (Action::Reset, [charge]) => single(limiter.reset(charge).await),
+        (Action::Reset, [charge]) => single(limiter.decide(action, charge).await),
         // Not for users of a limiter: only of a store.
         (Action::Report, [charge]) => single(limiter.report(charge).await),
         (Action::Take, [charge]) => {
@@ -176,8 +177,8 @@ async fn decide<S: Store>(
         (Action::Take | Action::Report, charges) => {
             limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store)
         }
-        (Action::Peek, charges) => limiter.decide_all(action, charges).await,
-        (_, charges) => limiter.acquire_all(charges).await,
+        (Action::Peek, charges) => limiter.decide_all(action, charges).await.map(Vec::from),
+        (_, charges) => limiter.acquire_all(charges).await.map(Vec::from),
     };
     decisions.map_err(|error| format!("{action:?} failed: {error}"))
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use http::{Request, Response, StatusCode};
 use support::{Cluster, PATIENCE, Redis, every_quota, packed};
-use tidegate::tower::RateLimitLayer;
+use tidegate::layer::RateLimitLayer;
 use tidegate::{
     Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
     Store,
@@ -176,14 +176,16 @@ async fn a_failed_request_behind_the_layer_costs_a_bucket_nothing() {
 async fn clients_that_leave_a_queue_do_not_free_what_others_took() {
     let clock = ManualClock::new();
     let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
-    let user = Policy::new("per-user", Quota::sliding_log(100, MINUTE).expect("valid"))
-        .and_then(|policy| policy.counting(&["header.x-user"]))
+    let user = Policy::builder("per-user", Quota::sliding_log(100, MINUTE).expect("valid"))
+        .key(["header.x-user"])
+        .build()
         .expect("valid");
     let queue =
         Quota::leaky_bucket(1, 2 * SECOND).and_then(|quota| quota.with_burst(100)).expect("valid");
-    let slow = Policy::new("slow", queue)
-        .and_then(|policy| policy.matching("path", &["/slow"]))
-        .and_then(|policy| policy.counting(&["header.x-user"]))
+    let slow = Policy::builder("slow", queue)
+        .matches("path", ["/slow"])
+        .key(["header.x-user"])
+        .build()
         .expect("valid");
     let served = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&served);

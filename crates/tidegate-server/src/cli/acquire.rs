@@ -11,7 +11,7 @@ use clap::builder::PossibleValuesParser;
 use tidegate::{Action, Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
 
 use super::style;
-use crate::body;
+use crate::api::json;
 use crate::config::RedisConfig;
 use tidegate::config::duration::{self, readable};
 
@@ -142,7 +142,7 @@ impl Acquire {
             let decision = limiter.decide(action, charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
-                output.write_all(&body::of_one(charge.policy_name(), &decision))?;
+                output.write_all(&json::of_one(charge.policy_name(), &decision))?;
                 writeln!(output)?;
             } else {
                 writeln!(output, "{}", line(action, &decision, charge.quota().burst()))?;

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_saphyr::{Location, Spanned};
-use tidegate::{Algorithm, Quota, QuotaError};
+use tidegate::{Algorithm, Enforcement, Quota, QuotaError};
 
 mod names;
 mod raw;
@@ -222,6 +222,16 @@ impl Limit {
         match requests {
             0 => Ok(Self::Never(unit, window)),
             requests => Ok(Self::Quota(unit, Quota::new(algorithm, requests.into(), window)?)),
+        }
+    }
+}
+
+impl From<RuleMode> for Enforcement {
+    fn from(mode: RuleMode) -> Self {
+        match mode {
+            RuleMode::Enforce => Self::Enforce,
+            RuleMode::Shadow => Self::Shadow,
+            RuleMode::Quota => Self::AllDenied,
         }
     }
 }

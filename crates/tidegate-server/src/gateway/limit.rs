@@ -1,4 +1,4 @@
-//! The library's layer in front of the proxy, with the engine as its gate.
+//! The rate limit layer in front of the proxy.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -7,42 +7,53 @@ use std::task::{Context, Poll};
 use axum::body::Body;
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Version, header};
-use tidegate::Error;
-use tidegate::tower::{self as limits, Admission, Gate, RateLimit, RateLimitLayer};
+use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestParts};
+use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
 use super::Gateway;
-use crate::engine::Engine;
+use crate::engine::{ActiveConfig, Engine};
 use crate::listener::{Peer, Request};
 
-/// The engine decides: policies, counts, metrics and hot keys are those of `tidegate serve`.
+/// Decides requests by the active configuration, as every front door does.
 #[derive(Clone)]
-pub(crate) struct EngineGate(Arc<Engine>);
+pub(crate) struct GatewayLimiter(Arc<Engine>);
 
-impl Gate for EngineGate {
-    async fn admit(&self, head: &Parts) -> Result<Admission, Error> {
-        let peer = head.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
-        self.0.admit(head, peer.address.ip()).await
+impl RequestLimiter for GatewayLimiter {
+    type Snapshot = Arc<ActiveConfig>;
+
+    fn snapshot(&self) -> Arc<ActiveConfig> {
+        self.0.active()
     }
 
-    async fn refund(&self, admission: &Admission) {
-        self.0.give_back(admission).await;
+    async fn acquire<'a>(
+        &'a self,
+        active: &'a Arc<ActiveConfig>,
+        parts: &Parts,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let peer = parts.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
+        let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
+        active.decide(&parts.headers, Action::Acquire, Query::attributes(&request)).await
+    }
+
+    async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
+        active.limiter.refund(decisions).await;
     }
 }
 
-/// What passes the gate goes to the proxy.
+/// Gateway behind its rate limit layer.
 #[derive(Clone)]
-pub(crate) struct Limited {
+pub(crate) struct LimitedGateway {
     engine: Arc<Engine>,
-    /// Which headers answers have may change with the configuration.
-    with_x_headers: RateLimit<Gateway, EngineGate>,
-    without_x_headers: RateLimit<Gateway, EngineGate>,
+    /// A reload may change which headers responses have.
+    with_x_headers: RateLimit<Gateway, GatewayLimiter>,
+    without_x_headers: RateLimit<Gateway, GatewayLimiter>,
 }
 
-impl Limited {
+impl LimitedGateway {
     pub(super) fn new(engine: &Arc<Engine>, gateway: &Gateway) -> Self {
         let layer = |x_headers| {
-            RateLimitLayer::with_gate(EngineGate(Arc::clone(engine)))
+            RateLimitLayer::with_gate(GatewayLimiter(Arc::clone(engine)))
                 .x_ratelimit_headers(x_headers)
                 .layer(gateway.clone())
         };
@@ -54,72 +65,71 @@ impl Limited {
     }
 }
 
-impl Service<Request> for Limited {
-    type Response = Response<limits::Body<Body>>;
+impl Service<Request> for LimitedGateway {
+    type Response = Response<layer::Body<Body>>;
     type Error = Infallible;
-    type Future = Finishing;
+    type Future = ResponseFuture;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        // The proxy always is.
+        // The proxy is always ready.
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request) -> Finishing {
+    fn call(&mut self, request: Request) -> ResponseFuture {
         let is_http1 = request.version() < Version::HTTP_2;
         let has_body = !http_body::Body::is_end_stream(request.body());
-        let ends_if_denied = is_http1 && has_body;
-        let ends = is_http1 && request.headers().contains_key(header::UPGRADE);
-        let limited = if self.engine.live().x_ratelimit_headers {
+        let closes_if_denied = is_http1 && has_body;
+        let closes = is_http1 && request.headers().contains_key(header::UPGRADE);
+        let limited = if self.engine.active().x_ratelimit_headers {
             &mut self.with_x_headers
         } else {
             &mut self.without_x_headers
         };
-        Finishing { answer: limited.call(request), ends, ends_if_denied }
+        ResponseFuture { response: limited.call(request), closes, closes_if_denied }
     }
 }
 
-/// The answer on its way, and whether the connection ends with it.
-pub(crate) struct Finishing {
-    answer: <RateLimit<Gateway, EngineGate> as Service<Request>>::Future,
-    /// The bytes behind a request for an upgrade are not looked at any more (see `framing.rs`): no
-    /// other one may follow.
-    ends: bool,
-    /// A body that nobody wants is not read to its end.
-    ends_if_denied: bool,
+/// Response in progress, and whether the connection closes after it.
+pub(crate) struct ResponseFuture {
+    response: <RateLimit<Gateway, GatewayLimiter> as Service<Request>>::Future,
+    /// The bytes after an upgrade request are not checked any more (see `framing.rs`), so no other
+    /// request may follow.
+    closes: bool,
+    /// The body of a denied request is not read to its end.
+    closes_if_denied: bool,
 }
 
-impl Future for Finishing {
-    type Output = Result<Response<limits::Body<Body>>, Infallible>;
+impl Future for ResponseFuture {
+    type Output = Result<Response<layer::Body<Body>>, Infallible>;
 
     fn poll(mut self: std::pin::Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.answer.as_mut().poll(cx).map_ok(|mut response| {
+        self.response.as_mut().poll(cx).map_ok(|mut response| {
             let status = response.status();
-            let ends = self.ends && status != StatusCode::SWITCHING_PROTOCOLS;
-            if ends || self.ends_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
+            let closes = self.closes && status != StatusCode::SWITCHING_PROTOCOLS;
+            if closes || self.closes_if_denied && status == StatusCode::TOO_MANY_REQUESTS {
                 response
                     .headers_mut()
                     .insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
-            if let Some(limits) = response.extensions_mut().remove::<UpstreamsLimits>() {
-                limits.give_back(response.headers_mut());
+            if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
+                limits.restore(response.headers_mut());
             }
             response
         })
     }
 }
 
-/// What an upstream says of limits of its own. Beside ours a client could not tell which number
-/// belongs to which limit.
+/// Rate limit headers of an upstream. Next to ours, a client could not know which number belongs to
+/// which limit.
 #[derive(Debug, Clone)]
-pub(super) struct UpstreamsLimits(HeaderMap);
+pub(super) struct UpstreamRateLimitHeaders(HeaderMap);
 
-impl UpstreamsLimits {
-    /// How the names of each kind begin, and one that is among ours if we tell of limits in this
-    /// way.
+impl UpstreamRateLimitHeaders {
+    /// Prefix of each kind of header, and the header that ours have if they are of this kind.
     const KINDS: [(&str, &str); 2] =
         [("ratelimit", "ratelimit"), ("x-ratelimit-", "x-ratelimit-limit")];
 
-    /// Takes them away, until it is known whether ours are told.
+    /// Removes them, until it is known whether ours are added.
     pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
         let is_one = |name: &&HeaderName| {
             Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
@@ -138,8 +148,8 @@ impl UpstreamsLimits {
         Some(Self(taken))
     }
 
-    /// Those of a kind that we say nothing in.
-    fn give_back(&self, headers: &mut HeaderMap) {
+    /// Restores those of a kind that ours do not have.
+    fn restore(&self, headers: &mut HeaderMap) {
         for (prefix, ours) in Self::KINDS {
             if !headers.contains_key(ours) {
                 let of_kind = self.0.iter().filter(|(name, _)| name.as_str().starts_with(prefix));

@@ -61,7 +61,7 @@ fn dots(segment: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use tidegate::normal_path;
+    use tidegate::normalize_path;
 
     use super::*;
 
@@ -93,7 +93,7 @@ mod tests {
         #[test]
         fn what_is_forwarded_is_what_was_matched(path in r"/(/|\.|%2e|%2E|a|b|%2F|%|2e){0,16}") {
             let forwarded = resolved(&path);
-            prop_assert_eq!(normal_path(&forwarded), normal_path(&path));
+            prop_assert_eq!(normalize_path(&forwarded), normalize_path(&path));
             prop_assert!(!forwarded.split('/').any(|segment| dots(segment) > 0), "{}", forwarded);
         }
     }

@@ -8,7 +8,7 @@ use http::{HeaderValue, StatusCode, header};
 use hyper_util::client::legacy;
 
 use super::body::Stalled;
-use crate::problem::Problem;
+use crate::api::problem::Problem;
 
 /// What went wrong on the way to an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

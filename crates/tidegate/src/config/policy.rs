@@ -14,7 +14,9 @@ use super::duration;
 use super::number::Whole;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::named::UnknownName;
-use crate::policy::{AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
+use crate::policy::{
+    AttributeNames, Cost, KeySource, MissingKey, Mode, OnStoreFailure, Policy, PolicyError,
+};
 use crate::quota::{Quota, QuotaError};
 
 /// A limit, a burst or a cost.
@@ -118,8 +120,8 @@ impl RawPolicy {
         };
         let window = (window, &raw.window);
         let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?)
-            .map_err(|error| document.at(name, &error.to_string()))?
-            .with_attribute_names(attributes);
+            .map_err(|error| document.at(name, &error.to_string()))?;
+        policy.set_attribute_names(attributes.clone());
         let mut matched = BTreeSet::new();
         for (written, patterns) in &raw.matches.0 {
             let attribute = attribute_name(document, attributes, "match", written)?;
@@ -129,24 +131,24 @@ impl RawPolicy {
                 );
                 return Err(document.at(patterns, &twice));
             }
-            policy = policy
-                .matching(attribute, patterns.value.texts())
+            policy
+                .add_match(&attribute, patterns.value.texts())
                 .map_err(wrong_at(document, patterns))?;
         }
         if let Some(key) = &raw.key {
             let names = key.value.names(key).into_iter();
             let names = names.map(|name| attribute_name(document, attributes, "key", &name));
             let names = names.collect::<Result<Vec<_>, _>>()?;
-            policy = policy.counting(&names).map_err(wrong_at(document, key))?;
+            policy.set_key(&names).map_err(wrong_at(document, key))?;
         }
         if let Some(missing) = &raw.missing_key {
-            policy = policy.on_missing_key(named(document, missing)?);
+            policy.set_missing_key(named(document, missing)?);
         }
         if let Some(mode) = &raw.mode {
-            policy = policy.in_mode(named(document, mode)?);
+            policy.set_mode(named(document, mode)?);
         }
         if let Some(failure) = &raw.on_store_failure {
-            policy = policy.on_store_failure(named(document, failure)?);
+            policy.set_on_store_failure(named(document, failure)?);
         }
         for entry in &raw.overrides {
             let window = match &entry.window {
@@ -157,15 +159,16 @@ impl RawPolicy {
             let values = entry.key.value.texts();
             check_parts(values.len(), &policy).map_err(|error| document.at(&entry.key, &error))?;
             let quota = quota(&entry.limit, window, burst)?;
-            policy = policy.overriding(values, quota).map_err(wrong_at(document, &entry.key))?;
+            policy.add_override(values, quota).map_err(wrong_at(document, &entry.key))?;
         }
         match &raw.cost {
-            None => policy.costing(Cost::Fixed(1)).map_err(wrong_at(document, name)),
+            None => policy.set_cost(Cost::Fixed(1)).map_err(wrong_at(document, name))?,
             Some(cost) => {
                 let units = cost.value.of(document, attributes, &policy)?;
-                policy.costing(units).map_err(wrong_at(document, cost))
+                policy.set_cost(units).map_err(wrong_at(document, cost))?;
             }
         }
+        Ok(policy)
     }
 }
 
@@ -191,9 +194,9 @@ fn wrong_at<T>(
 
 /// A key of several attributes has a value of each; one that has none is one for all.
 fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
-    match (parts, policy.key_attributes()) {
+    match (parts, policy.key()) {
         (1, [] | [_]) => Ok(()),
-        (parts, [_, _, ..]) if parts == policy.key_attributes().len() => Ok(()),
+        (parts, [_, _, ..]) if parts == policy.key().len() => Ok(()),
         (_, []) => {
             Err("this policy has no key of several parts: write one value, not a list".to_owned())
         }
@@ -203,7 +206,7 @@ fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
         (parts, many) => Err(format!(
             "has {parts} of the {} values that this policy counts by: write a list of {}, in their order",
             many.len(),
-            many.join(", ")
+            many.iter().map(KeySource::as_str).collect::<Vec<_>>().join(", ")
         )),
     }
 }
@@ -310,7 +313,7 @@ impl RawCost {
             Self::Attribute(cost) => Cost::Attribute {
                 name: attribute_name(document, attributes, "cost.attribute", &cost.attribute)?,
                 default: cost.default.map_or(1, Units::get),
-                max: cost.max.map_or_else(|| policy.largest_cost(), Units::get),
+                max: cost.max.map_or_else(|| policy.max_cost(), Units::get),
             },
         })
     }

@@ -1,19 +1,18 @@
-//! Which policies a request may match, without asking each.
+//! Index of the policies that a request may match, without trying each.
 //!
-//! Every policy stands in one place: below the literal beginning of its path pattern, or by the
-//! exact value of another attribute, or among those that have to be asked always. A request looks
-//! into the places that its own path and values name, so its work grows with the depth of its path,
-//! not with the number of policies.
+//! A policy is indexed by the literal prefix of its path pattern, by the exact value of another
+//! attribute, or in the list that is always tried. A request looks up its own path prefixes and
+//! values, so the work grows with the depth of its path, not with the number of policies.
 
 use std::collections::HashMap;
 
-use super::pattern::{Pattern, normal_path};
+use super::pattern::{Pattern, normalize_path};
 use super::{Attributes, Policy};
 
 #[derive(Debug, Default)]
 pub(super) struct Index {
     always: Vec<usize>,
-    /// By the literal segments that the path begins with; "" for the root.
+    /// By the literal segments at the start of the path; "" for the root.
     by_path: HashMap<String, Vec<usize>>,
     /// By attribute, then by its exact value.
     by_value: HashMap<String, HashMap<String, Vec<usize>>>,
@@ -24,8 +23,8 @@ impl Index {
         let mut index = Self::default();
         for (position, policy) in policies.iter().enumerate() {
             let exact = |pattern: &Pattern| matches!(pattern, Pattern::Exact(_));
-            let path = policy.conditions.iter().find(|condition| condition.attribute == "path");
-            // A method says little; any other exact value much.
+            let path = policy.conditions.iter().find(|condition| condition.attribute.is_path());
+            // A method selects little; any other exact value selects much.
             let value = policy.conditions.iter().find(|condition| {
                 !["path", "method"].contains(&condition.attribute.as_str())
                     && condition.patterns.iter().all(exact)
@@ -39,7 +38,7 @@ impl Index {
                     index.by_path.entry(prefix.to_owned()).or_default().push(position);
                 }
             } else if let Some(condition) = value {
-                let values = index.by_value.entry(condition.attribute.clone()).or_default();
+                let values = index.by_value.entry(condition.attribute.to_string()).or_default();
                 for pattern in &condition.patterns {
                     if let Pattern::Exact(text) = pattern {
                         values.entry(text.clone()).or_default().push(position);
@@ -52,13 +51,13 @@ impl Index {
         index
     }
 
-    /// In the order of the policies, each once.
+    /// Returns the positions of the candidates, in the order of the policies and without duplicates.
     pub(super) fn candidates(&self, attributes: &dyn Attributes) -> Vec<usize> {
         let mut found = self.always.clone();
         if !self.by_path.is_empty()
             && let Some(path) = attributes.get("path")
         {
-            let path = normal_path(&path);
+            let path = normalize_path(&path);
             let ends =
                 path.match_indices('/').map(|(at, _)| at).chain([path.trim_end_matches('/').len()]);
             for end in ends {
@@ -90,8 +89,8 @@ mod tests {
     fn policies(patterns: &[(String, String)]) -> Vec<Policy> {
         let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let policy = |(number, (attribute, pattern)): (usize, &(String, String))| {
-            let policy = Policy::new(format!("p{number}"), quota.clone()).expect("a name");
-            policy.matching(attribute.clone(), &[pattern]).expect("a pattern")
+            let policy = Policy::builder(format!("p{number}"), quota.clone());
+            policy.matches(attribute, [pattern]).build().expect("a valid policy")
         };
         patterns.iter().enumerate().map(policy).collect()
     }
@@ -99,22 +98,22 @@ mod tests {
     proptest! {
         /// The index may only leave out policies that would not have matched.
         #[test]
-        fn the_index_finds_what_asking_each_finds(
+        fn index_and_linear_search_select_the_same_policies(
             patterns in proptest::collection::vec(("path|host|domain", "(/[ab]{1,2}|/\\*|/\\*\\*|/a\\*|\\*\\*){1,4}"), 0..12),
             path in "(/[ab]{1,2}){0,4}/?", host in "(/[ab]{1,2}){0,3}",
         ) {
             let list = policies(&patterns);
             let request = BTreeMap::from([("path", path), ("host", host)].map(|(name, value)| (name.to_owned(), value)));
-            let by_asking: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&request)).map(Policy::name).collect();
+            let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&request)).map(Policy::name).collect();
             let set = Policies::new(list.clone()).expect("names of their own");
             let selection = set.select(&request, None).expect("sound");
             let by_index: Vec<&str> = selection.charges.iter().map(|selected| selected.policy().name()).collect();
-            prop_assert_eq!(by_index, by_asking);
+            prop_assert_eq!(by_index, by_search);
         }
     }
 
     #[test]
-    fn a_thousand_policies_leave_a_handful_to_ask() {
+    fn index_leaves_few_candidates_of_a_thousand_policies() {
         let patterns: Vec<(String, String)> = (0..1_000)
             .map(|number| match number % 3 {
                 0 => ("path".to_owned(), format!("/service-{number}/**")),

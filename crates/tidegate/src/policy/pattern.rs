@@ -1,9 +1,9 @@
-//! Patterns with `*` and `**`, and the one way to write a path.
+//! Patterns with `*` and `**`, and the normal form of paths and hosts.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// Exact text, or text with `*` (anything but a slash) and `**` (anything).
+/// Exact text, or text with `*` (any text without a slash) and `**` (any text).
 #[derive(Debug, Clone)]
 pub(super) enum Pattern {
     Exact(String),
@@ -15,22 +15,22 @@ pub(super) enum Part {
     Text(String),
     Star,
     TwoStars,
-    /// `/**` at the end: nothing, or a slash and anything.
+    /// `/**` at the end: nothing, or a slash and any text.
     Below,
 }
 
 impl Pattern {
-    pub(super) fn new(attribute: &str, text: &str) -> Self {
-        let text = match attribute {
-            "path" if text.contains('*') => text.to_owned(),
-            "path" => normal_path(text).into_owned(),
-            _ => text.to_owned(),
+    pub(super) fn new(is_path: bool, text: &str) -> Self {
+        let text = if is_path && !text.contains('*') {
+            normalize_path(text).into_owned()
+        } else {
+            text.to_owned()
         };
         if !text.contains('*') {
             return Self::Exact(text);
         }
         let (body, below) = match text.strip_suffix("/**") {
-            Some(body) if attribute == "path" => (body, true),
+            Some(body) if is_path => (body, true),
             _ => (text.as_str(), false),
         };
         let mut parts = Vec::new();
@@ -44,7 +44,7 @@ impl Pattern {
                 let end = rest.find('*').unwrap_or(rest.len());
                 (Part::Text(rest[..end].to_owned()), end)
             };
-            // Two stars that meet again are no more than two stars.
+            // `****` is the same as `**`.
             if !(part == Part::TwoStars && parts.last() == Some(&Part::TwoStars)) {
                 parts.push(part);
             }
@@ -57,7 +57,7 @@ impl Pattern {
             Some(Part::Text(literal)) => literal.as_str(),
             _ => "",
         };
-        // Only whole segments: the one that a star is in may go on.
+        // Only whole segments: the segment with a star may continue.
         let whole = if parts.len() == 2 && below {
             literal
         } else {
@@ -75,9 +75,8 @@ impl Pattern {
     }
 }
 
-/// Each star takes as little as will do, and more when what follows does not match: only the last
-/// star of each kind has to be tried again, so the work is at most the pattern's length times the
-/// value's.
+/// Matches part by part, with the set of reachable positions instead of backtracking: the work is
+/// at most the length of the pattern times that of the value, whatever a client sends.
 fn parts_match(parts: &[Part], value: &str) -> bool {
     let bytes = value.as_bytes();
     // reachable[i]: the parts so far can match the first i bytes.
@@ -114,11 +113,11 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
     reachable[bytes.len()]
 }
 
-/// A path as policies see it: no query, no empty or dot segments, no slash at its end, and no
-/// percent-encoding of characters that need none. Otherwise another way to write it would get
-/// around a policy.
+/// Returns the normal form of a path, which policies match and count by: without query, empty or dot
+/// segments, trailing slash, or percent-encoding of characters that need none. Otherwise another
+/// spelling would bypass a policy.
 #[must_use]
-pub fn normal_path(path: &str) -> Cow<'_, str> {
+pub fn normalize_path(path: &str) -> Cow<'_, str> {
     let path = path.split(['?', '#']).next().unwrap_or_default();
     let plain = path.starts_with('/')
         && !path.contains("//")
@@ -142,6 +141,27 @@ pub fn normal_path(path: &str) -> Cow<'_, str> {
     Cow::Owned(format!("/{}", segments.join("/")))
 }
 
+/// Returns the normal form of a host: lower case, without port or trailing dot.
+#[must_use]
+pub fn normalize_host(host: &str) -> Cow<'_, str> {
+    let name = match host.rsplit_once(':') {
+        // An IPv6 address without brackets has colons but no port.
+        Some((name, port))
+            if port.bytes().all(|byte| byte.is_ascii_digit())
+                && (!name.contains(':') || name.ends_with(']')) =>
+        {
+            name
+        }
+        _ => host,
+    };
+    let name = name.trim_end_matches('.');
+    if name.bytes().any(|byte| byte.is_ascii_uppercase()) {
+        Cow::Owned(name.to_ascii_lowercase())
+    } else {
+        Cow::Borrowed(name)
+    }
+}
+
 fn decode_unreserved(path: &str) -> String {
     let mut decoded = String::with_capacity(path.len());
     let mut rest = path;
@@ -153,7 +173,7 @@ fn decode_unreserved(path: &str) -> String {
                 decoded.push(character);
                 rest = &rest[at + 3..];
             }
-            // The rest is kept, with its digits in one case.
+            // Reserved characters stay encoded, in upper case.
             Some(character) => {
                 let _ = write!(decoded, "%{:02X}", u32::from(character));
                 rest = &rest[at + 3..];
@@ -175,20 +195,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_star_stays_within_a_segment_and_two_stars_do_not() {
-        let matches = |pattern: &str, path: &str| Pattern::new("path", pattern).matches(path);
+    fn star_stays_within_a_segment_and_double_star_does_not() {
+        let matches = |pattern: &str, path: &str| Pattern::new(true, pattern).matches(path);
         assert!(matches("/a/*/c", "/a/b/c") && !matches("/a/*/c", "/a/b/b/c"));
         assert!(matches("/a/**/c", "/a/b/b/c"));
         assert!(matches("/a/**", "/a") && matches("/a/**", "/a/b/c") && !matches("/a/**", "/ab"));
         assert!(matches("/v*/x", "/v2/x") && !matches("/v*/x", "/w2/x"));
         assert!(matches("/**", "/") && matches("/**", "/x"));
         assert!(matches("**.png", "/a/b.png") && !matches("*.png", "/a/b.png"));
-        let host = |pattern: &str, host: &str| Pattern::new("host", pattern).matches(host);
+        let host = |pattern: &str, host: &str| Pattern::new(false, pattern).matches(host);
         assert!(host("*.example.com", "a.b.example.com") && !host("*.example.com", "example.com"));
     }
 
     #[test]
-    fn a_path_has_one_way_to_be_written() {
+    fn spellings_of_a_path_have_one_normal_form() {
         for (path, normal) in [
             ("/", "/"),
             ("", "/"),
@@ -203,28 +223,45 @@ mod tests {
             ("/a%zz%4", "/a%zz%4"),
             ("/é?q", "/é"),
         ] {
-            assert_eq!(normal_path(path), normal, "{path}");
+            assert_eq!(normalize_path(path), normal, "{path}");
+        }
+    }
+
+    #[test]
+    fn spellings_of_a_host_have_one_normal_form() {
+        for (host, normal) in [
+            ("Example.COM", "example.com"),
+            ("example.com:8443", "example.com"),
+            ("example.com:", "example.com"),
+            ("example.com.", "example.com"),
+            ("[2001:DB8::1]:80", "[2001:db8::1]"),
+            ("[2001:db8::1]", "[2001:db8::1]"),
+            ("2001:db8::1", "2001:db8::1"),
+            ("2001:db8:0:1", "2001:db8:0:1"),
+            ("", ""),
+        ] {
+            assert_eq!(normalize_host(host), normal, "{host}");
         }
     }
 
     proptest! {
         #[test]
-        fn a_normal_path_stays_as_it_is(path in "[/.a%2eF?é]{0,30}") {
-            let normal = normal_path(&path).into_owned();
-            prop_assert_eq!(normal_path(&normal), normal.as_str());
+        fn normal_form_of_a_path_is_stable(path in "[/.a%2eF?é]{0,30}") {
+            let normal = normalize_path(&path).into_owned();
+            prop_assert_eq!(normalize_path(&normal), normal.as_str());
         }
 
         #[test]
-        fn any_pattern_takes_any_value_without_a_panic(pattern in "[*/aé]{0,12}", value in "[/aé]{0,20}") {
-            let matches = |attribute| Pattern::new(attribute, &pattern).matches(&value);
+        fn no_pattern_panics_on_any_value(pattern in "[*/aé]{0,12}", value in "[/aé]{0,20}") {
+            let matches = |is_path| Pattern::new(is_path, &pattern).matches(&value);
             // Without stars it is plain equality.
             if !pattern.contains('*') {
-                prop_assert_eq!(matches("x"), pattern == value);
+                prop_assert_eq!(matches(false), pattern == value);
             }
             if pattern == "**" {
-                prop_assert!(matches("x"));
+                prop_assert!(matches(false));
             }
-            matches("path");
+            matches(true);
         }
     }
 }

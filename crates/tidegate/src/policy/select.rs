@@ -1,4 +1,4 @@
-//! Which policies apply to a request, and what each of them charges it.
+//! Selection of the policies that apply to a request, and their charges.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -6,8 +6,8 @@ use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
 use super::{
-    AttributeError, AttributeNames, Attributes, Cost, MissingKey, Mode, Policy, PolicyError, join,
-    normal_path,
+    AttributeError, AttributeNames, Attributes, Cost, KeySource, MissingKey, Mode, Policy,
+    PolicyError, join, normalize_path,
 };
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
@@ -23,12 +23,12 @@ pub struct Policies {
 }
 
 impl Policies {
-    /// The set; each policy has a name of its own.
+    /// Creates the set. Policy names must be unique.
     pub fn new(policies: Vec<Policy>) -> Result<Self, PolicyError> {
         let mut by_name = HashMap::with_capacity(policies.len());
         for (position, policy) in policies.iter().enumerate() {
-            if by_name.insert(policy.name.to_string(), position).is_some() {
-                return Err(PolicyError::Twice(policy.name.to_string()));
+            if by_name.insert(policy.name.clone(), position).is_some() {
+                return Err(PolicyError::Twice(policy.name.clone()));
             }
         }
         let index = Index::new(&policies);
@@ -46,34 +46,44 @@ impl Policies {
         self
     }
 
-    /// Checks the name of an attribute that a caller sends: it must be built in, or declared by one
-    /// of the policies or their file. A limit on a misspelt one would never apply.
+    /// Checks the name of an attribute that a caller sends. It must be built in, or declared by one
+    /// of the policies or their file: a limit on a misspelt attribute would never apply.
     pub fn check_attribute(&self, name: &str) -> Result<(), AttributeError> {
         self.attributes.check_known(name)
     }
 
-    /// The policy of this name.
+    /// Returns the policy of this name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Policy> {
         self.by_name.get(name).map(|position| &self.all[*position])
     }
 
-    /// All of them, in the order of their definition.
+    /// Iterates over the policies, in the order of their definition.
     pub fn iter(&self) -> impl Iterator<Item = &Policy> {
         self.all.iter()
     }
 
-    /// Which policies apply to a request, and what each charges. A `cost` that the request names
-    /// itself goes before the policies' own.
+    /// Selects the policies that apply to a request, with their charges. A `cost` of the request
+    /// takes precedence over those of the policies.
     pub fn select(
         &self,
         attributes: &dyn Attributes,
         cost: Option<u64>,
     ) -> Result<Selection<'_>, SelectError> {
+        self.select_where(attributes, cost, |_| true)
+    }
+
+    /// Selects among the policies that `filter` accepts.
+    pub(super) fn select_where(
+        &self,
+        attributes: &dyn Attributes,
+        cost: Option<u64>,
+        filter: impl Fn(&Policy) -> bool,
+    ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
         for position in self.index.candidates(attributes) {
             let policy = &self.all[position];
-            if policy.applies_to(attributes) {
+            if policy.applies_to(attributes) && filter(policy) {
                 policy.add_to(&mut selection, attributes, cost)?;
             }
         }
@@ -81,7 +91,7 @@ impl Policies {
     }
 }
 
-/// Why policies cannot be applied to a request: the request's fault.
+/// Error of a request whose attributes make an invalid key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {policy:?} counts by {attributes}, but that key {reason}")]
 pub struct SelectError {
@@ -90,19 +100,22 @@ pub struct SelectError {
     reason: KeyError,
 }
 
-/// The policies that apply to a request, in the order of their definition.
+/// Policies that apply to a request, in the order of their definition.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct Selection<'a> {
-    /// What they charge.
+    /// Policies that count the request, with their charges.
     pub charges: Vec<Selected<'a>>,
-    /// A policy that denies because the request lacks its key.
-    pub key_missing_for: Option<&'a Policy>,
-    /// Policies in shadow mode that would have turned the request away, because it lacks their key
-    /// or has one that is none.
-    pub turned_away_in_shadow: Vec<&'a Policy>,
+    /// Enforced policy that rejects the request because it lacks the policy's key.
+    pub rejected_by: Option<&'a Policy>,
+    /// Policies in shadow mode that would have rejected the request, because its key is missing or
+    /// invalid.
+    pub shadow_rejections: Vec<&'a Policy>,
+    /// Policies whose key the request lacks, whether that skips or rejects it.
+    pub missing_key: Vec<&'a Policy>,
 }
 
-/// A policy that applies to a request, with what it charges.
+/// Policy that applies to a request, with its charge.
 #[derive(Debug, Clone)]
 pub struct Selected<'a> {
     policy: &'a Policy,
@@ -112,8 +125,7 @@ pub struct Selected<'a> {
 }
 
 impl Policy {
-    /// What this policy alone charges a request, whatever it matches: for a caller that has chosen
-    /// it.
+    /// Selects this policy alone, whatever it matches: for a caller that names the policy.
     pub fn select(
         &self,
         attributes: &dyn Attributes,
@@ -132,9 +144,10 @@ impl Policy {
     ) -> Result<(), SelectError> {
         let shadow = self.mode == Mode::Shadow;
         let Some(key) = self.key_of(attributes) else {
+            selection.missing_key.push(self);
             match self.missing_key {
-                MissingKey::Deny if shadow => selection.turned_away_in_shadow.push(self),
-                MissingKey::Deny => _ = selection.key_missing_for.get_or_insert(self),
+                MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
+                MissingKey::Deny => _ = selection.rejected_by.get_or_insert(self),
                 MissingKey::Skip => {}
             }
             return Ok(());
@@ -142,11 +155,11 @@ impl Policy {
         match Key::new(&key) {
             Ok(_) => {}
             Err(_) if shadow => {
-                selection.turned_away_in_shadow.push(self);
+                selection.shadow_rejections.push(self);
                 return Ok(());
             }
             Err(reason) => {
-                let (policy, attributes) = (self.name.to_string(), self.key.join(", "));
+                let (policy, attributes) = (self.name.clone(), self.key_names());
                 return Err(SelectError { policy, attributes, reason });
             }
         }
@@ -158,8 +171,9 @@ impl Policy {
 
     pub(super) fn applies_to(&self, attributes: &dyn Attributes) -> bool {
         self.conditions.iter().all(|condition| {
-            attributes.get(&condition.attribute).is_some_and(|value| {
-                let value = if condition.attribute == "path" { normal_path(&value) } else { value };
+            attributes.get(condition.attribute.as_str()).is_some_and(|value| {
+                let value =
+                    if condition.attribute.is_path() { normalize_path(&value) } else { value };
                 condition.patterns.iter().any(|pattern| pattern.matches(&value))
             })
         })
@@ -178,12 +192,13 @@ impl Policy {
         }
     }
 
-    /// The key that this request counts under; `None` if it lacks an attribute.
+    /// Returns the key that this request counts under; `None` if it lacks an attribute.
     fn key_of(&self, attributes: &dyn Attributes) -> Option<String> {
-        let value = |name: &String| attributes.get(name).filter(|value| !value.is_empty());
+        let value =
+            |source: &KeySource| attributes.get(source.as_str()).filter(|value| !value.is_empty());
         match self.key.as_slice() {
             [] => Some("all".to_owned()),
-            [name] => value(name).map(Cow::into_owned),
+            [source] => value(source).map(Cow::into_owned),
             names => {
                 names.iter().map(value).collect::<Option<Vec<_>>>().map(|values| join(&values))
             }
@@ -192,37 +207,35 @@ impl Policy {
 }
 
 impl<'a> Selected<'a> {
-    /// The policy.
+    /// Returns the policy.
     #[must_use]
     pub fn policy(&self) -> &'a Policy {
         self.policy
     }
 
-    /// Whose count it is.
+    /// Returns the key.
     #[must_use]
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// The same, and no more of the rest.
-    #[must_use]
-    pub fn into_key(self) -> String {
-        self.key
-    }
-
-    /// The quota that the key has.
+    /// Returns the quota of the key.
     #[must_use]
     pub fn quota(&self) -> &'a Quota {
         self.quota
     }
 
-    /// How many units it takes.
+    /// Returns the number of units that the request takes.
     #[must_use]
     pub fn cost(&self) -> u64 {
         self.cost
     }
 
-    /// What is to be decided.
+    pub(super) fn into_key(self) -> String {
+        self.key
+    }
+
+    /// Returns the charge.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
         let charge = Charge::new(&self.key, self.quota).policy(&self.policy.name).cost(self.cost);
@@ -230,7 +243,7 @@ impl<'a> Selected<'a> {
     }
 }
 
-/// One that is too large for our numbers is the largest of them.
+/// Parses an integer. One that is too large saturates.
 fn whole_number(text: &str) -> Option<u64> {
     text.parse().map_or_else(
         |error: ParseIntError| (*error.kind() == IntErrorKind::PosOverflow).then_some(u64::MAX),
@@ -244,17 +257,23 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::policy::PolicyBuilder;
 
     fn quota(limit: u64) -> Quota {
         Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid")
     }
 
-    fn policy(name: &str) -> Policy {
-        Policy::new(name, quota(10)).expect("a name")
+    fn builder(name: &str) -> PolicyBuilder {
+        Policy::builder(name, quota(10))
     }
 
-    fn by_tenant(declared: &[&str]) -> Result<Policy, PolicyError> {
-        policy("p").with_attributes(declared)?.counting(&["tenant"])
+    fn set(policies: impl IntoIterator<Item = PolicyBuilder>) -> Policies {
+        let built = policies.into_iter().map(|builder| builder.build().expect("valid"));
+        Policies::new(built.collect()).expect("unique names")
+    }
+
+    fn by_tenant(declared: &[&str]) -> PolicyBuilder {
+        builder("p").attributes(declared.iter().copied()).key(["tenant"])
     }
 
     fn request(attributes: &[(&str, &str)]) -> BTreeMap<String, String> {
@@ -269,10 +288,8 @@ mod tests {
 
     #[test]
     fn every_condition_must_match_and_a_list_means_any_of() {
-        let api = policy("api")
-            .matching("path", &["/api/**"])
-            .and_then(|p| p.matching("method", &["GET", "POST"]));
-        let policies = Policies::new(vec![policy("all"), api.expect("valid")]).expect("two names");
+        let api = builder("api").matches("path", ["/api/**"]).matches("method", ["GET", "POST"]);
+        let policies = set([builder("all"), api]);
         assert_eq!(names(&policies, &[("path", "/api/items"), ("method", "GET")]), ["all", "api"]);
         assert_eq!(names(&policies, &[("path", "/api"), ("method", "POST")]), ["all", "api"]);
         assert_eq!(names(&policies, &[("path", "/api/items"), ("method", "PUT")]), ["all"]);
@@ -286,9 +303,7 @@ mod tests {
 
     #[test]
     fn attributes_of_callers_are_built_in_or_declared_by_a_policy() {
-        let policies =
-            Policies::new(vec![policy("all"), by_tenant(&["tenant", "plan"]).expect("valid")]);
-        let policies = policies.expect("two names");
+        let policies = set([builder("all"), by_tenant(&["tenant", "plan"])]);
         for known in ["tenant", "plan", "ip", "header.x", "descriptor.user", "query.any thing"] {
             assert_eq!(policies.check_attribute(known), Ok(()), "{known}");
         }
@@ -301,9 +316,8 @@ mod tests {
     }
 
     #[test]
-    fn another_way_to_write_a_path_does_not_get_around_its_policy() {
-        let api = policy("api").matching("path", &["/api/login"]).expect("valid");
-        let policies = Policies::new(vec![api]).expect("one name");
+    fn another_spelling_of_a_path_does_not_bypass_its_policy() {
+        let policies = set([builder("api").matches("path", ["/api/login"])]);
         for path in [
             "/api/login",
             "//api//login",
@@ -319,11 +333,9 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_that_was_chosen_is_not_asked_what_it_matches() {
-        let login = policy("login")
-            .matching("path", &["/login"])
-            .and_then(|p| p.counting(&["ip"]))
-            .expect("valid");
+    fn policy_selected_by_name_ignores_its_conditions() {
+        let login = builder("login").matches("path", ["/login"]).key(["ip"]);
+        let login = login.build().expect("valid");
         let elsewhere = request(&[("path", "/"), ("ip", "192.0.2.1")]);
         assert_eq!(
             login.select(&elsewhere, None).expect("a sound key").charges[0].key(),
@@ -333,37 +345,33 @@ mod tests {
     }
 
     #[test]
-    fn a_request_without_the_key_is_skipped_or_denied() {
-        let skip = policy("skip").counting(&["header.x-user-id"]).expect("valid");
-        let deny = policy("deny")
-            .counting(&["header.x-user-id"])
-            .expect("valid")
-            .on_missing_key(MissingKey::Deny);
-        let policies = Policies::new(vec![skip, deny]).expect("two names");
+    fn request_without_the_key_is_skipped_or_rejected() {
+        let skip = builder("skip").key(["header.x-user-id"]);
+        let deny = builder("deny").key(["header.x-user-id"]).missing_key(MissingKey::Deny);
+        let policies = set([skip, deny]);
         for absent in [request(&[]), request(&[("header.x-user-id", "")])] {
             let selection = policies.select(&absent, None).expect("sound");
             assert!(selection.charges.is_empty());
-            assert_eq!(selection.key_missing_for.map(Policy::name), Some("deny"));
+            assert_eq!(selection.rejected_by.map(Policy::name), Some("deny"));
+            assert_eq!(selection.missing_key.len(), 2);
         }
         assert_eq!(names(&policies, &[("header.x-user-id", "u1")]), ["skip", "deny"]);
     }
 
     #[test]
-    fn what_is_only_looked_at_turns_nobody_away() {
-        let shadow = policy("shadow").counting(&["header.x"]).expect("valid").in_mode(Mode::Shadow);
-        let policies =
-            Policies::new(vec![shadow.on_missing_key(MissingKey::Deny)]).expect("one name");
+    fn shadow_policy_rejects_no_request() {
+        let shadow = builder("shadow").key(["header.x"]).mode(Mode::Shadow);
+        let policies = set([shadow.missing_key(MissingKey::Deny)]);
         for request in [request(&[]), request(&[("header.x", &"x".repeat(513))])] {
-            let selection = policies.select(&request, None).expect("nobody is turned away");
-            assert!(selection.charges.is_empty() && selection.key_missing_for.is_none());
-            assert_eq!(selection.turned_away_in_shadow.len(), 1);
+            let selection = policies.select(&request, None).expect("not rejected");
+            assert!(selection.charges.is_empty() && selection.rejected_by.is_none());
+            assert_eq!(selection.shadow_rejections.len(), 1);
         }
     }
 
     #[test]
-    fn keys_of_several_attributes_never_join_alike() {
-        let both = policy("both").counting(&["ip", "path"]).expect("valid");
-        let policies = Policies::new(vec![both]).expect("one name");
+    fn different_lists_of_values_have_different_keys() {
+        let policies = set([builder("both").key(["ip", "path"])]);
         let key = |ip: &str, path: &str| {
             let request = request(&[("ip", ip), ("path", path)]);
             policies.select(&request, None).expect("sound").charges[0].key().to_owned()
@@ -375,9 +383,8 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_none_is_the_requests_fault() {
-        let policies = Policies::new(vec![policy("p").counting(&["header.x"]).expect("valid")])
-            .expect("one name");
+    fn invalid_key_is_an_error() {
+        let policies = set([builder("p").key(["header.x"])]);
         let long = "x".repeat(513);
         for (value, reason) in [(long.as_str(), "has 513 bytes"), ("a\nb", "control character")] {
             let error = policies
@@ -392,12 +399,10 @@ mod tests {
     }
 
     #[test]
-    fn overrides_go_by_key_and_costs_by_attribute() {
-        let policy = by_tenant(&["tenant"])
-            .and_then(|p| p.overriding(&["acme"], quota(1_000)))
-            .expect("valid");
+    fn overrides_are_by_key_and_costs_by_attribute() {
         let cost = Cost::Attribute { name: "header.x-cost".to_owned(), default: 2, max: 8 };
-        let policies = Policies::new(vec![policy.costing(cost).expect("fits")]).expect("one name");
+        let policy = by_tenant(&["tenant"]).cost(cost).override_for(["acme"], quota(1_000));
+        let policies = set([policy]);
         let charged = |attributes: &[(&str, &str)], cost| {
             let request = request(attributes);
             let selection = policies.select(&request, cost).expect("sound");
@@ -422,11 +427,10 @@ mod tests {
     }
 
     #[test]
-    fn an_attribute_costs_no_more_than_the_keys_own_quota_admits() {
-        let policy =
-            by_tenant(&["tenant", "cost"]).and_then(|p| p.overriding(&["small"], quota(5)));
+    fn cost_by_attribute_is_capped_by_the_quota_of_the_key() {
         let cost = Cost::Attribute { name: "cost".to_owned(), default: 1, max: 10 };
-        let policy = policy.and_then(|p| p.costing(cost)).expect("fits the larger");
+        let policy = by_tenant(&["tenant", "cost"]).cost(cost).override_for(["small"], quota(5));
+        let policy = policy.build().expect("fits the larger");
         let charged = |tenant: &str| {
             let request = request(&[("tenant", tenant), ("cost", "100")]);
             policy.select(&request, None).expect("sound").charges[0].cost()

@@ -48,8 +48,9 @@ async fn a_denial_is_answered_without_the_store_and_counts_down_until_it_is_over
         clock.set(memory_noon() + (1 + passed) * 1_000_000);
         let again = limiter.decide(action, &charge).await.expect("decided");
         let left = Duration::from_secs(59 - passed);
-        let told =
-            Decision { source: Source::DenyCache, retry_after: left, reset_after: left, ..first };
+        let told = Decision::deny(first.limit, left)
+            .with_remaining(first.remaining)
+            .with_source(Source::DenyCache);
         assert_eq!(again, told);
     }
     assert_eq!(store.calls(), 3, "the store was not asked");
@@ -161,7 +162,7 @@ async fn a_hammered_bucket_asks_the_store_once_per_unit() {
             for _ in 0..5 {
                 let found = limiter.acquire(&charge).await.expect("decided");
                 let truth = twin.decide(Action::Acquire, &charge).await.expect("decided");
-                assert_eq!(Decision { source: Source::Store, ..found }, truth);
+                assert_eq!(found.with_source(Source::Store), truth);
                 admitted += u64::from(found.allowed);
                 by_cache += u64::from(found.source == Source::DenyCache);
             }
@@ -306,8 +307,8 @@ async fn several_charges_are_denied_by_one_and_the_others_are_told_as_the_store_
     let told = limiter.acquire_all(&both("a")).await.expect("decided");
     let before = store.calls();
     let again = limiter.acquire_all(&both("a")).await.expect("decided");
-    let cached = |decision: &Decision| Decision { source: Source::DenyCache, ..*decision };
-    assert_eq!(again, told.iter().map(cached).collect::<Vec<_>>());
+    let cached = |decision: &Decision| decision.with_source(Source::DenyCache);
+    assert_eq!(again, told.iter().map(cached).collect::<Vec<_>>().into());
     assert_eq!((again[0].allowed, again[0].remaining, again[1].allowed), (true, 9, false));
     // The same address with ever new users.
     for user in ["b", "c", "d"] {

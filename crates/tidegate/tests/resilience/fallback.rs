@@ -55,7 +55,7 @@ async fn each_charge_has_its_word() {
         let peeked = limiter.peek(&charge(OnStoreFailure::Local)).await.expect("decided");
         let local = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
         assert_eq!((local.allowed, local.source, local.remaining), (true, Source::Local, left));
-        assert_eq!(Decision { reset_after: local.reset_after, ..peeked }, local);
+        assert_eq!(peeked.with_reset_after(local.reset_after), local);
     }
     let local = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
     assert!(!local.allowed && local.retry_after > MINUTE, "{local:?}");

@@ -14,7 +14,7 @@ use hyper::body::{Body, Frame, Incoming};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
-use tidegate::tower::{QuotaGate, RateLimitLayer};
+use tidegate::layer::{QuotaGate, RateLimitLayer};
 use tidegate::{Limiter, MemoryStore, Quota};
 use tokio::net::TcpListener;
 use tower::{Layer as _, Service, ServiceExt as _};

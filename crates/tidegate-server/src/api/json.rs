@@ -1,4 +1,4 @@
-//! Questions and answers as JSON, the same from the shell and over HTTP.
+//! Queries and decisions as JSON, the same from the shell and over HTTP.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -8,20 +8,20 @@ use std::time::Duration;
 
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
-use tidegate::{Algorithm, Decision, Encoding, Quota};
+use tidegate::{
+    Algorithm, Decision, Encoding, PolicyDecision, PolicyDecisions, Quota, normalize_host,
+    normalize_path,
+};
 
-use crate::engine::Answer;
-use crate::forward_auth::plain_host;
-
-/// A question, in one of three forms: a policy and a key; attributes; a key and a quota.
+/// Query, in one of three forms: a policy and a key; attributes; a key and a quota.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct AskBody<'a> {
-    /// The name of a policy; with `key`.
+pub(crate) struct QueryBody<'a> {
+    /// Name of a policy; with `key`.
     #[serde(borrow)]
     #[schema(value_type = Option<String>)]
     pub(crate) policy: Option<Text<'a>>,
-    /// Whose count it is; with `policy` or `quota`.
+    /// Value of the key; with `policy` or `quota`.
     #[serde(borrow)]
     #[schema(value_type = Option<String>, min_length = 1, max_length = 512)]
     pub(crate) key: Option<Text<'a>>,
@@ -30,18 +30,18 @@ pub(crate) struct AskBody<'a> {
     /// in `attributes`. Any other name is an error.
     #[schema(value_type = Option<BTreeMap<String, String>>)]
     pub(crate) attributes: Option<AttributesBody>,
-    /// A quota of the caller's own; with `key`.
+    /// Quota of the caller; with `key`.
     #[schema(value_type = Option<QuotaBody>)]
     pub(crate) quota: Option<Object<QuotaBody>>,
-    /// How many units it takes; as the policy says by default, otherwise 1.
+    /// Number of units; by default that of the policy, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
-    /// Only of use in a refund: how many milliseconds ago the charge was made, from just before it
-    /// was asked for. Its own units are then returned; otherwise the oldest that still count.
+    /// Only for a refund: milliseconds since just before the charge was made. Its own units are then
+    /// returned; otherwise the oldest that still count.
     pub(crate) age_ms: Option<u64>,
 }
 
-/// A JSON object with the fields of this type. (serde would also take an array of its values.)
+/// JSON object with the fields of this type. (serde would also accept an array of the values.)
 #[derive(Debug)]
 pub(crate) struct Object<T>(pub(crate) T);
 
@@ -63,8 +63,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// Attributes by name, each once. Names of headers are told in any case, a host in any of the ways
-/// to write it.
+/// Attributes by name, each once. Header names are case-insensitive; host and path are normalized.
 #[derive(Debug, Default)]
 pub(crate) struct AttributesBody(pub(crate) BTreeMap<String, String>);
 
@@ -75,7 +74,7 @@ impl<'de> Deserialize<'de> for AttributesBody {
             type Value = AttributesBody;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a JSON object of names and texts")
+                f.write_str("a JSON object of names and strings")
             }
 
             fn visit_map<A: de::MapAccess<'de>>(
@@ -87,10 +86,12 @@ impl<'de> Deserialize<'de> for AttributesBody {
                     if name.starts_with("header.") {
                         name.make_ascii_lowercase();
                     } else if name == "host" {
-                        value = plain_host(&value);
+                        value = normalize_host(&value).into_owned();
+                    } else if name == "path" {
+                        value = normalize_path(&value).into_owned();
                     }
                     if all.contains_key(&name) {
-                        return Err(de::Error::custom(format_args!("{name:?} is there twice")));
+                        return Err(de::Error::custom(format_args!("{name:?} is given twice")));
                     }
                     all.insert(name, value);
                 }
@@ -101,7 +102,7 @@ impl<'de> Deserialize<'de> for AttributesBody {
     }
 }
 
-/// A string, not copied where JSON has it as it is. (serde's own `Option<Cow<str>>` always copies.)
+/// String that borrows from the JSON where it can. (serde's own `Option<Cow<str>>` always copies.)
 #[derive(Debug)]
 pub(crate) struct Text<'a>(Cow<'a, str>);
 
@@ -135,7 +136,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
     }
 }
 
-/// A quota of the caller's own.
+/// Quota of the caller.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct QuotaBody {
@@ -145,20 +146,20 @@ pub(crate) struct QuotaBody {
     /// For sliding-log: sorted-set (default) or packed.
     #[schema(value_type = Option<Encodings>)]
     encoding: Option<String>,
-    /// For sliding-log: denied requests count as well.
+    /// For sliding-log: whether denied requests count as well.
     count_denied: Option<bool>,
     /// Units per window.
     #[schema(minimum = 1)]
     limit: u64,
-    /// Such as 500ms, 60s, 5m, 1h, 30d.
+    /// Window, such as 500ms, 60s, 5m, 1h, 30d.
     window: String,
-    /// What a bucket holds; the limit by default.
+    /// Capacity of a bucket; by default the limit.
     #[schema(minimum = 1)]
     burst: Option<u64>,
 }
 
 impl QuotaBody {
-    /// The quota, or what is wrong with it.
+    /// Returns the quota, or a description of its error.
     pub(crate) fn quota(&self) -> Result<Quota, String> {
         let algorithm: Algorithm = match &self.algorithm {
             Some(name) => name
@@ -186,7 +187,7 @@ impl QuotaBody {
     }
 }
 
-/// How units are counted.
+/// Algorithms.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 #[expect(dead_code, reason = "it describes the API")]
@@ -198,7 +199,7 @@ pub(crate) enum Algorithms {
     LeakyBucket,
 }
 
-/// How Redis keeps a sliding-log.
+/// Encodings of a sliding-log in Redis.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 #[expect(dead_code, reason = "it describes the API")]
@@ -207,8 +208,8 @@ pub(crate) enum Encodings {
     Packed,
 }
 
-/// Who decided: the store, its remembered denial, this instance in its place, or the policy's word
-/// for when it fails.
+/// What made a decision: the store, a cached denial of the store, this instance while the store is
+/// unavailable, or the policy's failure mode.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 #[expect(dead_code, reason = "it describes the API")]
@@ -220,34 +221,34 @@ pub(crate) enum Sources {
     Deny,
 }
 
-/// What is decided, the most restrictive decision on top.
+/// Decisions on a request, the most restrictive one at the top level.
 #[derive(utoipa::ToSchema)]
 #[expect(dead_code, reason = "it describes the API; `to_json` writes it")]
-pub(crate) struct Body<'a> {
+pub(crate) struct DecisionsBody<'a> {
     #[serde(flatten)]
-    leading: DecisionBody<'a>,
-    /// Each policy's decision. Empty if no policy applies.
+    binding: DecisionBody<'a>,
+    /// Decision of each policy. Empty if no policy applies.
     decisions: Vec<DecisionBody<'a>>,
 }
 
-/// One decision, durations in milliseconds.
+/// Decision, with durations in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, utoipa::ToSchema)]
 pub(crate) struct DecisionBody<'a> {
-    /// May the request pass?
+    /// Whether the request may pass.
     allowed: bool,
-    /// The policy that decided; null if none applies.
+    /// Policy that decided; null if none applies.
     policy: Option<&'a str>,
     /// Units per window.
     limit: u64,
-    /// Units that could be taken right after this decision.
+    /// Units that another request could take right after this decision.
     remaining: u64,
-    /// Who waits this long gets in.
+    /// Shortest wait after which the same request would be admitted.
     retry_after_ms: u64,
-    /// Until the full limit is back.
+    /// Time until the full limit is available again.
     reset_after_ms: u64,
-    /// How long an admitted request waits for its turn.
+    /// How long an admitted request has to wait for its turn.
     delay_ms: u64,
-    /// Who decided.
+    /// What made the decision.
     #[schema(value_type = Sources)]
     source: &'static str,
 }
@@ -266,7 +267,11 @@ impl<'a> DecisionBody<'a> {
         }
     }
 
-    /// The fields, without braces.
+    fn of(decision: &'a PolicyDecision<'_>) -> Self {
+        Self::new(decision.policy(), &decision.decision())
+    }
+
+    /// Writes the fields, without braces.
     fn push_json(&self, json: &mut Vec<u8>) {
         json.extend_from_slice(if self.allowed {
             br#""allowed":true,"policy":"#
@@ -304,54 +309,40 @@ impl<'a> DecisionBody<'a> {
     }
 }
 
-/// The body for the decision of one policy.
+/// Returns the body for the decision of one policy.
 pub(crate) fn of_one(policy: &str, decision: &Decision) -> Vec<u8> {
-    let line = DecisionBody::new(policy, decision);
-    to_json(&line, [line].into_iter())
+    let body = DecisionBody::new(policy, decision);
+    to_json(&body, [body].into_iter())
 }
 
-/// The body for an answer.
-pub(crate) fn of_answer(answer: &Answer<'_>) -> Vec<u8> {
-    let decisions = answer.lines.iter().map(|line| DecisionBody::new(line.policy, &line.decision));
-    let leading = match answer.leading() {
-        // A policy in shadow mode may deny; the request passes all the same.
-        Some(line) if answer.allowed() => DecisionBody {
-            allowed: true,
-            retry_after_ms: 0,
-            ..DecisionBody::new(line.policy, &line.decision)
-        },
-        Some(line) => {
-            DecisionBody { allowed: false, ..DecisionBody::new(line.policy, &line.decision) }
+/// Returns the body for the decisions on a request.
+pub(crate) fn of_decisions(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
+    let binding = match decisions.binding() {
+        // A policy in shadow mode may deny although the request passes.
+        Some(binding) if decisions.is_allowed() => {
+            DecisionBody { allowed: true, retry_after_ms: 0, ..DecisionBody::of(binding) }
         }
-        None => DecisionBody {
-            allowed: true,
-            policy: None,
-            limit: 0,
-            remaining: 0,
-            retry_after_ms: 0,
-            reset_after_ms: 0,
-            delay_ms: 0,
-            source: "store",
-        },
+        Some(binding) => DecisionBody { allowed: false, ..DecisionBody::of(binding) },
+        None => DecisionBody { policy: None, ..DecisionBody::new("", &Decision::allow(0, 0)) },
     };
-    to_json(&leading, decisions)
+    to_json(&binding, decisions.iter().map(DecisionBody::of))
 }
 
-/// A [`Body`]. By hand: this is most of the work of an answer, and serde takes several times as
-/// long.
+/// Writes a [`DecisionsBody`] by hand: this is most of the work of a response, and serde takes several
+/// times as long.
 fn to_json<'a>(
-    leading: &DecisionBody<'a>,
+    binding: &DecisionBody<'a>,
     decisions: impl ExactSizeIterator<Item = DecisionBody<'a>>,
 ) -> Vec<u8> {
     let mut json = Vec::with_capacity(256 * (1 + decisions.len()));
     json.push(b'{');
-    leading.push_json(&mut json);
+    binding.push_json(&mut json);
     let fields = 1..json.len();
     json.extend_from_slice(b",\"decisions\":[");
     for (number, decision) in decisions.enumerate() {
         json.extend_from_slice(if number == 0 { b"{" } else { b",{" });
-        // Nearly always there is one decision, and it leads.
-        if decision == *leading {
+        // Nearly always there is one decision, which is the binding one.
+        if decision == *binding {
             json.extend_from_within(fields.clone());
         } else {
             decision.push_json(&mut json);
@@ -362,7 +353,7 @@ fn to_json<'a>(
     json
 }
 
-/// Rounded up, never down: who waits this long gets in.
+/// Returns milliseconds, rounded up so that a client that waits them is admitted.
 fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
@@ -372,14 +363,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_question_is_an_object_and_says_each_thing_once() {
-        fn parse(text: &str) -> Result<Object<AskBody<'_>>, String> {
+    fn query_is_an_object_without_repeated_names() {
+        fn parse(text: &str) -> Result<Object<QueryBody<'_>>, String> {
             serde_json::from_str(text).map_err(|error| error.to_string())
         }
         let attributes = parse(
             r#"{"attributes": {"header.X-User": "U", "host": "A.Example.com:8080", "Path": "/"}}"#,
         );
-        let attributes = attributes.expect("a question").0.attributes.expect("attributes").0;
+        let attributes = attributes.expect("a query").0.attributes.expect("attributes").0;
         let expected = [("Path", "/"), ("header.x-user", "U"), ("host", "a.example.com")];
         assert!(
             attributes.iter().map(|(name, value)| (name.as_str(), value.as_str())).eq(expected)
@@ -392,9 +383,9 @@ mod tests {
             ),
             (
                 r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#,
-                "\"header.a\" is there twice",
+                "\"header.a\" is given twice",
             ),
-            (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is there twice"),
+            (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is given twice"),
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains(reason), "{text}: {error}");
@@ -402,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_millisecond_is_a_whole_one() {
+    fn milliseconds_are_rounded_up() {
         assert_eq!(millis(Duration::ZERO), 0);
         assert_eq!(millis(Duration::from_micros(1)), 1);
         assert_eq!(millis(Duration::from_millis(5)), 5);
@@ -410,25 +401,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_by_hand_is_json_whatever_the_policys_name() {
-        let decision = Decision {
-            allowed: false,
-            limit: 10,
-            remaining: 3,
-            retry_after: Duration::from_millis(1_500),
-            reset_after: Duration::from_secs(60),
-            delay: Duration::ZERO,
-            source: tidegate::Source::Local,
-        };
+    fn body_is_json_whatever_the_name_of_the_policy() {
+        let decision = Decision::deny(10, Duration::from_millis(1_500))
+            .with_remaining(3)
+            .with_reset_after(Duration::from_secs(60))
+            .with_source(tidegate::Source::Local);
         for policy in ["p", "with \"quotes\" and \\", "naïve", "🌊 tide", "\u{7f}"] {
             let json: serde_json::Value =
                 serde_json::from_slice(&of_one(policy, &decision)).expect("JSON");
-            let line = serde_json::json!({
+            let entry = serde_json::json!({
                 "allowed": false, "policy": policy, "limit": 10, "remaining": 3, "retry_after_ms": 1_500,
                 "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
             });
-            let mut whole = line.clone();
-            whole["decisions"] = serde_json::json!([line]);
+            let mut whole = entry.clone();
+            whole["decisions"] = serde_json::json!([entry]);
             assert_eq!(json, whole);
         }
     }

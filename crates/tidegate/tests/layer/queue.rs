@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::routing::get;
 use http::{Request, StatusCode};
-use tidegate::tower::RateLimitLayer;
+use tidegate::layer::RateLimitLayer;
 use tidegate::{Charge, Clock as _, Limiter, ManualClock, MemoryStore, Quota, RedisStore, Store};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;

@@ -1,6 +1,8 @@
-//! Names of attributes: which names a policy may use, and the nearest right one for any other.
+//! [`KeySource`]: an attribute of a request that limits can count by, checked when it is created.
 
 use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
@@ -9,6 +11,111 @@ const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
 /// The number of characters of an unknown name that are compared and shown: clients choose their
 /// length.
 const MAX_SHOWN: usize = 64;
+
+/// Attribute of a request that a limit counts by, matches or takes its cost from.
+///
+/// It exists only with a valid name, so a misspelt one cannot become a limit that never applies.
+/// It parses from the strings of a configuration file:
+///
+/// ```
+/// use tidegate::KeySource;
+///
+/// assert_eq!("header.X-User-Id".parse(), KeySource::header("x-user-id"));
+/// assert_eq!("ip".parse(), Ok(KeySource::client_ip()));
+/// let error = "heder.x-user-id".parse::<KeySource>().unwrap_err();
+/// assert!(error.to_string().ends_with("(did you mean `header.x-user-id`?)"));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct KeySource {
+    name: Arc<str>,
+}
+
+impl KeySource {
+    fn named(name: &str) -> Result<Self, AttributeError> {
+        check_characters(name)?;
+        check_form(name)?;
+        // Header names are case-insensitive; front doors use lower case.
+        let is_header = name.starts_with("header.");
+        let name = if is_header { name.to_ascii_lowercase().into() } else { name.into() };
+        Ok(Self { name })
+    }
+
+    /// Returns the address of the client: `ip`.
+    #[must_use]
+    pub fn client_ip() -> Self {
+        Self { name: "ip".into() }
+    }
+
+    /// Returns the method of an HTTP request: `method`.
+    #[must_use]
+    pub fn method() -> Self {
+        Self { name: "method".into() }
+    }
+
+    /// Returns the path of an HTTP request, without its query: `path`.
+    #[must_use]
+    pub fn path() -> Self {
+        Self { name: "path".into() }
+    }
+
+    /// Returns the host of an HTTP request, without its port: `host`.
+    #[must_use]
+    pub fn host() -> Self {
+        Self { name: "host".into() }
+    }
+
+    /// Returns a header of an HTTP request: `header.NAME`.
+    pub fn header(name: &str) -> Result<Self, AttributeError> {
+        Self::named(&format!("header.{name}"))
+    }
+
+    /// Returns a parameter of the query of an HTTP request: `query.NAME`.
+    pub fn query(name: &str) -> Result<Self, AttributeError> {
+        Self::named(&format!("query.{name}"))
+    }
+
+    /// Returns a cookie of an HTTP request: `cookie.NAME`.
+    pub fn cookie(name: &str) -> Result<Self, AttributeError> {
+        Self::named(&format!("cookie.{name}"))
+    }
+
+    /// Returns an attribute that your own code provides, such as `tenant`.
+    pub fn custom(name: &str) -> Result<Self, AttributeError> {
+        AttributeNames::default().declare(name)?;
+        Self::named(name)
+    }
+
+    /// Returns the name, as in a configuration file.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn is_path(&self) -> bool {
+        &*self.name == "path"
+    }
+}
+
+impl fmt::Display for KeySource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl From<KeySource> for String {
+    fn from(source: KeySource) -> Self {
+        source.name.as_ref().to_owned()
+    }
+}
+
+/// Parses a built-in name. Names of custom attributes are errors: see [`KeySource::custom`].
+impl FromStr for KeySource {
+    type Err = AttributeError;
+
+    fn from_str(name: &str) -> Result<Self, AttributeError> {
+        AttributeNames::default().source(name)
+    }
+}
 
 /// Error in the name of an attribute.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,18 +133,12 @@ pub enum AttributeError {
         /// The most similar known name.
         nearest: Option<String>,
     },
-    /// A plain HTTP request never has the attribute.
+    /// An HTTP request never has the attribute.
     #[error(
-        "no HTTP request has the attribute {name:?}: it must be one of ip, method, path, host, \
-         header.NAME, query.NAME, cookie.NAME{}",
-        suggestion(nearest.as_deref())
+        "no HTTP request has the attribute {0:?}, which only Envoy sends: use ip, method, path, \
+         host, header.NAME, query.NAME, cookie.NAME or a custom attribute"
     )]
-    NotHttp {
-        /// The name.
-        name: String,
-        /// The most similar attribute of an HTTP request.
-        nearest: Option<String>,
-    },
+    NotHttp(String),
     /// The name is malformed.
     #[error("{name:?} is not an attribute name: {reason}")]
     Malformed {
@@ -77,29 +178,29 @@ fn built_in(name: &str) -> Option<Origin> {
     }
 }
 
-/// Whether a plain HTTP request may have the attribute.
+/// Returns whether every HTTP request may have the attribute.
 pub(super) fn is_http(name: &str) -> bool {
     built_in(name) == Some(Origin::Http)
 }
 
-/// Checks a name for a front door that knows only HTTP requests.
+/// Checks that an HTTP request can have the attribute: only Envoy sends `domain` and
+/// `descriptor.KEY`.
 #[cfg(feature = "tower")]
 pub(crate) fn check_http(name: &str) -> Result<(), AttributeError> {
-    if !is_http(name) {
-        let nearest = AttributeNames::default().nearest(name).filter(|nearest| is_http(nearest));
-        return Err(AttributeError::NotHttp { name: shown(name), nearest });
+    match built_in(name) {
+        Some(Origin::Envoy) => Err(AttributeError::NotHttp(name.to_owned())),
+        _ => Ok(()),
     }
-    check_form(name)
 }
 
-/// The attributes that policies may use: the built-in ones, and those which were declared.
+/// Attributes that policies may use: the built-in ones and the declared custom ones.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AttributeNames {
     declared: Arc<BTreeSet<String>>,
 }
 
 impl AttributeNames {
-    /// Adds an attribute of the callers' own.
+    /// Declares a custom attribute.
     pub(crate) fn declare(&mut self, name: &str) -> Result<(), AttributeError> {
         check_characters(name)?;
         // Another spelling of a built-in name would be mistaken for it.
@@ -120,6 +221,12 @@ impl AttributeNames {
         {
             Arc::make_mut(&mut self.declared).extend(other.declared.iter().cloned());
         }
+    }
+
+    /// Returns the attribute of this name, if it is known and well-formed.
+    pub(crate) fn source(&self, name: &str) -> Result<KeySource, AttributeError> {
+        self.check(name)?;
+        KeySource::named(name)
     }
 
     /// Checks a name that a policy uses.

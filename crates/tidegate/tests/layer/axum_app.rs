@@ -10,8 +10,8 @@ use axum::Router;
 use axum::extract::ConnectInfo;
 use axum::routing::get;
 use http::{Response, StatusCode};
-use tidegate::tower::{QuotaGate, RateLimitLayer};
-use tidegate::{Limiter, MemoryStore, Quota};
+use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::{KeySource, Limiter, MemoryStore, Quota};
 
 use crate::site::Site;
 use crate::support::LONG;
@@ -24,7 +24,9 @@ fn limiter() -> Limiter {
 
 fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
     let quota = Quota::token_bucket(limit, LONG).expect("a valid quota");
-    RateLimitLayer::new(limiter(), quota).policy("per-user").by("header.x-user-id")
+    RateLimitLayer::new(limiter(), quota)
+        .policy("per-user")
+        .by(KeySource::header("x-user-id").expect("valid"))
 }
 
 fn app(layer: RateLimitLayer<QuotaGate>) -> Router {
@@ -84,7 +86,7 @@ async fn who_passes_and_who_does_not_are_told_the_same_numbers() {
     let quota = Quota::fixed_window(1, Duration::from_secs(86_400)).expect("valid");
     let site = Site::start(app(RateLimitLayer::new(limiter(), quota)
         .policy("daily")
-        .by("header.x-user-id")))
+        .by(KeySource::header("x-user-id").expect("valid"))))
     .await;
     let asker = site.asker();
     let allowed = asker.get("/", &[("x-user-id", "ann")]).await;
@@ -164,12 +166,12 @@ async fn a_key_and_a_cost_can_come_from_closures() {
 
 #[tokio::test]
 async fn the_peers_address_is_a_key_once_the_layer_knows_where_to_find_it() {
-    let site = Site::start(app(layer(1).by("ip"))).await;
+    let site = Site::start(app(layer(1).by(KeySource::client_ip()))).await;
     let lost = site.asker().get("/", &[]).await;
     assert_eq!(lost.status, StatusCode::INTERNAL_SERVER_ERROR, "not let pass");
 
     let found = layer(1)
-        .by("ip")
+        .by(KeySource::client_ip())
         .peer(|head| head.extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.ip()));
     let site = Site::start(app(found)).await;
     let asker = site.asker();
@@ -236,7 +238,7 @@ async fn what_fails_is_given_back() {
 #[tokio::test]
 async fn the_body_of_a_denial_can_be_replaced_and_keeps_its_headers() {
     let layer = layer(1).on_denied(|denial| {
-        let text = format!("{} must wait", denial.line().key().unwrap_or("who?"));
+        let text = format!("{} must wait", denial.binding().key().unwrap_or("who?"));
         Response::builder().status(StatusCode::SERVICE_UNAVAILABLE).body(text).expect("a response")
     });
     let site = Site::start(app(layer)).await;

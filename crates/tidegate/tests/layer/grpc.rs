@@ -3,8 +3,8 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use tidegate::tower::{QuotaGate, RateLimitLayer};
-use tidegate::{Limiter, MemoryStore, Quota};
+use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::{KeySource, Limiter, MemoryStore, Quota};
 use tokio::task::JoinHandle;
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic::transport::{Channel, Endpoint, Server};
@@ -54,7 +54,9 @@ impl Drop for Grpc {
 fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
     let quota = Quota::token_bucket(limit, DAY).expect("valid");
     let limiter = Limiter::new(MemoryStore::builder().max_keys(2).build());
-    RateLimitLayer::new(limiter, quota).policy("per-user").by("header.x-user-id")
+    RateLimitLayer::new(limiter, quota)
+        .policy("per-user")
+        .by(KeySource::header("x-user-id").expect("valid"))
 }
 
 #[tokio::test]
@@ -112,7 +114,7 @@ async fn the_peer_is_where_tonic_puts_it() {
     let peer = |head: &http::request::Parts| {
         head.extensions.get::<TcpConnectInfo>()?.remote_addr().map(|peer| peer.ip())
     };
-    let grpc = Grpc::start(layer(1).by("ip").peer(peer)).await;
+    let grpc = Grpc::start(layer(1).by(KeySource::client_ip()).peer(peer)).await;
     assert!(grpc.check("ann", "").await.is_ok());
     assert_eq!(
         grpc.check("bob", "").await.expect_err("same address").code(),

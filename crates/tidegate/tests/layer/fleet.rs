@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use axum::Router;
 use axum::routing::get;
 use http::StatusCode;
-use tidegate::tower::RateLimitLayer;
+use tidegate::layer::RateLimitLayer;
 use tidegate::{Algorithm, Limiter, Quota, RedisStore};
 
 use crate::site::{Asker, Site};

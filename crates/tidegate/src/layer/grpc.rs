@@ -1,4 +1,4 @@
-//! What a gRPC client is told: a status in the headers of a response that has no body.
+//! gRPC responses: a status in the headers of a response without a body.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ const STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const DETAILS: HeaderName = HeaderName::from_static("grpc-status-details-bin");
 
-/// The statuses that the layer answers with, by their numbers on the wire.
+/// Status codes of the layer, by their numbers on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Code {
     InvalidArgument = 3,
@@ -20,12 +20,12 @@ pub(super) enum Code {
     Unavailable = 14,
 }
 
-/// Whether a client who sends such headers wants to hear gRPC.
-pub(super) fn is_spoken(headers: &HeaderMap) -> bool {
+/// Returns whether the headers are those of a gRPC request.
+pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
     headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
-/// The status, and how long to wait with the next try, if that helps.
+/// Returns a response with a status and, if a retry can help, a `RetryInfo`.
 pub(super) fn response<B>(
     request: &HeaderMap,
     code: Code,
@@ -49,8 +49,8 @@ pub(super) fn response<B>(
     response
 }
 
-/// The HTTP status that says the same, if the headers have a gRPC status: of a call that failed
-/// before its first message.
+/// Returns the HTTP status that corresponds to a gRPC status in the headers, which a call has that
+/// failed before its first message.
 pub(super) fn http_status(response: &HeaderMap) -> Option<StatusCode> {
     let code = response.get(STATUS)?.to_str().ok()?;
     Some(match code {
@@ -64,14 +64,14 @@ pub(super) fn http_status(response: &HeaderMap) -> Option<StatusCode> {
         "12" => StatusCode::NOT_IMPLEMENTED,
         "14" => StatusCode::SERVICE_UNAVAILABLE,
         "16" => StatusCode::UNAUTHORIZED,
-        // Cancelled by the client, in the words of nginx.
+        // Cancelled by the client: nginx's code for it.
         "1" => StatusCode::from_u16(499).ok()?,
         _ => StatusCode::INTERNAL_SERVER_ERROR,
     })
 }
 
-/// A `google.rpc.Status` with a `google.rpc.RetryInfo`, in the few bytes of Protocol Buffers that
-/// it takes.
+/// Encodes a `google.rpc.Status` with a `google.rpc.RetryInfo`. Two small messages do not justify a
+/// dependency on a Protocol Buffers library.
 fn details(code: Code, message: &str, retry_after: Duration) -> Vec<u8> {
     let mut duration = Vec::new();
     push_number(&mut duration, 1, retry_after.as_secs());
@@ -99,7 +99,7 @@ fn push_bytes(message: &mut Vec<u8>, field: u8, bytes: &[u8]) {
     message.extend_from_slice(bytes);
 }
 
-/// Seven bits a byte, the lowest first.
+/// Appends a varint: seven bits per byte, the lowest first.
 fn push_varint(message: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         message.push(number.to_le_bytes()[0] | 0x80);
@@ -108,7 +108,7 @@ fn push_varint(message: &mut Vec<u8>, mut number: u64) {
     message.push(number.to_le_bytes()[0]);
 }
 
-/// Without padding, as gRPC likes its binary headers.
+/// Encodes without padding, as gRPC requires for binary headers.
 fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -122,7 +122,7 @@ fn base64(bytes: &[u8]) -> String {
     text
 }
 
-/// Printable ASCII as it is; the rest, and the percent sign, by its bytes.
+/// Percent-encodes all but printable ASCII, and the percent sign itself.
 fn percent_encoded(text: &str) -> String {
     use std::fmt::Write as _;
 
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    fn told(message: &str, retry_after: Option<Duration>) -> tonic::Status {
+    fn status(message: &str, retry_after: Option<Duration>) -> tonic::Status {
         let response: Response<Body<()>> =
             response(&HeaderMap::new(), Code::ResourceExhausted, message, retry_after);
         assert_eq!(response.status(), StatusCode::OK);
@@ -152,11 +152,11 @@ mod tests {
     }
 
     #[test]
-    fn a_client_reads_the_code_the_message_and_the_wait() {
+    fn client_reads_code_message_and_retry_info() {
         let waits = [(0, 1), (1, 0), (59, 999_999_000), (127, 5), (128, 5), (31_622_400, 1)];
         for wait in waits.map(|(seconds, nanos)| Duration::new(seconds, nanos)) {
             for message in ["plain", "100 % \"größer\"\n", ""] {
-                let status = told(message, Some(wait));
+                let status = status(message, Some(wait));
                 assert_eq!(status.code(), tonic::Code::ResourceExhausted);
                 assert_eq!(status.message(), message);
                 assert_eq!(
@@ -165,11 +165,11 @@ mod tests {
                 );
             }
         }
-        assert!(told("no wait helps", None).get_details_retry_info().is_none());
+        assert!(status("no wait helps", None).get_details_retry_info().is_none());
     }
 
     #[test]
-    fn a_status_in_the_headers_means_what_http_means() {
+    fn grpc_status_maps_to_the_http_status() {
         let of = |code: i32| {
             let response: Response<()> =
                 tonic::Status::new(tonic::Code::from_i32(code), "").into_http();

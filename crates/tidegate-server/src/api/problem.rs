@@ -1,15 +1,15 @@
-//! Errors meet HTTP here: RFC 9457 problem details.
+//! Errors of the HTTP API: RFC 9457 problem details.
 
 use axum::body::{Body, Bytes};
 use axum::response::IntoResponse;
 use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
+use tidegate::Error;
 
-use crate::engine::AskError;
 use crate::logs;
 
-/// What went wrong, for the client.
+/// Error response for the client.
 #[derive(Debug, Serialize, utoipa::ToSchema)]
 pub(crate) struct Problem {
     /// Always about:blank: the title is the status.
@@ -17,9 +17,9 @@ pub(crate) struct Problem {
     kind: &'static str,
     title: &'static str,
     status: u16,
-    /// What is wrong, and what would be right.
+    /// Description of the error, and how to mend it.
     detail: String,
-    /// Whether a token would help.
+    /// Whether to ask for a bearer token.
     #[serde(skip)]
     challenge: bool,
 }
@@ -45,21 +45,19 @@ impl Problem {
     }
 }
 
-impl From<AskError> for Problem {
-    fn from(error: AskError) -> Self {
+impl From<Error> for Problem {
+    fn from(error: Error) -> Self {
         let status = match &error {
-            AskError::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
-            AskError::Charge(_) | AskError::Quota(_) | AskError::Select(_) => {
-                StatusCode::BAD_REQUEST
-            }
-            AskError::Store(store) => {
-                // The operator reads the reason; the client only that it was not its fault.
+            Error::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
+            Error::Store(store) => {
+                // Only the operator sees the reason: it may name servers.
                 logs::store_failed(store);
                 return Self::new(
                     StatusCode::SERVICE_UNAVAILABLE,
                     "the store cannot decide now; try again in a moment",
                 );
             }
+            _ => StatusCode::BAD_REQUEST,
         };
         Self::new(status, error.to_string())
     }

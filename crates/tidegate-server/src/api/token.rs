@@ -5,7 +5,7 @@ use subtle::ConstantTimeEq;
 
 use crate::config::Secret;
 
-/// Whether a request may ask, or why not: always if no token is set.
+/// Checks the bearer token of a request; without a configured token, every request passes.
 pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), &'static str> {
     let Some(token) = token else { return Ok(()) };
     let given = headers.get(header::AUTHORIZATION).and_then(|value| {
@@ -14,12 +14,12 @@ pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), &
     });
     match given {
         Some(given) => check_plain(token, given.as_bytes()),
-        None => Err("a bearer token is needed: Authorization: Bearer …"),
+        None => Err("a bearer token is required: Authorization: Bearer …"),
     }
 }
 
-/// The same for a token that stands alone.
+/// Checks a token without the `Bearer` scheme.
 pub(crate) fn check_plain(token: &Secret, given: &[u8]) -> Result<(), &'static str> {
     let right = bool::from(given.ct_eq(token.reveal().as_bytes()));
-    right.then_some(()).ok_or("the token is not the right one")
+    right.then_some(()).ok_or("the token is wrong")
 }

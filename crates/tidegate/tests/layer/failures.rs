@@ -3,8 +3,10 @@
 use axum::Router;
 use axum::routing::get;
 use http::{Response, StatusCode};
-use tidegate::tower::{QuotaGate, RateLimitLayer};
-use tidegate::{Error, Fallback, Limiter, MemoryStore, OnStoreFailure, Quota, RedisStore, Store};
+use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::{
+    Error, Fallback, KeySource, Limiter, MemoryStore, OnStoreFailure, Quota, RedisStore, Store,
+};
 
 use crate::site::Site;
 use crate::support::{LONG, Redis};
@@ -13,7 +15,7 @@ use crate::support::{LONG, Redis};
 fn layer() -> RateLimitLayer<QuotaGate> {
     let quota = Quota::token_bucket(5, LONG).expect("valid");
     let limiter = Limiter::new(MemoryStore::builder().max_keys(1).build());
-    RateLimitLayer::new(limiter, quota).by("header.x-user-id")
+    RateLimitLayer::new(limiter, quota).by(KeySource::header("x-user-id").expect("valid"))
 }
 
 async fn site<S: Store>(layer: RateLimitLayer<QuotaGate<S>>) -> Site {

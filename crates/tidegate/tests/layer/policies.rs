@@ -3,8 +3,11 @@
 use axum::Router;
 use axum::routing::get;
 use http::StatusCode;
-use tidegate::tower::{PolicyGate, RateLimitLayer};
-use tidegate::{Charge, Limiter, MemoryStore, MissingKey, Mode, Policies, Policy, Quota};
+use tidegate::layer::{CustomAttributes, PolicyGate, RateLimitLayer};
+use tidegate::{
+    Charge, KeySource, Limiter, MemoryStore, MissingKey, Mode, Policies, Policy, PolicyBuilder,
+    Quota,
+};
 
 use crate::site::Site;
 use crate::support::LONG;
@@ -13,18 +16,20 @@ fn quota(limit: u64) -> Quota {
     Quota::token_bucket(limit, LONG).expect("a valid quota")
 }
 
-fn policy(name: &str, limit: u64) -> Policy {
-    Policy::new(name, quota(limit)).expect("a name").counting(&["header.x-user-id"]).expect("a key")
+fn policy(name: &str, limit: u64) -> PolicyBuilder {
+    Policy::builder(name, quota(limit)).key(["header.x-user-id"])
 }
 
-fn layer(limiter: &Limiter, policies: Vec<Policy>) -> RateLimitLayer<PolicyGate> {
-    RateLimitLayer::with_policies(
-        limiter.clone(),
-        Policies::new(policies).expect("names of their own"),
-    )
+fn layer(
+    limiter: &Limiter,
+    policies: impl IntoIterator<Item = PolicyBuilder>,
+) -> RateLimitLayer<PolicyGate> {
+    let policies = policies.into_iter().map(|policy| policy.build().expect("valid"));
+    let policies = Policies::new(policies.collect()).expect("unique names");
+    RateLimitLayer::with_policies(limiter.clone(), policies)
 }
 
-async fn site(limiter: &Limiter, policies: Vec<Policy>) -> Site {
+async fn site(limiter: &Limiter, policies: impl IntoIterator<Item = PolicyBuilder>) -> Site {
     let app =
         Router::new().route("/", get(async || "hello")).route("/search", get(async || "found"));
     Site::start(app.layer(layer(limiter, policies))).await
@@ -80,7 +85,7 @@ policies:
 #[tokio::test]
 async fn several_policies_are_all_or_nothing() {
     let limiter = limiter();
-    let search = policy("search", 1).matching("path", &["/search"]).expect("a pattern");
+    let search = policy("search", 1).matches("path", ["/search"]);
     let site = site(&limiter, vec![policy("all", 10), search]).await;
     let asker = site.asker();
     let ann = [("x-user-id", "ann")];
@@ -101,8 +106,7 @@ async fn several_policies_are_all_or_nothing() {
 async fn a_policy_in_shadow_denies_nobody_and_is_not_shown() {
     let limiter = limiter();
     let site =
-        site(&limiter, vec![policy("enforced", 3), policy("shadow", 1).in_mode(Mode::Shadow)])
-            .await;
+        site(&limiter, vec![policy("enforced", 3), policy("shadow", 1).mode(Mode::Shadow)]).await;
     let asker = site.asker();
     let ann = [("x-user-id", "ann")];
     for _ in 0..3 {
@@ -121,17 +125,20 @@ async fn a_request_without_its_key_is_skipped_or_denied() {
     let limiter = limiter();
     let skips = site(&limiter, vec![policy("skips", 1)]).await;
     assert_eq!(skips.asker().get("/", &[]).await.status, StatusCode::OK);
-    let denies = site(&limiter, vec![policy("denies", 1).on_missing_key(MissingKey::Deny)]).await;
+    let denies = site(&limiter, vec![policy("denies", 1).missing_key(MissingKey::Deny)]).await;
     let denied = denies.asker().get("/", &[]).await;
     assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
     let problem = denied.json();
-    assert!(problem["detail"].as_str().is_some_and(|detail| detail.contains("lacks")), "{problem}");
+    assert!(
+        problem["detail"].as_str().is_some_and(|detail| detail.contains("lacks the key")),
+        "{problem}"
+    );
 }
 
 #[tokio::test]
 async fn overrides_and_the_costs_of_closures_hold() {
     let limiter = limiter();
-    let tenants = policy("tenants", 1).overriding(&["acme"], quota(5)).expect("once");
+    let tenants = policy("tenants", 1).override_for(["acme"], quota(5));
     let layer = layer(&limiter, vec![tenants]).cost(|head| u64::from(head.uri.path() != "/free"));
     let app = Router::new().route("/", get(async || "hello")).route("/free", get(async || "free"));
     let site = Site::start(app.layer(layer)).await;
@@ -171,59 +178,68 @@ async fn a_key_that_is_none_is_the_requests_fault() {
 #[tokio::test]
 async fn a_policy_by_address_never_lets_pass_whom_nobody_knows() {
     let limiter = limiter();
-    let by_address = Policy::new("addresses", quota(1))
-        .and_then(|policy| policy.counting(&["ip"]))
-        .expect("valid");
-    let site = site(&limiter, vec![by_address]).await;
+    let site = site(&limiter, [Policy::builder("addresses", quota(1)).key(["ip"])]).await;
     assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::INTERNAL_SERVER_ERROR);
 }
 
 #[test]
-#[should_panic(expected = "no HTTP request has the attribute \"heder.x\"")]
-fn layer_by_an_unknown_attribute_panics() {
-    let _ = RateLimitLayer::new(limiter(), quota(1)).by("heder.x");
-}
-
-#[test]
-fn layer_counts_by_attributes_of_http_only() {
-    let by = |attribute: &str| {
-        let layer = || drop(RateLimitLayer::new(limiter(), quota(1)).by(attribute));
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer)).map_err(panic_message)
-    };
-    for attribute in ["ip", "method", "path", "host", "header.X-User", "query.q", "cookie.sid"] {
-        assert_eq!(by(attribute), Ok(()), "{attribute}");
+fn unknown_key_source_does_not_parse() {
+    for source in ["ip", "method", "path", "host", "header.X-User", "query.q", "cookie.sid"] {
+        let source: KeySource = source.parse().expect("known");
+        let _ = RateLimitLayer::new(limiter(), quota(1)).by(source);
     }
-    for (attribute, expected) in [
-        ("tenant", "no HTTP request has the attribute \"tenant\""),
-        ("domain", "no HTTP request has the attribute \"domain\""),
-        ("descriptor.user", "no HTTP request has the attribute \"descriptor.user\""),
+    for (source, expected) in [
+        ("heder.x", "did you mean `header.x`?"),
         ("headers.x-user", "did you mean `header.x-user`?"),
         ("Path", "did you mean `path`?"),
         ("header.", "a name is missing after the dot"),
+        ("tenant", "unknown attribute \"tenant\""),
     ] {
-        let message = by(attribute).expect_err(attribute);
-        assert!(
-            message.starts_with("RateLimitLayer::by: ") && message.contains(expected),
-            "{message}"
-        );
+        let error = source.parse::<KeySource>().expect_err(source).to_string();
+        assert!(error.contains(expected), "{error}");
     }
+    assert!(KeySource::header("a b").is_err() && KeySource::custom("ip").is_err());
 }
 
 #[test]
-fn policies_for_other_front_doors_are_rejected() {
-    let bare = |name: &str| Policy::new(name, quota(1)).expect("a name");
-    let edge = bare("edge").matching("domain", &["edge"]).expect("known");
-    let tenant =
-        bare("tenant").with_attributes(&["tenant"]).and_then(|policy| policy.counting(&["tenant"]));
-    for (policy, attribute) in [(edge, "domain"), (tenant.expect("declared"), "tenant")] {
-        let policies = Policies::new(vec![policy]).expect("one name");
-        let layer = || drop(RateLimitLayer::with_policies(limiter(), policies));
-        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer));
-        let message = panic_message(panicked.expect_err("no request would be limited"));
-        assert!(
-            message.contains(&format!("no HTTP request has the attribute {attribute:?}")),
-            "{message}"
-        );
+fn sources_that_only_envoy_sends_are_rejected() {
+    let by = |source: &str| {
+        let source: KeySource = source.parse().expect("known");
+        let layer = || drop(RateLimitLayer::new(limiter(), quota(1)).by(source));
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer)).map_err(panic_message)
+    };
+    for source in ["domain", "descriptor.user"] {
+        let message = by(source).expect_err(source);
+        assert!(message.starts_with("RateLimitLayer::by: no HTTP request has"), "{message}");
+    }
+    let edge = Policy::builder("edge", quota(1)).matches("domain", ["edge"]);
+    let layer = || drop(layer(&limiter(), [edge]));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(layer));
+    let message = panic_message(panicked.expect_err("no request would be limited"));
+    assert!(message.contains("no HTTP request has the attribute \"domain\""), "{message}");
+}
+
+/// Middleware that knows the tenant of a token.
+async fn authenticate(mut request: axum::extract::Request) -> axum::extract::Request {
+    let tenant = request.headers().get("x-token").and_then(|token| token.to_str().ok());
+    let tenant = tenant.map(|token| ("tenant".to_owned(), token.to_uppercase()));
+    request.extensions_mut().insert(CustomAttributes(tenant.into_iter().collect()));
+    request
+}
+
+#[tokio::test]
+async fn custom_attributes_of_the_applications_middleware_are_keys() {
+    let limiter = limiter();
+    let tenants = Policy::builder("tenants", quota(1)).key(["tenant"]).attributes(["tenant"]);
+    let app = Router::new().route("/", get(async || "hello")).layer(layer(&limiter, [tenants]));
+    let site = Site::start(app.layer(axum::middleware::map_request(authenticate))).await;
+    let asker = site.asker();
+    assert_eq!(asker.get("/", &[("x-token", "acme")]).await.status, StatusCode::OK);
+    let denied = asker.get("/", &[("x-token", "Acme")]).await;
+    assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(asker.get("/", &[("x-token", "other")]).await.status, StatusCode::OK);
+    for _ in 0..2 {
+        assert_eq!(asker.get("/", &[]).await.status, StatusCode::OK, "no tenant, no limit");
     }
 }
 

@@ -1,4 +1,4 @@
-//! The HTTP API: translates questions and answers, decides nothing.
+//! The HTTP API: translates requests into queries and decisions into responses.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -15,34 +15,39 @@ use http_body::Body as HttpBody;
 use http_body_util::{BodyExt as _, Full};
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
-use tidegate::tower::each_field;
-use tidegate::{Action, ChargeError, ClientIp, Policies};
+use tidegate::layer::for_each_header_value;
+use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
-use crate::body::{self, AskBody, AttributesBody, Body, DecisionBody, Object, QuotaBody};
-use crate::engine::{Answer, Ask, Engine};
-use crate::forward_auth;
+use crate::engine::Engine;
 use crate::listener::{Peer, Request};
-use crate::problem::Problem;
-use crate::token;
+use crate::observer::OWN_QUOTA;
 
-/// The largest body that is read.
-const MAX_BODY: usize = 64 * 1024;
-/// How long a client may take to send it.
-const BODY_TIME: Duration = Duration::from_secs(10);
+mod forward_auth;
+pub(crate) mod json;
+pub(crate) mod problem;
+pub(crate) mod token;
+
+use json::{AttributesBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody};
+use problem::Problem;
+
+/// Largest body that is read.
+const MAX_BODY_BYTES: usize = 64 * 1024;
+/// Time in which a client must send it.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(OpenApi)]
 #[openapi(
     info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
     paths(acquire, peek, refund, report, forward_auth::forward_auth),
-    components(schemas(AskBody<'static>, QuotaBody, Body<'static>, DecisionBody<'static>, Problem)),
+    components(schemas(QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, Problem)),
     modifiers(&Tokens),
     security((), ("token" = []))
 )]
 struct Api;
 
-/// Asked for where `auth.api_token` is set.
+/// Describes the token, which is required if `auth.api_token` is set.
 struct Tokens;
 
 impl Modify for Tokens {
@@ -52,38 +57,38 @@ impl Modify for Tokens {
     }
 }
 
-/// What each question may be answered with instead of a decision.
+/// Problems that each query may be answered with.
 #[derive(utoipa::IntoResponses)]
 #[expect(dead_code, reason = "it describes the API; Problem itself is what is sent")]
 enum Problems {
-    /// The question is wrong
+    /// The query is invalid
     #[response(status = 400, content_type = "application/problem+json")]
     Wrong(#[to_schema] Problem),
-    /// No token, or a wrong one
+    /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
     NoToken(#[to_schema] Problem),
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
     NoPolicy(#[to_schema] Problem),
-    /// Another method than the one of this path
+    /// The path does not have this method
     #[response(status = 405, content_type = "application/problem+json")]
     WrongMethod(#[to_schema] Problem),
-    /// The body took too long
+    /// The body was not sent in time
     #[response(status = 408, content_type = "application/problem+json")]
     Slow(#[to_schema] Problem),
     /// More than 64 KiB
     #[response(status = 413, content_type = "application/problem+json")]
     TooLarge(#[to_schema] Problem),
-    /// Nobody could decide
+    /// The store is unavailable
     #[response(status = 503, content_type = "application/problem+json")]
     NoDecision(#[to_schema] Problem),
 }
 
-/// An answer is whole before it is sent.
+/// Response with a complete body.
 pub(crate) type Reply = Response<Full<Bytes>>;
 
-/// The API for one client. It is hyper's own service: to find one of five paths by a router, and to
-/// box each request's body and future for it, took as long as the rest of an answer.
+/// Returns the API for one connection. It is a plain hyper service: a router for five paths, with a
+/// boxed body and future per request, took as long as the rest of a response.
 pub(crate) fn service(
     engine: &Arc<Engine>,
     peer: Peer,
@@ -114,7 +119,7 @@ async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, P
             return Box::pin(forward_auth::forward_auth(engine, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json(
+            return Ok(json_response(
                 StatusCode::OK,
                 HeaderMap::new(),
                 serde_json::to_vec(&Api::openapi()).unwrap_or_default(),
@@ -130,38 +135,38 @@ async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, P
     Ok(refused)
 }
 
-fn json(status: StatusCode, mut fields: HeaderMap, body: Vec<u8>) -> Reply {
-    fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+fn json_response(status: StatusCode, mut headers: HeaderMap, body: Vec<u8>) -> Reply {
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let mut response = Response::new(Full::from(body));
     *response.status_mut() = status;
-    *response.headers_mut() = fields;
+    *response.headers_mut() = headers;
     response
 }
 
 pub(crate) async fn not_found(uri: Uri) -> Problem {
-    Problem::new(StatusCode::NOT_FOUND, format!("there is nothing at {}", uri.path()))
+    Problem::new(StatusCode::NOT_FOUND, format!("{} does not exist", uri.path()))
 }
 
 pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
     Problem::new(StatusCode::METHOD_NOT_ALLOWED, format!("{} does not take {method}", uri.path()))
 }
 
-/// Decide and, if allowed, spend.
+/// Decide and, if allowed, take the units.
 #[utoipa::path(
-    post, path = "/v1/acquire", request_body = AskBody<'static>,
+    post, path = "/v1/acquire", request_body = QueryBody<'static>,
     responses(
         (
-            status = 200, description = "Allowed", body = Body<'static>,
+            status = 200, description = "Allowed", body = DecisionsBody<'static>,
             headers(
                 ("RateLimit-Policy" = String, description = "The limits that apply, as in the IETF's draft"),
-                ("RateLimit" = String, description = "What is left of each"),
+                ("RateLimit" = String, description = "The units that are left of each"),
             )
         ),
         (
-            status = 429, description = "Denied", body = Body<'static>,
+            status = 429, description = "Denied", body = DecisionsBody<'static>,
             headers(
                 ("RateLimit-Policy" = String, description = "The limits that apply, as in the IETF's draft"),
-                ("RateLimit" = String, description = "What is left of each"),
+                ("RateLimit" = String, description = "The units that are left of each"),
                 ("Retry-After" = u64, description = "Seconds to wait, rounded up"),
             )
         ),
@@ -169,19 +174,19 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
     )
 )]
 async fn acquire(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    answer(engine, Action::Acquire, peer, request).await
+    decide(engine, Action::Acquire, peer, request).await
 }
 
-/// What acquire would answer; writes nothing.
+/// Return the decision that acquire would make, without taking units.
 #[utoipa::path(
-    post, path = "/v1/peek", request_body = AskBody<'static>,
+    post, path = "/v1/peek", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Allowed or denied, as the body says", body = Body<'static>),
+        (status = 200, description = "Allowed or denied, as the body says", body = DecisionsBody<'static>),
         Problems,
     )
 )]
 async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    answer(engine, Action::Peek, peer, request).await
+    decide(engine, Action::Peek, peer, request).await
 }
 
 /// Record units that were used already: always charges, even beyond the limit.
@@ -189,43 +194,43 @@ async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Pr
 /// `allowed` says whether they fitted. If not, `remaining` is 0 and `retry_after_ms` is the wait
 /// until one unit is free again.
 #[utoipa::path(
-    post, path = "/v1/report", request_body = AskBody<'static>,
+    post, path = "/v1/report", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Recorded; what is left now", body = Body<'static>),
+        (status = 200, description = "Recorded; the units that are left now", body = DecisionsBody<'static>),
         Problems,
     )
 )]
 async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    answer(engine, Action::Report, peer, request).await
+    decide(engine, Action::Report, peer, request).await
 }
 
 /// Return the units of an earlier charge: with `age_ms` of that charge, otherwise the oldest that
 /// still count.
 #[utoipa::path(
-    post, path = "/v1/refund", request_body = AskBody<'static>,
+    post, path = "/v1/refund", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Given back; what is left now", body = Body<'static>),
+        (status = 200, description = "Refunded; the units that are left now", body = DecisionsBody<'static>),
         Problems,
     )
 )]
 async fn refund(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    answer(engine, Action::Refund, peer, request).await
+    decide(engine, Action::Refund, peer, request).await
 }
 
-async fn answer(
+async fn decide(
     engine: &Engine,
     action: Action,
     peer: Peer,
     request: Request,
 ) -> Result<Reply, Problem> {
-    let live = engine.live();
+    let active = engine.active();
     let (head, body) = request.into_parts();
-    token::check(live.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
+    token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
     let bytes = read(body).await?;
-    let Object(mut body): Object<AskBody<'_>> = parse(&bytes)?;
+    let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
-        check_names(attributes, &live.policies)?;
-        add_address(attributes, &live.client_ip, peer, &head.headers)?;
+        check_names(attributes, active.policies())?;
+        add_address(attributes, &active.client_ip, peer, &head.headers)?;
     }
     let quota = body
         .quota
@@ -233,47 +238,45 @@ async fn answer(
         .map(|Object(quota)| quota.quota())
         .transpose()
         .map_err(Problem::bad_request)?;
-    let ask = match (&body.policy, &body.key, &body.attributes, &quota) {
-        (Some(policy), Some(key), None, None) => Ask::Policy { policy, key, cost: body.cost },
-        (None, None, Some(AttributesBody(attributes)), None) => {
-            Ask::Attributes { attributes, only: None, cost: body.cost }
-        }
+    let query = match (&body.policy, &body.key, &body.attributes, &quota) {
+        (Some(policy), Some(key), None, None) => Query::policy(policy, key),
+        (None, None, Some(AttributesBody(attributes)), None) => Query::attributes(attributes),
         (None, Some(key), None, Some(quota)) => {
-            Ask::Quota { key, quota, cost: body.cost.unwrap_or(1) }
+            Query::quota(key, quota).with_metric_name(OWN_QUOTA)
         }
         _ => {
             return Err(Problem::bad_request(
-                "a question has one of three forms: policy and key; attributes alone; key and quota (each with an \
-                 optional cost)",
+                "a query has one of three forms: policy and key; attributes alone; key and quota \
+                 (each with an optional cost)",
             ));
         }
     };
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
-    let charged_at = body
-        .age_ms
-        .map_or(0, |age| engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1));
-    let answer = engine.ask(&live, &head.headers, action, ask, charged_at).await?;
-    let denied = action == Action::Acquire && !answer.allowed();
+    let charged_at =
+        body.age_ms.map_or(0, |age| active.now().saturating_sub(age.saturating_mul(1_000)).max(1));
+    let query = query.with_cost(body.cost).with_charged_at(charged_at);
+    let decisions = active.decide(&head.headers, action, query).await?;
+    let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    // With room for those that the server adds, and none to grow.
-    let mut fields = HeaderMap::with_capacity(12);
-    add_limits(&mut fields, &answer, live.x_ratelimit_headers, denied);
-    Ok(json(status, fields, body::of_answer(&answer)))
+    // With room for the headers that the server adds.
+    let mut headers = HeaderMap::with_capacity(12);
+    add_limits(&mut headers, &decisions, active.x_ratelimit_headers, denied);
+    Ok(json_response(status, headers, json::of_decisions(&decisions)))
 }
 
-/// What a client is told of its limits. `Retry-After` is for a request that was turned away: a peek
-/// or a refund tells of a wait in its body.
+/// Adds the rate limit headers. `Retry-After` is only for a denied request: peeks and refunds have
+/// the wait in their body.
 pub(crate) fn add_limits(
-    fields: &mut HeaderMap,
-    answer: &Answer<'_>,
+    headers: &mut HeaderMap,
+    decisions: &PolicyDecisions<'_>,
     with_x_headers: bool,
     denied: bool,
 ) {
-    each_field(answer.limited(), with_x_headers, |name, value| {
+    for_each_header_value(decisions.header_states(), with_x_headers, |name, value| {
         if denied || name != header::RETRY_AFTER {
-            fields.insert(name, value);
+            headers.insert(name, value);
         }
     });
 }
@@ -284,7 +287,7 @@ fn check_names(attributes: &BTreeMap<String, String>, policies: &Policies) -> Re
     unknown.map_or(Ok(()), |error| Err(Problem::bad_request(format!("attributes: {error}"))))
 }
 
-/// The attribute `ip`: as the caller says, otherwise where the request comes from; in both cases
+/// Sets the attribute `ip`: that of the caller, otherwise the address of the client; in both cases
 /// grouped by prefix.
 fn add_address(
     attributes: &mut BTreeMap<String, String>,
@@ -305,7 +308,7 @@ fn add_address(
     Ok(())
 }
 
-/// Where a request comes from, as far as trusted proxies tell.
+/// Returns the address of the client, as reported by trusted proxies.
 pub(crate) fn client_address(
     client_ip: &ClientIp,
     peer: Peer,
@@ -332,15 +335,15 @@ fn parse<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
         if !error.is_data() {
             return Problem::bad_request(format!("the body is not JSON: {error}"));
         }
-        // Once more, to tell which field it is.
+        // Parse again to find the field.
         let mut again = serde_json::Deserializer::from_slice(body);
         let field = serde_path_to_error::deserialize::<_, T>(&mut again)
             .err()
             .map(|error| error.path().to_string());
         let field =
             field.filter(|path| path != ".").map(|path| format!("{path}: ")).unwrap_or_default();
-        let told = error.to_string().replace("expected u64", "expected a whole number");
-        Problem::bad_request(format!("the body is not a question: {field}{told}"))
+        let reason = error.to_string().replace("expected u64", "expected a whole number");
+        Problem::bad_request(format!("the body is not a query: {field}{reason}"))
     })
 }
 
@@ -349,20 +352,20 @@ async fn read<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(
     body: B,
 ) -> Result<Bytes, Problem> {
     let mut reading = pin!(read_all(body));
-    // Nearly every body is there with its head: nobody has to look at the clock.
+    // Nearly every body arrives with its head: no timer is needed.
     if let Poll::Ready(read) = poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
         return read;
     }
     let late = |_| {
-        Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 seconds"))
+        Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body was not sent within 10 seconds"))
     };
-    tokio::time::timeout(BODY_TIME, reading).await.unwrap_or_else(late)
+    tokio::time::timeout(BODY_TIMEOUT, reading).await.unwrap_or_else(late)
 }
 
 async fn read_all<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(
     mut body: B,
 ) -> Result<Bytes, Problem> {
-    // Nearly every body comes in one piece, which is not copied.
+    // Nearly every body arrives in one piece, which is not copied.
     let first = next_piece(&mut body, 0).await?.unwrap_or_default();
     if body.is_end_stream() {
         return Ok(first);
@@ -383,8 +386,8 @@ where
         .map_err(|error| Problem::bad_request(format!("the body could not be read: {error}")))?;
     // Trailers say nothing here.
     let piece = frame.into_data().unwrap_or_default();
-    if before + piece.len() > MAX_BODY {
-        let reason = format!("the body has more than {MAX_BODY} bytes");
+    if before + piece.len() > MAX_BODY_BYTES {
+        let reason = format!("the body has more than {MAX_BODY_BYTES} bytes");
         return Err(Problem::new(StatusCode::PAYLOAD_TOO_LARGE, reason));
     }
     Ok(Some(piece))

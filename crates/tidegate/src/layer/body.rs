@@ -1,4 +1,4 @@
-//! [`Body`]: the service's own, or the layer's few bytes.
+//! [`Body`]: that of the inner service, or of a response of the layer.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,7 +8,7 @@ use http_body::{Frame, SizeHint};
 use pin_project_lite::pin_project;
 
 pin_project! {
-    /// The body of a response: the service's own, or the layer's few bytes if it answered itself.
+    /// Body of a response: that of the inner service, or of a response of the layer itself.
     #[derive(Debug)]
     pub struct Body<B> {
         #[pin]

@@ -1,0 +1,214 @@
+//! `/v1/forward-auth`: a proxy asks whether to forward a request, as nginx's `auth_request`, Caddy's
+//! `forward_auth` and Traefik's `forwardAuth` do. Translates the proxy's headers into a query.
+
+use axum::extract::Query;
+use http::{HeaderMap, Response, StatusCode, header};
+use http_body_util::Full;
+use serde::Deserialize;
+use tidegate::config::duration;
+use tidegate::layer::RequestParts;
+use tidegate::{Action, PolicyDecisions, Query as DecisionQuery};
+
+use super::problem::Problem;
+use super::{Reply, add_limits, client_address, token};
+use crate::config::Secret;
+use crate::engine::Engine;
+use crate::listener::{Peer, Request};
+
+/// Token of a proxy that cannot set `Authorization`, or forwards the client's because a policy
+/// counts by it.
+const TOKEN: &str = "x-tidegate-token";
+/// Headers in which proxies describe the request.
+const METHOD: [&str; 2] = ["x-forwarded-method", "x-original-method"];
+const URI: [&str; 3] = ["x-forwarded-uri", "x-original-uri", "x-original-url"];
+const HOST: [&str; 2] = ["x-forwarded-host", "x-original-host"];
+
+#[derive(Deserialize, utoipa::IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct Parameters {
+    /// Policy to apply, whatever it matches; by default all policies that match.
+    policy: Option<String>,
+    /// Status of a denial; by default 429. nginx accepts only 401 and 403.
+    #[param(inline)]
+    deny_status: Option<DenyStatus>,
+}
+
+#[derive(Clone, Copy, Deserialize, utoipa::ToSchema)]
+enum DenyStatus {
+    #[serde(rename = "401")]
+    Unauthorized,
+    #[serde(rename = "403")]
+    Forbidden,
+    #[serde(rename = "429")]
+    TooManyRequests,
+}
+
+/// Decide whether a proxy may forward a request. The headers are those of the request; its method,
+/// URI and host are in X-Forwarded-Method, -Uri and -Host or X-Original-Method, -URI (-URL) and -Host.
+#[utoipa::path(
+    get, path = "/v1/forward-auth", params(Parameters),
+    responses(
+        (status = 200, description = "Allowed"),
+        (status = 400, description = "The query is invalid", body = Problem, content_type = "application/problem+json"),
+        (
+            status = 401, description = "The token is missing or wrong; or denied, with deny_status=401",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 403, description = "Denied, with deny_status=403",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
+        (status = 429, description = "Denied", body = Problem, content_type = "application/problem+json"),
+        (status = 503, description = "The store is unavailable", body = Problem, content_type = "application/problem+json"),
+    )
+)]
+pub(crate) async fn forward_auth(
+    engine: &Engine,
+    peer: Peer,
+    request: Request,
+) -> Result<Reply, Problem> {
+    let active = engine.active();
+    let (mut head, _) = request.into_parts();
+    take_token(active.api_token.as_ref(), &mut head.headers)?;
+    let address = client_address(&active.client_ip, peer, &head.headers)?;
+    let request = RequestParts::forwarded(&head.headers, active.client_ip.group(address))
+        .with_method(proxy_header(&head.headers, &METHOD, Some)?)
+        .with_path_and_query(proxy_header(&head.headers, &URI, origin_form)?)
+        .with_host(proxy_header(&head.headers, &HOST, Some)?.map(nearest_host));
+    // A proxy that forwards the client's query would let the client choose its policy.
+    if head.uri.query().is_some_and(|query| !query.is_empty() && request.raw_query() == Some(query))
+    {
+        return Err(Problem::bad_request(
+            "this query is that of the client's request: the proxy must send its own, if only a \
+             question mark (Caddy: uri /v1/forward-auth?)",
+        ));
+    }
+    let parameters: Result<Query<Parameters>, _> = Query::try_from_uri(&head.uri);
+    let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
+    let query = match &parameters.policy {
+        Some(policy) => DecisionQuery::attributes_for(policy, &request),
+        None => DecisionQuery::attributes(&request),
+    };
+    let decisions = active.decide(&head.headers, Action::Acquire, query).await?;
+    let denied = !decisions.is_allowed();
+    let mut response = if denied {
+        let status = parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into);
+        Problem::new(status, reason(&decisions)).into_http()
+    } else {
+        Response::new(Full::default())
+    };
+    add_limits(response.headers_mut(), &decisions, active.x_ratelimit_headers, denied);
+    Ok(response)
+}
+
+impl From<DenyStatus> for StatusCode {
+    fn from(status: DenyStatus) -> Self {
+        match status {
+            DenyStatus::Unauthorized => Self::UNAUTHORIZED,
+            DenyStatus::Forbidden => Self::FORBIDDEN,
+            DenyStatus::TooManyRequests => Self::TOO_MANY_REQUESTS,
+        }
+    }
+}
+
+/// Checks the proxy's token and removes it: as a key, it would be shown among the hot keys.
+fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Problem> {
+    let given = headers.remove(TOKEN);
+    let Some(token) = token else { return Ok(()) };
+    match given {
+        Some(given) => token::check_plain(token, given.as_bytes()),
+        None => token::check(Some(token), headers).map(|()| {
+            headers.remove(header::AUTHORIZATION);
+        }),
+    }
+    .map_err(Problem::unauthorized)
+}
+
+/// Returns the explanation for the client, which Caddy and Traefik forward.
+fn reason(decisions: &PolicyDecisions<'_>) -> String {
+    let Some(denial) = decisions.denied_by() else { return "denied".to_owned() };
+    let (policy, wait) = (denial.policy(), denial.decision().retry_after);
+    if wait.is_zero() {
+        return format!("policy {policy:?} does not let this request pass");
+    }
+    format!("policy {policy:?} is over its limit: try again in {}", duration::readable(wait))
+}
+
+/// Returns the value of any of these headers. If two differ, one is the client's: a proxy that sets
+/// `X-Original-URI` may forward an `X-Forwarded-Uri` that it does not know.
+fn proxy_header<'h>(
+    headers: &'h HeaderMap,
+    names: &[&str],
+    part: impl Fn(&'h str) -> Option<&'h str>,
+) -> Result<Option<&'h str>, Problem> {
+    let mut found: Option<(&str, &str)> = None;
+    for (name, value) in
+        names.iter().flat_map(|name| headers.get_all(*name).iter().map(move |value| (*name, value)))
+    {
+        let text = str::from_utf8(value.as_bytes()).ok().and_then(&part);
+        let text = text.ok_or_else(|| Problem::bad_request(format!("{name} cannot be read")))?;
+        match found {
+            Some((other, before)) if before != text => {
+                return Err(Problem::bad_request(format!(
+                    "{other} and {name} differ: the proxy must set one and remove the other"
+                )));
+            }
+            _ => found = Some((name, text)),
+        }
+    }
+    Ok(found.map(|(_, text)| text))
+}
+
+/// Returns the path and query of a URI, which may be an absolute URL.
+fn origin_form(uri: &str) -> Option<&str> {
+    if uri.starts_with('/') {
+        return Some(uri);
+    }
+    let (_, after_scheme) = uri.split_once("://")?;
+    Some(after_scheme.find(['/', '?']).map_or("/", |at| &after_scheme[at..]))
+}
+
+/// Returns the host that the nearest proxy was asked for: the last of a list.
+fn nearest_host(hosts: &str) -> &str {
+    hosts.rsplit(',').next().unwrap_or_default().trim()
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+
+    fn headers(lines: &[(&'static str, &str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(*name, HeaderValue::from_str(value).expect("a value"));
+        }
+        headers
+    }
+
+    #[test]
+    fn uri_may_be_an_absolute_url_and_the_nearest_host_counts() {
+        assert_eq!(origin_form("/a?b"), Some("/a?b"));
+        assert_eq!(origin_form("https://example.com/a?b"), Some("/a?b"));
+        assert_eq!(origin_form("https://example.com"), Some("/"));
+        assert_eq!(origin_form("a"), None);
+        assert_eq!(nearest_host("spoofed.example, Example.com"), "Example.com");
+        assert_eq!(nearest_host("example.com:80"), "example.com:80");
+    }
+
+    #[test]
+    fn headers_that_differ_are_rejected() {
+        let uri = |lines: &[(&'static str, &str)]| {
+            proxy_header(&headers(lines), &URI, origin_form).map(|uri| uri.map(str::to_owned))
+        };
+        let same = [("x-forwarded-uri", "/a"), ("x-original-url", "https://example.com/a")];
+        assert_eq!(uri(&same).expect("the same").as_deref(), Some("/a"));
+        assert!(uri(&[("x-forwarded-uri", "/a"), ("x-original-uri", "/b")]).is_err());
+        assert!(uri(&[("x-forwarded-uri", "/a"), ("x-forwarded-uri", "/b")]).is_err());
+        assert!(uri(&[("x-forwarded-uri", "nonsense")]).is_err());
+        assert_eq!(uri(&[]).expect("nothing wrong"), None);
+    }
+}

@@ -1,0 +1,324 @@
+//! Where the counts live: in memory, or in Redis behind a breaker, a deny cache and a fallback.
+
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tidegate::store::news::{Mark, News};
+use tidegate::{
+    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore,
+    OnStoreFailure, Part, RedisStore, Source, Store, StoreError,
+};
+use tracing::Instrument as _;
+
+use crate::config::{RedisConfig, StoreConfig};
+use crate::logs::TRACE;
+use crate::metrics::Metrics;
+
+/// Store of the service.
+pub(crate) enum Backend {
+    Memory(InstrumentedStore<MemoryStore>),
+    Redis(Redis),
+}
+
+/// Redis and its wrappers, from the outside in: the fallback decides locally, the deny cache
+/// repeats denials, the breaker stops calls that would fail, and the instrumented store records
+/// calls in metrics and traces.
+pub(crate) struct Redis {
+    fallback: Fallback<Guarded>,
+    /// The same store without the fallback, for callers with their own failure mode.
+    without_fallback: Guarded,
+    timeout: Duration,
+}
+
+type Guarded = Arc<DenyCache<Breaker<InstrumentedStore<RedisStore>>>>;
+
+/// Store with each call in metrics and traces.
+pub(crate) struct InstrumentedStore<S> {
+    store: S,
+    metrics: Arc<Metrics>,
+}
+
+/// View of a [`Backend`] in which a failure of Redis is an error, not a local decision.
+#[derive(Clone)]
+pub(crate) struct StrictBackend(pub(crate) Arc<Backend>);
+
+impl Backend {
+    /// Connects. If Redis is unavailable, it is used as soon as it is back.
+    pub(crate) async fn start(
+        config: &StoreConfig,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Self, StoreError> {
+        let metrics = Arc::clone(metrics);
+        match config {
+            StoreConfig::Memory { max_keys } => {
+                let store = MemoryStore::builder().max_keys(*max_keys).build();
+                Ok(Self::Memory(InstrumentedStore { store, metrics }))
+            }
+            StoreConfig::Redis(config) => Ok(Self::Redis(Redis::start(config, metrics).await?)),
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn memory(store: MemoryStore, metrics: Arc<Metrics>) -> Self {
+        Self::Memory(InstrumentedStore { store, metrics })
+    }
+
+    /// Returns the time that the calls of one request may take together. Memory answers at once.
+    pub(crate) fn timeout(&self) -> Option<Duration> {
+        self.redis().map(|redis| redis.timeout)
+    }
+
+    pub(crate) fn memory_keys(&self) -> usize {
+        match self {
+            Self::Memory(memory) => memory.store.keys(),
+            Self::Redis(redis) => redis.fallback.local().keys(),
+        }
+    }
+
+    pub(crate) fn redis(&self) -> Option<&Redis> {
+        match self {
+            Self::Redis(redis) => Some(redis),
+            Self::Memory(_) => None,
+        }
+    }
+}
+
+/// Large futures are boxed: inside the future of a request they would be copied with every request.
+impl Store for Backend {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        match self {
+            Self::Memory(memory) => {
+                let decided = memory.decide(action, charge).await;
+                decided.or_else(|error| when_full(action, charge, error))
+            }
+            Self::Redis(redis) => Box::pin(redis.fallback.decide(action, charge)).await,
+        }
+    }
+
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        match self {
+            Self::Memory(memory) => {
+                let decided = Box::pin(memory.decide_all(action, charges)).await;
+                decided.or_else(|error| {
+                    charges.iter().map(|charge| when_full(action, charge, error.clone())).collect()
+                })
+            }
+            Self::Redis(redis) => Box::pin(redis.fallback.decide_all(action, charges)).await,
+        }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        match self {
+            Self::Memory(memory) => memory.store.clock(),
+            Self::Redis(redis) => redis.fallback.clock(),
+        }
+    }
+}
+
+impl Store for StrictBackend {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        match self.0.redis() {
+            Some(redis) => Box::pin(redis.without_fallback.decide(action, charge)).await,
+            None => self.0.decide(action, charge).await,
+        }
+    }
+
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        match self.0.redis() {
+            Some(redis) => Box::pin(redis.without_fallback.decide_all(action, charges)).await,
+            None => self.0.decide_all(action, charges).await,
+        }
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.0.clock()
+    }
+}
+
+impl Redis {
+    async fn start(config: &RedisConfig, metrics: Arc<Metrics>) -> Result<Self, StoreError> {
+        let store = match config.builder().connect().await {
+            Ok(store) => store,
+            Err(error @ StoreError::Misconfigured(_)) => return Err(error),
+            Err(error) => {
+                // A fleet must be able to start, or to restart, while Redis is unavailable.
+                tracing::warn!(%error, "Redis is unavailable: each policy's on_store_failure decides until it is back");
+                if config.instances.is_none() {
+                    let assumed = Fleet::ASSUMED_INSTANCES;
+                    tracing::warn!(
+                        "store.instances is not set: until Redis is available, this instance assumes \
+                         that {assumed} instances share each limit, and `local` admits \
+                         1/{assumed} of it; set store.instances to the number of instances"
+                    );
+                }
+                config.builder().connect_in_background()?
+            }
+        };
+        let fleet = match config.instances {
+            Some(instances) => Fleet::new().expecting(instances),
+            None => Fleet::new(),
+        };
+        let local = MemoryStore::builder().max_keys(config.max_keys).build();
+        Ok(Self::around(InstrumentedStore { store, metrics }, config.timeout(), fleet, local))
+    }
+
+    fn around(
+        store: InstrumentedStore<RedisStore>,
+        timeout: Duration,
+        fleet: Fleet,
+        local: MemoryStore,
+    ) -> Self {
+        // The store has its own timeout, which must expire first. This one is for charges that
+        // several nodes decide one after the other.
+        let deadline = timeout + Duration::from_millis(25);
+        let breaker = Breaker::builder(store).deadline(deadline).probe_deadline(timeout);
+        let without_fallback = Arc::new(DenyCache::new(breaker.build()));
+        let fallback = Fallback::builder(Arc::clone(&without_fallback)).fleet(fleet).local(local);
+        Self { fallback: fallback.build(), without_fallback, timeout }
+    }
+
+    pub(crate) fn fallback(&self) -> &Fallback<Guarded> {
+        &self.fallback
+    }
+
+    pub(crate) fn breaker(&self) -> &Breaker<InstrumentedStore<RedisStore>> {
+        self.deny_cache().store()
+    }
+
+    pub(crate) fn deny_cache(&self) -> &DenyCache<Breaker<InstrumentedStore<RedisStore>>> {
+        &self.without_fallback
+    }
+
+    pub(crate) fn store(&self) -> &RedisStore {
+        &self.breaker().store().store
+    }
+
+    /// Returns whether Redis decides: every primary is connected, no circuit is open, and no call
+    /// failed just now.
+    pub(crate) fn is_up(&self) -> bool {
+        let nodes = self.store().nodes();
+        let mut deciding = nodes.iter().filter(|node| node.primary).peekable();
+        deciding.peek().is_some()
+            && deciding.all(|node| node.connected)
+            && !self.fallback().stats().falling_back
+            && self.breaker().states().iter().all(|part| !part.open)
+    }
+}
+
+impl<S: Store> InstrumentedStore<S> {
+    async fn instrumented<T>(
+        &self,
+        action: Action,
+        charges: usize,
+        call: Pin<&mut impl Future<Output = Result<T, StoreError>>>,
+    ) -> Result<T, StoreError> {
+        let start = Instant::now();
+        let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
+        let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
+        self.metrics.count_store_call(start.elapsed(), result.as_ref().err());
+        result
+    }
+}
+
+impl<S: Store> Store for InstrumentedStore<S> {
+    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        self.instrumented(action, 1, pin!(self.store.decide(action, charge))).await
+    }
+
+    async fn decide_all(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        self.instrumented(action, charges.len(), pin!(self.store.decide_all(action, charges))).await
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        self.store.clock()
+    }
+
+    fn part(&self, charge: &Charge<'_>) -> Part {
+        self.store.part(charge)
+    }
+
+    async fn probe(&self, part: Part) -> Result<(), StoreError> {
+        self.store.probe(part).await
+    }
+
+    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.store.announce(instance).await
+    }
+
+    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.store.news(since)
+    }
+
+    fn epoch(&self) -> u64 {
+        self.store.epoch()
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        self.store.epoch_of(charge)
+    }
+}
+
+/// Decides while memory is full: there is no other store to fall back to, so only `allow` and
+/// `deny` apply.
+fn when_full(
+    action: Action,
+    charge: &Charge<'_>,
+    error: StoreError,
+) -> Result<Decision, StoreError> {
+    let decides = matches!(error, StoreError::Full { .. })
+        && matches!(action, Action::Acquire | Action::Peek);
+    let quota = charge.quota();
+    match charge.store_failure() {
+        OnStoreFailure::Allow if decides => {
+            Ok(Decision::allow(quota.limit(), quota.burst()).with_source(Source::Allow))
+        }
+        OnStoreFailure::Deny if decides => {
+            let denied = Decision::deny(quota.limit(), Duration::from_secs(1));
+            Ok(denied.with_reset_after(Duration::ZERO).with_source(Source::Deny))
+        }
+        _ => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn future_of_a_decision_on_memory_is_small() {
+        let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let charge = Charge::new("k", &quota);
+        let backend = Backend::memory(MemoryStore::new(), Arc::default());
+        assert!(size_of_val(&backend.decide(Action::Acquire, &charge)) <= 256);
+        assert!(
+            size_of_val(&backend.decide_all(Action::Acquire, std::slice::from_ref(&charge))) <= 256
+        );
+    }
+
+    #[tokio::test]
+    async fn future_of_a_decision_on_redis_is_small() {
+        let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let charge = Charge::new("k", &quota);
+        let store =
+            RedisStore::builder("redis://127.0.0.1:1").connect_in_background().expect("valid");
+        let store = InstrumentedStore { store, metrics: Arc::default() };
+        let timeout = Duration::from_millis(100);
+        let redis = Redis::around(store, timeout, Fleet::new(), MemoryStore::new());
+        assert!(size_of_val(&redis.fallback.decide(Action::Acquire, &charge)) <= 1_024);
+        let charges = std::slice::from_ref(&charge);
+        assert!(size_of_val(&redis.fallback.decide_all(Action::Acquire, charges)) <= 1_536);
+    }
+}

@@ -1,0 +1,223 @@
+//! The charges of each descriptor: by the rules of ratelimit's files, by its own limit, or by our
+//! policies.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tidegate::{Action, Decision, Enforcement, Policy, PreparedCharge, Source};
+use tonic::Status;
+
+use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
+use super::proto::envoy::r#type::v3::RateLimitUnit;
+use super::rules::{self, Found, Limit, Rule, Unit};
+use crate::engine::ActiveConfig;
+
+/// How a descriptor is answered.
+pub(super) enum DescriptorPlan<'a> {
+    /// No limit applies.
+    NoLimit,
+    /// A rule says that there is no limit.
+    Unlimited,
+    Limited(LimitedDescriptor<'a>),
+}
+
+/// Descriptor with charges.
+pub(super) struct LimitedDescriptor<'a> {
+    pub(super) limit: u64,
+    pub(super) unit: Option<Unit>,
+    pub(super) name: Option<&'a str>,
+    /// Number of its charges, which follow those of the descriptors before it.
+    pub(super) charges: usize,
+}
+
+/// Hits of a descriptor: the units to charge, or to return.
+#[derive(Clone, Copy)]
+struct Hits {
+    cost: u64,
+    action: Action,
+    /// Whether the descriptor is answered with OK whatever is left.
+    never_denies: bool,
+}
+
+impl Hits {
+    fn new(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Self {
+        let returns = descriptor.is_negative_hits;
+        let explicit = match descriptor.hits_addend {
+            None if request.hits_addend == 0 => None,
+            None => Some(u64::from(request.hits_addend)),
+            own => own,
+        };
+        // An explicit number may report finished work, for which Envoy ignores the answer: it is
+        // recorded even if it does not fit. An explicit 0 asks whether the limit is exceeded.
+        let action = match explicit {
+            Some(0) => Action::Peek,
+            _ if returns => Action::Refund,
+            Some(_) => Action::Report,
+            None => Action::Acquire,
+        };
+        Self { cost: explicit.unwrap_or(1), action, never_denies: returns }
+    }
+
+    /// Returns the charge with these hits.
+    fn on(self, charge: PreparedCharge<'_>, enforcement: Enforcement) -> PreparedCharge<'_> {
+        let enforcement = if self.never_denies { Enforcement::Shadow } else { enforcement };
+        let charge = charge.with_cost(self.cost).with_action(self.action).with_capped_cost();
+        charge.with_enforcement(enforcement)
+    }
+}
+
+/// Returns a plan for each descriptor, and the charges of all.
+pub(super) fn of<'a>(
+    active: &'a ActiveConfig,
+    request: &RateLimitRequest,
+) -> Result<(Vec<DescriptorPlan<'a>>, Vec<PreparedCharge<'a>>), Status> {
+    let found: Vec<Option<Found<'_>>> = request
+        .descriptors
+        .iter()
+        .map(|descriptor| match descriptor.limit {
+            Some(_) => None,
+            None => active.envoy.rules.find(&request.domain, entries(descriptor)),
+        })
+        .collect();
+    let replaced: Vec<&str> = found
+        .iter()
+        .flatten()
+        .flat_map(|found| found.rule.replaces.iter().map(String::as_str))
+        .collect();
+    let is_replaced =
+        |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
+    let mut plans = Vec::with_capacity(found.len());
+    let mut charges = Vec::with_capacity(found.len());
+    for (descriptor, found) in request.descriptors.iter().zip(found) {
+        let hits = Hits::new(request, descriptor);
+        plans.push(match (descriptor.limit, found) {
+            (Some(wanted), _) => {
+                overridden(active, &request.domain, descriptor, wanted, hits, &mut charges)?
+            }
+            (None, None) => by_policies(active, &request.domain, descriptor, hits, &mut charges)?,
+            (None, Some(found))
+                if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited =>
+            {
+                DescriptorPlan::NoLimit
+            }
+            (None, Some(found)) => by_rule(found, hits, &mut charges),
+        });
+    }
+    Ok((plans, charges))
+}
+
+fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&str, &str)> {
+    descriptor.entries.iter().map(|entry| (entry.key.as_str(), entry.value.as_str()))
+}
+
+/// Charges by a rule of the files.
+fn by_rule<'a>(
+    found: Found<'a>,
+    hits: Hits,
+    charges: &mut Vec<PreparedCharge<'a>>,
+) -> DescriptorPlan<'a> {
+    let Found { rule, metric, key } = found;
+    let (unit, limit, charge) = match &rule.limit {
+        Limit::Unlimited => return DescriptorPlan::Unlimited,
+        Limit::Never(unit, window) => {
+            let denied = denied_until_next(*window);
+            (*unit, 0, PreparedCharge::of_zero_limit(&rule.path, key, denied))
+        }
+        Limit::Quota(unit, quota) => {
+            (*unit, quota.limit(), PreparedCharge::new(&rule.path, key, quota))
+        }
+    };
+    charges.push(hits.on(charge, rule.mode.into()).with_metric_name(metric));
+    let (unit, name) = (Some(unit), rule.name.as_deref());
+    DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name, charges: 1 })
+}
+
+/// Returns the denial of a limit of 0, until the next window of the clock begins.
+fn denied_until_next(window: Duration) -> Decision {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let micros = window.as_micros().max(1);
+    let left =
+        Duration::from_micros(u64::try_from(micros - now.as_micros() % micros).unwrap_or(u64::MAX));
+    Decision::deny(0, left).with_source(Source::Deny)
+}
+
+/// Charges by a limit that the request itself brings.
+fn overridden<'a>(
+    active: &ActiveConfig,
+    domain: &str,
+    descriptor: &RateLimitDescriptor,
+    wanted: RateLimitOverride,
+    hits: Hits,
+    charges: &mut Vec<PreparedCharge<'a>>,
+) -> Result<DescriptorPlan<'a>, Status> {
+    let unit = match wanted.unit() {
+        RateLimitUnit::Second => Unit::Second,
+        RateLimitUnit::Minute => Unit::Minute,
+        RateLimitUnit::Hour => Unit::Hour,
+        RateLimitUnit::Day => Unit::Day,
+        RateLimitUnit::Week => Unit::Week,
+        RateLimitUnit::Month => Unit::Month,
+        RateLimitUnit::Year => Unit::Year,
+        RateLimitUnit::Unknown => {
+            return Err(Status::invalid_argument("a descriptor's limit has no unit"));
+        }
+    };
+    let limit = Limit::new(active.envoy.algorithm, wanted.requests_per_unit, 1, unit)
+        .map_err(|error| Status::invalid_argument(format!("a descriptor's limit: {error}")))?;
+    let policy = rules::override_name(active.envoy.algorithm, unit);
+    let key = rules::counter_key(domain, entries(descriptor));
+    let charge = match limit {
+        Limit::Quota(_, quota) => PreparedCharge::with_own_quota(policy, key, quota),
+        _ => PreparedCharge::of_zero_limit(policy, key, denied_until_next(unit.window())),
+    };
+    // Clients choose the values, so their number is unbounded: metrics have none.
+    let without_values = entries(descriptor).map(|(key, _)| (key, ""));
+    let metric = rules::metric_name(domain, without_values);
+    charges.push(hits.on(charge, Enforcement::Enforce).with_metric_name(metric));
+    let (limit, unit) = (u64::from(wanted.requests_per_unit), Some(unit));
+    Ok(DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name: None, charges: 1 }))
+}
+
+/// Charges by our own policies that reference `domain` or `descriptor.KEY`.
+fn by_policies<'a>(
+    active: &'a ActiveConfig,
+    domain: &str,
+    descriptor: &RateLimitDescriptor,
+    hits: Hits,
+    charges: &mut Vec<PreparedCharge<'a>>,
+) -> Result<DescriptorPlan<'a>, Status> {
+    let attributes: BTreeMap<String, String> = descriptor
+        .entries
+        .iter()
+        .map(|entry| (format!("descriptor.{}", entry.key), entry.value.clone()))
+        .chain([("domain".to_owned(), domain.to_owned())])
+        .collect();
+    let references_envoy = |policy: &Policy| {
+        policy.references().any(|name| name == "domain" || name.starts_with("descriptor."))
+    };
+    let selection = active
+        .strict_limiter
+        .select_where(&attributes, Some(hits.cost.max(1)), references_envoy)
+        .map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let counted = selection.charges.iter().map(|selected| (selected.policy(), selected.quota()));
+    let rejections = selection.rejected_by.into_iter().chain(selection.shadow_rejections);
+    let rejections: Vec<&Policy> = rejections.collect();
+    let rejected = rejections.iter().map(|policy| (*policy, policy.quota()));
+    let Some((policy, quota)) = counted.chain(rejected).next() else {
+        return Ok(DescriptorPlan::NoLimit);
+    };
+    let plan = LimitedDescriptor {
+        limit: quota.limit(),
+        unit: Unit::ALL.into_iter().find(|unit| unit.window() == quota.window()),
+        name: Some(policy.name()),
+        charges: selection.charges.len() + rejections.len(),
+    };
+    charges.extend(selection.charges.into_iter().map(|selected| {
+        let enforcement = selected.policy().mode().into();
+        hits.on(PreparedCharge::of_selected(selected), enforcement)
+    }));
+    charges.extend(rejections.into_iter().map(PreparedCharge::rejected));
+    Ok(DescriptorPlan::Limited(plan))
+}

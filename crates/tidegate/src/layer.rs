@@ -1,0 +1,331 @@
+//! Tower layer in front of your service: axum, tonic, hyper, or any other Tower service.
+//!
+//! ```
+//! use std::time::Duration;
+//! use axum::{Router, routing::get};
+//! use tidegate::layer::RateLimitLayer;
+//! use tidegate::{KeySource, Limiter, MemoryStore, Quota};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let limiter = Limiter::new(MemoryStore::new()); // or on Redis, for a fleet
+//! let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+//! let layer = RateLimitLayer::new(limiter, quota)
+//!     .policy("per-user")
+//!     .by(KeySource::header("x-user-id")?)
+//!     .exempt_preflight()
+//!     .refund_on(|status| status.is_server_error());
+//! let app: Router = Router::new().route("/", get(async || "hello")).layer(layer);
+//! # let _ = app;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! All clones of a layer, and all its services, share the limiter and so the counts.
+//!
+//! * A denied request gets 429 with `RateLimit`, `RateLimit-Policy`, `Retry-After` and a
+//!   problem+json body; a gRPC client gets the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The body
+//!   of the request is not read.
+//! * An admitted request gets the same headers on the response of the service.
+//! * The layer sleeps for the delay of a `leaky-bucket` before it calls the service. A request that
+//!   is dropped in that time returns its units.
+//! * If the limits cannot be decided, the response is 503 (gRPC: `UNAVAILABLE`). A `Fallback`
+//!   (feature `resilience`) around the store always decides.
+//!
+//! # Several limits
+//!
+//! Policies have conditions, several limits at once (all or nothing), shadow mode, overrides and
+//! costs by attribute:
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use tidegate::layer::RateLimitLayer;
+//! use tidegate::{Limiter, MemoryStore, Mode, Policies, Policy, Quota};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let minute = Duration::from_secs(60);
+//! let users = Policy::builder("per-user", Quota::sliding_log(100, minute)?)
+//!     .key(["header.x-user-id"])
+//!     .build()?;
+//! let search = Policy::builder("search", Quota::token_bucket(5, minute)?)
+//!     .matches("path", ["/search/**"])
+//!     .key(["header.x-user-id"])
+//!     .mode(Mode::Shadow)
+//!     .build()?;
+//! let limiter = Limiter::new(MemoryStore::new());
+//! let layer = RateLimitLayer::with_policies(limiter, Policies::new(vec![users, search])?);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Policies are built in code, as here, or loaded from a configuration file of the `tidegate`
+//! service by `Policies::load` (feature `config`).
+//!
+//! # The client's address
+//!
+//! Limits by `ip` need the address of the peer. The layer reads it from the extension [`Peer`], or
+//! by [`RateLimitLayer::peer`]; for axum:
+//!
+//! ```
+//! # use std::net::SocketAddr;
+//! # use std::time::Duration;
+//! # use tidegate::layer::RateLimitLayer;
+//! # use tidegate::{Limiter, MemoryStore, Quota};
+//! use axum::extract::ConnectInfo;
+//! use tidegate::KeySource;
+//!
+//! # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+//! # let limiter = Limiter::new(MemoryStore::new());
+//! let layer = RateLimitLayer::new(limiter, quota)
+//!     .by(KeySource::client_ip())
+//!     .peer(|parts| parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.ip()));
+//! // and: axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>())
+//! # Ok::<(), tidegate::QuotaError>(())
+//! ```
+//!
+//! If it is unknown, such a limit responds with 500: failing open would silently disable the limit.
+//! Behind proxies, [`RateLimitLayer::client_ip`] sets which ones to trust.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::request::Parts;
+use http::{Response, StatusCode};
+use tower_layer::Layer;
+
+use crate::client_ip::ClientIp;
+use crate::limiter::{Error, Limiter};
+use crate::policy::{KeySource, Observer, OnStoreFailure, Policies, PolicyLimiter, check_http};
+use crate::quota::Quota;
+use crate::store::Store;
+
+mod body;
+mod gates;
+mod grpc;
+mod headers;
+mod request_limiter;
+mod request_parts;
+mod responses;
+mod service;
+
+pub use body::Body;
+pub use gates::{ConfigureRequest, PolicyGate, QuotaGate, RequestOptions};
+pub use headers::for_each_header_value;
+pub use request_limiter::RequestLimiter;
+pub use request_parts::{CustomAttributes, Peer, RequestParts};
+pub use responses::Denial;
+use responses::Responses;
+pub use service::RateLimit;
+
+/// Layer that puts a [`RateLimit`] in front of services. Clones share their counts.
+pub struct RateLimitLayer<G> {
+    shared: Arc<Shared<G>>,
+}
+
+/// State of a layer and all its services.
+#[derive(Clone)]
+struct Shared<G> {
+    gate: G,
+    exempt_preflight: bool,
+    refund_on: Option<Arc<dyn Fn(StatusCode) -> bool + Send + Sync>>,
+    responses: Responses,
+}
+
+impl<S: Store> RateLimitLayer<QuotaGate<S>> {
+    /// Creates a layer with one quota. All requests count together unless [`by`](Self::by) or
+    /// [`key`](Self::key) is set.
+    #[must_use]
+    pub fn new(limiter: Limiter<S>, quota: Quota) -> Self {
+        Self::with_gate(QuotaGate::new(limiter, quota))
+    }
+
+    /// Counts by an attribute of the request. A request without it is not limited.
+    ///
+    /// # Panics
+    ///
+    /// Panics if only Envoy sends the attribute (`domain`, `descriptor.KEY`): no request would ever
+    /// be limited.
+    #[must_use]
+    #[track_caller]
+    pub fn by(self, source: KeySource) -> Self {
+        if let Err(error) = check_http(source.as_str()) {
+            panic!("RateLimitLayer::by: {error}");
+        }
+        self.with(|shared| shared.gate.key = gates::Key::Source(source))
+    }
+
+    /// Counts by a key that the closure takes from the request. `None` or an empty key: the request
+    /// is not limited.
+    #[must_use]
+    pub fn key(
+        self,
+        key: impl for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(|shared| shared.gate.key = gates::Key::Custom(Arc::new(key)))
+    }
+
+    /// Sets the name that the limit counts under and clients see. By default it is made of the
+    /// algorithm and the window.
+    #[must_use]
+    pub fn policy(self, name: &str) -> Self {
+        self.with(|shared| shared.gate.policy = Some(name.to_owned()))
+    }
+
+    /// Sets how requests are decided while the store is unavailable, with a `Fallback` (feature
+    /// `resilience`) around the store.
+    #[must_use]
+    pub fn on_store_failure(self, on_store_failure: OnStoreFailure) -> Self {
+        self.with(|shared| shared.gate.on_store_failure = on_store_failure)
+    }
+}
+
+impl<S: Store> RateLimitLayer<PolicyGate<S>> {
+    /// Creates a layer with policies: those that apply to a request are decided all or nothing.
+    ///
+    /// # Panics
+    ///
+    /// Panics as [`with_policy_limiter`](Self::with_policy_limiter) does.
+    #[must_use]
+    #[track_caller]
+    pub fn with_policies(limiter: Limiter<S>, policies: impl Into<Arc<Policies>>) -> Self {
+        Self::with_policy_limiter(PolicyLimiter::new(limiter, policies))
+    }
+}
+
+impl<S: Store, O: Observer + Clone + 'static> RateLimitLayer<PolicyGate<S, O>> {
+    /// Creates a layer with a pipeline, which may have an observer and a timeout.
+    ///
+    /// # Panics
+    ///
+    /// Panics if a policy uses an attribute that only Envoy sends (`domain`, `descriptor.KEY`): its
+    /// limit would never apply. A file that also has policies for Envoy can be filtered:
+    ///
+    /// ```
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyError};
+    /// # fn layer(all: Policies) -> Result<(), PolicyError> {
+    /// let is_envoy = |name: &str| name == "domain" || name.starts_with("descriptor.");
+    /// let is_http = |policy: &&Policy| !policy.references().any(is_envoy);
+    /// let policies = Policies::new(all.iter().filter(is_http).cloned().collect())?;
+    /// let layer = RateLimitLayer::with_policies(Limiter::new(MemoryStore::new()), policies);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    #[track_caller]
+    pub fn with_policy_limiter(limiter: PolicyLimiter<S, O>) -> Self {
+        for policy in limiter.policies().iter() {
+            if let Err(error) = policy.references().try_for_each(check_http) {
+                panic!("RateLimitLayer: policy {:?}: {error}", policy.name());
+            }
+        }
+        Self::with_gate(PolicyGate::new(limiter))
+    }
+}
+
+impl<G: ConfigureRequest> RateLimitLayer<G> {
+    /// Sets the number of units that a request takes, instead of one or the costs of its policies.
+    /// A request of cost 0 is not limited.
+    #[must_use]
+    pub fn cost(self, cost: impl Fn(&Parts) -> u64 + Send + Sync + 'static) -> Self {
+        self.with(|shared| shared.gate.options().cost = Some(Arc::new(cost)))
+    }
+
+    /// Sets how to find the address of the peer, instead of the extension [`Peer`].
+    #[must_use]
+    pub fn peer(self, peer: impl Fn(&Parts) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
+        self.with(|shared| shared.gate.options().peer = Arc::new(peer))
+    }
+
+    /// Sets which proxies to trust for the client's address, and how IPv6 addresses are grouped. By
+    /// default no proxy is trusted: the peer is the client.
+    #[must_use]
+    pub fn client_ip(self, client_ip: ClientIp) -> Self {
+        self.with(|shared| shared.gate.options().client_ip = Arc::new(client_ip))
+    }
+}
+
+impl<G: RequestLimiter> RateLimitLayer<G> {
+    /// Creates a layer with another [`RequestLimiter`].
+    #[must_use]
+    pub fn with_gate(gate: G) -> Self {
+        let responses = Responses::default();
+        Self {
+            shared: Arc::new(Shared { gate, exempt_preflight: false, refund_on: None, responses }),
+        }
+    }
+
+    /// Passes CORS preflight requests without a decision: browsers send them automatically, and
+    /// without credentials.
+    #[must_use]
+    pub fn exempt_preflight(self) -> Self {
+        self.with(|shared| shared.exempt_preflight = true)
+    }
+
+    /// Refunds a request if its response has such a status. A gRPC status in the headers counts as
+    /// the corresponding HTTP status; an error of the service without a response counts as 500.
+    ///
+    /// Units that no longer count when the response is there (the bucket has drained, the window
+    /// has passed) are not refunded: they would be those of other requests.
+    #[must_use]
+    pub fn refund_on(self, refund_on: impl Fn(StatusCode) -> bool + Send + Sync + 'static) -> Self {
+        self.with(|shared| shared.refund_on = Some(Arc::new(refund_on)))
+    }
+
+    /// Sets the response to a denied request, instead of 429 with problem+json. The headers are
+    /// added to it. gRPC clients always get a gRPC status.
+    #[must_use]
+    pub fn on_denied<T: Into<Bytes>>(
+        self,
+        response: impl Fn(&Denial<'_>) -> Response<T> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(|shared| {
+            shared.responses.on_denied = Arc::new(move |denial| response(denial).map(Into::into));
+        })
+    }
+
+    /// Sets the response to a request that could not be decided, instead of 503 (or 400, if the
+    /// request is invalid) with problem+json. gRPC clients always get a gRPC status.
+    #[must_use]
+    pub fn on_error<T: Into<Bytes>>(
+        self,
+        response: impl Fn(&Error) -> Response<T> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(|shared| {
+            shared.responses.on_error = Arc::new(move |error| response(error).map(Into::into));
+        })
+    }
+
+    /// Sets whether responses also have the older `X-RateLimit-*` headers; by default they do.
+    #[must_use]
+    pub fn x_ratelimit_headers(self, enabled: bool) -> Self {
+        self.with(|shared| shared.responses.x_ratelimit_headers = enabled)
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Shared<G>)) -> Self {
+        change(Arc::make_mut(&mut self.shared));
+        self
+    }
+}
+
+impl<G> fmt::Debug for RateLimitLayer<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimitLayer").finish_non_exhaustive()
+    }
+}
+
+impl<G> Clone for RateLimitLayer<G> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S, G> Layer<S> for RateLimitLayer<G> {
+    type Service = RateLimit<S, G>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        RateLimit::new(inner, Arc::clone(&self.shared))
+    }
+}

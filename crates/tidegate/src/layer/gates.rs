@@ -1,0 +1,216 @@
+//! The built-in request limiters: one quota, or policies.
+
+use std::borrow::Cow;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use http::request::Parts;
+
+use super::request_limiter::RequestLimiter;
+use super::request_parts::{Peer, RequestParts};
+use crate::client_ip::ClientIp;
+use crate::limiter::{Error, Limiter};
+use crate::policy::{
+    Attributes as _, KeySource, Observer, OnStoreFailure, Policies, PolicyDecisions, PolicyLimiter,
+    PreparedCharge, Query,
+};
+use crate::quota::Quota;
+use crate::store::Store;
+use crate::store::memory::MemoryStore;
+
+type KeyFn = dyn for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync;
+type CostFn = dyn Fn(&Parts) -> u64 + Send + Sync;
+type PeerFn = dyn Fn(&Parts) -> Option<IpAddr> + Send + Sync;
+
+/// One quota for every request that has a key.
+pub struct QuotaGate<S = MemoryStore> {
+    limiter: PolicyLimiter<S>,
+    quota: Quota,
+    pub(super) policy: Option<String>,
+    pub(super) key: Key,
+    pub(super) on_store_failure: OnStoreFailure,
+    missing_key_logged: Arc<AtomicBool>,
+    options: RequestOptions,
+}
+
+/// Policies, all or nothing.
+pub struct PolicyGate<S = MemoryStore, O = ()> {
+    limiter: PolicyLimiter<S, O>,
+    options: RequestOptions,
+}
+
+/// Key of a [`QuotaGate`].
+#[derive(Clone)]
+pub(super) enum Key {
+    /// All requests together.
+    All,
+    Source(KeySource),
+    Custom(Arc<KeyFn>),
+}
+
+/// How a gate reads a request.
+#[derive(Clone)]
+pub struct RequestOptions {
+    pub(super) peer: Arc<PeerFn>,
+    pub(super) client_ip: Arc<ClientIp>,
+    pub(super) cost: Option<Arc<CostFn>>,
+}
+
+/// Gate with [`RequestOptions`]. Sealed: only the built-in gates implement it.
+pub trait ConfigureRequest: RequestLimiter {
+    #[doc(hidden)]
+    fn options(&mut self) -> &mut RequestOptions;
+}
+
+impl Default for RequestOptions {
+    fn default() -> Self {
+        let peer = |parts: &Parts| parts.extensions.get::<Peer>().map(|Peer(address)| *address);
+        Self { peer: Arc::new(peer), client_ip: Arc::default(), cost: None }
+    }
+}
+
+impl RequestOptions {
+    fn request_parts<'a>(&'a self, parts: &'a Parts) -> RequestParts<'a> {
+        RequestParts::new(parts, (self.peer)(parts), &self.client_ip)
+    }
+
+    fn cost(&self, parts: &Parts) -> Option<u64> {
+        self.cost.as_ref().map(|cost| cost(parts))
+    }
+}
+
+impl<S: Store> QuotaGate<S> {
+    pub(super) fn new(limiter: Limiter<S>, quota: Quota) -> Self {
+        Self {
+            limiter: PolicyLimiter::new(limiter, Policies::default()),
+            quota,
+            policy: None,
+            key: Key::All,
+            on_store_failure: OnStoreFailure::default(),
+            missing_key_logged: Arc::default(),
+            options: RequestOptions::default(),
+        }
+    }
+
+    fn policy_name(&self) -> &str {
+        self.policy.as_deref().unwrap_or_else(|| self.quota.unnamed_policy())
+    }
+
+    /// Returns the key of a request; `None` if the request lacks it and is not limited.
+    fn key(&self, parts: &Parts) -> Result<Option<String>, Error> {
+        let key = match &self.key {
+            Key::All => Some("all".to_owned()),
+            Key::Custom(key) => key(parts).map(Cow::into_owned),
+            Key::Source(source) => {
+                let request = self.options.request_parts(parts);
+                let key = request.get(source.as_str()).map(Cow::into_owned);
+                if request.lacks_peer() {
+                    return Err(Error::UnknownPeer);
+                }
+                key
+            }
+        };
+        let key = key.filter(|key| !key.is_empty());
+        if key.is_none() && !self.missing_key_logged.swap(true, Ordering::Relaxed) {
+            let policy = self.policy_name();
+            tracing::info!(policy, "request not limited: it lacks the key (logged once)");
+        }
+        Ok(key)
+    }
+}
+
+impl<S: Store, O: Observer> PolicyGate<S, O> {
+    pub(super) fn new(limiter: PolicyLimiter<S, O>) -> Self {
+        Self { limiter, options: RequestOptions::default() }
+    }
+}
+
+impl<S: Store> RequestLimiter for QuotaGate<S> {
+    type Snapshot = ();
+
+    fn snapshot(&self) {}
+
+    async fn acquire<'a>(
+        &'a self,
+        (): &'a (),
+        parts: &Parts,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let cost = self.options.cost(parts).unwrap_or(1);
+        let key = if cost == 0 { None } else { self.key(parts)? };
+        let Some(key) = key else { return Ok(PolicyDecisions::default()) };
+        let charge = PreparedCharge::new(self.policy_name(), key, &self.quota)
+            .with_cost(cost)
+            .with_on_store_failure(self.on_store_failure);
+        self.limiter.acquire(Query::prepared(vec![charge])).await
+    }
+
+    async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {
+        self.limiter.refund(decisions).await;
+    }
+
+    async fn sleep(&self, delay: Duration) {
+        self.limiter.limiter().store().clock().sleep(delay).await;
+    }
+}
+
+impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyGate<S, O> {
+    type Snapshot = ();
+
+    fn snapshot(&self) {}
+
+    async fn acquire<'a>(
+        &'a self,
+        (): &'a (),
+        parts: &Parts,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let cost = self.options.cost(parts);
+        if cost == Some(0) {
+            return Ok(PolicyDecisions::default());
+        }
+        let request = self.options.request_parts(parts);
+        self.limiter.acquire(Query::attributes(&request).with_cost(cost)).await
+    }
+
+    async fn refund(&self, (): &(), decisions: &PolicyDecisions<'_>) {
+        self.limiter.refund(decisions).await;
+    }
+
+    async fn sleep(&self, delay: Duration) {
+        self.limiter.limiter().store().clock().sleep(delay).await;
+    }
+}
+
+impl<S: Store> ConfigureRequest for QuotaGate<S> {
+    fn options(&mut self) -> &mut RequestOptions {
+        &mut self.options
+    }
+}
+
+impl<S: Store, O: Observer + Clone + 'static> ConfigureRequest for PolicyGate<S, O> {
+    fn options(&mut self) -> &mut RequestOptions {
+        &mut self.options
+    }
+}
+
+// Not derived: a derive would require `S: Clone`.
+impl<S> Clone for QuotaGate<S> {
+    fn clone(&self) -> Self {
+        Self {
+            limiter: self.limiter.clone(),
+            quota: self.quota.clone(),
+            policy: self.policy.clone(),
+            key: self.key.clone(),
+            on_store_failure: self.on_store_failure,
+            missing_key_logged: Arc::clone(&self.missing_key_logged),
+            options: self.options.clone(),
+        }
+    }
+}
+
+impl<S, O: Clone> Clone for PolicyGate<S, O> {
+    fn clone(&self) -> Self {
+        Self { limiter: self.limiter.clone(), options: self.options.clone() }
+    }
+}

@@ -1,0 +1,385 @@
+//! [`RequestParts`]: the attributes of an HTTP request, by the names that policies use.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::OnceLock;
+
+use http::header::{COOKIE, HOST, HeaderMap, HeaderValue};
+use http::request::Parts;
+
+use crate::client_ip::ClientIp;
+use crate::policy::{Attributes, normalize_host, normalize_path};
+
+/// Attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
+/// `cookie.NAME`, and [`CustomAttributes`]. The Tower layer, the gateway and forward-auth all read
+/// requests through it.
+///
+/// Spellings that mean the same are normalized, so that another spelling is not another key: the
+/// path has no query or dot segments, the host is in lower case and without its port, and several
+/// headers of one name are one, separated by commas. Of several query parameters or cookies of one
+/// name, the first counts. Bytes that are not UTF-8 are read as Latin-1, so that different values
+/// stay different keys.
+///
+/// ```
+/// use tidegate::layer::RequestParts;
+/// use tidegate::{Attributes as _, ClientIp};
+///
+/// let request = http::Request::get("/api/../login?user=ann").header("cookie", "sid = 7").body(());
+/// let (parts, ()) = request.unwrap().into_parts();
+/// let client_ip = ClientIp::default();
+/// let attributes = RequestParts::new(&parts, None, &client_ip);
+/// assert_eq!(attributes.get("path").as_deref(), Some("/login"));
+/// assert_eq!(attributes.get("query.user").as_deref(), Some("ann"));
+/// assert_eq!(attributes.get("cookie.sid").as_deref(), Some("7"));
+/// ```
+#[derive(Debug)]
+pub struct RequestParts<'a> {
+    method: Option<&'a str>,
+    path: Option<&'a str>,
+    query: Option<&'a str>,
+    /// Host of the request line, or of the proxy's headers.
+    host: Option<&'a str>,
+    /// Whether the `Host` header is that of the request.
+    reads_host_header: bool,
+    headers: &'a HeaderMap,
+    custom: Option<&'a CustomAttributes>,
+    client: Option<(IpAddr, &'a ClientIp)>,
+    /// Address of the client, resolved once. `None` inside if it is unknown.
+    address: OnceLock<Option<String>>,
+}
+
+/// Address that a connection comes from, as an extension of its requests: the layer finds it there
+/// if the server has set it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer(pub IpAddr);
+
+/// Custom attributes of a request, as an extension: set by your own middleware, for policies that
+/// count by them.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use tidegate::layer::CustomAttributes;
+///
+/// let mut request = http::Request::new(());
+/// let tenant = BTreeMap::from([("tenant".to_owned(), "acme".to_owned())]);
+/// request.extensions_mut().insert(CustomAttributes(tenant));
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CustomAttributes(pub BTreeMap<String, String>);
+
+impl<'a> RequestParts<'a> {
+    /// Reads a request that `peer` sent; `client_ip` has the trusted proxies.
+    #[must_use]
+    pub fn new(parts: &'a Parts, peer: Option<IpAddr>, client_ip: &'a ClientIp) -> Self {
+        Self {
+            method: Some(parts.method.as_str()),
+            path: Some(parts.uri.path()),
+            query: parts.uri.query(),
+            // The request line takes precedence over the header (RFC 9112, 3.2.2).
+            host: parts.uri.host(),
+            reads_host_header: true,
+            headers: &parts.headers,
+            custom: parts.extensions.get(),
+            client: peer.map(|peer| (peer, client_ip)),
+            address: OnceLock::new(),
+        }
+    }
+
+    /// Reads a request that a proxy describes by its headers; `ip` is the client's address, as
+    /// [`ClientIp::group`] returns it.
+    #[must_use]
+    pub fn forwarded(headers: &'a HeaderMap, ip: String) -> Self {
+        Self {
+            method: None,
+            path: None,
+            query: None,
+            host: None,
+            reads_host_header: false,
+            headers,
+            custom: None,
+            client: None,
+            address: OnceLock::from(Some(ip)),
+        }
+    }
+
+    /// Sets the method of a forwarded request.
+    #[must_use]
+    pub fn with_method(mut self, method: Option<&'a str>) -> Self {
+        self.method = method;
+        self
+    }
+
+    /// Sets the path and query of a forwarded request.
+    #[must_use]
+    pub fn with_path_and_query(mut self, uri: Option<&'a str>) -> Self {
+        let uri = uri.map(|uri| uri.split('#').next().unwrap_or_default());
+        self.path = uri;
+        self.query = uri.and_then(|uri| uri.split_once('?')).map(|(_, query)| query);
+        self
+    }
+
+    /// Sets the host of a forwarded request.
+    #[must_use]
+    pub fn with_host(mut self, host: Option<&'a str>) -> Self {
+        self.host = host;
+        self
+    }
+
+    /// Returns the whole query.
+    #[must_use]
+    pub fn raw_query(&self) -> Option<&'a str> {
+        self.query
+    }
+
+    /// Returns the client's address, grouped by its network where a client has many addresses. A
+    /// hop that is not an address ends the search at the proxy that reported it.
+    fn ip(&self) -> Option<&str> {
+        let address = self.address.get_or_init(|| {
+            let (peer, client_ip) = self.client?;
+            if !client_ip.trusts(peer) {
+                return Some(client_ip.group(peer));
+            }
+            let values = |name: &str| self.headers.get_all(name).iter().map(HeaderValue::as_bytes);
+            let resolved = client_ip.resolve(peer, values("x-forwarded-for"), values("forwarded"));
+            Some(client_ip.group(resolved.address))
+        });
+        address.as_deref()
+    }
+
+    fn host(&self) -> Option<Cow<'_, str>> {
+        if let Some(host) = self.host {
+            return Some(normalize_host(host));
+        }
+        let header = self.headers.get(HOST).filter(|_| self.reads_host_header)?;
+        Some(match text(header.as_bytes()) {
+            Cow::Borrowed(host) => normalize_host(host),
+            Cow::Owned(host) => Cow::Owned(normalize_host(&host).into_owned()),
+        })
+    }
+
+    fn header(&self, name: &str) -> Option<Cow<'_, str>> {
+        let mut values = self.headers.get_all(name).iter().map(|value| text(value.as_bytes()));
+        let first = values.next()?;
+        Some(values.fold(first, |all, value| Cow::Owned(format!("{all}, {value}"))))
+    }
+
+    fn query(&self, name: &str) -> Option<Cow<'_, str>> {
+        let pairs = self.query?.split('&');
+        pairs.map(|pair| pair.split_once('=').unwrap_or((pair, ""))).find_map(|(key, value)| {
+            // Decode only the matching pair.
+            (key == name || form_decoded(key) == name).then(|| form_decoded(value))
+        })
+    }
+
+    fn cookie(&self, name: &str) -> Option<Cow<'_, str>> {
+        // HTTP/2 may send each cookie in its own header.
+        self.headers.get_all(COOKIE).iter().find_map(|header| {
+            let mut pairs = header.as_bytes().split(|byte| *byte == b';');
+            pairs.find_map(|pair| {
+                let equals = pair.iter().position(|byte| *byte == b'=')?;
+                let (key, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
+                (!name.is_empty() && key == name.as_bytes()).then(|| text(value))
+            })
+        })
+    }
+}
+
+impl Attributes for RequestParts<'_> {
+    fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+        match name {
+            "ip" => self.ip().map(Cow::Borrowed),
+            "method" => self.method.map(Cow::Borrowed),
+            "path" => self.path.map(normalize_path),
+            "host" => self.host(),
+            _ => match name.split_once('.') {
+                Some(("header", name)) => self.header(name),
+                Some(("query", name)) => self.query(name),
+                Some(("cookie", name)) => self.cookie(name),
+                _ => self.custom?.0.get(name).map(|value| Cow::Borrowed(value.as_str())),
+            },
+        }
+    }
+
+    fn lacks_peer(&self) -> bool {
+        self.address.get().is_some_and(Option::is_none)
+    }
+}
+
+/// Reads bytes as UTF-8, or as Latin-1 if they are not, so that different values stay different.
+fn text(bytes: &[u8]) -> Cow<'_, str> {
+    match str::from_utf8(bytes) {
+        Ok(text) => Cow::Borrowed(text),
+        Err(_) => Cow::Owned(bytes.iter().copied().map(char::from).collect()),
+    }
+}
+
+/// Decodes a name or value of a query: `+` is a space, `%41` a byte. An incomplete code stays as it
+/// is.
+fn form_decoded(encoded: &str) -> Cow<'_, str> {
+    if !encoded.contains(['+', '%']) {
+        return Cow::Borrowed(encoded);
+    }
+    let mut bytes = Vec::with_capacity(encoded.len());
+    let mut rest = encoded.as_bytes();
+    while let [first, after @ ..] = rest {
+        let digit = |at: usize| after.get(at).and_then(|byte| char::from(*byte).to_digit(16));
+        let code =
+            digit(0).zip(digit(1)).and_then(|(high, low)| u8::try_from(high * 16 + low).ok());
+        let (byte, used) = match (first, code) {
+            (b'%', Some(code)) => (code, 2),
+            (b'+', _) => (b' ', 0),
+            (other, _) => (*other, 0),
+        };
+        bytes.push(byte);
+        rest = &after[used..];
+    }
+    Cow::Owned(text(&bytes).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use http::Request;
+
+    use super::*;
+
+    fn head(uri: &str, headers: &[(&str, &str)]) -> Parts {
+        let mut request = Request::builder().uri(uri);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        request.body(()).expect("a request").into_parts().0
+    }
+
+    fn attribute(head: &Parts, name: &str) -> Option<String> {
+        let client_ip = ClientIp::default();
+        RequestParts::new(head, None, &client_ip).get(name).map(Cow::into_owned)
+    }
+
+    #[test]
+    fn every_attribute_of_the_design_is_read() {
+        let headers = [
+            ("host", "Api.Example.COM:8080"),
+            ("x-user-id", "ann"),
+            ("cookie", "a=1; session=xyz; b=2"),
+        ];
+        let head = head("/api//items/../items?q=rate+limit%21&empty&%71=second", &headers);
+        let get = |name: &str| attribute(&head, name);
+        assert_eq!(get("method").as_deref(), Some("GET"));
+        assert_eq!(get("path").as_deref(), Some("/api/items"));
+        assert_eq!(get("host").as_deref(), Some("api.example.com"));
+        assert_eq!(get("header.X-User-Id").as_deref(), Some("ann"));
+        assert_eq!(get("query.q").as_deref(), Some("rate limit!"));
+        assert_eq!(get("query.empty").as_deref(), Some(""));
+        assert_eq!(get("cookie.session").as_deref(), Some("xyz"));
+        for absent in [
+            "header.x",
+            "header.",
+            "query.x",
+            "cookie.x",
+            "cookie.sess",
+            "cookie.",
+            "domain",
+            "x.y",
+            "",
+            ".",
+        ] {
+            assert_eq!(get(absent), None, "{absent}");
+        }
+    }
+
+    #[test]
+    fn query_names_may_be_encoded_and_incomplete_codes_stay() {
+        let head = head("/?%71=1&bad=100%&half=%4&caps=%4a%4A&utf=%C3%BC&latin=%FF", &[]);
+        for (name, value) in [
+            ("q", "1"),
+            ("bad", "100%"),
+            ("half", "%4"),
+            ("caps", "JJ"),
+            ("utf", "ü"),
+            ("latin", "ÿ"),
+        ] {
+            assert_eq!(
+                attribute(&head, &format!("query.{name}")).as_deref(),
+                Some(value),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn headers_of_one_name_are_joined_and_cookies_may_be_split() {
+        let head = head(
+            "/",
+            &[("x-plan", "free"), ("x-plan", "gold"), ("cookie", "a=1"), ("cookie", "b=2")],
+        );
+        assert_eq!(attribute(&head, "header.x-plan").as_deref(), Some("free, gold"));
+        assert_eq!(attribute(&head, "cookie.b").as_deref(), Some("2"));
+    }
+
+    #[test]
+    fn host_is_that_of_the_request_line_or_the_header_without_port() {
+        for (uri, header, host) in [
+            ("https://a.example:8443/", "b.example", Some("a.example")),
+            ("/", "b.example.", Some("b.example")),
+            ("/", "[2001:DB8::1]:80", Some("[2001:db8::1]")),
+            ("/", "[2001:db8::1]", Some("[2001:db8::1]")),
+            ("/", "c.example:", Some("c.example")),
+        ] {
+            assert_eq!(
+                attribute(&head(uri, &[("host", header)]), "host").as_deref(),
+                host,
+                "{uri} {header}"
+            );
+        }
+        assert_eq!(attribute(&head("/", &[]), "host"), None);
+    }
+
+    #[test]
+    fn address_is_that_of_the_client_and_an_unknown_peer_is_reported() {
+        let client_ip =
+            ClientIp::new(vec!["10.0.0.0/8".parse().expect("a network")], 64).expect("valid");
+        let head = head("/", &[("x-forwarded-for", "8.8.8.8, 2001:db8:0:1::7")]);
+        let by = |peer: &str| {
+            let attributes =
+                RequestParts::new(&head, Some(peer.parse().expect("an address")), &client_ip);
+            let address = attributes.get("ip").map(Cow::into_owned);
+            (address, attributes.lacks_peer())
+        };
+        assert_eq!(by("10.0.0.1"), (Some("2001:db8:0:1::/64".to_owned()), false));
+        assert_eq!(by("203.0.113.9"), (Some("203.0.113.9".to_owned()), false));
+        let unknown = RequestParts::new(&head, None, &client_ip);
+        assert!(unknown.get("path").is_some() && !unknown.lacks_peer(), "not read");
+        assert!(unknown.get("ip").is_none() && unknown.lacks_peer());
+    }
+
+    #[test]
+    fn values_that_are_not_utf8_stay_different() {
+        let value = |bytes: &[u8]| {
+            let mut head = head("/", &[]);
+            let value = HeaderValue::from_bytes(bytes).expect("a value");
+            head.headers.insert("x", value);
+            attribute(&head, "header.x").expect("a value")
+        };
+        assert_eq!(value("ü".as_bytes()), "ü");
+        assert_ne!(value(b"\xff"), value(b"\xfe"));
+    }
+
+    #[test]
+    fn cookies_may_have_spaces_around_the_equals_sign() {
+        let head = head("/", &[("cookie", "b; a = 1;c==2 ; d=")]);
+        assert_eq!(attribute(&head, "cookie.a").as_deref(), Some("1"));
+        assert_eq!(attribute(&head, "cookie.c").as_deref(), Some("=2"));
+        assert_eq!(attribute(&head, "cookie.d").as_deref(), Some(""));
+        assert_eq!(attribute(&head, "cookie.b"), None);
+    }
+
+    #[test]
+    fn custom_attributes_are_extensions_of_the_request() {
+        let mut head = head("/", &[]);
+        let tenant = BTreeMap::from([("tenant".to_owned(), "acme".to_owned())]);
+        head.extensions.insert(CustomAttributes(tenant));
+        assert_eq!(attribute(&head, "tenant").as_deref(), Some("acme"));
+        assert_eq!(attribute(&head, "plan"), None);
+    }
+}

@@ -1,0 +1,246 @@
+//! Responses that the layer sends itself, and the headers that it adds to every response.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::request::Parts;
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
+
+use super::body::Body;
+use super::grpc::{self, Code};
+use super::headers::for_each_header_value;
+use crate::charge::ChargeError;
+use crate::headers::seconds;
+use crate::limiter::Error;
+use crate::policy::{PolicyDecision, PolicyDecisions};
+
+type OnDenied = dyn Fn(&Denial<'_>) -> Response<Bytes> + Send + Sync;
+type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
+
+/// Denied request.
+#[derive(Debug, Clone, Copy)]
+pub struct Denial<'a> {
+    pub(super) parts: &'a Parts,
+    pub(super) decisions: &'a PolicyDecisions<'a>,
+    pub(super) binding: &'a PolicyDecision<'a>,
+}
+
+/// How the layer responds.
+#[derive(Clone)]
+pub(super) struct Responses {
+    pub(super) x_ratelimit_headers: bool,
+    pub(super) on_denied: Arc<OnDenied>,
+    pub(super) on_error: Arc<OnError>,
+}
+
+impl Default for Responses {
+    fn default() -> Self {
+        Self {
+            x_ratelimit_headers: true,
+            on_denied: Arc::new(too_many_requests),
+            on_error: Arc::new(no_decision),
+        }
+    }
+}
+
+impl<'a> Denial<'a> {
+    /// Returns the head of the request.
+    #[must_use]
+    pub fn parts(&self) -> &'a Parts {
+        self.parts
+    }
+
+    /// Returns the decisions of all limits.
+    pub fn decisions(&self) -> &'a PolicyDecisions<'a> {
+        self.decisions
+    }
+
+    /// Returns the decision that denied the request; of several, the one with the longest wait.
+    #[must_use]
+    pub fn binding(&self) -> &'a PolicyDecision<'a> {
+        self.binding
+    }
+
+    /// Returns the wait after which the request would be admitted if no other request arrived.
+    #[must_use]
+    pub fn retry_after(&self) -> Duration {
+        self.binding.decision().retry_after
+    }
+
+    /// Returns the explanation for the client.
+    fn detail(&self) -> String {
+        let name = self.binding.policy();
+        let Some(quota) = self.binding.quota().filter(|_| self.binding.key().is_some()) else {
+            return format!("the request lacks the key of policy {name:?}");
+        };
+        let (limit, window, wait) =
+            (quota.limit(), seconds(quota.window()), seconds(self.retry_after()).max(1));
+        format!("policy {name:?} allows {limit} in {window} s: try again in {wait} s")
+    }
+}
+
+impl Responses {
+    pub(super) fn denied<B>(&self, denial: &Denial<'_>) -> Response<Body<B>> {
+        let parts = denial.parts;
+        let mut response = if grpc::is_grpc(&parts.headers) {
+            let retry_after = Some(denial.retry_after()).filter(|wait| !wait.is_zero());
+            grpc::response(&parts.headers, Code::ResourceExhausted, &denial.detail(), retry_after)
+        } else {
+            (self.on_denied)(denial).map(Body::of_layer)
+        };
+        self.add_headers(response.headers_mut(), denial.decisions);
+        response
+    }
+
+    pub(super) fn error_response<B>(&self, parts: &Parts, error: &Error) -> Response<Body<B>> {
+        // Only the operator sees the reason: it may name servers.
+        let (status, code) = class(error);
+        if status.is_server_error() {
+            tracing::warn!(%error, "request not decided");
+        }
+        if grpc::is_grpc(&parts.headers) {
+            return grpc::response(&parts.headers, code, &explanation(error), None);
+        }
+        (self.on_error)(error).map(Body::of_layer)
+    }
+
+    /// Adds the headers. Lists are appended to those of an inner layer; of headers with a single
+    /// value, that of the inner layer stays.
+    pub(super) fn add_headers(&self, headers: &mut HeaderMap, decisions: &PolicyDecisions<'_>) {
+        for_each_header_value(
+            decisions.header_states(),
+            self.x_ratelimit_headers,
+            |name, value| {
+                let is_list = matches!(name.as_str(), "ratelimit" | "ratelimit-policy");
+                if is_list {
+                    headers.append(name, value);
+                } else {
+                    headers.entry(name).or_insert(value);
+                }
+            },
+        );
+    }
+}
+
+fn too_many_requests(denial: &Denial<'_>) -> Response<Bytes> {
+    let mut more = String::from(",\"policy\":");
+    push_json(&mut more, denial.binding().policy());
+    let millis = denial.retry_after().as_nanos().div_ceil(1_000_000);
+    let _ = write!(more, ",\"retry_after_ms\":{millis}");
+    problem(StatusCode::TOO_MANY_REQUESTS, &denial.detail(), &more)
+}
+
+fn no_decision(error: &Error) -> Response<Bytes> {
+    problem(class(error).0, &explanation(error), "")
+}
+
+/// Returns the statuses of an error: of the client, the store or the setup.
+fn class(error: &Error) -> (StatusCode, Code) {
+    use ChargeError::{CostTooHigh, Key, ZeroCost};
+    match error {
+        Error::Store(_) => (StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable),
+        Error::Select(_) | Error::Charge(Key(_) | CostTooHigh { .. } | ZeroCost) => {
+            (StatusCode::BAD_REQUEST, Code::InvalidArgument)
+        }
+        Error::Charge(_) | Error::UnknownPeer | Error::UnknownPolicy { .. } => {
+            (StatusCode::INTERNAL_SERVER_ERROR, Code::Internal)
+        }
+    }
+}
+
+fn explanation(error: &Error) -> String {
+    match class(error).1 {
+        Code::InvalidArgument => error.to_string(),
+        Code::Unavailable => "the limits cannot be checked now: try again in a moment".to_owned(),
+        _ => "the limits of this service are misconfigured".to_owned(),
+    }
+}
+
+/// Returns RFC 9457 problem details, with more members.
+fn problem(status: StatusCode, detail: &str, more: &str) -> Response<Bytes> {
+    let title = status.canonical_reason().unwrap_or("Error");
+    let mut json = String::with_capacity(256);
+    let _ = write!(
+        json,
+        r#"{{"type":"about:blank","title":"{title}","status":{},"detail":"#,
+        status.as_u16()
+    );
+    push_json(&mut json, detail);
+    json.push_str(more);
+    json.push('}');
+    let mut response = Response::new(Bytes::from(json));
+    *response.status_mut() = status;
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    response
+}
+
+/// Appends a JSON string.
+fn push_json(json: &mut String, text: &str) {
+    json.push('"');
+    for character in text.chars() {
+        match character {
+            '"' | '\\' => json.extend(['\\', character]),
+            '\0'..=' ' if character != ' ' => {
+                let _ = write!(json, "\\u{:04x}", u32::from(character));
+            }
+            _ => json.push(character),
+        }
+    }
+    json.push('"');
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::limiter::Limiter;
+    use crate::policy::{MissingKey, Policies, Policy, PolicyLimiter, Query};
+    use crate::quota::Quota;
+    use crate::store::StoreError;
+    use crate::store::memory::MemoryStore;
+
+    fn json(response: &Response<Bytes>) -> serde_json::Value {
+        serde_json::from_slice(response.body()).expect("JSON")
+    }
+
+    #[tokio::test]
+    async fn policy_name_cannot_break_out_of_the_body() {
+        let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let name = "a\"b\\c é";
+        let policy = Policy::builder(name, quota).key(["header.x"]).missing_key(MissingKey::Deny);
+        let policies = Policies::new(vec![policy.build().expect("valid")]).expect("one policy");
+        let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+        let attributes = BTreeMap::<String, String>::new();
+        let decisions = limiter.acquire(Query::attributes(&attributes)).await.expect("decided");
+        let (parts, ()) = http::Request::new(()).into_parts();
+        let binding = decisions.denied_by().expect("denied");
+        let denial = Denial { parts: &parts, decisions: &decisions, binding };
+        let body = json(&too_many_requests(&denial));
+        assert_eq!(body["policy"], name);
+        assert_eq!(body["retry_after_ms"], 0);
+        let mut text = String::new();
+        push_json(&mut text, "line\nbreak\0");
+        assert_eq!(serde_json::from_str::<String>(&text).expect("JSON"), "line\nbreak\0");
+    }
+
+    #[test]
+    fn error_has_the_status_of_its_cause_and_shows_no_secret() {
+        let store = Error::Store(StoreError::Unreachable("redis at 10.0.0.7".to_owned()));
+        let response = no_decision(&store);
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let detail = json(&response)["detail"].as_str().map(str::to_owned).expect("a detail");
+        assert!(!detail.contains("10.0.0.7"), "{detail}");
+        let costly = Error::Charge(ChargeError::CostTooHigh { cost: 7, most: 5 });
+        assert_eq!(no_decision(&costly).status(), StatusCode::BAD_REQUEST);
+        let detail = json(&no_decision(&costly))["detail"].as_str().map(str::to_owned);
+        assert!(detail.is_some_and(|detail| detail.contains("at most 5")));
+        assert_eq!(no_decision(&Error::UnknownPeer).status(), StatusCode::INTERNAL_SERVER_ERROR);
+    }
+}

@@ -1,0 +1,171 @@
+//! [`RateLimit`]: the service around a service.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use http::{Method, Request, Response, StatusCode, header};
+use tokio::runtime::Handle;
+use tower_service::Service;
+
+use super::body::Body;
+use super::request_limiter::RequestLimiter;
+use super::responses::Denial;
+use super::{Shared, grpc};
+use crate::policy::PolicyDecisions;
+
+/// Service that passes admitted requests to the inner service.
+///
+/// The body of a denied request is not read. A request that is dropped while it waits for its turn
+/// returns its units; that, and the wait, need a Tokio runtime.
+pub struct RateLimit<S, G> {
+    inner: S,
+    shared: Arc<Shared<G>>,
+}
+
+impl<S, G> RateLimit<S, G> {
+    pub(super) fn new(inner: S, shared: Arc<Shared<G>>) -> Self {
+        Self { inner, shared }
+    }
+}
+
+impl<S: fmt::Debug, G> fmt::Debug for RateLimit<S, G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl<S: Clone, G> Clone for RateLimit<S, G> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S, G, B, R> Service<Request<B>> for RateLimit<S, G>
+where
+    S: Service<Request<B>, Response = Response<R>> + Clone + Send + 'static,
+    S::Future: Send,
+    S::Error: Send,
+    G: RequestLimiter,
+    B: Send + 'static,
+    R: Send + 'static,
+{
+    type Response = Response<Body<R>>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        // Call the instance that was polled ready; its clone may not be.
+        let clone = self.inner.clone();
+        let mut ready = std::mem::replace(&mut self.inner, clone);
+        if self.shared.exempt_preflight && is_preflight(&request) {
+            let response = ready.call(request);
+            return Box::pin(async move { Ok(response.await?.map(Body::of_service)) });
+        }
+        Box::pin(limited(Arc::clone(&self.shared), ready, request))
+    }
+}
+
+async fn limited<S, G, B, R>(
+    shared: Arc<Shared<G>>,
+    mut ready: S,
+    request: Request<B>,
+) -> Result<Response<Body<R>>, S::Error>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    G: RequestLimiter,
+{
+    let (parts, body) = request.into_parts();
+    let snapshot = shared.gate.snapshot();
+    let decisions = match shared.gate.acquire(&snapshot, &parts).await {
+        Ok(decisions) => decisions,
+        Err(error) => return Ok(shared.responses.error_response(&parts, &error)),
+    };
+    if let Some(binding) = decisions.denied_by() {
+        let denial = Denial { parts: &parts, decisions: &decisions, binding };
+        return Ok(shared.responses.denied(&denial));
+    }
+    let decisions = wait_for_turn(&shared, &snapshot, decisions).await;
+    let result = ready.call(Request::from_parts(parts, body)).await;
+    if shared.refunds(&result) {
+        refund(&shared, &snapshot, decisions.clone()).await;
+    }
+    let mut response = result?;
+    shared.responses.add_headers(response.headers_mut(), &decisions);
+    Ok(response.map(Body::of_service))
+}
+
+impl<G> Shared<G> {
+    /// Returns whether to refund the request. An error without a response counts as a status of
+    /// 500.
+    fn refunds<R, E>(&self, result: &Result<Response<R>, E>) -> bool {
+        self.refund_on.as_ref().is_some_and(|refund_on| {
+            refund_on(result.as_ref().map_or(StatusCode::INTERNAL_SERVER_ERROR, |response| {
+                grpc::http_status(response.headers()).unwrap_or(response.status())
+            }))
+        })
+    }
+}
+
+/// Returns whether this is a CORS preflight request.
+fn is_preflight<B>(request: &Request<B>) -> bool {
+    let has = |name| request.headers().contains_key(name);
+    request.method() == Method::OPTIONS
+        && has(header::ORIGIN)
+        && has(header::ACCESS_CONTROL_REQUEST_METHOD)
+}
+
+/// Waits for the delay of an admitted request.
+async fn wait_for_turn<'a, G: RequestLimiter>(
+    shared: &'a Arc<Shared<G>>,
+    snapshot: &'a G::Snapshot,
+    decisions: PolicyDecisions<'a>,
+) -> PolicyDecisions<'a> {
+    let delay = decisions.delay();
+    if delay.is_zero() {
+        return decisions;
+    }
+    let runtime = Handle::try_current().ok();
+    let mut place = QueuePlace { shared, snapshot, decisions: Some(decisions), runtime };
+    shared.gate.sleep(delay).await;
+    place.decisions.take().unwrap_or_default()
+}
+
+/// Place of a waiting request in the queue. Dropped before its turn, it refunds the request.
+struct QueuePlace<'a, G: RequestLimiter> {
+    shared: &'a Arc<Shared<G>>,
+    snapshot: &'a G::Snapshot,
+    decisions: Option<PolicyDecisions<'a>>,
+    runtime: Option<Handle>,
+}
+
+impl<G: RequestLimiter> Drop for QueuePlace<'_, G> {
+    fn drop(&mut self) {
+        if let (Some(decisions), Some(runtime)) = (self.decisions.take(), &self.runtime) {
+            let (shared, snapshot) = (Arc::clone(self.shared), self.snapshot.clone());
+            let decisions = decisions.into_owned();
+            runtime.spawn(async move { shared.gate.refund(&snapshot, &decisions).await });
+        }
+    }
+}
+
+/// Refunds a request in a task, so that the refund completes even if the request is dropped; and
+/// awaits it, so that the client's next request sees the refund.
+async fn refund<G: RequestLimiter>(
+    shared: &Arc<Shared<G>>,
+    snapshot: &G::Snapshot,
+    decisions: PolicyDecisions<'_>,
+) {
+    let Ok(runtime) = Handle::try_current() else {
+        return shared.gate.refund(snapshot, &decisions).await;
+    };
+    let (shared, snapshot, decisions) =
+        (Arc::clone(shared), snapshot.clone(), decisions.into_owned());
+    let _ = runtime.spawn(async move { shared.gate.refund(&snapshot, &decisions).await }).await;
+}

@@ -1,0 +1,231 @@
+//! [`PolicyDecisions`]: the answer of all limits that apply to a request.
+
+use std::time::Duration;
+
+use super::{Enforcement, PreparedCharge};
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::headers::PolicyState;
+use crate::quota::Quota;
+use crate::store::Action;
+
+/// Decision of one limit on a request.
+#[derive(Debug, Clone)]
+pub struct PolicyDecision<'a> {
+    pub(super) charge: PreparedCharge<'a>,
+    pub(super) decision: Decision,
+    /// Whether `decision` is made. Entries that cannot be decided are removed from the result.
+    pub(super) decided: bool,
+    /// Whether the request was denied without a count.
+    rejected: bool,
+    /// Position among the charges of the query.
+    pub(super) position: usize,
+}
+
+/// Decisions of all limits that apply to a request.
+///
+/// An entry may deny a request that passes, in shadow mode, or allow one that is denied by another
+/// limit: ask [`is_allowed`](Self::is_allowed).
+#[derive(Debug, Clone, Default)]
+#[must_use = "a denied request must not pass: check `is_allowed()`"]
+pub struct PolicyDecisions<'a> {
+    /// Time just before the first call, by the store's clock in microseconds.
+    pub(super) asked_at: u64,
+    pub(super) decisions: Vec<PolicyDecision<'a>>,
+}
+
+impl<'a> PolicyDecisions<'a> {
+    /// Returns whether the request may pass.
+    #[must_use]
+    pub fn is_allowed(&self) -> bool {
+        !is_denied(&self.decisions)
+    }
+
+    /// Returns the most restrictive decision. One in shadow mode is returned only if no limit is
+    /// enforced; then the request passes even if that decision denies.
+    #[must_use]
+    pub fn binding(&self) -> Option<&PolicyDecision<'a>> {
+        self.decisions.iter().min_by_key(|entry| (entry.is_shadow(), entry.decision.rank()))
+    }
+
+    /// Returns the decision that denies the request; of several, the one with the longest wait.
+    #[must_use]
+    pub fn denied_by(&self) -> Option<&PolicyDecision<'a>> {
+        if self.is_allowed() {
+            return None;
+        }
+        let denials = self.enforced().filter(|entry| !entry.decision.allowed);
+        denials.min_by_key(|entry| entry.decision.rank())
+    }
+
+    /// Returns how long an admitted request has to wait for its turn.
+    #[must_use]
+    pub fn delay(&self) -> Duration {
+        self.enforced().map(|entry| entry.decision.delay).max().unwrap_or_default()
+    }
+
+    /// Iterates over the decisions, including those in shadow mode.
+    pub fn iter(&self) -> std::slice::Iter<'_, PolicyDecision<'a>> {
+        self.decisions.iter()
+    }
+
+    /// Returns whether no limit applies.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.decisions.is_empty()
+    }
+
+    /// Iterates over the states of the enforced limits, for [`headers`](crate::headers).
+    pub fn header_states(&self) -> impl Iterator<Item = PolicyState<'_>> + Clone {
+        self.enforced().filter_map(|entry| {
+            let quota = entry.charge.quota()?;
+            Some(PolicyState { policy: entry.policy(), quota, decision: entry.decision })
+        })
+    }
+
+    /// Copies the borrowed parts, for a refund after the request.
+    #[must_use = "it consumes the decisions"]
+    pub fn into_owned(self) -> PolicyDecisions<'static> {
+        let owned = |entry: PolicyDecision<'a>| PolicyDecision {
+            charge: entry.charge.into_owned(),
+            decision: entry.decision,
+            decided: entry.decided,
+            rejected: entry.rejected,
+            position: entry.position,
+        };
+        let decisions = self.decisions.into_iter().map(owned).collect();
+        PolicyDecisions { asked_at: self.asked_at, decisions }
+    }
+
+    /// Iterates over the charges that return the units of this request, as far as any of them still
+    /// count at `now`.
+    pub(super) fn refunds(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
+        let is_allowed = self.is_allowed();
+        let taken = self.decisions.iter().filter(move |entry| is_allowed && entry.took_units());
+        taken.filter_map(move |entry| {
+            entry.charge.charge()?.to_refund(&entry.decision, self.asked_at, now)
+        })
+    }
+
+    fn enforced(&self) -> impl Iterator<Item = &PolicyDecision<'a>> + Clone {
+        self.decisions.iter().filter(|entry| !entry.is_shadow())
+    }
+}
+
+impl<'a, 'd> IntoIterator for &'d PolicyDecisions<'a> {
+    type Item = &'d PolicyDecision<'a>;
+    type IntoIter = std::slice::Iter<'d, PolicyDecision<'a>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.decisions.iter()
+    }
+}
+
+/// Returns whether the decisions so far deny the request.
+pub(super) fn is_denied(entries: &[PolicyDecision<'_>]) -> bool {
+    let of =
+        |enforcement| entries.iter().filter(move |entry| entry.charge.enforcement() == enforcement);
+    of(Enforcement::Enforce).any(PolicyDecision::is_denied)
+        || (of(Enforcement::AllDenied).next().is_some()
+            && of(Enforcement::AllDenied).all(PolicyDecision::is_denied))
+}
+
+impl<'a> PolicyDecision<'a> {
+    pub(super) fn new(charge: PreparedCharge<'a>, position: usize) -> Self {
+        let decided = charge.fixed.is_some();
+        let decision = charge.fixed.unwrap_or(Decision::allow(0, 0));
+        Self { charge, decision, decided, rejected: decided, position }
+    }
+
+    /// Returns the decision.
+    pub fn decision(&self) -> Decision {
+        self.decision
+    }
+
+    /// Returns the name that the limit counts under.
+    #[must_use]
+    pub fn policy(&self) -> &str {
+        self.charge.policy()
+    }
+
+    /// Returns the name in metrics.
+    #[must_use]
+    pub fn metric_name(&self) -> &str {
+        self.charge.metric_name()
+    }
+
+    /// Returns the key; `None` if the request lacks it.
+    #[must_use]
+    pub fn key(&self) -> Option<&str> {
+        self.charge.key()
+    }
+
+    /// Returns the quota; `None` for a limit of 0.
+    #[must_use]
+    pub fn quota(&self) -> Option<&Quota> {
+        self.charge.quota()
+    }
+
+    /// Returns the action that was decided.
+    #[must_use]
+    pub fn action(&self) -> Action {
+        self.charge.action()
+    }
+
+    /// Returns how a denial affects the request.
+    #[must_use]
+    pub fn enforcement(&self) -> Enforcement {
+        self.charge.enforcement()
+    }
+
+    /// Returns whether a denial has no effect.
+    #[must_use]
+    pub fn is_shadow(&self) -> bool {
+        self.charge.is_shadow()
+    }
+
+    /// Returns whether the request was denied without asking the store: its key is missing, its cost
+    /// is above the capacity, or the limit is 0.
+    #[must_use]
+    pub fn is_rejected(&self) -> bool {
+        self.rejected
+    }
+
+    /// Returns the position among the charges of the query.
+    #[must_use]
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    pub(super) fn is_denied(&self) -> bool {
+        self.charge.exceeds_capacity() || (self.decided && !self.decision.allowed)
+    }
+
+    /// Returns whether units were counted: a decision without a count takes none.
+    fn took_units(&self) -> bool {
+        self.charge.action() == Action::Acquire
+            && self.decision.allowed
+            && matches!(self.decision.source, Source::Store | Source::Local)
+    }
+
+    /// Denies a charge that can never be admitted.
+    pub(super) fn reject(&mut self) {
+        let limit = self.quota().map_or(0, Quota::limit);
+        self.decision = Decision::deny(limit, Duration::ZERO).with_source(Source::Deny);
+        self.decided = true;
+        self.rejected = true;
+    }
+
+    /// Takes the store's decision.
+    pub(super) fn set(&mut self, mut decision: Decision) {
+        if self.charge.exceeds_capacity() {
+            // The store was asked for the burst, not for the whole cost.
+            let asked = self.charge.charge().map_or(0, |charge| charge.units());
+            decision.remaining += if decision.allowed { asked } else { 0 };
+            decision.retry_after = decision.retry_after.max(decision.reset_after);
+            decision.allowed = false;
+        }
+        self.decision = decision;
+        self.decided = true;
+    }
+}

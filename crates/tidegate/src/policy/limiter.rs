@@ -1,0 +1,279 @@
+//! [`PolicyLimiter`]: the decision pipeline behind every front door.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tracing::Instrument as _;
+
+use super::query::Target;
+use super::{
+    Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query, Selection,
+};
+use crate::limiter::{Error, Limiter};
+use crate::store::memory::MemoryStore;
+use crate::store::{Action, Store};
+
+/// Policies and a limiter: selects the policies that apply to a request, decides them all or
+/// nothing, and reports the result to an [`Observer`].
+///
+/// Every front door (HTTP API, Envoy, gateway, Tower layer) only translates its requests into a
+/// [`Query`] and the [`PolicyDecisions`] into its responses.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyLimiter, Query, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
+/// let policy = Policy::builder("per-user", quota).key(["header.x-user-id"]).build()?;
+/// let limiter =
+///     PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::new(vec![policy])?);
+///
+/// assert!(limiter.acquire(Query::policy("per-user", "ann")).await?.is_allowed());
+/// let denied = limiter.acquire(Query::policy("per-user", "ann")).await?;
+/// assert_eq!(denied.denied_by().map(|decision| decision.policy()), Some("per-user"));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct PolicyLimiter<S = MemoryStore, O = ()> {
+    limiter: Limiter<S>,
+    policies: Arc<Policies>,
+    observer: O,
+    timeout: Duration,
+}
+
+/// Time that the calls of one query may take together, unless [`PolicyLimiter::with_timeout`] sets
+/// another.
+pub const DEFAULT_QUERY_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Target of the `decide` spans, which are at the debug level.
+pub const TRACE_TARGET: &str = "tidegate::trace";
+
+/// Receives every decision of a [`PolicyLimiter`], for metrics and hot keys.
+pub trait Observer: Send + Sync {
+    /// Called once per query that was decided. `start` is when the query arrived; the charges of a
+    /// prepared query have their own actions.
+    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
+        let _ = (action, decisions, start);
+    }
+
+    /// Called for each policy whose key the request lacks.
+    fn key_missing(&self, policy: &Policy) {
+        let _ = policy;
+    }
+}
+
+/// Observes nothing.
+impl Observer for () {}
+
+impl<T: Observer> Observer for Arc<T> {
+    fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
+        T::decided(self, action, decisions, start);
+    }
+
+    fn key_missing(&self, policy: &Policy) {
+        T::key_missing(self, policy);
+    }
+}
+
+impl<S: Store> PolicyLimiter<S> {
+    /// Creates a pipeline that decides `policies` by `limiter`.
+    #[must_use]
+    pub fn new(limiter: Limiter<S>, policies: impl Into<Arc<Policies>>) -> Self {
+        let timeout = DEFAULT_QUERY_TIMEOUT;
+        Self { limiter, policies: policies.into(), observer: (), timeout }
+    }
+}
+
+impl<S: Store, O: Observer> PolicyLimiter<S, O> {
+    /// Sets the observer.
+    #[must_use]
+    pub fn with_observer<P: Observer>(self, observer: P) -> PolicyLimiter<S, P> {
+        let Self { limiter, policies, timeout, .. } = self;
+        PolicyLimiter { limiter, policies, observer, timeout }
+    }
+
+    /// Sets the time that the calls of one query may take together. The store bounds the first call
+    /// itself; later ones, such as those of policies in shadow mode, end by this deadline.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Returns the policies.
+    #[must_use]
+    pub fn policies(&self) -> &Policies {
+        &self.policies
+    }
+
+    /// Returns the limiter.
+    #[must_use]
+    pub fn limiter(&self) -> &Limiter<S> {
+        &self.limiter
+    }
+
+    /// Returns the observer.
+    #[must_use]
+    pub fn observer(&self) -> &O {
+        &self.observer
+    }
+
+    pub(super) fn deadline(&self, start: Instant) -> Option<Instant> {
+        start.checked_add(self.timeout)
+    }
+
+    /// Decides the request and, if it is allowed, takes the units of every limit.
+    pub async fn acquire<'a>(&'a self, query: Query<'a, '_>) -> Result<PolicyDecisions<'a>, Error> {
+        self.decide(Action::Acquire, query).await
+    }
+
+    /// Applies an action to every limit of the request. Charges of [`Query::prepared`] have their
+    /// own actions.
+    ///
+    /// Enforced limits are decided together, all or nothing. Limits in shadow mode are decided one
+    /// by one after them, and take units only if the request passes; their errors are ignored.
+    pub async fn decide<'a>(
+        &'a self,
+        action: Action,
+        query: Query<'a, '_>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let span = tracing::debug_span!(
+            target: TRACE_TARGET, "decide", ?action, allowed = tracing::field::Empty
+        );
+        if span.is_disabled() {
+            return self.decide_query(action, query).await;
+        }
+        if let Some(on_span) = query.on_span {
+            on_span(&span);
+        }
+        let decisions = self.decide_query(action, query).instrument(span.clone()).await?;
+        span.record("allowed", decisions.is_allowed());
+        Ok(decisions)
+    }
+
+    async fn decide_query<'a>(
+        &'a self,
+        action: Action,
+        query: Query<'a, '_>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
+        let start = Instant::now();
+        let mut rejections: Vec<&'a Policy> = Vec::new();
+        let mut entries = match query.target {
+            Target::Policy { policy, key } => {
+                let charge = PreparedCharge::of_policy(self.policy(policy)?, key, query.cost);
+                one(charge.with_action(action).with_charged_at(query.charged_at))
+            }
+            Target::Quota { key, quota } => {
+                let charge = PreparedCharge::new(quota.unnamed_policy(), key, quota);
+                let charge = charge.with_cost(query.cost.unwrap_or(1)).with_action(action);
+                let charge = charge.with_charged_at(query.charged_at);
+                one(match query.metric_name {
+                    Some(name) => charge.with_metric_name(name),
+                    None => charge,
+                })
+            }
+            Target::Prepared(charges) => numbered(charges.into_iter()),
+            Target::Attributes { attributes, only } => {
+                let selection = match only {
+                    Some(name) => self.policy(name)?.select(attributes, query.cost)?,
+                    None => self.policies.select(attributes, query.cost)?,
+                };
+                if attributes.lacks_peer() {
+                    return Err(Error::UnknownPeer);
+                }
+                self.report_missing_keys(&selection);
+                if let Some(policy) = selection.rejected_by {
+                    let decisions = one(PreparedCharge::rejected(policy));
+                    return Ok(self.observed(
+                        action,
+                        start,
+                        PolicyDecisions { asked_at: 0, decisions },
+                    ));
+                }
+                rejections = selection.shadow_rejections;
+                let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
+                numbered(
+                    charges
+                        .map(|charge| charge.with_action(action).with_charged_at(query.charged_at)),
+                )
+            }
+        };
+        let asked_at = self.limiter.store().clock().now();
+        self.decide_entries(start, &mut entries).await?;
+        entries.retain(|entry| entry.decided);
+        entries.extend(
+            rejections.into_iter().flat_map(|policy| one(PreparedCharge::rejected(policy))),
+        );
+        Ok(self.observed(action, start, PolicyDecisions { asked_at, decisions: entries }))
+    }
+
+    fn observed<'a>(
+        &self,
+        action: Action,
+        start: Instant,
+        decisions: PolicyDecisions<'a>,
+    ) -> PolicyDecisions<'a> {
+        self.observer.decided(action, &decisions, start);
+        decisions
+    }
+
+    /// Returns the units that an admitted request took, because it failed or was cancelled. Best
+    /// effort: an unrefunded unit expires with its window.
+    pub async fn refund(&self, decisions: &PolicyDecisions<'_>) {
+        let now = self.limiter.store().clock().now();
+        self.refund_charges(decisions.refunds(now).collect()).await;
+    }
+
+    /// Selects among the policies that `filter` accepts, for a front door that prepares its own
+    /// charges.
+    pub fn select_where(
+        &self,
+        attributes: &dyn Attributes,
+        cost: Option<u64>,
+        filter: impl Fn(&Policy) -> bool,
+    ) -> Result<Selection<'_>, Error> {
+        let selection = self.policies.select_where(attributes, cost, filter)?;
+        self.report_missing_keys(&selection);
+        Ok(selection)
+    }
+
+    fn report_missing_keys(&self, selection: &Selection<'_>) {
+        for policy in &selection.missing_key {
+            policy.log_missing_key();
+            self.observer.key_missing(policy);
+        }
+    }
+
+    /// Returns the policy of this name, or an error with the most similar name.
+    pub fn policy(&self, name: &str) -> Result<&Policy, Error> {
+        self.policies.get(name).ok_or_else(|| {
+            let distance = |policy: &Policy| strsim::damerau_levenshtein(name, policy.name());
+            let nearest = self.policies.iter().min_by_key(|policy| distance(policy));
+            let nearest = nearest.filter(|policy| distance(policy) <= 1 + name.chars().count() / 3);
+            let nearest = nearest.map(|policy| policy.name().to_owned());
+            Error::UnknownPolicy { name: name.to_owned(), nearest }
+        })
+    }
+}
+
+impl<S, O: Clone> Clone for PolicyLimiter<S, O> {
+    fn clone(&self) -> Self {
+        Self {
+            limiter: self.limiter.clone(),
+            policies: Arc::clone(&self.policies),
+            observer: self.observer.clone(),
+            timeout: self.timeout,
+        }
+    }
+}
+
+fn one(charge: PreparedCharge<'_>) -> Vec<PolicyDecision<'_>> {
+    vec![PolicyDecision::new(charge, 0)]
+}
+
+fn numbered<'a>(charges: impl Iterator<Item = PreparedCharge<'a>>) -> Vec<PolicyDecision<'a>> {
+    charges.enumerate().map(|(position, charge)| PolicyDecision::new(charge, position)).collect()
+}

@@ -1,0 +1,228 @@
+//! The order in which the charges of one request are decided.
+
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
+use std::time::Instant;
+
+use super::decisions::is_denied;
+use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
+use crate::charge::Charge;
+use crate::clock::Clock;
+use crate::limiter::Error;
+use crate::store::{Action, Store, StoreError};
+
+/// Deadline of the calls of one request. The store bounds the first call itself.
+struct Deadline {
+    at: Option<Instant>,
+    calls: usize,
+}
+
+impl<S: Store, O: Observer> PolicyLimiter<S, O> {
+    /// Decides every entry. Entries in shadow mode that fail stay undecided.
+    pub(super) async fn decide_entries(
+        &self,
+        start: Instant,
+        entries: &mut [PolicyDecision<'_>],
+    ) -> Result<(), Error> {
+        match entries {
+            [] => Ok(()),
+            // Nearly every request: no list of charges.
+            [entry] if !entry.is_shadow() && !entry.charge.exceeds_capacity() => {
+                if let Some(charge) = entry.charge.charge().filter(|_| !entry.decided) {
+                    let decision = self.limiter().decide(entry.action(), &charge).await?;
+                    entry.set(decision);
+                }
+                Ok(())
+            }
+            // Boxed, because it is large and every request would carry it.
+            entries => Box::pin(self.decide_jointly(start, entries)).await,
+        }
+    }
+
+    /// Decides in this order: unconditional actions; peeks that can deny the request before any
+    /// units are taken; the enforced acquires, all or nothing; the others one by one.
+    async fn decide_jointly(
+        &self,
+        start: Instant,
+        entries: &mut [PolicyDecision<'_>],
+    ) -> Result<(), Error> {
+        let mut deadline = Deadline { at: self.deadline(start), calls: 0 };
+        let asked_at = self.limiter().store().clock().now();
+        for action in [Action::Report, Action::Refund, Action::Reset] {
+            self.decide_group(&mut deadline, action, entries, |entry| {
+                entry.action() == action && !entry.is_shadow()
+            })
+            .await?;
+        }
+        self.decide_group(&mut deadline, Action::Peek, entries, can_deny_without_charge).await?;
+        let action = if is_denied(entries) { Action::Peek } else { Action::Acquire };
+        let joint = self.decide_group(&mut deadline, action, entries, is_enforced_acquire).await?;
+        let denied = is_denied(entries);
+        let mut charged = if denied { Vec::new() } else { joint };
+        for (position, entry) in entries.iter_mut().enumerate() {
+            if self.decide_alone(&mut deadline, entry, denied).await? {
+                charged.push(position);
+            }
+        }
+        if is_denied(entries) {
+            self.compensate(entries, &charged, asked_at).await;
+        }
+        Ok(())
+    }
+
+    /// Decides the undecided entries that `belongs` selects in one call, each count once, and
+    /// returns their positions.
+    async fn decide_group(
+        &self,
+        deadline: &mut Deadline,
+        action: Action,
+        entries: &mut [PolicyDecision<'_>],
+        belongs: impl Fn(&PolicyDecision<'_>) -> bool,
+    ) -> Result<Vec<usize>, Error> {
+        let belongs = |entry: &PolicyDecision<'_>| !entry.decided && belongs(entry);
+        let is_first = |position: usize| {
+            let same = |earlier: &PolicyDecision<'_>| {
+                belongs(earlier) && earlier.charge.has_same_count(&entries[position].charge)
+            };
+            !entries[..position].iter().any(same)
+        };
+        let positions: Vec<usize> = (0..entries.len())
+            .filter(|position| belongs(&entries[*position]) && is_first(*position))
+            .collect();
+        if positions.is_empty() {
+            return Ok(positions);
+        }
+        let charges: Vec<Charge<'_>> =
+            positions.iter().filter_map(|position| entries[*position].charge.charge()).collect();
+        let call = self.limiter().decide_all(action, &charges);
+        let decisions = self.with_deadline(deadline, call).await?;
+        for (position, decision) in positions.iter().zip(decisions) {
+            entries[*position].set(decision);
+        }
+        Ok(positions)
+    }
+
+    /// Decides one of the remaining entries, and returns whether it took units.
+    async fn decide_alone(
+        &self,
+        deadline: &mut Deadline,
+        entry: &mut PolicyDecision<'_>,
+        denied: bool,
+    ) -> Result<bool, Error> {
+        let action = match entry.action() {
+            Action::Acquire if denied || entry.charge.exceeds_capacity() => Action::Peek,
+            action => action,
+        };
+        let only_peeked =
+            entry.enforcement() == Enforcement::AllDenied && action == Action::Acquire;
+        if entry.decided && !only_peeked {
+            return Ok(false);
+        }
+        let Some(charge) = entry.charge.charge() else { return Ok(false) };
+        let decided = self.with_deadline(deadline, self.limiter().decide(action, &charge)).await;
+        match decided {
+            Ok(decision) => {
+                entry.set(decision);
+                Ok(action == Action::Acquire && decision.allowed)
+            }
+            // A shadow policy must not fail the request; one that would reject it, shows so.
+            Err(error) if entry.is_shadow() => {
+                if matches!(error, Error::Charge(_)) {
+                    entry.reject();
+                }
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the units of a request that turned out to be denied after they were taken: it names
+    /// one count twice, or other requests used up a limit that had only been peeked.
+    async fn compensate(
+        &self,
+        entries: &mut [PolicyDecision<'_>],
+        charged: &[usize],
+        asked_at: u64,
+    ) {
+        let charges = charged.iter().filter_map(|position| entries[*position].charge.charge());
+        let refunded =
+            self.refund_charges(charges.map(|charge| charge.charged_at(asked_at)).collect()).await;
+        if refunded {
+            for position in charged {
+                let units = entries[*position].charge.charge().map_or(0, |charge| charge.units());
+                entries[*position].decision.remaining += units;
+            }
+        }
+    }
+
+    /// Sends refunds, and returns whether all succeeded. One call cannot have the same count twice,
+    /// so repeated counts follow in another.
+    pub(super) async fn refund_charges(&self, mut charges: Vec<Charge<'_>>) -> bool {
+        let mut succeeded = true;
+        while !charges.is_empty() {
+            let mut group: Vec<Charge<'_>> = Vec::with_capacity(charges.len());
+            charges.retain(|charge| {
+                let repeated = group.iter().any(|other| {
+                    other.key() == charge.key() && other.policy_name() == charge.policy_name()
+                });
+                if !repeated {
+                    group.push(*charge);
+                }
+                repeated
+            });
+            if let Err(error) = self.limiter().decide_all(Action::Refund, &group).await {
+                tracing::debug!(%error, "refund failed");
+                succeeded = false;
+            }
+        }
+        succeeded
+    }
+
+    /// Awaits a call, at most until the deadline.
+    async fn with_deadline<T>(
+        &self,
+        deadline: &mut Deadline,
+        call: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        deadline.calls += 1;
+        let at = deadline.at.filter(|_| deadline.calls > 1);
+        match at {
+            None => call.await,
+            Some(at) => {
+                let start = Instant::now();
+                let late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
+                before(at, self.limiter().store().clock(), call).await.unwrap_or_else(late)
+            }
+        }
+    }
+}
+
+/// Returns whether the entry can deny the request before any units are taken.
+fn can_deny_without_charge(entry: &PolicyDecision<'_>) -> bool {
+    match entry.enforcement() {
+        Enforcement::Enforce => entry.action() == Action::Peek,
+        // They deny only if all of them do.
+        Enforcement::AllDenied => matches!(entry.action(), Action::Acquire | Action::Peek),
+        Enforcement::Shadow => false,
+    }
+}
+
+fn is_enforced_acquire(entry: &PolicyDecision<'_>) -> bool {
+    entry.enforcement() == Enforcement::Enforce && entry.action() == Action::Acquire
+}
+
+/// Awaits a future until the deadline. The timer is created only if the future is not ready at
+/// once, as on memory.
+async fn before<T>(at: Instant, clock: &dyn Clock, future: impl Future<Output = T>) -> Option<T> {
+    let mut future = pin!(future);
+    if let Poll::Ready(value) = poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await {
+        return Some(value);
+    }
+    let mut timer = clock.sleep(at.saturating_duration_since(Instant::now()));
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(value) => Poll::Ready(Some(value)),
+        Poll::Pending => timer.as_mut().poll(cx).map(|()| None),
+    })
+    .await
+}

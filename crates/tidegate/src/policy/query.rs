@@ -1,0 +1,393 @@
+//! [`Query`]: what a front door asks a [`PolicyLimiter`](super::PolicyLimiter).
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use tracing::Span;
+
+use super::{Attributes, Mode, OnStoreFailure, Policy, Selected};
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::quota::Quota;
+use crate::store::Action;
+
+/// Question about one request, for a [`PolicyLimiter`](super::PolicyLimiter).
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use tidegate::Query;
+///
+/// let by_name = Query::policy("per-user", "user123").with_cost(2);
+/// let attributes = BTreeMap::from([("path".to_owned(), "/login".to_owned())]);
+/// let by_attributes = Query::attributes(&attributes);
+/// # let _ = (by_name, by_attributes);
+/// ```
+///
+/// The decisions borrow from `'a`; the attributes (`'q`) are only read while the query is decided.
+pub struct Query<'a, 'q> {
+    pub(super) target: Target<'a, 'q>,
+    pub(super) cost: Option<u64>,
+    pub(super) charged_at: u64,
+    pub(super) metric_name: Option<&'a str>,
+    pub(super) on_span: Option<&'q (dyn Fn(&Span) + Sync)>,
+}
+
+/// What a query names.
+pub(super) enum Target<'a, 'q> {
+    Policy { policy: &'q str, key: &'a str },
+    Attributes { attributes: &'q (dyn Attributes + Sync), only: Option<&'q str> },
+    Quota { key: &'a str, quota: &'a Quota },
+    Prepared(Vec<PreparedCharge<'a>>),
+}
+
+impl<'a, 'q> Query<'a, 'q> {
+    fn new(target: Target<'a, 'q>) -> Self {
+        Self { target, cost: None, charged_at: 0, metric_name: None, on_span: None }
+    }
+
+    /// Asks one policy, by its name and the value of its key.
+    #[must_use]
+    pub fn policy(policy: &'q str, key: &'a str) -> Self {
+        Self::new(Target::Policy { policy, key })
+    }
+
+    /// Asks all policies that match the attributes of a request.
+    #[must_use]
+    pub fn attributes(attributes: &'q (dyn Attributes + Sync)) -> Self {
+        Self::new(Target::Attributes { attributes, only: None })
+    }
+
+    /// Asks one policy, whatever it matches, for the key that it takes from the attributes.
+    #[must_use]
+    pub fn attributes_for(policy: &'q str, attributes: &'q (dyn Attributes + Sync)) -> Self {
+        Self::new(Target::Attributes { attributes, only: Some(policy) })
+    }
+
+    /// Asks a quota of the caller's own, counted under the quota's default name.
+    #[must_use]
+    pub fn quota(key: &'a str, quota: &'a Quota) -> Self {
+        Self::new(Target::Quota { key, quota })
+    }
+
+    /// Asks several charges that the front door has prepared, each with its own action.
+    #[must_use]
+    pub fn prepared(charges: Vec<PreparedCharge<'a>>) -> Self {
+        Self::new(Target::Prepared(charges))
+    }
+
+    /// Sets the cost, which takes precedence over those of the policies.
+    #[must_use]
+    pub fn with_cost(mut self, cost: impl Into<Option<u64>>) -> Self {
+        self.cost = cost.into();
+        self
+    }
+
+    /// Sets the time of the charge to be refunded; see [`Charge::charged_at`].
+    #[must_use]
+    pub fn with_charged_at(mut self, charged_at: u64) -> Self {
+        self.charged_at = charged_at;
+        self
+    }
+
+    /// Sets the name in metrics of a query that brings its own quota.
+    #[must_use]
+    pub fn with_metric_name(mut self, name: &'a str) -> Self {
+        self.metric_name = Some(name);
+        self
+    }
+
+    /// Calls `on_span` with the `decide` span before it is entered, for example to set the parent
+    /// of a distributed trace. It is not called if the span is disabled.
+    #[must_use]
+    pub fn on_span(mut self, on_span: &'q (dyn Fn(&Span) + Sync)) -> Self {
+        self.on_span = Some(on_span);
+        self
+    }
+}
+
+/// How a denial affects the request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Enforcement {
+    /// One denial denies the request.
+    Enforce,
+    /// A denial has no effect.
+    Shadow,
+    /// The request is denied if all charges with this enforcement deny it (Envoy's quota mode).
+    AllDenied,
+}
+
+impl From<Mode> for Enforcement {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Enforce => Self::Enforce,
+            Mode::Shadow => Self::Shadow,
+        }
+    }
+}
+
+/// Charge of one limit on a request, ready to be decided.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Action, PreparedCharge, Quota};
+///
+/// # fn main() -> Result<(), tidegate::QuotaError> {
+/// let quota = Quota::fixed_window(10, Duration::from_secs(1))?;
+/// let charge = PreparedCharge::new("uploads", "user123", &quota).with_action(Action::Report);
+/// assert_eq!(charge.key(), Some("user123"));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct PreparedCharge<'a> {
+    policy: Cow<'a, str>,
+    metric_name: Option<Cow<'a, str>>,
+    /// Empty if the request lacks the key.
+    key: Cow<'a, str>,
+    quota: QuotaRef<'a>,
+    cost: u64,
+    charged_at: u64,
+    action: Action,
+    enforcement: Enforcement,
+    on_store_failure: OnStoreFailure,
+    caps_cost: bool,
+    /// Decision that needs no store.
+    pub(super) fixed: Option<Decision>,
+}
+
+/// Quota of a charge.
+#[derive(Debug, Clone)]
+enum QuotaRef<'a> {
+    Borrowed(&'a Quota),
+    /// Boxed, because a quota is large and rarely owned.
+    Owned(Box<Quota>),
+    /// A limit of 0, which no quota has.
+    Zero,
+}
+
+impl<'a> PreparedCharge<'a> {
+    fn with_quota_ref(policy: Cow<'a, str>, key: Cow<'a, str>, quota: QuotaRef<'a>) -> Self {
+        Self {
+            policy,
+            metric_name: None,
+            key,
+            quota,
+            cost: 1,
+            charged_at: 0,
+            action: Action::Acquire,
+            enforcement: Enforcement::Enforce,
+            on_store_failure: OnStoreFailure::default(),
+            caps_cost: false,
+            fixed: None,
+        }
+    }
+
+    /// Creates an enforced acquire of one unit.
+    #[must_use]
+    pub fn new(
+        policy: impl Into<Cow<'a, str>>,
+        key: impl Into<Cow<'a, str>>,
+        quota: &'a Quota,
+    ) -> Self {
+        Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Borrowed(quota))
+    }
+
+    /// Creates an enforced acquire of a quota that the request itself brings.
+    #[must_use]
+    pub fn with_own_quota(
+        policy: impl Into<Cow<'a, str>>,
+        key: impl Into<Cow<'a, str>>,
+        quota: Quota,
+    ) -> Self {
+        Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Owned(Box::new(quota)))
+    }
+
+    /// Creates a charge on a limit of 0, which has no quota: `decision` is its answer.
+    #[must_use]
+    pub fn of_zero_limit(
+        policy: impl Into<Cow<'a, str>>,
+        key: impl Into<Cow<'a, str>>,
+        decision: Decision,
+    ) -> Self {
+        let charge = Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Zero);
+        Self { fixed: Some(decision), ..charge }
+    }
+
+    /// Creates the denial of a policy that cannot count the request, because its key is missing or
+    /// invalid. There is no wait after which the request would pass.
+    #[must_use]
+    pub fn rejected(policy: &'a Policy) -> Self {
+        let denied = Decision::deny(policy.quota().limit(), Duration::ZERO);
+        Self {
+            cost: policy.default_cost(),
+            enforcement: policy.mode().into(),
+            fixed: Some(denied.with_source(Source::Deny)),
+            ..Self::new(policy.name(), "", policy.quota())
+        }
+    }
+
+    pub(super) fn of_policy(policy: &'a Policy, key: &'a str, cost: Option<u64>) -> Self {
+        Self {
+            cost: cost.unwrap_or_else(|| policy.default_cost()),
+            enforcement: policy.mode().into(),
+            on_store_failure: policy.on_store_failure(),
+            ..Self::new(policy.name(), key, policy.quota_for(key))
+        }
+    }
+
+    /// Creates the charge of a selected policy.
+    #[must_use]
+    pub fn of_selected(selected: Selected<'a>) -> Self {
+        let (policy, quota, cost) = (selected.policy(), selected.quota(), selected.cost());
+        Self {
+            cost,
+            enforcement: policy.mode().into(),
+            on_store_failure: policy.on_store_failure(),
+            ..Self::new(policy.name(), selected.into_key(), quota)
+        }
+    }
+
+    /// Sets the action.
+    #[must_use]
+    pub fn with_action(mut self, action: Action) -> Self {
+        self.action = action;
+        self
+    }
+
+    /// Sets the cost.
+    #[must_use]
+    pub fn with_cost(mut self, cost: u64) -> Self {
+        self.cost = cost;
+        self
+    }
+
+    pub(super) fn with_charged_at(mut self, charged_at: u64) -> Self {
+        self.charged_at = charged_at;
+        self
+    }
+
+    /// Denies an acquire of more than the quota's burst, instead of returning an error.
+    #[must_use]
+    pub fn with_capped_cost(mut self) -> Self {
+        self.caps_cost = true;
+        self
+    }
+
+    /// Sets how a denial affects the request.
+    #[must_use]
+    pub fn with_enforcement(mut self, enforcement: Enforcement) -> Self {
+        self.enforcement = enforcement;
+        self
+    }
+
+    /// Sets how the charge is decided while the store is unavailable.
+    #[must_use]
+    pub fn with_on_store_failure(mut self, on_store_failure: OnStoreFailure) -> Self {
+        self.on_store_failure = on_store_failure;
+        self
+    }
+
+    /// Sets the name in metrics; by default that of the policy.
+    #[must_use]
+    pub fn with_metric_name(mut self, name: impl Into<Cow<'a, str>>) -> Self {
+        self.metric_name = Some(name.into());
+        self
+    }
+
+    /// Returns the name that it counts under.
+    #[must_use]
+    pub fn policy(&self) -> &str {
+        &self.policy
+    }
+
+    /// Returns the name in metrics.
+    #[must_use]
+    pub fn metric_name(&self) -> &str {
+        self.metric_name.as_ref().unwrap_or(&self.policy)
+    }
+
+    /// Returns the key; `None` if the request lacks it.
+    #[must_use]
+    pub fn key(&self) -> Option<&str> {
+        Some(&*self.key).filter(|key| !key.is_empty())
+    }
+
+    /// Returns the quota; `None` for a limit of 0.
+    #[must_use]
+    pub fn quota(&self) -> Option<&Quota> {
+        match &self.quota {
+            QuotaRef::Borrowed(quota) => Some(quota),
+            QuotaRef::Owned(quota) => Some(quota),
+            QuotaRef::Zero => None,
+        }
+    }
+
+    /// Returns the number of units that the request asks for.
+    #[must_use]
+    pub fn cost(&self) -> u64 {
+        self.cost
+    }
+
+    /// Returns the action.
+    #[must_use]
+    pub fn action(&self) -> Action {
+        self.action
+    }
+
+    /// Returns how a denial affects the request.
+    #[must_use]
+    pub fn enforcement(&self) -> Enforcement {
+        self.enforcement
+    }
+
+    /// Returns whether a denial has no effect.
+    #[must_use]
+    pub fn is_shadow(&self) -> bool {
+        self.enforcement == Enforcement::Shadow
+    }
+
+    /// Returns the charge. An acquire with a capped cost asks for the burst at most.
+    pub(super) fn charge(&self) -> Option<Charge<'_>> {
+        let quota = self.quota()?;
+        let capped = self.caps_cost && self.action == Action::Acquire;
+        let cost = if capped { self.cost.min(quota.burst()) } else { self.cost };
+        let charge = Charge::new(&self.key, quota).policy(&self.policy).cost(cost);
+        Some(charge.charged_at(self.charged_at).on_store_failure(self.on_store_failure))
+    }
+
+    /// Returns whether an acquire with a capped cost can never be admitted.
+    pub(super) fn exceeds_capacity(&self) -> bool {
+        self.action == Action::Acquire
+            && match self.quota() {
+                None => true,
+                Some(quota) => self.caps_cost && self.cost > quota.burst(),
+            }
+    }
+
+    pub(super) fn has_same_count(&self, other: &Self) -> bool {
+        self.key == other.key && self.policy == other.policy
+    }
+
+    /// Copies the borrowed parts, so that the charge outlives its policies.
+    pub(super) fn into_owned(self) -> PreparedCharge<'static> {
+        let quota = match self.quota {
+            QuotaRef::Borrowed(quota) => QuotaRef::Owned(Box::new(quota.clone())),
+            QuotaRef::Owned(quota) => QuotaRef::Owned(quota),
+            QuotaRef::Zero => QuotaRef::Zero,
+        };
+        PreparedCharge {
+            policy: Cow::Owned(self.policy.into_owned()),
+            metric_name: self.metric_name.map(|name| Cow::Owned(name.into_owned())),
+            key: Cow::Owned(self.key.into_owned()),
+            quota,
+            cost: self.cost,
+            charged_at: self.charged_at,
+            action: self.action,
+            enforcement: self.enforcement,
+            on_store_failure: self.on_store_failure,
+            caps_cost: self.caps_cost,
+            fixed: self.fixed,
+        }
+    }
+}
