@@ -35,7 +35,8 @@ pub(super) struct LimitedDescriptor<'a> {
 /// Hits of a descriptor: the units to charge, or to return.
 #[derive(Clone, Copy)]
 struct Hits {
-    cost: u64,
+    /// Number of units, if the request has an explicit one.
+    cost: Option<u64>,
     action: Action,
     /// Whether the descriptor is answered with OK whatever is left.
     never_denies: bool,
@@ -57,14 +58,17 @@ impl Hits {
             Some(_) => Action::Report,
             None => Action::Acquire,
         };
-        Self { cost: explicit.unwrap_or(1), action, never_denies: returns }
+        Self { cost: explicit, action, never_denies: returns }
     }
 
     /// Returns the charge with these hits.
     fn on(self, charge: PreparedCharge<'_>, enforcement: Enforcement) -> PreparedCharge<'_> {
         let enforcement = if self.never_denies { Enforcement::Shadow } else { enforcement };
-        let charge = charge.with_cost(self.cost).with_action(self.action).with_capped_cost();
-        charge.with_enforcement(enforcement)
+        let charge = match self.cost {
+            Some(cost) => charge.with_cost(cost),
+            None => charge,
+        };
+        charge.with_action(self.action).with_capped_cost().with_enforcement(enforcement)
     }
 }
 
@@ -199,7 +203,7 @@ fn by_policies<'a>(
     };
     let selection = active
         .strict_limiter
-        .select_where(&attributes, Some(hits.cost.max(1)), references_envoy)
+        .select_where(&attributes, hits.cost.map(|cost| cost.max(1)), references_envoy)
         .map_err(|error| Status::invalid_argument(error.to_string()))?;
     let counted = selection.charges.iter().map(|selected| (selected.policy(), selected.quota()));
     let rejections = selection.rejected_by.into_iter().chain(selection.shadow_rejections);

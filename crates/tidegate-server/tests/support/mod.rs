@@ -76,6 +76,20 @@ impl Service {
         Self::gateway_on(folder, upstreams)
     }
 
+    /// As a gateway with these variables in its environment.
+    pub(crate) fn gateway_in(
+        config: &str,
+        upstreams: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, with_free_ports(config)).expect("written");
+        let mut arguments = vec!["--listen", "127.0.0.1:0"];
+        arguments.extend(upstreams.iter().flat_map(|upstream| ["--upstream", upstream]));
+        Self::launch("gateway", folder, &file, &arguments, environment)
+    }
+
     /// The same, on a folder with a tidegate.yaml and what it names.
     pub(crate) fn gateway_on(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
         let file = folder.path().join("tidegate.yaml");

@@ -140,36 +140,41 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         action: Action,
         query: Query<'a, '_>,
     ) -> Result<PolicyDecisions<'a>, Error> {
+        let start = Instant::now();
+        let on_span = query.on_span;
+        let entries = self.prepare(action, query)?;
         let span = tracing::debug_span!(
             target: TRACE_TARGET, "decide", ?action, allowed = tracing::field::Empty
         );
         if span.is_disabled() {
-            return self.decide_query(action, query).await;
+            return self.decide_prepared(action, start, entries).await;
         }
-        if let Some(on_span) = query.on_span {
+        if let Some(on_span) = on_span {
             on_span(&span);
         }
-        let decisions = self.decide_query(action, query).instrument(span.clone()).await?;
+        let decided = self.decide_prepared(action, start, entries).instrument(span.clone());
+        let decisions = decided.await?;
         span.record("allowed", decisions.is_allowed());
         Ok(decisions)
     }
 
-    async fn decide_query<'a>(
+    /// Returns the undecided entries of a query. Rejections are already decided.
+    fn prepare<'a>(
         &'a self,
         action: Action,
         query: Query<'a, '_>,
-    ) -> Result<PolicyDecisions<'a>, Error> {
-        let start = Instant::now();
-        let mut rejections: Vec<&'a Policy> = Vec::new();
-        let mut entries = match query.target {
+    ) -> Result<Vec<PolicyDecision<'a>>, Error> {
+        let (cost, charged_at) = (query.cost, query.charged_at);
+        Ok(match query.target {
             Target::Policy { policy, key } => {
-                let charge = PreparedCharge::of_policy(self.policy(policy)?, key, query.cost);
-                one(charge.with_action(action).with_charged_at(query.charged_at))
+                let charge = PreparedCharge::of_policy(self.policy(policy)?, key, cost);
+                one(charge.with_action(action).with_charged_at(charged_at))
             }
             Target::Quota { key, quota } => {
-                let charge = PreparedCharge::new(quota.unnamed_policy(), key, quota);
-                let charge = charge.with_cost(query.cost.unwrap_or(1)).with_action(action);
-                let charge = charge.with_charged_at(query.charged_at);
+                let charge = PreparedCharge::new(quota.unnamed_policy(), key, quota)
+                    .with_cost(cost.unwrap_or(1))
+                    .with_action(action)
+                    .with_charged_at(charged_at);
                 one(match query.metric_name {
                     Some(name) => charge.with_metric_name(name),
                     None => charge,
@@ -178,46 +183,37 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             Target::Prepared(charges) => numbered(charges.into_iter()),
             Target::Attributes { attributes, only } => {
                 let selection = match only {
-                    Some(name) => self.policy(name)?.select(attributes, query.cost)?,
-                    None => self.policies.select(attributes, query.cost)?,
+                    Some(name) => self.policy(name)?.select(attributes, cost)?,
+                    None => self.policies.select(attributes, cost)?,
                 };
                 if attributes.lacks_peer() {
                     return Err(Error::UnknownPeer);
                 }
                 self.report_missing_keys(&selection);
                 if let Some(policy) = selection.rejected_by {
-                    let decisions = one(PreparedCharge::rejected(policy));
-                    return Ok(self.observed(
-                        action,
-                        start,
-                        PolicyDecisions { asked_at: 0, decisions },
-                    ));
+                    return Ok(one(PreparedCharge::rejected(policy).with_action(action)));
                 }
-                rejections = selection.shadow_rejections;
                 let charges = selection.charges.into_iter().map(PreparedCharge::of_selected);
-                numbered(
-                    charges
-                        .map(|charge| charge.with_action(action).with_charged_at(query.charged_at)),
-                )
+                let charges = charges.map(|charge| charge.with_charged_at(charged_at));
+                let rejections = selection.shadow_rejections.into_iter();
+                let rejections = rejections.map(PreparedCharge::rejected);
+                numbered(charges.chain(rejections).map(|charge| charge.with_action(action)))
             }
-        };
+        })
+    }
+
+    async fn decide_prepared<'a>(
+        &'a self,
+        action: Action,
+        start: Instant,
+        mut entries: Vec<PolicyDecision<'a>>,
+    ) -> Result<PolicyDecisions<'a>, Error> {
         let asked_at = self.limiter.store().clock().now();
         self.decide_entries(start, &mut entries).await?;
         entries.retain(|entry| entry.decided);
-        entries.extend(
-            rejections.into_iter().flat_map(|policy| one(PreparedCharge::rejected(policy))),
-        );
-        Ok(self.observed(action, start, PolicyDecisions { asked_at, decisions: entries }))
-    }
-
-    fn observed<'a>(
-        &self,
-        action: Action,
-        start: Instant,
-        decisions: PolicyDecisions<'a>,
-    ) -> PolicyDecisions<'a> {
+        let decisions = PolicyDecisions { asked_at, decisions: entries };
         self.observer.decided(action, &decisions, start);
-        decisions
+        Ok(decisions)
     }
 
     /// Returns the units that an admitted request took, because it failed or was cancelled. Best

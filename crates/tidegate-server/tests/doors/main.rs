@@ -1,0 +1,78 @@
+//! Every front door decides the same: each case is sent through the HTTP API, forward-auth, the
+//! gateway, Envoy's service and the Tower layer, and key, decision, headers, metrics and span must
+//! be the same.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+#[path = "../support/collector.rs"]
+mod collector;
+
+#[path = "../../src/envoy/proto.rs"]
+mod proto;
+
+mod cases;
+mod door;
+mod envoy;
+mod http;
+mod tower_layer;
+
+use cases::{Case, cases};
+use door::{Door, Record};
+
+/// Requests per case: with a limit of 1, the second one is denied.
+const REQUESTS_PER_CASE: usize = 2;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_front_door_decides_the_same() {
+    let cases = cases();
+    assert!(cases.len() >= 60, "{} cases", cases.len());
+    let expected = record(tower_layer::TowerDoor::start(&cases).await, &cases).await;
+    assert_eq!(expected.keys, expected_keys(&cases), "the keys of the table");
+    assert_eq!(expected.allowed(), expected_outcomes(&cases), "the decisions of the table");
+    compare("gateway", &expected, &record(http::Gateway::start(&cases).await, &cases).await);
+    compare(
+        "forward-auth",
+        &expected,
+        &record(http::ForwardAuth::start(&cases).await, &cases).await,
+    );
+    compare("HTTP API", &expected, &record(http::Api::start(&cases).await, &cases).await);
+    compare("Envoy", &expected, &record(envoy::EnvoyDoor::start(&cases).await, &cases).await);
+}
+
+/// Sends every case through a door.
+async fn record(mut door: impl Door, cases: &[Case]) -> Record {
+    let mut answers = Vec::new();
+    for case in cases {
+        for _ in 0..REQUESTS_PER_CASE {
+            answers.push((case.name, door.send(case).await));
+        }
+    }
+    door.finish(answers).await
+}
+
+fn compare(door: &str, expected: &Record, found: &Record) {
+    for ((case, expected), (_, found)) in expected.answers.iter().zip(&found.answers) {
+        assert_eq!(found.outcome, expected.outcome, "{door}, {case}: the decision");
+        // Only Envoy's service shows limits in shadow mode, as ratelimit does.
+        if expected.limit.is_some() || door != "Envoy" {
+            assert_eq!(found.limit, expected.limit, "{door}, {case}: limit and remaining");
+        }
+        if let (Some(found), Some(expected)) = (&found.headers, &expected.headers) {
+            assert_eq!(found, expected, "{door}, {case}: the headers");
+        }
+    }
+    assert_eq!(found.keys, expected.keys, "{door}: the keys");
+    assert_eq!(found.metrics, expected.metrics, "{door}: the metrics");
+    assert_eq!(found.spans, expected.spans, "{door}: the spans");
+}
+
+/// Returns the keys that the table expects, with the policy that counts them.
+fn expected_keys(cases: &[Case]) -> std::collections::BTreeSet<(String, String)> {
+    let counted = cases.iter().filter_map(|case| Some((case.policy(), case.key?.to_owned())));
+    counted.collect()
+}
+
+fn expected_outcomes(cases: &[Case]) -> Vec<door::Outcome> {
+    cases.iter().flat_map(|case| case.outcomes).collect()
+}
