@@ -33,7 +33,7 @@ pub(super) const IDIOM_PHRASES: &[(&str, &str)] = &[
     ("give back|gives back|given back|gave back", "return, refund, release"),
     ("at the door", "during the handshake, on connect"),
     ("own word|their word", "own setting, own policy"),
-    ("for nothing", "unnecessarily, without a result"),
+    ("waited for nothing|waits for nothing", "unnecessarily, without a result"),
     ("well enough", "sufficiently"),
     ("stand still|stands still", "stall"),
     ("go away|goes away|gone away", "disconnect, disappear"),
@@ -55,7 +55,7 @@ pub(super) const OTHERS: &str = "call request decision key command node policy s
 
 /// Parts of the name of a constant that bounds or waits.
 pub(super) const BOUND_WORDS: &str =
-    "MAX MIN TIMEOUT INTERVAL BACKOFF TTL DEADLINE DEBOUNCE AFTER EJECTION";
+    "MAX MIN TIMEOUT INTERVAL BACKOFF JITTER TTL DEADLINE DEBOUNCE AFTER EJECTION";
 
 /// Units of time: a constant of this name is a value, not a bound.
 pub(super) const TIME_UNITS: [&str; 5] = ["MILLISECOND", "SECOND", "MINUTE", "HOUR", "DAY"];
