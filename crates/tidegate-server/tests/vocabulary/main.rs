@@ -148,10 +148,15 @@ impl Checker<'_> {
     }
 }
 
+/// Extension of a file.
+fn file_type(path: &str) -> Option<&str> {
+    Path::new(path).extension()?.to_str()
+}
+
 /// Idioms of one file, or nothing for a kind of file that has no prose of ours.
 fn check_words(path: &str, text: &str) -> Vec<Finding> {
     let name = path.rsplit('/').next().unwrap_or(path);
-    let contents = match name.rsplit('.').next() {
+    let contents = match file_type(path) {
         Some("rs") => rust_contents(text),
         Some("lua") => comments(text, "--"),
         Some("yaml" | "yml" | "toml" | "sh" | "conf" | "cfg") => comments(text, "#"),
@@ -202,8 +207,8 @@ fn files_in(path: &Path, found: &mut Vec<PathBuf>) {
     if path.is_file() {
         found.push(path.to_owned());
     } else if !path.file_name().is_some_and(|name| skipped.iter().any(|skip| name == *skip)) {
-        let entries = fs::read_dir(path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
-        for entry in entries {
+        let entries = fs::read_dir(path);
+        for entry in entries.unwrap_or_else(|error| panic!("{}: {error}", path.display())) {
             files_in(&entry.expect("a readable folder").path(), found);
         }
     }
@@ -246,7 +251,7 @@ fn texts_use_plain_words() {
 fn constants_that_bound_or_wait_have_the_usual_forms() {
     let files = repository_files();
     let sources = files.iter().filter(|(path, _)| {
-        path.starts_with("crates/") && path.contains("/src/") && path.ends_with(".rs")
+        path.starts_with("crates/") && path.contains("/src/") && file_type(path) == Some("rs")
     });
     assert_none(sources.flat_map(|(path, text)| check_constants(path, text)).collect());
 }

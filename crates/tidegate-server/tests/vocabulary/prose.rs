@@ -112,7 +112,8 @@ pub(super) fn rust_contents(text: &str) -> Contents {
     let mut comment: Vec<Line> = Vec::new();
     let chars: Vec<char> = text.chars().collect();
     let at = |index: usize| chars.get(index).copied().unwrap_or('\0');
-    let (mut index, mut line) = (0, 1);
+    let mut index = 0;
+    let mut line = 1;
     let mut previous = String::new();
     while index < chars.len() {
         let char = chars[index];
@@ -145,7 +146,7 @@ pub(super) fn rust_contents(text: &str) -> Contents {
             previous.clear();
         } else if char.is_alphabetic() || char == '_' {
             let is_part = |end: &usize| at(*end).is_alphanumeric() || at(*end) == '_';
-            let end = (index..).find(|end| !is_part(end)).unwrap_or(chars.len());
+            let end = (index..chars.len()).find(|end| !is_part(end)).unwrap_or(chars.len());
             let name: String = chars[index..end].iter().collect();
             if previous == "fn" {
                 contents.functions.push((line, name.clone()));
