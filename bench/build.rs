@@ -1,4 +1,4 @@
-//! The messages of Envoy's rate limit service, for the server that does nothing.
+//! Generates the messages of Envoy's rate limit service for the no-op server.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let proto = "../crates/tidegate-server/proto";

@@ -1,5 +1,5 @@
-//! gRPC by hand: the messages that are asked, one call to see that the answer is right, and a
-//! client that asks for a random key each time, which `h2load` cannot.
+//! gRPC clients: the messages, a single call that checks the answer, and a load generator with
+//! random keys, which `h2load` does not support.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 
 pub(crate) const ENVOY_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 
-/// What Envoy asks for one user.
+/// Returns the request that Envoy sends for one user.
 pub(crate) fn envoy_request(user: &str) -> RateLimitRequest {
     let entry = Entry { key: "user".to_owned(), value: user.to_owned() };
     let descriptor = RateLimitDescriptor { entries: vec![entry], ..RateLimitDescriptor::default() };
@@ -26,15 +26,15 @@ pub(crate) fn envoy_request(user: &str) -> RateLimitRequest {
     }
 }
 
-/// A message as it goes over the wire: not compressed, its length, itself.
-pub(crate) fn framed(message: &impl Message) -> Vec<u8> {
+/// Encodes a length-prefixed gRPC message without compression.
+pub(crate) fn encode_message(message: &impl Message) -> Vec<u8> {
     let encoded = message.encode_to_vec();
     let length = u32::try_from(encoded.len()).unwrap_or(u32::MAX).to_be_bytes();
     [&[0], length.as_slice(), &encoded].concat()
 }
 
-/// One call.
-pub(crate) async fn unary<Q, A>(port: u16, path: &'static str, request: Q) -> Result<A>
+/// Makes one unary call.
+pub(crate) async fn unary_call<Q, A>(port: u16, path: &'static str, request: Q) -> Result<A>
 where
     Q: Message + Default + 'static,
     A: Message + Default + 'static,
@@ -51,9 +51,9 @@ where
 const CONNECTIONS: usize = 8;
 const STREAMS: usize = 32;
 
-/// Asks for random users from all connections until the time is up: how many answers came, in how
-/// many seconds.
-pub(crate) async fn random_users(port: u16, turn: Duration) -> Result<(f64, f64)> {
+/// Sends requests for random users on all connections for the given time. Returns the number of
+/// answers and the answers per second.
+pub(crate) async fn random_key_load(port: u16, turn: Duration) -> Result<(f64, f64)> {
     let start = Instant::now();
     let connections: Vec<_> = (0..CONNECTIONS)
         .map(|number| tokio::spawn(Connection::run(port, start + turn, number as u64)))
@@ -65,9 +65,9 @@ pub(crate) async fn random_users(port: u16, turn: Duration) -> Result<(f64, f64)
     Ok((f64::from(answers), f64::from(answers) / start.elapsed().as_secs_f64()))
 }
 
-/// As little of HTTP/2 as it takes: the servers are to be measured, not their client. Headers are
-/// sent without the dynamic table and never read; so few bytes are under way that no window can run
-/// out.
+/// Minimal HTTP/2 client, so that the client costs little compared with the server. It sends
+/// headers without the dynamic table and ignores those of answers. The data in flight never
+/// exhausts a flow-control window.
 struct Connection {
     head: Vec<u8>,
     message: Vec<u8>,
@@ -87,63 +87,65 @@ const END_STREAM: u8 = 1;
 const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 
-/// The digits that each request replaces.
-const ANY_USER: &str = "00000000";
+/// Digits that are replaced in each request.
+const USER_PLACEHOLDER: &str = "00000000";
 
 impl Connection {
     async fn run(port: u16, until: Instant, number: u64) -> Result<u32> {
         let mut socket = TcpStream::connect(("127.0.0.1", port)).await?;
         socket.set_nodelay(true)?;
-        let message = framed(&envoy_request(ANY_USER));
-        let user = message.len() - ANY_USER.len();
+        let message = encode_message(&envoy_request(USER_PLACEHOLDER));
+        let user = message.len() - USER_PLACEHOLDER.len();
         ensure!(
-            message.ends_with(ANY_USER.as_bytes()),
-            "the user stands at the end of the message"
+            message.ends_with(USER_PLACEHOLDER.as_bytes()),
+            "the user must be at the end of the message"
         );
         let random = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut connection = Self { head: head(port), message, user, next_stream: 1, random };
 
         let mut out = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-        // No push, and streams that may be sent as much as they like; so may the connection.
+        // Disable push, and use the largest windows for streams and for the connection.
         frame(&mut out, SETTINGS, 0, 0, &[0, 2, 0, 0, 0, 0, 0, 4, 0x7f, 0xff, 0xff, 0xff]);
         frame(&mut out, WINDOW_UPDATE, 0, 0, &(0x7fff_ffff_u32 - 65_535).to_be_bytes());
         for _ in 0..STREAMS {
-            connection.request(&mut out);
+            connection.push_request(&mut out);
         }
         let (mut answers, mut messages, mut input) = (0, 0, Vec::with_capacity(65_536));
         while Instant::now() < until {
             socket.write_all(&out).await?;
             out.clear();
             if socket.read_buf(&mut input).await? == 0 {
-                bail!("the server hung up");
+                bail!("the server closed the connection");
             }
             let mut rest = input.as_slice();
-            while let Some((kind, flags, payload, after)) = take_frame(rest) {
+            while let Some((kind, flags, payload, after)) = parse_frame(rest) {
                 rest = after;
                 match kind {
-                    // A refusal is headers alone.
+                    // An error has headers only.
                     DATA => messages += 1,
                     HEADERS if flags & END_STREAM != 0 => {
                         answers += 1;
-                        connection.request(&mut out);
+                        connection.push_request(&mut out);
                     }
                     SETTINGS | PING if flags & ACK == 0 => {
                         let echo = if kind == PING { payload } else { &[] };
                         frame(&mut out, kind, ACK, 0, echo);
                     }
-                    RST_STREAM | GOAWAY => bail!("the server refused: frame {kind}, {payload:?}"),
+                    RST_STREAM | GOAWAY => {
+                        bail!("the server rejected a request: frame {kind}, {payload:?}")
+                    }
                     _ => {}
                 }
             }
-            let taken = input.len() - rest.len();
-            input.drain(..taken);
+            let parsed = input.len() - rest.len();
+            input.drain(..parsed);
         }
         ensure!(messages >= answers, "{} of {answers} calls failed", answers - messages);
         Ok(answers)
     }
 
-    /// One more call, for somebody else.
-    fn request(&mut self, out: &mut Vec<u8>) {
+    /// Appends a call for a random user.
+    fn push_request(&mut self, out: &mut Vec<u8>) {
         self.random = self
             .random
             .wrapping_mul(6_364_136_223_846_793_005)
@@ -159,7 +161,7 @@ impl Connection {
     }
 }
 
-/// The headers of a call: two from the static table, the rest in full.
+/// Returns the encoded headers of a call: two from the static table, the others as literals.
 fn head(port: u16) -> Vec<u8> {
     let mut head = vec![0x83, 0x86];
     let mut literal = |name: &[u8], value: &str| {
@@ -182,9 +184,9 @@ fn frame(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
     out.extend_from_slice(payload);
 }
 
-/// Kind, flags and payload of the first frame, and what comes behind it; `None` if it is not all
-/// there yet.
-fn take_frame(input: &[u8]) -> Option<(u8, u8, &[u8], &[u8])> {
+/// Returns kind, flags and payload of the first frame and the remaining input, or `None` if the
+/// frame is incomplete.
+fn parse_frame(input: &[u8]) -> Option<(u8, u8, &[u8], &[u8])> {
     let &[high, middle, low, kind, flags, _, _, _, _, ref rest @ ..] = input else { return None };
     let length = usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low);
     let (payload, after) = rest.split_at_checked(length)?;

@@ -1,8 +1,8 @@
-//! Side by side: Tidegate, its peers and the limits of the machine, in one run, taking turns.
+//! Comparison of Tidegate with similar projects and with the limits of the machine.
 //!
-//! Each suite measures in rounds, in which every contestant has its turn, and writes a file of
-//! [`results`]; `report` makes `docs/benchmarks.md` of them. What counts are the ratios within a
-//! round: they carry over to other machines.
+//! Each suite measures in rounds. In a round, each candidate has one turn. The suite writes a file
+//! of [`results`], and `report` generates `docs/benchmarks.md` from these files. Ratios within a
+//! round are similar on other machines; absolute times are not.
 
 pub mod plan;
 pub mod results;

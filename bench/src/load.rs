@@ -1,4 +1,4 @@
-//! Load from outside: `wrk` for HTTP, `h2load` for gRPC.
+//! Load generators: `wrk` for HTTP, `h2load` for gRPC.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,55 +6,63 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::process::{Server, output_of};
+use crate::process::{Server, run_tool};
 
-/// What a server did with its load.
+/// Throughput and CPU time of a server under load.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Load {
+pub(crate) struct Throughput {
     pub(crate) per_second: f64,
-    /// Of the server alone, in microseconds a request.
-    pub(crate) processor_micros: f64,
+    /// CPU time of the server per request, in microseconds.
+    pub(crate) cpu_micros: f64,
 }
 
-impl Load {
-    /// Measures the server's processor time around a load of so many requests in so many seconds.
-    pub(crate) fn around(
+impl Throughput {
+    /// Runs a load generator, which returns the number of requests and the requests per second, and
+    /// measures the CPU time of the server.
+    pub(crate) fn measure(
         server: &Server,
         load: impl FnOnce() -> Result<(f64, f64)>,
     ) -> Result<Self> {
-        let before = server.processor_time()?;
+        let before = server.cpu_seconds()?;
         let (requests, per_second) = load()?;
-        ensure!(requests > 0.0, "not one request was answered");
-        Ok(Self {
-            per_second,
-            processor_micros: (server.processor_time()? - before) * 1e6 / requests,
-        })
+        ensure!(requests > 0.0, "no request was answered");
+        Ok(Self { per_second, cpu_micros: (server.cpu_seconds()? - before) * 1e6 / requests })
     }
 }
 
-/// 64 connections, with what the script sends.
-pub(crate) fn wrk(server: &Server, script: &Path, url: &str, turn: Duration) -> Result<Load> {
-    Load::around(server, || {
-        let duration = format!("-d{}s", turn.as_secs());
-        let text = output_of(
-            Command::new("wrk").args(["-t1", "-c64", &duration, "-s"]).arg(script).arg(url),
+/// Runs wrk with 64 connections and the requests of the script.
+pub(crate) fn wrk(
+    server: &Server,
+    script: &Path,
+    url: &str,
+    duration: Duration,
+) -> Result<Throughput> {
+    Throughput::measure(server, || {
+        let duration_flag = format!("-d{}s", duration.as_secs());
+        let text = run_tool(
+            Command::new("wrk").args(["-t1", "-c64", &duration_flag, "-s"]).arg(script).arg(url),
         )?;
-        ensure!(!text.contains("Non-2xx"), "wrk got other answers than 200: {text}");
+        ensure!(!text.contains("Non-2xx"), "wrk got answers other than 200: {text}");
         let word =
             |line: &str| line.split_whitespace().next().and_then(|word| word.parse::<f64>().ok());
         let requests = text.lines().find(|line| line.contains("requests in")).and_then(word);
         let per_second =
             text.lines().find_map(|line| line.strip_prefix("Requests/sec:")).and_then(word);
-        requests.zip(per_second).with_context(|| format!("wrk says nothing: {text}"))
+        requests.zip(per_second).with_context(|| format!("wrk printed no rate: {text}"))
     })
 }
 
-/// 8 connections of 32 streams, all with the same message.
-pub(crate) fn h2load(server: &Server, message: &Path, url: &str, turn: Duration) -> Result<Load> {
-    Load::around(server, || {
-        let text = output_of(
+/// Runs h2load with 8 connections of 32 streams, all with the same message.
+pub(crate) fn h2load(
+    server: &Server,
+    message: &Path,
+    url: &str,
+    duration: Duration,
+) -> Result<Throughput> {
+    Throughput::measure(server, || {
+        let text = run_tool(
             Command::new("h2load")
-                .args(["-t1", "-c8", "-m32", "-D", &turn.as_secs().to_string(), "-d"])
+                .args(["-t1", "-c8", "-m32", "-D", &duration.as_secs().to_string(), "-d"])
                 .arg(message)
                 .args(["-H", "content-type: application/grpc", "-H", "te: trailers", url]),
         )?;
@@ -72,8 +80,8 @@ pub(crate) fn h2load(server: &Server, message: &Path, url: &str, turn: Duration)
         };
         let (done, succeeded) =
             count("done").zip(count("succeeded")).with_context(|| format!("h2load: {text}"))?;
-        // The requests that are under way when the time is up are cut off.
+        // Requests in flight at the end are aborted.
         ensure!(succeeded >= done - 8.0 * 32.0, "h2load had failures: {text}");
-        Ok((succeeded, per_second.context("h2load says no rate")?))
+        Ok((succeeded, per_second.context("h2load printed no rate")?))
     })
 }

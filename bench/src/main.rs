@@ -1,4 +1,4 @@
-//! `tidegate-bench`: runs the suites, and makes `docs/benchmarks.md` of what they found.
+//! `tidegate-bench`: runs the suites and generates `docs/benchmarks.md` from their results.
 
 use std::process::Command;
 
@@ -15,14 +15,14 @@ mod redis;
 mod report;
 mod service;
 
-/// As in our own service: callers of the library on Redis allocate as it does.
+/// The allocator of the service, so that callers of the library on Redis use the same one.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const SUITES: &str = "in-process, http, redis, service, logs, report; without any, all of them";
+const SUITES: &str = "in-process, http, redis, service, logs, report (default: all)";
 
 fn main() -> Result<()> {
-    let plan = Plan::chosen();
+    let plan = Plan::from_env();
     let suites: Vec<String> = std::env::args().skip(1).collect();
     let all = ["in-process", "http", "redis", "service", "logs", "report"].map(str::to_owned);
     for suite in if suites.is_empty() { all.to_vec() } else { suites } {
@@ -34,15 +34,15 @@ fn main() -> Result<()> {
             "service" => service::run(plan)?,
             "logs" => redis::logs::run(plan)?,
             "report" => report::run()?,
-            other => bail!("there is no suite {other}: {SUITES}"),
+            other => bail!("unknown suite {other}; suites: {SUITES}"),
         }
     }
     Ok(())
 }
 
-/// In a process of its own, where the allocator counts.
+/// Runs the suite in a separate process, which has a counting allocator.
 fn in_process() -> Result<()> {
-    let status = Command::new(process::our_binary("in_process")?).status()?;
+    let status = Command::new(process::own_binary("in_process")?).status()?;
     ensure!(status.success(), "in_process: {status}");
     Ok(())
 }

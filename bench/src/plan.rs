@@ -1,4 +1,4 @@
-//! How long to measure: `BENCH=quick` for a pass of two minutes, everything otherwise.
+//! Duration of the measurement: `BENCH=quick` for a run of two minutes, the full one otherwise.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ pub enum Plan {
 }
 
 impl Plan {
-    /// From the environment.
+    /// Reads the plan from the environment variable `BENCH`.
     #[must_use]
-    pub fn chosen() -> Self {
+    pub fn from_env() -> Self {
         match std::env::var("BENCH").as_deref() {
             Ok("quick") => Self::Quick,
             _ => Self::Full,
@@ -26,7 +26,7 @@ impl Plan {
         }
     }
 
-    /// In how many rounds each contestant has its turn.
+    /// Returns the number of rounds.
     #[must_use]
     pub fn rounds(self) -> usize {
         match self {
@@ -35,7 +35,7 @@ impl Plan {
         }
     }
 
-    /// A turn of a load generator.
+    /// Returns the duration of a turn of a load generator.
     #[must_use]
     pub fn turn(self) -> Duration {
         match self {
@@ -44,16 +44,16 @@ impl Plan {
         }
     }
 
-    /// A turn in process, where nothing has to get going.
+    /// Returns the duration of a turn of the in-process suite, which needs no time to start.
     #[must_use]
-    pub fn short_turn(self) -> Duration {
+    pub fn in_process_turn(self) -> Duration {
         match self {
             Self::Full => Duration::from_millis(100),
             Self::Quick => Duration::from_millis(30),
         }
     }
 
-    /// How many keys the stores are filled with.
+    /// Returns the numbers of keys in the stores.
     #[must_use]
     pub fn keys(self) -> &'static [usize] {
         match self {

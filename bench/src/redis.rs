@@ -1,4 +1,4 @@
-//! A Redis of our own on the loopback, and what it tells about itself.
+//! A Redis server on loopback, and its statistics.
 
 use std::process::Command;
 
@@ -12,7 +12,7 @@ pub(crate) mod ceiling;
 pub(crate) mod decisions;
 pub(crate) mod logs;
 
-/// A server that keeps nothing on disk, with nothing in it.
+/// An empty server without persistence.
 pub(crate) struct Redis {
     _server: Server,
     port: u16,
@@ -47,8 +47,8 @@ impl Redis {
         Ok(::redis::Client::open(self.url())?.get_connection()?)
     }
 
-    /// The processor time that it has taken so far, in seconds, by its own account.
-    pub(crate) fn processor_time(&self) -> Result<f64> {
+    /// Returns the CPU time that Redis has used, in seconds, from `INFO cpu`.
+    pub(crate) fn cpu_seconds(&self) -> Result<f64> {
         let info: String = ::redis::cmd("INFO").arg("cpu").query(&mut self.connection()?)?;
         let seconds = |name: &str| {
             let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -63,7 +63,8 @@ impl Redis {
         Ok(::redis::cmd("CONFIG").arg("RESETSTAT").exec(&mut self.connection()?)?)
     }
 
-    /// How many scripts have run since the statistics were reset. An error if one of them failed.
+    /// Returns the number of script calls since the statistics were reset, or an error if a script
+    /// failed.
     pub(crate) fn script_calls(&self) -> Result<f64> {
         let info: String =
             ::redis::cmd("INFO").arg("commandstats").query(&mut self.connection()?)?;
@@ -80,7 +81,7 @@ impl Redis {
                 .with_context(|| format!("commandstats has no {name}"))
         };
         let failed = number("failed_calls")? + number("rejected_calls")?;
-        // The first call of a script finds it unknown, and loads it.
+        // The first call of each script fails with NOSCRIPT, and the library loads the script.
         ensure!(failed <= 4.0, "{failed} scripts failed");
         number("calls")
     }

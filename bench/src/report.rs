@@ -1,4 +1,4 @@
-//! `docs/benchmarks.md` and its charts, of what the suites have left.
+//! Generates `docs/benchmarks.md` and its charts from the results of the suites.
 
 use std::fmt::Write as _;
 
@@ -8,14 +8,14 @@ use tidegate_bench::results::{Results, root};
 use self::chart::Chart;
 
 mod chart;
-mod facts;
+mod environment;
 mod goals;
 mod in_process;
-mod on_redis;
-mod over_the_wire;
+mod network;
+mod redis;
 
-/// What each suite's last run has found; a suite that never ran is left out.
-struct Found {
+/// Results of the last run of each suite; `None` for a suite that never ran.
+struct SuiteResults {
     in_process: Option<Results>,
     growth: Option<Results>,
     http: Option<Results>,
@@ -24,7 +24,7 @@ struct Found {
     logs: Option<Results>,
 }
 
-/// The page as it is written, and the charts beside it.
+/// Text of the page, and its charts.
 #[derive(Default)]
 struct Page {
     text: String,
@@ -35,6 +35,24 @@ impl Page {
     fn line(&mut self, line: &str) {
         self.text.push_str(line);
         self.text.push('\n');
+    }
+
+    /// Writes a paragraph with lines of up to 100 columns.
+    fn paragraph(&mut self, text: &str) {
+        let mut columns = 0;
+        for word in text.split_whitespace() {
+            let width = word.chars().count();
+            if columns > 0 && columns + 1 + width > MAX_COLUMNS {
+                self.text.push('\n');
+                columns = 0;
+            } else if columns > 0 {
+                self.text.push(' ');
+                columns += 1;
+            }
+            self.text.push_str(word);
+            columns += width;
+        }
+        self.text.push_str("\n\n");
     }
 
     fn heading(&mut self, heading: &str) {
@@ -57,7 +75,7 @@ impl Page {
 }
 
 pub(crate) fn run() -> Result<()> {
-    let found = Found {
+    let suites = SuiteResults {
         in_process: Results::load("in-process")?,
         growth: Results::load("growth")?,
         http: Results::load("http")?,
@@ -67,16 +85,18 @@ pub(crate) fn run() -> Result<()> {
     };
     let mut page = Page::default();
     page.line("# Benchmarks\n");
-    page.line(
-        "Tidegate beside its peers, and beside what the machine can do, in one run: the contestants take turns, in rounds. A ratio is \
-         the median of the ratios of the rounds, with the least and the greatest behind it; ratios carry over to other \
-         machines, times do not. This page is written by `make bench`.",
+    page.paragraph(
+        "This page compares Tidegate with similar projects and with the limits of the machine, in \
+         one run. Each suite measures in rounds, in which all candidates take turns. A ratio is \
+         the median of the ratios of the rounds, with the minimum and the maximum in parentheses. \
+         Ratios are similar on other machines; absolute times are not. `make bench` generates this \
+         page.",
     );
-    facts::write(&mut page, &found)?;
-    goals::write(&mut page, &found);
-    in_process::write(&mut page, &found);
-    over_the_wire::write(&mut page, &found);
-    on_redis::write(&mut page, &found);
+    environment::write(&mut page, &suites)?;
+    goals::write(&mut page, &suites);
+    in_process::write(&mut page, &suites);
+    network::write(&mut page, &suites);
+    redis::write(&mut page, &suites);
     page.heading("Notes");
     page.line(
         std::fs::read_to_string(root().join("bench/notes.md"))
@@ -91,7 +111,7 @@ pub(crate) fn run() -> Result<()> {
         std::fs::write(folder.join(name), svg)?;
     }
     let path = docs.join("benchmarks.md");
-    // No two empty lines in a row.
+    // Collapse consecutive empty lines.
     let mut text = page.text;
     while text.contains("\n\n\n") {
         text = text.replace("\n\n\n", "\n\n");
@@ -101,7 +121,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// `12,345,678`
+/// Formats a number as in `12,345,678`.
 fn thousands(number: f64) -> String {
     let digits = format!("{number:.0}");
     let mut text = String::new();
@@ -114,8 +134,8 @@ fn thousands(number: f64) -> String {
     text
 }
 
-/// `1`, `10k`, `1M`
-fn short(number: usize) -> String {
+/// Formats a number as in `1`, `10k`, `1M`.
+fn abbreviate(number: usize) -> String {
     match number {
         1_000_000.. => format!("{}M", number / 1_000_000),
         1_000.. => format!("{}k", number / 1_000),
@@ -123,5 +143,8 @@ fn short(number: usize) -> String {
     }
 }
 
-/// What stands where nothing was measured.
-const NONE: &str = "–";
+/// Text for a missing measurement.
+const NOT_MEASURED: &str = "–";
+
+/// Maximum length of a line of text.
+const MAX_COLUMNS: usize = 100;

@@ -1,4 +1,4 @@
-//! What was measured: one file of JSON lines for each suite, which the report reads.
+//! Measurements: one file of JSON lines per suite, which the report reads.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -10,16 +10,16 @@ use serde::{Deserialize, Serialize};
 use crate::plan::Plan;
 use crate::spread::Spread;
 
-/// One contestant in one case: a value for each round. Values of one round belong together.
+/// Values of one candidate in one case, one per round.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Row {
     pub case: String,
-    pub contestant: String,
+    pub candidate: String,
     pub metric: String,
     pub rounds: Vec<f64>,
 }
 
-/// When and how a suite was measured.
+/// Time and conditions of the measurement of a suite.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Header {
     pub suite: String,
@@ -27,15 +27,15 @@ pub struct Header {
     /// Seconds since the epoch.
     pub started: u64,
     pub seconds: f64,
-    /// How many others wanted a processor when it began.
+    /// Load average of the last minute, at the start of the suite.
     pub load: f64,
 }
 
-/// A suite's measurements.
+/// Measurements of a suite.
 #[derive(Debug)]
 pub struct Results {
     header: Header,
-    begun: Instant,
+    started_at: Instant,
     rows: Vec<Row>,
 }
 
@@ -51,21 +51,19 @@ impl Results {
             seconds: 0.0,
             load: load_average(),
         };
-        Self { header, begun: Instant::now(), rows: Vec::new() }
+        Self { header, started_at: Instant::now(), rows: Vec::new() }
     }
 
-    /// Takes down the value of the next round.
-    pub fn add(&mut self, case: &str, contestant: &str, metric: &str, value: f64) {
-        let same = |row: &&mut Row| {
-            row.case == case && row.contestant == contestant && row.metric == metric
-        };
+    /// Records the value of the next round.
+    pub fn add(&mut self, case: &str, candidate: &str, metric: &str, value: f64) {
+        let same =
+            |row: &&mut Row| row.case == case && row.candidate == candidate && row.metric == metric;
         if let Some(row) = self.rows.iter_mut().find(same) {
             row.rounds.push(value);
             return;
         }
-        let (case, contestant, metric) =
-            (case.to_owned(), contestant.to_owned(), metric.to_owned());
-        self.rows.push(Row { case, contestant, metric, rounds: vec![value] });
+        let (case, candidate, metric) = (case.to_owned(), candidate.to_owned(), metric.to_owned());
+        self.rows.push(Row { case, candidate, metric, rounds: vec![value] });
     }
 
     #[must_use]
@@ -79,18 +77,18 @@ impl Results {
     }
 
     #[must_use]
-    pub fn rounds(&self, case: &str, contestant: &str, metric: &str) -> Option<&[f64]> {
+    pub fn rounds(&self, case: &str, candidate: &str, metric: &str) -> Option<&[f64]> {
         let same =
-            |row: &&Row| row.case == case && row.contestant == contestant && row.metric == metric;
+            |row: &&Row| row.case == case && row.candidate == candidate && row.metric == metric;
         self.rows.iter().find(same).map(|row| row.rounds.as_slice())
     }
 
     #[must_use]
-    pub fn spread(&self, case: &str, contestant: &str, metric: &str) -> Option<Spread> {
-        self.rounds(case, contestant, metric).and_then(Spread::of)
+    pub fn spread(&self, case: &str, candidate: &str, metric: &str) -> Option<Spread> {
+        self.rounds(case, candidate, metric).and_then(Spread::of)
     }
 
-    /// One contestant's value over another's, round by round.
+    /// Returns the ratio of the values of two candidates, round by round.
     #[must_use]
     pub fn ratio(&self, metric: &str, one: (&str, &str), other: (&str, &str)) -> Option<Spread> {
         Spread::of_ratios(
@@ -99,9 +97,9 @@ impl Results {
         )
     }
 
-    /// Writes the suite's file, in place of that of its last run.
+    /// Writes the file of the suite and replaces that of its last run.
     pub fn save(mut self) -> Result<()> {
-        self.header.seconds = self.begun.elapsed().as_secs_f64();
+        self.header.seconds = self.started_at.elapsed().as_secs_f64();
         let path = folder().join(format!("{}.jsonl", self.header.suite));
         std::fs::create_dir_all(folder())?;
         let mut file = std::fs::File::create(&path).with_context(|| path.display().to_string())?;
@@ -113,7 +111,7 @@ impl Results {
         Ok(())
     }
 
-    /// What the suite's last run has left; `None` if it never ran.
+    /// Loads the results of the last run of a suite; `None` if it never ran.
     pub fn load(suite: &str) -> Result<Option<Self>> {
         let path = folder().join(format!("{suite}.jsonl"));
         let Ok(text) = std::fs::read_to_string(&path) else { return Ok(None) };
@@ -121,17 +119,17 @@ impl Results {
         let header = serde_json::from_str(lines.next().unwrap_or_default())
             .with_context(|| path.display().to_string())?;
         let rows = lines.map(serde_json::from_str).collect::<Result<_, _>>()?;
-        Ok(Some(Self { header, begun: Instant::now(), rows }))
+        Ok(Some(Self { header, started_at: Instant::now(), rows }))
     }
 }
 
-/// Of the last minute.
+/// Returns the load average of the last minute.
 fn load_average() -> f64 {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split_whitespace().next().and_then(|load| load.parse().ok()).unwrap_or_default()
 }
 
-/// The repository.
+/// Returns the root folder of the repository.
 #[must_use]
 pub fn root() -> PathBuf {
     let bench = PathBuf::from(env!("CARGO_MANIFEST_DIR"));

@@ -1,27 +1,27 @@
-//! [`Spread`]: the median of some rounds, and how far they lie apart.
+//! [`Spread`]: median, minimum and maximum over rounds.
 
 use std::fmt;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
     pub median: f64,
-    pub least: f64,
-    pub most: f64,
+    pub min: f64,
+    pub max: f64,
     pub rounds: usize,
 }
 
 impl Spread {
-    /// `None` if there is no value.
+    /// Computes the spread of values; `None` without values.
     #[must_use]
     pub fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
-        let (least, most) = (*sorted.first()?, *sorted.last()?);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
         let (low, high) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
-        Some(Self { median: f64::midpoint(low, high), least, most, rounds: sorted.len() })
+        Some(Self { median: f64::midpoint(low, high), min, max, rounds: sorted.len() })
     }
 
-    /// Of the ratios of values that were measured in the same rounds.
+    /// Computes the spread of the ratios of values of the same rounds.
     #[must_use]
     pub fn of_ratios(one: &[f64], other: &[f64]) -> Option<Self> {
         let ratios: Vec<f64> = one.iter().zip(other).map(|(one, other)| one / other).collect();
@@ -33,7 +33,7 @@ impl Spread {
 impl fmt::Display for Spread {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let digits = if self.median >= 20.0 { 0 } else { 2 };
-        write!(f, "{:.digits$}× ({:.digits$}–{:.digits$})", self.median, self.least, self.most)
+        write!(f, "{:.digits$}× ({:.digits$}–{:.digits$})", self.median, self.min, self.max)
     }
 }
 
@@ -42,14 +42,14 @@ mod tests {
     use super::Spread;
 
     #[test]
-    fn the_median_lies_between_the_middle_two() {
+    fn median_of_an_even_count_is_the_midpoint() {
         let spread = Spread::of(&[4.0, 1.0, 3.0, 2.0]).expect("values");
-        assert_eq!(spread, Spread { median: 2.5, least: 1.0, most: 4.0, rounds: 4 });
+        assert_eq!(spread, Spread { median: 2.5, min: 1.0, max: 4.0, rounds: 4 });
         assert_eq!(Spread::of(&[]), None);
     }
 
     #[test]
-    fn ratios_are_of_values_of_the_same_round() {
+    fn ratios_use_values_of_the_same_round() {
         let spread = Spread::of_ratios(&[10.0, 30.0, 20.0], &[5.0, 10.0, 20.0]).expect("values");
         assert_eq!(spread.to_string(), "2.00× (1.00–3.00)");
     }

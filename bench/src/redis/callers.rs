@@ -1,5 +1,4 @@
-//! Callers of the library: so many at a time, each waits for its decision before it asks for the
-//! next.
+//! Concurrent callers of the library. Each caller waits for its decision before the next request.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,29 +6,29 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use tidegate::{Charge, Limiter, Quota, Store};
 
-/// For whom they ask.
+/// Keys of the callers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Users {
-    /// Somebody else each time, of a million.
+pub(crate) enum CallerKeys {
+    /// A random one of a million keys in each request.
     Random,
-    /// All for the same.
-    Same,
+    /// The same key in all requests.
+    Hot,
 }
 
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Answers {
+pub(crate) struct CallersResult {
     pub(crate) decisions: f64,
     pub(crate) allowed: f64,
     pub(crate) per_second: f64,
-    /// Of one decision, half of them within.
+    /// Median latency of a decision.
     pub(crate) median_micros: f64,
-    /// Of one decision, 99 of 100 within.
+    /// 99th percentile of the latency of a decision.
     pub(crate) p99_micros: f64,
 }
 
-/// What one caller saw.
+/// Results of one caller.
 #[derive(Default)]
-struct Seen {
+struct CallerResult {
     allowed: usize,
     nanoseconds: Vec<u32>,
 }
@@ -37,10 +36,10 @@ struct Seen {
 pub(crate) async fn run<S: Store>(
     limiter: &Limiter<S>,
     quota: &Quota,
-    users: Users,
+    keys: CallerKeys,
     callers: usize,
-    turn: Duration,
-) -> Result<Answers> {
+    duration: Duration,
+) -> Result<CallersResult> {
     let start = Instant::now();
     let quota = Arc::new(quota.clone());
     let tasks: Vec<_> = (0..callers)
@@ -48,17 +47,17 @@ pub(crate) async fn run<S: Store>(
             tokio::spawn(caller(
                 limiter.clone(),
                 Arc::clone(&quota),
-                users,
+                keys,
                 number as u64,
-                start + turn,
+                start + duration,
             ))
         })
         .collect();
     let (mut allowed, mut nanoseconds) = (0, Vec::new());
     for task in tasks {
-        let seen = task.await??;
-        allowed += seen.allowed;
-        nanoseconds.extend(seen.nanoseconds);
+        let result = task.await??;
+        allowed += result.allowed;
+        nanoseconds.extend(result.nanoseconds);
     }
     let elapsed = start.elapsed().as_secs_f64();
     let decisions = nanoseconds.len();
@@ -66,7 +65,7 @@ pub(crate) async fn run<S: Store>(
     let percentile = |percent: usize| {
         nanoseconds.get(decisions * percent / 100).map_or(0.0, |&n| f64::from(n) / 1e3)
     };
-    Ok(Answers {
+    Ok(CallersResult {
         decisions: decisions as f64,
         allowed: allowed as f64,
         per_second: decisions as f64 / elapsed,
@@ -78,29 +77,28 @@ pub(crate) async fn run<S: Store>(
 async fn caller<S: Store>(
     limiter: Limiter<S>,
     quota: Arc<Quota>,
-    users: Users,
+    keys: CallerKeys,
     number: u64,
     until: Instant,
-) -> Result<Seen> {
-    let mut seen = Seen::default();
+) -> Result<CallerResult> {
+    let mut result = CallerResult::default();
     let mut random = (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut name = "user:000000000000".to_owned();
-    let mut asked = Instant::now();
-    while asked < until {
-        if users == Users::Random {
+    let mut started = Instant::now();
+    while started < until {
+        if keys == CallerKeys::Random {
             random = random
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
             name = format!("user:{:012}", (random >> 33) % 1_000_000);
         }
         let decision = limiter.acquire(&Charge::new(&name, &quota)).await?;
-        let answered = Instant::now();
-        seen.allowed += usize::from(decision.allowed);
-        seen.nanoseconds.push(u32::try_from((answered - asked).as_nanos()).unwrap_or(u32::MAX));
-        asked = answered;
-        // A store that answers without waiting would keep the other callers, and the clock, from
-        // their turn.
+        let finished = Instant::now();
+        result.allowed += usize::from(decision.allowed);
+        result.nanoseconds.push(u32::try_from((finished - started).as_nanos()).unwrap_or(u32::MAX));
+        started = finished;
+        // A store that answers without waiting would starve the other callers and the timer.
         tokio::task::consume_budget().await;
     }
-    Ok(seen)
+    Ok(result)
 }

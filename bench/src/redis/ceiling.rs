@@ -1,5 +1,5 @@
-//! What Redis can do with our own script, one decision a call: `redis-benchmark` with 50 clients,
-//! each 16 calls ahead.
+//! Maximum rate of Redis with Tidegate's script and one decision per call: `redis-benchmark` with
+//! 50 clients and pipelines of 16 calls.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpStream;
@@ -11,29 +11,29 @@ use tidegate::{Charge, Limiter, Quota, RedisStore};
 use tokio::runtime::Runtime;
 
 use super::Redis;
-use crate::process::output_of;
+use crate::process::run_tool;
 
-/// A decision as the library sends it, with a random key in place of the one that it was made for.
+/// The call that the library sends for a decision, with a random key.
 pub(crate) struct Ceiling {
     arguments: Vec<String>,
 }
 
-/// Later than any call, and still a whole number in Lua.
-const NEVER: &str = "9007199254740991";
+/// Deadline that never passes, and that Lua represents exactly.
+const MAX_DEADLINE: &str = "9007199254740991";
 
 impl Ceiling {
-    /// Has the library make a decision, and takes from Redis's MONITOR what it sent.
-    pub(crate) fn of(redis: &Redis, runtime: &Runtime, quota: &Quota) -> Result<Self> {
+    /// Records the call of the library for a decision, with MONITOR.
+    pub(crate) fn record(redis: &Redis, runtime: &Runtime, quota: &Quota) -> Result<Self> {
         let name = "user:monitored";
         let charge = Charge::new(name, quota);
         let limiter = Limiter::new(runtime.block_on(RedisStore::connect(&redis.url()))?);
-        // The first loads the script.
+        // The first decision loads the script.
         runtime.block_on(limiter.acquire(&charge))?;
         let mut socket = TcpStream::connect(("127.0.0.1", redis.port()))?;
         socket.set_read_timeout(Some(Duration::from_secs(5)))?;
         socket.write_all(b"MONITOR\r\n")?;
         let mut lines = BufReader::new(socket).lines();
-        ensure!(lines.next().transpose()?.as_deref() == Some("+OK"), "MONITOR was refused");
+        ensure!(lines.next().transpose()?.as_deref() == Some("+OK"), "MONITOR was rejected");
         runtime.block_on(limiter.acquire(&charge))?;
         let key = limiter.store().redis_key(&charge);
         for line in lines {
@@ -42,16 +42,19 @@ impl Ceiling {
                 && words.contains(&key)
             {
                 return Ok(Self {
-                    arguments: words.iter().map(|word| generalised(word, &key, name)).collect(),
+                    arguments: words
+                        .iter()
+                        .map(|word| benchmark_argument(word, &key, name))
+                        .collect(),
                 });
             }
         }
         Err(anyhow::anyhow!("MONITOR shows no EVALSHA"))
     }
 
-    /// Decisions a second. It counts requests, not seconds.
+    /// Runs redis-benchmark with a number of requests and returns the decisions per second.
     pub(crate) fn run(&self, redis: &Redis, requests: f64) -> Result<f64> {
-        let text = output_of(
+        let text = run_tool(
             Command::new("redis-benchmark")
                 .args([
                     "-p",
@@ -68,25 +71,26 @@ impl Ceiling {
                 .arg(format!("{requests:.0}"))
                 .args(&self.arguments),
         )?;
-        // "test","rps","avg_latency_ms",… and below it the values.
+        // "test","rps","avg_latency_ms",… and the values in the next line.
         let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)?.parse().ok());
         rate.with_context(|| format!("redis-benchmark: {text}"))
     }
 }
 
-/// The key becomes a random one, and a deadline one that never comes.
-fn generalised(word: &str, key: &str, name: &str) -> String {
+/// Replaces the key by a random one, and the deadline by one that never passes.
+fn benchmark_argument(word: &str, key: &str, name: &str) -> String {
     if word == key {
         return word.replace(name, "user:__rand_int__");
     }
-    // The only number so large in the arguments is a time, in microseconds.
+    // The only number of this size in the arguments is the deadline, in microseconds.
     match word.parse::<u64>() {
-        Ok(number) if number > 1_000_000_000_000_000 => NEVER.to_owned(),
+        Ok(number) if number > 1_000_000_000_000_000 => MAX_DEADLINE.to_owned(),
         _ => word.to_owned(),
     }
 }
 
-/// The words of a line of MONITOR: `+1700000000.123456 [0 127.0.0.1:4711] "EVALSHA" "3f…" "1" …`
+/// Returns the quoted words of a line of MONITOR, such as
+/// `+1700000000.123456 [0 127.0.0.1:4711] "EVALSHA" "3f…" "1" …`.
 fn quoted_words(line: &str) -> Vec<String> {
     let Some((_, mut rest)) = line.split_once("] ") else { return Vec::new() };
     let mut words = Vec::new();

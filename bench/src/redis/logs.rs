@@ -1,4 +1,4 @@
-//! How much memory an exact log takes in Redis, by its encoding.
+//! Memory of an exact log in Redis, per encoding.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
                 Quota::sliding_log(limit, Duration::from_secs(3_600))?.with_encoding(encoding)?;
             let charge = Charge::new("user:00001234", &quota).policy("log");
             runtime.block_on(limiter.reset(&charge))?;
-            // One after the other: each entry has a time of its own, as in life.
+            // One after the other, so that each entry has a different time, as in practice.
             for _ in 0..limit {
                 runtime.block_on(limiter.acquire(&charge))?;
             }
@@ -30,7 +30,7 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
             let mut usage = ::redis::cmd("MEMORY");
             usage.arg("USAGE").arg(key).arg("SAMPLES").arg(0);
             let bytes: u64 = usage.query(&mut redis.connection()?)?;
-            println!("a log of {limit}, {encoding}: {bytes} bytes");
+            println!("log of {limit}, {encoding}: {bytes} bytes");
             results.add(&limit.to_string(), encoding.as_str(), "bytes", bytes as f64);
         }
     }

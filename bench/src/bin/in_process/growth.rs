@@ -1,5 +1,5 @@
-//! How the cost of a decision of ours grows, for each algorithm: with the keys in the store, and
-//! with the limit.
+//! Growth of the cost of a Tidegate decision per algorithm: with the number of keys in the store,
+//! and with the limit.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,41 +11,43 @@ use tidegate::{Algorithm, Charge, Clock, Limiter, MemoryStore, Quota};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
-use crate::contestants::key_of;
-use crate::walk::{Kind, walk};
+use crate::candidates::key_of;
+use crate::key_sequence::{Distribution, key_sequence};
 
-/// So few that they stay in the cache, however many others there are in the store.
-const FEW: usize = 1_000;
-/// In a turn.
+/// Number of keys that stay in the CPU cache, independent of the number of keys in the store.
+const CACHED_KEYS: usize = 1_000;
+/// Decisions per turn.
 const DECISIONS: usize = 200_000;
-/// So long that it hardly ever ends while this runs.
+/// Window that is longer than the measurement.
 const WINDOW: Duration = Duration::from_secs(86_400);
 
-/// Twice at each size: asked for any key, and only ever for a few of them. The difference is what
-/// the cache misses cost, and the second alone is what a larger table costs beside them.
+/// Measures each size twice: with decisions for all keys, and with decisions for a few keys that
+/// stay in the cache. The second shows the cost of a larger table without cache misses; the
+/// difference is the cost of cache misses.
 pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
     let sizes: &[usize] = match plan {
         Plan::Full => &[1_000, 10_000, 100_000, 1_000_000, 10_000_000],
         Plan::Quick => &[1_000, 10_000, 1_000_000],
     };
-    let few = walk(Kind::Uniform, FEW);
-    let walks: Vec<Vec<String>> = sizes.iter().map(|&keys| walk(Kind::Uniform, keys)).collect();
+    let cached = key_sequence(Distribution::Uniform, CACHED_KEYS);
+    let sequences: Vec<Vec<String>> =
+        sizes.iter().map(|&keys| key_sequence(Distribution::Uniform, keys)).collect();
     for algorithm in Algorithm::ALL {
-        let quota = roomy(algorithm)?;
+        let quota = unlimited_quota(algorithm)?;
         let limiters =
-            sizes.iter().map(|&keys| filled(keys, &quota)).collect::<Result<Vec<_>>>()?;
+            sizes.iter().map(|&keys| filled_limiter(keys, &quota)).collect::<Result<Vec<_>>>()?;
         for round in 0..=plan.rounds() {
-            for ((keys, limiter), any) in sizes.iter().zip(&limiters).zip(&walks) {
-                for (which, walk) in [("any", any), ("few", &few)] {
-                    let from = round * DECISIONS % walk.len();
+            for ((keys, limiter), all) in sizes.iter().zip(&limiters).zip(&sequences) {
+                for (which, sequence) in [("all", all), ("cached", &cached)] {
+                    let from = round * DECISIONS % sequence.len();
                     let start = Instant::now();
-                    for key in walk.iter().cycle().skip(from).take(DECISIONS) {
+                    for key in sequence.iter().cycle().skip(from).take(DECISIONS) {
                         ensure!(
                             limiter.blocking().acquire(&Charge::new(key, &quota))?.allowed,
                             "{algorithm}: denied"
                         );
                     }
-                    // The first round is to get warm.
+                    // The first round is a warm-up.
                     if round > 0 {
                         let case = format!("keys/{keys}/{which}");
                         results.add(&case, algorithm.as_str(), "ns", nanoseconds(start));
@@ -56,7 +58,7 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
         for (keys, limiter) in sizes.iter().zip(&limiters) {
             ensure!(
                 limiter.store().keys() == *keys,
-                "{algorithm}: of {keys} keys some have expired"
+                "{algorithm}: some of {keys} keys have expired"
             );
         }
         let medians = sizes.iter().map(|keys| {
@@ -65,16 +67,16 @@ pub(crate) fn by_keys(plan: Plan, results: &mut Results) -> Result<()> {
                     results.spread(&format!("keys/{keys}/{which}"), algorithm.as_str(), "ns");
                 spread.map_or(f64::NAN, |spread| spread.median)
             };
-            format!("{keys} keys {:.0} ns ({:.0} in the cache)", median("any"), median("few"))
+            format!("{keys} keys {:.0} ns ({:.0} cached)", median("all"), median("cached"))
         });
         println!("{algorithm}: {}", medians.collect::<Vec<_>>().join(", "));
     }
     Ok(())
 }
 
-/// Admits all that is asked here, and forgets no key in that time: a bucket would, had it a unit
-/// back in milliseconds.
-fn roomy(algorithm: Algorithm) -> Result<Quota> {
+/// Returns a quota that admits all requests of this benchmark and evicts no key during it. A bucket
+/// with a short refill interval would be evicted when it is full.
+fn unlimited_quota(algorithm: Algorithm) -> Result<Quota> {
     Ok(match algorithm {
         Algorithm::TokenBucket | Algorithm::LeakyBucket => {
             Quota::new(algorithm, 1, Duration::from_secs(300))?.with_burst(1_000_000)?
@@ -83,20 +85,17 @@ fn roomy(algorithm: Algorithm) -> Result<Quota> {
     })
 }
 
-fn filled(keys: usize, quota: &Quota) -> Result<Limiter> {
+fn filled_limiter(keys: usize, quota: &Quota) -> Result<Limiter> {
     let limiter = Limiter::new(MemoryStore::new());
     for number in 0..keys {
         let key = key_of(number);
-        ensure!(
-            limiter.blocking().acquire(&Charge::new(&key, quota))?.allowed,
-            "no room for {key}"
-        );
+        ensure!(limiter.blocking().acquire(&Charge::new(&key, quota))?.allowed, "{key} was denied");
     }
     Ok(limiter)
 }
 
-/// In the steady state: L requests in every window, so that a log is full, and loses an entry with
-/// each that it gets. Time is driven by hand.
+/// Measures the steady state with L requests per window: a log is full, and each new entry replaces
+/// an expired one. The clock is advanced by the benchmark.
 pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
     let limits: &[u64] = match plan {
         Plan::Full => &[10, 100, 1_000, 10_000, 100_000, 1_000_000],
@@ -106,7 +105,7 @@ pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
     for algorithm in Algorithm::ALL {
         let mut stores = Vec::new();
         for &limit in limits {
-            let clock = ByHand(Arc::new(AtomicU64::new(1_700_000_000_000_000)));
+            let clock = SteppedClock(Arc::new(AtomicU64::new(1_700_000_000_000_000)));
             let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
             stores.push((limit, Quota::new(algorithm, limit, WINDOW)?, clock, limiter));
         }
@@ -145,22 +144,22 @@ pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
     Ok(())
 }
 
-/// A clock that costs next to nothing, unlike the library's for tests, which wakes sleepers.
+/// Manual clock with minimal overhead; unlike `ManualClock`, it does not wake sleeping tasks.
 #[derive(Debug, Clone)]
-struct ByHand(Arc<AtomicU64>);
+struct SteppedClock(Arc<AtomicU64>);
 
-impl ByHand {
+impl SteppedClock {
     fn advance(&self, micros: u64) {
         self.0.fetch_add(micros, Ordering::Relaxed);
     }
 }
 
-impl Clock for ByHand {
+impl Clock for SteppedClock {
     fn now(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Nobody waits here.
+    /// Never completes: the benchmark does not sleep on this clock.
     fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         Box::pin(std::future::pending())
     }
@@ -170,7 +169,7 @@ impl Clock for ByHand {
     }
 }
 
-/// Of one of [`DECISIONS`].
+/// Returns the time per decision of a turn.
 fn nanoseconds(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e9 / DECISIONS as f64
 }

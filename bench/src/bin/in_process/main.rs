@@ -1,8 +1,8 @@
-//! In process: nanoseconds a decision and bytes a key of our memory store and of its peers, and how
-//! both grow.
+//! In-process comparison of the memory store with similar libraries: nanoseconds per decision,
+//! bytes per key, and how both grow.
 //!
-//! A binary of its own, because its allocator counts. Everything else about it is the system's, for
-//! all contestants.
+//! This is a separate binary because it installs a counting allocator, which uses the system
+//! allocator for all candidates.
 
 use std::time::Instant;
 
@@ -10,28 +10,28 @@ use anyhow::{Result, ensure};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
-use crate::contestants::{
-    Admits, Contestant, Governor, Limitador, LoopAlone, Throttlecrab, Tidegate, key_of,
+use crate::candidates::{
+    Candidate, EmptyLoop, Governor, Limitador, Scenario, Throttlecrab, Tidegate, key_of,
 };
-use crate::turns::{Turns, filled};
-use crate::walk::{Kind, walk};
+use crate::key_sequence::{Distribution, key_sequence};
+use crate::turns::{DynCandidate, filled};
 
-mod contestants;
+mod candidates;
 mod footprint;
 mod growth;
+mod key_sequence;
 mod turns;
-mod walk;
 
-const A_MILLION: usize = 1_000_000;
-/// In seconds.
-const LONGEST_FILL: f64 = 45.0;
+const MILLION: usize = 1_000_000;
+/// Maximum time to fill a store, in seconds; candidates that take longer are skipped.
+const MAX_FILL_SECONDS: f64 = 45.0;
 
 fn main() -> Result<()> {
-    let plan = Plan::chosen();
+    let plan = Plan::from_env();
     let mut results = Results::new("in-process", plan);
     for &keys in plan.keys() {
-        for admits in [Admits::All, Admits::None] {
-            side_by_side(plan, keys, admits, &mut results)?;
+        for scenario in [Scenario::Allowed, Scenario::Denied] {
+            compare(plan, keys, scenario, &mut results)?;
         }
     }
     results.save()?;
@@ -41,92 +41,93 @@ fn main() -> Result<()> {
     results.save()
 }
 
-fn side_by_side(plan: Plan, keys: usize, admits: Admits, results: &mut Results) -> Result<()> {
-    let mut contestants: Vec<Box<dyn Turns>> = vec![Box::new(LoopAlone)];
-    enter::<Throttlecrab>(keys, admits, &mut contestants, results)?;
-    enter::<Limitador>(keys, admits, &mut contestants, results)?;
-    enter::<Governor>(keys, admits, &mut contestants, results)?;
-    // Last, because what it holds expires, which no peer's does in the time that this takes.
-    enter::<Tidegate>(keys, admits, &mut contestants, results)?;
-    for kind in Kind::ALL {
-        let walk = walk(kind, keys);
+fn compare(plan: Plan, keys: usize, scenario: Scenario, results: &mut Results) -> Result<()> {
+    let mut candidates: Vec<Box<dyn DynCandidate>> = vec![Box::new(EmptyLoop)];
+    add_candidate::<Throttlecrab>(keys, scenario, &mut candidates, results)?;
+    add_candidate::<Limitador>(keys, scenario, &mut candidates, results)?;
+    add_candidate::<Governor>(keys, scenario, &mut candidates, results)?;
+    // Last, because its keys expire; those of the other libraries do not during the measurement.
+    add_candidate::<Tidegate>(keys, scenario, &mut candidates, results)?;
+    for distribution in Distribution::ALL {
+        let sequence = key_sequence(distribution, keys);
         for threads in [1, 2] {
-            let case = format!("{keys}/{threads}/{}/{}", admits.name(), kind.name());
-            let counts: Vec<usize> = contestants
+            let case = format!("{keys}/{threads}/{}/{}", scenario.name(), distribution.name());
+            let counts: Vec<usize> = candidates
                 .iter_mut()
-                .map(|contestant| contestant.warm_up(&walk, threads, plan.short_turn()))
+                .map(|candidate| candidate.warm_up(&sequence, threads, plan.in_process_turn()))
                 .collect();
             for round in 0..plan.rounds() {
-                for turn in 0..contestants.len() {
-                    // Who goes first changes.
-                    let who = (turn + round) % contestants.len();
-                    let contestant = &mut contestants[who];
-                    let outcome = contestant.turn(&walk, threads, counts[who], round + 1);
-                    let expected = if admits == Admits::All { outcome.decisions } else { 0 };
-                    let name = contestant.name();
+                for turn in 0..candidates.len() {
+                    // Rotate the order of the candidates in each round.
+                    let index = (turn + round) % candidates.len();
+                    let candidate = &mut candidates[index];
+                    let outcome = candidate.turn(&sequence, threads, counts[index], round + 1);
+                    let expected =
+                        if scenario == Scenario::Allowed { outcome.decisions } else { 0 };
+                    let name = candidate.name();
                     ensure!(
-                        outcome.allowed == expected || name == LoopAlone::NAME,
-                        "{name}, {case}: {} of {} allowed, and {expected} expected",
+                        outcome.allowed == expected || name == EmptyLoop::NAME,
+                        "{name}, {case}: {} of {} allowed, expected {expected}",
                         outcome.allowed,
                         outcome.decisions
                     );
                     results.add(&case, name, "ns", outcome.nanoseconds());
                 }
             }
-            print_case(&case, &contestants, results);
+            print_case(&case, &candidates, results);
         }
     }
     Ok(())
 }
 
-/// Fills a contestant with its keys, unless that would take more memory than there is, or more time
-/// than all the rest.
-fn enter<C: Contestant + 'static>(
+/// Fills a candidate with its keys and adds it to the comparison, unless that would exceed the
+/// available memory or [`MAX_FILL_SECONDS`].
+fn add_candidate<C: Candidate + 'static>(
     keys: usize,
-    admits: Admits,
-    contestants: &mut Vec<Box<dyn Turns>>,
+    scenario: Scenario,
+    candidates: &mut Vec<Box<dyn DynCandidate>>,
     results: &mut Results,
 ) -> Result<()> {
     let size = keys.to_string();
-    if keys > A_MILLION {
+    if keys > MILLION {
         let at_a_million =
             |metric| results.spread("1000000", C::NAME, metric).map_or(0.0, |spread| spread.median);
         let (gigabytes, seconds) = (
             at_a_million("bytes") * keys as f64 / 1e9,
             at_a_million("fill_ns") * keys as f64 / 1e9,
         );
-        // A table that grows is there twice for a moment.
-        if gigabytes * 1.7e9 > available_memory() || seconds > LONGEST_FILL {
+        // While a table grows, the old and the new one exist at the same time.
+        if gigabytes * 1.7e9 > available_memory() || seconds > MAX_FILL_SECONDS {
             println!(
-                "{keys} keys are left out for {}: {gigabytes:.1} GB, {seconds:.0} s to fill it",
+                "{}: skipping {keys} keys ({gigabytes:.1} GB, {seconds:.0} s to fill)",
                 C::NAME
             );
-            if admits == Admits::All {
-                results.add(&size, C::NAME, "left_out_gigabytes", gigabytes);
-                results.add(&size, C::NAME, "left_out_seconds", seconds);
+            if scenario == Scenario::Allowed {
+                results.add(&size, C::NAME, "skipped_gigabytes", gigabytes);
+                results.add(&size, C::NAME, "skipped_seconds", seconds);
             }
             return Ok(());
         }
     }
     let start = Instant::now();
-    let (contestant, bytes) = filled::<C>(keys, admits)?;
-    if admits == Admits::All {
+    let (candidate, bytes) = filled::<C>(keys, scenario)?;
+    if scenario == Scenario::Allowed {
         results.add(&size, C::NAME, "fill_ns", start.elapsed().as_secs_f64() * 1e9 / keys as f64);
         results.add(&size, C::NAME, "bytes", bytes as f64 / keys as f64);
     }
-    contestants.push(Box::new(contestant));
+    candidates.push(Box::new(candidate));
     Ok(())
 }
 
-fn print_case(case: &str, contestants: &[Box<dyn Turns>], results: &Results) {
+fn print_case(case: &str, candidates: &[Box<dyn DynCandidate>], results: &Results) {
     print!("{case}:");
-    for contestant in contestants {
-        if let Some(spread) = results.spread(case, contestant.name(), "ns") {
-            print!(" {} {:.1} ns", contestant.name(), spread.median);
+    for candidate in candidates {
+        if let Some(spread) = results.spread(case, candidate.name(), "ns") {
+            print!(" {} {:.1} ns", candidate.name(), spread.median);
         }
     }
     match results.ratio("ns", (case, Governor::NAME), (case, Tidegate::NAME)) {
-        Some(ratio) => println!("; against {}: {ratio}", Governor::NAME),
+        Some(ratio) => println!("; ratio to {}: {ratio}", Governor::NAME),
         None => println!(),
     }
 }

@@ -1,14 +1,14 @@
-//! A contestant's turn: so many decisions, by one thread or by two.
+//! One turn of a candidate: a number of decisions, by one or two threads.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
-use crate::contestants::{Admits, Contestant, key_of};
-use crate::footprint::kept_by;
+use crate::candidates::{Candidate, Scenario, key_of};
+use crate::footprint::measure_allocated;
 
-/// What came of a turn.
+/// Result of a turn.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outcome {
     pub(crate) decisions: usize,
@@ -17,59 +17,72 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// From one decision to the next, whichever thread makes it.
+    /// Returns the time from one decision to the next, over all threads.
     pub(crate) fn nanoseconds(&self) -> f64 {
         self.elapsed.as_secs_f64() * 1e9 / self.decisions as f64
     }
 }
 
-/// A [`Contestant`] behind a box. The loop over its decisions is compiled for each by itself.
-pub(crate) trait Turns {
+/// Object-safe view of a [`Candidate`]. The loop over decisions is compiled for each candidate.
+pub(crate) trait DynCandidate {
     fn name(&self) -> &'static str;
 
-    /// `count` decisions a thread. Each turn goes on where the last one, its number one less,
-    /// stopped.
-    fn turn(&mut self, walk: &[String], threads: usize, count: usize, number: usize) -> Outcome;
+    /// Makes `count` decisions per thread. Turn `number` continues the sequence where turn
+    /// `number - 1` stopped.
+    fn turn(&mut self, sequence: &[String], threads: usize, count: usize, number: usize)
+    -> Outcome;
 
-    /// Gets warm, and finds out how many decisions a thread make a turn of this length.
-    fn warm_up(&mut self, walk: &[String], threads: usize, turn: Duration) -> usize {
-        let first = self.turn(walk, threads, 10_000.min(walk.len()), 0);
+    /// Warms up, and returns the number of decisions per thread for a turn of this duration.
+    fn warm_up(&mut self, sequence: &[String], threads: usize, turn: Duration) -> usize {
+        let first = self.turn(sequence, threads, 10_000.min(sequence.len()), 0);
         let count = turn.as_secs_f64() / (first.elapsed.as_secs_f64() / first.decisions as f64);
-        // No key may be asked for more often than it admits.
-        let most = if walk.len() < 1_000_000 { 1_000_000.0 } else { 250_000.0 };
+        // Keys must stay below their limit.
+        let max = if sequence.len() < 1_000_000 { 1_000_000.0 } else { 250_000.0 };
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
-        let count = count.clamp(1_000.0, most) as usize / threads;
-        self.turn(walk, threads, count, 0);
+        let count = count.clamp(1_000.0, max) as usize / threads;
+        self.turn(sequence, threads, count, 0);
         count
     }
 }
 
-impl<C: Contestant> Turns for C {
+impl<C: Candidate> DynCandidate for C {
     fn name(&self) -> &'static str {
         C::NAME
     }
 
-    fn turn(&mut self, walk: &[String], threads: usize, count: usize, number: usize) -> Outcome {
+    fn turn(
+        &mut self,
+        sequence: &[String],
+        threads: usize,
+        count: usize,
+        number: usize,
+    ) -> Outcome {
         let from = |thread: usize| (number * threads + thread) * count;
         if threads == 1 {
             let start = Instant::now();
-            let allowed = visits(walk, from(0), count).filter(|key| self.decide_alone(key)).count();
+            let allowed = cyclic_keys(sequence, from(0), count)
+                .filter(|key| self.decide_exclusive(key))
+                .count();
             return Outcome { decisions: count, allowed, elapsed: start.elapsed() };
         }
-        let contestant = &*self;
+        let candidate = &*self;
         let ready = Barrier::new(threads);
         let work = |thread: usize| {
             ready.wait();
             let start = Instant::now();
-            let allowed =
-                visits(walk, from(thread), count).filter(|key| contestant.decide(key)).count();
+            let allowed = cyclic_keys(sequence, from(thread), count)
+                .filter(|key| candidate.decide(key))
+                .count();
             (allowed, start.elapsed())
         };
         let outcomes: Vec<(usize, Duration)> = std::thread::scope(|scope| {
             let work = &work;
             let threads: Vec<_> =
                 (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
-            threads.into_iter().map(|thread| thread.join().expect("no contestant panics")).collect()
+            threads
+                .into_iter()
+                .map(|thread| thread.join().expect("candidates do not panic"))
+                .collect()
         });
         let allowed = outcomes.iter().map(|(allowed, _)| allowed).sum();
         let elapsed = outcomes.iter().map(|(_, elapsed)| *elapsed).max().unwrap_or_default();
@@ -77,21 +90,21 @@ impl<C: Contestant> Turns for C {
     }
 }
 
-/// `count` keys of the walk, over and over.
-fn visits(walk: &[String], from: usize, count: usize) -> impl Iterator<Item = &String> {
-    walk.iter().cycle().skip(from % walk.len()).take(count)
+/// Returns `count` keys of the sequence, which is repeated.
+fn cyclic_keys(sequence: &[String], from: usize, count: usize) -> impl Iterator<Item = &String> {
+    sequence.iter().cycle().skip(from % sequence.len()).take(count)
 }
 
-/// A contestant that holds its keys, and the bytes that it has allocated for them.
-pub(crate) fn filled<C: Contestant>(keys: usize, admits: Admits) -> Result<(C, i64)> {
-    let refuses_none = |contestant: &C| {
+/// Returns a candidate that holds its keys, and the number of bytes that it has allocated.
+pub(crate) fn filled<C: Candidate>(keys: usize, scenario: Scenario) -> Result<(C, i64)> {
+    let admits_all_keys = |candidate: &C| {
         (0..keys).all(|number| {
             let key = key_of(number);
-            (0..admits.to_fill()).all(|_| contestant.decide(&key))
+            (0..scenario.requests_per_key()).all(|_| candidate.decide(&key))
         })
     };
-    let (contestant, bytes) =
-        kept_by(|| C::new(keys, admits).map(|new| Some(new).filter(refuses_none)));
-    let contestant = contestant?.with_context(|| format!("{} refused a new key", C::NAME))?;
-    Ok((contestant, bytes))
+    let (candidate, bytes) =
+        measure_allocated(|| C::new(keys, scenario).map(|new| Some(new).filter(admits_all_keys)));
+    let candidate = candidate?.with_context(|| format!("{} denied a new key", C::NAME))?;
+    Ok((candidate, bytes))
 }

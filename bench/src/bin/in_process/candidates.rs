@@ -1,5 +1,4 @@
-//! Who is measured: each by its own public API, as its documentation says, with the algorithm that
-//! it has.
+//! Libraries that are compared, each used through its public API as documented.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -13,41 +12,40 @@ use limitador::limit::{Context, Limit, Namespace};
 use tidegate::{Charge, Limiter, MemoryStore, Quota};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Admits {
-    /// Every request.
-    All,
-    /// None but those that fill the store.
-    None,
+pub(crate) enum Scenario {
+    /// All requests are allowed.
+    Allowed,
+    /// All requests are denied, except those that fill the store.
+    Denied,
 }
 
-impl Admits {
-    /// With a burst of one, throttlecrab never denies.
-    const SOME: u32 = 2;
+impl Scenario {
+    /// Burst of a key whose requests are denied. With a burst of one, throttlecrab never denies.
+    const DENIED_BURST: u32 = 2;
 
-    /// How many requests of each key fill a store.
-    pub(crate) fn to_fill(self) -> u32 {
+    /// Returns the number of requests per key that fill a store.
+    pub(crate) fn requests_per_key(self) -> u32 {
         match self {
-            Self::All => 1,
-            Self::None => Self::SOME,
+            Self::Allowed => 1,
+            Self::Denied => Self::DENIED_BURST,
         }
     }
 
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::All => "allowed",
-            Self::None => "denied",
+            Self::Allowed => "allowed",
+            Self::Denied => "denied",
         }
     }
 
-    /// After how many seconds a unit comes back, and how many there are. None comes back while it
-    /// is measured: a key whose units are all back is forgotten by those that do so, and they would
-    /// be measured with fewer keys than the others.
+    /// Returns the seconds until a unit is refilled, and the burst. The interval is longer than the
+    /// measurement, because a store that evicts full buckets would hold fewer keys than the others.
     fn bucket(self, keys: usize) -> (u64, u32) {
         match (self, keys) {
-            (Self::None, _) => (3_600, Self::SOME),
-            (Self::All, 1) => (1, 100_000_000),
-            (Self::All, ..=100_000) => (60, 5_000_000),
-            (Self::All, _) => (300, 1_000_000),
+            (Self::Denied, _) => (3_600, Self::DENIED_BURST),
+            (Self::Allowed, 1) => (1, 100_000_000),
+            (Self::Allowed, ..=100_000) => (60, 5_000_000),
+            (Self::Allowed, _) => (300, 1_000_000),
         }
     }
 }
@@ -56,18 +54,18 @@ pub(crate) fn key_of(number: usize) -> String {
     format!("user:{number:08}")
 }
 
-pub(crate) trait Contestant: Sized + Sync {
+pub(crate) trait Candidate: Sized + Sync {
     const NAME: &'static str;
 
-    /// Empty.
-    fn new(keys: usize, admits: Admits) -> Result<Self>;
+    /// Creates an empty store.
+    fn new(keys: usize, scenario: Scenario) -> Result<Self>;
 
-    /// Whether this request may pass.
-    #[expect(clippy::ptr_arg, reason = "governor is asked with a key of its table's own type")]
+    /// Returns whether the request is allowed.
+    #[expect(clippy::ptr_arg, reason = "governor needs a reference to its key type")]
     fn decide(&self, key: &String) -> bool;
 
-    /// The same when nobody else asks, for who then needs no lock.
-    fn decide_alone(&mut self, key: &String) -> bool {
+    /// Same as [`Self::decide`] with exclusive access, for libraries that then need no lock.
+    fn decide_exclusive(&mut self, key: &String) -> bool {
         self.decide(key)
     }
 }
@@ -77,11 +75,11 @@ pub(crate) struct Tidegate {
     quota: Quota,
 }
 
-impl Contestant for Tidegate {
+impl Candidate for Tidegate {
     const NAME: &'static str = "tidegate";
 
-    fn new(keys: usize, admits: Admits) -> Result<Self> {
-        let (seconds, burst) = admits.bucket(keys);
+    fn new(keys: usize, scenario: Scenario) -> Result<Self> {
+        let (seconds, burst) = scenario.bucket(keys);
         let quota =
             Quota::token_bucket(1, Duration::from_secs(seconds))?.with_burst(burst.into())?;
         Ok(Self { limiter: Limiter::new(MemoryStore::new()), quota })
@@ -97,11 +95,11 @@ impl Contestant for Tidegate {
 
 pub(crate) struct Governor(DefaultKeyedRateLimiter<String>);
 
-impl Contestant for Governor {
+impl Candidate for Governor {
     const NAME: &'static str = "governor";
 
-    fn new(keys: usize, admits: Admits) -> Result<Self> {
-        let (seconds, burst) = admits.bucket(keys);
+    fn new(keys: usize, scenario: Scenario) -> Result<Self> {
+        let (seconds, burst) = scenario.bucket(keys);
         let quota =
             governor::Quota::with_period(Duration::from_secs(seconds)).context("a period")?;
         Ok(Self(DefaultKeyedRateLimiter::keyed(
@@ -114,8 +112,8 @@ impl Contestant for Governor {
     }
 }
 
-/// Its limiter wants `&mut`: alone without a lock, by two threads behind one. Its store is the one
-/// that its server takes by default, which does not clear up within five minutes.
+/// The limiter needs `&mut`: one thread uses it without a lock, two threads share a mutex. The
+/// store is the default of throttlecrab-server, with a cleanup interval of five minutes.
 pub(crate) struct Throttlecrab {
     limiter: Mutex<throttlecrab::RateLimiter<throttlecrab::PeriodicStore>>,
     seconds: i64,
@@ -123,7 +121,7 @@ pub(crate) struct Throttlecrab {
 }
 
 impl Throttlecrab {
-    fn ask(
+    fn check(
         limiter: &mut throttlecrab::RateLimiter<throttlecrab::PeriodicStore>,
         key: &str,
         burst: i64,
@@ -135,11 +133,11 @@ impl Throttlecrab {
     }
 }
 
-impl Contestant for Throttlecrab {
+impl Candidate for Throttlecrab {
     const NAME: &'static str = "throttlecrab";
 
-    fn new(keys: usize, admits: Admits) -> Result<Self> {
-        let (seconds, burst) = admits.bucket(keys);
+    fn new(keys: usize, scenario: Scenario) -> Result<Self> {
+        let (seconds, burst) = scenario.bucket(keys);
         let store = throttlecrab::PeriodicStore::builder()
             .cleanup_interval(Duration::from_secs(300))
             .build();
@@ -148,7 +146,7 @@ impl Contestant for Throttlecrab {
     }
 
     fn decide(&self, key: &String) -> bool {
-        Self::ask(
+        Self::check(
             &mut self.limiter.lock().unwrap_or_else(PoisonError::into_inner),
             key,
             self.burst,
@@ -156,27 +154,27 @@ impl Contestant for Throttlecrab {
         )
     }
 
-    fn decide_alone(&mut self, key: &String) -> bool {
+    fn decide_exclusive(&mut self, key: &String) -> bool {
         let limiter = self.limiter.get_mut().unwrap_or_else(PoisonError::into_inner);
-        Self::ask(limiter, key, self.burst, self.seconds)
+        Self::check(limiter, key, self.burst, self.seconds)
     }
 }
 
-/// Its algorithm is the fixed window.
+/// limitador uses fixed windows.
 pub(crate) struct Limitador {
     limiter: LimitadorLimiter,
     namespace: Namespace,
 }
 
-impl Contestant for Limitador {
+impl Candidate for Limitador {
     const NAME: &'static str = "limitador";
 
-    fn new(keys: usize, admits: Admits) -> Result<Self> {
-        let (_, most) = admits.bucket(keys);
-        // Beyond its capacity it would forget keys.
+    fn new(keys: usize, scenario: Scenario) -> Result<Self> {
+        let (_, limit) = scenario.bucket(keys);
+        // It evicts keys above its capacity.
         let limiter = LimitadorLimiter::new(u64::try_from(keys)?.max(1_000) * 2);
         let user = "user".try_into().map_err(|error| anyhow::anyhow!("{error:?}"))?;
-        limiter.add_limit(Limit::new("bench", most.into(), 3_600, Vec::new(), vec![user]));
+        limiter.add_limit(Limit::new("bench", limit.into(), 3_600, Vec::new(), vec![user]));
         Ok(Self { limiter, namespace: "bench".into() })
     }
 
@@ -188,13 +186,13 @@ impl Contestant for Limitador {
     }
 }
 
-/// What the measurement itself costs.
-pub(crate) struct LoopAlone;
+/// Overhead of the measurement.
+pub(crate) struct EmptyLoop;
 
-impl Contestant for LoopAlone {
-    const NAME: &'static str = "the loop alone";
+impl Candidate for EmptyLoop {
+    const NAME: &'static str = "empty loop";
 
-    fn new(_: usize, _: Admits) -> Result<Self> {
+    fn new(_: usize, _: Scenario) -> Result<Self> {
         Ok(Self)
     }
 

@@ -1,15 +1,15 @@
-//! Which key is asked for next.
+//! Sequence of keys for the decisions of a turn.
 
 use crate::key_of;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum Distribution {
     Uniform,
-    /// Key n is asked for n times less often than the first: exponent 1.
+    /// Exponent 1: key n occurs n times less often than the first key.
     Zipf,
 }
 
-impl Kind {
+impl Distribution {
     pub(crate) const ALL: [Self; 2] = [Self::Uniform, Self::Zipf];
 
     pub(crate) fn name(self) -> &'static str {
@@ -20,7 +20,7 @@ impl Kind {
     }
 }
 
-/// Long enough that what a turn touches is in no cache from the turns before, and no longer.
+/// Returns the length of a sequence: long enough that a turn does not find its keys in the cache.
 fn length(keys: usize) -> usize {
     match keys {
         1 => 4_096,
@@ -29,16 +29,16 @@ fn length(keys: usize) -> usize {
     }
 }
 
-/// Keys in the order in which they are asked for. The names lie in that order in memory: like those
-/// of requests that just came in, they cost no cache miss of their own.
-pub(crate) fn walk(kind: Kind, keys: usize) -> Vec<String> {
+/// Returns the keys in the order of the decisions. The strings are in the same order in memory, so
+/// that reading a key causes no additional cache miss, as for a request that was just received.
+pub(crate) fn key_sequence(distribution: Distribution, keys: usize) -> Vec<String> {
     let mut random = Random(0x7165_6761);
     let next = |_| {
         let uniform = random.unit();
-        let key = match kind {
-            Kind::Uniform => uniform * keys as f64,
-            // The inverse of the distribution function, which is a logarithm.
-            Kind::Zipf => (keys as f64 + 1.0).powf(uniform) - 1.0,
+        let key = match distribution {
+            Distribution::Uniform => uniform * keys as f64,
+            // Inverse of the cumulative distribution, which is a logarithm.
+            Distribution::Zipf => (keys as f64 + 1.0).powf(uniform) - 1.0,
         };
         key_of(as_index(key).min(keys - 1))
     };
@@ -48,17 +48,17 @@ pub(crate) fn walk(kind: Kind, keys: usize) -> Vec<String> {
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "from zero to some millions"
+    reason = "between zero and some millions"
 )]
 fn as_index(number: f64) -> usize {
     number as usize
 }
 
-/// `SplitMix64`: the same walk in every run.
+/// `SplitMix64` with a fixed seed: the same sequence in every run.
 struct Random(u64);
 
 impl Random {
-    /// From 0 to 1, without 1.
+    /// Returns a number in [0, 1).
     fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;

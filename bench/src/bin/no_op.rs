@@ -1,5 +1,4 @@
-//! Servers that do nothing: axum and tonic with a fixed answer, the ceiling that ours are measured
-//! against.
+//! No-op servers: axum and tonic with a fixed answer, as the upper bound for Tidegate.
 
 use axum::Router;
 use axum::routing::post;
@@ -13,10 +12,10 @@ use proto::envoy::service::ratelimit::v3::rate_limit_service_server::{
 };
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 
-struct Nothing;
+struct NoOp;
 
 #[tonic::async_trait]
-impl RateLimitService for Nothing {
+impl RateLimitService for NoOp {
     async fn should_rate_limit(
         &self,
         _: Request<RateLimitRequest>,
@@ -30,7 +29,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut addresses = std::env::args().skip(1);
     let (http, grpc) =
         (addresses.next().ok_or("HTTP address")?, addresses.next().ok_or("gRPC address")?);
-    let answer = r#"{"allowed":true,"policy":"p","limit":1000000000,"remaining":999999999,"retry_after_ms":0}"#;
+    let answer = concat!(
+        r#"{"allowed":true,"policy":"p","limit":1000000000,"#,
+        r#""remaining":999999999,"retry_after_ms":0}"#
+    );
     let router = Router::new().route(
         "/v1/acquire",
         post(move |body: String| async move {
@@ -41,7 +43,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let listener = tokio::net::TcpListener::bind(http).await?;
     let http = tokio::spawn(async move { axum::serve(listener, router).await });
     tonic::transport::Server::builder()
-        .add_service(RateLimitServiceServer::new(Nothing))
+        .add_service(RateLimitServiceServer::new(NoOp))
         .serve(grpc.parse()?)
         .await?;
     http.await??;
