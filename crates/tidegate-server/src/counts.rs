@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tidegate::store::news::{Mark, News};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, Limiter,
-    MemoryStore, OnStoreFailure, Part, RedisStore, Source, Store, StoreError,
+    MemoryStore, OnStoreFailure, RedisStore, ShardId, SharedStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -171,7 +171,7 @@ impl Redis {
             }
         };
         let fleet = match config.instances {
-            Some(instances) => Fleet::new().expecting(instances),
+            Some(instances) => Fleet::new().with_min_instances(instances),
             None => Fleet::new(),
         };
         let local = MemoryStore::builder().max_keys(config.max_keys).build();
@@ -182,7 +182,7 @@ impl Redis {
         // The store keeps its own, and must be the first to notice; this one is for charges that
         // several nodes decide one after the other.
         let all = timeout + Duration::from_millis(25);
-        let breaker = Breaker::builder(store).deadline(all).probe_deadline(timeout);
+        let breaker = Breaker::builder(store).timeout(all).probe_timeout(timeout);
         let guarded = Arc::new(DenyCache::new(breaker.build()));
         let fallback = Fallback::builder(Arc::clone(&guarded)).fleet(fleet).local(local).build();
         Self { limiter: Limiter::new(fallback), strict: Limiter::new(guarded), timeout }
@@ -212,7 +212,7 @@ impl Redis {
         deciding.peek().is_some()
             && deciding.all(|node| node.connected)
             && !self.fallback().stats().falling_back
-            && self.breaker().states().iter().all(|part| !part.open)
+            && self.breaker().states().iter().all(|shard| !shard.open)
     }
 }
 
@@ -247,21 +247,26 @@ impl Store for Observed {
     fn clock(&self) -> &dyn Clock {
         self.store.clock()
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        self.store.part(charge)
+impl SharedStore for Observed {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        self.store.shard(charge)
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
-        self.store.probe(part).await
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.store.probe(shard).await
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.store.announce(instance).await
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.store.heartbeat(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        self.store.news(since)
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.store.invalidations(since)
     }
 
     fn epoch(&self) -> u64 {

@@ -8,7 +8,7 @@ use redis::{Cmd, Pipeline, Value};
 use super::RedisStore;
 use super::access::Address;
 use super::link::{Link, ask_once};
-use crate::store::{Part, StoreError};
+use crate::store::{ShardId, StoreError};
 
 /// How one node is, as this process sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub struct NodeHealth {
     /// Its address, without user and password.
     pub address: String,
     /// Its name as a part of the store: what [`Store::probe`](crate::Store::probe) takes.
-    pub part: Part,
+    pub part: ShardId,
     /// Whether there is a connection.
     pub connected: bool,
     /// Whether it decides. Sentinels do not.
