@@ -34,7 +34,11 @@ pub use shared::{ShardId, SharedStore, heartbeat_interval};
 /// struct Logged(MemoryStore);
 ///
 /// impl Store for Logged {
-///     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+///     async fn decide(
+///         &self,
+///         action: Action,
+///         charge: &Charge<'_>,
+///     ) -> Result<Decision, StoreError> {
 ///         let decision = self.0.decide(action, charge).await?;
 ///         if !decision.allowed {
 ///             println!("denied: {}", charge.key());

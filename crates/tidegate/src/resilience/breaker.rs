@@ -14,7 +14,7 @@ use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use self::circuit::{Circuit, Circuits, History};
+use self::circuit::{Circuit, CircuitHistory, Circuits};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
@@ -106,7 +106,8 @@ pub struct ShardState {
 }
 
 impl<S: SharedStore> Builder<S> {
-    /// Sets the timeout of a call. There is none by default, because a `RedisStore` has its own.
+    /// Sets the timeout of a call. By default calls have no timeout here, because a `RedisStore` has
+    /// one itself.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.options.timeout = Some(timeout);
@@ -258,7 +259,12 @@ impl<S: SharedStore> Inner<S> {
         }
     }
 
-    fn start_prober(self: &Arc<Self>, runtime: &Handle, shard: ShardId, history: &mut History) {
+    fn start_prober(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        shard: ShardId,
+        history: &mut CircuitHistory,
+    ) {
         let prober = runtime.spawn(probe_until_closed(Arc::downgrade(self), shard, self.options));
         history.prober = Some(prober.abort_handle());
     }

@@ -4,8 +4,8 @@
 //! drops the entries of its counts: at once if it goes through this cache, and otherwise through
 //! the [invalidations](SharedStore::invalidations), which are polled several times per second while
 //! entries are in use. Entries are ignored once the last successful poll is older than one second,
-//! and live for five seconds at most. A raised limit is a different quota, and an entry applies only
-//! to the quota that it was made for.
+//! and live for five seconds at most. A raised limit is a different quota, and an entry applies
+//! only to the quota that it was made for.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU64};

@@ -1,9 +1,10 @@
 //! [`Fallback`]: decides while the store cannot, by the failure policy of each charge.
 //!
-//! With the policy `local`, this instance decides in memory by its share of the quota. Units that it
-//! admits are a debt to the store and are charged when the store is back, so that a flapping store
-//! cannot be exploited: a request of a key in debt needs room for the debt as well, and units that
-//! the store admits to a key that was recently decided locally are taken from the local share, too.
+//! With the policy `local`, this instance decides in memory by its share of the quota. Units that
+//! it admits are a debt to the store and are charged when the store is back, so that a flapping
+//! store cannot be exploited: a request of a key in debt needs room for the debt as well, and units
+//! that the store admits to a key that was recently decided locally are taken from the local share,
+//! too.
 
 use std::borrow::Cow;
 use std::future::Future;
@@ -49,7 +50,7 @@ mod settlement;
 ///   only `allow` and `deny` apply. [`StoreError::Misconfigured`] is returned.
 ///
 /// Heartbeats and the settlement of debts run on the Tokio runtime in which the fallback is built
-/// and used. Outside of a runtime there are none.
+/// and used. Outside of a runtime neither happens.
 ///
 /// # Lost answers
 ///
@@ -336,10 +337,10 @@ impl<S: SharedStore> Inner<S> {
     /// Charges units that the store admitted to the local share as well, if the key has a local
     /// count. Otherwise a store that fails once per window would admit twice the limit in each.
     ///
-    /// A key without a local count was not decided locally for at least one window. Its next failure
-    /// may admit the share on top of the limit that the store has admitted, at most 2 L in that
-    /// window, and from then on it has a local count. So memory stays bounded by the keys that were
-    /// decided locally.
+    /// A key without a local count was not decided locally for at least one window. Its next
+    /// failure may admit the share on top of the limit that the store has admitted, at most 2 L in
+    /// that window, and from then on it has a local count. So memory stays bounded by the keys that
+    /// were decided locally.
     fn charge_local_share(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
         let Some(last) = self.outage.last_local_decision() else { return };
         if action != Action::Acquire

@@ -30,8 +30,8 @@ const BUCKETS: u16 = 4096;
 /// Clones share one list. While the store fails, the last list stays valid.
 ///
 /// Before the first list an instance cannot know how many others there are. Unless
-/// [`with_min_instances`](Self::with_min_instances) sets a number, it then assumes a fleet of 10: its share
-/// is a tenth of each quota, at least one unit.
+/// [`with_min_instances`](Self::with_min_instances) sets a number, it then assumes a fleet of 10:
+/// its share is a tenth of each quota, at least one unit.
 ///
 /// ```
 /// use std::time::Duration;
@@ -107,8 +107,8 @@ impl Fleet {
     }
 
     /// Sets the minimum number of instances, for all clones. It applies while the store has not
-    /// returned a list yet, and when fewer instances than this are alive. Without it, 10 are assumed
-    /// until the first list.
+    /// returned a list yet, and when fewer instances than this are alive. Without it, 10 are
+    /// assumed until the first list.
     #[must_use]
     pub fn with_min_instances(self, instances: usize) -> Self {
         let absences = self.state.absences.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,8 +157,8 @@ impl Fleet {
         }
     }
 
-    /// Sends one heartbeat through the store, and updates the members from the list that it returns.
-    /// Returns the length of the list.
+    /// Sends one heartbeat through the store, and updates the members from the list that it
+    /// returns. Returns the length of the list.
     pub async fn send_heartbeat<S: SharedStore>(&self, store: &S) -> Result<usize, StoreError> {
         let heartbeat = store.heartbeat(&self.state.instance);
         let alive = tokio::time::timeout(HEARTBEAT_TIMEOUT, heartbeat)
@@ -210,8 +210,8 @@ impl Fleet {
     /// add up to the quota, for buckets in limit and burst. If there is less than one unit per
     /// instance, one instance gets the whole quota and the others get `None`.
     ///
-    /// Before the first list, and without [`with_min_instances`](Self::with_min_instances), the share is a
-    /// tenth, at least one unit.
+    /// Before the first list, and without [`with_min_instances`](Self::with_min_instances), the
+    /// share is a tenth, at least one unit.
     #[must_use]
     pub fn share(&self, quota: &Quota, policy: &str, key: &str) -> Option<Quota> {
         let membership = self.membership();

@@ -56,7 +56,11 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 /// struct Own(MemoryStore);
 ///
 /// # impl Store for Own {
-/// #     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+/// #     async fn decide(
+/// #         &self,
+/// #         action: Action,
+/// #         charge: &Charge<'_>,
+/// #     ) -> Result<Decision, StoreError> {
 /// #         self.0.decide(action, charge).await
 /// #     }
 /// #     async fn decide_all(

@@ -300,8 +300,8 @@ impl Admissions {
         }
     }
 
-    /// Asserts that the units of these admissions, in each window or interval that the quota limits,
-    /// are at most `times` the quota.
+    /// Asserts that the units of these admissions, in each window or interval that the quota
+    /// limits, are at most `times` the quota.
     pub(crate) fn assert_within(
         &self,
         quota: &Quota,

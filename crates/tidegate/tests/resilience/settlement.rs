@@ -177,8 +177,8 @@ async fn a_growing_fleet_cancels_no_debt() {
     }
 }
 
-/// The store may have counted a call whose answer was lost, and its request is also admitted locally
-/// and becomes a debt. So the store counts at most the units of each lost call twice.
+/// The store may have counted a call whose answer was lost, and its request is also admitted
+/// locally and becomes a debt. So the store counts at most the units of each lost call twice.
 #[tokio::test]
 async fn a_lost_answer_is_counted_twice_at_most() {
     for quota in every_quota(40, LONG) {
@@ -356,9 +356,9 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     /// One instance with a sliding log, which is exact: from the first failure on, no window has
-    /// more than the limit, however often the store flaps and whether lost answers were counted. The
-    /// test ends when the key has lost its local count: after two windows without a failure, or one
-    /// without an admission.
+    /// more than the limit, however often the store flaps and whether lost answers were counted.
+    /// The test ends when the key has lost its local count: after two windows without a failure, or
+    /// one without an admission.
     #[test]
     fn a_flapping_store_admits_at_most_the_limit_after_the_first_failure(
         limit in 1..30_u64, steps in steps(1, &[|| Fault::None, down, || Fault::LosesAnswers]),
@@ -381,7 +381,8 @@ proptest! {
                         let decided = fallback.decide(Action::Acquire, &charge).await;
                         let decision = decided.expect("decided");
                         let is_stable = last_failure.is_some_and(|last| now - last >= 120_000_000);
-                        if is_stable || (last_failure.is_some() && now - last_admitted >= 60_000_000) {
+                        let is_idle = last_failure.is_some() && now - last_admitted >= 60_000_000;
+                        if is_stable || is_idle {
                             break;
                         }
                         if decision.source == Source::Local {

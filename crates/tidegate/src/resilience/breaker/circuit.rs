@@ -63,11 +63,11 @@ pub(super) struct Circuit {
     open: AtomicBool,
     failures_in_a_row: AtomicU32,
     recent: RecentCalls,
-    history: Mutex<History>,
+    history: Mutex<CircuitHistory>,
 }
 
 #[derive(Debug)]
-pub(super) struct History {
+pub(super) struct CircuitHistory {
     /// Time at which the circuit last opened or closed.
     since: Instant,
     times_opened: u64,
@@ -78,8 +78,12 @@ pub(super) struct History {
 
 impl Circuit {
     fn new(shard: ShardId) -> Self {
-        let history =
-            History { since: Instant::now(), times_opened: 0, last_error: None, prober: None };
+        let history = CircuitHistory {
+            since: Instant::now(),
+            times_opened: 0,
+            last_error: None,
+            prober: None,
+        };
         Self {
             shard,
             open: AtomicBool::new(false),
@@ -104,7 +108,7 @@ impl Circuit {
         }
     }
 
-    pub(super) fn history(&self) -> MutexGuard<'_, History> {
+    pub(super) fn history(&self) -> MutexGuard<'_, CircuitHistory> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -125,7 +129,7 @@ impl Circuit {
 
     /// Opens the circuit. The caller holds the lock on the history, so that concurrent failures
     /// open it once.
-    pub(super) fn set_open(&self, history: &mut History, error: &StoreError) {
+    pub(super) fn set_open(&self, history: &mut CircuitHistory, error: &StoreError) {
         history.since = Instant::now();
         history.times_opened += 1;
         history.last_error = Some(Arc::new(error.clone()));

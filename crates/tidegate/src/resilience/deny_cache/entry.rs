@@ -53,10 +53,11 @@ pub(super) struct QuotaSnapshot {
 
 /// A denial by the store that is to be cached.
 #[derive(Debug)]
-pub(super) struct Denial {
+pub(super) struct StoreDenial {
     pub(super) cost: u64,
     pub(super) decision: Decision,
-    /// Time at which the store was called, and time at which it had answered. It decided in between.
+    /// Time at which the store was called, and time at which it had answered. It decided in
+    /// between.
     pub(super) sent: u64,
     pub(super) received: u64,
     pub(super) snapshot: Option<Box<RequestSnapshot>>,
@@ -69,9 +70,9 @@ impl DenialEntry {
         epoch: u64,
         serial: NonZeroU64,
         quota: &Quota,
-        denial: Denial,
+        denial: StoreDenial,
     ) -> Option<Self> {
-        let Denial { cost, decision, sent, received, snapshot } = denial;
+        let StoreDenial { cost, decision, sent, received, snapshot } = denial;
         let retry_after = micros(decision.retry_after);
         let ttl = if quota.count_denied() { COUNTED_DENIAL_TTL } else { MAX_DENIAL_TTL };
         let until = sent.saturating_add(certain_part(retry_after).min(micros(ttl)));

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use tokio::runtime::Handle;
 
 use super::Inner;
-use super::entry::{Denial, QuotaSnapshot, RequestSnapshot};
+use super::entry::{QuotaSnapshot, RequestSnapshot, StoreDenial};
 use super::key::EntryKey;
 use super::table::{DenialTable, Lease, LookupResult, Query};
 use super::unrecorded::Unrecorded;
@@ -55,7 +55,7 @@ impl<S: SharedStore> Inner<S> {
         self.store.clock().now()
     }
 
-    /// Looks up one charge.
+    /// Finds a cached denial of one charge.
     pub(super) fn lookup(
         self: &Arc<Self>,
         action: Action,
@@ -82,7 +82,7 @@ impl<S: SharedStore> Inner<S> {
         }
     }
 
-    /// Looks up all charges of a request.
+    /// Finds a cached denial of a request of several charges.
     pub(super) fn lookup_all(
         self: &Arc<Self>,
         action: Action,
@@ -196,8 +196,13 @@ impl<S: SharedStore> Inner<S> {
                     Some(at) == longest && (2..=MAX_SNAPSHOT_CHARGES).contains(&charges.len());
                 let snapshot = has_snapshot
                     .then(|| Box::new(self.snapshot(leases, charges, decisions, received)));
-                let denial =
-                    Denial { cost: charge.units(), decision: *decision, sent, received, snapshot };
+                let denial = StoreDenial {
+                    cost: charge.units(),
+                    decision: *decision,
+                    sent,
+                    received,
+                    snapshot,
+                };
                 self.table.insert(leases[at], charge.quota(), denial);
             }
         }

@@ -8,7 +8,7 @@ use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::entry::{Denial, DenialEntry, QuotaSnapshot, is_bucket};
+use super::entry::{DenialEntry, QuotaSnapshot, StoreDenial, is_bucket};
 use super::key::{EntryKey, HashSecret, KeyHash};
 use crate::charge::Charge;
 use crate::decision::Decision;
@@ -69,8 +69,8 @@ pub(super) struct Query<'a> {
     pub(super) spends: bool,
 }
 
-/// A cached denial, with the snapshot of its request if there is one; or a lease to cache the answer
-/// of the store.
+/// A cached denial, with the snapshot of its request if there is one; or a lease to cache the
+/// answer of the store.
 pub(super) type LookupResult = Result<(Decision, Option<Vec<QuotaSnapshot>>), Lease>;
 
 impl CacheShard {
@@ -208,7 +208,7 @@ impl DenialTable {
     }
 
     /// Caches a denial, unless its lease is void.
-    pub(super) fn insert(&self, lease: Lease, quota: &Quota, denial: Denial) {
+    pub(super) fn insert(&self, lease: Lease, quota: &Quota, denial: StoreDenial) {
         let now = denial.received;
         let (mut shard, set) = self.lock(lease.key.count);
         if shard.generation != lease.generation || self.ways == 0 {
@@ -272,8 +272,8 @@ impl DenialTable {
         }
     }
 
-    /// Drops entries of a count. With `voids_leases` the outstanding leases of the shard become void
-    /// even if no entry is dropped.
+    /// Drops entries of a count. With `voids_leases` the outstanding leases of the shard become
+    /// void even if no entry is dropped.
     fn drop_if(&self, count: CountId, voids_leases: bool, is_wrong: impl Fn(&DenialEntry) -> bool) {
         let (mut shard, set) = self.lock(count);
         let set = &mut shard.sets[set];
@@ -296,7 +296,7 @@ impl DenialTable {
     }
 }
 
-/// Finds the entry that denies a charge: the one of its own cost, or, for a count with many costs,
+/// Finds the entry that denies a charge: the one of the same cost, or, for a count with many costs,
 /// the one of a lower cost with the longest wait.
 fn find_entry<'a>(set: &'a mut [DenialEntry], query: &Query<'_>) -> Option<&'a mut DenialEntry> {
     let cost = query.charge.units();

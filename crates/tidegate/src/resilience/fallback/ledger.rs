@@ -176,7 +176,8 @@ impl DebtLedger {
         if self.keys() >= self.max_keys && shard.earn_scan(now) {
             self.drop_expired(&mut shard, now);
         }
-        // Concurrent callers on other shards may exceed the maximum by a few keys, which is harmless.
+        // Concurrent callers on other shards may exceed the maximum by a few keys, which is
+        // harmless.
         if self.keys() >= self.max_keys {
             self.dropped.fetch_add(charge.units(), Ordering::Relaxed);
             return;

@@ -85,8 +85,8 @@ impl<S: SharedStore> Inner<S> {
         }
     }
 
-    /// Decides by the failure policy of each charge, all or nothing: a denial of any kind leaves the
-    /// others unspent.
+    /// Decides by the failure policy of each charge, all or nothing: a denial of any kind leaves
+    /// the others unspent.
     fn by_failure_policy(
         &self,
         action: Action,

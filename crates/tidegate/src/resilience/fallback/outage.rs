@@ -91,8 +91,8 @@ impl OutageState {
 }
 
 impl<S: SharedStore> Inner<S> {
-    /// Records a failure of the store: starts an outage if there is none, logs the reason if it is
-    /// new, and starts the recovery if it is not running.
+    /// Records a failure of the store: starts an outage, logs the reason if it is new, and starts
+    /// the recovery if it is not running.
     pub(super) fn on_failure(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {
         let state = &self.outage;
         state.mark_local_decision(self.local.clock().now());

@@ -1,5 +1,5 @@
-//! Recovery from an outage: debts are charged to the store, and the outage ends after a time without
-//! failures.
+//! Recovery from an outage: debts are charged to the store, and the outage ends after a time
+//! without failures.
 
 use std::future::poll_fn;
 use std::sync::Weak;
@@ -157,8 +157,8 @@ impl<S: SharedStore> Inner<S> {
         answered
     }
 
-    /// Reports debts in one call, if the store runs it as one script. `None` means that they must be
-    /// reported one by one.
+    /// Reports debts in one call, if the store runs it as one script. `None` means that they must
+    /// be reported one by one.
     async fn report_batch(
         &self,
         shard: ShardId,
