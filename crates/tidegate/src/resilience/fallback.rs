@@ -260,10 +260,11 @@ impl<S: SharedStore> Inner<S> {
         let mut with_debts = charges.to_vec();
         let mut fits = true;
         for claim in &mut claims.debts {
-            let charge = &charges[claim.charge];
+            let charge = &charges[claim.charge_index];
             claim.debt.units = self.unexpired_units(&claim.debt);
-            with_debts[claim.charge] = charge.cost(charge.units().saturating_add(claim.debt.units));
-            fits &= with_debts[claim.charge].units() <= charge.quota().burst();
+            with_debts[claim.charge_index] =
+                charge.cost(charge.units().saturating_add(claim.debt.units));
+            fits &= with_debts[claim.charge_index].units() <= charge.quota().burst();
         }
         if !fits {
             // The debt alone leaves no room, whatever the store counts. The local counts know for
@@ -281,7 +282,7 @@ impl<S: SharedStore> Inner<S> {
         let mut decisions = decided?;
         let all_allowed = decisions.iter().all(|decision| decision.allowed);
         for claim in &mut claims.debts {
-            let decision = &mut decisions[claim.charge];
+            let decision = &mut decisions[claim.charge_index];
             let units = claim.debt.units;
             if !all_allowed {
                 decision.remaining = decision.remaining.saturating_sub(units);

@@ -143,8 +143,8 @@ impl Fleet {
     pub fn update_members<I: Into<String>>(&self, alive: impl IntoIterator<Item = I>) {
         let mut absences = self.state.absences.lock().unwrap_or_else(PoisonError::into_inner);
         let alive: Vec<String> = alive.into_iter().map(Into::into).collect();
-        // The next list comes after the interval of this one, which is shorter than the members'
-        // own while a store that was flushed fills again.
+        // A store that was just flushed returns a short list, and the next one after a short
+        // interval, while the members still send at the longer interval of the full fleet.
         let interval = heartbeat_interval(alive.len());
         absences.values_mut().for_each(|absence| *absence = absence.saturating_add(interval));
         absences.extend(alive.into_iter().map(|name| (name, Duration::ZERO)));
@@ -192,7 +192,7 @@ impl Fleet {
             while let Some(store) = store.upgrade() {
                 match fleet.send_heartbeat(&*store).await {
                     Ok(instances) => listed = instances,
-                    // The last list stays valid while the store is away.
+                    // The last list stays valid while the store is down.
                     Err(error) => tracing::debug!(%error, "heartbeat failed"),
                 }
                 drop(store);

@@ -158,11 +158,15 @@ impl<S: SharedStore> Inner<S> {
     fn on_miss(&self, action: Action, keys: impl IntoIterator<Item = EntryKey>) {
         match action {
             Action::Acquire => {
-                keys.into_iter().for_each(|key| self.table.drop_other_quotas(key));
+                for key in keys {
+                    self.table.drop_other_quotas(key);
+                }
             }
             // The units charged lengthen the waits of cached denials.
             Action::ChargeUpTo | Action::Report => {
-                keys.into_iter().for_each(|key| self.table.invalidate(key.count));
+                for key in keys {
+                    self.table.invalidate(key.count);
+                }
             }
             Action::Peek | Action::Refund | Action::Reset => {}
         }

@@ -82,7 +82,9 @@ impl<S: SharedStore> Inner<S> {
         // cached, because the drop has changed the generation of its shard.
         match scope {
             Freed::Counts(counts) => {
-                counts.into_iter().for_each(|count| self.table.invalidate(count));
+                for count in counts {
+                    self.table.invalidate(count);
+                }
             }
             Freed::Anything => self.table.clear(),
         }

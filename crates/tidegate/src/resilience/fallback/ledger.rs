@@ -84,8 +84,8 @@ pub(super) struct Claims<'a> {
 
 /// A debt that is being settled.
 pub(super) struct Claim {
-    /// Position of the charge that the debt belongs to.
-    pub(super) charge: usize,
+    /// Index of the charge that the debt belongs to.
+    pub(super) charge_index: usize,
     /// Copy of the debt. Its `units` are those that are left to settle.
     pub(super) debt: Debt,
     /// Units at the time of the claim. The ledger may have more by now.
@@ -117,8 +117,8 @@ impl<'a> Claims<'a> {
 }
 
 impl Claim {
-    fn new(charge: usize, debt: &Debt) -> Self {
-        Self { charge, debt: debt.clone(), claimed_units: debt.units }
+    fn new(charge_index: usize, debt: &Debt) -> Self {
+        Self { charge_index, debt: debt.clone(), claimed_units: debt.units }
     }
 }
 
@@ -406,7 +406,7 @@ mod tests {
         let ledger = DebtLedger::new(MAX_KEYS);
         let quota = Quota::fixed_window(10, Duration::from_secs(1)).expect("valid");
         let add = |number: usize, now: u64| {
-            ledger.add(&Charge::new(&format!("user-{number}"), &quota), now, false)
+            ledger.add(&Charge::new(&format!("user-{number}"), &quota), now, false);
         };
         let scanned =
             || DebtLedger::shards().map(|shard| ledger.lock(shard).scanned).sum::<usize>();
