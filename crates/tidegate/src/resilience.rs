@@ -1,7 +1,7 @@
 //! Wrappers that keep a service working while its store is slow, unreachable or under attack.
 //!
-//! * [`Breaker`] stops calling a store that fails, and probes it in the background until it is
-//!   back.
+//! * [`Breaker`] stops calling a store that fails, and probes it in the background until it
+//!   recovers.
 //! * [`Fallback`] decides while the store cannot: by this instance's share of the limit in memory,
 //!   or by failing open or closed. Units that it admits are charged to the store afterwards.
 //! * [`DenyCache`] repeats a denial for as long as it surely holds, so that a denied client that

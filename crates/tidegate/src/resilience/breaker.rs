@@ -38,7 +38,7 @@ const SUCCESSES_TO_CLOSE: u32 = 2;
 /// [`Refused`](StoreError::Refused); any other error is an answer of a working store. While the
 /// circuit is open, every call returns [`StoreError::Open`] with the last failure.
 ///
-/// An open shard is [probed](SharedStore::probe) several times per second until it is back. This
+/// An open shard is [probed](SharedStore::probe) several times per second until it recovers. This
 /// needs a Tokio runtime; outside of one the circuit never opens.
 ///
 /// Acquires on several shards run shard by shard. If a later shard denies or fails, the units

@@ -1,7 +1,7 @@
 //! [`Fallback`]: decides while the store cannot, by the failure policy of each charge.
 //!
 //! With the policy `local`, this instance decides in memory by its share of the quota. Units that
-//! it admits are a debt to the store and are charged when the store is back, so that a flapping
+//! it admits are a debt to the store and are charged when it has recovered, so that a flapping
 //! store cannot be exploited: a request of a key in debt needs room for the debt as well, and units
 //! that the store admits to a key that was recently decided locally are taken from the local share,
 //! too.

@@ -11,7 +11,7 @@ use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::{Action, SharedStore, Store, StoreError};
 
-/// The `retry_after` of a denial that only the store can lift: it may be back by then.
+/// The `retry_after` of a denial that only the store can lift: it may have recovered by then.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 impl<S: SharedStore> Inner<S> {

@@ -36,7 +36,7 @@ pub(super) struct SettlementPass {
     failed: Vec<ShardId>,
 }
 
-/// Runs from the first failure until the store is back and all debts are settled.
+/// Runs from the first failure until the store has recovered and all debts are settled.
 pub(super) async fn recover<S: SharedStore>(inner: Weak<Inner<S>>) {
     let mut failures_seen = None;
     let mut stable_since = Instant::now();

@@ -16,7 +16,7 @@ use crate::store::{ShardId, StoreError};
 pub struct NodeHealth {
     /// Its address, without user and password.
     pub address: String,
-    /// Its name as a part of the store: what [`Store::probe`](crate::Store::probe) takes.
+    /// Shard of this node, as in [`SharedStore::probe`](crate::SharedStore::probe).
     pub part: ShardId,
     /// Whether there is a connection.
     pub connected: bool,
