@@ -106,7 +106,7 @@ impl RedisDetail {
                 .map(|part| part.last_error.map_or_else(String::new, |error| error.to_string()))
                 .collect(),
             instances: fallback.fleet().size(),
-            owed_units: fallback.stats().owed_units,
+            owed_units: fallback.stats().pending_debit_units,
         }
     }
 }

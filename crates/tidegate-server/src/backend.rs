@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tidegate::store::news::{Mark, News};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore,
-    OnStoreFailure, Part, RedisStore, Source, Store, StoreError,
+    OnStoreFailure, RedisStore, ShardId, SharedStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -164,7 +164,7 @@ impl Redis {
             }
         };
         let fleet = match config.instances {
-            Some(instances) => Fleet::new().expecting(instances),
+            Some(instances) => Fleet::new().with_min_instances(instances),
             None => Fleet::new(),
         };
         let local = MemoryStore::builder().max_keys(config.max_keys).build();
@@ -180,7 +180,7 @@ impl Redis {
         // The store has its own timeout, which must expire first. This one is for charges that
         // several nodes decide one after the other.
         let deadline = timeout + Duration::from_millis(25);
-        let breaker = Breaker::builder(store).deadline(deadline).probe_deadline(timeout);
+        let breaker = Breaker::builder(store).timeout(deadline).probe_timeout(timeout);
         let without_fallback = Arc::new(DenyCache::new(breaker.build()));
         let fallback = Fallback::builder(Arc::clone(&without_fallback)).fleet(fleet).local(local);
         Self { fallback: fallback.build(), without_fallback, timeout }
@@ -210,7 +210,7 @@ impl Redis {
         deciding.peek().is_some()
             && deciding.all(|node| node.connected)
             && !self.fallback().stats().falling_back
-            && self.breaker().states().iter().all(|part| !part.open)
+            && self.breaker().states().iter().all(|shard| !shard.open)
     }
 }
 
@@ -245,21 +245,26 @@ impl<S: Store> Store for InstrumentedStore<S> {
     fn clock(&self) -> &dyn Clock {
         self.store.clock()
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        self.store.part(charge)
+impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        self.store.shard(charge)
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
-        self.store.probe(part).await
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.store.probe(shard).await
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.store.announce(instance).await
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.store.heartbeat(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        self.store.news(since)
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.store.invalidations(since)
     }
 
     fn epoch(&self) -> u64 {

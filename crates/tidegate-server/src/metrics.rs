@@ -252,7 +252,7 @@ fn write_redis(text: &mut String, redis: &Redis) {
             "tidegate_store_breaker_opened_total",
             "counter",
             "How often a part of the store was given up for a while.",
-            parts.iter().map(|part| part.opened).sum(),
+            parts.iter().map(|part| part.times_opened).sum(),
         ),
         (
             "tidegate_deny_cache_entries",
@@ -270,19 +270,19 @@ fn write_redis(text: &mut String, redis: &Redis) {
             "tidegate_owed_units",
             "gauge",
             "Units admitted in the store's place, to be charged to it.",
-            fallback.owed_units,
+            fallback.pending_debit_units,
         ),
         (
             "tidegate_repaid_units_total",
             "counter",
             "Units charged to the store afterwards.",
-            fallback.repaid_units,
+            fallback.settled_debit_units,
         ),
         (
             "tidegate_dropped_units_total",
             "counter",
             "Units admitted in the store's place that were too many to be charged to it.",
-            fallback.dropped_units,
+            fallback.dropped_debit_units,
         ),
         (
             "tidegate_redis_script_loads_total",

@@ -201,7 +201,7 @@ impl Service {
         if let Some(redis) = self.engine.backend.redis() {
             // What was admitted in its place is not forgotten with this process.
             // On the heap: with all the stores within, it is a deep type.
-            let repay = Box::pin(redis.fallback().repay());
+            let repay = Box::pin(redis.fallback().settle());
             let _ = tokio::time::timeout(Duration::from_millis(500), repay).await;
         }
         let _ = self.admin_stop.send(true);

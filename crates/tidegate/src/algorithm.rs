@@ -216,7 +216,7 @@ impl Step {
     ) -> Self {
         let stepped_back = count.settle(quota, now);
         let remaining = count.remaining(quota);
-        let takes = action == Action::Take;
+        let takes = action == Action::ChargeUpTo;
         let cost = if takes { cost.min(remaining) } else { cost };
         let allowed = if action == Action::Peek {
             has_room(count, quota, remaining, cost)

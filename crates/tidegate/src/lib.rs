@@ -101,6 +101,8 @@ pub mod layer;
 // Beside the path:
 mod clock;
 mod named;
+#[cfg(feature = "resilience")]
+mod random;
 #[cfg(feature = "testing")]
 pub mod testing;
 
@@ -129,4 +131,4 @@ pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;
-pub use store::{Action, Part, Store, StoreError};
+pub use store::{Action, ShardId, SharedStore, Store, StoreError};

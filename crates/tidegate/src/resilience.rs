@@ -1,13 +1,15 @@
-//! When the store is slow, gone or under attack: each of these is a [`Store`](crate::Store) around
-//! a store, or serves one.
+//! Wrappers that keep a service working while its store is slow, unreachable or under attack.
 //!
-//! * [`Breaker`] stops asking a store that fails, and looks by itself when it is back.
-//! * [`Fallback`] answers in the store's place: by this instance's share in memory, by letting
-//!   pass, or by denying. What it admits is charged to the store afterwards.
-//! * [`DenyCache`] answers a denial again, for as long as it holds, so that who hammers costs the
-//!   store nothing.
-//! * [`Fleet`] knows how many instances share the store, so that the shares of all add up to the
-//!   limit.
+//! * [`Breaker`] stops calling a store that fails, and probes it in the background until it
+//!   recovers.
+//! * [`Fallback`] decides while the store cannot: by this instance's share of the limit in memory,
+//!   or by failing open or closed. Units that it admits are charged to the store afterwards.
+//! * [`DenyCache`] repeats a denial for as long as it surely holds, so that a denied client that
+//!   keeps retrying costs the store no calls.
+//! * [`Fleet`] tracks the instances that share the store, so that their shares add up to the limit.
+//!
+//! The first three are a [`Store`](crate::Store) around another [`SharedStore`](crate::SharedStore)
+//! and can be nested:
 //!
 //! ```no_run
 //! use tidegate::{Breaker, DenyCache, Fallback, Limiter, RedisStore};
@@ -19,12 +21,9 @@
 //! # }
 //! ```
 //!
-//! Around a store with a deadline, an answer is never later than that. A fleet cut off from its
-//! store admits at most the limit in a window; in the window in which the store fails, what the
-//! store had admitted comes on top.
-
-use std::hash::{BuildHasher, RandomState};
-use std::time::Duration;
+//! Around a store with a timeout, no decision takes longer than that timeout. A fleet that is cut
+//! off from its store admits at most the limit per window. In the window in which the store fails,
+//! it also admits at most the limit on top of the units that the store has admitted before.
 
 pub mod breaker;
 pub mod deny_cache;
@@ -35,14 +34,3 @@ pub use breaker::Breaker;
 pub use deny_cache::DenyCache;
 pub use fallback::Fallback;
 pub use fleet::Fleet;
-
-/// Good enough for names and jitter: each state is seeded from the system's randomness.
-pub(crate) fn random() -> u64 {
-    RandomState::new().hash_one(0_u8)
-}
-
-/// From half the duration to one and a half: many instances must not come all at once.
-pub(crate) fn jittered(duration: Duration) -> Duration {
-    let [byte, ..] = random().to_le_bytes();
-    duration / 2 + duration * u32::from(byte) / 256
-}

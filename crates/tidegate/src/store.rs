@@ -1,10 +1,10 @@
-//! [`Store`]: where counts live.
+//! [`Store`]: where counts are kept and decisions are made. [`SharedStore`]: a store that several
+//! instances of a service use.
 
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::news::{Mark, News};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
@@ -15,12 +15,50 @@ pub mod memory;
 pub mod news;
 #[cfg(feature = "redis")]
 pub mod redis;
+pub(crate) mod shared;
 
-/// Where counts live: memory or Redis, or a store of your own.
+pub use shared::{ShardId, SharedStore, heartbeat_interval};
+
+/// Where counts are kept: [`MemoryStore`](crate::MemoryStore), `RedisStore`, or your own store.
 ///
-/// A store gets charges that the [`Limiter`](crate::Limiter) has checked. It decides atomically: no
-/// other decision on these counts happens between its look and its write. The feature `testing` has
-/// the suite that proves it.
+/// A store gets charges that the [`Limiter`](crate::Limiter) has validated. Each call must be
+/// atomic: no other decision on the same counts may happen between its read and its write. The
+/// conformance suite of the feature `testing` checks an implementation.
+///
+/// Use [`SharedStore`] as well for a store behind a `Breaker`, a `DenyCache` or a `Fallback`.
+///
+/// ```
+/// use tidegate::{Action, Charge, Clock, Decision, MemoryStore, Store, StoreError};
+///
+/// /// Logs each denial.
+/// struct Logged(MemoryStore);
+///
+/// impl Store for Logged {
+///     async fn decide(
+///         &self,
+///         action: Action,
+///         charge: &Charge<'_>,
+///     ) -> Result<Decision, StoreError> {
+///         let decision = self.0.decide(action, charge).await?;
+///         if !decision.allowed {
+///             println!("denied: {}", charge.key());
+///         }
+///         Ok(decision)
+///     }
+///
+///     async fn decide_all(
+///         &self,
+///         action: Action,
+///         charges: &[Charge<'_>],
+///     ) -> Result<Vec<Decision>, StoreError> {
+///         self.0.decide_all(action, charges).await
+///     }
+///
+///     fn clock(&self) -> &dyn Clock {
+///         self.0.clock()
+///     }
+/// }
+/// ```
 pub trait Store: Send + Sync + 'static {
     /// Decides one charge.
     fn decide(
@@ -29,60 +67,22 @@ pub trait Store: Send + Sync + 'static {
         charge: &Charge<'_>,
     ) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
-    /// Decides several charges, in their order. With [`Action::Acquire`] all or nothing: if one
-    /// denies, none is spent. (And with [`Action::Peek`] as if.) The other actions are done on each
-    /// charge for itself.
+    /// Decides several charges and returns one decision per charge, in the same order.
+    ///
+    /// [`Action::Acquire`] is all or nothing: if one charge is denied, none is spent, and
+    /// [`Action::Peek`] answers accordingly. Every other action applies to each charge separately.
     fn decide_all(
         &self,
         action: Action,
         charges: &[Charge<'_>],
     ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
-    /// The clock that a caller who waits for this store sleeps by.
+    /// Returns the clock of this store's decisions. A [`Limiter`](crate::Limiter) that waits for
+    /// units sleeps by it.
     fn clock(&self) -> &dyn Clock;
-
-    /// Which part of the store decides this charge. Parts, such as the nodes of a cluster, fail
-    /// apart from each other.
-    fn part(&self, _charge: &Charge<'_>) -> Part {
-        Part::WHOLE
-    }
-
-    /// Whether this part could decide now, writes and all. Spends nothing of anybody's.
-    fn probe(&self, _part: Part) -> impl Future<Output = Result<(), StoreError>> + Send {
-        std::future::ready(Ok(()))
-    }
-
-    /// Says that this instance is alive, and hears which are: itself, and those that said so in the
-    /// last seconds.
-    fn announce(
-        &self,
-        instance: &str,
-    ) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
-        std::future::ready(Ok(vec![instance.to_owned()]))
-    }
-
-    /// Which counts had units given back, or were forgotten, since this mark, by whomever. A store
-    /// whose counts other processes share must tell it within a moment, or denials that are
-    /// remembered (`DenyCache`) outlive what they were made by. `None`, and always `None`, if
-    /// nobody can free a count but through this store.
-    fn news(&self, _since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        None::<std::future::Ready<Result<News, StoreError>>>
-    }
-
-    /// A number that changes whenever other servers come to decide, by other clocks: what was told
-    /// before is not to be relied on then.
-    fn epoch(&self) -> u64 {
-        0
-    }
-
-    /// Returns a number that changes whenever another server comes to decide this charge: a cached
-    /// decision from before is stale then. By default the [epoch](Self::epoch) of the whole store.
-    fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
-        self.epoch()
-    }
 }
 
-/// A store that several own: some behind a fallback, say, and some who want its errors.
+/// Lets several owners use one store, such as a limiter with a fallback and one without.
 impl<S: Store> Store for Arc<S> {
     fn decide(
         &self,
@@ -103,96 +103,60 @@ impl<S: Store> Store for Arc<S> {
     fn clock(&self) -> &dyn Clock {
         S::clock(self)
     }
-
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        S::part(self, charge)
-    }
-
-    fn probe(&self, part: Part) -> impl Future<Output = Result<(), StoreError>> + Send {
-        S::probe(self, part)
-    }
-
-    fn announce(
-        &self,
-        instance: &str,
-    ) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
-        S::announce(self, instance)
-    }
-
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        S::news(self, since)
-    }
-
-    fn epoch(&self) -> u64 {
-        S::epoch(self)
-    }
-
-    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
-        S::epoch_of(self, charge)
-    }
 }
 
-/// A part of a store that fails, and comes back, apart from the others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Part(pub u64);
-
-impl Part {
-    /// A store of one part.
-    pub const WHOLE: Self = Self(0);
-}
-
-/// What is to be done with a charge.
+/// Operation on the count of a charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Decide and, if allowed, spend.
+    /// Decides, and spends the cost if the charge is allowed.
     Acquire,
-    /// What acquire would answer; writes nothing. A cost of 0 asks whether more is recorded than
-    /// the limit.
+    /// Returns the decision that an acquire would get, and writes nothing. A cost of 0 asks whether
+    /// the count is over its limit.
     Peek,
-    /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it,
-    /// the oldest units that still count go first, because that never admits too much.
+    /// Returns the units of an earlier charge. [`Charge::charged_at`] sets its time; without it,
+    /// the oldest units that still count are returned first, because that never admits too much.
     Refund,
-    /// Forget the key.
+    /// Deletes the count.
     Reset,
-    /// Take as much of the cost as there is room for, which may be nothing: for what has already
-    /// happened, and is charged afterwards. Always answers `allowed`, and what is left then. A cost
-    /// of 0 only looks; one above the burst is fine. Several charges are taken each for itself.
-    Take,
+    /// Charges as much of the cost as fits, possibly nothing. The decision is always `allowed` and
+    /// has the units that remain. A cost of 0 reads the count, and a cost above the burst is valid.
+    ChargeUpTo,
     /// Records units that were used already: always charges, even beyond the limit. The overdraft
-    /// is bounded at [`Quota::max_level`](crate::Quota::max_level) and is paid back by time.
-    /// Answers whether the units fitted; if not, `remaining` is 0 and `retry_after` is the wait
-    /// until one unit is free again. Several charges are recorded each for itself.
+    /// is bounded at [`Quota::max_level`](crate::Quota::max_level) and drains with time. The
+    /// decision is `allowed` if the units fitted; if not, `remaining` is 0 and `retry_after` is the
+    /// wait until one unit is available again.
     Report,
 }
 
-/// Why nobody could decide.
+/// Reason why a store could not decide.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// A memory store at its cap: each key it holds still counts for somebody.
+    /// A memory store at its cap, in which every key still counts.
     #[error(
-        "the memory store is full: it holds {cap} keys, and to forget one that counts would let its owner exceed a limit; \
-         raise the cap or wait until some expire"
+        "the memory store is full ({cap} keys), and evicting a key that still counts would let its \
+         owner exceed a limit: raise the cap or wait until some keys expire"
     )]
     Full {
-        /// The cap on keys.
+        /// Maximum number of keys.
         cap: usize,
     },
-    /// No answer in time. Whether the charge was spent is not known.
+    /// No answer in time. The charge may have been spent.
     #[error("no answer from the store within {0:?}")]
     Timeout(Duration),
     /// The store cannot be reached.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
-    /// The store answered, but not with a decision.
+    /// The store answered with an error.
     #[error("the store refused: {0}")]
     Refused(String),
     /// The value stored under this key is not a count, or is damaged. Other keys are not affected.
     #[error("the count of this key cannot be read: {0}; reset the key to start over")]
     Unreadable(String),
-    /// The store was not asked, for it has failed and is not back yet: a `Breaker` is open.
-    #[error("the store was not asked, for it is failing: {0}")]
-    Open(std::sync::Arc<StoreError>),
+    /// The store was not called because it is failing: the circuit of a `Breaker` is open. The
+    /// source is the last failure.
+    #[error("circuit open, the store is failing: {0}")]
+    Open(Arc<StoreError>),
     /// The address or an option of the store is wrong.
     #[error("{0}")]
     Misconfigured(String),

@@ -171,10 +171,10 @@ async fn decide<S: Store>(
         (Action::Reset, [charge]) => single(limiter.decide(action, charge).await),
         // Not for users of a limiter: only of a store.
         (Action::Report, [charge]) => single(limiter.report(charge).await),
-        (Action::Take, [charge]) => {
+        (Action::ChargeUpTo, [charge]) => {
             single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store))
         }
-        (Action::Take | Action::Report, charges) => {
+        (Action::ChargeUpTo | Action::Report, charges) => {
             limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store)
         }
         (Action::Peek, charges) => limiter.decide_all(action, charges).await.map(Vec::from),

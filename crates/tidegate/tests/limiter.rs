@@ -152,7 +152,7 @@ async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _cloc
             assert_eq!(decision.allowed, other != index);
             assert_eq!(decision.remaining, if other == index { 0 } else { 7 }, "none is spent");
         }
-        let leading = Decision::most_restrictive(&decisions).expect("some");
+        let leading = decisions.binding().expect("some");
         assert!(!leading.allowed);
         limiter.refund(&full.cost(7)).await.expect("refunded");
     }

@@ -109,7 +109,7 @@ fn at_the_cap_an_expired_key_goes_and_a_counting_one_stays() {
     }
     let refused = acquire("one too many", &short).expect_err("no room");
     assert_eq!(refused, Error::Store(StoreError::Full { cap: 1_000 }));
-    assert!(refused.to_string().contains("it holds 1000 keys"), "{refused}");
+    assert!(refused.to_string().contains("full (1000 keys)"), "{refused}");
     assert!(
         !acquire("victim", &long).expect("known").allowed,
         "a flood of keys does not free an exhausted one"

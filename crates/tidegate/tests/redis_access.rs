@@ -11,7 +11,7 @@ use support::{
 };
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Limiter, Part, Quota, RedisStore, Store, StoreError};
+use tidegate::{Charge, Limiter, Quota, RedisStore, ShardId, SharedStore, StoreError};
 
 /// All that a store does, on this server.
 async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
@@ -26,8 +26,8 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     conformance(0..seeds, &mut driven).await;
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
     let store = builder("rate_limit").connect().await.expect("our own server answers");
-    store.probe(Part::WHOLE).await.expect("it could decide");
-    assert_eq!(store.announce("me").await, Ok(vec!["me".to_owned()]));
+    store.probe(ShardId::SINGLE).await.expect("it could decide");
+    assert_eq!(store.heartbeat("me").await, Ok(vec!["me".to_owned()]));
     let limiter = Limiter::new(store);
     support::assert_exact_under_concurrency(&limiter).await;
     let long = packed(1_000, LONG);

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use support::{Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, until};
 use tidegate::testing::conformance;
 use tidegate::{
-    Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Part, Quota, RedisStore, Source,
-    Store,
+    Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Quota, RedisStore, ShardId,
+    SharedStore, Source, Store,
 };
 
 static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -50,14 +50,14 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
         "{decisions:?}"
     );
 
-    let parts: std::collections::HashSet<Part> =
-        charges.iter().map(|charge| one.store().part(charge)).collect();
+    let parts: std::collections::HashSet<ShardId> =
+        charges.iter().map(|charge| one.store().shard(charge)).collect();
     assert_eq!(parts.len(), 3);
     for part in parts {
         one.store().probe(part).await.expect("each node could decide");
     }
-    one.store().announce("a").await.expect("said");
-    assert_eq!(one.store().announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
+    one.store().heartbeat("a").await.expect("said");
+    assert_eq!(one.store().heartbeat("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     cluster.assert_every_key_expires();
 }
 
@@ -234,7 +234,7 @@ async fn assert_failover_is_followed(hangs: bool) {
     for name in ["dying", &other] {
         limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
     }
-    let before = limiter.store().part(&Charge::new("dying", &quota));
+    let before = limiter.store().shard(&Charge::new("dying", &quota));
     if hangs {
         cluster.nodes()[dying].signal("STOP");
     } else {
@@ -255,7 +255,7 @@ async fn assert_failover_is_followed(hangs: bool) {
     let followed = promoted.map_or(Duration::ZERO, |promoted| promoted.elapsed());
     assert!(followed < Duration::from_secs(1), "{followed:?} after the promotion");
     assert!(slowest < Duration::from_millis(900), "{slowest:?}");
-    assert_ne!(limiter.store().part(&Charge::new("dying", &quota)), before);
+    assert_ne!(limiter.store().shard(&Charge::new("dying", &quota)), before);
     limiter.store().probe(before).await.expect("a node that is gone has nothing left to fail");
     if hangs {
         // It wakes up, and what waited in its buffers is too late.
@@ -393,7 +393,8 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
         denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(told, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
     for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
-        let look = limiter.store().decide(Action::Take, &charge.cost(0)).await.expect("decided");
+        let look =
+            limiter.store().decide(Action::ChargeUpTo, &charge.cost(0)).await.expect("decided");
         assert_eq!(look.remaining, left);
     }
     cluster.assert_every_key_expires();

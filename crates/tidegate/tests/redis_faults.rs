@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use support::{LONG, PATIENCE, Redis, every_quota, free_port, until};
-use tidegate::{Action, Charge, Error, Limiter, Part, Quota, RedisStore, Store, StoreError};
+use tidegate::{
+    Action, Charge, Error, Limiter, Quota, RedisStore, ShardId, SharedStore, Store, StoreError,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -244,11 +246,11 @@ async fn while_the_server_is_away_calls_fail_at_once_and_say_why() {
         quick >= 20
     })
     .await;
-    assert!(limiter.store().probe(Part::WHOLE).await.is_err());
-    assert!(limiter.store().announce("a").await.is_err());
+    assert!(limiter.store().probe(ShardId::SINGLE).await.is_err());
+    assert!(limiter.store().heartbeat("a").await.is_err());
     redis.restart();
     until("it is back", async || limiter.acquire(&charge).await.is_ok()).await;
-    limiter.store().probe(Part::WHOLE).await.expect("it could decide");
+    limiter.store().probe(ShardId::SINGLE).await.expect("it could decide");
 }
 
 /// A connection that the server closes is made anew at once: who calls meanwhile waits for it,
@@ -313,20 +315,20 @@ async fn a_probe_meets_what_a_decision_would_meet() {
     let redis = Redis::start();
     let limiter = limiter_with(&redis, PATIENCE).await;
     let store = limiter.store();
-    store.probe(Part::WHOLE).await.expect("all is well");
+    store.probe(ShardId::SINGLE).await.expect("all is well");
     redis.assert_every_key_expires();
     let ours: Vec<String> = redis.query(&["KEYS", "*"]);
     assert_eq!(ours, ["rate_limit:{%probe-0}"]);
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "1"]);
-    let full = store.probe(Part::WHOLE).await.expect_err("no memory").to_string();
+    let full = store.probe(ShardId::SINGLE).await.expect_err("no memory").to_string();
     assert!(full.contains("OOM"), "{full}");
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
     let nowhere = free_port().to_string();
     redis.query::<()>(&["REPLICAOF", "127.0.0.1", &nowhere]);
-    let replica = store.probe(Part::WHOLE).await.expect_err("a replica").to_string();
+    let replica = store.probe(ShardId::SINGLE).await.expect_err("a replica").to_string();
     assert!(replica.contains("READONLY") || replica.contains("MASTERDOWN"), "{replica}");
     redis.query::<()>(&["REPLICAOF", "NO", "ONE"]);
-    until("a primary again", async || store.probe(Part::WHOLE).await.is_ok()).await;
+    until("a primary again", async || store.probe(ShardId::SINGLE).await.is_ok()).await;
 }
 
 #[tokio::test]
@@ -334,15 +336,15 @@ async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
     let redis = Redis::start();
     let store =
         RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
-    store.announce("a").await.expect("announced");
-    assert_eq!(store.announce("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
+    store.heartbeat("a").await.expect("announced");
+    assert_eq!(store.heartbeat("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     redis.assert_every_key_expires();
     // As if the last heartbeat of a were six seconds old, and that of c from before the clock
     // stepped back.
     let time: Vec<i64> = redis.query(&["TIME"]);
     let at = |seconds: i64| ((time[0] + seconds) * 1_000_000).to_string();
     redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &at(-6), "a", &at(3_600), "c"]);
-    assert_eq!(store.announce("b").await, Ok(vec!["b".to_owned()]));
+    assert_eq!(store.heartbeat("b").await, Ok(vec!["b".to_owned()]));
 }
 
 /// While no instance joins or leaves, a heartbeat reads no list, whatever the size of the fleet.
@@ -363,11 +365,11 @@ async fn heartbeats_read_the_list_only_when_it_has_changed() {
     };
     let names: Vec<String> = (0..50).map(|number| format!("instance-{number:02}")).collect();
     for name in &names {
-        store.announce(name).await.expect("announced");
+        store.heartbeat(name).await.expect("announced");
     }
     redis.query::<()>(&["CONFIG", "RESETSTAT"]);
     for name in names.iter().cycle().take(200) {
-        assert_eq!(store.announce(name).await.as_ref(), Ok(&names));
+        assert_eq!(store.heartbeat(name).await.as_ref(), Ok(&names));
     }
     assert_eq!((calls("evalsha"), calls("zrange")), (200, 0));
     let commands = ["time", "zremrangebyscore", "zcard", "zadd", "get", "set", "pexpireat"];
@@ -377,20 +379,20 @@ async fn heartbeats_read_the_list_only_when_it_has_changed() {
     let mut joined = names.clone();
     joined.push("joined".to_owned());
     for _ in 0..10 {
-        assert_eq!(other.announce("joined").await.as_ref(), Ok(&joined));
-        assert_eq!(store.announce(&names[0]).await.as_ref(), Ok(&joined));
+        assert_eq!(other.heartbeat("joined").await.as_ref(), Ok(&joined));
+        assert_eq!(store.heartbeat(&names[0]).await.as_ref(), Ok(&joined));
     }
     assert_eq!(calls("zrange"), 2);
 
     // A flushed Redis starts with another version, even if it has as many instances as before.
     redis.query::<()>(&["FLUSHALL"]);
-    assert_eq!(other.announce("joined").await, Ok(vec!["joined".to_owned()]));
+    assert_eq!(other.heartbeat("joined").await, Ok(vec!["joined".to_owned()]));
     for name in &names {
-        other.announce(name).await.expect("announced");
+        other.heartbeat(name).await.expect("announced");
     }
     redis.query::<i64>(&["ZREM", "rate_limit:{%alive}", &names[1]]);
-    other.announce("in its place").await.expect("announced");
-    let list = store.announce(&names[0]).await.expect("announced");
+    other.heartbeat("in its place").await.expect("announced");
+    let list = store.heartbeat(&names[0]).await.expect("announced");
     assert!(
         list.len() == 51 && list.contains(&"in its place".to_owned()) && !list.contains(&names[1]),
         "{list:?}"
@@ -405,7 +407,7 @@ async fn heartbeats_read_the_list_only_when_it_has_changed() {
         "earlier build",
     ]);
     assert!(
-        store.announce(&names[0]).await.expect("announced").contains(&"earlier build".to_owned())
+        store.heartbeat(&names[0]).await.expect("announced").contains(&"earlier build".to_owned())
     );
     redis.assert_every_key_expires();
 }

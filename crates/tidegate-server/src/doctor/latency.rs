@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use tidegate::Store as _;
-use tidegate::store::Part;
+use tidegate::SharedStore as _;
+use tidegate::store::ShardId;
 
 use super::{Examination, Finding, Report, Subject};
 
@@ -44,7 +44,7 @@ impl Percentiles {
 
 pub(super) async fn check(
     subject: &Subject<'_>,
-    part: Part,
+    part: ShardId,
     examination: &Examination<'_>,
     nodes: usize,
     report: &mut Report,

@@ -1,8 +1,9 @@
-//! [`Breaker`]: stops asking a store that fails, so that nobody waits for it, and looks by itself when it is back.
+//! [`Breaker`]: stops calling a store that fails, so that no request waits for it.
 //!
-//! One circuit for each [`Part`] of the store, for parts fail apart. Closed, calls pass and are
-//! counted with a few atomic steps. Open, they fail at once, while a task in the background probes
-//! the part; two good probes in a row close it.
+//! Each [`ShardId`] of the store has its own circuit, because shards fail independently. While the
+//! circuit is closed, calls go to the store and their results are counted with a few atomic
+//! operations. While it is open, calls fail at once, and a background task probes the shard; two
+//! successful probes in a row close the circuit.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -10,39 +11,58 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use self::circuit::{Circuit, Circuits, History};
-use super::jittered;
+use self::circuit::{Circuit, CircuitHistory, Circuits};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
+use crate::random::jittered;
 use crate::store::in_order::{
     Groups, Owned, Refund, Step, group_by, in_order, in_places, restore_unspent, without_cost,
 };
 use crate::store::news::{Mark, News};
-use crate::store::{Action, Part, Store, StoreError};
+use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
 mod circuit;
 
-/// So many good probes in a row close a circuit.
-const GOOD_PROBES: u32 = 2;
+/// Successful probes in a row that close a circuit.
+const SUCCESSES_TO_CLOSE: u32 = 2;
 
-/// A store around a store that fails at once while the inner one is failing.
+/// A circuit breaker around a store: calls fail at once while the store is failing.
 ///
-/// It opens for a part after five failures in a row, or when at least five calls of the last second
-/// failed and that is half of them or more. A failure is [`StoreError::Timeout`],
-/// [`Unreachable`](StoreError::Unreachable) or [`Refused`](StoreError::Refused); any other error is
-/// the answer of a store that is there. While open, the error is [`StoreError::Open`] with the last
-/// failure in it.
+/// The circuit of a shard opens after five failures in a row, or when at least five calls of the
+/// last second failed and they are half of its calls or more. A failure is
+/// [`StoreError::Timeout`], [`Unreachable`](StoreError::Unreachable) or
+/// [`Refused`](StoreError::Refused); any other error is an answer of a working store. While the
+/// circuit is open, every call returns [`StoreError::Open`] with the last failure.
 ///
-/// A part is [probed](Store::probe) several times a second until it is back. A probe that says yes
-/// while decisions still fail would make the breaker flap, so a store's probe should do what a
-/// decision does.
+/// An open shard is [probed](SharedStore::probe) several times per second until it recovers. This
+/// needs a Tokio runtime; outside of one the circuit never opens.
 ///
-/// It needs a Tokio runtime to probe on; outside of one it never opens. Over several parts, an
-/// acquire goes from part to part in order and gives back what it took when a later part denies or
-/// fails: it may refuse a little too much for a moment, and never admits too much.
+/// Acquires on several shards run shard by shard. If a later shard denies or fails, the units
+/// charged by the earlier ones are refunded: for a moment the store may deny too much, but it never
+/// admits too much.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Breaker, Charge, Limiter, MemoryStore, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let breaker = Breaker::builder(MemoryStore::new()) // or RedisStore::connect(…)
+///     .timeout(Duration::from_millis(100))
+///     .failure_threshold(10)
+///     .build();
+/// let limiter = Limiter::new(breaker);
+/// let quota = Quota::token_bucket(10, Duration::from_secs(1))?;
+///
+/// assert!(limiter.acquire(&Charge::new("user123", &quota)).await?.allowed);
+/// assert!(limiter.store().states().iter().all(|shard| !shard.open));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Breaker<S> {
     inner: Arc<Inner<S>>,
@@ -57,64 +77,66 @@ struct Inner<S> {
 
 #[derive(Debug, Clone, Copy)]
 struct Options {
-    deadline: Option<Duration>,
-    probe_deadline: Duration,
-    probe_pause: Duration,
-    failures: u32,
+    timeout: Option<Duration>,
+    probe_timeout: Duration,
+    probe_interval: Duration,
+    failure_threshold: u32,
 }
 
-/// Options of a [`Breaker`].
+/// Builder of a [`Breaker`].
 #[derive(Debug)]
 pub struct Builder<S> {
     store: S,
     options: Options,
 }
 
-/// How a part of the store does, as a breaker sees it.
+/// State of the circuit of one shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PartState {
-    /// Which part.
-    pub part: Part,
-    /// Whether it is not asked.
+pub struct ShardState {
+    /// Shard that the circuit belongs to.
+    pub shard: ShardId,
+    /// Whether the circuit is open: the shard is failing and is not called.
     pub open: bool,
-    /// For how long it has been open, or closed.
-    pub since: Duration,
-    /// How often it was opened.
-    pub opened: u64,
-    /// The last failure while it was open.
+    /// Time since the circuit last opened or closed.
+    pub elapsed: Duration,
+    /// Number of times that the circuit has opened.
+    pub times_opened: u64,
+    /// Last failure while the circuit was open.
     pub last_error: Option<StoreError>,
 }
 
-impl<S: Store> Builder<S> {
-    /// How long a call may take; none by default, for a `RedisStore` has its own.
+impl<S: SharedStore> Builder<S> {
+    /// Sets the timeout of a call. By default calls have no timeout here, because a `RedisStore` has
+    /// one itself.
     #[must_use]
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.options.deadline = Some(deadline);
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.options.timeout = Some(timeout);
         self
     }
 
-    /// How long a probe may take; 100 ms by default. A store that is slower is not back.
+    /// Sets the timeout of a probe; 100 ms by default. A slower store counts as failing.
     #[must_use]
-    pub fn probe_deadline(mut self, deadline: Duration) -> Self {
-        self.options.probe_deadline = deadline;
+    pub fn probe_timeout(mut self, timeout: Duration) -> Self {
+        self.options.probe_timeout = timeout;
         self
     }
 
-    /// How long between two probes, give or take a half; 200 ms by default.
+    /// Sets the mean interval between two probes; 200 ms by default. The actual intervals are
+    /// jittered by up to a half.
     #[must_use]
-    pub fn probe_pause(mut self, pause: Duration) -> Self {
-        self.options.probe_pause = pause;
+    pub fn probe_interval(mut self, interval: Duration) -> Self {
+        self.options.probe_interval = interval;
         self
     }
 
-    /// How many failures open it; 5 by default.
+    /// Sets the number of failures that open a circuit; 5 by default.
     #[must_use]
-    pub fn failures(mut self, failures: u32) -> Self {
-        self.options.failures = failures.max(1);
+    pub fn failure_threshold(mut self, failures: u32) -> Self {
+        self.options.failure_threshold = failures.max(1);
         self
     }
 
-    /// The breaker.
+    /// Creates the breaker, with all circuits closed.
     #[must_use]
     pub fn build(self) -> Breaker<S> {
         let Self { store, options } = self;
@@ -122,77 +144,66 @@ impl<S: Store> Builder<S> {
     }
 }
 
-impl<S: Store> Breaker<S> {
-    /// A closed breaker around this store.
+impl<S: SharedStore> Breaker<S> {
+    /// Creates a breaker around this store with the default options.
     #[must_use]
     pub fn new(store: S) -> Self {
         Self::builder(store).build()
     }
 
-    /// A breaker with options.
+    /// Returns a builder with the default options.
     #[must_use]
     pub fn builder(store: S) -> Builder<S> {
         let options = Options {
-            deadline: None,
-            probe_deadline: Duration::from_millis(100),
-            probe_pause: Duration::from_millis(200),
-            failures: 5,
+            timeout: None,
+            probe_timeout: Duration::from_millis(100),
+            probe_interval: Duration::from_millis(200),
+            failure_threshold: 5,
         };
         Builder { store, options }
     }
 
-    /// The store within.
+    /// Returns the wrapped store.
     #[must_use]
     pub fn store(&self) -> &S {
         &self.inner.store
     }
 
-    /// Each part that was asked so far, in their order.
+    /// Returns the state of each shard that was called so far, ordered by shard.
     #[must_use]
-    pub fn states(&self) -> Vec<PartState> {
-        let state = |circuit: &Circuit| {
-            let history = circuit.history();
-            PartState {
-                part: circuit.part,
-                open: circuit.is_open(),
-                since: history.since.elapsed(),
-                opened: history.opened,
-                last_error: history.last_error.as_deref().cloned(),
-            }
-        };
-        let mut states: Vec<PartState> = self.inner.circuits.iter().map(state).collect();
-        states.sort_unstable_by_key(|state| state.part);
+    pub fn states(&self) -> Vec<ShardState> {
+        let mut states: Vec<ShardState> = self.inner.circuits.iter().map(Circuit::state).collect();
+        states.sort_unstable_by_key(|state| state.shard);
         states
     }
 
-    /// Decides charges of several parts, part by part.
-    async fn decide_parts(
+    /// Decides charges of several shards, shard by shard.
+    async fn decide_shards(
         &self,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
-        let groups = group_by(charges, |charge| inner.store.part(charge));
+        let groups = group_by(charges, |charge| inner.store.shard(charge));
         let members: Vec<Vec<Charge<'_>>> =
             groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
-        let deadline = inner.deadline();
-        let parts = Parts { inner, groups: members, deadline };
-        let mut circuits = (0..parts.count()).map(|group| parts.circuit(group));
+        let shards = ShardGroups { inner, groups: members, deadline: inner.deadline() };
+        let mut circuits = (0..shards.count()).map(|group| shards.circuit(group));
         if let Some(open) = circuits.find(|circuit| circuit.is_open()) {
-            return Err(inner.refusal(open));
+            return Err(inner.open_error(open));
         }
-        Ok(in_places(groups, in_order(&parts, action).await?))
+        Ok(in_places(groups, in_order(&shards, action).await?))
     }
 }
 
-impl<S: Store> Inner<S> {
-    /// When a call that begins now must have ended.
+impl<S: SharedStore> Inner<S> {
+    /// Returns the deadline of a call that starts now.
     fn deadline(&self) -> Option<Instant> {
-        self.options.deadline.map(|deadline| Instant::now() + deadline)
+        self.options.timeout.map(|timeout| Instant::now() + timeout)
     }
 
-    /// A call to a part of the store, if it is not known to fail. The call stays where it is: each
-    /// move would copy it.
+    /// Awaits a call to a shard, unless its circuit is open, and counts the result. The call is
+    /// pinned by the caller because moving the future would copy it.
     async fn guarded<T>(
         self: &Arc<Self>,
         circuit: &Circuit,
@@ -200,18 +211,18 @@ impl<S: Store> Inner<S> {
         call: Pin<&mut impl Future<Output = Result<T, StoreError>>>,
     ) -> Result<T, StoreError> {
         if circuit.is_open() {
-            return Err(self.refusal(circuit));
+            return Err(self.open_error(circuit));
         }
-        let result = match (deadline, self.options.deadline) {
-            (Some(at), Some(deadline)) => {
-                timeout_at(at, call).await.unwrap_or(Err(StoreError::Timeout(deadline)))
+        let result = match (deadline, self.options.timeout) {
+            (Some(at), Some(timeout)) => {
+                timeout_at(at, call).await.unwrap_or(Err(StoreError::Timeout(timeout)))
             }
             _ => call.await,
         };
-        // A circuit that others have opened meanwhile is closed by probes alone.
+        // If the circuit has opened during the call, only probes may close it.
         if !circuit.is_open() {
             let failure = result.as_ref().err().filter(|error| is_failure(error));
-            if circuit.count(failure.is_some(), self.options.failures)
+            if circuit.record(failure.is_some(), self.options.failure_threshold)
                 && let Some(error) = failure
             {
                 self.open(circuit, error);
@@ -221,59 +232,68 @@ impl<S: Store> Inner<S> {
     }
 
     fn open(self: &Arc<Self>, circuit: &Circuit, error: &StoreError) {
-        // Nobody could close it again.
+        // Without a runtime there is no prober, and the circuit would stay open forever.
         let Ok(runtime) = Handle::try_current() else { return };
         let mut history = circuit.history();
         if !circuit.is_open() {
             circuit.set_open(&mut history, error);
-            self.start_prober(&runtime, circuit.part, &mut history);
-            // The callers have the error, and warn of it where they have to do without the store.
-            tracing::debug!(part = circuit.part.0, %error, "the store is failing, and is not asked until it is back");
+            self.start_prober(&runtime, circuit.shard, &mut history);
+            // At debug level only: the callers get the error, and a fallback logs a warning.
+            tracing::debug!(shard = circuit.shard.0, %error, "circuit opened");
         }
     }
 
-    /// Why a call was not made.
-    fn refusal(self: &Arc<Self>, circuit: &Circuit) -> StoreError {
+    /// Returns the error of a call that was not made because the circuit is open.
+    fn open_error(self: &Arc<Self>, circuit: &Circuit) -> StoreError {
         let mut history = circuit.history();
-        // The runtime that it ran on may have ended.
+        // The runtime that the prober ran on may have shut down.
         if circuit.is_open()
-            && history.prober.as_ref().is_none_or(tokio::task::AbortHandle::is_finished)
+            && history.prober.as_ref().is_none_or(AbortHandle::is_finished)
             && let Ok(runtime) = Handle::try_current()
         {
-            self.start_prober(&runtime, circuit.part, &mut history);
+            self.start_prober(&runtime, circuit.shard, &mut history);
         }
         match &history.last_error {
             Some(error) => StoreError::Open(Arc::clone(error)),
-            None => StoreError::Unreachable("it has just come back: try again".to_owned()),
+            None => StoreError::Unreachable("the circuit has just closed, try again".to_owned()),
         }
     }
 
-    fn start_prober(self: &Arc<Self>, runtime: &Handle, part: Part, history: &mut History) {
-        let prober = runtime.spawn(probe_until_back(Arc::downgrade(self), part, self.options));
+    fn start_prober(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        shard: ShardId,
+        history: &mut CircuitHistory,
+    ) {
+        let prober = runtime.spawn(probe_until_closed(Arc::downgrade(self), shard, self.options));
         history.prober = Some(prober.abort_handle());
     }
 }
 
-async fn probe_until_back<S: Store>(inner: Weak<Inner<S>>, part: Part, options: Options) {
-    let mut good = 0;
+/// Probes a shard until enough probes in a row succeed, then closes its circuit.
+async fn probe_until_closed<S: SharedStore>(
+    inner: Weak<Inner<S>>,
+    shard: ShardId,
+    options: Options,
+) {
+    let mut successes = 0;
     loop {
-        let pause = if good == 0 { options.probe_pause } else { options.probe_pause / 4 };
-        sleep(jittered(pause)).await;
+        // After a success the next probe comes sooner, so that recovery is fast.
+        let interval =
+            if successes == 0 { options.probe_interval } else { options.probe_interval / 4 };
+        sleep(jittered(interval)).await;
         let Some(inner) = inner.upgrade() else { return };
-        let deadline = options.probe_deadline;
-        match timeout(deadline, inner.store.probe(part))
-            .await
-            .unwrap_or(Err(StoreError::Timeout(deadline)))
-        {
-            Ok(()) => good += 1,
+        let probed = timeout(options.probe_timeout, inner.store.probe(shard)).await;
+        match probed.unwrap_or(Err(StoreError::Timeout(options.probe_timeout))) {
+            Ok(()) => successes += 1,
             Err(error) => {
-                good = 0;
-                inner.circuits.of(part).history().last_error = Some(Arc::new(error));
+                successes = 0;
+                inner.circuits.of(shard).history().last_error = Some(Arc::new(error));
             }
         }
-        if good == GOOD_PROBES {
-            let open_for = inner.circuits.of(part).close();
-            tracing::debug!(part = part.0, ?open_for, "the store is back");
+        if successes == SUCCESSES_TO_CLOSE {
+            let open_for = inner.circuits.of(shard).close();
+            tracing::debug!(shard = shard.0, ?open_for, "circuit closed");
             return;
         }
     }
@@ -289,7 +309,7 @@ impl<S> Drop for Breaker<S> {
     }
 }
 
-/// Whether it tells that the store is not there, or not well.
+/// Returns whether this error means that the store is unreachable or broken.
 fn is_failure(error: &StoreError) -> bool {
     match error {
         StoreError::Timeout(_) | StoreError::Unreachable(_) | StoreError::Refused(_) => true,
@@ -300,24 +320,41 @@ fn is_failure(error: &StoreError) -> bool {
     }
 }
 
-/// Charges that several parts decide, each with its circuit.
-struct Parts<'a, S> {
+/// Charges grouped by the shard that decides them.
+struct ShardGroups<'a, S> {
     inner: &'a Arc<Inner<S>>,
     groups: Vec<Vec<Charge<'a>>>,
-    /// For all of them together.
+    /// Deadline of all groups together.
     deadline: Option<Instant>,
 }
 
-impl<S: Store> Parts<'_, S> {
+impl<S: SharedStore> ShardGroups<'_, S> {
     fn circuit(&self, group: usize) -> &Circuit {
-        // A group has at least one charge.
-        let part =
-            self.groups[group].first().map_or(Part::WHOLE, |charge| self.inner.store.part(charge));
-        self.inner.circuits.of(part)
+        self.inner.circuits.of(shard_of(&self.inner.store, &self.groups[group]))
+    }
+
+    async fn call(
+        &self,
+        group: usize,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        let call = pin!(self.inner.store.decide_all(action, charges));
+        self.inner.guarded(self.circuit(group), self.deadline, call).await
+    }
+
+    /// Reads the counts of a group without spending.
+    async fn read(&self, group: usize) -> Result<Vec<Decision>, StoreError> {
+        self.call(group, Action::ChargeUpTo, &without_cost(&self.groups[group])).await
     }
 }
 
-impl<S: Store> Groups for Parts<'_, S> {
+/// Returns the shard of a group, all charges of which have the same.
+fn shard_of<S: SharedStore>(store: &S, group: &[Charge<'_>]) -> ShardId {
+    group.first().map_or(ShardId::SINGLE, |charge| store.shard(charge))
+}
+
+impl<S: SharedStore> Groups for ShardGroups<'_, S> {
     fn count(&self) -> usize {
         self.groups.len()
     }
@@ -328,17 +365,13 @@ impl<S: Store> Groups for Parts<'_, S> {
 
     async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
-        let ask = async |action, charges: &[Charge<'_>]| {
-            let call = pin!(self.inner.store.decide_all(action, charges));
-            self.inner.guarded(self.circuit(group), self.deadline, call).await
-        };
         match step {
-            Step::Do(action) => ask(action, charges).await,
-            Step::Look => ask(Action::Take, &without_cost(charges)).await,
+            Step::Do(action) => self.call(group, action, charges).await,
+            Step::Look => self.read(group).await,
             Step::Forgo => {
-                let mut peeked = ask(Action::Peek, charges).await?;
+                let mut peeked = self.call(group, Action::Peek, charges).await?;
                 if peeked.iter().all(|decision| decision.allowed) {
-                    match ask(Action::Take, &without_cost(charges)).await {
+                    match self.read(group).await {
                         Ok(unspent) => return Ok(unspent),
                         Err(_) => restore_unspent(charges, &mut peeked),
                     }
@@ -351,17 +384,17 @@ impl<S: Store> Groups for Parts<'_, S> {
     fn refund(&self, charges: &[Charge<'_>]) -> Refund {
         let owned: Vec<Owned> = charges.iter().map(Owned::of).collect();
         let inner = Arc::clone(self.inner);
-        let part = charges.first().map_or(Part::WHOLE, |charge| inner.store.part(charge));
+        let shard = shard_of(&inner.store, charges);
+        // A task, so that the refund completes even if the caller is dropped.
         let task = Handle::try_current().ok().map(|runtime| {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
                 let refund = pin!(inner.store.decide_all(Action::Refund, &charges));
-                // What cannot be given back counts until it expires: too much refused, never too
-                // much admitted.
-                inner.guarded(inner.circuits.of(part), inner.deadline(), refund).await.ok()
+                // If the refund fails, the units count until they expire: the store denies too
+                // much, but never admits too much.
+                inner.guarded(inner.circuits.of(shard), inner.deadline(), refund).await.ok()
             })
         });
-        // It goes on even if nobody has the time to hear of it.
         let deadline = self.deadline;
         Box::pin(async move {
             match deadline {
@@ -376,9 +409,9 @@ impl<S: Store> Groups for Parts<'_, S> {
     }
 }
 
-impl<S: Store> Store for Breaker<S> {
+impl<S: SharedStore> Store for Breaker<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        let circuit = self.inner.circuits.of(self.inner.store.part(charge));
+        let circuit = self.inner.circuits.of(self.inner.store.shard(charge));
         self.inner
             .guarded(circuit, self.inner.deadline(), pin!(self.inner.store.decide(action, charge)))
             .await
@@ -391,11 +424,11 @@ impl<S: Store> Store for Breaker<S> {
     ) -> Result<Vec<Decision>, StoreError> {
         let store = &self.inner.store;
         let Some((first, others)) = charges.split_first() else { return Ok(Vec::new()) };
-        let part = store.part(first);
-        if others.iter().any(|charge| store.part(charge) != part) {
-            return Box::pin(self.decide_parts(action, charges)).await;
+        let shard = store.shard(first);
+        if others.iter().any(|charge| store.shard(charge) != shard) {
+            return Box::pin(self.decide_shards(action, charges)).await;
         }
-        let circuit = self.inner.circuits.of(part);
+        let circuit = self.inner.circuits.of(shard);
         self.inner
             .guarded(circuit, self.inner.deadline(), pin!(store.decide_all(action, charges)))
             .await
@@ -404,21 +437,26 @@ impl<S: Store> Store for Breaker<S> {
     fn clock(&self) -> &dyn Clock {
         self.inner.store.clock()
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        self.inner.store.part(charge)
+impl<S: SharedStore> SharedStore for Breaker<S> {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        self.inner.store.shard(charge)
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
-        self.inner.store.probe(part).await
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.inner.store.probe(shard).await
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.inner.store.announce(instance).await
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.inner.store.heartbeat(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        self.inner.store.news(since)
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.inner.store.invalidations(since)
     }
 
     fn epoch(&self) -> u64 {

@@ -1,73 +1,59 @@
-//! [`DenyCache`]: a denial by the store holds until its `retry_after`, and is answered here until then.
+//! [`DenyCache`]: repeats a denial by the store until its `retry_after` has passed.
 //!
-//! Units come back earlier only by a refund, a reset or a raised limit. The first two drop the
-//! entries of the counts that they touch: through this instance at once, through others by the
-//! [invalidations](Store::news), which are polled several times a second while entries are in use.
-//! Entries are ignored once the last successful poll is older than a second, and live for five
-//! seconds at most. A raised limit is another quota, and an entry holds for the very quota that it
-//! was made by.
+//! Units become available earlier only by a refund, a reset or a raised limit. A refund or reset
+//! drops the entries of its counts: at once if it goes through this cache, and otherwise through
+//! the [invalidations](SharedStore::invalidations), which are polled several times per second while
+//! entries are in use. Entries are ignored once the last successful poll is older than one second,
+//! and live for five seconds at most. A raised limit is a different quota, and an entry applies
+//! only to the quota that it was made for.
 
-use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
-use tokio::time::sleep;
 
-use self::table::{Companions, Denial, Found, Left, Name, Query, Table, Ticket};
-use crate::algorithm::Verdict;
+use self::lookup::{CountedRequest, InvalidationGuard, Lookup};
+use self::table::DenialTable;
 use crate::charge::Charge;
 use crate::clock::Clock;
-use crate::decision::{Decision, Source};
-use crate::store::in_order::Owned;
-use crate::store::news::{CountId, Mark, News};
-use crate::store::{Action, Part, Store, StoreError};
+use crate::decision::Decision;
+use crate::store::news::{Mark, News};
+use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
-mod follow;
+mod entry;
+mod key;
+mod lookup;
+mod poller;
 mod table;
+mod unrecorded;
 
-/// The longest life of an entry, whatever its `retry_after`: bounds how long a lost invalidation
-/// has an effect.
-pub(crate) const MAX_ENTRY_TTL: Duration = Duration::from_secs(5);
-
-/// How long a denial that counts is answered from here. Then the denials of that time are recorded
-/// in the store.
-pub(crate) const COUNTED_DENIAL_TTL: Duration = Duration::from_millis(100);
-
-/// What is left of the other charges is remembered for requests of up to so many.
-const MOST_COMPANIONS: usize = 8;
-
-/// A store around a store that answers a denial again, without asking, for as long as it surely
+/// A cache of denials around a store: a denial is repeated without a call for as long as it surely
 /// holds.
 ///
-/// Who is denied and keeps asking then costs the store nothing. An answer from here has
-/// [`Source::DenyCache`]; its `retry_after` and `reset_after` go down as time goes by, its
-/// `remaining` is what the store told (of a bucket, what has come back since is in it). What this
-/// instance admits meanwhile, to who asks for less, makes it ask the store again; of what others
-/// admit it does not know: then the wait that it tells may be too short.
+/// A denied client that keeps retrying then costs the store no calls. A decision of the cache has
+/// [`Source::DenyCache`](crate::Source::DenyCache). Its `retry_after` and `reset_after` decrease as
+/// time passes; its `remaining` is that of the denial, for a bucket plus the units drained since.
+/// Admissions by other instances are not visible here, so `retry_after` may be too short.
 ///
-/// * It answers acquires and peeks of the same key, policy and quota, for the cost that was denied,
-///   and for less time than the store said, so that no answer could have been an admission. (Who
-///   asks for ever other costs is answered by the denial of a lower one.)
-/// * A request of several charges is denied if one of them is. What is left of the others is then
-///   what the store told when it denied the same request; if it never did, they are told as
-///   untouched.
-/// * A denial by a quota that counts denied requests is answered from here for up to 100 ms, and
-///   its `retry_after` does not go down: each denial counts. The store records those of the last
-///   100 ms before it is asked again, at most the limit.
-/// * A refund or a reset through this store is seen at once. One through any other that shares the
-///   counts is seen within a second of its end, by the [news](Store::news) that a `RedisStore` has
-///   of them. While news cannot be read, the store is asked. So is it if news would have to be
-///   read, but there is no Tokio runtime to read them on.
-/// * A change without an invalidation is not seen before the entry ends, after five seconds at
-///   most: a call to the memory store within this cache, a key that is deleted in Redis by hand,
-///   another quota on the same count in another process. (A store that was emptied, or that lost
-///   invalidations with its other writes in a failover, is noticed.)
-/// * The entry of a bucket goes on being used when its time has come: this instance asks the store
-///   for as many units as can be available by then, and denies the rest.
-/// * It holds a fixed number of denials. What is of no use lately makes room for what is new.
+/// * A cached denial applies to acquires and peeks with the same key, policy, quota and cost, and
+///   for less time than the store said, so no cached denial could have been an admission. A count
+///   that is requested with many different costs is also denied by the entry of a lower cost.
+/// * A request of several charges is denied if one of them is. The other decisions repeat those of
+///   the store when it denied the same request; if it never did, they show untouched quotas.
+/// * A denial by a quota that counts denied requests is cached for up to 100 ms, and its
+///   `retry_after` does not decrease, because each denial counts. The denials of these 100 ms, at
+///   most the limit, are recorded in the store before its next decision.
+/// * A refund or reset through this cache takes effect at once, and one through another instance
+///   within a second. While invalidations cannot be polled, or without a Tokio runtime to poll
+///   them on, the store is called instead.
+/// * A change without an invalidation takes effect when the entry expires, after five seconds at
+///   most: a direct call to the wrapped memory store, a key deleted in Redis by hand, a different
+///   quota on the same count in another process. (A flushed store, or one that lost invalidations
+///   in a failover, is detected.)
+/// * The entry of a bucket stays useful after its `retry_after`: the cache lets as many units
+///   through to the store as can have drained by then, and denies the rest.
+/// * The number of entries is bounded. Entries that were not used recently are evicted first.
 ///
 /// ```
 /// use std::time::Duration;
@@ -95,446 +81,104 @@ pub struct DenyCache<S> {
 #[derive(Debug)]
 struct Inner<S> {
     store: S,
-    table: Table,
-    /// Whether others can free counts, and the store tells of it.
-    has_news: bool,
-    /// Until then what is in the table may be believed, by the store's clock.
-    trusted_until: AtomicU64,
-    /// Whether it was of use lately.
+    table: DenialTable,
+    /// Whether the store publishes invalidations, which must be polled then.
+    has_invalidations: bool,
+    /// Time by the store's clock (µs) until which entries may be used.
+    fresh_until: AtomicU64,
+    /// Whether an entry was used or inserted since the last poll.
     used: AtomicBool,
-    follower: Mutex<Option<AbortHandle>>,
+    poller: Mutex<Option<AbortHandle>>,
 }
 
-/// Options of a [`DenyCache`].
+/// Builder of a [`DenyCache`].
+///
+/// ```
+/// use tidegate::{DenyCache, MemoryStore};
+///
+/// let cache = DenyCache::builder(MemoryStore::new()).max_entries(10_000).build();
+/// assert_eq!(cache.entries(), 0);
+/// ```
 #[derive(Debug)]
 pub struct Builder<S> {
     store: S,
     max_entries: usize,
 }
 
-impl<S: Store> Builder<S> {
-    /// How many denials it holds; 100,000 by default, which take some 13 MB. With 0 it never
-    /// answers.
+impl<S: SharedStore> Builder<S> {
+    /// Sets the maximum number of cached denials; 100,000 by default, which take about 13 MB. With
+    /// 0 nothing is cached.
     #[must_use]
     pub fn max_entries(mut self, entries: usize) -> Self {
         self.max_entries = entries;
         self
     }
 
-    /// The store.
+    /// Creates the cache.
     #[must_use]
     pub fn build(self) -> DenyCache<S> {
-        let has_news = self.store.news(&Mark::default()).is_some();
+        let has_invalidations = self.store.invalidations(&Mark::default()).is_some();
         let inner = Inner {
             store: self.store,
-            table: Table::new(self.max_entries),
-            has_news,
-            trusted_until: AtomicU64::new(if has_news { 0 } else { u64::MAX }),
+            table: DenialTable::new(self.max_entries),
+            has_invalidations,
+            fresh_until: AtomicU64::new(if has_invalidations { 0 } else { u64::MAX }),
             used: AtomicBool::new(false),
-            follower: Mutex::default(),
+            poller: Mutex::default(),
         };
         DenyCache { inner: Arc::new(inner) }
     }
 }
 
-impl<S: Store> DenyCache<S> {
-    /// An empty cache around this store.
+impl<S: SharedStore> DenyCache<S> {
+    /// Creates an empty cache around this store with the default options.
     #[must_use]
     pub fn new(store: S) -> Self {
         Self::builder(store).build()
     }
 
-    /// A cache with options.
+    /// Returns a builder with the default options.
     #[must_use]
     pub fn builder(store: S) -> Builder<S> {
         Builder { store, max_entries: 100_000 }
     }
 
-    /// The store within.
+    /// Returns the wrapped store.
     #[must_use]
     pub fn store(&self) -> &S {
         &self.inner.store
     }
 
-    /// How many denials it holds, some of which may have expired.
+    /// Returns the number of cached denials, including expired ones that were not evicted yet.
     #[must_use]
     pub fn entries(&self) -> usize {
         self.inner.table.entries()
     }
 
-    /// Forgets every denial.
+    /// Drops all cached denials.
     pub fn clear(&self) {
         self.inner.table.clear();
     }
 }
 
-/// What is known of a charge before the store is asked.
-enum Known<T> {
-    /// A denial that holds.
-    Denied(T),
-    /// Nothing; and what a denial is kept with.
-    Asked { tickets: Tickets, sent: u64, unrecorded: Unrecorded },
-}
-
-/// Units of denials that count, answered from here, which the store must record before it is asked:
-/// with the position of their charge.
-type Unrecorded = Vec<(usize, u64)>;
-
-/// Of one charge, as nearly always, without a list.
-enum Tickets {
-    One(Ticket),
-    Several(Vec<Ticket>),
-    /// Whatever the store says is not kept.
-    None,
-}
-
-impl<S: Store> Inner<S> {
-    fn now(&self) -> u64 {
-        self.store.clock().now()
-    }
-
-    fn query<'a>(
-        &self,
-        action: Action,
-        name: Name,
-        charge: &'a Charge<'a>,
-        now: u64,
-        request: Option<u128>,
-    ) -> Query<'a> {
-        let epoch = self.store.epoch_of(charge);
-        Query { name, charge, epoch, now, request, spends: action == Action::Acquire }
-    }
-
-    /// As the table does, but nothing is found there while entries are stale.
-    fn find(&self, query: &Query<'_>) -> Found {
-        if self.is_trusted(query.now) {
-            self.table.find(query)
-        } else {
-            Err(self.table.ticket(query))
-        }
-    }
-
-    fn is_trusted(&self, now: u64) -> bool {
-        now < self.trusted_until.load(Ordering::Acquire)
-    }
-
-    /// What is done before the store is asked.
-    fn before(self: &Arc<Self>, action: Action, charge: &Charge<'_>) -> Known<Decision> {
-        let name = self.table.name(charge);
-        let sent = self.now();
-        if !may_be_kept(action, std::slice::from_ref(charge)) {
-            self.ask_by(action, [name]);
-            return Known::Asked { tickets: Tickets::None, sent, unrecorded: Vec::new() };
-        }
-        let query = self.query(action, name, charge, sent, None);
-        match self.find(&query) {
-            Ok((denied, _)) => {
-                self.count_denial(action, &query);
-                self.was_used();
-                Known::Denied(denied)
-            }
-            Err(ticket) => {
-                let unrecorded =
-                    self.take_unrecorded(action, std::slice::from_ref(charge), &[name]);
-                self.ask_by(action, [name]);
-                Known::Asked { tickets: Tickets::One(ticket), sent, unrecorded }
-            }
-        }
-    }
-
-    fn before_all(
-        self: &Arc<Self>,
-        action: Action,
-        charges: &[Charge<'_>],
-    ) -> Known<Vec<Decision>> {
-        let names: Vec<Name> = charges.iter().map(|charge| self.table.name(charge)).collect();
-        let sent = self.now();
-        if !may_be_kept(action, charges) {
-            self.ask_by(action, names);
-            return Known::Asked { tickets: Tickets::None, sent, unrecorded: Vec::new() };
-        }
-        let request = self.table.request(charges, names.iter().copied());
-        let query = |at: usize| self.query(action, names[at], &charges[at], sent, Some(request));
-        let mut tickets = Vec::with_capacity(charges.len());
-        let mut denied: Vec<Option<Decision>> = vec![None; charges.len()];
-        let mut left: Option<Vec<Left>> = None;
-        for (at, denied) in denied.iter_mut().enumerate() {
-            match self.find(&query(at)) {
-                Ok((decision, companions)) => {
-                    *denied = Some(decision);
-                    left = left.or(companions);
-                }
-                Err(ticket) => tickets.push(ticket),
-            }
-        }
-        // A charge that counts denials must be known to be denied, or the store has to say whether
-        // it counts this one.
-        let is_known = |(charge, denied): (&Charge<'_>, &Option<Decision>)| {
-            denied.is_some() || action == Action::Peek || !charge.quota().count_denied()
-        };
-        if denied.iter().all(Option::is_none) || !charges.iter().zip(&denied).all(is_known) {
-            if tickets.len() < charges.len() {
-                tickets = (0..charges.len()).map(|at| self.table.ticket(&query(at))).collect();
-            }
-            let unrecorded = self.take_unrecorded(action, charges, &names);
-            self.ask_by(action, names);
-            return Known::Asked { tickets: Tickets::Several(tickets), sent, unrecorded };
-        }
-        for (at, _) in denied.iter().enumerate().filter(|(_, denied)| denied.is_some()) {
-            self.count_denial(action, &query(at));
-        }
-        self.was_used();
-        let others = |(at, denied): (usize, Option<Decision>)| {
-            let untouched = || {
-                Verdict::untouched(charges[at].quota())
-                    .into_decision(charges[at].quota(), Source::DenyCache)
-            };
-            denied.unwrap_or_else(|| match &left {
-                Some(left) => left[at].decision(&charges[at], sent),
-                None => untouched(),
-            })
-        };
-        Known::Denied(denied.into_iter().enumerate().map(others).collect())
-    }
-
-    /// A denial from here of a quota that counts denials. The first one starts the timer that
-    /// records them.
-    fn count_denial(self: &Arc<Self>, action: Action, query: &Query<'_>) {
-        if action != Action::Acquire
-            || !query.charge.quota().count_denied()
-            || !self.table.count_denial(query)
-        {
-            return;
-        }
-        let Ok(runtime) = Handle::try_current() else { return };
-        let (inner, name, owned) = (Arc::downgrade(self), query.name, Owned::of(query.charge));
-        runtime.spawn(async move {
-            sleep(COUNTED_DENIAL_TTL).await;
-            let Some(inner) = inner.upgrade() else { return };
-            let units = inner.table.take_unrecorded(name);
-            inner.record(&owned.charge(), units).await;
-        });
-    }
-
-    /// The store is about to be asked: what it must record before.
-    fn take_unrecorded(
-        &self,
-        action: Action,
-        charges: &[Charge<'_>],
-        names: &[Name],
-    ) -> Unrecorded {
-        let counts =
-            |charge: &Charge<'_>| action == Action::Acquire && charge.quota().count_denied();
-        let counted =
-            charges.iter().zip(names).enumerate().filter(|(_, (charge, _))| counts(charge));
-        counted
-            .map(|(at, (_, name))| (at, self.table.take_unrecorded(*name)))
-            .filter(|(_, units)| *units > 0)
-            .collect()
-    }
-
-    /// Records denials that were answered from here. A full log is full: more units than its limit
-    /// change nothing.
-    async fn record(&self, charge: &Charge<'_>, units: u64) {
-        let charge = charge.cost(units.min(charge.quota().limit()));
-        if units > 0
-            && let Err(error) = self.store.decide(Action::Report, &charge).await
-        {
-            tracing::debug!(%error, units, "recording denials failed");
-        }
-    }
-
-    /// On the heap, because it is rarely needed.
-    fn record_all<'a>(
-        &'a self,
-        charges: &'a [Charge<'a>],
-        unrecorded: Unrecorded,
-    ) -> Option<Pin<Box<impl Future<Output = ()> + use<'a, S>>>> {
-        (!unrecorded.is_empty()).then(|| {
-            Box::pin(async move {
-                for (at, units) in unrecorded {
-                    self.record(&charges[at], units).await;
-                }
-            })
-        })
-    }
-
-    /// The store is about to be asked by these quotas.
-    fn ask_by(&self, action: Action, names: impl IntoIterator<Item = Name>) {
-        match action {
-            Action::Acquire => {
-                names.into_iter().for_each(|name| self.table.forget_other_quotas(name))
-            }
-            // It takes units that denials did not know of: their waits are too short.
-            Action::Take | Action::Report => {
-                names.into_iter().for_each(|name| self.table.forget(name.count()))
-            }
-            _ => {}
-        }
-    }
-
-    /// The store has answered.
-    fn after(
-        self: &Arc<Self>,
-        action: Action,
-        sent: u64,
-        tickets: &[Ticket],
-        charges: &[Charge<'_>],
-        decisions: &[Decision],
-    ) {
-        let is_denial = |decision: &Decision| !decision.allowed && decision.source == Source::Store;
-        if tickets.is_empty() || !decisions.iter().any(is_denial) {
-            if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
-                for (ticket, charge) in tickets.iter().zip(charges) {
-                    self.table.admitted(*ticket, charge);
-                }
-            }
-            return;
-        }
-        let received = self.now().max(sent);
-        // The one that holds longest knows what was left of the others.
-        let longest = (0..decisions.len()).filter(|at| is_denial(&decisions[*at]));
-        let longest = longest.max_by_key(|at| decisions[*at].retry_after);
-        for (at, (charge, decision)) in charges.iter().zip(decisions).enumerate() {
-            if is_denial(decision) {
-                let companions = (Some(at) == longest
-                    && (2..=MOST_COMPANIONS).contains(&charges.len()))
-                .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
-                let denial = Denial {
-                    cost: charge.units(),
-                    decision: *decision,
-                    sent,
-                    received,
-                    companions,
-                };
-                self.table.keep(tickets[at], charge.quota(), denial);
-            }
-        }
-        self.was_used();
-        if self.has_news && !self.is_trusted(received) {
-            self.follow_news();
-        }
-    }
-
-    fn companions(
-        &self,
-        tickets: &[Ticket],
-        charges: &[Charge<'_>],
-        decisions: &[Decision],
-        received: u64,
-    ) -> Companions {
-        let reset_at = |decision: &Decision| {
-            received
-                .saturating_add(u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX))
-        };
-        let left = |decision: &Decision| Left {
-            remaining: decision.remaining,
-            reset_at: reset_at(decision),
-        };
-        Companions {
-            request: self.table.request(charges, tickets.iter().map(|ticket| ticket.name)),
-            left: decisions.iter().map(left).collect(),
-        }
-    }
-
-    /// Written by everybody, so only where it says something new.
-    fn was_used(&self) {
-        if !self.used.load(Ordering::Relaxed) {
-            self.used.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Sees to it that news are read, if there is a runtime to do so on.
-    fn follow_news(self: &Arc<Self>) {
-        let Ok(runtime) = Handle::try_current() else { return };
-        let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
-        // The runtime that it ran on may have ended.
-        if follower.as_ref().is_none_or(AbortHandle::is_finished) {
-            *follower = Some(runtime.spawn(follow::news(Arc::downgrade(self))).abort_handle());
-        }
-    }
-}
-
-/// Whether a denial of this request may be answered again. One that counts must be recorded later,
-/// by a task.
-fn may_be_kept(action: Action, charges: &[Charge<'_>]) -> bool {
-    matches!(action, Action::Acquire | Action::Peek)
-        && (!charges.iter().any(|charge| charge.quota().count_denied())
-            || Handle::try_current().is_ok())
-}
-
-/// While units are given back, or a count is forgotten: denials of it are forgotten before, and
-/// after, for one may have been asked for in between. Even if the caller goes away meanwhile.
-struct Freeing<'a> {
-    table: &'a Table,
-    charges: &'a [Charge<'a>],
-}
-
-impl<'a> Freeing<'a> {
-    fn begin<S>(inner: &'a Inner<S>, action: Action, charges: &'a [Charge<'a>]) -> Option<Self> {
-        if !matches!(action, Action::Refund | Action::Reset) {
-            return None;
-        }
-        let freeing = Self { table: &inner.table, charges };
-        freeing.forget();
-        Some(freeing)
-    }
-
-    fn forget(&self) {
-        self.charges.iter().for_each(|charge| self.table.forget(CountId::of(charge)));
-    }
-}
-
-impl Drop for Freeing<'_> {
-    fn drop(&mut self) {
-        self.forget();
-    }
-}
-
-/// A request that is counted in an entry while it is in flight. Without an answer of the store,
-/// even because the caller goes away, the entry is dropped.
-struct CountedAsk<'a> {
-    table: &'a Table,
-    ticket: Option<&'a Ticket>,
-}
-
-impl<'a> CountedAsk<'a> {
-    fn begin(table: &'a Table, tickets: &'a Tickets) -> Self {
-        Self { table, ticket: tickets.as_slice().first().filter(|ticket| ticket.counted) }
-    }
-
-    fn answered(mut self, decision: &Decision) {
-        if decision.source == Source::Store {
-            self.ticket = None;
-        }
-    }
-}
-
-impl Drop for CountedAsk<'_> {
-    fn drop(&mut self) {
-        if let Some(ticket) = self.ticket {
-            self.table.unanswered(*ticket);
-        }
-    }
-}
-
-impl<S: Store> Store for DenyCache<S> {
+impl<S: SharedStore> Store for DenyCache<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let inner = &self.inner;
-        let (tickets, sent, unrecorded) = match inner.before(action, charge) {
-            Known::Denied(decision) => return Ok(decision),
-            Known::Asked { tickets, sent, unrecorded } => (tickets, sent, unrecorded),
+        let (leases, sent, unrecorded) = match inner.lookup(action, charge) {
+            Lookup::Hit(decision) => return Ok(decision),
+            Lookup::Miss { leases, sent, unrecorded } => (leases, sent, unrecorded),
         };
         if let Some(record) = inner.record_all(std::slice::from_ref(charge), unrecorded) {
             record.await;
         }
-        let freeing = Freeing::begin(inner, action, std::slice::from_ref(charge));
-        let counted = CountedAsk::begin(&inner.table, &tickets);
+        let invalidation =
+            InvalidationGuard::begin(&inner.table, action, std::slice::from_ref(charge));
+        let counted = CountedRequest::begin(&inner.table, &leases);
         let decision = inner.store.decide(action, charge).await?;
         counted.answered(&decision);
-        drop(freeing);
+        drop(invalidation);
         let decisions = std::slice::from_ref(&decision);
-        inner.after(action, sent, tickets.as_slice(), std::slice::from_ref(charge), decisions);
+        inner.on_answer(action, sent, leases.as_slice(), std::slice::from_ref(charge), decisions);
         Ok(decision)
     }
 
@@ -544,38 +188,43 @@ impl<S: Store> Store for DenyCache<S> {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let inner = &self.inner;
-        let (tickets, sent, unrecorded) = match inner.before_all(action, charges) {
-            Known::Denied(decisions) => return Ok(decisions),
-            Known::Asked { tickets, sent, unrecorded } => (tickets, sent, unrecorded),
+        let (leases, sent, unrecorded) = match inner.lookup_all(action, charges) {
+            Lookup::Hit(decisions) => return Ok(decisions),
+            Lookup::Miss { leases, sent, unrecorded } => (leases, sent, unrecorded),
         };
         if let Some(record) = inner.record_all(charges, unrecorded) {
             record.await;
         }
-        let freeing = Freeing::begin(inner, action, charges);
+        let invalidation = InvalidationGuard::begin(&inner.table, action, charges);
         let decisions = inner.store.decide_all(action, charges).await?;
-        drop(freeing);
-        inner.after(action, sent, tickets.as_slice(), charges, &decisions);
+        drop(invalidation);
+        inner.on_answer(action, sent, leases.as_slice(), charges, &decisions);
         Ok(decisions)
     }
 
     fn clock(&self) -> &dyn Clock {
         self.inner.store.clock()
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        self.inner.store.part(charge)
+impl<S: SharedStore> SharedStore for DenyCache<S> {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        self.inner.store.shard(charge)
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
-        self.inner.store.probe(part).await
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.inner.store.probe(shard).await
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.inner.store.announce(instance).await
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.inner.store.heartbeat(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        self.inner.store.news(since)
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.inner.store.invalidations(since)
     }
 
     fn epoch(&self) -> u64 {
@@ -587,22 +236,11 @@ impl<S: Store> Store for DenyCache<S> {
     }
 }
 
-impl Tickets {
-    fn as_slice(&self) -> &[Ticket] {
-        match self {
-            Self::One(ticket) => std::slice::from_ref(ticket),
-            Self::Several(tickets) => tickets,
-            Self::None => &[],
-        }
-    }
-}
-
 impl<S> Drop for DenyCache<S> {
     fn drop(&mut self) {
-        if let Some(follower) =
-            self.inner.follower.lock().unwrap_or_else(PoisonError::into_inner).take()
-        {
-            follower.abort();
+        let poller = self.inner.poller.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(poller) = poller {
+            poller.abort();
         }
     }
 }

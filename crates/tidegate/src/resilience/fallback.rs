@@ -1,22 +1,21 @@
-//! [`Fallback`]: decides in the place of a store that cannot, by each charge's own word for that case.
+//! [`Fallback`]: decides while the store cannot, by the failure policy of each charge.
 //!
-//! `local` is this process's memory with this instance's share of the quota. What it admits is owed
-//! to the store, and charged to it when it is back, so that a store which comes and goes is no
-//! loophole: a key that owes has to find room for its debt and its request; and what the store
-//! admits to a key that was decided locally in the last window takes from this instance's share,
+//! With the policy `local`, this instance decides in memory by its share of the quota. Units that
+//! it admits are a debt to the store and are charged when it has recovered, so that a flapping
+//! store cannot be exploited: a request of a key in debt needs room for the debt as well, and units
+//! that the store admits to a key that was recently decided locally are taken from the local share,
 //! too.
 
 use std::borrow::Cow;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::runtime::Handle;
-use tokio::task::AbortHandle;
-use tokio::time::Instant;
 
-use self::owed::{Busy, Debt, Owed};
+use self::ledger::{Debt, DebtLedger};
+use self::outage::OutageState;
 use super::fleet::{Fleet, Heartbeat};
-use super::jittered;
 use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::clock::Clock;
@@ -25,42 +24,62 @@ use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::news::{Mark, News};
-use crate::store::{Action, Part, Store, StoreError};
+use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
-mod instead;
-mod owed;
-mod repay;
+mod ledger;
+mod local;
+mod outage;
+mod settlement;
 
-/// A store around a store that answers when the inner one cannot: by [`Charge::on_store_failure`].
+/// A fallback around a store: it decides when the store cannot, by [`Charge::on_store_failure`].
 ///
-/// | the charge says | answer while the store fails | [`Source`] |
+/// | failure policy | decision while the store fails | [`Source`] |
 /// | --- | --- | --- |
 /// | `local` | by this instance's [share](Fleet::share), in memory | `Local` |
-/// | `allow` | allowed | `Allow` |
-/// | `deny` | denied, to be tried again in a second | `Deny` |
+/// | `allow` | allowed (fail open) | `Allow` |
+/// | `deny` | denied with a `retry_after` of one second (fail closed) | `Deny` |
 ///
-/// Several charges stay all or nothing, whatever each says. A cost above the instance's share is
-/// denied.
+/// Several charges stay all or nothing, whatever their policies are. A cost above the instance's
+/// share is denied.
 ///
-/// * A refund of what was admitted locally, and is not yet charged to the store, is made locally.
-///   Any other is the store's error.
-/// * A reset also forgets what is kept here. If the store fails, it is the store's error, for the
-///   count is still there.
-/// * [`StoreError::Full`] is the error of memory, which other memory is no help for: only `allow`
-///   and `deny` are answered. [`StoreError::Misconfigured`] is returned.
+/// * A refund of units that were admitted locally and are not charged to the store yet is made
+///   locally. Any other refund returns the store's error.
+/// * A reset also deletes the local count and the debt. If the store fails, the reset returns its
+///   error, because the store's count still exists.
+/// * [`StoreError::Full`] is the error of a memory store, which another memory store does not help:
+///   only `allow` and `deny` apply. [`StoreError::Misconfigured`] is returned.
 ///
-/// It sends heartbeats of this instance through the store, and charges what is owed, on the Tokio
-/// runtime that it is made and used in. Outside of one it does neither.
+/// Heartbeats and the settlement of debts run on the Tokio runtime in which the fallback is built
+/// and used. Outside of a runtime neither happens.
 ///
 /// # Lost answers
 ///
-/// After [`StoreError::Timeout`] it is not known whether the store has counted the call. The
-/// request is decided locally, and if it is admitted its units are owed, so the store may count it
-/// twice: at most the units of each lost call. That key is then decided locally until its debt is
-/// settled, so no further call can count the debt once more. Counting twice only makes the store
-/// deny earlier; it never admits more.
+/// After [`StoreError::Timeout`] the store may or may not have counted the call. The request is
+/// decided locally, and if it is admitted, its units become a debt, so the store may count them
+/// twice: at most the units of each lost call. The key is then decided locally until its debt is
+/// settled, so that no further call can count the debt again. Counting twice makes the store deny
+/// earlier; it never admits more.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, Fallback, Fleet, Limiter, MemoryStore, OnStoreFailure, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let fallback = Fallback::builder(MemoryStore::new()) // or RedisStore::connect(…)
+///     .fleet(Fleet::new().with_min_instances(3))
+///     .build();
+/// let limiter = Limiter::new(fallback);
+/// let quota = Quota::token_bucket(10, Duration::from_secs(1))?;
+/// let charge = Charge::new("user123", &quota).on_store_failure(OnStoreFailure::Allow);
+///
+/// assert!(limiter.acquire(&charge).await?.allowed);
+/// assert!(!limiter.store().stats().falling_back);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
-pub struct Fallback<S: Store> {
+pub struct Fallback<S: SharedStore> {
     inner: Arc<Inner<S>>,
     _heartbeat: Option<Heartbeat>,
 }
@@ -70,224 +89,190 @@ struct Inner<S> {
     store: Arc<S>,
     local: MemoryStore,
     fleet: Fleet,
-    owed: Owed,
-    trouble: Trouble,
+    ledger: DebtLedger,
+    outage: OutageState,
     counters: Counters,
 }
-
-/// What is known of the store's failures.
-#[derive(Debug)]
-struct Trouble {
-    /// From the first failure until all is calm.
-    on: AtomicBool,
-    failures: AtomicU64,
-    /// When an answer was last given in the store's place, by the local clock; 0: never.
-    last: AtomicU64,
-    /// The part that failed last.
-    part: AtomicU64,
-    repaying: AtomicBool,
-    /// How often what is owed was gone through.
-    passes: AtomicU64,
-    episode: Mutex<Episode>,
-}
-
-#[derive(Debug)]
-struct Episode {
-    since: Instant,
-    local_before: u64,
-    repaid_before: u64,
-    /// The reasons that were logged.
-    told: Vec<String>,
-    recovery: Option<AbortHandle>,
-}
-
-/// So many different reasons of one episode are logged, each once.
-const REASONS_TOLD: usize = 4;
 
 #[derive(Debug, Default)]
 struct Counters {
     local: AtomicU64,
     allow: AtomicU64,
     deny: AtomicU64,
-    repaid: AtomicU64,
+    settled: AtomicU64,
 }
 
-/// What a [`Fallback`] has done so far, and does now.
+/// Counters and state of a [`Fallback`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
-    /// Whether the store fails, or has failed within the last second.
+    /// Whether the store is failing, or has failed within the last second.
     pub falling_back: bool,
-    /// Acquires decided by this instance's share.
+    /// Number of acquires decided by this instance's share.
     pub local: u64,
-    /// Acquires let pass.
+    /// Number of acquires allowed by the failure policy `allow`.
     pub allow: u64,
-    /// Acquires denied by the word of their charge.
+    /// Number of acquires denied by the failure policy `deny`.
     pub deny: u64,
-    /// Keys that owe units to the store.
-    pub owed_keys: usize,
-    /// The units that they owe at most; what has left its window meanwhile is not charged.
-    pub owed_units: u64,
+    /// Number of keys with units that are not charged to the store yet.
+    pub pending_debits: usize,
+    /// Upper bound of these units. Units that expire before the settlement are not charged.
+    pub pending_debit_units: u64,
     /// Units charged to the store afterwards.
-    pub repaid_units: u64,
-    /// Units admitted beyond the cap on keys that may owe. They are never charged.
-    pub dropped_units: u64,
+    pub settled_debit_units: u64,
+    /// Units admitted beyond [the maximum of keys](Builder::max_pending_debits). They are never
+    /// charged.
+    pub dropped_debit_units: u64,
 }
 
-/// Options of a [`Fallback`].
+/// Builder of a [`Fallback`].
 #[derive(Debug)]
 pub struct Builder<S> {
     store: S,
     local: Option<MemoryStore>,
     fleet: Option<Fleet>,
-    max_owed: usize,
+    max_pending_debits: usize,
 }
 
-impl<S: Store> Builder<S> {
-    /// The memory to decide in; an empty one by default.
+impl<S: SharedStore> Builder<S> {
+    /// Sets the memory store of local decisions; an empty one by default.
     #[must_use]
     pub fn local(mut self, memory: MemoryStore) -> Self {
         self.local = Some(memory);
         self
     }
 
-    /// The instances to share with. By default they are found through the store, from one on.
+    /// Sets the fleet that shares the limits. By default a new one, which finds its members through
+    /// the store.
     #[must_use]
     pub fn fleet(mut self, fleet: Fleet) -> Self {
         self.fleet = Some(fleet);
         self
     }
 
-    /// How many keys may owe; 100,000 by default.
+    /// Sets the maximum number of keys with pending debits; 100,000 by default. Units of further
+    /// keys are admitted locally but never charged to the store.
     #[must_use]
-    pub fn max_owed(mut self, keys: usize) -> Self {
-        self.max_owed = keys;
+    pub fn max_pending_debits(mut self, keys: usize) -> Self {
+        self.max_pending_debits = keys;
         self
     }
 
-    /// The store, with its heart beating if there is a Tokio runtime.
+    /// Creates the fallback, and starts its heartbeats if there is a Tokio runtime.
+    ///
+    /// # Panics
+    ///
+    /// In a Tokio runtime without timers (`enable_time`).
     #[must_use]
     pub fn build(self) -> Fallback<S> {
         let store = Arc::new(self.store);
         let fleet = self.fleet.unwrap_or_default();
         let heartbeat =
-            Handle::try_current().ok().map(|runtime| fleet.keep_alive_on(&runtime, &store));
-        let episode = Episode {
-            since: Instant::now(),
-            local_before: 0,
-            repaid_before: 0,
-            told: Vec::new(),
-            recovery: None,
-        };
-        let trouble = Trouble {
-            on: AtomicBool::new(false),
-            failures: AtomicU64::new(0),
-            last: AtomicU64::new(0),
-            part: AtomicU64::new(0),
-            repaying: AtomicBool::new(false),
-            passes: AtomicU64::new(0),
-            episode: Mutex::new(episode),
-        };
+            Handle::try_current().ok().map(|runtime| fleet.start_heartbeats_on(&runtime, &store));
         let inner = Inner {
             store,
             local: self.local.unwrap_or_default(),
             fleet,
-            owed: Owed::new(self.max_owed),
-            trouble,
+            ledger: DebtLedger::new(self.max_pending_debits),
+            outage: OutageState::new(),
             counters: Counters::default(),
         };
         Fallback { inner: Arc::new(inner), _heartbeat: heartbeat }
     }
 }
 
-impl<S: Store> Fallback<S> {
-    /// A fallback around this store, with the default options.
+impl<S: SharedStore> Fallback<S> {
+    /// Creates a fallback around this store with the default options.
+    ///
+    /// # Panics
+    ///
+    /// In a Tokio runtime without timers (`enable_time`).
     #[must_use]
     pub fn new(store: S) -> Self {
         Self::builder(store).build()
     }
 
-    /// A fallback with options.
+    /// Returns a builder with the default options.
     #[must_use]
     pub fn builder(store: S) -> Builder<S> {
-        Builder { store, local: None, fleet: None, max_owed: 100_000 }
+        Builder { store, local: None, fleet: None, max_pending_debits: 100_000 }
     }
 
-    /// The store within.
+    /// Returns the wrapped store.
     #[must_use]
     pub fn store(&self) -> &S {
         &self.inner.store
     }
 
-    /// The memory that decides in its place.
+    /// Returns the memory store of local decisions.
     #[must_use]
     pub fn local(&self) -> &MemoryStore {
         &self.inner.local
     }
 
-    /// The instances that it shares with.
+    /// Returns the fleet that shares the limits.
     #[must_use]
     pub fn fleet(&self) -> &Fleet {
         &self.inner.fleet
     }
 
-    /// What it has done so far, and does now.
+    /// Returns the counters and the state.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Inner { owed, trouble, counters, .. } = &*self.inner;
+        let Inner { ledger, outage, counters, .. } = &*self.inner;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {
-            falling_back: trouble.on.load(Ordering::Relaxed),
+            falling_back: outage.is_active(),
             local: load(&counters.local),
             allow: load(&counters.allow),
             deny: load(&counters.deny),
-            owed_keys: owed.keys(),
-            owed_units: owed.units(),
-            repaid_units: load(&counters.repaid),
-            dropped_units: owed.dropped(),
+            pending_debits: ledger.keys(),
+            pending_debit_units: ledger.units(),
+            settled_debit_units: load(&counters.settled),
+            dropped_debit_units: ledger.dropped(),
         }
     }
 
-    /// Charges to the store what is owed and fits, without waiting for the background to do so:
-    /// before a shutdown, say. How many units that were.
-    pub async fn repay(&self) -> u64 {
-        self.inner.repay().await.repaid
+    /// Charges the pending debits to the store now instead of in the background, for example before
+    /// a shutdown. Returns the number of units charged.
+    pub async fn settle(&self) -> u64 {
+        self.inner.settle().await.settled
     }
 }
 
-impl<S: Store> Inner<S> {
-    /// Asks the store. A key that owes has to find room for its debt as well, and pays it by the
-    /// way.
-    async fn ask(
+impl<S: SharedStore> Inner<S> {
+    /// Calls the store. A request of a key in debt must also have room for its debt, which is
+    /// settled in the same call.
+    async fn call_store(
         self: &Arc<Self>,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        if self.owed.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
+        if self.ledger.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
             return self.store.decide_all(action, charges).await;
         }
         let now = self.local.clock().now();
-        // Who only looks pays nothing, so there is nothing to claim.
-        let busy = action == Action::Peek && self.owed.is_busy(charges, now);
-        let claimed = if busy { Err(Busy) } else { self.owed.claim(charges, now) };
-        let Ok(mut claims) = claimed else { return self.without_asking(action, charges) };
+        let Ok(mut claims) = self.ledger.claim(charges, now) else {
+            return self.decide_without_store(action, charges);
+        };
         if claims.debts.is_empty() {
             return self.store.decide_all(action, charges).await;
         }
         let mut with_debts = charges.to_vec();
         let mut fits = true;
         for claim in &mut claims.debts {
-            let charge = &charges[claim.place];
-            claim.debt.units = self.still_counting(&claim.debt);
-            with_debts[claim.place] = charge.cost(charge.units().saturating_add(claim.debt.units));
-            fits &= with_debts[claim.place].units() <= charge.quota().burst();
+            let charge = &charges[claim.charge_index];
+            claim.debt.units = self.unexpired_units(&claim.debt);
+            with_debts[claim.charge_index] =
+                charge.cost(charge.units().saturating_add(claim.debt.units));
+            fits &= with_debts[claim.charge_index].units() <= charge.quota().burst();
         }
         if !fits {
-            // Whatever the store counts: what was admitted here leaves no room. The local counts
-            // know it, and until when.
+            // The debt alone leaves no room, whatever the store counts. The local counts know for
+            // how long.
             drop(claims);
-            return self.without_asking(action, charges);
+            return self.decide_without_store(action, charges);
         }
-        // Until its answer is here, the store may have counted the debts: also if this future is
+        // Until the answer is here the store may have counted the debts, even if this future is
         // dropped.
         let spends = action == Action::Acquire;
         claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = spends);
@@ -295,44 +280,45 @@ impl<S: Store> Inner<S> {
         let in_doubt = spends && decided.as_ref().is_err_and(may_have_run);
         claims.debts.iter_mut().for_each(|claim| claim.debt.in_doubt = in_doubt);
         let mut decisions = decided?;
-        let spent = decisions.iter().all(|decision| decision.allowed);
+        let all_allowed = decisions.iter().all(|decision| decision.allowed);
         for claim in &mut claims.debts {
-            let decision = &mut decisions[claim.place];
-            let paying = claim.debt.units;
-            if !spent {
-                decision.remaining = decision.remaining.saturating_sub(paying);
-            } else if action == Action::Acquire {
+            let decision = &mut decisions[claim.charge_index];
+            let units = claim.debt.units;
+            if !all_allowed {
+                decision.remaining = decision.remaining.saturating_sub(units);
+            } else if spends {
                 claim.debt.units = 0;
-                self.counters.repaid.fetch_add(paying, Ordering::Relaxed);
+                self.counters.settled.fetch_add(units, Ordering::Relaxed);
             }
         }
         Ok(decisions)
     }
 
-    /// The store is there, but what it has room for is not known, or surely too little: the
-    /// charges' own word, as without it.
-    fn without_asking(
+    /// Decides by the failure policy although the store may be reachable: another task is settling
+    /// the debt of a key, or the debt alone exceeds the limit, so the store's answer would be
+    /// unreliable.
+    fn decide_without_store(
         self: &Arc<Self>,
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
-        self.decide_here(action, charges, false)
+        self.outage.mark_local_decision(self.local.clock().now());
+        self.decide_locally(action, charges, false)
     }
 
-    /// Returns the units of a debt that still count: those that have left the window, or drained,
-    /// are not owed any more.
-    fn still_counting(&self, debt: &Debt) -> u64 {
+    /// Returns the units of a debt that still count. Units that have left the window, or have
+    /// drained, are not charged any more.
+    fn unexpired_units(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
-        let quota = self.counting_quota(&charge);
-        let look = self.local.decide_now(Action::Take, &charge.with_quota(&quota).cost(0));
-        look.map_or(debt.units, |found| debt.units.min(quota.burst() - found.remaining))
+        let quota = self.recording_quota(&charge);
+        let count = self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(&quota).cost(0));
+        count.map_or(debt.units, |count| debt.units.min(quota.burst() - count.remaining))
     }
 
-    /// Returns the quota by which units are added to a local count, and counted, beside decisions.
-    /// Its capacity is the full quota's: the share changes with the fleet, and a smaller one would
-    /// cut off what is there. A bucket drains by the share.
-    fn counting_quota<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
+    /// Returns the quota with which units are recorded in a local count, as opposed to decided. Its
+    /// capacity is that of the full quota, because the share changes with the fleet, and a smaller
+    /// capacity would truncate the count. A bucket drains at the rate of the share.
+    fn recording_quota<'a>(&self, charge: &Charge<'a>) -> Cow<'a, Quota> {
         let quota = charge.quota();
         let share = match quota.algorithm() {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.share(charge),
@@ -349,103 +335,34 @@ impl<S: Store> Inner<S> {
         self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
     }
 
-    /// Takes units that the store admitted from the local share as well, if the key has a local
+    /// Charges units that the store admitted to the local share as well, if the key has a local
     /// count. Otherwise a store that fails once per window would admit twice the limit in each.
     ///
-    /// A key without a local count was not decided here for a window at least, so its first failure
-    /// is still ahead: that one may admit the share, and the store has admitted no more than the
-    /// limit, which is 2 L in that window. From then on the key has a local count. Memory stays
-    /// bounded by the keys that were decided locally.
-    fn mirror(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
-        let last = self.trouble.last.load(Ordering::Relaxed);
-        if last == 0 || action != Action::Acquire || self.local.keys() == 0 {
-            return;
-        }
-        if decisions.iter().any(|decision| !decision.allowed) {
+    /// A key without a local count was not decided locally for at least one window. Its next
+    /// failure may admit the share on top of the limit that the store has admitted, at most 2 L in
+    /// that window, and from then on it has a local count. So memory stays bounded by the keys that
+    /// were decided locally.
+    fn charge_local_share(&self, action: Action, charges: &[Charge<'_>], decisions: &[Decision]) {
+        let Some(last) = self.outage.last_local_decision() else { return };
+        if action != Action::Acquire
+            || self.local.keys() == 0
+            || decisions.iter().any(|decision| !decision.allowed)
+        {
             return;
         }
         let now = self.local.clock().now();
-        let by_store =
-            charges.iter().zip(decisions).filter(|(_, decision)| decision.source == Source::Store);
-        for (charge, _) in
-            by_store.filter(|(charge, _)| charge.store_failure() == OnStoreFailure::Local)
-        {
+        for (charge, decision) in charges.iter().zip(decisions) {
             let quota = charge.quota();
-            let recent =
-                now < last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
-            if recent && self.local.has_count(charge) {
-                self.local.charge_if_present(&charge.with_quota(&self.counting_quota(charge)));
+            let recent_until =
+                last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
+            if decision.source == Source::Store
+                && charge.store_failure() == OnStoreFailure::Local
+                && now < recent_until
+                && self.local.has_count(charge)
+            {
+                self.local.charge_if_present(&charge.with_quota(&self.recording_quota(charge)));
             }
         }
-    }
-
-    /// The store could not decide.
-    fn failed(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {
-        let trouble = &self.trouble;
-        trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
-        trouble.part.store(self.store.part(charge).0, Ordering::Relaxed);
-        let failures = trouble.failures.fetch_add(1, Ordering::SeqCst);
-        let begins = !trouble.on.swap(true, Ordering::SeqCst);
-        let reason = match error {
-            StoreError::Open(reason) => reason,
-            error => error,
-        };
-        // Of the many calls that a breaker answers, only some have to be looked at. (The reason may
-        // have become another; and the runtime that the recovery ran on may have ended.)
-        let told_already = matches!(error, StoreError::Open(_)) && !failures.is_multiple_of(64);
-        if !begins && told_already {
-            return;
-        }
-        let mut episode = trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
-        if begins {
-            episode.since = Instant::now();
-            episode.local_before = self.counters.local.load(Ordering::Relaxed);
-            episode.repaid_before = self.counters.repaid.load(Ordering::Relaxed);
-            episode.told.clear();
-        }
-        let reason = reason.to_string();
-        if episode.told.len() < REASONS_TOLD && !episode.told.contains(&reason) {
-            let instances = self.fleet.size();
-            let still = if begins { "" } else { "still " };
-            tracing::warn!(reason, instances, "the store {still}cannot decide: falling back");
-            episode.told.push(reason);
-        }
-        if episode.recovery.as_ref().is_none_or(AbortHandle::is_finished)
-            && let Ok(runtime) = Handle::try_current()
-        {
-            episode.recovery =
-                Some(runtime.spawn(repay::recover(Arc::downgrade(self))).abort_handle());
-        }
-    }
-
-    /// All is calm, unless there was a failure that the caller has not seen. True if nothing is
-    /// left to do.
-    fn end_episode(&self, failures_seen: u64) -> bool {
-        let mut episode = self.trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
-        let was_on = self.trouble.on.swap(false, Ordering::SeqCst);
-        // Who fails counts first and looks at the flag after, so one of us two sees the other.
-        if self.trouble.failures.load(Ordering::SeqCst) != failures_seen {
-            self.trouble.on.store(was_on, Ordering::SeqCst);
-            return false;
-        }
-        if was_on {
-            let lasted = episode.since.elapsed();
-            let local = self.counters.local.load(Ordering::Relaxed) - episode.local_before;
-            let repaid = self.counters.repaid.load(Ordering::Relaxed) - episode.repaid_before;
-            tracing::info!(
-                ?lasted,
-                local,
-                repaid,
-                owed = self.owed.units(),
-                "the store decides again"
-            );
-        }
-        let done = self.owed.is_empty();
-        if done {
-            // Told by this and not by whether the task has ended: that is a moment later.
-            episode.recovery = None;
-        }
-        done
     }
 }
 
@@ -454,25 +371,24 @@ fn may_have_run(error: &StoreError) -> bool {
     matches!(error, StoreError::Timeout(_))
 }
 
-impl<S: Store> Store for Fallback<S> {
+impl<S: SharedStore> Store for Fallback<S> {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let inner = &self.inner;
+        let charges = std::slice::from_ref(charge);
         if action == Action::Reset {
-            inner.forget(charge);
+            inner.reset_local(charge);
         }
-        let answer = if inner.owed.is_empty() {
+        let decided = if inner.ledger.is_empty() {
             inner.store.decide(action, charge).await
         } else {
-            Box::pin(inner.ask(action, std::slice::from_ref(charge)))
-                .await
-                .map(|decisions| decisions[0])
+            Box::pin(inner.call_store(action, charges)).await.map(|decisions| decisions[0])
         };
-        match answer {
+        match decided {
             Ok(decision) => {
-                inner.mirror(action, std::slice::from_ref(charge), std::slice::from_ref(&decision));
+                inner.charge_local_share(action, charges, std::slice::from_ref(&decision));
                 Ok(decision)
             }
-            Err(error) => inner.decide_instead(action, charge, error),
+            Err(error) => inner.fall_back(action, charges, error).map(|decisions| decisions[0]),
         }
     }
 
@@ -484,36 +400,41 @@ impl<S: Store> Store for Fallback<S> {
         let inner = &self.inner;
         if action == Action::Reset {
             for charge in charges {
-                inner.forget(charge);
+                inner.reset_local(charge);
             }
         }
-        match inner.ask(action, charges).await {
+        match inner.call_store(action, charges).await {
             Ok(decisions) => {
-                inner.mirror(action, charges, &decisions);
+                inner.charge_local_share(action, charges, &decisions);
                 Ok(decisions)
             }
-            Err(error) => inner.decide_all_instead(action, charges, error),
+            Err(error) => inner.fall_back(action, charges, error),
         }
     }
 
     fn clock(&self) -> &dyn Clock {
         self.inner.store.clock()
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        self.inner.store.part(charge)
+impl<S: SharedStore> SharedStore for Fallback<S> {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        self.inner.store.shard(charge)
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
-        self.inner.store.probe(part).await
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.inner.store.probe(shard).await
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.inner.store.announce(instance).await
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.inner.store.heartbeat(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        self.inner.store.news(since)
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        self.inner.store.invalidations(since)
     }
 
     fn epoch(&self) -> u64 {
@@ -525,11 +446,8 @@ impl<S: Store> Store for Fallback<S> {
     }
 }
 
-impl<S: Store> Drop for Fallback<S> {
+impl<S: SharedStore> Drop for Fallback<S> {
     fn drop(&mut self) {
-        let mut episode = self.inner.trouble.episode.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(recovery) = episode.recovery.take() {
-            recovery.abort();
-        }
+        self.inner.outage.abort_recovery();
     }
 }

@@ -181,7 +181,7 @@ impl MemoryStore {
         let one = One {
             store: self,
             shard,
-            action: Action::Take,
+            action: Action::ChargeUpTo,
             charge,
             fingerprint,
             now,
@@ -314,7 +314,7 @@ impl MemoryStore {
                 together &= !all_or_nothing || one(charge, fingerprint, true).fits(table);
             }
             // All the room that may be needed, before anything is written.
-            if matches!(action, Action::Acquire | Action::Take | Action::Report)
+            if matches!(action, Action::Acquire | Action::ChargeUpTo | Action::Report)
                 && together
                 && !room.reserve(missing)
             {
@@ -519,7 +519,7 @@ impl One<'_> {
             algorithm::apply(&mut count, self.action, self.charge, self.now, self.together);
         if !outcome.written {
             count.put_back(before, &mut table.logs);
-            if matches!(self.action, Action::Acquire | Action::Take | Action::Report) {
+            if matches!(self.action, Action::Acquire | Action::ChargeUpTo | Action::Report) {
                 // A limit was lowered, and the entry would expire before its bucket has drained.
                 if !before.lives_for(C::KIND, quota) {
                     table.set(at, before.living_for(C::KIND, quota));

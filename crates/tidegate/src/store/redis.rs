@@ -57,7 +57,7 @@ use self::slot::slot_of_counts;
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::news::{Mark, News};
-use super::{Action, Part, Store, StoreError};
+use super::{Action, ShardId, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
@@ -287,20 +287,25 @@ impl Store for RedisStore {
         }
         &self.shared.clock
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
+impl SharedStore for RedisStore {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
         self.shared.part(charge)
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
-        self.shared.probe(part).await
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.shared.probe(shard).await
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.shared.announce(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
         Some(self.shared.news(since))
     }
 

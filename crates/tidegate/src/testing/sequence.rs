@@ -111,9 +111,9 @@ impl Sequence {
             let Step::Decide(action, parts) = step else { continue };
             match action {
                 Action::Acquire if random.one_in(6) => {
-                    *action = if random.one_in(2) { Action::Take } else { Action::Report };
+                    *action = if random.one_in(2) { Action::ChargeUpTo } else { Action::Report };
                     for part in parts {
-                        let least = u64::from(*action != Action::Take);
+                        let least = u64::from(*action != Action::ChargeUpTo);
                         part.cost = random.pick(&[
                             least,
                             part.cost,

@@ -1,4 +1,4 @@
-//! One quota in front of an axum application.
+//! The layer with one quota in front of an axum application.
 
 use std::borrow::Cow;
 use std::net::SocketAddr;
@@ -44,7 +44,7 @@ async fn exactly_the_limit_is_admitted_however_often_the_layer_is_cloned() {
         })
     };
     let layer = layer(100);
-    // Two sites of two routes each; axum itself clones the service for each request.
+    // Two servers with two routes each. axum clones the service for each request.
     let site = |layer: &RateLimitLayer<QuotaGate>| {
         let one = Router::new().route("/one", count(&calls)).layer(layer.clone());
         let two = Router::new().route("/two", count(&calls)).layer(layer.clone());
@@ -73,7 +73,7 @@ async fn exactly_the_limit_is_admitted_however_often_the_layer_is_cloned() {
         admitted += task.await.expect("no panic");
     }
     assert_eq!(admitted, 100);
-    assert_eq!(calls.load(Ordering::Relaxed), 100, "who is denied does not reach the service");
+    assert_eq!(calls.load(Ordering::Relaxed), 100, "a denied request does not reach the service");
     assert_eq!(
         sites[0].asker().get("/one", &[("x-user-id", "bob")]).await.status,
         StatusCode::OK,
@@ -82,7 +82,7 @@ async fn exactly_the_limit_is_admitted_however_often_the_layer_is_cloned() {
 }
 
 #[tokio::test]
-async fn who_passes_and_who_does_not_are_told_the_same_numbers() {
+async fn allowed_and_denied_responses_have_the_rate_limit_headers() {
     let quota = Quota::fixed_window(1, Duration::from_secs(86_400)).expect("valid");
     let site = Site::start(app(RateLimitLayer::new(limiter(), quota)
         .policy("daily")
@@ -91,11 +91,7 @@ async fn who_passes_and_who_does_not_are_told_the_same_numbers() {
     let asker = site.asker();
     let allowed = asker.get("/", &[("x-user-id", "ann")]).await;
     assert_eq!((allowed.status, allowed.body.as_str()), (StatusCode::OK, "hello"));
-    assert_eq!(
-        allowed.header("content-length"),
-        "5",
-        "the service's body is still of known length"
-    );
+    assert_eq!(allowed.header("content-length"), "5", "the body keeps its known length");
     assert_eq!(allowed.header("ratelimit-policy"), r#""daily";q=1;w=86400"#);
     assert!(allowed.header("ratelimit").starts_with(r#""daily";r=0;t="#), "{allowed:?}");
     assert_eq!(allowed.header("x-ratelimit-limit"), "1");
@@ -129,7 +125,7 @@ async fn who_passes_and_who_does_not_are_told_the_same_numbers() {
 }
 
 #[tokio::test]
-async fn the_older_headers_can_be_left_out() {
+async fn x_ratelimit_headers_can_be_disabled() {
     let site = Site::start(app(layer(1).x_ratelimit_headers(false))).await;
     let allowed = site.asker().get("/", &[("x-user-id", "ann")]).await;
     assert!(allowed.headers.contains_key("ratelimit"));
@@ -140,7 +136,7 @@ async fn the_older_headers_can_be_left_out() {
 }
 
 #[tokio::test]
-async fn a_key_and_a_cost_can_come_from_closures() {
+async fn closures_can_set_the_key_and_the_cost() {
     let keyed = layer(10)
         .key(|head| {
             let token = head.headers.get("authorization")?.to_str().ok()?;
@@ -165,10 +161,14 @@ async fn a_key_and_a_cost_can_come_from_closures() {
 }
 
 #[tokio::test]
-async fn the_peers_address_is_a_key_once_the_layer_knows_where_to_find_it() {
+async fn the_key_ip_needs_a_peer_address() {
     let site = Site::start(app(layer(1).by(KeySource::client_ip()))).await;
     let lost = site.asker().get("/", &[]).await;
-    assert_eq!(lost.status, StatusCode::INTERNAL_SERVER_ERROR, "not let pass");
+    assert_eq!(
+        lost.status,
+        StatusCode::INTERNAL_SERVER_ERROR,
+        "an unknown address is not admitted"
+    );
 
     let found = layer(1)
         .by(KeySource::client_ip())
@@ -180,12 +180,12 @@ async fn the_peers_address_is_a_key_once_the_layer_knows_where_to_find_it() {
     assert_eq!(
         spoofed.status,
         StatusCode::TOO_MANY_REQUESTS,
-        "no proxy is believed unless it is named"
+        "only configured proxies are trusted"
     );
 }
 
 #[tokio::test]
-async fn a_preflight_is_exempt_only_if_told_so_and_only_a_real_one() {
+async fn preflight_requests_are_exempt_only_if_configured() {
     let preflight = [
         ("origin", "https://a.example"),
         ("access-control-request-method", "PUT"),
@@ -208,19 +208,19 @@ async fn a_preflight_is_exempt_only_if_told_so_and_only_a_real_one() {
     assert_eq!(
         asker.ask("OPTIONS", "/", &preflight[..1]).await.header("ratelimit"),
         "",
-        "has no key"
+        "a request without a key"
     );
     let bare = [("x-user-id", "ann")];
     assert_eq!(
         asker.ask("OPTIONS", "/", &bare).await.status,
         StatusCode::METHOD_NOT_ALLOWED,
-        "spends"
+        "not a preflight request"
     );
     assert_eq!(asker.ask("OPTIONS", "/", &bare).await.status, StatusCode::TOO_MANY_REQUESTS);
 }
 
 #[tokio::test]
-async fn what_fails_is_given_back() {
+async fn failed_requests_are_refunded() {
     let fails = get(async || (StatusCode::BAD_GATEWAY, "broken"));
     let layer = layer(2).refund_on(|status| status.is_server_error());
     let app = Router::new().route("/fails", fails).route("/", get(async || "hello")).layer(layer);
@@ -236,7 +236,7 @@ async fn what_fails_is_given_back() {
 }
 
 #[tokio::test]
-async fn the_body_of_a_denial_can_be_replaced_and_keeps_its_headers() {
+async fn a_custom_denial_keeps_the_rate_limit_headers() {
     let layer = layer(1).on_denied(|denial| {
         let text = format!("{} must wait", denial.binding().key().unwrap_or("who?"));
         Response::builder().status(StatusCode::SERVICE_UNAVAILABLE).body(text).expect("a response")
@@ -254,7 +254,7 @@ async fn the_body_of_a_denial_can_be_replaced_and_keeps_its_headers() {
 }
 
 #[tokio::test]
-async fn layers_on_layers_add_their_limits_to_one_list() {
+async fn nested_layers_add_their_limits_to_the_headers() {
     let quota = Quota::fixed_window(100, HOUR).expect("valid");
     let both = app(layer(1)).layer(RateLimitLayer::new(limiter(), quota).policy("site"));
     let site = Site::start(both).await;
@@ -273,5 +273,5 @@ async fn layers_on_layers_add_their_limits_to_one_list() {
     );
     let denied = asker.get("/", &ann).await;
     assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
-    assert_eq!(denied.header("x-ratelimit-limit"), "1", "the one that denied");
+    assert_eq!(denied.header("x-ratelimit-limit"), "1", "the limit that denied");
 }

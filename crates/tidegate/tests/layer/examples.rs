@@ -1,5 +1,4 @@
-//! The examples run, and say what their first lines promise. (Cargo builds them before the tests,
-//! but for a single `--test`.)
+//! Runs the examples. Cargo builds them before all tests, but not before a single `--test`.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
@@ -18,7 +17,7 @@ fn example(name: &str) -> Command {
     Command::new(folder.join(name))
 }
 
-/// An example that listens. It ends with this.
+/// A running example that listens. It is killed on drop.
 struct Server {
     process: Child,
     asker: Asker,
@@ -30,7 +29,7 @@ impl Server {
         let mut line = String::new();
         BufReader::new(process.stdout.take().expect("piped"))
             .read_line(&mut line)
-            .expect("it says what to try");
+            .expect("the example prints its address");
         let address =
             line.split("http://").nth(1).and_then(|rest| rest.trim_end().strip_suffix('/'));
         let address: SocketAddr =
@@ -38,7 +37,7 @@ impl Server {
         Self { process, asker: Asker::of(address) }
     }
 
-    /// How many of so many requests pass.
+    /// Sends requests, and returns the number that were admitted.
     async fn admits(&self, requests: usize, headers: &[(&str, &str)]) -> usize {
         let mut admitted = 0;
         for _ in 0..requests {
@@ -56,7 +55,7 @@ impl Drop for Server {
 }
 
 #[tokio::test]
-async fn axum_in_memory_and_as_two_processes_on_one_redis() {
+async fn axum_example_limits_in_memory_and_across_processes_on_redis() {
     let alone = Server::start(example("axum"));
     assert_eq!(alone.admits(12, &[]).await, 10);
     let redis = Redis::start();
@@ -70,14 +69,14 @@ async fn axum_in_memory_and_as_two_processes_on_one_redis() {
 }
 
 #[tokio::test]
-async fn hyper_counts_by_api_key() {
+async fn hyper_example_limits_by_api_key() {
     let server = Server::start(example("hyper"));
     assert_eq!(server.admits(7, &[("x-api-key", "k1")]).await, 5);
     assert_eq!(server.admits(1, &[("x-api-key", "k2")]).await, 1);
 }
 
 #[test]
-fn tonic_shows_a_client_that_is_told_to_come_again() {
+fn tonic_example_shows_a_client_with_retry_info() {
     let output = example("tonic").output().expect("runs");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}");

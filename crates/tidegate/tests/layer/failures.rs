@@ -1,4 +1,4 @@
-//! When nobody can decide.
+//! The layer while the store cannot decide.
 
 use axum::Router;
 use axum::routing::get;
@@ -11,7 +11,7 @@ use tidegate::{
 use crate::site::Site;
 use crate::support::{LONG, Redis};
 
-/// A store with room for one key: it cannot decide about a second.
+/// Creates a layer on a store with room for one key, which cannot decide a second one.
 fn layer() -> RateLimitLayer<QuotaGate> {
     let quota = Quota::token_bucket(5, LONG).expect("valid");
     let limiter = Limiter::new(MemoryStore::builder().max_keys(1).build());
@@ -23,7 +23,7 @@ async fn site<S: Store>(layer: RateLimitLayer<QuotaGate<S>>) -> Site {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_decide_is_503_and_its_reason_stays_here() {
+async fn a_store_failure_is_a_503_without_the_reason() {
     let site = site(layer()).await;
     let asker = site.asker();
     assert_eq!(asker.get("/", &[("x-user-id", "ann")]).await.status, StatusCode::OK);
@@ -35,12 +35,12 @@ async fn a_store_that_cannot_decide_is_503_and_its_reason_stays_here() {
     assert_eq!(
         asker.get("/", &[("x-user-id", "ann")]).await.status,
         StatusCode::OK,
-        "whom it knows it goes on with"
+        "known keys are still decided"
     );
 }
 
 #[tokio::test]
-async fn that_answer_can_be_replaced() {
+async fn the_response_to_a_store_failure_can_be_replaced() {
     let layer = layer().on_error(|error: &Error| {
         let text = if matches!(error, Error::Store(_)) { "not now" } else { "never" };
         Response::builder().status(StatusCode::BAD_GATEWAY).body(text).expect("a response")
@@ -53,7 +53,7 @@ async fn that_answer_can_be_replaced() {
 }
 
 #[tokio::test]
-async fn with_a_fallback_a_redis_that_is_gone_is_no_outage() {
+async fn requests_are_served_with_a_fallback_while_redis_is_down() {
     let mut redis = Redis::start();
     for (failure, statuses) in [
         (OnStoreFailure::Local, [StatusCode::OK, StatusCode::TOO_MANY_REQUESTS]),

@@ -1,4 +1,4 @@
-//! One axum application with the layer, run as several processes on one Redis.
+//! An axum application with the layer, run as several processes on one Redis.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ const REDIS: &str = "TIDEGATE_TEST_REDIS";
 const READY: &str = "listening on ";
 const LIMIT: u64 = 200;
 
-/// This very program, as a server.
+/// This test program, started as a server.
 struct Instance {
     process: Child,
     address: SocketAddr,
@@ -35,7 +35,7 @@ impl Instance {
         let mut lines =
             BufReader::new(process.stdout.take().expect("piped")).lines().map_while(Result::ok);
         let address = lines.find_map(|line| line.split_once(READY)?.1.parse().ok());
-        Self { process, address: address.expect("it says where it listens") }
+        Self { process, address: address.expect("the server prints its address") }
     }
 }
 
@@ -46,8 +46,7 @@ impl Drop for Instance {
     }
 }
 
-/// A path for each algorithm, but for the one that makes requests wait: for a limit of many days,
-/// days.
+/// Returns a quota per algorithm, except the leaky bucket, which would delay the requests by days.
 fn quotas() -> Vec<Quota> {
     let all = every_quota(LIMIT, LONG).into_iter();
     all.filter(|quota| quota.algorithm() != Algorithm::LeakyBucket).collect()
@@ -68,7 +67,7 @@ async fn an_instance() {
     let site =
         Site::start(app(&std::env::var(REDIS).expect("started by the test below")).await).await;
     println!("{READY}{}", site.address);
-    // Until the test closes it, or is gone.
+    // Until the test closes standard input, or ends.
     let _ = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await;
 }
 

@@ -1,4 +1,4 @@
-//! The layer in front of a tonic server, and a tonic client before it.
+//! The layer in front of a tonic server, with a tonic client.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use tonic_types::StatusExt as _;
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// The health service behind a layer. It ends with this.
+/// The gRPC health service behind a layer. It stops on drop.
 struct Grpc {
     client: HealthClient<Channel>,
     serving: JoinHandle<()>,
@@ -60,7 +60,7 @@ fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
 }
 
 #[tokio::test]
-async fn a_denied_call_is_resource_exhausted_and_hears_when_to_come_again() {
+async fn a_denied_call_is_resource_exhausted_with_retry_info() {
     let grpc = Grpc::start(layer(1)).await;
     let allowed = grpc.check("ann", "").await.expect("passes");
     let metadata = allowed.metadata().get("ratelimit").expect("the header").to_str().expect("text");
@@ -80,15 +80,12 @@ async fn a_denied_call_is_resource_exhausted_and_hears_when_to_come_again() {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_decide_is_unavailable_and_a_bad_key_an_invalid_argument() {
+async fn a_store_failure_is_unavailable_and_a_bad_key_an_invalid_argument() {
     let grpc = Grpc::start(layer(5)).await;
     for known in ["ann", "bob"] {
         assert!(grpc.check(known, "").await.is_ok());
     }
-    assert_eq!(
-        grpc.check("one too many", "").await.expect_err("no room").code(),
-        Code::Unavailable
-    );
+    assert_eq!(grpc.check("third", "").await.expect_err("no room").code(), Code::Unavailable);
     assert_eq!(
         grpc.check(&"x".repeat(600), "").await.expect_err("no key").code(),
         Code::InvalidArgument
@@ -96,7 +93,7 @@ async fn a_store_that_cannot_decide_is_unavailable_and_a_bad_key_an_invalid_argu
 }
 
 #[tokio::test]
-async fn a_call_that_fails_can_be_given_back_by_its_grpc_status() {
+async fn failed_calls_are_refunded_by_their_grpc_status() {
     let grpc =
         Grpc::start(layer(1).refund_on(|status| status == http::StatusCode::NOT_FOUND)).await;
     for _ in 0..3 {
@@ -110,7 +107,7 @@ async fn a_call_that_fails_can_be_given_back_by_its_grpc_status() {
 }
 
 #[tokio::test]
-async fn the_peer_is_where_tonic_puts_it() {
+async fn the_peer_address_comes_from_tonic() {
     let peer = |head: &http::request::Parts| {
         head.extensions.get::<TcpConnectInfo>()?.remote_addr().map(|peer| peer.ip())
     };

@@ -1,4 +1,4 @@
-//! The layer around plain services, and in front of hyper without a framework.
+//! The layer around plain Tower services, and in front of hyper without a framework.
 
 use std::convert::Infallible;
 use std::net::Ipv4Addr;
@@ -28,7 +28,7 @@ fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
 }
 
 #[tokio::test]
-async fn hyper_serves_it_on_many_connections() {
+async fn one_layer_limits_many_hyper_connections() {
     async fn hello(_: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
         Ok(Response::new(Full::from("hello")))
     }
@@ -52,7 +52,7 @@ async fn hyper_serves_it_on_many_connections() {
     serving.abort();
 }
 
-/// Ready once each time that it says so; a clone is not.
+/// A service that must be polled ready before each call, and whose clones are not ready.
 struct Strict {
     ready: bool,
     calls: Arc<AtomicU64>,
@@ -82,7 +82,7 @@ impl Service<Request<()>> for Strict {
 }
 
 #[tokio::test]
-async fn the_service_that_said_it_is_ready_is_the_one_called() {
+async fn the_ready_service_is_called_and_not_its_clone() {
     let calls = Arc::new(AtomicU64::new(0));
     let strict = Strict { ready: false, calls: Arc::clone(&calls) };
     let mut service = layer(2).layer(strict);
@@ -107,7 +107,7 @@ async fn a_service_that_fails_without_a_response_counts_as_500() {
     assert_eq!(calls.load(Ordering::Relaxed), 5);
 }
 
-/// A body that tells whether anybody has looked.
+/// A body that records whether it was read.
 struct Watched(Arc<AtomicBool>);
 
 impl Body for Watched {

@@ -1,4 +1,4 @@
-//! Policies in front of an axum application.
+//! The layer with policies in front of an axum application.
 
 use axum::Router;
 use axum::routing::get;
@@ -40,7 +40,7 @@ fn limiter() -> Limiter {
 }
 
 #[tokio::test]
-async fn policies_may_come_from_the_file_of_the_service() {
+async fn policies_can_be_loaded_from_the_configuration_file() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("tidegate.yaml");
     let text = "
@@ -92,18 +92,22 @@ async fn several_policies_are_all_or_nothing() {
     let both = asker.get("/search", &ann).await;
     assert_eq!(both.status, StatusCode::OK);
     assert_eq!(both.header("ratelimit-policy"), r#""all";q=10;w=8640000, "search";q=1;w=8640000"#);
-    assert_eq!(both.header("x-ratelimit-limit"), "1", "the one that binds");
+    assert_eq!(both.header("x-ratelimit-limit"), "1", "the binding limit");
     for _ in 0..3 {
         let denied = asker.get("//search/", &ann).await;
         assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
         assert_eq!(denied.json()["policy"], "search");
     }
     let alone = asker.get("/", &ann).await;
-    assert_eq!(alone.header("x-ratelimit-remaining"), "8", "denials spent nothing of the other");
+    assert_eq!(
+        alone.header("x-ratelimit-remaining"),
+        "8",
+        "denied requests spend no units of the other policy"
+    );
 }
 
 #[tokio::test]
-async fn a_policy_in_shadow_denies_nobody_and_is_not_shown() {
+async fn a_policy_in_shadow_mode_denies_nothing_and_adds_no_headers() {
     let limiter = limiter();
     let site =
         site(&limiter, vec![policy("enforced", 3), policy("shadow", 1).mode(Mode::Shadow)]).await;
@@ -117,11 +121,11 @@ async fn a_policy_in_shadow_denies_nobody_and_is_not_shown() {
     assert_eq!(asker.get("/", &ann).await.json()["policy"], "enforced");
     let quota = quota(1);
     let shadow = limiter.peek(&Charge::new("ann", &quota).policy("shadow")).await.expect("decided");
-    assert_eq!(shadow.remaining, 0, "but it counts");
+    assert_eq!(shadow.remaining, 0, "requests are counted");
 }
 
 #[tokio::test]
-async fn a_request_without_its_key_is_skipped_or_denied() {
+async fn a_request_without_a_key_is_skipped_or_denied() {
     let limiter = limiter();
     let skips = site(&limiter, vec![policy("skips", 1)]).await;
     assert_eq!(skips.asker().get("/", &[]).await.status, StatusCode::OK);
@@ -136,7 +140,7 @@ async fn a_request_without_its_key_is_skipped_or_denied() {
 }
 
 #[tokio::test]
-async fn overrides_and_the_costs_of_closures_hold() {
+async fn overrides_and_cost_closures_apply() {
     let limiter = limiter();
     let tenants = policy("tenants", 1).override_for(["acme"], quota(5));
     let layer = layer(&limiter, vec![tenants]).cost(|head| u64::from(head.uri.path() != "/free"));
@@ -157,12 +161,12 @@ async fn overrides_and_the_costs_of_closures_hold() {
     assert_eq!(
         asker.get("/free", &[("x-user-id", "other")]).await.status,
         StatusCode::OK,
-        "what is free is not limited"
+        "a cost of 0 is not limited"
     );
 }
 
 #[tokio::test]
-async fn a_key_that_is_none_is_the_requests_fault() {
+async fn an_invalid_key_is_a_bad_request() {
     let limiter = limiter();
     let site = site(&limiter, vec![policy("users", 1)]).await;
     let long = "x".repeat(600);
@@ -176,7 +180,7 @@ async fn a_key_that_is_none_is_the_requests_fault() {
 }
 
 #[tokio::test]
-async fn a_policy_by_address_never_lets_pass_whom_nobody_knows() {
+async fn a_policy_by_address_rejects_requests_without_an_address() {
     let limiter = limiter();
     let site = site(&limiter, [Policy::builder("addresses", quota(1)).key(["ip"])]).await;
     assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::INTERNAL_SERVER_ERROR);

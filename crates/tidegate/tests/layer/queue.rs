@@ -1,4 +1,4 @@
-//! A leaky bucket: requests wait for their turn, and who leaves gives up the place.
+//! The layer with a leaky bucket: requests are delayed, and a cancelled request is refunded.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,7 +24,7 @@ struct Queue<S> {
     calls: Arc<AtomicU64>,
 }
 
-/// One a second; three in the bucket at most.
+/// One request per second, with at most three in the bucket.
 fn quota() -> Quota {
     Quota::leaky_bucket(1, Duration::from_secs(1))
         .and_then(|quota| quota.with_burst(3))
@@ -60,7 +60,7 @@ impl<S: Store> Queue<S> {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// What would be left after one more.
+    /// Returns the units that would remain after one more request.
     async fn room(&self) -> u64 {
         let quota = quota();
         self.limiter
@@ -71,12 +71,12 @@ impl<S: Store> Queue<S> {
     }
 
     async fn until_room_is(&self, room: u64) {
-        until("the place is free again", async || self.room().await == room).await;
+        until("the units are refunded", async || self.room().await == room).await;
     }
 }
 
 #[tokio::test]
-async fn each_request_waits_for_its_turn() {
+async fn requests_are_delayed_one_after_the_other() {
     let queue = Queue::new();
     assert_eq!(Queue::<MemoryStore>::ask(queue.app.clone()).await, StatusCode::OK);
     let second = tokio::spawn(Queue::<MemoryStore>::ask(queue.app.clone()));
@@ -88,10 +88,10 @@ async fn each_request_waits_for_its_turn() {
         StatusCode::TOO_MANY_REQUESTS,
         "the queue is full"
     );
-    assert_eq!(queue.calls(), 1, "who sleeps has not reached the service");
+    assert_eq!(queue.calls(), 1, "a delayed request has not reached the service");
 
     queue.clock.advance(Duration::from_millis(999));
-    until("both look at the clock", async || queue.clock.sleepers() == 2).await;
+    until("both check the clock", async || queue.clock.sleepers() == 2).await;
     assert_eq!(queue.calls(), 1);
     queue.clock.advance(Duration::from_millis(1));
     assert_eq!(second.await.expect("no panic"), StatusCode::OK);
@@ -101,7 +101,7 @@ async fn each_request_waits_for_its_turn() {
     assert_eq!(queue.calls(), 3);
 }
 
-async fn who_is_dropped_gives_its_place_back<S: Store>(queue: Queue<S>) {
+async fn a_dropped_request_is_refunded<S: Store>(queue: Queue<S>) {
     assert_eq!(Queue::<S>::ask(queue.app.clone()).await, StatusCode::OK);
     let room = queue.room().await;
     let second = tokio::spawn(Queue::<S>::ask(queue.app.clone()));
@@ -114,21 +114,21 @@ async fn who_is_dropped_gives_its_place_back<S: Store>(queue: Queue<S>) {
 }
 
 #[tokio::test]
-async fn who_is_dropped_gives_its_place_back_in_memory() {
-    who_is_dropped_gives_its_place_back(Queue::new()).await;
+async fn a_dropped_request_is_refunded_in_memory() {
+    a_dropped_request_is_refunded(Queue::new()).await;
 }
 
 #[tokio::test]
-async fn who_is_dropped_gives_its_place_back_on_redis() {
+async fn a_dropped_request_is_refunded_on_redis() {
     let redis = Redis::start();
     let clock = ManualClock::new();
     let builder = RedisStore::builder(&redis.url()).timeout(PATIENCE).driven_by(clock.clone());
     let limiter = Limiter::new(builder.connect().await.expect("connected"));
-    who_is_dropped_gives_its_place_back(Queue::on(limiter, clock)).await;
+    a_dropped_request_is_refunded(Queue::on(limiter, clock)).await;
 }
 
 #[tokio::test]
-async fn a_client_who_hangs_up_gives_its_place_back() {
+async fn a_disconnected_client_is_refunded() {
     let queue = Queue::new();
     let site = Site::start(queue.app.clone()).await;
     assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::OK);
@@ -143,7 +143,7 @@ async fn a_client_who_hangs_up_gives_its_place_back() {
 }
 
 #[tokio::test]
-async fn what_came_back_while_the_service_worked_is_not_given_back_again() {
+async fn units_that_expired_during_the_request_are_not_refunded() {
     let clock = ManualClock::new();
     let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     let quota = Quota::fixed_window(2, Duration::from_secs(1)).expect("valid");
@@ -169,7 +169,7 @@ async fn what_came_back_while_the_service_worked_is_not_given_back_again() {
         assert_eq!(
             ask("/quick").await.expect("infallible").status(),
             StatusCode::BAD_GATEWAY,
-            "given back in time"
+            "refunded in time"
         );
     }
     clock.advance(Duration::from_secs(1));
@@ -184,6 +184,6 @@ async fn what_came_back_while_the_service_worked_is_not_given_back_again() {
     assert_eq!(
         ask("/").await.expect("infallible").status(),
         StatusCode::TOO_MANY_REQUESTS,
-        "others' units stay"
+        "the units of other requests stay charged"
     );
 }

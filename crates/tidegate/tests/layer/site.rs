@@ -1,4 +1,4 @@
-//! An axum application that listens on the loopback, and somebody who asks it.
+//! An axum application that listens on the loopback, and an HTTP client for it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -12,13 +12,13 @@ use hyper_util::rt::TokioExecutor;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
-/// It ends with this.
+/// A running server. It stops on drop.
 pub(crate) struct Site {
     pub(crate) address: SocketAddr,
     serving: JoinHandle<()>,
 }
 
-/// A response that has come whole.
+/// A complete response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: StatusCode,
@@ -58,7 +58,7 @@ impl Asker {
         Self { client: Client::builder(TokioExecutor::new()).build_http(), address }
     }
 
-    /// Asks for a path, with these headers.
+    /// Sends a GET request with these headers.
     pub(crate) async fn get(&self, path: &str, headers: &[(&str, &str)]) -> Answer {
         self.ask("GET", path, headers).await
     }

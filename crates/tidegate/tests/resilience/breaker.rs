@@ -1,15 +1,16 @@
-//! The breaker, in paused time: a minute takes no time.
+//! The circuit breaker. Most tests run in paused time.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
     Action, Algorithm, Breaker, Charge, Decision, Fallback, Limiter, ManualClock, MemoryStore,
-    Part, Quota, Store, StoreError,
+    Quota, ShardId, Store, StoreError,
 };
 use tokio::time::{Instant, advance, sleep};
 
-use crate::flaky::{Flaky, Mood, gone};
+use crate::flaky::{Fault, Flaky, down};
 use crate::support::{LONG, assert_exact_under_concurrency, seeds};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -23,65 +24,64 @@ async fn acquire<S: Store>(store: &S, key: &str) -> Result<Decision, StoreError>
 }
 
 #[tokio::test(start_paused = true)]
-async fn five_failures_in_a_row_open_it_and_nobody_asks_the_store_any_more() {
+async fn five_failures_in_a_row_open_the_circuit_and_stop_all_calls() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
-    store.is(gone());
+    store.set_fault(down());
     for _ in 0..4 {
-        acquire(&breaker, "u").await.expect_err("gone");
+        acquire(&breaker, "u").await.expect_err("down");
     }
-    store.is(Mood::Well);
-    acquire(&breaker, "u").await.expect("four are not enough");
-    // Or the four would be some of five within a second.
+    store.set_fault(Fault::None);
+    acquire(&breaker, "u").await.expect("four failures are not enough");
+    // Otherwise the four failures would still be among the calls of the last second.
     advance(2 * SECOND).await;
-    store.is(gone());
+    store.set_fault(down());
     for _ in 0..5 {
-        assert_eq!(acquire(&breaker, "u").await, Err(StoreError::Unreachable("gone".to_owned())));
+        assert_eq!(acquire(&breaker, "u").await, Err(StoreError::Unreachable("down".to_owned())));
     }
-    let asked = store.calls();
+    let calls = store.calls();
     for _ in 0..100 {
-        let refused = acquire(&breaker, "u").await.expect_err("open");
-        assert!(
-            matches!(&refused, StoreError::Open(cause) if **cause == StoreError::Unreachable("gone".to_owned()))
-        );
+        let rejected = acquire(&breaker, "u").await.expect_err("open");
+        let cause = StoreError::Unreachable("down".to_owned());
+        assert_eq!(rejected, StoreError::Open(Arc::new(cause)));
         assert_eq!(
-            refused.to_string(),
-            "the store was not asked, for it is failing: the store cannot be reached: gone"
+            rejected.to_string(),
+            "circuit open, the store is failing: the store cannot be reached: down"
         );
     }
-    assert_eq!(store.calls(), asked);
+    assert_eq!(store.calls(), calls);
     let states = breaker.states();
-    assert_eq!((states.len(), states[0].open, states[0].opened), (1, true, 1));
-    assert_eq!(states[0].last_error, Some(StoreError::Unreachable("gone".to_owned())));
+    assert_eq!((states.len(), states[0].open, states[0].times_opened), (1, true, 1));
+    assert_eq!(states[0].last_error, Some(StoreError::Unreachable("down".to_owned())));
 }
 
 #[tokio::test(start_paused = true)]
-async fn half_of_the_calls_of_a_second_open_it_a_third_does_not() {
+async fn a_failure_rate_of_a_half_opens_the_circuit_and_a_third_does_not() {
     let store = Flaky::new();
-    let fail_one_in = async |every: u64, pause: Duration| {
+    let opens_at = async |every: u64, interval: Duration| {
         let breaker = Breaker::new(store.clone());
         for call in 1..=300 {
-            store.is(if call % every == 0 { gone() } else { Mood::Well });
+            store.set_fault(if call % every == 0 { down() } else { Fault::None });
             let _ = acquire(&breaker, "u").await;
             if breaker.states()[0].open {
                 return Some(call);
             }
-            advance(pause).await;
+            advance(interval).await;
         }
         None
     };
-    assert_eq!(fail_one_in(2, Duration::from_millis(10)).await, Some(10));
-    assert_eq!(fail_one_in(3, Duration::from_millis(10)).await, None);
-    // Half of them, but not five in any second.
-    assert_eq!(fail_one_in(2, Duration::from_millis(150)).await, None);
+    assert_eq!(opens_at(2, Duration::from_millis(10)).await, Some(10));
+    assert_eq!(opens_at(3, Duration::from_millis(10)).await, None);
+    // A rate of a half, but fewer than five failures in any second.
+    assert_eq!(opens_at(2, Duration::from_millis(150)).await, None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_memory_or_a_wrong_option_is_an_answer_and_opens_nothing() {
+async fn errors_of_a_working_store_do_not_open_the_circuit() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
     for error in [StoreError::Full { cap: 1 }, StoreError::Misconfigured("no".to_owned())] {
-        store.is(Mood::Fails(error.clone()));
+        store.set_fault(Fault::Fails(error.clone()));
         for _ in 0..20 {
             assert_eq!(acquire(&breaker, "u").await, Err(error.clone()));
         }
@@ -90,65 +90,65 @@ async fn a_full_memory_or_a_wrong_option_is_an_answer_and_opens_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_back_is_used_again_within_a_second() {
+async fn a_recovered_store_is_used_again_within_a_second() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
     for round in 1..=20 {
-        store.is(gone());
+        store.set_fault(down());
         while !breaker.states().first().is_some_and(|state| state.open) {
-            acquire(&breaker, "u").await.expect_err("gone");
+            acquire(&breaker, "u").await.expect_err("down");
         }
-        // Away for different times, so that it comes back at different moments between two probes.
+        // Outages of different lengths end at different times between two probes.
         sleep(Duration::from_millis(317 * round)).await;
-        assert!(breaker.states()[0].open, "the store is still away");
-        store.is(Mood::Well);
+        assert!(breaker.states()[0].open, "the store is still down");
+        store.set_fault(Fault::None);
         let back = Instant::now();
         while acquire(&breaker, "u").await.is_err() {
             assert!(back.elapsed() < SECOND, "round {round}");
             sleep(Duration::from_millis(1)).await;
         }
-        assert_eq!(breaker.states()[0].opened, round);
+        assert_eq!(breaker.states()[0].times_opened, round);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_too_slow_stays_out_without_flapping_and_nobody_waits_for_it() {
+async fn a_slow_store_opens_the_circuit_once_without_flapping() {
     let store = Flaky::new();
-    let deadline = Duration::from_millis(100);
-    let breaker = Breaker::builder(store.clone()).deadline(deadline).build();
-    store.is(Mood::Slow(Duration::from_millis(300)));
+    let timeout = Duration::from_millis(100);
+    let breaker = Breaker::builder(store.clone()).timeout(timeout).build();
+    store.set_fault(Fault::Slow(Duration::from_millis(300)));
     let start = Instant::now();
     let mut waited = 0;
     while start.elapsed() < 60 * SECOND {
         let before = Instant::now();
         acquire(&breaker, "u").await.expect_err("too slow");
-        assert!(before.elapsed() <= deadline);
+        assert!(before.elapsed() <= timeout);
         waited += u64::from(before.elapsed() > Duration::ZERO);
         sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!((waited, breaker.states()[0].opened), (5, 1));
-    store.is(Mood::Slow(Duration::from_millis(50)));
+    assert_eq!((waited, breaker.states()[0].times_opened), (5, 1));
+    store.set_fault(Fault::Slow(Duration::from_millis(50)));
     sleep(SECOND).await;
     acquire(&breaker, "u").await.expect("slow, but in time");
 }
 
 #[tokio::test(start_paused = true)]
-async fn parts_fail_apart() {
+async fn shards_fail_independently() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
-    store.part_is(1, gone());
+    store.set_shard_fault(1, down());
     for _ in 0..5 {
-        acquire(&breaker, "v@1").await.expect_err("gone");
+        acquire(&breaker, "v@1").await.expect_err("down");
     }
     for _ in 0..20 {
-        acquire(&breaker, "u").await.expect("another part");
-        acquire(&breaker, "w@65").await.expect("another part");
+        acquire(&breaker, "u").await.expect("another shard");
+        acquire(&breaker, "w@65").await.expect("another shard");
         assert!(matches!(acquire(&breaker, "v@1").await, Err(StoreError::Open(_))));
     }
-    let open: Vec<(Part, bool)> =
-        breaker.states().iter().map(|state| (state.part, state.open)).collect();
-    assert_eq!(open, [(Part(0), false), (Part(1), true), (Part(65), false)]);
-    // Together they fail at once, and nothing is asked.
+    let open: Vec<(ShardId, bool)> =
+        breaker.states().iter().map(|state| (state.shard, state.open)).collect();
+    assert_eq!(open, [(ShardId(0), false), (ShardId(1), true), (ShardId(65), false)]);
+    // A request of both shards fails at once, without a call.
     let (quota, calls) = (quota(), store.calls());
     let both = [Charge::new("u", &quota), Charge::new("v@1", &quota)];
     assert!(matches!(breaker.decide_all(Action::Acquire, &both).await, Err(StoreError::Open(_))));
@@ -156,7 +156,7 @@ async fn parts_fail_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed() {
+async fn requests_of_several_shards_are_all_or_nothing() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
     let (wide, narrow) = (
@@ -169,12 +169,12 @@ async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed(
         Charge::new("c@2", &wide).cost(4),
         Charge::new("d", &wide),
     ];
-    let left = async || {
-        let mut left = Vec::new();
+    let counts = async || {
+        let mut counts = Vec::new();
         for charge in &charges {
-            left.push(store.left(charge).await);
+            counts.push(store.remaining(charge).await);
         }
-        left
+        counts
     };
     let allowed = |decisions: &[Decision]| {
         decisions.iter().map(|decision| decision.allowed).collect::<Vec<_>>()
@@ -185,7 +185,7 @@ async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed(
 
     let peeked = breaker.decide_all(Action::Peek, &charges).await.expect("decided");
     assert_eq!(remaining(&peeked), [7, 1, 6, 9]);
-    assert_eq!(left().await, [10, 2, 10, 10]);
+    assert_eq!(counts().await, [10, 2, 10, 10]);
     let first = breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
     assert_eq!(
         (allowed(&first), remaining(&first)),
@@ -196,23 +196,23 @@ async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed(
     for action in [Action::Acquire, Action::Peek] {
         let denied = breaker.decide_all(action, &charges).await.expect("decided");
         assert_eq!(allowed(&denied), [true, false, true, true]);
-        assert_eq!(remaining(&denied), [7, 0, 6, 9], "what is left with nothing taken");
-        assert_eq!(left().await, [7, 0, 6, 9]);
+        assert_eq!(remaining(&denied), [7, 0, 6, 9], "the units that remain with nothing spent");
+        assert_eq!(counts().await, [7, 0, 6, 9]);
     }
 
-    store.part_is(2, gone());
+    store.set_shard_fault(2, down());
     breaker.decide(Action::Reset, &charges[1]).await.expect("reset");
     for _ in 0..5 {
-        breaker.decide_all(Action::Acquire, &charges).await.expect_err("gone");
-        assert_eq!(left().await, [7, 2, 6, 9], "given back");
+        breaker.decide_all(Action::Acquire, &charges).await.expect_err("down");
+        assert_eq!(counts().await, [7, 2, 6, 9], "refunded");
     }
     let open: Vec<bool> = breaker.states().iter().map(|state| state.open).collect();
-    assert_eq!(open, [false, false, true], "only the part that fails");
+    assert_eq!(open, [false, false, true], "only the shard that fails");
 }
 
-/// A refund names the time of its charge, so that it is safe however short the window is.
+/// A refund has the time of its charge, so it is safe however short the window is.
 #[tokio::test(start_paused = true)]
-async fn a_denial_by_one_part_refunds_the_others_whatever_the_algorithm() {
+async fn a_denial_by_one_shard_refunds_the_others() {
     let clock = ManualClock::new();
     let full = Quota::fixed_window(1, LONG).expect("valid");
     for algorithm in Algorithm::ALL {
@@ -222,23 +222,23 @@ async fn a_denial_by_one_part_refunds_the_others_whatever_the_algorithm() {
             let breaker = Breaker::new(store.clone());
             let charges = [Charge::new("a", &quota), Charge::new("b@1", &full)];
             breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
-            let before = store.left(&charges[0]).await;
+            let before = store.remaining(&charges[0]).await;
             let denied = breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
             assert!(!denied[1].allowed);
-            assert_eq!(store.left(&charges[0]).await, before, "{quota:?}");
+            assert_eq!(store.remaining(&charges[0]).await, before, "{quota:?}");
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_deadline_is_for_all_parts_together() {
+async fn one_timeout_covers_all_shards_of_a_request() {
     let store = Flaky::new();
-    let breaker = Breaker::builder(store.clone()).deadline(Duration::from_millis(100)).build();
+    let breaker = Breaker::builder(store.clone()).timeout(Duration::from_millis(100)).build();
     let quota = quota();
     let charges =
         [Charge::new("a", &quota), Charge::new("b@1", &quota), Charge::new("c@2", &quota)];
-    for part in 0..3 {
-        store.part_is(part, Mood::Slow(Duration::from_millis(60)));
+    for shard in 0..3 {
+        store.set_shard_fault(shard, Fault::Slow(Duration::from_millis(60)));
     }
     let start = tokio::time::Instant::now();
     breaker.decide_all(Action::Acquire, &charges).await.expect_err("three times 60 ms");
@@ -246,12 +246,12 @@ async fn one_deadline_is_for_all_parts_together() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_probes_end_with_the_breaker() {
+async fn probes_stop_when_the_breaker_is_dropped() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
-    store.is(gone());
+    store.set_fault(down());
     for _ in 0..5 {
-        acquire(&breaker, "u").await.expect_err("gone");
+        acquire(&breaker, "u").await.expect_err("down");
     }
     sleep(10 * SECOND).await;
     let probes = store.probes();
@@ -259,61 +259,61 @@ async fn the_probes_end_with_the_breaker() {
     drop(breaker);
     sleep(10 * SECOND).await;
     assert_eq!(store.probes(), probes);
-    assert_eq!(store.holders(), 1, "nothing of the breaker is left");
+    assert_eq!(store.clones(), 1, "no task is left");
 }
 
-/// A runtime may end before the breaker does: then the next one takes over.
+/// A breaker may outlive the runtime of its prober.
 #[test]
-fn another_runtime_goes_on_probing() {
+fn another_runtime_continues_probing() {
     let runtime =
         || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let store = Flaky::new();
-    let breaker = Breaker::builder(store.clone()).probe_pause(Duration::from_millis(5)).build();
-    store.is(gone());
+    let breaker = Breaker::builder(store.clone()).probe_interval(Duration::from_millis(5)).build();
+    store.set_fault(down());
     runtime().block_on(async {
         for _ in 0..5 {
-            acquire(&breaker, "u").await.expect_err("gone");
+            acquire(&breaker, "u").await.expect_err("down");
         }
     });
-    store.is(Mood::Well);
+    store.set_fault(Fault::None);
     runtime().block_on(async {
         let start = Instant::now();
         while acquire(&breaker, "u").await.is_err() {
-            assert!(start.elapsed() < 20 * SECOND, "closed again");
+            assert!(start.elapsed() < 20 * SECOND, "the circuit closes");
             sleep(Duration::from_millis(5)).await;
         }
     });
 }
 
 #[tokio::test]
-async fn around_a_healthy_store_it_conforms_to_the_model() {
+async fn breaker_around_a_healthy_store_conforms_to_the_model() {
     let make = |clock: ManualClock| {
         let memory = MemoryStore::builder().clock(clock).build();
-        Limiter::new(Breaker::builder(memory).deadline(SECOND).build())
+        Limiter::new(Breaker::builder(memory).timeout(SECOND).build())
     };
     conformance(seeds(1_000), async |clock| make(clock)).await;
     conformance_of_long_logs(seeds(4), async |clock| make(clock)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn exactly_the_limit_is_admitted_through_it() {
+async fn exactly_the_limit_is_admitted_through_a_breaker() {
     assert_exact_under_concurrency(&Limiter::new(Breaker::new(MemoryStore::new()))).await;
 }
 
 #[test]
-fn around_a_healthy_store_nothing_is_allocated() {
+fn decisions_of_a_healthy_store_do_not_allocate() {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let store = Fallback::new(Breaker::new(MemoryStore::new()));
     let quota = Quota::token_bucket(1_000_000, LONG).expect("valid");
     let charge = Charge::new("user123", &quota);
-    let ask = || {
+    let acquire_many = || {
         runtime.block_on(async {
             for _ in 0..100 {
                 store.decide(Action::Acquire, &charge).await.expect("decided");
             }
         });
     };
-    ask();
-    assert_eq!(allocation_counter::measure(ask).count_total, 0);
+    acquire_many();
+    assert_eq!(allocation_counter::measure(acquire_many).count_total, 0);
 }

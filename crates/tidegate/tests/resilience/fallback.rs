@@ -1,4 +1,4 @@
-//! What is answered in the place of a store that fails.
+//! Decisions of the fallback while the store fails.
 
 use std::time::Duration;
 
@@ -6,28 +6,28 @@ use proptest::prelude::*;
 use tidegate::resilience::fallback::Stats;
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
-    Action, Algorithm, Breaker, Charge, Decision, Fallback, Fleet, Limiter, ManualClock,
-    MemoryStore, OnStoreFailure, Quota, Source, Store, StoreError,
+    Action, Algorithm, Breaker, Charge, Clock as _, Decision, Fallback, Fleet, Limiter,
+    ManualClock, MemoryStore, OnStoreFailure, Quota, Source, Store, StoreError,
 };
 use tokio::time::sleep;
 
-use crate::flaky::{Flaky, Mood, gone};
+use crate::flaky::{Fault, Flaky, down};
 use crate::support::{LONG, assert_exact_under_concurrency, every_quota, seeds};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// A fallback around this store, with its memory on this clock.
+/// Creates a fallback around this store, with its local memory on this clock.
 pub(crate) fn fallback_on(clock: &ManualClock, store: &Flaky, fleet: Fleet) -> Fallback<Flaky> {
     let local = MemoryStore::builder().clock(clock.clone()).build();
     Fallback::builder(store.clone()).local(local).fleet(fleet).build()
 }
 
-/// Instances that know each other.
+/// Creates instances with the same list of members.
 pub(crate) fn fleet_of(size: usize) -> Vec<Fleet> {
     let names: Vec<String> = (0..size).map(|number| format!("instance-{number}")).collect();
     let join = |name: &String| {
-        let fleet = Fleet::with_instance(name).expecting(size);
-        fleet.agree(names.clone());
+        let fleet = Fleet::with_instance(name).with_min_instances(size);
+        fleet.update_members(names.clone());
         fleet
     };
     names.iter().map(join).collect()
@@ -42,19 +42,22 @@ fn sources(decisions: &[Decision]) -> Vec<Source> {
 }
 
 #[tokio::test]
-async fn each_charge_has_its_word() {
+async fn each_charge_is_decided_by_its_failure_policy() {
     let store = Flaky::new();
     let limiter = Limiter::new(Fallback::new(store.clone()));
     let quota = Quota::sliding_log(3, LONG).expect("valid");
     let charge = |failure| Charge::new("u", &quota).on_store_failure(failure);
     let decision = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
     assert_eq!((decision.source, decision.remaining), (Source::Store, 2));
-    store.is(gone());
+    store.set_fault(down());
 
-    for left in [2, 1, 0] {
+    for remaining in [2, 1, 0] {
         let peeked = limiter.peek(&charge(OnStoreFailure::Local)).await.expect("decided");
         let local = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
-        assert_eq!((local.allowed, local.source, local.remaining), (true, Source::Local, left));
+        assert_eq!(
+            (local.allowed, local.source, local.remaining),
+            (true, Source::Local, remaining)
+        );
         assert_eq!(peeked.with_reset_after(local.reset_after), local);
     }
     let local = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
@@ -66,7 +69,7 @@ async fn each_charge_has_its_word() {
     assert_eq!(deny.retry_after, Duration::from_secs(1));
     let waited =
         limiter.wait(&charge(OnStoreFailure::Deny), Duration::ZERO).await.expect("decided");
-    assert_eq!(waited.source, Source::Deny, "who waits keeps its word");
+    assert_eq!(waited.source, Source::Deny, "a wait applies the failure policy, too");
 
     let stats = limiter.store().stats();
     let expected = Stats {
@@ -74,16 +77,16 @@ async fn each_charge_has_its_word() {
         local: 4,
         allow: 1,
         deny: 2,
-        owed_keys: 1,
-        owed_units: 3,
-        repaid_units: 0,
-        dropped_units: 0,
+        pending_debits: 1,
+        pending_debit_units: 3,
+        settled_debit_units: 0,
+        dropped_debit_units: 0,
     };
     assert_eq!(stats, expected);
 }
 
 #[tokio::test]
-async fn mixed_words_stay_all_or_nothing() {
+async fn mixed_failure_policies_stay_all_or_nothing() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let (wide, narrow) = (
@@ -96,7 +99,7 @@ async fn mixed_words_stay_all_or_nothing() {
     let ask = async |charges: &[Charge<'_>]| {
         fallback.decide_all(Action::Acquire, charges).await.expect("decided")
     };
-    store.is(gone());
+    store.set_fault(down());
 
     let decisions = ask(&[a, deny, allow]).await;
     assert_eq!(allowed(&decisions), [true, false, true]);
@@ -106,67 +109,67 @@ async fn mixed_words_stay_all_or_nothing() {
     assert_eq!((allowed(&decisions), decisions[0].remaining), (vec![true; 3], 6));
     let decisions = ask(&[a, b, allow]).await;
     assert_eq!((allowed(&decisions), decisions[0].remaining), (vec![true, false, true], 6));
-    assert_eq!((fallback.stats().owed_keys, fallback.stats().owed_units), (2, 5));
+    assert_eq!((fallback.stats().pending_debits, fallback.stats().pending_debit_units), (2, 5));
 }
 
 #[tokio::test]
-async fn what_memory_cannot_help_stays_an_error() {
+async fn errors_that_memory_does_not_help_are_returned() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::fixed_window(5, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
     let full = StoreError::Full { cap: 1 };
-    store.is(Mood::Fails(full.clone()));
+    store.set_fault(Fault::Fails(full.clone()));
     assert_eq!(fallback.decide(Action::Acquire, &charge).await, Err(full.clone()));
     let [allow, deny] =
-        [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|word| charge.on_store_failure(word));
-    assert!(fallback.decide(Action::Acquire, &allow).await.expect("its word").allowed);
-    assert!(!fallback.decide(Action::Acquire, &deny).await.expect("its word").allowed);
+        [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|policy| charge.on_store_failure(policy));
+    assert!(fallback.decide(Action::Acquire, &allow).await.expect("fail open or closed").allowed);
+    assert!(!fallback.decide(Action::Acquire, &deny).await.expect("fail open or closed").allowed);
     let misconfigured = StoreError::Misconfigured("no".to_owned());
-    store.is(Mood::Fails(misconfigured.clone()));
+    store.set_fault(Fault::Fails(misconfigured.clone()));
     assert_eq!(fallback.decide(Action::Acquire, &allow).await, Err(misconfigured));
     assert!(!fallback.stats().falling_back);
 }
 
 #[tokio::test]
-async fn a_refund_is_made_where_the_units_were_taken() {
+async fn a_refund_is_made_where_the_units_were_charged() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::sliding_log(5, LONG).expect("valid");
     let charge = Charge::new("u", &quota).cost(2);
     fallback.decide(Action::Acquire, &charge).await.expect("decided");
-    store.is(gone());
-    let error = Err(StoreError::Unreachable("gone".to_owned()));
-    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "the store has taken them");
+    store.set_fault(down());
+    let error = Err(StoreError::Unreachable("down".to_owned()));
+    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "the store has charged them");
     fallback.decide(Action::Acquire, &charge).await.expect("decided");
-    let refunded = fallback.decide(Action::Refund, &charge).await.expect("taken here");
+    let refunded = fallback.decide(Action::Refund, &charge).await.expect("charged locally");
     assert_eq!((refunded.remaining, refunded.source), (5, Source::Local));
-    assert_eq!(fallback.stats().owed_units, 0);
-    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "given back already");
-    assert_eq!(fallback.decide(Action::Take, &charge).await, error);
+    assert_eq!(fallback.stats().pending_debit_units, 0);
+    assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "already refunded");
+    assert_eq!(fallback.decide(Action::ChargeUpTo, &charge).await, error);
 
     fallback.decide(Action::Acquire, &charge).await.expect("decided");
     assert_eq!(
         fallback.decide(Action::Reset, &charge).await,
         error,
-        "the store's count is still there"
+        "the store's count still exists"
     );
-    assert_eq!(fallback.stats().owed_keys, 0);
+    assert_eq!(fallback.stats().pending_debits, 0);
     assert_eq!(
         fallback.decide(Action::Peek, &charge).await.expect("decided").remaining,
         3,
-        "forgotten here"
+        "the local count was reset"
     );
-    store.is(Mood::Well);
+    store.set_fault(Fault::None);
     fallback.decide(Action::Reset, &charge).await.expect("decided");
-    assert_eq!(store.left(&charge).await, 5);
+    assert_eq!(store.remaining(&charge).await, 5);
 }
 
 #[tokio::test]
-async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
+async fn an_instance_decides_by_its_share() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
-    store.is(gone());
+    store.set_fault(down());
     let fleet: Vec<_> =
         fleet_of(4).into_iter().map(|fleet| fallback_on(&clock, &store, fleet)).collect();
     for quota in every_quota(10, MINUTE) {
@@ -189,12 +192,12 @@ async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
             assert_eq!(
                 (costly.allowed, costly.retry_after),
                 (false, Duration::from_secs(1)),
-                "only the store could"
+                "only the store could admit it"
             );
         }
         assert_eq!(total, 10, "{quota:?}");
     }
-    // Fewer units than instances: one of them has it all.
+    // Fewer units than instances: one of them has the whole quota.
     let scarce = Quota::sliding_log(3, MINUTE).expect("valid");
     let mut admitted = Vec::new();
     for instance in &fleet {
@@ -208,31 +211,31 @@ async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn instances_find_each_other_through_the_store_and_remember_it_when_it_is_gone() {
+async fn instances_find_each_other_through_the_store_and_keep_the_list_in_an_outage() {
     let store = Flaky::new();
     let three: Vec<_> = (0..3).map(|_| Fallback::new(store.clone())).collect();
-    let sizes = || three.iter().map(|one| one.fleet().size()).collect::<Vec<_>>();
+    let sizes = || three.iter().map(|instance| instance.fleet().size()).collect::<Vec<_>>();
     sleep(Duration::from_secs(3)).await;
     assert_eq!(sizes(), [3, 3, 3]);
     assert_eq!(three[0].fleet().members(), three[2].fleet().members());
-    store.is(gone());
+    store.set_fault(down());
     sleep(MINUTE).await;
-    assert_eq!(sizes(), [3, 3, 3], "as last agreed");
-    store.is(Mood::Well);
+    assert_eq!(sizes(), [3, 3, 3], "the last list stays valid");
+    store.set_fault(Fault::None);
     let mut three = three;
     drop(three.pop());
     sleep(Duration::from_secs(10)).await;
     assert_eq!(three[0].fleet().size(), 2);
     drop(three);
     sleep(Duration::from_secs(2)).await;
-    assert_eq!(store.holders(), 1, "no task is left");
+    assert_eq!(store.clones(), 1, "no task is left");
 }
 
 #[tokio::test]
 async fn instances_that_start_during_an_outage_assume_a_fleet() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
-    store.is(gone());
+    store.set_fault(down());
     for quota in every_quota(100, MINUTE) {
         let charge = Charge::new("u", &quota);
         let mut admitted = [0; 10];
@@ -243,8 +246,8 @@ async fn instances_that_start_during_an_outage_assume_a_fleet() {
             }
         }
         assert_eq!(admitted, [10; 10], "{quota:?}");
-        // A number that was set is taken as it is.
-        let alone = fallback_on(&clock, &store, Fleet::new().expecting(1));
+        // An explicit minimum replaces the assumption.
+        let alone = fallback_on(&clock, &store, Fleet::new().with_min_instances(1));
         assert_eq!(alone.decide(Action::Acquire, &charge).await.expect("decided").remaining, 99);
         // A limit of less than ten still admits something.
         let scarce = Quota::new(quota.algorithm(), 3, MINUTE).expect("valid");
@@ -258,7 +261,7 @@ async fn instances_that_start_during_an_outage_assume_a_fleet() {
 }
 
 #[tokio::test]
-async fn after_a_failure_only_keys_that_were_decided_locally_stay_in_memory() {
+async fn only_keys_that_were_decided_locally_are_kept_in_memory() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
     let fallback = fallback_on(&clock, &store, Fleet::new());
@@ -266,53 +269,57 @@ async fn after_a_failure_only_keys_that_were_decided_locally_stay_in_memory() {
     let ask = async |key: &str| {
         fallback.decide(Action::Acquire, &Charge::new(key, &quota)).await.expect("decided")
     };
-    store.is(gone());
+    store.set_fault(down());
     ask("decided locally").await;
-    store.is(Mood::Well);
-    fallback.repay().await;
+    store.set_fault(Fault::None);
+    fallback.settle().await;
     for number in 0..5_000 {
         assert_eq!(ask(&format!("user-{number}")).await.source, Source::Store);
     }
     assert_eq!(fallback.local().keys(), 1);
-    // That one's admissions by the store take from the local share, too.
+    // Units that the store admits to this key are charged to the local share as well.
     for _ in 0..4 {
         assert_eq!(ask("decided locally").await.source, Source::Store);
     }
-    store.is(gone());
+    store.set_fault(down());
     assert_eq!(ask("decided locally").await.remaining, 10 - 1 - 4 - 1);
     assert_eq!(ask("user-0").await.remaining, 9, "its first failure");
     assert_eq!(fallback.local().keys(), 2);
 }
 
-// ---- Never more than the limit, whatever fails
-// ---------------------------------------------------------------------
+// ---- Never more than the limit
 
-/// When units were admitted, and by whom.
+/// Log of admissions: time, units and source.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger(Vec<(u64, u64, Source)>);
+pub(crate) struct Admissions(Vec<(u64, u64, Source)>);
 
-impl Ledger {
-    pub(crate) fn note(&mut self, at: u64, charge: &Charge<'_>, decision: &Decision) {
+impl Admissions {
+    pub(crate) fn record(&mut self, at: u64, charge: &Charge<'_>, decision: &Decision) {
         if decision.allowed {
             self.0.push((at, charge.units(), decision.source));
         }
     }
 
-    /// Units of these admissions, for each stretch of time that the quota speaks of, are at most
-    /// `times` what it allows.
-    pub(crate) fn assert_within(&self, quota: &Quota, times: u64, counts: impl Fn(Source) -> bool) {
+    /// Asserts that the units of these admissions, in each window or interval that the quota
+    /// limits, are at most `times` the quota.
+    pub(crate) fn assert_within(
+        &self,
+        quota: &Quota,
+        times: u64,
+        is_included: impl Fn(Source) -> bool,
+    ) {
         let window = u64::try_from(quota.window().as_micros()).expect("short");
         let events: Vec<(u64, u64)> = self
             .0
             .iter()
-            .filter(|(_, _, source)| counts(*source))
+            .filter(|(_, _, source)| is_included(*source))
             .map(|(at, units, _)| (*at, *units))
             .collect();
         for (first, (from, _)) in events.iter().enumerate() {
-            let mut units = 0;
-            for (at, more) in &events[first..] {
-                units += more;
-                let most = match quota.algorithm() {
+            let mut total = 0;
+            for (at, units) in &events[first..] {
+                total += units;
+                let max = match quota.algorithm() {
                     Algorithm::SlidingLog if at - from >= window => break,
                     Algorithm::FixedWindow | Algorithm::SlidingCounter
                         if at / window != from / window =>
@@ -320,11 +327,11 @@ impl Ledger {
                         break;
                     }
                     Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                        // In W-ths of a unit, to be exact.
-                        let most = (quota.burst() * window + quota.limit() * (at - from)) * times;
+                        // Multiplied by the window, to stay exact.
+                        let max = (quota.burst() * window + quota.limit() * (at - from)) * times;
                         assert!(
-                            units * window <= most,
-                            "{units} units in {} of {quota:?}",
+                            total * window <= max,
+                            "{total} units in {} of {quota:?}",
                             at - from
                         );
                         continue;
@@ -332,8 +339,8 @@ impl Ledger {
                     _ => quota.limit() * times,
                 };
                 assert!(
-                    units <= most,
-                    "{units} units from {from} to {at} of {quota:?}: {:?}",
+                    total <= max,
+                    "{total} units from {from} to {at} of {quota:?}: {:?}",
                     self.0
                 );
             }
@@ -343,21 +350,24 @@ impl Ledger {
 
 #[derive(Debug, Clone)]
 pub(crate) enum Step {
-    Mood(Mood),
-    /// Hundredths of the window.
-    Pass(u64),
-    /// Which instance, cost.
-    Ask(usize, u64),
+    Fault(Fault),
+    /// Time passes, in hundredths of the window.
+    Advance(u64),
+    Acquire {
+        instance: usize,
+        cost: u64,
+    },
 }
 
 pub(crate) fn steps(
     instances: usize,
-    moods: &'static [fn() -> Mood],
+    faults: &'static [fn() -> Fault],
 ) -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
-        1 => proptest::sample::select(moods).prop_map(|mood| Step::Mood(mood())),
-        3 => (0..40_u64).prop_map(Step::Pass),
-        9 => (0..instances, prop_oneof![4 => Just(1_u64), 1 => 1..4_u64]).prop_map(|(who, cost)| Step::Ask(who, cost)),
+        1 => proptest::sample::select(faults).prop_map(|fault| Step::Fault(fault())),
+        3 => (0..40_u64).prop_map(Step::Advance),
+        9 => (0..instances, prop_oneof![4 => Just(1_u64), 1 => 1..4_u64])
+            .prop_map(|(instance, cost)| Step::Acquire { instance, cost }),
     ];
     proptest::collection::vec(step, 50..150)
 }
@@ -371,48 +381,55 @@ pub(crate) fn any_quota() -> impl Strategy<Value = Quota> {
     )
 }
 
+pub(crate) fn hundredths_of_a_minute(hundredths: u64) -> Duration {
+    MINUTE * u32::try_from(hundredths).expect("few") / 100
+}
+
+pub(crate) fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime")
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// However many instances, and however the store comes and goes: together they admit at most
-    /// the quota without the store, and at most twice the quota with what the store admits.
+    /// With any number of instances and any faults: together the instances admit at most the quota
+    /// locally, and at most twice the quota including the admissions of the store.
     #[test]
-    fn a_fleet_cut_off_admits_at_most_the_quota(
+    fn a_fleet_without_its_store_admits_at_most_the_quota(
         quota in any_quota(),
         (instances, steps) in (1..6_usize).prop_flat_map(|instances| {
-            (Just(instances), steps(instances, &[|| Mood::Well, gone, gone, || Mood::LosesAnswers]))
+            let steps = steps(instances, &[|| Fault::None, down, down, || Fault::LosesAnswers]);
+            (Just(instances), steps)
         }),
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        runtime.block_on(async {
+        runtime().block_on(async {
             let clock = ManualClock::new();
             let store = Flaky::on(&clock);
-            let fleet: Vec<_> =
-                fleet_of(instances).into_iter().map(|fleet| fallback_on(&clock, &store, fleet)).collect();
-            let mut ledger = Ledger::default();
+            let fallback = |fleet| fallback_on(&clock, &store, fleet);
+            let fleet: Vec<_> = fleet_of(instances).into_iter().map(fallback).collect();
+            let mut admissions = Admissions::default();
             for step in steps {
                 match step {
-                    Step::Mood(mood) => store.is(mood),
-                    Step::Pass(hundredths) => clock.advance(MINUTE * u32::try_from(hundredths).expect("few") / 100),
-                    Step::Ask(who, cost) => {
+                    Step::Fault(fault) => store.set_fault(fault),
+                    Step::Advance(hundredths) => clock.advance(hundredths_of_a_minute(hundredths)),
+                    Step::Acquire { instance, cost } => {
                         let charge = Charge::new("u", &quota).cost(cost.min(quota.burst()));
-                        let decision = fleet[who].decide(Action::Acquire, &charge).await.expect("decided");
-                        ledger.note(tidegate::Clock::now(&clock), &charge, &decision);
+                        let decided = fleet[instance].decide(Action::Acquire, &charge).await;
+                        admissions.record(clock.now(), &charge, &decided.expect("decided"));
                     }
                 }
             }
-            ledger.assert_within(&quota, 1, |source| source == Source::Local);
-            ledger.assert_within(&quota, 1, |source| source == Source::Store);
-            ledger.assert_within(&quota, 2, |_| true);
+            admissions.assert_within(&quota, 1, |source| source == Source::Local);
+            admissions.assert_within(&quota, 1, |source| source == Source::Store);
+            admissions.assert_within(&quota, 2, |_| true);
         });
     }
 }
 
 // ---- Transparent around a healthy store
-// ------------------------------------------------------------------------------
 
 #[tokio::test]
-async fn around_a_healthy_store_it_conforms_to_the_model() {
+async fn fallback_around_a_healthy_store_conforms_to_the_model() {
     let make = |clock: ManualClock| {
         let memory = MemoryStore::builder().clock(clock).build();
         Limiter::new(Fallback::new(Breaker::new(memory)))
@@ -422,14 +439,14 @@ async fn around_a_healthy_store_it_conforms_to_the_model() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn exactly_the_limit_is_admitted_through_it() {
+async fn exactly_the_limit_is_admitted_through_a_fallback() {
     assert_exact_under_concurrency(&Limiter::new(Fallback::new(MemoryStore::new()))).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn exactly_the_limit_is_admitted_in_place_of_a_store_that_is_gone() {
+async fn exactly_the_limit_is_admitted_while_the_store_is_down() {
     let store = Flaky::new();
-    store.is(gone());
-    let alone = Fallback::builder(Breaker::new(store)).fleet(Fleet::new().expecting(1));
+    store.set_fault(down());
+    let alone = Fallback::builder(Breaker::new(store)).fleet(Fleet::new().with_min_instances(1));
     assert_exact_under_concurrency(&Limiter::new(alone.build())).await;
 }

@@ -1,41 +1,43 @@
-//! A store that fails when a test says so, and in the way that it says. Its counts are real: a
-//! memory store's.
+//! [`Flaky`]: a memory store whose shards fail in the way that a test sets.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use tidegate::store::news::{Mark, News};
 use tidegate::{
-    Action, Charge, Clock, Decision, ManualClock, MemoryStore, Part, Store, StoreError,
+    Action, Charge, Clock, Decision, ManualClock, MemoryStore, ShardId, SharedStore, Store,
+    StoreError,
 };
 use tokio::time::Instant;
 
-/// Clones are one store. A key that ends in `@1` is decided by part 1, and so on; all others by
-/// part 0.
+/// A store with injected faults. Clones share their state. A key that ends in `@1` belongs to shard
+/// 1, and so on; all other keys belong to shard 0.
 #[derive(Clone)]
 pub(crate) struct Flaky(Arc<State>);
 
 struct State {
     memory: MemoryStore,
-    moods: Mutex<BTreeMap<u64, Mood>>,
+    faults: Mutex<BTreeMap<u64, Fault>>,
     calls: AtomicU64,
     probes: AtomicU64,
     alive: Mutex<BTreeMap<String, Instant>>,
 }
 
+/// Fault of a shard.
 #[derive(Debug, Clone)]
-pub(crate) enum Mood {
-    Well,
-    /// Answers, but so late.
+pub(crate) enum Fault {
+    None,
+    /// Answers after this delay.
     Slow(Duration),
     Fails(StoreError),
-    /// Decides, and the answer is lost.
+    /// Decides, but the answer is lost.
     LosesAnswers,
 }
 
-pub(crate) fn gone() -> Mood {
-    Mood::Fails(StoreError::Unreachable("gone".to_owned()))
+pub(crate) fn down() -> Fault {
+    Fault::Fails(StoreError::Unreachable("down".to_owned()))
 }
 
 impl Flaky {
@@ -51,23 +53,23 @@ impl Flaky {
         let (calls, probes) = (AtomicU64::new(0), AtomicU64::new(0));
         Self(Arc::new(State {
             memory,
-            moods: Mutex::default(),
+            faults: Mutex::default(),
             calls,
             probes,
             alive: Mutex::default(),
         }))
     }
 
-    /// How the whole store does from now on.
-    pub(crate) fn is(&self, mood: Mood) {
-        self.part_is(0, mood);
+    /// Sets the fault of shard 0, which is the only one unless keys name others.
+    pub(crate) fn set_fault(&self, fault: Fault) {
+        self.set_shard_fault(0, fault);
     }
 
-    pub(crate) fn part_is(&self, part: u64, mood: Mood) {
-        self.0.moods.lock().expect("no panic").insert(part, mood);
+    pub(crate) fn set_shard_fault(&self, shard: u64, fault: Fault) {
+        self.0.faults.lock().expect("no panic").insert(shard, fault);
     }
 
-    /// How often it was asked to decide.
+    /// Returns the number of calls to decide.
     pub(crate) fn calls(&self) -> u64 {
         self.0.calls.load(Ordering::Relaxed)
     }
@@ -76,42 +78,41 @@ impl Flaky {
         self.0.probes.load(Ordering::Relaxed)
     }
 
-    /// How many hold it.
-    pub(crate) fn holders(&self) -> usize {
+    /// Returns the number of clones.
+    pub(crate) fn clones(&self) -> usize {
         Arc::strong_count(&self.0)
     }
 
-    /// What is left of this charge's quota, whatever mood it is in.
-    pub(crate) async fn left(&self, charge: &Charge<'_>) -> u64 {
-        let look = self.0.memory.decide(Action::Take, &charge.cost(0)).await;
-        look.expect("memory answers").remaining
+    /// Returns the remaining units of this charge's quota, without faults.
+    pub(crate) async fn remaining(&self, charge: &Charge<'_>) -> u64 {
+        let count = self.0.memory.decide(Action::ChargeUpTo, &charge.cost(0)).await;
+        count.expect("memory does not fail").remaining
     }
 
-    /// Does what the mood says; true if the answer is to be lost.
-    async fn suffer(&self, part: Part) -> Result<bool, StoreError> {
-        let mood =
-            self.0.moods.lock().expect("no panic").get(&part.0).cloned().unwrap_or(Mood::Well);
-        match mood {
-            Mood::Well => Ok(false),
-            Mood::Slow(by) => {
-                tokio::time::sleep(by).await;
+    /// Injects the fault of a shard, and returns whether the answer must be lost.
+    async fn inject(&self, shard: ShardId) -> Result<bool, StoreError> {
+        let fault = self.0.faults.lock().expect("no panic").get(&shard.0).cloned();
+        match fault.unwrap_or(Fault::None) {
+            Fault::None => Ok(false),
+            Fault::Slow(delay) => {
+                tokio::time::sleep(delay).await;
                 Ok(false)
             }
-            Mood::Fails(error) => Err(error),
-            Mood::LosesAnswers => Ok(true),
+            Fault::Fails(error) => Err(error),
+            Fault::LosesAnswers => Ok(true),
         }
     }
 }
 
-fn lost<T>(answer: Result<T, StoreError>, lost: bool) -> Result<T, StoreError> {
-    if lost { Err(StoreError::Timeout(Duration::from_millis(100))) } else { answer }
+fn lose_if<T>(is_lost: bool, answer: Result<T, StoreError>) -> Result<T, StoreError> {
+    if is_lost { Err(StoreError::Timeout(Duration::from_millis(100))) } else { answer }
 }
 
 impl Store for Flaky {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
-        let loses = self.suffer(self.part(charge)).await?;
-        lost(self.0.memory.decide(action, charge).await, loses)
+        let is_lost = self.inject(self.shard(charge)).await?;
+        lose_if(is_lost, self.0.memory.decide(action, charge).await)
     }
 
     async fn decide_all(
@@ -120,32 +121,42 @@ impl Store for Flaky {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
-        let mut loses = false;
+        let mut is_lost = false;
         for charge in charges {
-            loses |= self.suffer(self.part(charge)).await?;
+            is_lost |= self.inject(self.shard(charge)).await?;
         }
-        lost(self.0.memory.decide_all(action, charges).await, loses)
+        lose_if(is_lost, self.0.memory.decide_all(action, charges).await)
     }
 
     fn clock(&self) -> &dyn Clock {
         self.0.memory.clock()
     }
+}
 
-    fn part(&self, charge: &Charge<'_>) -> Part {
-        Part(charge.key().rsplit_once('@').and_then(|(_, part)| part.parse().ok()).unwrap_or(0))
+impl SharedStore for Flaky {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        let number = charge.key().rsplit_once('@').and_then(|(_, number)| number.parse().ok());
+        ShardId(number.unwrap_or(0))
     }
 
-    async fn probe(&self, part: Part) -> Result<(), StoreError> {
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
         self.0.probes.fetch_add(1, Ordering::Relaxed);
-        let loses = self.suffer(part).await?;
-        lost(Ok(()), loses)
+        let is_lost = self.inject(shard).await?;
+        lose_if(is_lost, Ok(()))
     }
 
-    async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let loses = self.suffer(Part::WHOLE).await?;
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        let is_lost = self.inject(ShardId::SINGLE).await?;
         let mut alive = self.0.alive.lock().expect("no panic");
         alive.insert(instance.to_owned(), Instant::now());
         alive.retain(|_, last| last.elapsed() < Duration::from_secs(3));
-        lost(Ok(alive.keys().cloned().collect()), loses)
+        lose_if(is_lost, Ok(alive.keys().cloned().collect()))
+    }
+
+    fn invalidations(
+        &self,
+        _since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        None::<std::future::Ready<_>>
     }
 }

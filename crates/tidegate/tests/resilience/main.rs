@@ -1,13 +1,13 @@
-//! When the store is slow or gone: the breaker, the fleet, the fallback. And the cache of its
-//! denials.
+//! Tests of the wrappers around a store: breaker, deny cache, fallback and fleet.
 
 #[path = "../support/mod.rs"]
 mod support;
 
 mod breaker;
 mod deny_cache;
+mod deny_cache_races;
 mod fallback;
 mod flaky;
-mod news;
+mod invalidations;
 mod real_redis;
-mod repayment;
+mod settlement;

@@ -11,7 +11,7 @@
 --          acquire-each <quota> <cost> <count>   so many acquires of one charge, each of the next key
 --          acquire-times <quota> <cost> <times>  so many equal acquires of one charge, all of the next key
 --          <action> <charges>, then for each charge: quota, cost
---            action   acquire | peek | reset | take
+--            action   acquire | peek | reset | charge-up-to
 --                     report: charges even beyond the limit, each charge on its own
 --                     refund: three arguments a charge: quota, cost, and when it was charged (server's microseconds, or a
 --                     little earlier; 0: unknown; negative: how long ago, in microseconds)
@@ -144,7 +144,7 @@ local function make_together()
     elseif together then
       spend = cost
       -- What is taken afterwards has had its turn.
-      local delay = algorithm.delay and action ~= 'take' and algorithm.delay(state, quota) or 0
+      local delay = algorithm.delay and action ~= 'charge-up-to' and algorithm.delay(state, quota) or 0
       answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
     else
       answer_unspent(charge)
@@ -181,7 +181,7 @@ local function make_together()
       if action ~= 'reset' then
         charge.state, charge.key = load(charge.key, quota)
         charge.remaining = algorithm.remaining(charge.state, quota)
-        if action == 'take' then charge.cost = math.min(charge.cost, charge.remaining) end
+        if action == 'charge-up-to' then charge.cost = math.min(charge.cost, charge.remaining) end
         charge.fits = charge.cost <= charge.remaining
         -- A peek of cost 0 asks whether more is recorded than the limit.
         if action == 'peek' and charge.cost == 0 then charge.fits = not algorithm.overdrawn(charge.state, quota) end

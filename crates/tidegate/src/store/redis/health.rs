@@ -8,7 +8,7 @@ use redis::{Cmd, Pipeline, Value};
 use super::RedisStore;
 use super::access::Address;
 use super::link::{Link, ask_once};
-use crate::store::{Part, StoreError};
+use crate::store::{ShardId, StoreError};
 
 /// How one node is, as this process sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,8 +16,8 @@ use crate::store::{Part, StoreError};
 pub struct NodeHealth {
     /// Its address, without user and password.
     pub address: String,
-    /// Its name as a part of the store: what [`Store::probe`](crate::Store::probe) takes.
-    pub part: Part,
+    /// Shard of this node, as in [`SharedStore::probe`](crate::SharedStore::probe).
+    pub part: ShardId,
     /// Whether there is a connection.
     pub connected: bool,
     /// Whether it decides. Sentinels do not.

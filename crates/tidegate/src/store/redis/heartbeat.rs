@@ -14,9 +14,8 @@ use super::Shared;
 use super::call::{Reply, Setback};
 use super::script::Script;
 use super::server_clock::ServerClock;
-use crate::resilience::fleet::heartbeat_interval;
-use crate::resilience::random;
-use crate::store::StoreError;
+use crate::random::random_u64;
+use crate::store::{StoreError, heartbeat_interval};
 
 /// Heartbeat intervals without a heartbeat after which an instance is removed.
 const MAX_MISSED_HEARTBEATS: u32 = 5;
@@ -57,7 +56,7 @@ impl Shared {
         let size = known.as_ref().map_or(0, |known| known.instances.len());
         let may_read = known.as_ref().is_none_or(|known| known.may_be_read_again(Instant::now()));
         let most = if may_read { MAX_INSTANCES } else { 0 };
-        let token = format!("{:016x}{:016x}", random(), random());
+        let token = format!("{:016x}{:016x}", random_u64(), random_u64());
         let command = |_: &ServerClock| {
             let mut command = script.evalsha(2);
             command.arg(&key).arg(&version_key).arg(instance);

@@ -5,7 +5,7 @@
 //! deadline: a brief interruption is then no error. A connection from which nothing comes back,
 //! though asked, is replaced; who still waits on it waits in peace.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::Hasher;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,7 +22,8 @@ use super::queue::Queue;
 use super::script::{SCRIPTS, Script};
 use super::server_clock::ServerClock;
 use super::stir::Stir;
-use crate::store::Part;
+use crate::random::jittered;
+use crate::store::ShardId;
 
 pub(super) struct Link {
     node: Arc<Node>,
@@ -44,7 +45,7 @@ struct Node {
     address: Address,
     access: Arc<Access>,
     role: Role,
-    part: Part,
+    part: ShardId,
     /// How long a connection may take to be made, and to answer when it is in doubt.
     patience: Duration,
     state: watch::Sender<State>,
@@ -89,7 +90,7 @@ struct Load {
 const PATIENCE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(2));
 const HEARTBEAT: Duration = Duration::from_millis(500);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_millis(400);
+const LONGEST_PAUSE: Duration = Duration::from_millis(300);
 /// A connection that ended sooner was none: the next one has to wait.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 
@@ -126,7 +127,7 @@ impl Link {
         &self.node.address
     }
 
-    pub(super) fn part(&self) -> Part {
+    pub(super) fn part(&self) -> ShardId {
         self.node.part
     }
 
@@ -544,15 +545,9 @@ fn server_micros(reply: &Value) -> Option<i64> {
 }
 
 /// The same for the same address, whoever asks, so that a part keeps its name over restarts.
-fn part_of(address: &Address) -> Part {
+fn part_of(address: &Address) -> ShardId {
     let mut hasher = siphasher::sip::SipHasher13::new();
     hasher.write(address.to_string().as_bytes());
     // 0 is the whole.
-    Part(hasher.finish().max(1))
-}
-
-/// Between the half and the whole, so that a fleet does not come back in step.
-fn jittered(pause: Duration) -> Duration {
-    let chance = RandomState::new().build_hasher().finish() % 1_000;
-    pause / 2 + pause.mul_f64(f64::from(u32::try_from(chance).unwrap_or(0)) / 2_000.0)
+    ShardId(hasher.finish().max(1))
 }

@@ -15,7 +15,7 @@ use super::publisher::Scope;
 use super::script::Script;
 use super::server_clock::ServerClock;
 use crate::charge::Charge;
-use crate::resilience::random;
+use crate::random::random_u64;
 use crate::store::news::{CountId, Freed, Mark, News};
 use crate::store::{Action, StoreError};
 
@@ -89,7 +89,7 @@ impl Shared {
         let (script, key) = (Script::news(), self.own_key("news"));
         let command = |_: &ServerClock| {
             let mut command = script.evalsha(1);
-            command.arg(&key).arg(verb).arg(format!("{:016x}", random()));
+            command.arg(&key).arg(verb).arg(format!("{:016x}", random_u64()));
             arguments(&mut command);
             command
         };

@@ -14,26 +14,26 @@ use super::server_clock::ServerClock;
 use super::slot::{SLOTS, slot_of};
 use crate::charge::Charge;
 use crate::quota::Quota;
-use crate::store::{Action, Part, StoreError};
+use crate::store::{Action, ShardId, StoreError};
 
 /// How many tags are tried to find one that lives on a node: enough for a node of one slot, but for
 /// one chance in e^20.
 const MOST_TAGS: usize = 20 * SLOTS;
 
 impl Shared {
-    pub(super) fn part(&self, charge: &Charge<'_>) -> Part {
+    pub(super) fn part(&self, charge: &Charge<'_>) -> ShardId {
         let known = self.topology.known();
         if !known.is_cluster() {
-            return Part::WHOLE;
+            return ShardId::SINGLE;
         }
-        known.route(Self::slot(charge)).map_or(Part::WHOLE, |link| link.part())
+        known.route(Self::slot(charge)).map_or(ShardId::SINGLE, |link| link.part())
     }
 
     /// Spends a unit of a count that nobody else has, by the script that decides: what would stop a
     /// decision stops this.
-    pub(super) async fn probe(&self, part: Part) -> Result<(), StoreError> {
+    pub(super) async fn probe(&self, part: ShardId) -> Result<(), StoreError> {
         let known = self.topology.known();
-        let key = if known.is_cluster() && part != Part::WHOLE {
+        let key = if known.is_cluster() && part != ShardId::SINGLE {
             // A node that is no longer in the cluster decides nothing, so nothing is wrong with it.
             let Some(link) = known.primaries().into_iter().find(|link| link.part() == part) else {
                 return Ok(());

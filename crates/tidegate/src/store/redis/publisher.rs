@@ -13,9 +13,9 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout_at};
 
 use super::Shared;
-use crate::resilience::deny_cache::MAX_ENTRY_TTL;
-use crate::resilience::jittered;
+use crate::random::jittered;
 use crate::store::news::CountId;
+use crate::store::shared::MAX_DENIAL_TTL;
 
 /// The most counts that wait for a call. Beyond that, "anything may have changed" is published
 /// instead.
@@ -105,7 +105,7 @@ impl State {
 
     /// Puts a batch back that was not published. False if nothing is worth a retry any more.
     fn put_back(&mut self, batch: Batch, now: Instant) -> bool {
-        if self.added.is_none_or(|added| now.saturating_duration_since(added) >= MAX_ENTRY_TTL) {
+        if self.added.is_none_or(|added| now.saturating_duration_since(added) >= MAX_DENIAL_TTL) {
             let running = self.running;
             *self = Self { last: self.last, running, ..Self::default() };
             return false;
@@ -249,7 +249,7 @@ mod tests {
             (&batch.scope, batch.numbers.as_slice()),
             (&Scope::Counts(counts(0..3)), &[1, 2, 3][..])
         );
-        assert!(!state.put_back(batch, now + MAX_ENTRY_TTL));
+        assert!(!state.put_back(batch, now + MAX_DENIAL_TTL));
         assert_eq!((scopes(&mut state), state.last), (Vec::new(), 3));
     }
 

@@ -1,5 +1,4 @@
-//! The deny cache on a real Redis: what it costs it, and what it hears of others who share the
-//! counts.
+//! The deny cache on a real Redis: its calls, and the invalidations of other instances.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -7,7 +6,7 @@ use std::time::{Duration, Instant};
 use tidegate::store::news::{Freed, Mark, News};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota,
-    RedisStore, Source, Store, StoreError,
+    RedisStore, ShardId, SharedStore, Source, Store, StoreError,
 };
 
 use crate::support::{
@@ -15,7 +14,7 @@ use crate::support::{
 };
 
 const SECOND: Duration = Duration::from_secs(1);
-const NEWS: &str = "rate_limit:{%news}";
+const INVALIDATION_SET: &str = "rate_limit:{%news}";
 
 async fn store(redis: &Redis) -> RedisStore {
     RedisStore::builder(&redis.url())
@@ -25,16 +24,21 @@ async fn store(redis: &Redis) -> RedisStore {
         .expect("our own server answers")
 }
 
-/// As the service has it.
+/// Connects with all wrappers, as the service does.
 async fn cached(redis: &Redis) -> Limiter<Fallback<DenyCache<Breaker<RedisStore>>>> {
     Limiter::new(Fallback::new(DenyCache::new(Breaker::new(store(redis).await))))
+}
+
+/// Polls the invalidations after this cursor.
+async fn poll(store: &impl SharedStore, since: &Mark) -> News {
+    store.invalidations(since).expect("published").await.expect("polled")
 }
 
 fn quota() -> Quota {
     Quota::fixed_window(1, LONG).expect("valid")
 }
 
-/// Takes what there is, and asks until the denial comes from the cache.
+/// Acquires until a denial comes from the cache.
 async fn exhaust<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) {
     until("the cache answers", async || {
         limiter.acquire(charge).await.is_ok_and(|decision| decision.source == Source::DenyCache)
@@ -42,7 +46,8 @@ async fn exhaust<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) {
     .await;
 }
 
-/// Asks until it is admitted; when the cache last denied, from this moment on.
+/// Acquires until a request is admitted, and returns the time since `since` at which the cache last
+/// denied one.
 async fn until_admitted<S: Store>(
     limiter: &Limiter<S>,
     charge: &Charge<'_>,
@@ -50,15 +55,15 @@ async fn until_admitted<S: Store>(
 ) -> Duration {
     let mut last = Duration::ZERO;
     loop {
-        let asked = since.elapsed();
+        let elapsed = since.elapsed();
         let decision = limiter.acquire(charge).await.expect("decided");
         if decision.allowed {
             return last;
         }
         if decision.source == Source::DenyCache {
-            last = asked;
+            last = elapsed;
         }
-        assert!(asked < PATIENCE, "never admitted: {decision:?}");
+        assert!(elapsed < PATIENCE, "never admitted: {decision:?}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -72,13 +77,13 @@ fn calls_of(redis: &Redis, command: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_hot_denied_key_costs_redis_nothing() {
+async fn a_hot_denied_key_causes_no_calls() {
     let redis = Redis::start();
     let limiter = cached(&redis).await;
     let quota = quota();
     let charges = [Charge::new("hot", &quota), Charge::new("hot", &quota).policy("other")];
     exhaust(&limiter, &charges[0]).await;
-    // Each decision of a fixed window is a GET; no other script has one.
+    // Each decision of a fixed window is one GET, and no other script uses it.
     let before = calls_of(&redis, "get");
     let (mut denied, mut by_cache) = (0, 0);
     for number in 0..10_000 {
@@ -89,7 +94,7 @@ async fn a_hot_denied_key_costs_redis_nothing() {
         };
         denied += u32::from(!decision.allowed);
         by_cache += u32::from(decision.source == Source::DenyCache);
-        // The news are read meanwhile.
+        // Lets the poller run.
         tokio::task::yield_now().await;
     }
     assert_eq!((denied, by_cache), (10_000, 10_000));
@@ -98,7 +103,7 @@ async fn a_hot_denied_key_costs_redis_nothing() {
 }
 
 #[tokio::test]
-async fn what_another_instance_gives_back_is_noticed_within_a_second() {
+async fn a_refund_by_another_instance_takes_effect_within_a_second() {
     let redis = Redis::start();
     let (limiter, other) = (cached(&redis).await, Limiter::new(store(&redis).await));
     let quota = quota();
@@ -106,53 +111,53 @@ async fn what_another_instance_gives_back_is_noticed_within_a_second() {
     for action in [Action::Refund, Action::Reset, Action::Refund, Action::Reset] {
         exhaust(&limiter, &bystander).await;
         exhaust(&limiter, &charge).await;
-        other.decide(action, &charge).await.expect("given back");
-        let noticed = until_admitted(&limiter, &charge, Instant::now()).await;
-        assert!(noticed < SECOND, "{action:?}: {noticed:?}");
+        other.decide(action, &charge).await.expect("refunded");
+        let last_denied = until_admitted(&limiter, &charge, Instant::now()).await;
+        assert!(last_denied < SECOND, "{action:?}: {last_denied:?}");
         let others = limiter.peek(&bystander).await.expect("decided");
-        assert_eq!(others.source, Source::DenyCache, "nothing else was forgotten");
+        assert_eq!(others.source, Source::DenyCache, "no other entry was dropped");
     }
-    // Several at once, as well.
+    // Several refunds in one call.
     exhaust(&limiter, &charge).await;
-    other.decide_all(Action::Refund, &[bystander, charge]).await.expect("given back");
+    other.decide_all(Action::Refund, &[bystander, charge]).await.expect("refunded");
     assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
     assert!(until_admitted(&limiter, &bystander, Instant::now()).await < SECOND);
 }
 
 #[tokio::test]
-async fn redis_6_2_and_valkey_9_tell_alike() {
+async fn redis_6_2_and_valkey_9_publish_invalidations_as_well() {
     for program in [redis_6(), valkey_9()] {
         let redis = Redis::start_program(&program, &[]);
         let (limiter, other) = (cached(&redis).await, store(&redis).await);
         let quota = quota();
         let charge = Charge::new("u", &quota);
         exhaust(&limiter, &charge).await;
-        other.decide(Action::Refund, &charge).await.expect("given back");
+        other.decide(Action::Refund, &charge).await.expect("refunded");
         assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
         redis.assert_every_key_expires();
     }
 }
 
 #[tokio::test]
-async fn more_than_can_be_told_is_noticed_as_well() {
+async fn more_invalidations_than_the_set_holds_clear_the_cache() {
     let redis = Redis::start();
     let (limiter, other) = (cached(&redis).await, store(&redis).await);
     let quota = quota();
     let charge = Charge::new("u", &quota);
     exhaust(&limiter, &charge).await;
-    other.decide(Action::Refund, &charge).await.expect("given back");
-    let given_back = Instant::now();
+    other.decide(Action::Refund, &charge).await.expect("refunded");
+    let refunded = Instant::now();
     let names: Vec<String> = (0..1_280).map(|number| format!("other-{number}")).collect();
     let charges: Vec<Charge<'_>> = names.iter().map(|name| Charge::new(name, &quota)).collect();
     for some in charges.chunks(128) {
-        other.decide_all(Action::Reset, some).await.expect("forgotten");
+        other.decide_all(Action::Reset, some).await.expect("reset");
     }
-    assert!(until_admitted(&limiter, &charge, given_back).await < SECOND);
-    assert_eq!(redis.query::<u64>(&["ZCARD", NEWS]), 1_000);
+    assert!(until_admitted(&limiter, &charge, refunded).await < SECOND);
+    assert_eq!(redis.query::<u64>(&["ZCARD", INVALIDATION_SET]), 1_000);
 }
 
 #[tokio::test]
-async fn a_redis_that_was_emptied_is_noticed_within_a_second() {
+async fn a_flushed_redis_is_detected_within_a_second() {
     let redis = Redis::start();
     let limiter = cached(&redis).await;
     let quota = quota();
@@ -163,7 +168,7 @@ async fn a_redis_that_was_emptied_is_noticed_within_a_second() {
 }
 
 #[tokio::test]
-async fn a_server_whose_clock_is_set_forward_is_noticed_within_a_second() {
+async fn a_server_clock_set_forward_is_detected_within_a_second() {
     let (redis, clock) = redis_with_a_clock_to_set();
     let limiter = cached(&redis).await;
     let quota = Quota::token_bucket(1, Duration::from_secs(3_600)).expect("valid");
@@ -174,25 +179,25 @@ async fn a_server_whose_clock_is_set_forward_is_noticed_within_a_second() {
 }
 
 #[tokio::test]
-async fn without_news_nothing_is_believed_for_longer_than_a_second() {
+async fn entries_are_stale_after_a_second_without_a_poll() {
     let redis = Redis::start();
     let store = RedisStore::builder(&redis.url())
         .timeout(Duration::from_millis(50))
         .connect()
         .await
-        .expect("there");
+        .expect("connected");
     let limiter = Limiter::new(DenyCache::new(store));
     let quota = quota();
     let charge = Charge::new("u", &quota);
     exhaust(&limiter, &charge).await;
     redis.signal("STOP");
-    let stopped = Instant::now();
+    let suspended = Instant::now();
     let mut last = Duration::ZERO;
-    until("the store is asked", async || {
-        let asked = stopped.elapsed();
+    until("the store is called", async || {
+        let elapsed = suspended.elapsed();
         let answer = limiter.acquire(&charge).await;
         if answer.is_ok() {
-            last = asked;
+            last = elapsed;
         }
         answer.is_err()
     })
@@ -206,26 +211,26 @@ async fn without_news_nothing_is_believed_for_longer_than_a_second() {
 }
 
 #[tokio::test]
-async fn nothing_is_told_where_nobody_listens() {
+async fn invalidations_are_published_only_if_there_is_a_reader() {
     let redis = Redis::start();
     let plain = Limiter::new(store(&redis).await);
     let quota = quota();
     let charge = Charge::new("u", &quota);
     plain.acquire(&charge).await.expect("decided");
     plain.refund(&charge).await.expect("refunded");
-    assert!(!redis.query::<bool>(&["EXISTS", NEWS]));
-    let news = plain.store().news(&Mark::default()).expect("has news").await.expect("read");
-    assert_eq!(news.freed, Freed::Anything);
-    let next = plain.store().news(&news.mark).expect("has news").await.expect("read");
-    assert_eq!((&next.mark, &next.freed), (&news.mark, &Freed::Counts(Vec::new())));
+    assert!(!redis.query::<bool>(&["EXISTS", INVALIDATION_SET]));
+    let first = poll(plain.store(), &Mark::default()).await;
+    assert_eq!(first.freed, Freed::Anything);
+    let next = poll(plain.store(), &first.mark).await;
+    assert_eq!((&next.mark, &next.freed), (&first.mark, &Freed::Counts(Vec::new())));
     plain.refund(&charge).await.expect("refunded");
-    let next = plain.store().news(&next.mark).expect("has news").await.expect("read");
+    let next = poll(plain.store(), &next.mark).await;
     assert!(matches!(&next.freed, Freed::Counts(counts) if counts.len() == 1), "{next:?}");
     redis.assert_every_key_expires();
 }
 
 #[tokio::test]
-async fn a_cluster_tells_from_all_its_nodes_and_of_what_it_gives_back_by_itself() {
+async fn a_cluster_publishes_invalidations_of_all_nodes_and_of_compensations() {
     let cluster = Cluster::start();
     let connect = async || {
         RedisStore::cluster(&cluster.urls()[..3])
@@ -237,27 +242,27 @@ async fn a_cluster_tells_from_all_its_nodes_and_of_what_it_gives_back_by_itself(
     let (limiter, other) =
         (Limiter::new(DenyCache::new(Breaker::new(connect().await))), connect().await);
     let quota = quota();
-    // Of each node.
+    // These keys are spread over all nodes.
     for key in ["user-0", "user-1", "user-2", "user-3", "user-4", "user-5"] {
         let charge = Charge::new(key, &quota);
         exhaust(&limiter, &charge).await;
-        other.decide(Action::Refund, &charge).await.expect("given back");
+        other.decide(Action::Refund, &charge).await.expect("refunded");
         assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND, "{key}");
     }
-    // Taken, and given back because a later one denies.
+    // The first charge is spent, and refunded because the second is denied.
     let free = Charge::new("free", &quota);
     let charges = [free, Charge::new("user-0", &quota)];
-    let since = limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
+    let since = poll(limiter.store(), &Mark::default()).await.mark;
     assert!(!other.decide_all(Action::Acquire, &charges).await.expect("decided")[1].allowed);
-    until("it is told", async || {
-        let news = limiter.store().news(&since).expect("has news").await.expect("read");
-        news.freed == Freed::Counts(vec![tidegate::store::news::CountId::of(&free)])
+    until("the invalidation is published", async || {
+        let invalidations = poll(limiter.store(), &since).await;
+        invalidations.freed == Freed::Counts(vec![tidegate::store::news::CountId::of(&free)])
     })
     .await;
     cluster.assert_every_key_expires();
 }
 
-/// Makes a server full, with `noeviction`: what expires or is deleted makes no room.
+/// Fills the memory of a server with the policy `noeviction`. Deleted keys make no room.
 fn fill(redis: &Redis) {
     redis.query::<()>(&["SET", "filler", &"x".repeat(20_000_000)]);
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "10mb"]);
@@ -278,17 +283,17 @@ async fn a_reset_on_a_full_redis_reaches_other_instances() {
     let reset = Instant::now();
     // The invalidation set is gone, and cannot be created: the poll fails, and entries go stale.
     let mut last = Duration::ZERO;
-    until("the store is asked again", async || {
-        let asked = reset.elapsed();
+    until("the store is called again", async || {
+        let elapsed = reset.elapsed();
         let decided = limiter.acquire(&bystander).await.expect("a denial needs no memory");
         if decided.source == Source::DenyCache {
-            last = asked;
+            last = elapsed;
         }
         decided.source == Source::Store
     })
     .await;
     assert!(last < SECOND, "{last:?}");
-    assert!(!redis.query::<bool>(&["EXISTS", NEWS]));
+    assert!(!redis.query::<bool>(&["EXISTS", INVALIDATION_SET]));
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
     assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
 }
@@ -299,11 +304,11 @@ async fn a_reset_reaches_other_instances_after_a_stall_of_the_invalidation_node(
     let connect = async || {
         RedisStore::cluster(&cluster.urls()[..3]).connect().await.expect("our own cluster answers")
     };
-    // As the service has them, with its timeout of 100 ms.
+    // All wrappers, with the default timeout of 100 ms.
     let limiter = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(connect().await))));
     let other = Limiter::new(connect().await);
     let quota = quota();
-    let stalled = cluster.owner_of(NEWS);
+    let stalled = cluster.owner_of(INVALIDATION_SET);
     let elsewhere = |key: &String| {
         cluster.owner_of(&other.store().redis_key(&Charge::new(key, &quota))) != stalled
     };
@@ -312,17 +317,17 @@ async fn a_reset_reaches_other_instances_after_a_stall_of_the_invalidation_node(
     let charge = Charge::new(&key, &quota);
     exhaust(&limiter, &charge).await;
     cluster.nodes()[stalled].signal("STOP");
-    until("the connection is given up", async || {
-        let _ = other.store().news(&Mark::default()).expect("has news").await;
+    until("the connection is closed", async || {
+        let _ = other.store().invalidations(&Mark::default()).expect("published").await;
         other.store().nodes().iter().any(|node| !node.connected)
     })
     .await;
     other.reset(&charge).await.expect("the node of this key is up");
     cluster.nodes()[stalled].signal("CONT");
-    let owner = || &cluster.nodes()[cluster.owner_of(NEWS)];
+    let owner = || &cluster.nodes()[cluster.owner_of(INVALIDATION_SET)];
     let id = format!("{:016x}", tidegate::store::news::CountId::of(&charge).0);
     until("the invalidation is published", async || {
-        let members: Vec<String> = owner().query(&["ZRANGE", NEWS, "0", "-1"]);
+        let members: Vec<String> = owner().query(&["ZRANGE", INVALIDATION_SET, "0", "-1"]);
         members.iter().any(|member| member.ends_with(&id))
     })
     .await;
@@ -335,8 +340,7 @@ async fn concurrent_refunds_share_publish_calls() {
     let limiter = Limiter::new(store(&redis).await);
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     // There is a reader, so each refund must be published.
-    let cursor =
-        limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
+    let cursor = poll(limiter.store(), &Mark::default()).await.mark;
     limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
     let before = redis.calls_of("evalsha");
     let refund = |number: u32| {
@@ -350,19 +354,19 @@ async fn concurrent_refunds_share_publish_calls() {
         refund.await.expect("no panic").expect("refunded");
     }
     // Each refund returned after its invalidation was published.
-    let news = limiter.store().news(&cursor).expect("has news").await.expect("read");
-    assert!(matches!(&news.freed, Freed::Counts(counts) if counts.len() == 201), "{news:?}");
+    let next = poll(limiter.store(), &cursor).await;
+    assert!(matches!(&next.freed, Freed::Counts(counts) if counts.len() == 201), "{next:?}");
     let calls = redis.calls_of("evalsha") - before - 1;
     assert!(calls < 30, "{calls} calls for 200 refunds");
 }
 
-/// Memory that others are said to share, and that counts who looks for news.
-struct Told {
+/// A memory store with invalidations that counts the polls.
+struct Polled {
     memory: MemoryStore,
-    looks: AtomicU64,
+    polls: AtomicU64,
 }
 
-impl Store for Told {
+impl Store for Polled {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         self.memory.decide(action, charge).await
     }
@@ -378,34 +382,47 @@ impl Store for Told {
     fn clock(&self) -> &dyn Clock {
         self.memory.clock()
     }
+}
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        let begun = since == &Mark::default();
+impl SharedStore for Polled {
+    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+        self.memory.probe(shard).await
+    }
+
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        self.memory.heartbeat(instance).await
+    }
+
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        let is_first = since == &Mark::default();
         Some(async move {
-            self.looks.fetch_add(1, Ordering::Relaxed);
-            let freed = if begun { Freed::Anything } else { Freed::Counts(Vec::new()) };
-            Ok(News { mark: Mark("here".to_owned()), freed, now: None })
+            self.polls.fetch_add(1, Ordering::Relaxed);
+            let freed = if is_first { Freed::Anything } else { Freed::Counts(Vec::new()) };
+            Ok(News { mark: Mark("1".to_owned()), freed, now: None })
         })
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn news_are_read_only_while_denials_are_of_use() {
-    let cache = DenyCache::new(Told { memory: MemoryStore::new(), looks: AtomicU64::new(0) });
-    let looks = || cache.store().looks.load(Ordering::Relaxed);
+async fn invalidations_are_polled_only_while_entries_are_used() {
+    let cache = DenyCache::new(Polled { memory: MemoryStore::new(), polls: AtomicU64::new(0) });
+    let polls = || cache.store().polls.load(Ordering::Relaxed);
     let (limiter, quota) = (&cache, quota());
     let charge = Charge::new("u", &quota);
     tokio::time::sleep(60 * SECOND).await;
-    assert_eq!(looks(), 0, "nobody was denied");
-    for turn in 1..=2 {
-        let before = looks();
+    assert_eq!(polls(), 0, "nothing is cached");
+    for round in 1..=2 {
+        let before = polls();
         let first = limiter.decide(Action::Acquire, &charge).await.expect("decided");
         let second = limiter.decide(Action::Acquire, &charge).await.expect("decided");
         assert_eq!(
             (first.allowed, first.source, second.source),
-            (turn == 1, Source::Store, Source::Store)
+            (round == 1, Source::Store, Source::Store)
         );
-        // The first look forgets what was there before; what comes then is kept.
+        // The first poll clears the cache. Later denials are cached.
         tokio::time::sleep(Duration::from_millis(10)).await;
         assert_eq!(
             limiter.decide(Action::Acquire, &charge).await.expect("decided").source,
@@ -417,11 +434,11 @@ async fn news_are_read_only_while_denials_are_of_use() {
         );
         tokio::time::sleep(5 * SECOND).await;
         assert!(
-            (8..20).contains(&(looks() - before)),
-            "{} looks in five seconds",
-            looks() - before
+            (8..20).contains(&(polls() - before)),
+            "{} polls in five seconds",
+            polls() - before
         );
         tokio::time::sleep(60 * SECOND).await;
-        assert!((20..40).contains(&(looks() - before)), "{} looks in all", looks() - before);
+        assert!((20..40).contains(&(polls() - before)), "{} polls in total", polls() - before);
     }
 }

@@ -1,5 +1,5 @@
-//! What was admitted without the store is charged to it: a store that comes and goes is no
-//! loophole.
+//! Settlement of debts: units that were admitted without the store are charged to it, so that a
+//! flapping store cannot be exploited.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,8 +12,10 @@ use tidegate::{
 };
 use tokio::time::{Instant, sleep};
 
-use crate::fallback::{Ledger, Step, any_quota, fallback_on, fleet_of, steps};
-use crate::flaky::{Flaky, Mood, gone};
+use crate::fallback::{
+    Admissions, Step, any_quota, fallback_on, fleet_of, hundredths_of_a_minute, runtime, steps,
+};
+use crate::flaky::{Fault, Flaky, down};
 use crate::support::{LONG, every_quota};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -28,7 +30,7 @@ async fn admit(store: &impl Store, charge: &Charge<'_>, times: u64) -> u64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_owed_is_charged_by_itself_when_the_store_is_back() {
+async fn debts_are_settled_in_the_background_when_the_store_is_back() {
     for quota in every_quota(10, LONG) {
         let store = Flaky::new();
         let fleet: Vec<_> = fleet_of(2)
@@ -37,43 +39,41 @@ async fn what_is_owed_is_charged_by_itself_when_the_store_is_back() {
             .collect();
         let charge = Charge::new("u", &quota);
         assert_eq!(admit(&fleet[0], &charge, 1).await, 1);
-        store.is(gone());
+        store.set_fault(down());
         assert_eq!(admit(&fleet[0], &charge, 3).await + admit(&fleet[1], &charge, 4).await, 7);
         sleep(MINUTE).await;
-        assert_eq!(store.left(&charge).await, 9, "it is away");
-        store.is(Mood::Well);
+        assert_eq!(store.remaining(&charge).await, 9, "the store is down");
+        store.set_fault(Fault::None);
         let back = Instant::now();
-        while store.left(&charge).await > 2 {
+        while store.remaining(&charge).await > 2 {
             assert!(back.elapsed() < Duration::from_secs(1), "{quota:?}");
             sleep(Duration::from_millis(10)).await;
         }
         sleep(Duration::from_secs(5)).await;
-        assert_eq!(store.left(&charge).await, 2, "once, and no more");
+        assert_eq!(store.remaining(&charge).await, 2, "each debt is charged once");
         let stats: Vec<_> = fleet.iter().map(Fallback::stats).collect();
-        assert_eq!([stats[0].repaid_units, stats[1].repaid_units], [3, 4]);
-        assert!(
-            stats
-                .iter()
-                .all(|stats| !stats.falling_back && stats.owed_keys == 0 && stats.owed_units == 0)
-        );
+        assert_eq!([stats[0].settled_debit_units, stats[1].settled_debit_units], [3, 4]);
+        assert!(stats.iter().all(|stats| !stats.falling_back
+            && stats.pending_debits == 0
+            && stats.pending_debit_units == 0));
         assert_eq!(admit(&fleet[0], &charge, 5).await, 2);
     }
 }
 
-/// Without waiting for the background: a request of a key that owes pays first, in the same call.
+/// A request of a key in debt settles the debt in the same call.
 #[tokio::test]
-async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
+async fn a_request_of_a_key_in_debt_needs_room_for_the_debt() {
     for quota in every_quota(10, LONG) {
         let store = Flaky::new();
         let fallback = Fallback::new(store.clone());
         let charge = Charge::new("u", &quota);
         assert_eq!(admit(&fallback, &charge, 2).await, 2);
-        store.is(gone());
+        store.set_fault(down());
         assert_eq!(admit(&fallback, &charge, 6).await, 6);
-        store.is(Mood::Well);
+        store.set_fault(Fault::None);
         let calls = store.calls();
         for action in [Action::Peek, Action::Acquire] {
-            // Of ten, eight are taken, though the store knows of two only.
+            // Eight of ten units are used, although the store has only counted two.
             let decision = fallback.decide(action, &charge.cost(3)).await.expect("decided");
             assert_eq!(
                 (decision.allowed, decision.source, decision.remaining),
@@ -83,7 +83,7 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
             assert!(decision.retry_after > Duration::ZERO);
         }
         assert_eq!(
-            (store.left(&charge).await, store.calls()),
+            (store.remaining(&charge).await, store.calls()),
             (8, calls + 2),
             "a denial spends nothing"
         );
@@ -91,24 +91,24 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
         assert_eq!(
             (decision.allowed, decision.source),
             (false, Source::Local),
-            "with six taken here, five never fit"
+            "five never fit with a debt of six"
         );
         assert!(decision.retry_after > Duration::ZERO);
         let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
         let decision = fallback.decide(Action::Acquire, &charge).await.expect("decided");
         assert_eq!((decision.allowed, decision.remaining), (true, 1));
         assert_eq!((peeked.allowed, peeked.remaining), (true, 1), "{quota:?}");
-        assert_eq!((store.left(&charge).await, fallback.stats().repaid_units), (1, 6));
+        assert_eq!((store.remaining(&charge).await, fallback.stats().settled_debit_units), (1, 6));
         assert_eq!(
-            (store.calls(), fallback.stats().owed_keys),
+            (store.calls(), fallback.stats().pending_debits),
             (calls + 4, 0),
-            "paid in the same call"
+            "settled in the same call"
         );
     }
 }
 
 #[tokio::test]
-async fn several_charges_pay_together_or_not_at_all() {
+async fn debts_of_several_charges_are_settled_all_or_nothing() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let (wide, narrow) = (
@@ -116,32 +116,32 @@ async fn several_charges_pay_together_or_not_at_all() {
         Quota::fixed_window(3, LONG).expect("valid"),
     );
     let charges = [Charge::new("a", &wide), Charge::new("b", &narrow), Charge::new("c", &wide)];
-    store.is(gone());
+    store.set_fault(down());
     for _ in 0..3 {
         fallback.decide_all(Action::Acquire, &charges[..2]).await.expect("decided");
     }
-    store.is(Mood::Well);
+    store.set_fault(Fault::None);
     let decisions = fallback.decide_all(Action::Acquire, &charges).await.expect("decided");
     let seen: Vec<_> =
         decisions.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(seen, [(true, 7), (false, 0), (true, 10)]);
-    assert_eq!(fallback.stats().owed_units, 6);
+    assert_eq!(fallback.stats().pending_debit_units, 6);
     let decisions =
         fallback.decide_all(Action::Acquire, &[charges[0], charges[2]]).await.expect("decided");
     assert!(decisions.iter().all(|decision| decision.allowed));
-    assert_eq!((store.left(&charges[0]).await, store.left(&charges[2]).await), (6, 9));
-    assert_eq!(fallback.stats().owed_units, 3);
+    assert_eq!((store.remaining(&charges[0]).await, store.remaining(&charges[2]).await), (6, 9));
+    assert_eq!(fallback.stats().pending_debit_units, 3);
 }
 
 #[tokio::test]
-async fn what_has_left_its_window_is_owed_no_more() {
+async fn expired_units_are_not_settled() {
     for quota in every_quota(10, MINUTE) {
         let clock = ManualClock::new();
         let store = Flaky::on(&clock);
         let fallback = fallback_on(&clock, &store, Fleet::new());
         let (early, late) = (Charge::new("early", &quota), Charge::new("late", &quota));
-        store.is(gone());
-        // A long outage: ten windows of ten units are not a debt of a hundred.
+        store.set_fault(down());
+        // After an outage of ten windows only the units of the last one are a debt.
         for _ in 0..10 {
             admit(&fallback, &late, 12).await;
             admit(&fallback, &early, 12).await;
@@ -149,33 +149,36 @@ async fn what_has_left_its_window_is_owed_no_more() {
         }
         clock.advance(MINUTE);
         assert_eq!(admit(&fallback, &late, 4).await, 4);
-        store.is(Mood::Well);
-        fallback.repay().await;
-        assert_eq!(store.left(&late).await, 6, "{quota:?}");
-        assert_eq!(store.left(&early).await, 10, "{quota:?}");
-        assert_eq!(fallback.stats().owed_keys, 0);
+        store.set_fault(Fault::None);
+        fallback.settle().await;
+        assert_eq!(store.remaining(&late).await, 6, "{quota:?}");
+        assert_eq!(store.remaining(&early).await, 10, "{quota:?}");
+        assert_eq!(fallback.stats().pending_debits, 0);
     }
 }
 
 #[tokio::test]
-async fn a_fleet_that_grows_cancels_no_debt() {
+async fn a_growing_fleet_cancels_no_debt() {
     for quota in every_quota(100, MINUTE) {
         let clock = ManualClock::new();
         let store = Flaky::on(&clock);
         let fleet = Fleet::with_instance("a");
         let fallback = fallback_on(&clock, &store, fleet.clone());
         let charge = Charge::new("u", &quota);
-        store.is(gone());
-        assert_eq!(admit(&fallback, &charge, 150).await, 100, "alone");
-        store.is(Mood::Well);
-        fleet.agree(["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]);
-        assert_eq!((fallback.repay().await, store.left(&charge).await), (100, 0), "{quota:?}");
+        store.set_fault(down());
+        assert_eq!(admit(&fallback, &charge, 150).await, 100, "a fleet of one");
+        store.set_fault(Fault::None);
+        fleet.update_members(["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]);
+        assert_eq!(
+            (fallback.settle().await, store.remaining(&charge).await),
+            (100, 0),
+            "{quota:?}"
+        );
     }
 }
 
-/// The store may have counted a call whose answer was lost, and its request is admitted locally and
-/// owed as well. So the store counts at most the units of each lost call twice, and never admits
-/// more for it.
+/// The store may have counted a call whose answer was lost, and its request is also admitted
+/// locally and becomes a debt. So the store counts at most the units of each lost call twice.
 #[tokio::test]
 async fn a_lost_answer_is_counted_twice_at_most() {
     for quota in every_quota(40, LONG) {
@@ -185,26 +188,25 @@ async fn a_lost_answer_is_counted_twice_at_most() {
         let mut admitted = 0;
         for round in 1..=3 {
             let calls = store.calls();
-            store.is(Mood::LosesAnswers);
+            store.set_fault(Fault::LosesAnswers);
             admitted += 2 * admit(&fallback, &charge.cost(2), 3).await;
-            assert_eq!(store.calls(), calls + 1, "no further call carries a debt that is in doubt");
+            assert_eq!(store.calls(), calls + 1, "no further call carries a debt in doubt");
             let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
             assert_eq!((peeked.source, peeked.remaining), (Source::Local, 40 - admitted - 1));
-            store.is(Mood::Well);
-            assert_eq!(fallback.repay().await, 6);
+            store.set_fault(Fault::None);
+            assert_eq!(fallback.settle().await, 6);
             assert_eq!(
-                (admitted, 40 - store.left(&charge).await),
+                (admitted, 40 - store.remaining(&charge).await),
                 (6 * round, (6 + 2) * round),
                 "{quota:?}"
             );
         }
         let more = admit(&fallback, &charge, 50).await;
-        assert_eq!((more, store.left(&charge).await), (40 - 24, 0), "{quota:?}");
+        assert_eq!((more, store.remaining(&charge).await), (40 - 24, 0), "{quota:?}");
     }
 }
 
-/// The same for a call that carries a debt, and for a repayment: it is counted once more than it
-/// was admitted.
+/// The same holds for a lost call that carries a debt, and for a lost settlement.
 #[tokio::test]
 async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
     for quota in every_quota(40, LONG) {
@@ -212,23 +214,23 @@ async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
             let store = Flaky::new();
             let fallback = Fallback::new(store.clone());
             let charge = Charge::new("u", &quota);
-            store.is(gone());
+            store.set_fault(down());
             assert_eq!(admit(&fallback, &charge, 5).await, 5);
-            store.is(Mood::LosesAnswers);
+            store.set_fault(Fault::LosesAnswers);
             let more = if carried_by_request {
                 admit(&fallback, &charge, 4).await
             } else {
-                fallback.repay().await
+                fallback.settle().await
             };
-            store.is(Mood::Well);
+            store.set_fault(Fault::None);
             assert_eq!(
                 fallback.decide(Action::Peek, &charge).await.expect("decided").source,
                 Source::Local,
                 "in doubt"
             );
-            assert_eq!(fallback.repay().await, 5 + more);
+            assert_eq!(fallback.settle().await, 5 + more);
             let lost_call = if carried_by_request { 5 + 1 } else { 5 };
-            let counted = 40 - store.left(&charge).await;
+            let counted = 40 - store.remaining(&charge).await;
             assert!(
                 (5 + more..=5 + more + lost_call).contains(&counted),
                 "{counted} counted of {quota:?}"
@@ -242,62 +244,68 @@ async fn a_debt_in_a_lost_call_is_counted_twice_at_most() {
 }
 
 #[tokio::test]
-async fn beyond_the_cap_debts_are_dropped_and_counted() {
+async fn debts_beyond_the_maximum_are_dropped_and_counted() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
     let local = MemoryStore::builder().clock(clock.clone()).build();
-    let fallback = Fallback::builder(store.clone()).local(local).max_owed(50).build();
+    let fallback = Fallback::builder(store.clone()).local(local).max_pending_debits(50).build();
     let quota = Quota::fixed_window(10, MINUTE).expect("valid");
-    store.is(gone());
+    store.set_fault(down());
     for number in 0..80 {
         let key = format!("user-{number}");
         admit(&fallback, &Charge::new(&key, &quota).cost(2), 2).await;
     }
     let stats = fallback.stats();
-    assert_eq!((stats.owed_keys, stats.owed_units, stats.dropped_units), (50, 200, 120));
-    // What has expired makes room.
+    assert_eq!(
+        (stats.pending_debits, stats.pending_debit_units, stats.dropped_debit_units),
+        (50, 200, 120)
+    );
+    // Expired debts make room.
     clock.advance(10 * MINUTE);
     for number in 0..80 {
         admit(&fallback, &Charge::new(&format!("late-{number}"), &quota), 1).await;
     }
-    assert!(fallback.stats().owed_units >= 40, "{:?}", fallback.stats());
+    assert!(fallback.stats().pending_debit_units >= 40, "{:?}", fallback.stats());
 }
 
 #[tokio::test]
-async fn many_debts_go_in_batches_and_those_that_fail_stay() {
+async fn many_debts_are_settled_in_batches_and_failed_ones_stay() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::token_bucket(10, LONG).expect("valid");
     let keys: Vec<String> =
         (0..3_000).map(|number| format!("user-{number}@{}", number % 2)).collect();
-    store.part_is(0, gone());
-    store.part_is(1, gone());
+    store.set_shard_fault(0, down());
+    store.set_shard_fault(1, down());
     for key in &keys {
         admit(&fallback, &Charge::new(key, &quota).cost(3), 1).await;
     }
     let calls = store.calls();
-    assert_eq!(fallback.repay().await, 0);
-    assert!(store.calls() - calls <= 2, "a part that fails is not asked again in the same pass");
-    assert_eq!((fallback.stats().owed_keys, fallback.stats().owed_units), (3_000, 9_000));
-    store.part_is(0, Mood::Well);
+    assert_eq!(fallback.settle().await, 0);
+    assert!(store.calls() - calls <= 2, "a failed shard is not called again in the same pass");
+    assert_eq!(
+        (fallback.stats().pending_debits, fallback.stats().pending_debit_units),
+        (3_000, 9_000)
+    );
+    store.set_shard_fault(0, Fault::None);
     let calls = store.calls();
-    let repaid = fallback.repay().await;
+    let settled = fallback.settle().await;
     assert!(store.calls() - calls < 150, "{} calls", store.calls() - calls);
     assert_eq!(
-        (repaid, fallback.stats().owed_units),
+        (settled, fallback.stats().pending_debit_units),
         (4_500, 4_500),
-        "the other part is still away"
+        "the other shard is still down"
     );
     for (number, key) in keys.iter().enumerate() {
         assert_eq!(
-            store.left(&Charge::new(key, &quota)).await,
+            store.remaining(&Charge::new(key, &quota)).await,
             if number % 2 == 0 { 7 } else { 10 }
         );
     }
 }
 
 #[tokio::test]
-async fn a_store_without_room_is_overdrawn_and_recovers_with_time() {
+async fn a_settlement_beyond_the_limit_overdraws_the_count() {
     let clock = ManualClock::new();
     let store = Flaky::on(&clock);
     let [one, other] = fleet_of(2)
@@ -307,82 +315,82 @@ async fn a_store_without_room_is_overdrawn_and_recovers_with_time() {
     let quota = Quota::token_bucket(10, MINUTE).expect("valid");
     let charge = Charge::new("u", &quota);
     assert_eq!(admit(&one, &charge, 10).await, 10);
-    store.is(gone());
-    assert_eq!(admit(&one, &charge, 10).await, 5, "its share");
-    store.is(Mood::Well);
+    store.set_fault(down());
+    assert_eq!(admit(&one, &charge, 10).await, 5, "its local share");
+    store.set_fault(Fault::None);
     assert_eq!(
-        (one.repay().await, one.stats().owed_keys),
+        (one.settle().await, one.stats().pending_debits),
         (5, 0),
         "a debt is settled by one report"
     );
     // The count is 15 of 10 and drains by one unit in six seconds.
     clock.advance(MINUTE / 2);
-    assert_eq!(admit(&other, &charge, 1).await, 0, "the other instance is denied for it");
+    assert_eq!(admit(&other, &charge, 1).await, 0, "the other instance is denied because of it");
     clock.advance(MINUTE / 10);
     assert_eq!(admit(&other, &charge, 2).await, 1);
 }
 
-/// On a cluster each debt is one call, and those of one node are in flight together.
+/// On a cluster each debt is one call, and the calls to one node are in flight together.
 #[tokio::test(start_paused = true)]
 async fn debts_of_one_node_are_reported_concurrently() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::token_bucket(10, LONG).expect("valid");
-    store.part_is(1, gone());
+    store.set_shard_fault(1, down());
     for number in 0..200 {
         admit(&fallback, &Charge::new(&format!("user-{number}@1"), &quota), 1).await;
     }
     let round_trip = Duration::from_millis(10);
-    store.part_is(1, Mood::Slow(round_trip));
+    store.set_shard_fault(1, Fault::Slow(round_trip));
     let (calls, start) = (store.calls(), Instant::now());
-    assert_eq!(fallback.repay().await, 200);
+    assert_eq!(fallback.settle().await, 200);
     assert_eq!(store.calls() - calls, 200);
-    // The first call alone, to see that the node is there, then one round trip per shard of the
-    // debts.
+    // The first call is alone, to check the node, then there is one round trip per shard of the
+    // ledger.
     assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
 
-// ---- No loophole
-// ------------------------------------------------------------------------------------------------
+// ---- A flapping store cannot be exploited
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// One instance and a log, which is exact: from the first failure on, no window holds more than
-    /// the limit, however often the store comes and goes, and whether its lost answers counted or
-    /// not. A failure is a first one again after two windows without one, or after one without an
-    /// admission: then the key has no local count.
+    /// One instance with a sliding log, which is exact: from the first failure on, no window has
+    /// more than the limit, however often the store flaps and whether lost answers were counted.
+    /// The test ends when the key has lost its local count: after two windows without a failure, or
+    /// one without an admission.
     #[test]
-    fn a_store_that_comes_and_goes_is_no_loophole(
-        limit in 1..30_u64, steps in steps(1, &[|| Mood::Well, gone, || Mood::LosesAnswers]),
+    fn a_flapping_store_admits_at_most_the_limit_after_the_first_failure(
+        limit in 1..30_u64, steps in steps(1, &[|| Fault::None, down, || Fault::LosesAnswers]),
     ) {
         let quota = Quota::sliding_log(limit, MINUTE).expect("valid");
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        runtime.block_on(async {
+        runtime().block_on(async {
             let clock = ManualClock::new();
             let store = Flaky::on(&clock);
             let fallback = fallback_on(&clock, &store, Fleet::new());
-            let mut ledger = Ledger::default();
-            let mut since_failure = Ledger::default();
+            let mut admissions = Admissions::default();
+            let mut since_failure = Admissions::default();
             let (mut last_failure, mut last_admitted) = (None, 0);
             for step in steps {
                 let now = clock.now();
                 match step {
-                    Step::Mood(mood) => store.is(mood),
-                    Step::Pass(hundredths) => clock.advance(MINUTE * u32::try_from(hundredths).expect("few") / 100),
-                    Step::Ask(_, cost) => {
+                    Step::Fault(fault) => store.set_fault(fault),
+                    Step::Advance(hundredths) => clock.advance(hundredths_of_a_minute(hundredths)),
+                    Step::Acquire { cost, .. } => {
                         let charge = Charge::new("u", &quota).cost(cost.min(limit));
-                        let decision = fallback.decide(Action::Acquire, &charge).await.expect("decided");
-                        let calm = last_failure.is_some_and(|last| now - last >= 120_000_000);
-                        if calm || (last_failure.is_some() && now - last_admitted >= 60_000_000) {
+                        let decided = fallback.decide(Action::Acquire, &charge).await;
+                        let decision = decided.expect("decided");
+                        let is_stable = last_failure.is_some_and(|last| now - last >= 120_000_000);
+                        let is_idle = last_failure.is_some() && now - last_admitted >= 60_000_000;
+                        if is_stable || is_idle {
                             break;
                         }
                         if decision.source == Source::Local {
                             last_failure = Some(now);
                         }
-                        ledger.note(now, &charge, &decision);
+                        admissions.record(now, &charge, &decision);
                         if last_failure.is_some() {
-                            since_failure.note(now, &charge, &decision);
+                            since_failure.record(now, &charge, &decision);
                         }
                         if decision.allowed {
                             last_admitted = now;
@@ -390,41 +398,41 @@ proptest! {
                     }
                 }
             }
-            ledger.assert_within(&quota, 2, |_| true);
+            admissions.assert_within(&quota, 2, |_| true);
             since_failure.assert_within(&quota, 1, |_| true);
         });
     }
 
-    /// Any algorithm: once the store is back and is paid, it counts all that was admitted without
-    /// it, as far as it has room.
+    /// With any algorithm: after the settlement the store counts all units that were admitted
+    /// locally.
     #[test]
-    fn after_repayment_the_store_knows_what_was_admitted_without_it(
+    fn a_settled_store_counts_all_local_admissions(
         quota in any_quota(), before in 0..40_u64, during in 0..40_u64,
     ) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        runtime.block_on(async {
+        runtime().block_on(async {
             let clock = ManualClock::new();
             let store = Flaky::on(&clock);
             let fallback = fallback_on(&clock, &store, Fleet::new());
             let charge = Charge::new("u", &quota);
             let by_store = admit(&fallback, &charge, before).await;
-            store.is(gone());
-            let by_itself = admit(&fallback, &charge, during).await;
-            store.is(Mood::Well);
-            fallback.repay().await;
-            assert_eq!(store.left(&charge).await, quota.burst().saturating_sub(by_store + by_itself));
+            store.set_fault(down());
+            let locally = admit(&fallback, &charge, during).await;
+            store.set_fault(Fault::None);
+            fallback.settle().await;
+            let expected = quota.burst().saturating_sub(by_store + locally);
+            assert_eq!(store.remaining(&charge).await, expected);
         });
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn under_concurrency_nothing_is_lost_and_nothing_admitted_beyond() {
+async fn concurrent_requests_lose_no_debt_and_exceed_no_limit() {
     const LIMIT: u64 = 2_000;
     let store = Flaky::new();
     let limiter = Limiter::new(Fallback::new(store.clone()));
     let quota = Quota::sliding_log(LIMIT, LONG).expect("valid");
     let (done, admitted) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let asking: Vec<_> = (0..8)
+    let callers: Vec<_> = (0..8)
         .map(|_| {
             let (limiter, quota, admitted) =
                 (limiter.clone(), quota.clone(), Arc::clone(&admitted));
@@ -442,14 +450,14 @@ async fn under_concurrency_nothing_is_lost_and_nothing_admitted_beyond() {
         let (store, done) = (store.clone(), Arc::clone(&done));
         async move {
             while !done.load(Ordering::Relaxed) {
-                store.is(gone());
+                store.set_fault(down());
                 sleep(Duration::from_millis(1)).await;
-                store.is(Mood::Well);
+                store.set_fault(Fault::None);
                 sleep(Duration::from_millis(1)).await;
             }
         }
     });
-    for task in asking {
+    for task in callers {
         task.await.expect("no panic");
     }
     done.store(true, Ordering::Relaxed);
@@ -458,17 +466,16 @@ async fn under_concurrency_nothing_is_lost_and_nothing_admitted_beyond() {
     assert!((LIMIT..=2 * LIMIT).contains(&admitted), "{admitted} admitted");
     let charge = Charge::new("u", &quota);
     let start = Instant::now();
-    while store.left(&charge).await > 0 {
+    while store.remaining(&charge).await > 0 {
         assert!(start.elapsed() < Duration::from_secs(20), "{:?}", limiter.store().stats());
         sleep(Duration::from_millis(10)).await;
     }
     assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
 }
 
-// ---- What an operator reads
-// -----------------------------------------------------------------------------------------
+// ---- Log lines
 
-/// Keeps the level of each event.
+/// Subscriber that stores the level of each event.
 #[derive(Clone, Default)]
 struct Events(Arc<Mutex<Vec<tracing::Level>>>);
 
@@ -493,7 +500,7 @@ impl tracing::Subscriber for Events {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_is_one_warning_and_one_line_when_it_is_over() {
+async fn an_outage_logs_one_warning_and_one_line_at_its_end() {
     let events = Events::default();
     let _here = tracing::subscriber::set_default(events.clone());
     let store = Flaky::new();
@@ -501,19 +508,19 @@ async fn an_outage_is_one_warning_and_one_line_when_it_is_over() {
     let quota = Quota::fixed_window(1_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
     for round in 0..3 {
-        store.is(Mood::Fails(StoreError::Timeout(Duration::from_millis(100))));
+        store.set_fault(Fault::Fails(StoreError::Timeout(Duration::from_millis(100))));
         for _ in 0..100 {
             fallback.decide(Action::Acquire, &charge).await.expect("decided");
             sleep(Duration::from_millis(50)).await;
         }
-        store.is(Mood::Well);
+        store.set_fault(Fault::None);
         sleep(Duration::from_secs(10)).await;
         fallback.decide(Action::Acquire, &charge).await.expect("decided");
         let mut seen = std::mem::take(&mut *events.0.lock().expect("no panic"));
         seen.sort_unstable();
         if round == 0 {
-            // A test on another thread may have met these events first, just when this subscriber
-            // was set. They are then disabled until the cache is rebuilt.
+            // A test on another thread may have registered these events while this subscriber was
+            // being set. They are then disabled until the cache is rebuilt.
             tracing::callsite::rebuild_interest_cache();
         } else {
             assert_eq!(seen, [tracing::Level::WARN, tracing::Level::INFO]);

@@ -1,0 +1,433 @@
+//! [`DebtLedger`]: units that were admitted without the store and are to be charged to it.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use hashbrown::HashTable;
+
+use crate::algorithm::Algorithm;
+use crate::charge::Charge;
+use crate::policy::OnStoreFailure;
+use crate::quota::Quota;
+use crate::store::ShardId;
+
+const SHARDS: usize = 16;
+/// Scan credit that one new key adds when the ledger is full. A scan of a shard for expired debts
+/// waits until the credit covers all its entries, so that the amortized cost of a new key is
+/// constant.
+const SCAN_CREDIT: usize = 64;
+
+/// Debts by key and policy, with a maximum number of keys.
+#[derive(Debug)]
+pub(super) struct DebtLedger {
+    shards: [Mutex<LedgerShard>; SHARDS],
+    hasher: RandomState,
+    keys: AtomicUsize,
+    max_keys: usize,
+    dropped: AtomicU64,
+    /// Number of settlement passes so far.
+    passes: AtomicU64,
+    /// Whether a settlement pass is running.
+    settling: AtomicBool,
+}
+
+#[derive(Debug)]
+struct LedgerShard {
+    debts: HashTable<Debt>,
+    /// Lower bound of the time at which the next debt can be dropped.
+    next_expiry: u64,
+    /// Number of entries that the next scan may visit.
+    scan_credit: usize,
+    #[cfg(test)]
+    scanned: usize,
+}
+
+/// Units of one key that are not charged to the store yet.
+#[derive(Debug, Clone)]
+pub(super) struct Debt {
+    key: Box<str>,
+    policy: Box<str>,
+    pub(super) quota: Quota,
+    pub(super) units: u64,
+    /// Time at which all of its units have expired.
+    until: u64,
+    /// Earliest time of the next settlement.
+    pub(super) not_before: u64,
+    /// Number of the last settlement pass that claimed it.
+    last_pass: u64,
+    /// Whether a task is settling it.
+    claimed: bool,
+    /// Whether the store may have counted it, because the answer to a call was lost. Until it is
+    /// settled, its key is decided locally: another call that carries the debt could be lost as
+    /// well and count it again.
+    pub(super) in_doubt: bool,
+}
+
+impl Debt {
+    /// Returns the charge that settles the debt.
+    pub(super) fn charge(&self) -> Charge<'_> {
+        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.units)
+    }
+
+    fn belongs_to(&self, charge: &Charge<'_>) -> bool {
+        *self.key == *charge.key() && *self.policy == *charge.policy_name()
+    }
+}
+
+/// Debts that this task is settling. They stay in the ledger, marked as claimed; on drop the
+/// unsettled units are released.
+pub(super) struct Claims<'a> {
+    ledger: &'a DebtLedger,
+    pub(super) debts: Vec<Claim>,
+}
+
+/// A debt that is being settled.
+pub(super) struct Claim {
+    /// Index of the charge that the debt belongs to.
+    pub(super) charge_index: usize,
+    /// Copy of the debt. Its `units` are those that are left to settle.
+    pub(super) debt: Debt,
+    /// Units at the time of the claim. The ledger may have more by now.
+    claimed_units: u64,
+}
+
+/// Error of a claim: another task is settling the debt of one of the keys, or it is in doubt. The
+/// store's answer for this key is unreliable until the debt is settled.
+pub(super) struct Busy;
+
+impl<'a> Claims<'a> {
+    /// Groups the claims by the shard of the store.
+    pub(super) fn by_shard(
+        mut self,
+        shard_of: impl Fn(&Debt) -> ShardId,
+    ) -> Vec<(ShardId, Claims<'a>)> {
+        let mut groups: Vec<(ShardId, Claims<'a>)> = Vec::new();
+        for claim in self.debts.drain(..) {
+            let shard = shard_of(&claim.debt);
+            match groups.iter_mut().find(|(other, _)| *other == shard) {
+                Some((_, group)) => group.debts.push(claim),
+                None => {
+                    groups.push((shard, Claims { ledger: self.ledger, debts: vec![claim] }));
+                }
+            }
+        }
+        groups
+    }
+}
+
+impl Claim {
+    fn new(charge_index: usize, debt: &Debt) -> Self {
+        Self { charge_index, debt: debt.clone(), claimed_units: debt.units }
+    }
+}
+
+impl Drop for Claims<'_> {
+    fn drop(&mut self) {
+        self.debts.drain(..).for_each(|claim| self.ledger.release(&claim));
+    }
+}
+
+impl DebtLedger {
+    pub(super) fn new(max_keys: usize) -> Self {
+        Self {
+            shards: [const { Mutex::new(LedgerShard::EMPTY) }; SHARDS],
+            hasher: RandomState::new(),
+            keys: AtomicUsize::new(0),
+            max_keys,
+            dropped: AtomicU64::new(0),
+            passes: AtomicU64::new(0),
+            settling: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn keys(&self) -> usize {
+        self.keys.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.keys() == 0
+    }
+
+    pub(super) fn units(&self) -> u64 {
+        let shard_units =
+            |shard: usize| self.lock(shard).debts.iter().map(|debt| debt.units).sum::<u64>();
+        Self::shards().map(shard_units).sum()
+    }
+
+    /// Returns the units that were dropped because the ledger was full. They are never charged.
+    pub(super) fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Adds the units of a charge that was admitted locally. With `in_doubt` the store may have
+    /// counted them as well.
+    pub(super) fn add(&self, charge: &Charge<'_>, now: u64, in_doubt: bool) {
+        let until = now.saturating_add(max_unit_lifetime(charge.quota()));
+        let hash = self.hash(charge.key(), charge.policy_name());
+        let mut shard = self.lock_of(hash);
+        if let Some(debt) = shard.debts.find_mut(hash, |debt| debt.belongs_to(charge)) {
+            debt.units = debt.units.saturating_add(charge.units());
+            debt.until = until;
+            debt.in_doubt |= in_doubt;
+            debt.quota.clone_from(charge.quota());
+            return;
+        }
+        if self.keys() >= self.max_keys && shard.earn_scan(now) {
+            self.drop_expired(&mut shard, now);
+        }
+        // Concurrent callers on other shards may exceed the maximum by a few keys, which is
+        // harmless.
+        if self.keys() >= self.max_keys {
+            self.dropped.fetch_add(charge.units(), Ordering::Relaxed);
+            return;
+        }
+        let debt = Debt {
+            key: charge.key().into(),
+            policy: charge.policy_name().into(),
+            quota: charge.quota().clone(),
+            units: charge.units(),
+            until,
+            not_before: 0,
+            last_pass: 0,
+            claimed: false,
+            in_doubt,
+        };
+        shard.next_expiry = shard.next_expiry.min(until);
+        shard.debts.insert_unique(hash, debt, |debt| self.hash_of(debt));
+        self.keys.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Claims the debts of these charges, to settle them in the same call.
+    pub(super) fn claim(&self, charges: &[Charge<'_>], now: u64) -> Result<Claims<'_>, Busy> {
+        let mut claims = Claims { ledger: self, debts: Vec::new() };
+        let local = charges
+            .iter()
+            .enumerate()
+            .filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
+        for (at, charge) in local {
+            let hash = self.hash(charge.key(), charge.policy_name());
+            let mut shard = self.lock_of(hash);
+            let found =
+                shard.debts.find_mut(hash, |debt| debt.belongs_to(charge) && debt.until > now);
+            let Some(debt) = found else { continue };
+            // Dropping `claims` releases the earlier ones.
+            if debt.in_doubt || std::mem::replace(&mut debt.claimed, true) {
+                return Err(Busy);
+            }
+            claims.debts.push(Claim::new(at, debt));
+        }
+        Ok(claims)
+    }
+
+    /// Claims debts of a shard that are due and were not claimed in this pass yet.
+    pub(super) fn claim_due(&self, shard: usize, pass: u64, max: usize, now: u64) -> Claims<'_> {
+        let mut shard = self.lock(shard);
+        let is_due =
+            |debt: &&mut Debt| debt.not_before <= now && debt.last_pass != pass && !debt.claimed;
+        let claim = |(at, debt): (usize, &mut Debt)| {
+            debt.last_pass = pass;
+            debt.claimed = true;
+            Claim::new(at, debt)
+        };
+        let due = shard.debts.iter_mut().filter(is_due);
+        let debts = due.take(max).enumerate().map(claim).collect();
+        Claims { ledger: self, debts }
+    }
+
+    /// Starts a settlement pass and returns its number, or `None` if one is running.
+    pub(super) fn begin_pass(&self) -> Option<u64> {
+        let is_running = self.settling.swap(true, Ordering::AcqRel);
+        (!is_running).then(|| self.passes.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    pub(super) fn end_pass(&self) {
+        self.settling.store(false, Ordering::Release);
+    }
+
+    /// Drops the expired debts of a shard.
+    pub(super) fn drop_expired_in(&self, shard: usize, now: u64) {
+        self.drop_expired(&mut self.lock(shard), now);
+    }
+
+    pub(super) fn shards() -> std::ops::Range<usize> {
+        0..SHARDS
+    }
+
+    /// Removes the debt of this charge's key.
+    pub(super) fn remove(&self, charge: &Charge<'_>) {
+        let hash = self.hash(charge.key(), charge.policy_name());
+        let mut shard = self.lock_of(hash);
+        if let Ok(entry) = shard.debts.find_entry(hash, |debt| debt.belongs_to(charge)) {
+            entry.remove();
+            self.keys.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Subtracts the units of these charges from the debts of their keys, all or nothing: each debt
+    /// must have enough units and must not be claimed.
+    pub(super) fn cancel(&self, charges: &[Charge<'_>]) -> bool {
+        let mut cancelled = 0;
+        for charge in charges {
+            if !self.subtract(charge) {
+                break;
+            }
+            cancelled += 1;
+        }
+        if cancelled < charges.len() {
+            for charge in &charges[..cancelled] {
+                self.restore(charge);
+            }
+        }
+        cancelled == charges.len()
+    }
+
+    /// Releases a claim, and subtracts the units that were settled.
+    fn release(&self, claim: &Claim) {
+        let Claim { debt: left, claimed_units, .. } = claim;
+        let hash = self.hash_of(left);
+        let mut shard = self.lock_of(hash);
+        let is_same = |other: &Debt| other.key == left.key && other.policy == left.policy;
+        // A reset may have removed the debt during the claim.
+        let Ok(mut entry) = shard.debts.find_entry(hash, is_same) else { return };
+        let debt = entry.get_mut();
+        debt.claimed = false;
+        // Units that were added during the claim may be in doubt themselves.
+        debt.in_doubt = left.in_doubt || (debt.in_doubt && debt.units != *claimed_units);
+        debt.not_before = debt.not_before.max(left.not_before);
+        debt.units = debt.units.saturating_sub(claimed_units - left.units);
+        if debt.units == 0 {
+            entry.remove();
+            self.keys.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Subtracts the units of a charge from the debt of its key, if that has enough and is not
+    /// claimed. A debt without units stays until it expires or grows again.
+    fn subtract(&self, charge: &Charge<'_>) -> bool {
+        let hash = self.hash(charge.key(), charge.policy_name());
+        let mut shard = self.lock_of(hash);
+        let LedgerShard { debts, next_expiry, .. } = &mut *shard;
+        match debts.find_mut(hash, |debt| debt.belongs_to(charge)) {
+            Some(debt) if !debt.claimed && debt.units >= charge.units() => {
+                debt.units -= charge.units();
+                if debt.units == 0 {
+                    *next_expiry = 0;
+                }
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Adds back the units that [`subtract`](Self::subtract) took.
+    fn restore(&self, charge: &Charge<'_>) {
+        let hash = self.hash(charge.key(), charge.policy_name());
+        if let Some(debt) = self.lock_of(hash).debts.find_mut(hash, |debt| debt.belongs_to(charge))
+        {
+            debt.units = debt.units.saturating_add(charge.units());
+        }
+    }
+
+    fn drop_expired(&self, shard: &mut LedgerShard, now: u64) {
+        let len_before = shard.debts.len();
+        #[cfg(test)]
+        (shard.scanned += len_before);
+        shard.scan_credit = 0;
+        let mut next_expiry = u64::MAX;
+        shard.debts.retain(|debt| {
+            let keep = debt.until > now && (debt.units > 0 || debt.claimed);
+            // A claimed debt without units can be dropped as soon as its claim is released.
+            let expires_at = if debt.units > 0 { debt.until } else { 0 };
+            if keep {
+                next_expiry = next_expiry.min(expires_at);
+            }
+            keep
+        });
+        shard.next_expiry = next_expiry;
+        self.keys.fetch_sub(len_before - shard.debts.len(), Ordering::Relaxed);
+    }
+
+    fn hash(&self, key: &str, policy: &str) -> u64 {
+        self.hasher.hash_one((key, policy))
+    }
+
+    fn hash_of(&self, debt: &Debt) -> u64 {
+        self.hash(&debt.key, &debt.policy)
+    }
+
+    fn lock_of(&self, hash: u64) -> MutexGuard<'_, LedgerShard> {
+        // The hash table uses the low bits.
+        self.lock((hash >> 32) as usize % SHARDS)
+    }
+
+    fn lock(&self, shard: usize) -> MutexGuard<'_, LedgerShard> {
+        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl LedgerShard {
+    const EMPTY: Self = Self {
+        debts: HashTable::new(),
+        next_expiry: u64::MAX,
+        scan_credit: 0,
+        #[cfg(test)]
+        scanned: 0,
+    };
+
+    /// Adds the scan credit of one new key, and returns whether it covers a scan that may find an
+    /// expired debt.
+    fn earn_scan(&mut self, now: u64) -> bool {
+        self.scan_credit = self.scan_credit.saturating_add(SCAN_CREDIT);
+        self.scan_credit >= self.debts.len() && self.next_expiry <= now
+    }
+}
+
+/// Returns the maximum time for which a unit counts, in microseconds.
+fn max_unit_lifetime(quota: &Quota) -> u64 {
+    match quota.algorithm() {
+        Algorithm::SlidingLog | Algorithm::FixedWindow => quota.window_micros(),
+        Algorithm::SlidingCounter => 2 * quota.window_micros(),
+        Algorithm::TokenBucket | Algorithm::LeakyBucket => quota.drain_micros(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// In a full ledger the number of visited entries is bounded by the number of new keys, whether
+    /// some expire or not.
+    #[test]
+    fn a_new_key_in_a_full_ledger_has_constant_amortized_cost() {
+        const MAX_KEYS: usize = 8_000;
+        let ledger = DebtLedger::new(MAX_KEYS);
+        let quota = Quota::fixed_window(10, Duration::from_secs(1)).expect("valid");
+        let add = |number: usize, now: u64| {
+            ledger.add(&Charge::new(&format!("user-{number}"), &quota), now, false);
+        };
+        let scanned =
+            || DebtLedger::shards().map(|shard| ledger.lock(shard).scanned).sum::<usize>();
+        for number in 0..MAX_KEYS {
+            add(number, 100 * number as u64);
+        }
+        assert_eq!((ledger.keys(), scanned()), (MAX_KEYS, 0));
+        for number in MAX_KEYS..2 * MAX_KEYS {
+            add(number, 900_000);
+        }
+        assert_eq!((ledger.dropped(), scanned()), (MAX_KEYS as u64, 0), "nothing has expired");
+        // From here on one debt expires with each new key.
+        for number in 0..MAX_KEYS {
+            add(2 * MAX_KEYS + number, 1_000_000 + 100 * number as u64);
+        }
+        let visited = scanned();
+        assert!(
+            visited <= MAX_KEYS * SCAN_CREDIT + MAX_KEYS,
+            "{visited} entries visited for {MAX_KEYS} keys"
+        );
+        let dropped = ledger.dropped() - MAX_KEYS as u64;
+        assert!(dropped < MAX_KEYS as u64 / 4, "{dropped} of {MAX_KEYS} were dropped");
+    }
+}

@@ -1,0 +1,219 @@
+//! Decisions in place of the store.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{Inner, may_have_run};
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::policy::OnStoreFailure;
+use crate::quota::Quota;
+use crate::store::{Action, SharedStore, Store, StoreError};
+
+/// The `retry_after` of a denial that only the store can lift: it may have recovered by then.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+impl<S: SharedStore> Inner<S> {
+    /// Decides charges that the store could not decide because of this error.
+    pub(super) fn fall_back(
+        self: &Arc<Self>,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let Some(first) = charges.first() else { return Err(error) };
+        let memory_helps = match &error {
+            StoreError::Timeout(_)
+            | StoreError::Unreachable(_)
+            | StoreError::Refused(_)
+            | StoreError::Open(_)
+            | StoreError::Unreadable(_) => true,
+            StoreError::Full { .. } => false,
+            StoreError::Misconfigured(_) => return Err(error),
+        };
+        // An unreadable value of one key is no failure of the store.
+        if memory_helps && !matches!(error, StoreError::Unreadable(_)) {
+            self.on_failure(first, &error);
+        }
+        let in_doubt = may_have_run(&error);
+        match action {
+            Action::Acquire | Action::Peek => {}
+            Action::Refund if memory_helps => return self.refund_locally(charges, error),
+            Action::Report if memory_helps => return self.report_locally(charges, in_doubt),
+            Action::Refund | Action::Reset | Action::ChargeUpTo | Action::Report => {
+                return Err(error);
+            }
+        }
+        if !memory_helps && charges.iter().any(is_local) {
+            return Err(error);
+        }
+        self.decide_locally(action, charges, in_doubt)
+    }
+
+    /// Decides by the failure policies, and adds the units that are admitted locally to the ledger.
+    pub(super) fn decide_locally(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        in_doubt: bool,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let decisions = self.by_failure_policy(action, charges)?;
+        if action != Action::Acquire {
+            return Ok(decisions);
+        }
+        self.count(&decisions);
+        if decisions.iter().all(|decision| decision.allowed) {
+            let now = self.local.clock().now();
+            for (charge, decision) in charges.iter().zip(&decisions) {
+                if decision.source == Source::Local {
+                    self.ledger.add(charge, now, in_doubt);
+                }
+            }
+        }
+        Ok(decisions)
+    }
+
+    fn count(&self, decisions: &[Decision]) {
+        for decision in decisions {
+            let counter = match decision.source {
+                Source::Allow => &self.counters.allow,
+                Source::Deny => &self.counters.deny,
+                Source::Local | Source::Store | Source::DenyCache => &self.counters.local,
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Decides by the failure policy of each charge, all or nothing: a denial of any kind leaves
+    /// the others unspent.
+    fn by_failure_policy(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        let shares: Vec<Option<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
+        // The charges that memory can decide, and whether any other charge is denied.
+        let mut local: Vec<Charge<'_>> = Vec::with_capacity(charges.len());
+        let mut is_denied = false;
+        for (charge, share) in charges.iter().zip(&shares) {
+            match share {
+                Some(share) if is_local(charge) && charge.units() <= share.burst() => {
+                    local.push(charge.with_quota(share));
+                }
+                _ => is_denied |= charge.store_failure() != OnStoreFailure::Allow,
+            }
+        }
+        let decided = match (&*local, is_denied) {
+            ([], _) => Vec::new(),
+            ([one], false) => vec![self.local.decide_now(action, one)?],
+            (several, false) => self.local.decide_all_now(action, several)?,
+            (several, true) => {
+                several.iter().map(|charge| self.peek_unspent(charge)).collect::<Result<_, _>>()?
+            }
+        };
+        let mut decided = decided.into_iter();
+        let decision = |(charge, share): (&Charge<'_>, &Option<Quota>)| match (
+            charge.store_failure(),
+            share,
+        ) {
+            (OnStoreFailure::Allow, _) => Ok(fixed_decision(charge, true)),
+            (OnStoreFailure::Deny, _) => Ok(fixed_decision(charge, false)),
+            (OnStoreFailure::Local, Some(share)) if charge.units() <= share.burst() => {
+                let decision = decided.next().unwrap_or_else(|| fixed_decision(charge, false));
+                Ok(as_local(charge, decision))
+            }
+            (OnStoreFailure::Local, share) => self.deny_beyond_share(charge, share.as_ref()),
+        };
+        charges.iter().zip(&shares).map(decision).collect()
+    }
+
+    /// Peeks at a charge that is not spent because another one is denied.
+    fn peek_unspent(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
+        let decision = self.local.decide_now(Action::Peek, charge)?;
+        if decision.allowed {
+            self.local.decide_now(Action::ChargeUpTo, &charge.cost(0))
+        } else {
+            Ok(decision)
+        }
+    }
+
+    /// Denies a cost above the share: only the store can admit it.
+    fn deny_beyond_share(
+        &self,
+        charge: &Charge<'_>,
+        share: Option<&Quota>,
+    ) -> Result<Decision, StoreError> {
+        let denied = as_local(charge, fixed_decision(charge, false));
+        let Some(share) = share else { return Ok(denied) };
+        let count = self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(share).cost(0))?;
+        Ok(Decision { remaining: count.remaining, reset_after: count.reset_after, ..denied })
+    }
+
+    /// Refunds units that were admitted locally and are not charged to the store yet. Returns the
+    /// store's error if the ledger does not have them.
+    fn refund_locally(
+        &self,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let shares: Option<Vec<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
+        let Some(shares) = shares.filter(|_| self.ledger.cancel(charges)) else {
+            return Err(error);
+        };
+        let refund = |(charge, share): (&Charge<'_>, &Quota)| {
+            let decision = self.local.decide_now(Action::Refund, &charge.with_quota(share))?;
+            Ok(as_local(charge, decision))
+        };
+        charges.iter().zip(&shares).map(refund).collect()
+    }
+
+    /// Records a report in memory and in the ledger, if the failure policy is `local`. With the
+    /// other policies it is lost.
+    fn report_locally(
+        &self,
+        charges: &[Charge<'_>],
+        in_doubt: bool,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let report = |charge: &Charge<'_>| match charge.store_failure() {
+            OnStoreFailure::Allow => Ok(fixed_decision(charge, true)),
+            OnStoreFailure::Deny => Ok(fixed_decision(charge, false)),
+            OnStoreFailure::Local => {
+                let quota = self.share(charge).unwrap_or_else(|| charge.quota().clone());
+                let decision = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
+                self.ledger.add(charge, self.local.clock().now(), in_doubt);
+                Ok(as_local(charge, decision))
+            }
+        };
+        charges.iter().map(report).collect()
+    }
+
+    /// Deletes the local count and the debt of this charge's key.
+    pub(super) fn reset_local(&self, charge: &Charge<'_>) {
+        self.ledger.remove(charge);
+        // A reset in memory cannot fail.
+        let _ = self.local.decide_now(Action::Reset, charge);
+    }
+}
+
+fn is_local(charge: &Charge<'_>) -> bool {
+    charge.store_failure() == OnStoreFailure::Local
+}
+
+/// Marks a decision of the local store. Its limit is that of the full quota, not of the share.
+fn as_local(charge: &Charge<'_>, decision: Decision) -> Decision {
+    Decision { limit: charge.quota().limit(), source: Source::Local, ..decision }
+}
+
+/// Returns the decision of the failure policies `allow` and `deny`.
+fn fixed_decision(charge: &Charge<'_>, allowed: bool) -> Decision {
+    Decision {
+        allowed,
+        limit: charge.quota().limit(),
+        remaining: if allowed { charge.quota().burst() } else { 0 },
+        retry_after: if allowed { Duration::ZERO } else { RETRY_INTERVAL },
+        reset_after: Duration::ZERO,
+        delay: Duration::ZERO,
+        source: if allowed { Source::Allow } else { Source::Deny },
+    }
+}

@@ -1,0 +1,207 @@
+//! [`SharedStore`]: the operations on a store that its decisions do not need, and its operation in
+//! a fleet does: shards, health checks, heartbeats, invalidations and epochs.
+
+use std::future::{Future, Ready};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::memory::MemoryStore;
+use super::news::{Mark, News};
+use super::{Store, StoreError};
+use crate::charge::Charge;
+
+/// Interval between two heartbeats of one instance, in a fleet small enough for it.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// Heartbeats per second of a whole fleet. A larger fleet lengthens the interval instead of sending
+/// more.
+const MAX_HEARTBEATS_PER_SECOND: u32 = 200;
+/// The longest time for which a `DenyCache` answers with a cached denial, whatever its
+/// `retry_after`. It bounds how long a lost invalidation has an effect, so a store need not retry
+/// publishing one for longer.
+#[cfg(feature = "resilience")]
+pub(crate) const MAX_DENIAL_TTL: Duration = Duration::from_secs(5);
+
+/// Returns the interval between two heartbeats of each instance in a fleet of this size: one
+/// second, and N/200 seconds in a fleet of N > 200 instances.
+///
+/// A [`SharedStore`] should remove an instance that has been silent for several of these intervals.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::store::heartbeat_interval;
+///
+/// assert_eq!(heartbeat_interval(3), Duration::from_secs(1));
+/// assert_eq!(heartbeat_interval(1_000), Duration::from_secs(5));
+/// ```
+#[must_use]
+pub fn heartbeat_interval(instances: usize) -> Duration {
+    let instances = u32::try_from(instances).unwrap_or(u32::MAX);
+    HEARTBEAT_INTERVAL
+        .max(Duration::from_secs(1).saturating_mul(instances) / MAX_HEARTBEATS_PER_SECOND)
+}
+
+/// A [`Store`] that several instances of a service may use at the same time.
+///
+/// `Breaker`, `DenyCache`, `Fallback` and `Fleet` (feature `resilience`) need these operations, and
+/// the first three pass them on to the store inside. A method without a default has none that would
+/// be right for every store: a wrong answer to any of these admits too much or denies for too long.
+///
+/// ```
+/// use std::future::Ready;
+/// use tidegate::store::news::{Mark, News};
+/// use tidegate::{Action, Charge, Clock, Decision, MemoryStore};
+/// use tidegate::{ShardId, SharedStore, Store, StoreError};
+///
+/// /// A store that only this process uses.
+/// struct Own(MemoryStore);
+///
+/// # impl Store for Own {
+/// #     async fn decide(
+/// #         &self,
+/// #         action: Action,
+/// #         charge: &Charge<'_>,
+/// #     ) -> Result<Decision, StoreError> {
+/// #         self.0.decide(action, charge).await
+/// #     }
+/// #     async fn decide_all(
+/// #         &self,
+/// #         action: Action,
+/// #         charges: &[Charge<'_>],
+/// #     ) -> Result<Vec<Decision>, StoreError> {
+/// #         self.0.decide_all(action, charges).await
+/// #     }
+/// #     fn clock(&self) -> &dyn Clock {
+/// #         self.0.clock()
+/// #     }
+/// # }
+/// impl SharedStore for Own {
+///     async fn probe(&self, _shard: ShardId) -> Result<(), StoreError> {
+///         Ok(()) // memory does not fail
+///     }
+///
+///     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+///         Ok(vec![instance.to_owned()]) // no other instance uses this store
+///     }
+///
+///     fn invalidations(
+///         &self,
+///         _since: &Mark,
+///     ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+///         None::<Ready<_>> // every refund and reset goes through this store
+///     }
+/// }
+/// ```
+pub trait SharedStore: Store {
+    /// Returns the shard that decides this charge. Shards, such as the nodes of a cluster, fail
+    /// independently of each other. By default the store has a single shard.
+    fn shard(&self, _charge: &Charge<'_>) -> ShardId {
+        ShardId::SINGLE
+    }
+
+    /// Checks whether this shard can decide now, including its writes. It charges no key.
+    ///
+    /// A `Breaker` closes a circuit after successful probes, so a probe that succeeds while
+    /// decisions fail makes the circuit flap.
+    fn probe(&self, shard: ShardId) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Records that this instance is alive, and returns the names of the live instances, including
+    /// this one. An instance is alive if it has sent a heartbeat within the last few
+    /// [intervals](heartbeat_interval).
+    fn heartbeat(
+        &self,
+        instance: &str,
+    ) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
+
+    /// Returns which counts were refunded or reset after this cursor, by any instance.
+    ///
+    /// A `DenyCache` drops its entries of these counts. An invalidation must be visible to all
+    /// instances when the refund or reset returns. `None`, then for every call, means that units
+    /// can only be freed through this very store.
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send>;
+
+    /// Returns a number that changes whenever a different server starts to decide, with a different
+    /// clock: decisions from before are stale then. By default it never changes.
+    fn epoch(&self) -> u64 {
+        0
+    }
+
+    /// Returns a number that changes whenever a different server starts to decide this charge. By
+    /// default the [epoch](Self::epoch) of the whole store.
+    fn epoch_of(&self, _charge: &Charge<'_>) -> u64 {
+        self.epoch()
+    }
+}
+
+/// Identifies a shard of a store: a part of it that fails and recovers independently of the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ShardId(pub u64);
+
+impl ShardId {
+    /// The shard of a store that has only one.
+    pub const SINGLE: Self = Self(0);
+}
+
+impl<S: SharedStore> SharedStore for Arc<S> {
+    fn shard(&self, charge: &Charge<'_>) -> ShardId {
+        S::shard(self, charge)
+    }
+
+    fn probe(&self, shard: ShardId) -> impl Future<Output = Result<(), StoreError>> + Send {
+        S::probe(self, shard)
+    }
+
+    fn heartbeat(
+        &self,
+        instance: &str,
+    ) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
+        S::heartbeat(self, instance)
+    }
+
+    fn invalidations(
+        &self,
+        since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        S::invalidations(self, since)
+    }
+
+    fn epoch(&self) -> u64 {
+        S::epoch(self)
+    }
+
+    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
+        S::epoch_of(self, charge)
+    }
+}
+
+/// Memory that this process uses alone: it does not fail, has no other instances, and frees no
+/// units except through itself.
+impl SharedStore for MemoryStore {
+    async fn probe(&self, _shard: ShardId) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        Ok(vec![instance.to_owned()])
+    }
+
+    fn invalidations(
+        &self,
+        _since: &Mark,
+    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        None::<Ready<_>>
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_fleet_sends_heartbeats_less_often() {
+        let millis = |instances| heartbeat_interval(instances).as_millis();
+        assert_eq!([0, 1, 200, 1_000, 10_000].map(millis), [1_000, 1_000, 1_000, 5_000, 50_000]);
+    }
+}
