@@ -4,7 +4,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tidegate::store::news::{Mark, News};
+use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, Limiter,
     MemoryStore, OnStoreFailure, Part, RedisStore, Source, Store, StoreError,
@@ -260,7 +260,10 @@ impl Store for Observed {
         self.store.announce(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+    fn news(
+        &self,
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.store.news(since)
     }
 

@@ -4,15 +4,15 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::news::{Mark, News};
+use self::invalidation::{Cursor, Invalidations};
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 
 #[cfg(feature = "resilience")]
-pub(crate) mod in_order;
+pub(crate) mod compensation;
+pub mod invalidation;
 pub mod memory;
-pub mod news;
 #[cfg(feature = "redis")]
 pub mod redis;
 
@@ -65,8 +65,11 @@ pub trait Store: Send + Sync + 'static {
     /// whose counts other processes share must tell it within a moment, or denials that are
     /// remembered (`DenyCache`) outlive what they were made by. `None`, and always `None`, if
     /// nobody can free a count but through this store.
-    fn news(&self, _since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        None::<std::future::Ready<Result<News, StoreError>>>
+    fn news(
+        &self,
+        _since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
+        None::<std::future::Ready<Result<Invalidations, StoreError>>>
     }
 
     /// A number that changes whenever other servers come to decide, by other clocks: what was told
@@ -119,7 +122,10 @@ impl<S: Store> Store for Arc<S> {
         S::announce(self, instance)
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+    fn news(
+        &self,
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         S::news(self, since)
     }
 

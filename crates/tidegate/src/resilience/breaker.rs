@@ -17,10 +17,11 @@ use super::jittered;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
-use crate::store::in_order::{
-    Groups, Owned, Refund, Step, group_by, in_order, in_places, restore_unspent, without_cost,
+use crate::store::compensation::{
+    GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, restore_unspent,
+    scatter, without_cost,
 };
-use crate::store::news::{Mark, News};
+use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod circuit;
@@ -181,7 +182,7 @@ impl<S: Store> Breaker<S> {
         if let Some(open) = circuits.find(|circuit| circuit.is_open()) {
             return Err(inner.refusal(open));
         }
-        Ok(in_places(groups, in_order(&parts, action).await?))
+        Ok(scatter(groups, decide_in_order(&parts, action).await?))
     }
 }
 
@@ -326,16 +327,16 @@ impl<S: Store> Groups for Parts<'_, S> {
         &self.groups[group]
     }
 
-    async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
+    async fn decide(&self, group: usize, step: GroupAction) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
         let ask = async |action, charges: &[Charge<'_>]| {
             let call = pin!(self.inner.store.decide_all(action, charges));
             self.inner.guarded(self.circuit(group), self.deadline, call).await
         };
         match step {
-            Step::Do(action) => ask(action, charges).await,
-            Step::Look => ask(Action::Take, &without_cost(charges)).await,
-            Step::Forgo => {
+            GroupAction::Apply(action) => ask(action, charges).await,
+            GroupAction::ReadUnspent => ask(Action::Take, &without_cost(charges)).await,
+            GroupAction::CountDenied => {
                 let mut peeked = ask(Action::Peek, charges).await?;
                 if peeked.iter().all(|decision| decision.allowed) {
                     match ask(Action::Take, &without_cost(charges)).await {
@@ -348,13 +349,13 @@ impl<S: Store> Groups for Parts<'_, S> {
         }
     }
 
-    fn refund(&self, charges: &[Charge<'_>]) -> Refund {
-        let owned: Vec<Owned> = charges.iter().map(Owned::of).collect();
+    fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund {
+        let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
         let inner = Arc::clone(self.inner);
         let part = charges.first().map_or(Part::WHOLE, |charge| inner.store.part(charge));
         let task = Handle::try_current().ok().map(|runtime| {
             runtime.spawn(async move {
-                let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
+                let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
                 let refund = pin!(inner.store.decide_all(Action::Refund, &charges));
                 // What cannot be given back counts until it expires: too much refused, never too
                 // much admitted.
@@ -417,7 +418,10 @@ impl<S: Store> Store for Breaker<S> {
         self.inner.store.announce(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+    fn news(
+        &self,
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.news(since)
     }
 

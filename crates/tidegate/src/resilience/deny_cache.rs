@@ -21,8 +21,8 @@ use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
-use crate::store::in_order::Owned;
-use crate::store::news::{CountId, Mark, News};
+use crate::store::compensation::OwnedCharge;
+use crate::store::invalidation::{CountId, Cursor, Invalidations};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod follow;
@@ -124,7 +124,7 @@ impl<S: Store> Builder<S> {
     /// The store.
     #[must_use]
     pub fn build(self) -> DenyCache<S> {
-        let has_news = self.store.news(&Mark::default()).is_some();
+        let has_news = self.store.news(&Cursor::default()).is_some();
         let inner = Inner {
             store: self.store,
             table: Table::new(self.max_entries),
@@ -307,7 +307,8 @@ impl<S: Store> Inner<S> {
             return;
         }
         let Ok(runtime) = Handle::try_current() else { return };
-        let (inner, name, owned) = (Arc::downgrade(self), query.name, Owned::of(query.charge));
+        let (inner, name, owned) =
+            (Arc::downgrade(self), query.name, OwnedCharge::of(query.charge));
         runtime.spawn(async move {
             sleep(COUNTED_DENIAL_TTL).await;
             let Some(inner) = inner.upgrade() else { return };
@@ -574,7 +575,10 @@ impl<S: Store> Store for DenyCache<S> {
         self.inner.store.announce(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+    fn news(
+        &self,
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.news(since)
     }
 

@@ -23,8 +23,8 @@ use crate::clock::Clock;
 use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
+use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::memory::MemoryStore;
-use crate::store::news::{Mark, News};
 use crate::store::{Action, Part, Store, StoreError};
 
 mod instead;
@@ -512,7 +512,10 @@ impl<S: Store> Store for Fallback<S> {
         self.inner.store.announce(instance).await
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+    fn news(
+        &self,
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.news(since)
     }
 

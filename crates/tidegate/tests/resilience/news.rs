@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tidegate::store::news::{Freed, Mark, News};
+use tidegate::store::invalidation::{Cursor, Invalidations, Scope};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota,
     RedisStore, Source, Store, StoreError,
@@ -214,13 +214,13 @@ async fn nothing_is_told_where_nobody_listens() {
     plain.acquire(&charge).await.expect("decided");
     plain.refund(&charge).await.expect("refunded");
     assert!(!redis.query::<bool>(&["EXISTS", NEWS]));
-    let news = plain.store().news(&Mark::default()).expect("has news").await.expect("read");
-    assert_eq!(news.freed, Freed::Anything);
-    let next = plain.store().news(&news.mark).expect("has news").await.expect("read");
-    assert_eq!((&next.mark, &next.freed), (&news.mark, &Freed::Counts(Vec::new())));
+    let news = plain.store().news(&Cursor::default()).expect("has news").await.expect("read");
+    assert_eq!(news.scope, Scope::All);
+    let next = plain.store().news(&news.cursor).expect("has news").await.expect("read");
+    assert_eq!((&next.cursor, &next.scope), (&news.cursor, &Scope::Counts(Vec::new())));
     plain.refund(&charge).await.expect("refunded");
-    let next = plain.store().news(&next.mark).expect("has news").await.expect("read");
-    assert!(matches!(&next.freed, Freed::Counts(counts) if counts.len() == 1), "{next:?}");
+    let next = plain.store().news(&next.cursor).expect("has news").await.expect("read");
+    assert!(matches!(&next.scope, Scope::Counts(counts) if counts.len() == 1), "{next:?}");
     redis.assert_every_key_expires();
 }
 
@@ -247,11 +247,12 @@ async fn a_cluster_tells_from_all_its_nodes_and_of_what_it_gives_back_by_itself(
     // Taken, and given back because a later one denies.
     let free = Charge::new("free", &quota);
     let charges = [free, Charge::new("user-0", &quota)];
-    let since = limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
+    let since =
+        limiter.store().news(&Cursor::default()).expect("has news").await.expect("read").cursor;
     assert!(!other.decide_all(Action::Acquire, &charges).await.expect("decided")[1].allowed);
     until("it is told", async || {
         let news = limiter.store().news(&since).expect("has news").await.expect("read");
-        news.freed == Freed::Counts(vec![tidegate::store::news::CountId::of(&free)])
+        news.scope == Scope::Counts(vec![tidegate::store::invalidation::CountId::of(&free)])
     })
     .await;
     cluster.assert_every_key_expires();
@@ -313,14 +314,14 @@ async fn a_reset_reaches_other_instances_after_a_stall_of_the_invalidation_node(
     exhaust(&limiter, &charge).await;
     cluster.nodes()[stalled].signal("STOP");
     until("the connection is given up", async || {
-        let _ = other.store().news(&Mark::default()).expect("has news").await;
+        let _ = other.store().news(&Cursor::default()).expect("has news").await;
         other.store().nodes().iter().any(|node| !node.connected)
     })
     .await;
     other.reset(&charge).await.expect("the node of this key is up");
     cluster.nodes()[stalled].signal("CONT");
     let owner = || &cluster.nodes()[cluster.owner_of(NEWS)];
-    let id = format!("{:016x}", tidegate::store::news::CountId::of(&charge).0);
+    let id = format!("{:016x}", tidegate::store::invalidation::CountId::of(&charge).0);
     until("the invalidation is published", async || {
         let members: Vec<String> = owner().query(&["ZRANGE", NEWS, "0", "-1"]);
         members.iter().any(|member| member.ends_with(&id))
@@ -336,7 +337,7 @@ async fn concurrent_refunds_share_publish_calls() {
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     // There is a reader, so each refund must be published.
     let cursor =
-        limiter.store().news(&Mark::default()).expect("has news").await.expect("read").mark;
+        limiter.store().news(&Cursor::default()).expect("has news").await.expect("read").cursor;
     limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
     let before = redis.calls_of("evalsha");
     let refund = |number: u32| {
@@ -351,7 +352,7 @@ async fn concurrent_refunds_share_publish_calls() {
     }
     // Each refund returned after its invalidation was published.
     let news = limiter.store().news(&cursor).expect("has news").await.expect("read");
-    assert!(matches!(&news.freed, Freed::Counts(counts) if counts.len() == 201), "{news:?}");
+    assert!(matches!(&news.scope, Scope::Counts(counts) if counts.len() == 201), "{news:?}");
     let calls = redis.calls_of("evalsha") - before - 1;
     assert!(calls < 30, "{calls} calls for 200 refunds");
 }
@@ -379,12 +380,15 @@ impl Store for Told {
         self.memory.clock()
     }
 
-    fn news(&self, since: &Mark) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        let begun = since == &Mark::default();
+    fn news(
+        &self,
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
+        let begun = since == &Cursor::default();
         Some(async move {
             self.looks.fetch_add(1, Ordering::Relaxed);
-            let freed = if begun { Freed::Anything } else { Freed::Counts(Vec::new()) };
-            Ok(News { mark: Mark("here".to_owned()), freed, now: None })
+            let scope = if begun { Scope::All } else { Scope::Counts(Vec::new()) };
+            Ok(Invalidations { cursor: Cursor("here".to_owned()), scope, now: None })
         })
     }
 }

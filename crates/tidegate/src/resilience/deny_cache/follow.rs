@@ -8,7 +8,7 @@ use tokio::time::{sleep, timeout};
 
 use super::Inner;
 use crate::resilience::jittered;
-use crate::store::news::{Freed, Mark};
+use crate::store::invalidation::{Cursor, Scope};
 use crate::store::{Store, StoreError};
 
 /// Between two looks, give or take a little: many instances must not come all at once.
@@ -25,7 +25,7 @@ const IDLE_LOOKS: u32 = 25;
 /// Where and when news were last read.
 #[derive(Default)]
 struct Reading {
-    mark: Mark,
+    cursor: Cursor,
     /// When it was begun by our clock, and the time by the store's.
     times: Option<(u64, u64)>,
 }
@@ -50,19 +50,16 @@ pub(super) async fn news<S: Store>(inner: Weak<Inner<S>>) {
 impl<S: Store> Inner<S> {
     async fn look(&self, reading: &mut Reading) -> Result<(), StoreError> {
         let sent = self.now();
-        let Some(call) = self.store.news(&reading.mark) else { return Ok(()) };
+        let Some(call) = self.store.news(&reading.cursor) else { return Ok(()) };
         let news = timeout(PATIENCE, call).await.unwrap_or(Err(StoreError::Timeout(PATIENCE)))?;
-        let freed = if ran_ahead(reading.times, news.now, self.now()) {
-            Freed::Anything
-        } else {
-            news.freed
-        };
-        *reading = Reading { mark: news.mark, times: news.now.map(|now| (sent, now)) };
+        let freed =
+            if ran_ahead(reading.times, news.now, self.now()) { Scope::All } else { news.scope };
+        *reading = Reading { cursor: news.cursor, times: news.now.map(|now| (sent, now)) };
         // First forgotten, then trusted. A denial that is under way meanwhile finds that it comes
         // too late to be kept.
         match freed {
-            Freed::Counts(counts) => counts.into_iter().for_each(|count| self.table.forget(count)),
-            Freed::Anything => self.table.clear(),
+            Scope::Counts(counts) => counts.into_iter().for_each(|count| self.table.forget(count)),
+            Scope::All => self.table.clear(),
         }
         let trust = u64::try_from(TRUST.as_micros()).unwrap_or(0);
         self.trusted_until.store(sent.saturating_add(trust), Ordering::Release);

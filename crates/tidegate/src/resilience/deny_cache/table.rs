@@ -19,7 +19,7 @@ use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::resilience::random;
-use crate::store::news::CountId;
+use crate::store::invalidation::CountId;
 
 /// Places for one count, and for those that share its set.
 const WAYS: usize = 8;

@@ -173,7 +173,7 @@ local function make_together()
   end
 
   return function(action, count, at, key)
-    local charges, together = {}, action ~= 'forgo'
+    local charges, together = {}, action ~= 'count-denied'
     for i = 1, count do
       local quota = quotas[tonumber(ARGV[at])]
       local algorithm = quota.algorithm

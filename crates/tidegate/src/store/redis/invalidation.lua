@@ -2,7 +2,7 @@
 --
 -- KEYS   1  the invalidation set, sorted: score = number, member = <number>:<nonce of the call>:<count>
 --           The first member has the number 0 and no count: a reader has created the set, and the numbers with it.
--- ARGV   1  publish | publish-all | read
+-- ARGV   1  publish | publish-all | poll
 --        2  nonce: differs in every call
 --        publish:  3  the most members that are kept; then the counts
 --        read:     3  TTL of the set in milliseconds, from the last read on
