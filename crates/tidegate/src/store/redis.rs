@@ -29,8 +29,9 @@
 //! three, `cluster|slots` and `asking` are needed only on a cluster, `role` only behind sentinels:
 //!
 //! ```text
-//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink +get +getrange +hmget +hset
-//!     +pexpireat +pttl +set +setrange +zadd +zcard +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
+//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
+//!     +get +getrange +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard +zcount
+//!     +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
 //!
@@ -65,6 +66,7 @@ use crate::key::write_redis_key;
 mod batch;
 mod builder;
 mod call;
+mod connection;
 mod endpoint;
 mod error;
 mod groups;
@@ -237,8 +239,8 @@ impl Shared {
         Box::pin(self.decide_alone(request, slot, started, None)).await
     }
 
-    /// Decides a request by a call of its own. Callers box this large future, so that the future of
-    /// a caller that waits for a batch stays small.
+    /// Decides a request by a separate call. Callers box this large future, so that the future of a
+    /// caller that waits for a batch stays small.
     async fn decide_alone(
         &self,
         request: &Request<'_>,

@@ -1,7 +1,7 @@
 //! [`Batch`]: requests that are sent together in one call, and the waiters for their results.
 //!
-//! Lifecycle: open → sealed (in flight) → completed. A waiter may be dropped at any time without an
-//! effect on the others: its request is left out if the batch is still open, and its result is
+//! Lifecycle: open → sealed (in flight) → completed. A waiter may be dropped at any time without
+//! an effect on the others: its request is left out if the batch is still open, and its result is
 //! ignored if it is in flight.
 
 use std::future::Future;
@@ -76,7 +76,7 @@ pub(super) enum ItemResult {
     Failed(StoreError),
     /// The item did not run, and may be retried in another batch.
     Retry,
-    /// The item did not run, and must be retried by a call of its own, which follows redirects.
+    /// The item did not run, and must be retried by a separate call, which follows redirects.
     RetryAlone,
 }
 

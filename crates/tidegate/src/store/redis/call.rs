@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 use tokio::time::sleep_until;
 
+use super::connection::Connection;
 use super::error::{AttemptError, ServerError};
-use super::node::{Connection, NodeClient};
+use super::node::NodeClient;
 use super::queue::InFlightPermit;
 use super::script::Script;
 use super::server_clock::ServerClock;

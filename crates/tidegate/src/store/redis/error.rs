@@ -99,20 +99,20 @@ impl AttemptError {
         let Some(code) = error.code() else {
             return Self::Lost(NodeError::new(address, &one_line(error)));
         };
-        let target = || error.redirect_node().and_then(|(node, _)| address.parse_relative(node));
+        let target = error.redirect_node().and_then(|(node, _)| address.parse_relative(node));
         let reason = || with_address(address, &one_line(error));
-        // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY You
-        // can't write …`.
-        let is_wrapped_readonly =
-            || error.detail().is_some_and(|detail| detail.contains("-READONLY "));
         Self::Server(match code {
-            "MOVED" => target().map_or_else(|| ServerError::Other(reason()), ServerError::Moved),
-            "ASK" => target().map_or_else(|| ServerError::Other(reason()), ServerError::Ask),
+            "MOVED" => target.map_or_else(|| ServerError::Other(reason()), ServerError::Moved),
+            "ASK" => target.map_or_else(|| ServerError::Other(reason()), ServerError::Ask),
             "TRYAGAIN" => ServerError::TryAgain,
             "CROSSSLOT" => ServerError::CrossSlot,
             "NOSCRIPT" => ServerError::NoScript,
             "READONLY" | "CLUSTERDOWN" => ServerError::NotWritable(reason()),
-            "ERR" if is_wrapped_readonly() => ServerError::NotWritable(reason()),
+            // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
+            // You can't write …`.
+            "ERR" if error.detail().is_some_and(|detail| detail.contains("-READONLY ")) => {
+                ServerError::NotWritable(reason())
+            }
             _ => ServerError::Other(reason()),
         })
     }

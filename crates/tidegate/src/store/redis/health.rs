@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Pipeline, Value};
 
 use super::RedisStore;
+use super::connection::query_once;
 use super::endpoint::Address;
-use super::node::{NodeClient, query_once};
+use super::node::NodeClient;
 use crate::store::{Part, StoreError};
 
 /// Health of one node, as this process sees it.

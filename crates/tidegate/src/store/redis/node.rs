@@ -10,18 +10,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::sync::{Notify, watch};
-use tokio::task::{AbortHandle, JoinHandle};
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
+use super::connection::{Connection, is_primary_role, parse_time};
 use super::endpoint::{Address, ConnectionOptions};
 use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
 use super::script::{SCRIPT_COUNT, Script};
-use super::server_clock::ServerClock;
 use crate::store::Part;
 
 /// Client of one node. Dropping it closes the connection.
@@ -71,15 +70,6 @@ enum ConnectionState {
     Down(NodeError),
     /// Another node has replaced this one, and nothing is sent to it any more.
     Retired,
-}
-
-/// Established connection. Dropping it closes the socket.
-pub(super) struct Connection {
-    handle: MultiplexedConnection,
-    driver: AbortHandle,
-    connected_at: Instant,
-    /// Clock of the connected server; after a reconnect the address may lead to another server.
-    clock: ServerClock,
 }
 
 /// Loads of one script on one node. All calls that find the script missing share one load.
@@ -319,29 +309,8 @@ impl Drop for NodeClient {
     }
 }
 
-impl Connection {
-    fn new(handle: MultiplexedConnection, driver: &JoinHandle<()>) -> Self {
-        Self {
-            handle,
-            driver: driver.abort_handle(),
-            connected_at: Instant::now(),
-            clock: ServerClock::new(),
-        }
-    }
-
-    pub(super) fn clock(&self) -> &ServerClock {
-        &self.clock
-    }
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.driver.abort();
-    }
-}
-
 impl ConnectionState {
-    /// Returns the connection or the reason why there is none; `None` while connecting.
+    /// Returns the connection or the reason for its absence; `None` while connecting.
     fn connection(&self) -> Option<Result<Arc<Connection>, AttemptError>> {
         match self {
             Self::Up(connection) => Some(Ok(Arc::clone(connection))),
@@ -402,7 +371,10 @@ impl NodeShared {
                     }
                     let error = self.monitor(&connection, driver).await;
                     if self.closed_by_us.swap(false, Ordering::Relaxed) {
-                        tracing::debug!(node = %self.address, "Redis accepts no writes, reconnecting");
+                        tracing::debug!(
+                            node = %self.address,
+                            "Redis accepts no writes, reconnecting"
+                        );
                     } else {
                         tracing::warn!(
                             node = %self.address,
@@ -488,7 +460,7 @@ impl NodeShared {
             }
         }
         if let Some(now) = replies.last().and_then(parse_time) {
-            connection.clock.observe(now, sent, Instant::now());
+            connection.clock().observe(now, sent, Instant::now());
         }
         Ok((Arc::new(connection), driver))
     }
@@ -515,7 +487,7 @@ impl NodeShared {
             match timeout(self.connect_timeout, handle.send_packed_command(&command)).await {
                 Ok(Ok(reply)) => {
                     if let Some(now) = parse_time(&reply) {
-                        connection.clock.observe(now, sent, Instant::now());
+                        connection.clock().observe(now, sent, Instant::now());
                     }
                 }
                 Ok(Err(error)) => return NodeError::new(&self.address, &one_line(&error)),
@@ -543,53 +515,6 @@ impl NodeShared {
     fn record_error(&self, error: &NodeError) {
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
     }
-}
-
-/// Sends one command to a node without a client, on a connection of its own.
-pub(super) async fn query_once(
-    address: &Address,
-    options: &ConnectionOptions,
-    command: Cmd,
-    query_timeout: Duration,
-) -> Result<Value, NodeError> {
-    let query = async {
-        let (mut handle, driver) = address.open(options).await?;
-        let driver = tokio::spawn(driver);
-        let _connection = Connection::new(handle.clone(), &driver);
-        let mut pipeline = Pipeline::new();
-        for command in options.handshake_commands().into_iter().chain([command]) {
-            pipeline.add_command(command);
-        }
-        let replies = handle.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
-        let mut last = Value::Nil;
-        for reply in replies {
-            last = reply.extract_error()?;
-        }
-        Ok(last)
-    };
-    match timeout(query_timeout, query).await {
-        Ok(reply) => {
-            reply.map_err(|error: RedisError| NodeError::during_handshake(address, &error))
-        }
-        Err(_) => Err(NodeError::new(address, &format!("no answer within {query_timeout:?}"))),
-    }
-}
-
-/// Whether a reply of ROLE is that of a primary.
-pub(super) fn is_primary_role(role: &Value) -> bool {
-    let Value::Array(parts) = role else { return false };
-    matches!(parts.first(), Some(Value::BulkString(name)) if name == b"master")
-}
-
-/// Parses a reply of TIME to microseconds.
-fn parse_time(reply: &Value) -> Option<i64> {
-    let Value::Array(parts) = reply else { return None };
-    let number = |part: &Value| match part {
-        Value::BulkString(digits) => std::str::from_utf8(digits).ok()?.parse::<i64>().ok(),
-        _ => None,
-    };
-    let [seconds, micros] = parts.as_slice() else { return None };
-    Some(number(seconds)? * 1_000_000 + number(micros)?)
 }
 
 /// Returns the shard of a node: a hash of its address, so that it is the same in every process.

@@ -1,8 +1,8 @@
 //! [`Publisher`]: publishes the invalidations of one store, with at most one call in flight.
 //!
 //! Invalidations that arrive during a call share the next one. A call that fails is retried with
-//! backoff for as long as deny cache entries can live: after that, no instance has an entry that the
-//! invalidation could remove.
+//! backoff for as long as deny cache entries can live: after that, no instance has an entry that
+//! the invalidation could remove.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -2,7 +2,7 @@
 //!
 //! With no call in flight, the first caller becomes the leader: it yields once so that other ready
 //! tasks can join its batch, then sends it, in its own task if nothing has joined. All other
-//! callers join the open batch. It is sent by a task of its own as soon as a call completes, so a
+//! callers join the open batch. A separate task sends it as soon as a call completes, so a
 //! cancelled caller does not affect the others.
 //!
 //! A watchdog sends a batch that has waited for [`MAX_LINGER`] although calls are in flight: they

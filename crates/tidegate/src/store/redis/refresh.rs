@@ -32,7 +32,7 @@ impl RefreshListener {
         debug_assert!(triggered.is_ok(), "every listening task holds the trigger, too");
     }
 
-    /// Waits like [`wait`](Self::wait), but for at most `timeout`.
+    /// Waits like [`wait`](Self::wait), at most for `timeout`.
     pub(super) async fn wait_timeout(&mut self, timeout: Duration) {
         let _ = tokio::time::timeout(timeout, self.wait()).await;
     }

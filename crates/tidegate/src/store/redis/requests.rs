@@ -1,5 +1,5 @@
-//! [`ScriptCall`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, and its decoded
-//! reply. decide.lua documents the protocol.
+//! [`ScriptCall`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, and its
+//! decoded reply. decide.lua documents the protocol.
 //!
 //! Equal acquires of one charge share one item, which is sent once with their number.
 

@@ -1,5 +1,5 @@
-//! [`Topology`]: routes each call to the node that decides it: a single server, the primary that the
-//! sentinels report, or the owner of a slot.
+//! [`Topology`]: routes each call to the node that decides it: a single server, the primary that
+//! the sentinels report, or the owner of a slot.
 //!
 //! Background tasks keep the routes current, and calls only read them. A call that is redirected,
 //! or that meets a read-only node, triggers a refresh.
@@ -193,7 +193,7 @@ impl TopologyState {
         map.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node))
     }
 
-    /// Returns the client of a node, a new one if there is none yet.
+    /// Returns the client of a node, and creates it if necessary.
     pub(super) fn node_at(&self, address: &Address) -> Arc<NodeClient> {
         let mut nodes = self.nodes();
         let last_used = Instant::now();

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 use tokio::time::sleep;
 
+use super::super::connection::query_once;
 use super::super::endpoint::Address;
 use super::super::error::{AttemptError, NodeError, ServerError};
-use super::super::node::{NodeClient, query_once};
+use super::super::node::NodeClient;
 use super::super::slot::SLOTS;
 use super::{Routes, TopologyState};
 

@@ -13,9 +13,10 @@ use redis::{Pipeline, Value};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
+use super::super::connection::{is_primary_role, query_once};
 use super::super::endpoint::Address;
 use super::super::error::{AttemptError, NodeError};
-use super::super::node::{NodeClient, is_primary_role, query_once};
+use super::super::node::NodeClient;
 use super::{Routes, TopologyState};
 
 /// Report of one sentinel.
