@@ -278,8 +278,8 @@ impl<G: Groups> Compensation<'_, G> {
         let groups = self.groups;
         let start = |spent: SpentGroup| {
             let now = groups.now();
-            let charged = groups.charges(spent.group).iter().zip(&spent.decisions).enumerate();
-            let refunds = charged.filter_map(|(index, (charge, decision))| {
+            let decided = groups.charges(spent.group).iter().zip(&spent.decisions).enumerate();
+            let refunds = decided.filter_map(|(index, (charge, decision))| {
                 charge.to_refund(decision, spent.asked_at, now).map(|refund| (index, refund))
             });
             let (members, charges): (Vec<usize>, Vec<Charge<'_>>) = refunds.unzip();

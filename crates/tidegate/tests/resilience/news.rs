@@ -11,7 +11,7 @@ use tidegate::{
 };
 
 use crate::support::{
-    Cluster, LONG, PATIENCE, Redis, redis_6, redis_with_a_clock_to_set, until, valkey_9,
+    Cluster, LONG, Redis, TEST_TIMEOUT, redis_6, redis_with_settable_clock, until, valkey_9,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -19,7 +19,7 @@ const NEWS: &str = "rate_limit:{%news}";
 
 async fn store(redis: &Redis) -> RedisStore {
     RedisStore::builder(&redis.url())
-        .timeout(PATIENCE)
+        .timeout(TEST_TIMEOUT)
         .connect()
         .await
         .expect("our own server answers")
@@ -58,7 +58,7 @@ async fn until_admitted<S: Store>(
         if decision.source == Source::DenyCache {
             last = asked;
         }
-        assert!(asked < PATIENCE, "never admitted: {decision:?}");
+        assert!(asked < TEST_TIMEOUT, "never admitted: {decision:?}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -164,7 +164,7 @@ async fn a_redis_that_was_emptied_is_noticed_within_a_second() {
 
 #[tokio::test]
 async fn a_server_whose_clock_is_set_forward_is_noticed_within_a_second() {
-    let (redis, clock) = redis_with_a_clock_to_set();
+    let (redis, clock) = redis_with_settable_clock();
     let limiter = cached(&redis).await;
     let quota = Quota::token_bucket(1, Duration::from_secs(3_600)).expect("valid");
     let charge = Charge::new("u", &quota);
@@ -229,7 +229,7 @@ async fn a_cluster_tells_from_all_its_nodes_and_of_what_it_gives_back_by_itself(
     let cluster = Cluster::start();
     let connect = async || {
         RedisStore::cluster(&cluster.urls()[..3])
-            .timeout(PATIENCE)
+            .timeout(TEST_TIMEOUT)
             .connect()
             .await
             .expect("our own cluster answers")

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tidegate::{Action, Breaker, Charge, Fallback, Quota, RedisStore, Source, Store};
 use tokio::time::{Instant, sleep};
 
-use crate::support::{LONG, PATIENCE, Redis};
+use crate::support::{LONG, Redis, TEST_TIMEOUT};
 
 const DEADLINE: Duration = Duration::from_millis(100);
 /// Of this machine, when it is busy.
@@ -21,7 +21,7 @@ async fn connect(redis: &Redis) -> Fallback<Breaker<RedisStore>> {
 async fn until_the_store_decides(fallback: &impl Store, charge: &Charge<'_>) {
     let start = Instant::now();
     while fallback.decide(Action::Peek, charge).await.expect("decided").source != Source::Store {
-        assert!(start.elapsed() < PATIENCE, "the store is back");
+        assert!(start.elapsed() < TEST_TIMEOUT, "the store is back");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -64,7 +64,7 @@ async fn a_redis_that_stops_again_and_again_lets_nobody_beyond_and_nobody_wait()
             break;
         }
         assert!(
-            start.elapsed() < PATIENCE,
+            start.elapsed() < TEST_TIMEOUT,
             "{left} left, {admitted} admitted, {:?}",
             fallback.stats()
         );
@@ -94,7 +94,7 @@ async fn a_redis_that_is_killed_is_missed_for_a_moment_only() {
             break;
         }
         local += 1;
-        assert!(start.elapsed() < PATIENCE, "the store is back");
+        assert!(start.elapsed() < TEST_TIMEOUT, "the store is back");
         sleep(Duration::from_millis(5)).await;
     }
     let look = fallback.store().decide(Action::Take, &charge.cost(0)).await.expect("decided");

@@ -59,7 +59,7 @@ async fn with_a_fallback_a_redis_that_is_gone_is_no_outage() {
         (OnStoreFailure::Deny, [StatusCode::TOO_MANY_REQUESTS, StatusCode::TOO_MANY_REQUESTS]),
     ] {
         let store = RedisStore::connect(&redis.url()).await.expect("our own server answers");
-        redis.end();
+        redis.kill();
         let quota = Quota::token_bucket(1, LONG).expect("valid");
         let layer = RateLimitLayer::new(Limiter::new(Fallback::new(store)), quota)
             .on_store_failure(failure);

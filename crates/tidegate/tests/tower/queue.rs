@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tower::ServiceExt as _;
 
 use crate::site::Site;
-use crate::support::{PATIENCE, Redis, until};
+use crate::support::{Redis, TEST_TIMEOUT, until};
 
 struct Queue<S> {
     limiter: Limiter<S>,
@@ -122,7 +122,7 @@ async fn who_is_dropped_gives_its_place_back_in_memory() {
 async fn who_is_dropped_gives_its_place_back_on_redis() {
     let redis = Redis::start();
     let clock = ManualClock::new();
-    let builder = RedisStore::builder(&redis.url()).timeout(PATIENCE).driven_by(clock.clone());
+    let builder = RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).driven_by(clock.clone());
     let limiter = Limiter::new(builder.connect().await.expect("connected"));
     who_is_dropped_gives_its_place_back(Queue::on(limiter, clock)).await;
 }

@@ -72,11 +72,11 @@ impl SlotMap {
         if self.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node)) {
             return None;
         }
-        let mut changed = self.clone();
-        *changed.owners.get_mut(usize::from(slot))? = changed.index_of(node);
-        let changes = changed.changes.get_mut(usize::from(slot))?;
+        let mut map = self.clone();
+        *map.owners.get_mut(usize::from(slot))? = map.index_of(node);
+        let changes = map.changes.get_mut(usize::from(slot))?;
         *changes = changes.wrapping_add(1);
-        Some(changed)
+        Some(map)
     }
 
     fn index_of(&mut self, node: &Arc<NodeClient>) -> u16 {
