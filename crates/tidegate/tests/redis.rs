@@ -220,7 +220,7 @@ async fn a_decision_takes_few_commands() {
         let of_algorithm = max_commands.iter().find(|(algorithm, _)| *algorithm == name);
         let max = match quota.encoding() {
             tidegate::Encoding::Packed => 2,
-            _ => of_algorithm.map_or(0, |(_, max)| *max),
+            tidegate::Encoding::SortedSet => of_algorithm.map_or(0, |(_, max)| *max),
         };
         let charge = Charge::new("u", quota);
         limiter.acquire(&charge).await.expect("decided");

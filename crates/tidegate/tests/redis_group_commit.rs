@@ -485,7 +485,7 @@ async fn connection_loss_fails_all_in_flight_calls() {
         match task.await.expect("no panic") {
             Ok(decision) => decided += u64::from(decision.allowed),
             Err(error) => {
-                assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}")
+                assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}");
             }
         }
     }
