@@ -106,7 +106,7 @@ impl Builder {
     }
 
     /// Sets the trusted certificates and the client certificate for `rediss://` URLs. By default
-    /// the store trusts the system's certificates and presents none.
+    /// the store trusts the system's certificates and presents no client certificate.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);

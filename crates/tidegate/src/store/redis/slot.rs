@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_those_of_redis() {
+    fn slots_match_redis() {
         // The check value of CRC16/XMODEM, and results of CLUSTER KEYSLOT.
         assert_eq!(crc16(b"123456789".iter().copied()), 0x31C3);
         assert_eq!(slot_of("foo"), 12_182);

@@ -124,8 +124,8 @@ impl Topology {
         &self.state
     }
 
-    /// Waits until a node can decide. Fails after [`START_TIMEOUT`], or as soon as an option is
-    /// found to be wrong.
+    /// Waits until a node can decide. Fails if discovery fails, if an option is wrong, or after
+    /// [`START_TIMEOUT`].
     pub(super) async fn wait_until_ready(&self) -> Result<(), StoreError> {
         let mut initial_discovery = self.state.initial_discovery.subscribe();
         let wait = async {
