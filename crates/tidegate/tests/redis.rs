@@ -517,7 +517,7 @@ async fn running_totals_wrap_around_before_they_lose_precision() {
     redis.assert_every_key_expires();
 }
 
-/// Compares the multiplication and division of all algorithms, in Lua's doubles, with Rust's `u128`.
+/// Compares the arithmetic of all algorithms, in Lua's doubles, with Rust's `u128`.
 #[test]
 fn lua_multiplies_and_divides_exactly() {
     const PRELUDE: &str = include_str!("../src/store/redis/prelude.lua");
