@@ -4,7 +4,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tidegate::store::news::{Mark, News};
+use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore,
     OnStoreFailure, RedisStore, ShardId, SharedStore, Source, Store, StoreError,
@@ -262,8 +262,8 @@ impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.store.invalidations(since)
     }
 

@@ -141,7 +141,7 @@ pub(crate) async fn examine(store: &RedisStore, examination: &Examination<'_>) -
         memory::check(&subject, &mut report).await;
         replicas::check(&subject, &mut clocks, &mut report).await;
         clocks.look(&subject, &mut report).await;
-        latency::check(&subject, node.part, examination, primaries.len(), &mut report).await;
+        latency::check(&subject, node.shard, examination, primaries.len(), &mut report).await;
         keys::check(&subject, examination, &mut report).await;
     }
     clocks.compare(&mut report);

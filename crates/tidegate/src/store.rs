@@ -10,9 +10,9 @@ use crate::clock::Clock;
 use crate::decision::Decision;
 
 #[cfg(feature = "resilience")]
-pub(crate) mod in_order;
+pub(crate) mod compensation;
+pub mod invalidation;
 pub mod memory;
-pub mod news;
 #[cfg(feature = "redis")]
 pub mod redis;
 pub(crate) mod shared;

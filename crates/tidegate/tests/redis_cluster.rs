@@ -1,4 +1,4 @@
-//! The Redis store on a real cluster: conformance, charges that live apart, moving slots, failover.
+//! The Redis store on a real cluster: conformance, charges in several slots, migrations, failover.
 
 mod support;
 
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{Cluster, LONG, PATIENCE, RIGHTS, Redis, every_quota, until};
+use support::{Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, until};
 use tidegate::testing::conformance;
 use tidegate::{
     Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Quota, RedisStore, ShardId,
@@ -16,14 +16,14 @@ use tidegate::{
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 async fn limiter(cluster: &Cluster) -> Limiter<RedisStore> {
-    let builder = RedisStore::cluster(&cluster.urls()[..2]).timeout(PATIENCE);
+    let builder = RedisStore::cluster(&cluster.urls()[..2]).timeout(TEST_TIMEOUT);
     Limiter::new(builder.connect().await.expect("our own cluster answers"))
 }
 
 async fn driven(cluster: &Cluster, clock: ManualClock) -> Limiter<RedisStore> {
     let prefix = format!("test-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
     let builder =
-        RedisStore::cluster(cluster.urls()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
+        RedisStore::cluster(cluster.urls()).timeout(TEST_TIMEOUT).prefix(prefix).driven_by(clock);
     Limiter::new(builder.connect().await.expect("our own cluster answers"))
 }
 
@@ -33,9 +33,9 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
     conformance(support::seeds(150), async |clock| driven(&cluster, clock).await).await;
     support::assert_exact_under_concurrency(&limiter(&cluster).await).await;
 
-    // One URL that turns out to be a node of a cluster will do.
+    // A single URL of a node is enough.
     let one = RedisStore::builder(&cluster.urls()[0])
-        .timeout(PATIENCE)
+        .timeout(TEST_TIMEOUT)
         .connect()
         .await
         .expect("connected");
@@ -54,17 +54,16 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
         charges.iter().map(|charge| one.store().shard(charge)).collect();
     assert_eq!(parts.len(), 3);
     for part in parts {
-        one.store().probe(part).await.expect("each node could decide");
+        one.store().probe(part).await.expect("each node can decide");
     }
-    one.store().heartbeat("a").await.expect("said");
+    one.store().heartbeat("a").await.expect("announced");
     assert_eq!(one.store().heartbeat("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     cluster.assert_every_key_expires();
 }
 
-/// Pairs of keys on different nodes, in both orders, from many tasks: a denial of one gives the
-/// other back.
+/// Many tasks charge pairs of keys on different nodes, in both orders.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_took() {
+async fn charges_on_several_nodes_are_exact_and_denied_ones_are_refunded() {
     let cluster = Cluster::start();
     let limiter = limiter(&cluster).await;
     for (wide, narrow) in every_quota(100, LONG).into_iter().zip(every_quota(40, LONG)) {
@@ -96,62 +95,66 @@ async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_to
         assert_eq!(
             left.remaining + 1,
             60,
-            "what denied requests took was given back: {}",
+            "denied requests were refunded: {}",
             wide.unnamed_policy()
         );
     }
     cluster.assert_every_key_expires();
 }
 
-/// Its caller goes away, or its time is up, while the second node does not answer: the first gives
-/// back.
+/// The caller times out, or is cancelled, while the second node does not answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_spent_is_given_back_when_the_next_node_does_not_answer() {
+async fn the_first_node_is_refunded_when_the_second_does_not_answer() {
     let cluster = Cluster::start();
-    let patient = limiter(&cluster).await;
+    let observer = limiter(&cluster).await;
     let quota = Quota::sliding_log(10, LONG).expect("valid");
-    let key = |name: &str| patient.store().redis_key(&Charge::new(name, &quota));
+    let key = |name: &str| observer.store().redis_key(&Charge::new(name, &quota));
     let here = cluster.owner_of(&key("here"));
     let there = (0..1_000)
         .map(|number| format!("there-{number}"))
         .find(|name| cluster.owner_of(&key(name)) != here);
-    let there = there.expect("a key elsewhere");
-    let hasty =
+    let there = there.expect("a key on another node");
+    let limiter =
         RedisStore::cluster(cluster.urls()).timeout(Duration::from_millis(300)).connect().await;
-    let hasty = Limiter::new(hasty.expect("connected"));
+    let limiter = Limiter::new(limiter.expect("connected"));
     let charges = [Charge::new("here", &quota), Charge::new(&there, &quota)];
     assert!(
-        hasty.acquire_all(&charges).await.expect("decided").iter().all(|decision| decision.allowed)
+        limiter
+            .acquire_all(&charges)
+            .await
+            .expect("decided")
+            .iter()
+            .all(|decision| decision.allowed)
     );
 
     let silent = cluster.owner_of(&key(&there));
     cluster.nodes()[silent].signal("STOP");
     let start = Instant::now();
-    hasty.acquire_all(&charges).await.expect_err("no answer");
+    limiter.acquire_all(&charges).await.expect_err("no answer");
     assert!(start.elapsed() < Duration::from_millis(900), "{:?}", start.elapsed());
-    // Dropped in the middle.
-    let _ = tokio::time::timeout(Duration::from_millis(100), hasty.acquire_all(&charges)).await;
-    let left = async || patient.peek(&charges[0]).await.expect("decided").remaining + 1;
-    until("it is given back", async || left().await == 9).await;
+    // A cancelled call.
+    let _ = tokio::time::timeout(Duration::from_millis(100), limiter.acquire_all(&charges)).await;
+    let left = async || observer.peek(&charges[0]).await.expect("decided").remaining + 1;
+    until("the units are refunded", async || left().await == 9).await;
     cluster.nodes()[silent].signal("CONT");
 }
 
-/// A slot moves, key by key, to a node that had none; all the while its keys are charged.
+/// A slot migrates, key by key, to a new node while its keys are charged.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
+async fn a_slot_migration_under_load_causes_no_error_and_loses_no_unit() {
     let mut cluster = Cluster::start();
     cluster.add_empty_primary();
-    // As a user who may do no more than a cluster takes.
-    cluster.nodes().iter().for_each(|node| node.grant(&[&RIGHTS[..], &["asking"]].concat()));
+    // A user with minimal permissions.
+    cluster.nodes().iter().for_each(|node| node.grant(&[&PERMISSIONS[..], &["asking"]].concat()));
     let urls: Vec<String> = cluster.nodes().iter().map(Redis::url_of_user).collect();
     let store = RedisStore::cluster(urls)
-        .timeout(PATIENCE)
+        .timeout(TEST_TIMEOUT)
         .connect()
         .await
         .expect("our own cluster answers");
     let limiter = Limiter::new(store);
     let quota = Quota::sliding_log(300, LONG).expect("valid");
-    // Policies of one key share its slot.
+    // All policies of one key are in one slot.
     let policies: Vec<String> = (0..6).map(|number| format!("policy-{number}")).collect();
     let redis_key = limiter.store().redis_key(&Charge::new("moving", &quota).policy("policy-0"));
     let (slot, from) = (cluster.slot_of(&redis_key), cluster.owner_of(&redis_key));
@@ -167,18 +170,19 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
             while !stop.load(Ordering::Relaxed) {
                 asked += 1;
                 if asked % 4 == 0 {
-                    // Together: all or none, even while some have moved and some have not.
-                    let pair =
-                        [1, 4].map(|at: usize| Charge::new("moving", &quota).policy(&policies[at]));
+                    // All or nothing, even while the two keys are on different nodes.
+                    let pair = [1, 4].map(|policy: usize| {
+                        Charge::new("moving", &quota).policy(&policies[policy])
+                    });
                     let decisions = limiter.acquire_all(&pair).await.expect("no error");
                     if decisions.iter().all(|decision| decision.allowed) {
                         admitted[1] += 1;
                         admitted[4] += 1;
                     }
                 } else {
-                    let at = (asked + task) % policies.len();
-                    let charge = Charge::new("moving", &quota).policy(&policies[at]);
-                    admitted[at] +=
+                    let policy = (asked + task) % policies.len();
+                    let charge = Charge::new("moving", &quota).policy(&policies[policy]);
+                    admitted[policy] +=
                         u64::from(limiter.acquire(&charge).await.expect("no error").allowed);
                 }
                 tokio::time::sleep(Duration::from_millis(1)).await;
@@ -209,16 +213,16 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_failover_is_followed_and_the_other_nodes_do_not_notice() {
+async fn a_failover_is_followed_and_does_not_affect_other_nodes() {
     assert_failover_is_followed(false).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_failover_from_a_node_that_hangs_is_followed_too() {
+async fn a_failover_from_a_hanging_node_is_followed() {
     assert_failover_is_followed(true).await;
 }
 
-/// The replica takes over, and calls go there. The other nodes never notice.
+/// The replica takes over. Calls to the other nodes never fail.
 async fn assert_failover_is_followed(hangs: bool) {
     let mut cluster = Cluster::start();
     let store =
@@ -230,7 +234,7 @@ async fn assert_failover_is_followed(hangs: bool) {
     let other = (0..1_000)
         .map(|number| format!("other-{number}"))
         .find(|name| cluster.owner_of(&key(name)) != dying);
-    let other = other.expect("a key elsewhere");
+    let other = other.expect("a key on another node");
     for name in ["dying", &other] {
         limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
     }
@@ -238,17 +242,17 @@ async fn assert_failover_is_followed(hangs: bool) {
     if hangs {
         cluster.nodes()[dying].signal("STOP");
     } else {
-        cluster.node_mut(dying).end();
+        cluster.node_mut(dying).kill();
     }
     let (mut promoted, mut slowest) = (None, Duration::ZERO);
     until("the replica decides", async || {
-        if promoted.is_none() && cluster.primaries_but(dying) == 3 {
+        if promoted.is_none() && cluster.other_primaries(dying) == 3 {
             promoted = Some(Instant::now());
         }
-        limiter.acquire(&Charge::new(&other, &quota)).await.expect("the other nodes go on");
-        let asked = Instant::now();
+        limiter.acquire(&Charge::new(&other, &quota)).await.expect("another node decides");
+        let start = Instant::now();
         let decided = limiter.acquire(&Charge::new("dying", &quota)).await.is_ok();
-        slowest = slowest.max(asked.elapsed());
+        slowest = slowest.max(start.elapsed());
         decided
     })
     .await;
@@ -256,9 +260,9 @@ async fn assert_failover_is_followed(hangs: bool) {
     assert!(followed < Duration::from_secs(1), "{followed:?} after the promotion");
     assert!(slowest < Duration::from_millis(900), "{slowest:?}");
     assert_ne!(limiter.store().shard(&Charge::new("dying", &quota)), before);
-    limiter.store().probe(before).await.expect("a node that is gone has nothing left to fail");
+    limiter.store().probe(before).await.expect("a removed node cannot fail");
     if hangs {
-        // It wakes up, and what waited in its buffers is too late.
+        // The old node continues, and the calls in its buffers are past their deadlines.
         cluster.nodes()[dying].signal("CONT");
         for _ in 0..50 {
             limiter.acquire(&Charge::new("dying", &quota)).await.expect("decided");
@@ -266,9 +270,9 @@ async fn assert_failover_is_followed(hangs: bool) {
     }
 }
 
-/// Decisions of many keys at once: a batch a node, in it a call a slot.
+/// Concurrent decisions for many keys: one batch per node, with one call per slot.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
+async fn a_batch_of_many_slots_returns_each_decision_to_its_caller() {
     let cluster = Cluster::start();
     let limiter = limiter(&cluster).await;
     for quota in every_quota(5, LONG) {
@@ -277,8 +281,8 @@ async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
                 let (limiter, quota) = (limiter.clone(), quota.clone());
                 tokio::spawn(async move {
                     let mut left = Vec::new();
-                    for turn in 0..4 {
-                        let name = format!("user-{}", (caller + turn) % 40);
+                    for round in 0..4 {
+                        let name = format!("user-{}", (caller + round) % 40);
                         let decision =
                             limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
                         left.push((name, decision.allowed, decision.remaining));
@@ -287,18 +291,18 @@ async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
                 })
             })
             .collect();
-        let mut told = std::collections::HashMap::<String, Vec<u64>>::new();
+        let mut remaining_by_key = std::collections::HashMap::<String, Vec<u64>>::new();
         for task in tasks {
             for (name, allowed, remaining) in task.await.expect("no panic") {
                 if allowed {
-                    told.entry(name).or_default().push(remaining);
+                    remaining_by_key.entry(name).or_default().push(remaining);
                 } else {
                     assert_eq!(remaining, 0);
                 }
             }
         }
-        assert_eq!(told.len(), 40);
-        for (name, mut left) in told {
+        assert_eq!(remaining_by_key.len(), 40);
+        for (name, mut left) in remaining_by_key {
             left.sort_unstable();
             assert_eq!(left, [0, 1, 2, 3, 4], "{name} of {}", quota.unnamed_policy());
         }
@@ -306,7 +310,7 @@ async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
     cluster.assert_every_key_expires();
 }
 
-/// Keys whose counts live in different slots of one node.
+/// Returns a node, and keys in different slots of it.
 fn keys_of_one_node(cluster: &Cluster, store: &RedisStore, count: usize) -> (usize, Vec<String>) {
     let quota = Quota::fixed_window(1, LONG).expect("valid");
     let redis_key = |key: &String| store.redis_key(&Charge::new(key, &quota));
@@ -328,30 +332,31 @@ fn keys_of_one_node(cluster: &Cluster, store: &RedisStore, count: usize) -> (usi
     (node, keys)
 }
 
-/// The bytes of calls of scripts that the server has read and not executed.
+/// Returns the bytes of script calls that the server has received and not yet run.
 fn query_buffer(node: &Redis) -> usize {
     let clients: String = node.query(&["CLIENT", "LIST"]);
-    let of = |client: &str| client.split(" qbuf=").nth(1)?.split(' ').next()?.parse::<usize>().ok();
+    let buffered =
+        |client: &str| client.split(" qbuf=").nth(1)?.split(' ').next()?.parse::<usize>().ok();
     clients
         .lines()
         .filter(|client| client.contains(" cmd=evalsha "))
-        .filter_map(of)
+        .filter_map(buffered)
         .max()
         .unwrap_or(0)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn slots_of_one_node_are_asked_in_one_round_trip() {
+async fn slots_of_one_node_are_decided_in_one_round_trip() {
     let cluster = Cluster::start();
     let limiter = limiter(&cluster).await;
     let (node, keys) = keys_of_one_node(&cluster, limiter.store(), 5);
     let node = &cluster.nodes()[node];
     let quotas: Vec<Quota> = (0..5)
-        .map(|at| Quota::sliding_log(if at == 3 { 3 } else { 10 }, LONG).expect("valid"))
+        .map(|index| Quota::sliding_log(if index == 3 { 3 } else { 10 }, LONG).expect("valid"))
         .collect();
     let charges =
         || keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota)).collect::<Vec<_>>();
-    // The scripts are loaded then.
+    // This also loads the script.
     assert!(
         limiter
             .acquire_all(&charges())
@@ -360,16 +365,16 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
             .iter()
             .all(|decision| decision.allowed)
     );
-    // While the server is held back, what has arrived is in its query buffer. First of one call,
-    // then of all of them.
+    // While writes are paused, calls that have arrived stay in the query buffer. Measure the size
+    // of one call first, then of all.
     let mut one_call = 0;
     for count in [1, 5] {
-        node.hold_back();
-        let (asking, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
-        let together = tokio::spawn(async move {
+        node.pause_writes();
+        let (caller, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
+        let task = tokio::spawn(async move {
             let charges =
                 keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).cost(2));
-            asking.acquire_all(&charges.collect::<Vec<_>>()).await
+            caller.acquire_all(&charges.collect::<Vec<_>>()).await
         });
         until("all calls have arrived", async || {
             let arrived = query_buffer(node);
@@ -377,25 +382,19 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
             arrived > 4 * one_call || (count == 1 && arrived > 0)
         })
         .await;
-        node.go_on();
-        assert!(
-            together
-                .await
-                .expect("no panic")
-                .expect("decided")
-                .iter()
-                .all(|decision| decision.allowed)
-        );
+        node.resume_writes();
+        let decisions = task.await.expect("no panic").expect("decided");
+        assert!(decisions.iter().all(|decision| decision.allowed));
     }
-    // One denies: the others give back what they took.
+    // One charge denies, and the others are refunded.
     let denied = limiter.acquire_all(&charges()).await.expect("decided");
-    let told: Vec<(bool, u64)> =
+    let results: Vec<(bool, u64)> =
         denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
-    assert_eq!(told, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
+    assert_eq!(results, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
     for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
-        let look =
+        let read =
             limiter.store().decide(Action::ChargeUpTo, &charge.cost(0)).await.expect("decided");
-        assert_eq!(look.remaining, left);
+        assert_eq!(read.remaining, left);
     }
     cluster.assert_every_key_expires();
 }
@@ -406,28 +405,29 @@ async fn a_peek_across_slots_shows_unspent_numbers_when_one_denies() {
     for quotas in every_quota(4, Duration::from_secs(60)).chunks(2) {
         let clock = ManualClock::new();
         let limiter = driven(&cluster, clock.clone()).await;
-        let twin = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+        let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
         let keys: Vec<String> = (0..6).map(|number| format!("user-{number}")).collect();
         let pairs = keys.iter().zip(quotas.iter().cycle());
         let charges: Vec<Charge<'_>> =
             pairs.map(|(key, quota)| Charge::new(key, quota).cost(2)).collect();
-        for (at, charge) in charges.iter().enumerate() {
+        for (index, charge) in charges.iter().enumerate() {
             clock.advance(Duration::from_millis(700));
-            let spent = charge.cost(if at == 4 { 4 } else { 1 });
+            let spent = charge.cost(if index == 4 { 4 } else { 1 });
             limiter.acquire(&spent).await.expect("decided");
-            twin.acquire(&spent).await.expect("decided");
+            in_memory.acquire(&spent).await.expect("decided");
         }
-        let (found, truth) = (limiter.peek_all(&charges).await, twin.peek_all(&charges).await);
-        assert!(!truth.as_ref().expect("decided")[4].allowed);
-        assert_eq!(found.expect("decided"), truth.expect("decided"));
+        let on_cluster = limiter.peek_all(&charges).await.expect("decided");
+        let expected = in_memory.peek_all(&charges).await.expect("decided");
+        assert!(!expected[4].allowed);
+        assert_eq!(on_cluster, expected);
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_moved_slot_leaves_cached_denials_of_other_slots() {
+async fn a_migrated_slot_keeps_cached_denials_of_other_slots() {
     let cluster = Cluster::start();
     let store = RedisStore::cluster(cluster.urls())
-        .timeout(PATIENCE)
+        .timeout(TEST_TIMEOUT)
         .connect()
         .await
         .expect("our own cluster answers");
@@ -443,8 +443,9 @@ async fn a_moved_slot_leaves_cached_denials_of_other_slots() {
     let to = (0..3).find(|node| *node != from).expect("three primaries");
     let epochs = || (store.epoch_of(&moving), store.epoch_of(&staying));
     let mut moves = 0;
-    // Entries live five seconds: should the move take longer than that, it is made back, and so on.
-    until("a move leaves the other entry", async || {
+    // Entries live for five seconds. If a migration takes longer, the slot is migrated back, and so
+    // on.
+    until("a migration keeps the other entry", async || {
         for charge in [&moving, &staying] {
             until("the denial is cached", async || is_cached(charge).await).await;
         }

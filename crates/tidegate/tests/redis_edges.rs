@@ -1,11 +1,11 @@
-//! Where a Redis store meets change and damage: quotas that change, values it cannot read, logs
-//! that rested.
+//! Edge cases of the Redis store: changed quotas, unreadable values, and logs with many expired
+//! members.
 
 mod support;
 
 use std::time::Duration;
 
-use support::{LONG, PATIENCE, Redis, every_quota, packed};
+use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed};
 use tidegate::{
     Algorithm, Breaker, Charge, Clock as _, DenyCache, Encoding, Fallback, Limiter, ManualClock,
     MemoryStore, Quota, RedisStore, Source, StoreError,
@@ -14,13 +14,11 @@ use tidegate::{
 const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
 
-// ---- Quotas that change
-// ---------------------------------------------------------------------------------------------
+// ---- Changed quotas
 
-/// The first request after the reload is denied, and the count must then live as long as the new
-/// window needs it.
+/// A denied request under the longer window must extend the expiry of the count.
 #[tokio::test]
-async fn a_raised_window_keeps_the_counts() {
+async fn a_longer_window_keeps_the_counts() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     for short in every_quota(5, MINUTE) {
@@ -37,13 +35,13 @@ async fn a_raised_window_keeps_the_counts() {
         let expires_in: i64 = redis.query(&["PTTL", &key]);
         let windows = if long.quota().algorithm() == Algorithm::SlidingCounter { 2 } else { 1 };
         // A fixed window may be about to end; a bucket drains from now on.
-        let least = match long.quota().algorithm() {
+        let min = match long.quota().algorithm() {
             Algorithm::FixedWindow => 3_600_000 - 61_000,
             Algorithm::SlidingCounter => 7_200_000 - 61_000,
             _ => 3_590_000,
         };
         assert!(
-            (least..=windows * 3_600_000 + 1).contains(&expires_in),
+            (min..=windows * 3_600_000 + 1).contains(&expires_in),
             "{long:?} expires in {expires_in} ms"
         );
         limiter.reset(&long).await.expect("reset");
@@ -51,13 +49,13 @@ async fn a_raised_window_keeps_the_counts() {
 }
 
 #[tokio::test]
-async fn a_long_packed_log_keeps_its_counts_and_stays_quick_when_its_window_is_raised() {
+async fn a_long_packed_log_stays_exact_and_fast_under_a_longer_window() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     let limiter = redis.driven_limiter(clock.clone()).await;
-    // More than a chunk. The times of two hours need another width than those of one.
-    let (hour, hours) = (packed(20_000, 3_600 * SECOND), packed(20_000, 7_200 * SECOND));
+    // More than one chunk. Times within two hours need more bytes than times within one.
+    let (one_hour, two_hours) = (packed(20_000, 3_600 * SECOND), packed(20_000, 7_200 * SECOND));
     let (before, after) =
-        (Charge::new("u", &hour).policy("p"), Charge::new("u", &hours).policy("p"));
+        (Charge::new("u", &one_hour).policy("p"), Charge::new("u", &two_hours).policy("p"));
     for _ in 0..20_000 {
         clock.advance(Duration::from_millis(100));
         assert!(limiter.acquire(&before).await.expect("decided").allowed);
@@ -66,24 +64,23 @@ async fn a_long_packed_log_keeps_its_counts_and_stays_quick_when_its_window_is_r
     let denied = limiter.acquire(&after).await.expect("decided");
     assert!(!denied.allowed && denied.retry_after > 3_600 * SECOND, "{denied:?}");
     redis.query::<()>(&["CONFIG", "RESETSTAT"]);
-    // The oldest of the log leaves two hours after it came; then there is room, at the latest a
-    // block later.
+    // The oldest request leaves the window after two hours.
     clock.advance(denied.retry_after);
     let mut admitted = limiter.acquire(&after).await.expect("decided").allowed;
-    assert!(admitted, "the wait was exact");
+    assert!(admitted, "retry_after was exact");
     let mut allowed = 1;
     while admitted {
         admitted = limiter.acquire(&after).await.expect("decided").allowed;
         allowed += u64::from(admitted);
     }
-    assert_eq!(allowed, 1, "never too many");
+    assert_eq!(allowed, 1, "the limit holds");
     clock.advance(40 * SECOND);
     assert!(limiter.acquire(&after).await.expect("decided").allowed, "a block of 1/64 has left");
-    assert!(redis.calls_of("getrange") < 2_000, "no request walks the log");
+    assert!(redis.calls_of("getrange") < 2_000, "no request scans the log");
 }
 
 #[tokio::test]
-async fn a_lowered_limit_of_a_bucket_changes_nothing_by_a_denial() {
+async fn a_denial_under_a_lower_limit_does_not_change_a_bucket() {
     let redis = Redis::start();
     let clock = ManualClock::new();
     let on_redis = redis.driven_limiter(clock.clone()).await;
@@ -94,20 +91,37 @@ async fn a_lowered_limit_of_a_bucket_changes_nothing_by_a_denial() {
     );
     let (fast, slow) = (Charge::new("u", &fast).policy("p"), Charge::new("u", &slow).policy("p"));
     for charge in [&fast.cost(10), &slow, &fast] {
-        let (ours, theirs) = (on_redis.acquire(charge).await, in_memory.acquire(charge).await);
-        assert_eq!(ours, theirs, "{charge:?}");
+        let (actual, expected) = (on_redis.acquire(charge).await, in_memory.acquire(charge).await);
+        assert_eq!(actual, expected, "{charge:?}");
         clock.advance(SECOND / 4);
     }
 }
 
+/// On the server's clock, by which keys expire: at a lower limit the bucket takes longer to drain.
 #[tokio::test]
-async fn a_changed_algorithm_admits_twice_the_limit_at_most() {
+async fn a_denial_under_a_lowered_limit_extends_the_expiry() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
-    let kinds = every_quota(10, LONG);
-    for (at, old) in kinds.iter().enumerate() {
-        for (beside, new) in kinds.iter().enumerate().filter(|(beside, _)| *beside != at) {
-            let key = format!("{at}-{beside}");
+    let with_limit = |limit| {
+        let quota = Quota::token_bucket(limit, Duration::from_secs(30)).expect("valid");
+        quota.with_burst(100).expect("a bucket")
+    };
+    let (high, low) = (with_limit(100), with_limit(1));
+    let charge = |quota| Charge::new("u", quota).policy("p");
+    assert!(limiter.acquire(&charge(&high).cost(100)).await.expect("decided").allowed);
+    assert!(!limiter.acquire(&charge(&low).cost(100)).await.expect("decided").allowed);
+    let expires_in: i64 = redis.query(&["PTTL", &limiter.store().redis_key(&charge(&low))]);
+    assert!(expires_in > 2_000_000, "100 units at 1 in 30 s take 3,000 s, not {expires_in} ms");
+}
+
+#[tokio::test]
+async fn a_changed_algorithm_admits_at_most_twice_the_limit() {
+    let redis = Redis::start();
+    let limiter = redis.limiter().await;
+    let quotas = every_quota(10, LONG);
+    for (first, old) in quotas.iter().enumerate() {
+        for (second, new) in quotas.iter().enumerate().filter(|(second, _)| *second != first) {
+            let key = format!("{first}-{second}");
             let (old, new) =
                 (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
             let mut admitted = 0;
@@ -121,7 +135,7 @@ async fn a_changed_algorithm_admits_twice_the_limit_at_most() {
             for _ in 0..15 {
                 admitted += u64::from(limiter.acquire(&new).await.expect("decided").allowed);
             }
-            // (Two buckets share their count, which has gone with the key.)
+            // Two buckets share one count, which was deleted with the key.
             assert_eq!(admitted, 20, "{old:?}, then {new:?}");
         }
     }
@@ -129,7 +143,7 @@ async fn a_changed_algorithm_admits_twice_the_limit_at_most() {
 }
 
 #[tokio::test]
-async fn a_reset_of_one_policy_leaves_those_with_longer_names_alone() {
+async fn a_reset_of_one_policy_does_not_affect_policies_with_longer_names() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     for quota in every_quota(1, LONG) {
@@ -153,24 +167,23 @@ async fn a_refund_may_be_larger_than_any_limit() {
         let charge = Charge::new("u", &quota).cost(Quota::MAX_LOG_LIMIT);
         for charge in [charge, charge.cost(u64::MAX)] {
             let refunds = charge.units() == u64::MAX;
-            let (ours, theirs) = if refunds {
+            let (actual, expected) = if refunds {
                 (on_redis.refund(&charge).await, in_memory.refund(&charge).await)
             } else {
                 (on_redis.acquire(&charge).await, in_memory.acquire(&charge).await)
             };
-            assert_eq!(ours, theirs, "{charge:?}");
+            assert_eq!(actual, expected, "{charge:?}");
         }
     }
 }
 
-// ---- Values that cannot be read
-// -------------------------------------------------------------------------------------
+// ---- Unreadable values
 
 #[tokio::test]
-async fn a_damaged_value_is_the_trouble_of_its_key_alone() {
+async fn an_unreadable_value_affects_only_its_own_key() {
     let redis = Redis::start();
     let store =
-        RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+        RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).connect().await.expect("connected");
     let guarded = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(store))));
     let plain = redis.limiter().await;
     let quota = Quota::token_bucket(1_000_000, MINUTE).expect("valid");
@@ -181,7 +194,7 @@ async fn a_damaged_value_is_the_trouble_of_its_key_alone() {
         assert_eq!(decided.source, Source::Local);
         assert_eq!(guarded.acquire(&other).await.expect("decided").source, Source::Store);
     }
-    assert!(!guarded.store().stats().falling_back, "the store does not fail");
+    assert!(!guarded.store().stats().falling_back, "the store has not failed");
     let error = plain.acquire(&damaged).await.expect_err("an error");
     assert!(matches!(error, tidegate::Error::Store(StoreError::Unreadable(_))), "{error:?}");
     assert!(error.to_string().contains("reset the key"), "{error}");
@@ -189,19 +202,20 @@ async fn a_damaged_value_is_the_trouble_of_its_key_alone() {
     assert_eq!(guarded.acquire(&damaged).await.expect("decided").source, Source::Store);
 }
 
-// ---- Logs that rested
-// -----------------------------------------------------------------------------------------------
+// ---- Logs with many expired members
 
-/// A log of this many requests, all but the last of which have left the window.
+/// Creates a log of this many requests, of which all except the last have left the window.
 fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
     let script = r"
         local time = redis.call('TIME')
         local now = time[1] * 1000000 + time[2]
         local n, window = tonumber(ARGV[1]), tonumber(ARGV[2])
-        for i = 1, n - 1 do
-          redis.call('ZADD', KEYS[1], string.format('%.0f', now - window - 1000000 - (n - i)), string.format('%016.0f:1', i))
+        local function add(time, number)
+          local member = string.format('%016.0f:1', number)
+          redis.call('ZADD', KEYS[1], string.format('%.0f', time), member)
         end
-        redis.call('ZADD', KEYS[1], string.format('%.0f', now - 1000), string.format('%016.0f:1', n))
+        for i = 1, n - 1 do add(now - window - 1000000 - (n - i), i) end
+        add(now - 1000, n)
         redis.call('PEXPIREAT', KEYS[1], string.format('%.0f', (now + window) / 1000))
         return 1";
     redis.query::<u64>(&[
@@ -214,9 +228,9 @@ fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
     ]);
 }
 
-/// What one call may do is counted, so that the machine's speed does not matter.
+/// Counts the members that each call removes, so that the machine's speed does not matter.
 #[tokio::test]
-async fn a_log_that_rested_is_cleaned_up_in_pieces() {
+async fn expired_members_of_a_log_are_removed_in_small_steps() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::sliding_log(100_000, MINUTE).expect("valid");
@@ -233,13 +247,12 @@ async fn a_log_that_rested_is_cleaned_up_in_pieces() {
         calls += 1;
     }
     assert!(calls <= 1_000, "{calls} calls for 100,000 members");
-    let decision = limiter.peek(&charge).await.expect("looked");
+    let decision = limiter.peek(&charge).await.expect("decided");
     assert_eq!(decision.remaining, 100_000 - 1 - calls - 1);
 }
 
-/// A batch of rested logs shares the budget of one call.
 #[tokio::test]
-async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
+async fn the_logs_of_a_batch_share_the_removal_budget_of_one_call() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::sliding_log(10_000, MINUTE).expect("valid");
@@ -252,15 +265,15 @@ async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
             MINUTE,
         );
     }
-    let card = || -> u64 {
-        let of = |key: &String| {
+    let total_members = || -> u64 {
+        let members = |key: &String| {
             redis.query::<u64>(&["ZCARD", &limiter.store().redis_key(&Charge::new(key, &quota))])
         };
-        keys.iter().map(of).sum()
+        keys.iter().map(members).sum()
     };
-    let before = card();
+    let before = total_members();
     let calls = redis.calls_of("evalsha");
-    // Cost 8: each write cleans up.
+    // With a cost of 8, each write removes expired members.
     let tasks: Vec<_> = keys
         .iter()
         .map(|key| {
@@ -274,20 +287,20 @@ async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
         assert!(task.await.expect("no panic").allowed);
     }
     let calls = redis.calls_of("evalsha") - calls;
-    let removed = before + 100 - card();
+    let removed = before + 100 - total_members();
     assert!(removed <= calls * 1_000 + 100 * 16, "{removed} members removed in {calls} calls");
 }
 
-/// By Redis's own slow log: no call of ours holds up others for more than a millisecond. A machine
-/// that is busy elsewhere makes any command look slow, so the quickest of some rounds counts.
+/// Measures calls by the slow log of Redis. A busy machine makes any command slow, so the fastest
+/// of several rounds counts.
 #[tokio::test]
-async fn no_call_holds_redis_for_long_whatever_the_limit() {
+async fn no_call_blocks_redis_for_more_than_a_millisecond_at_any_limit() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let hour = 3_600 * SECOND;
     let sorted_set = Quota::sliding_log(Quota::MAX_SORTED_SET_LIMIT, hour).expect("valid");
     let large = packed(1_000_000, hour);
-    let mut quickest = u64::MAX;
+    let mut fastest_round = u64::MAX;
     for round in 0..20 {
         redis.query::<()>(&["FLUSHALL"]);
         let key = format!("user-{round}");
@@ -304,12 +317,12 @@ async fn no_call_holds_redis_for_long_whatever_the_limit() {
         limiter.reset(&one).await.expect("reset");
         let log: Vec<redis::Value> = redis.query(&["SLOWLOG", "GET", "128"]);
         let slowest = log.iter().filter_map(micros_of_evalsha).max().expect("calls");
-        quickest = quickest.min(slowest);
-        if quickest <= 1_000 {
+        fastest_round = fastest_round.min(slowest);
+        if fastest_round <= 1_000 {
             return;
         }
     }
-    panic!("the slowest call of the quickest round took {quickest} us");
+    panic!("the slowest call of the fastest round took {fastest_round} us");
 }
 
 fn micros_of_evalsha(entry: &redis::Value) -> Option<u64> {
@@ -319,9 +332,8 @@ fn micros_of_evalsha(entry: &redis::Value) -> Option<u64> {
     (words.first()? == "EVALSHA").then_some(micros)
 }
 
-/// The log goes through chunks, turns over, and stays exact.
 #[tokio::test]
-async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
+async fn a_packed_log_of_many_chunks_is_exact_and_deletes_expired_chunks() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     let limiter = redis.driven_limiter(clock.clone()).await;
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
@@ -330,13 +342,13 @@ async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
     let step = Duration::from_millis(2);
     for number in 0..45_000_u64 {
         clock.advance(step);
-        // Most at cost 1; from the first chunk on some at others.
+        // Most requests have a cost of 1; after the first chunk some have another.
         let cost = if number > 9_000 && number.is_multiple_of(1_000) { 50 } else { 1 };
-        let (ours, theirs) = (
+        let (actual, expected) = (
             limiter.acquire(&charge.cost(cost)).await,
             in_memory.acquire(&charge.cost(cost)).await,
         );
-        assert_eq!(ours, theirs, "request {number} of cost {cost}");
+        assert_eq!(actual, expected, "request {number} of cost {cost}");
         if number.is_multiple_of(2_500) {
             let refund = charge.charged_at(clock.now());
             assert_eq!(
@@ -347,11 +359,11 @@ async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
         }
     }
     let keys: Vec<String> = redis.query(&["KEYS", "*"]);
-    assert!(keys.len() <= 9, "a main key and chunks: {keys:?}");
+    assert!(keys.len() <= 9, "a main key and its chunks: {keys:?}");
     redis.assert_every_key_expires();
 }
 
-/// A partial refund of the request that has just filled a chunk changes the sealed chunk.
+/// A partial refund of the request that filled a chunk changes the sealed chunk.
 #[tokio::test]
 async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
@@ -359,30 +371,31 @@ async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     let quota = packed(20_000, MINUTE);
     let charge = Charge::new("u", &quota).policy("p");
-    let both = async |charge: &Charge<'_>| {
-        let (ours, theirs) = (limiter.acquire(charge).await, in_memory.acquire(charge).await);
-        assert_eq!(ours, theirs, "{charge:?}");
+    let acquire_in_both = async |charge: &Charge<'_>| {
+        let (actual, expected) = (limiter.acquire(charge).await, in_memory.acquire(charge).await);
+        assert_eq!(actual, expected, "{charge:?}");
     };
     for _ in 0..8_191 {
         clock.advance(Duration::from_micros(1));
-        both(&charge).await;
+        acquire_in_both(&charge).await;
     }
     clock.advance(Duration::from_micros(809));
-    both(&charge.cost(1_000)).await;
+    acquire_in_both(&charge.cost(1_000)).await;
     let refund = charge.cost(900).charged_at(clock.now());
     clock.advance(Duration::from_micros(1));
     assert_eq!(limiter.refund(&refund).await, in_memory.refund(&refund).await);
     clock.advance(MINUTE.saturating_sub(Duration::from_micros(9_011)));
-    both(&charge.cost(11_000)).await;
-    both(&charge.cost(700)).await;
+    acquire_in_both(&charge.cost(11_000)).await;
+    acquire_in_both(&charge.cost(700)).await;
     clock.advance(Duration::from_micros(9_010));
-    both(&charge.cost(9_200)).await;
-    both(&charge.cost(8_200)).await;
+    acquire_in_both(&charge.cost(9_200)).await;
+    acquire_in_both(&charge.cost(8_200)).await;
 }
 
-/// Requests of other costs carry totals, which are needed until the chunk is passed.
+/// Requests with a cost other than 1 have totals, which are needed until the whole chunk has
+/// expired.
 #[tokio::test]
-async fn a_sealed_chunk_lives_until_the_log_has_passed_it() {
+async fn a_sealed_chunk_exists_until_the_window_has_passed_it() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     let limiter = redis.driven_limiter(clock.clone()).await;
     let quota = packed(100_000, MINUTE);
@@ -394,11 +407,11 @@ async fn a_sealed_chunk_lives_until_the_log_has_passed_it() {
     clock.advance(10 * SECOND);
     assert!(limiter.acquire(&charge.cost(9)).await.expect("decided").allowed);
     let chunk = limiter.store().redis_key(&charge).replace('}', "}%0");
-    // Where tests drive the time, keys live an hour longer.
+    // With a manual clock, keys expire an hour later.
     let expires_in: i64 = redis.query(&["PTTL", &chunk]);
     assert!(expires_in > 3_600_000 + 100_000, "two windows, less the time since: {expires_in} ms");
     clock.advance(50 * SECOND + Duration::from_millis(9));
-    assert_eq!(limiter.peek(&charge).await.expect("looked").remaining, 100_000 - 9 - 1);
+    assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 100_000 - 9 - 1);
     assert!(limiter.acquire(&charge.cost(50_000)).await.expect("decided").allowed);
     assert_eq!(
         redis.query::<i64>(&["EXISTS", &chunk]),
@@ -407,9 +420,8 @@ async fn a_sealed_chunk_lives_until_the_log_has_passed_it() {
     );
 }
 
-/// The first request under the longer window may be allowed.
 #[tokio::test]
-async fn a_raised_window_keeps_sealed_chunks_by_an_allowed_request_too() {
+async fn an_allowed_request_under_a_longer_window_keeps_sealed_chunks() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let (minute, hour) = (packed(20_000, MINUTE), packed(20_000, 3_600 * SECOND));
@@ -425,9 +437,9 @@ async fn a_raised_window_keeps_sealed_chunks_by_an_allowed_request_too() {
     assert!(expires_in() > 3_600_000, "{} ms", expires_in());
 }
 
-/// A slot that moves to another node moves key by key, and the script runs where its first key is.
+/// A slot migrates key by key, and the script runs on the node of its first key.
 #[tokio::test]
-async fn a_chunk_that_is_missing_for_a_moment_admits_nothing() {
+async fn a_temporarily_missing_chunk_admits_nothing() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = packed(10_000, LONG);

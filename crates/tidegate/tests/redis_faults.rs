@@ -1,4 +1,4 @@
-//! The Redis store when things go wrong: lost scripts, servers that hang, connections that swallow
+//! The Redis store during faults: flushed scripts, hanging servers, connections that drop
 //! everything.
 
 mod support;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{LONG, PATIENCE, Redis, every_quota, free_port, until};
+use support::{LONG, Redis, TEST_TIMEOUT, every_quota, free_port, until};
 use tidegate::{
     Action, Charge, Error, Limiter, Quota, RedisStore, ShardId, SharedStore, Store, StoreError,
 };
@@ -19,13 +19,12 @@ async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
     Limiter::new(store.expect("our own server answers"))
 }
 
-// ---- Lost scripts
-// -----------------------------------------------------------------------------------------------
+// ---- Flushed scripts
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_calls_that_miss_a_script_load_it_once() {
+async fn concurrent_calls_load_a_missing_script_once() {
     let redis = Redis::start();
-    let limiter = limiter_with(&redis, PATIENCE).await;
+    let limiter = limiter_with(&redis, TEST_TIMEOUT).await;
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     for round in 1..=3 {
         redis.query::<()>(&["SCRIPT", "FLUSH"]);
@@ -48,7 +47,7 @@ async fn a_thousand_calls_that_miss_a_script_load_it_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn scripts_flushed_all_the_time_are_no_error() {
+async fn repeated_script_flushes_cause_no_error() {
     let redis = Arc::new(Redis::start());
     let limiter = limiter_with(&redis, Duration::from_secs(2)).await;
     let stop = Arc::new(AtomicBool::new(false));
@@ -80,25 +79,23 @@ async fn scripts_flushed_all_the_time_are_no_error() {
     assert!(limiter.store().script_loads() >= 20, "{}", limiter.store().script_loads());
 }
 
-// ---- Too late
-// ---------------------------------------------------------------------------------------------------
+// ---- Late calls
 
-/// Calls wait in the buffers of a server that stands still. When it goes on, their callers have
-/// gone: nothing is done.
+/// Calls wait in the buffers of a stopped server. When it continues, their deadlines have passed.
 #[tokio::test]
-async fn a_call_that_comes_too_late_does_nothing() {
+async fn a_call_after_its_deadline_does_nothing() {
     let redis = Redis::start();
-    let patient = redis.limiter().await;
+    let observer = redis.limiter().await;
     let timeout = Duration::from_millis(200);
     for quota in every_quota(100, LONG) {
-        let hasty = limiter_with(&redis, timeout).await;
+        let limiter = limiter_with(&redis, timeout).await;
         let charge = Charge::new("u", &quota);
-        hasty.acquire(&charge.cost(10)).await.expect("decided");
+        limiter.acquire(&charge.cost(10)).await.expect("decided");
         let before = redis.calls_of("evalsha");
         redis.signal("STOP");
         for action in [Action::Acquire, Action::Refund, Action::Reset] {
             let start = Instant::now();
-            let late = hasty.store().decide(action, &charge).await;
+            let late = limiter.store().decide(action, &charge).await;
             assert_eq!(late, Err(StoreError::Timeout(timeout)), "{action:?}");
             assert!(
                 start.elapsed() < timeout + Duration::from_millis(100),
@@ -109,23 +106,22 @@ async fn a_call_that_comes_too_late_does_nothing() {
         redis.signal("CONT");
         until("the server has run what waited", async || redis.calls_of("evalsha") >= before + 3)
             .await;
-        let left = patient.peek(&charge).await.expect("decided").remaining + 1;
+        let left = observer.peek(&charge).await.expect("decided").remaining + 1;
         assert_eq!(left, 90, "{}", quota.unnamed_policy());
     }
 }
 
-/// The server's clock is set, forward and back, while calls go on: each decides at once, and a late
-/// one still does nothing.
+/// The server's clock is set forward and back between calls.
 #[tokio::test]
-async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
-    let (redis, clock) = support::redis_with_a_clock_to_set();
+async fn a_clock_change_causes_no_error_and_no_late_call_is_charged() {
+    let (redis, clock) = support::redis_with_settable_clock();
     let timeout = Duration::from_millis(400);
-    let hasty = limiter_with(&redis, timeout).await;
+    let limiter = limiter_with(&redis, timeout).await;
     for seconds in [3_600, -3_600, 86_400, 1, -1, 0, -86_400, 5, -5] {
         let quota = Quota::sliding_log(100, LONG).expect("valid");
         let name = format!("after {seconds}");
         let charge = Charge::new(&name, &quota);
-        hasty.acquire(&charge).await.expect("decided");
+        limiter.acquire(&charge).await.expect("decided");
         clock.set(seconds);
         let time: Vec<i64> = redis.query(&["TIME"]);
         let ours = std::time::SystemTime::now()
@@ -134,54 +130,51 @@ async fn a_clock_that_is_set_costs_no_error_and_lets_no_late_call_through() {
             .as_secs();
         assert!((time[0] - seconds - ours.cast_signed()).abs() <= 1, "the server's clock is set");
         for count in 2..=4 {
-            let decision = hasty.acquire(&charge).await.expect("decided, whatever the clock says");
+            let decision = limiter.acquire(&charge).await.expect("decided by any clock");
             assert_eq!(decision.remaining, 100 - count, "{name}");
         }
         let before = redis.calls_of("evalsha");
         redis.signal("STOP");
         assert_eq!(
-            hasty.acquire(&charge).await,
+            limiter.acquire(&charge).await,
             Err(Error::Store(StoreError::Timeout(timeout))),
             "{name}"
         );
         redis.signal("CONT");
         until("the server has run what waited", async || redis.calls_of("evalsha") > before).await;
-        until("connected", async || hasty.peek(&charge).await.is_ok()).await;
-        assert_eq!(hasty.peek(&charge).await.expect("decided").remaining, 95, "{name}");
+        until("connected", async || limiter.peek(&charge).await.is_ok()).await;
+        assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 95, "{name}");
     }
 }
 
-// ---- Servers and connections that hang
-// ---------------------------------------------------------------------------
+// ---- Hanging servers and connections
 
-/// A wire between the store and the server that can be made to swallow everything, as a dead route
-/// does.
-struct Wire {
+/// Proxy between the store and the server that can silently drop everything, like a dead route.
+struct BlackholeProxy {
     port: u16,
-    swallows: Arc<AtomicBool>,
+    drops_all: Arc<AtomicBool>,
 }
 
-impl Wire {
+impl BlackholeProxy {
     async fn to(port: u16) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
-        let wire =
-            Self { port: listener.local_addr().expect("bound").port(), swallows: Arc::default() };
-        let swallows = Arc::clone(&wire.swallows);
+        let proxy =
+            Self { port: listener.local_addr().expect("bound").port(), drops_all: Arc::default() };
+        let drops_all = Arc::clone(&proxy.drops_all);
         tokio::spawn(async move {
             while let Ok((near, _)) = listener.accept().await {
-                // A connection that was made while all was well is lost once it was swallowed from;
-                // a later one works.
+                // A connection that has dropped data stays dead; later connections work.
                 let far = TcpStream::connect(("127.0.0.1", port)).await.expect("our own server");
                 let ((near_in, near_out), (far_in, far_out)) =
                     (near.into_split(), far.into_split());
                 let dead = Arc::new(AtomicBool::new(false));
                 let pass = |mut from: tokio::net::tcp::OwnedReadHalf,
                             mut to: tokio::net::tcp::OwnedWriteHalf| {
-                    let (swallows, dead) = (Arc::clone(&swallows), Arc::clone(&dead));
+                    let (drops_all, dead) = (Arc::clone(&drops_all), Arc::clone(&dead));
                     tokio::spawn(async move {
                         let mut buffer = [0; 4096];
                         while let Ok(count @ 1..) = from.read(&mut buffer).await {
-                            if swallows.load(Ordering::Relaxed) {
+                            if drops_all.load(Ordering::Relaxed) {
                                 dead.store(true, Ordering::Relaxed);
                             }
                             if !dead.load(Ordering::Relaxed)
@@ -196,90 +189,91 @@ impl Wire {
                 pass(far_in, near_out);
             }
         });
-        wire
+        proxy
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_swallows_everything_is_replaced_within_two_seconds() {
+async fn a_dead_connection_is_replaced_within_two_seconds() {
     let redis = Redis::start();
-    let wire = Wire::to(redis.port()).await;
-    let url = format!("redis://127.0.0.1:{}", wire.port);
+    let proxy = BlackholeProxy::to(redis.port()).await;
+    let url = format!("redis://127.0.0.1:{}", proxy.port);
     let limiter = Limiter::new(RedisStore::connect(&url).await.expect("connected"));
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
     limiter.acquire(&charge).await.expect("decided");
-    // For one moment: what is sent now is gone, and that connection with it.
-    wire.swallows.store(true, Ordering::Relaxed);
+    // The proxy drops data for a moment, so this connection is dead.
+    proxy.drops_all.store(true, Ordering::Relaxed);
     let start = Instant::now();
-    limiter.acquire(&charge).await.expect_err("swallowed");
+    limiter.acquire(&charge).await.expect_err("dropped");
     assert!(start.elapsed() < Duration::from_millis(250), "{:?}", start.elapsed());
-    wire.swallows.store(false, Ordering::Relaxed);
+    proxy.drops_all.store(false, Ordering::Relaxed);
     until("a new connection", async || limiter.acquire(&charge).await.is_ok()).await;
     assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
     assert_eq!(limiter.store().reconnects(), 1);
 
-    // And when nobody asks at all, it is noticed too.
-    wire.swallows.store(true, Ordering::Relaxed);
-    until("noticed", async || !limiter.store().nodes()[0].connected).await;
-    wire.swallows.store(false, Ordering::Relaxed);
-    until("back", async || limiter.store().nodes()[0].connected).await;
+    // An idle connection is checked, too.
+    proxy.drops_all.store(true, Ordering::Relaxed);
+    until("the loss is detected", async || !limiter.store().nodes()[0].connected).await;
+    proxy.drops_all.store(false, Ordering::Relaxed);
+    until("reconnected", async || limiter.store().nodes()[0].connected).await;
     limiter.acquire(&charge).await.expect("decided");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn while_the_server_is_away_calls_fail_at_once_and_say_why() {
+async fn calls_to_a_server_that_is_down_fail_at_once_with_the_reason() {
     let mut redis = Redis::start();
     let limiter = limiter_with(&redis, Duration::from_millis(100)).await;
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
     limiter.acquire(&charge).await.expect("decided");
-    redis.end();
-    until("the loss is known", async || !limiter.store().nodes()[0].connected).await;
-    let mut quick = 0;
+    redis.kill();
+    until("the loss is detected", async || !limiter.store().nodes()[0].connected).await;
+    let mut fast_failures = 0;
     until("calls fail at once", async || {
         let start = Instant::now();
-        let error = limiter.acquire(&charge).await.expect_err("nobody is there");
+        let error = limiter.acquire(&charge).await.expect_err("no server");
         assert!(start.elapsed() < Duration::from_millis(200), "{:?}", start.elapsed());
-        let named = matches!(&error, Error::Store(StoreError::Unreachable(reason)) if reason.contains("refused"));
-        quick += u32::from(named && start.elapsed() < Duration::from_millis(20));
-        quick >= 20
+        let Error::Store(StoreError::Unreachable(reason)) = &error else { return false };
+        let is_fast = start.elapsed() < Duration::from_millis(20);
+        fast_failures += u32::from(reason.contains("refused") && is_fast);
+        fast_failures >= 20
     })
     .await;
     assert!(limiter.store().probe(ShardId::SINGLE).await.is_err());
     assert!(limiter.store().heartbeat("a").await.is_err());
     redis.restart();
-    until("it is back", async || limiter.acquire(&charge).await.is_ok()).await;
-    limiter.store().probe(ShardId::SINGLE).await.expect("it could decide");
+    until("reconnected", async || limiter.acquire(&charge).await.is_ok()).await;
+    limiter.store().probe(ShardId::SINGLE).await.expect("can decide");
 }
 
-/// A connection that the server closes is made anew at once: who calls meanwhile waits for it,
-/// within the timeout.
+/// The store reconnects at once when the server closes the connection, and calls wait for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_brief_interruption_is_no_error() {
+async fn a_brief_interruption_causes_no_error() {
     let redis = Redis::start();
     let limiter = limiter_with(&redis, Duration::from_secs(2)).await;
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    tokio::time::sleep(Duration::from_millis(1_100)).await; // A connection of a second has proved itself.
+    // A connection is stable after a second.
+    tokio::time::sleep(Duration::from_millis(1_100)).await;
     redis.query::<i64>(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
-    until("the loss is known", async || {
+    until("the loss is detected", async || {
         limiter.store().reconnects() == 1 || !limiter.store().nodes()[0].connected
     })
     .await;
     limiter.acquire(&charge).await.expect("on the new connection");
 }
 
-/// A service starts while its Redis is away.
+/// A service starts while its Redis is down.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_store_that_connects_in_the_background_is_there_when_redis_is() {
+async fn a_store_connects_in_the_background_once_redis_is_up() {
     let port = free_port();
     let store = RedisStore::builder(&format!("redis://127.0.0.1:{port}"))
         .connect_in_background()
         .expect("valid");
     let limiter = Limiter::new(store);
     let quota = Quota::fixed_window(10, LONG).expect("valid");
-    let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("nobody is there yet");
+    let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("no server yet");
     assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}");
     let _redis = Redis::try_start(std::path::Path::new("redis-server"), port, &[])
         .expect("the port is free");
@@ -292,7 +286,7 @@ async fn a_store_that_connects_in_the_background_is_there_when_redis_is() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_dropped_leaves_nothing_behind() {
+async fn a_dropped_store_closes_its_connections_and_ends_its_tasks() {
     let redis = Redis::start();
     let clients = || {
         let info: String = redis.query(&["INFO", "clients"]);
@@ -307,15 +301,14 @@ async fn a_store_that_is_dropped_leaves_nothing_behind() {
     assert_eq!(tokio::runtime::Handle::current().metrics().num_alive_tasks(), 0);
 }
 
-// ---- Probe and who is alive
-// --------------------------------------------------------------------------------------
+// ---- Probes and heartbeats
 
 #[tokio::test]
-async fn a_probe_meets_what_a_decision_would_meet() {
+async fn a_probe_fails_whenever_a_decision_would() {
     let redis = Redis::start();
-    let limiter = limiter_with(&redis, PATIENCE).await;
+    let limiter = limiter_with(&redis, TEST_TIMEOUT).await;
     let store = limiter.store();
-    store.probe(ShardId::SINGLE).await.expect("all is well");
+    store.probe(ShardId::SINGLE).await.expect("can decide");
     redis.assert_every_key_expires();
     let ours: Vec<String> = redis.query(&["KEYS", "*"]);
     assert_eq!(ours, ["rate_limit:{%probe-0}"]);
@@ -328,19 +321,19 @@ async fn a_probe_meets_what_a_decision_would_meet() {
     let replica = store.probe(ShardId::SINGLE).await.expect_err("a replica").to_string();
     assert!(replica.contains("READONLY") || replica.contains("MASTERDOWN"), "{replica}");
     redis.query::<()>(&["REPLICAOF", "NO", "ONE"]);
-    until("a primary again", async || store.probe(ShardId::SINGLE).await.is_ok()).await;
+    until("it is a primary again", async || store.probe(ShardId::SINGLE).await.is_ok()).await;
 }
 
 #[tokio::test]
 async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
     let redis = Redis::start();
     let store =
-        RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected");
+        RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).connect().await.expect("connected");
     store.heartbeat("a").await.expect("announced");
     assert_eq!(store.heartbeat("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
     redis.assert_every_key_expires();
-    // As if the last heartbeat of a were six seconds old, and that of c from before the clock
-    // stepped back.
+    // As if the last heartbeat of a was six seconds ago, and that of c was before the clock was set
+    // back.
     let time: Vec<i64> = redis.query(&["TIME"]);
     let at = |seconds: i64| ((time[0] + seconds) * 1_000_000).to_string();
     redis.query::<i64>(&["ZADD", "rate_limit:{%alive}", &at(-6), "a", &at(3_600), "c"]);
@@ -352,7 +345,7 @@ async fn an_instance_without_a_heartbeat_for_five_seconds_is_removed() {
 async fn heartbeats_read_the_list_only_when_it_has_changed() {
     let redis = Redis::start();
     let connect = async || {
-        RedisStore::builder(&redis.url()).timeout(PATIENCE).connect().await.expect("connected")
+        RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).connect().await.expect("connected")
     };
     let (store, other) = (connect().await, connect().await);
     let calls = |command: &str| {
@@ -375,7 +368,7 @@ async fn heartbeats_read_the_list_only_when_it_has_changed() {
     let commands = ["time", "zremrangebyscore", "zcard", "zadd", "get", "set", "pexpireat"];
     assert!(commands.map(calls).iter().sum::<u64>() <= 200 * 10, "a constant number of commands");
 
-    // Another process joins, and each of the two reads the list once.
+    // Another instance joins, and each of the two reads the list once.
     let mut joined = names.clone();
     joined.push("joined".to_owned());
     for _ in 0..10 {
@@ -391,23 +384,22 @@ async fn heartbeats_read_the_list_only_when_it_has_changed() {
         other.heartbeat(name).await.expect("announced");
     }
     redis.query::<i64>(&["ZREM", "rate_limit:{%alive}", &names[1]]);
-    other.heartbeat("in its place").await.expect("announced");
+    other.heartbeat("replacement").await.expect("announced");
     let list = store.heartbeat(&names[0]).await.expect("announced");
     assert!(
-        list.len() == 51 && list.contains(&"in its place".to_owned()) && !list.contains(&names[1]),
+        list.len() == 51 && list.contains(&"replacement".to_owned()) && !list.contains(&names[1]),
         "{list:?}"
     );
 
-    // An instance of an earlier build adds itself and leaves the version alone.
+    // An instance of an earlier version adds itself and does not change the version of the list.
     let time: Vec<i64> = redis.query(&["TIME"]);
     redis.query::<i64>(&[
         "ZADD",
         "rate_limit:{%alive}",
         &(time[0] * 1_000_000).to_string(),
-        "earlier build",
+        "earlier version",
     ]);
-    assert!(
-        store.heartbeat(&names[0]).await.expect("announced").contains(&"earlier build".to_owned())
-    );
+    let list = store.heartbeat(&names[0]).await.expect("announced");
+    assert!(list.contains(&"earlier version".to_owned()), "{list:?}");
     redis.assert_every_key_expires();
 }

@@ -1,5 +1,5 @@
-//! Group commit on a real Redis: what is decided together is what would be decided one by one, and
-//! nobody's trouble is another's.
+//! Group commit on a real Redis: decisions are the same as without it, and the failure of one
+//! request does not affect the others.
 
 mod support;
 
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
-use support::{LONG, PATIENCE, Redis, every_quota, packed, redis_6, until};
+use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed, redis_6, until};
 use tidegate::{
     Action, Charge, Decision, Error, Limiter, ManualClock, Quota, RedisStore, StoreError,
 };
 use tokio::task::JoinHandle;
 
-/// As many calls as may be under way at once, and more.
+/// More calls than may be in flight at once.
 const CALLS: usize = 8;
 
 async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
@@ -22,42 +22,42 @@ async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
     Limiter::new(store.expect("our own server answers"))
 }
 
-async fn occupy(
+/// Pauses writes in Redis, then fills the calls in flight.
+async fn pause_and_fill_in_flight(
     redis: &Redis,
     limiter: &Limiter<RedisStore>,
 ) -> Vec<JoinHandle<Result<Decision, Error>>> {
-    redis.hold_back();
-    under_way(limiter).await
+    redis.pause_writes();
+    fill_in_flight(limiter).await
 }
 
-/// Callers that are under way, so that everybody who comes after them gathers. The runtime must
+/// Starts as many calls as may be in flight, so that later requests join a batch. The runtime must
 /// have one thread.
-async fn under_way(limiter: &Limiter<RedisStore>) -> Vec<JoinHandle<Result<Decision, Error>>> {
-    let mut occupied = Vec::new();
+async fn fill_in_flight(limiter: &Limiter<RedisStore>) -> Vec<JoinHandle<Result<Decision, Error>>> {
+    let mut in_flight = Vec::new();
     for number in 0..CALLS {
         let (limiter, quota) =
             (limiter.clone(), Quota::fixed_window(1_000_000, LONG).expect("valid"));
-        let key = format!("occupied-{number}");
-        occupied.push(tokio::spawn(async move { limiter.peek(&Charge::new(&key, &quota)).await }));
-        // One by one, or they would all go in one call.
-        everybody_has_come().await;
+        let key = format!("in-flight-{number}");
+        in_flight.push(tokio::spawn(async move { limiter.peek(&Charge::new(&key, &quota)).await }));
+        // One at a time, because otherwise they would share one call.
+        run_ready_tasks().await;
     }
-    occupied
+    in_flight
 }
 
 /// Tasks run in the order in which they were spawned, each until it waits.
-async fn everybody_has_come() {
+async fn run_ready_tasks() {
     for _ in 0..4 {
         tokio::task::yield_now().await;
     }
 }
 
-// ---- The same answers
-// -------------------------------------------------------------------------------------------
+// ---- Equal decisions
 
-/// What one caller asks: an action on some charges.
+/// Request of one caller.
 #[derive(Debug, Clone)]
-struct Ask {
+struct TestRequest {
     action: Action,
     /// Key, quota, cost.
     charges: Vec<(usize, usize, u64)>,
@@ -75,7 +75,7 @@ fn quotas() -> Vec<Quota> {
     quotas
 }
 
-fn ask() -> impl Strategy<Value = Ask> {
+fn request() -> impl Strategy<Value = TestRequest> {
     let action = prop_oneof![
         8 => Just(Action::Acquire),
         1 => Just(Action::Peek),
@@ -89,46 +89,51 @@ fn ask() -> impl Strategy<Value = Ask> {
         6 => charge().prop_map(|charge| vec![charge]),
         1 => (charge(), charge()).prop_map(|(one, other)| vec![one, other]),
     ];
-    (action, charges).prop_map(|(action, charges)| Ask { action, charges })
+    (action, charges).prop_map(|(action, charges)| TestRequest { action, charges })
 }
 
-/// Several rounds of asks that come at once, most of them for few counts, and how far time goes on
-/// after each.
-fn rounds() -> impl Strategy<Value = Vec<(Vec<Ask>, u64)>> {
-    let hot = ask().prop_flat_map(|hot| {
-        let asks = prop::collection::vec(prop_oneof![2 => Just(hot), 1 => ask()], 1..24);
-        (asks, prop_oneof![0..3_000_000_u64, 0..12_000_000_u64])
+/// Rounds of concurrent requests, most of them for few counts, and the time to advance after each.
+fn rounds() -> impl Strategy<Value = Vec<(Vec<TestRequest>, u64)>> {
+    let hot = request().prop_flat_map(|hot| {
+        let requests = prop::collection::vec(prop_oneof![2 => Just(hot), 1 => request()], 1..24);
+        (requests, prop_oneof![0..3_000_000_u64, 0..12_000_000_u64])
     });
     prop::collection::vec(hot, 1..4)
 }
 
-/// Equal acquires are granted together, in the place of the first.
-fn in_order_of_grants(asks: &[Ask]) -> Vec<usize> {
-    let joins = |ask: &Ask| {
+/// Returns the order in which requests are decided: equal acquires at the position of the first.
+fn grant_order(requests: &[TestRequest]) -> Vec<usize> {
+    let is_shareable = |request: &TestRequest| {
         let counts_denied = |(_, quota, _): &(usize, usize, u64)| quotas()[*quota].count_denied();
-        ask.action == Action::Acquire
-            && ask.charges.len() == 1
-            && !ask.charges.iter().any(counts_denied)
+        request.action == Action::Acquire
+            && request.charges.len() == 1
+            && !request.charges.iter().any(counts_denied)
     };
-    let first_equal = |at: usize| {
-        let equal = |other: &Ask| joins(other) && other.charges == asks[at].charges;
-        if joins(&asks[at]) { asks.iter().position(equal).unwrap_or(at) } else { at }
+    let first_equal = |index: usize| {
+        let request = &requests[index];
+        let mut others = requests.iter();
+        let equal =
+            others.position(|other| is_shareable(other) && other.charges == request.charges);
+        equal.filter(|_| is_shareable(request)).unwrap_or(index)
     };
-    let mut order: Vec<usize> = (0..asks.len()).collect();
-    order.sort_by_key(|at| first_equal(*at));
+    let mut order: Vec<usize> = (0..requests.len()).collect();
+    order.sort_by_key(|index| first_equal(*index));
     order
 }
 
-async fn decide(limiter: &Limiter<RedisStore>, ask: &Ask) -> Result<Vec<Decision>, Error> {
+async fn decide(
+    limiter: &Limiter<RedisStore>,
+    request: &TestRequest,
+) -> Result<Vec<Decision>, Error> {
     let quotas = quotas();
     let names: Vec<String> =
-        ask.charges.iter().map(|(_, quota, _)| format!("policy-{quota}")).collect();
-    let charges: Vec<Charge<'_>> = (ask.charges.iter().zip(&names))
+        request.charges.iter().map(|(_, quota, _)| format!("policy-{quota}")).collect();
+    let charges: Vec<Charge<'_>> = (request.charges.iter().zip(&names))
         .map(|((key, quota, cost), name)| {
             Charge::new(KEYS[*key], &quotas[*quota]).policy(name).cost(*cost)
         })
         .collect();
-    limiter.decide_all(ask.action, &charges).await
+    limiter.decide_all(request.action, &charges).await
 }
 
 async fn every_count(limiter: &Limiter<RedisStore>) -> Vec<Result<Vec<Decision>, Error>> {
@@ -136,58 +141,61 @@ async fn every_count(limiter: &Limiter<RedisStore>) -> Vec<Result<Vec<Decision>,
     for key in 0..KEYS.len() {
         for quota in 0..quotas().len() {
             counts.push(
-                decide(limiter, &Ask { action: Action::Peek, charges: vec![(key, quota, 1)] })
-                    .await,
+                decide(
+                    limiter,
+                    &TestRequest { action: Action::Peek, charges: vec![(key, quota, 1)] },
+                )
+                .await,
             );
         }
     }
     counts
 }
 
-async fn assert_together_is_one_by_one(
+async fn assert_batches_match_single_calls(
     redis: &Redis,
-    rounds: Vec<(Vec<Ask>, u64)>,
+    rounds: Vec<(Vec<TestRequest>, u64)>,
 ) -> Result<(), TestCaseError> {
     redis.query::<()>(&["FLUSHALL"]);
     let clock = ManualClock::new();
-    let together = redis.driven_limiter(clock.clone()).await;
+    let batched = redis.driven_limiter(clock.clone()).await;
     let builder = RedisStore::builder(&redis.url())
-        .timeout(PATIENCE)
+        .timeout(TEST_TIMEOUT)
         .prefix("alone")
         .driven_by(clock.clone());
-    let alone = Limiter::new(builder.group_commit(false).connect().await.expect("connected"));
-    for (asks, pause) in rounds {
-        let occupied = occupy(redis, &together).await;
-        let tasks: Vec<_> = asks
+    let unbatched = Limiter::new(builder.group_commit(false).connect().await.expect("connected"));
+    for (requests, pause) in rounds {
+        let in_flight = pause_and_fill_in_flight(redis, &batched).await;
+        let tasks: Vec<_> = requests
             .iter()
-            .map(|ask| {
-                let (limiter, ask) = (together.clone(), ask.clone());
-                tokio::spawn(async move { decide(&limiter, &ask).await })
+            .map(|request| {
+                let (limiter, request) = (batched.clone(), request.clone());
+                tokio::spawn(async move { decide(&limiter, &request).await })
             })
             .collect();
-        everybody_has_come().await;
-        redis.go_on();
-        for task in occupied {
+        run_ready_tasks().await;
+        redis.resume_writes();
+        for task in in_flight {
             task.await.expect("no panic").expect("decided");
         }
         let mut decided = Vec::new();
         for task in tasks {
             decided.push(task.await.expect("no panic"));
         }
-        for at in in_order_of_grants(&asks) {
+        for index in grant_order(&requests) {
             prop_assert_eq!(
-                &decided[at],
-                &decide(&alone, &asks[at]).await,
+                &decided[index],
+                &decide(&unbatched, &requests[index]).await,
                 "{} of {:?}",
-                at,
-                &asks
+                index,
+                &requests
             );
         }
-        prop_assert_eq!(every_count(&together).await, every_count(&alone).await);
+        prop_assert_eq!(every_count(&batched).await, every_count(&unbatched).await);
         clock.advance(Duration::from_micros(pause));
         prop_assert_eq!(
-            every_count(&together).await,
-            every_count(&alone).await,
+            every_count(&batched).await,
+            every_count(&unbatched).await,
             "after {} us",
             pause
         );
@@ -195,14 +203,15 @@ async fn assert_together_is_one_by_one(
     Ok(())
 }
 
-fn together_is_one_by_one(program: &Path, cases: u32) {
+fn check_batches(program: &Path, cases: u32) {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let redis = Redis::start_program(program, &[]);
     let mut runner =
         TestRunner::new(ProptestConfig { cases, failure_persistence: None, ..Default::default() });
-    let outcome = runner
-        .run(&rounds(), |rounds| runtime.block_on(assert_together_is_one_by_one(&redis, rounds)));
+    let outcome = runner.run(&rounds(), |rounds| {
+        runtime.block_on(assert_batches_match_single_calls(&redis, rounds))
+    });
     if let Err(error) = outcome {
         panic!("{error}");
     }
@@ -210,25 +219,23 @@ fn together_is_one_by_one(program: &Path, cases: u32) {
 }
 
 #[test]
-fn what_is_decided_together_is_what_is_decided_one_by_one() {
-    together_is_one_by_one(
-        Path::new("redis-server"),
-        u32::try_from(support::seeds(60).end).expect("not so many"),
-    );
+fn batched_decisions_equal_single_decisions() {
+    let cases = u32::try_from(support::seeds(60).end).expect("a 32-bit number");
+    check_batches(Path::new("redis-server"), cases);
 }
 
 #[test]
-fn redis_6_decides_together_what_it_decides_one_by_one() {
-    together_is_one_by_one(&redis_6(), 15);
+fn batched_decisions_equal_single_decisions_on_redis_6() {
+    check_batches(&redis_6(), 15);
 }
 
-/// Callers of one key, in their order: each is told one less, and a leaky bucket's delays grow.
+/// Each caller has one unit less remaining, and the delays of a leaky bucket grow.
 #[tokio::test]
-async fn callers_of_one_key_are_granted_in_the_order_in_which_they_came() {
+async fn equal_acquires_are_granted_in_order_of_arrival() {
     let redis = Redis::start();
     for quota in every_quota(50, LONG) {
         let limiter = redis.driven_limiter(ManualClock::new()).await;
-        let occupied = occupy(&redis, &limiter).await;
+        let in_flight = pause_and_fill_in_flight(&redis, &limiter).await;
         let before = redis.calls_of("evalsha");
         let tasks: Vec<_> = (0..60)
             .map(|_| {
@@ -238,18 +245,18 @@ async fn callers_of_one_key_are_granted_in_the_order_in_which_they_came() {
                 })
             })
             .collect();
-        everybody_has_come().await;
-        redis.go_on();
-        for task in occupied {
+        run_ready_tasks().await;
+        redis.resume_writes();
+        for task in in_flight {
             task.await.expect("no panic").expect("decided");
         }
         let mut delay = None;
         let mut left = 50;
-        for (at, task) in tasks.into_iter().enumerate() {
+        for (index, task) in tasks.into_iter().enumerate() {
             let decision = task.await.expect("no panic");
-            assert_eq!(decision.allowed, at < 50, "{} {at}", quota.unnamed_policy());
+            assert_eq!(decision.allowed, index < 50, "{} {index}", quota.unnamed_policy());
             left -= u64::from(decision.allowed);
-            assert_eq!(decision.remaining, left, "{} {at}", quota.unnamed_policy());
+            assert_eq!(decision.remaining, left, "{} {index}", quota.unnamed_policy());
             if quota.algorithm() == tidegate::Algorithm::LeakyBucket && decision.allowed {
                 assert!(delay < Some(decision.delay), "{delay:?} then {:?}", decision.delay);
                 delay = Some(decision.delay);
@@ -260,7 +267,7 @@ async fn callers_of_one_key_are_granted_in_the_order_in_which_they_came() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_decisions_go_in_few_calls() {
+async fn many_decisions_share_few_calls() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = packed(100, LONG);
@@ -268,8 +275,8 @@ async fn many_decisions_go_in_few_calls() {
         .map(|caller| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
             tokio::spawn(async move {
-                for turn in 0..20 {
-                    let name = format!("user-{caller}-{turn}");
+                for round in 0..20 {
+                    let name = format!("user-{caller}-{round}");
                     let decision =
                         limiter.acquire(&Charge::new(&name, &quota)).await.expect("decided");
                     assert_eq!((decision.allowed, decision.remaining), (true, 99));
@@ -286,9 +293,9 @@ async fn many_decisions_go_in_few_calls() {
     redis.assert_every_key_expires();
 }
 
-/// Not even the first of them goes ahead alone; and they are told in the order in which they came.
+/// The leader waits for the others, and all are decided in order of arrival.
 #[tokio::test]
-async fn all_who_are_ready_at_once_go_in_one_call() {
+async fn requests_of_ready_tasks_share_one_call() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = packed(100, LONG);
@@ -307,10 +314,9 @@ async fn all_who_are_ready_at_once_go_in_one_call() {
     assert_eq!(redis.calls_of("evalsha") - before, 1);
 }
 
-/// The first one steps aside for the others; if it then goes away, they are asked for, and it is
-/// not.
+/// If the leader is dropped after it has yielded, its batch is sent without its request.
 #[tokio::test]
-async fn who_leads_and_goes_away_leaves_nobody_behind() {
+async fn a_dropped_leader_does_not_affect_its_batch() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::fixed_window(10, LONG).expect("valid");
@@ -318,7 +324,7 @@ async fn who_leads_and_goes_away_leaves_nobody_behind() {
     let (mut first, mut second) =
         (Box::pin(limiter.acquire(&charge)), Box::pin(limiter.acquire(&charge)));
     std::future::poll_fn(|context| {
-        assert!(first.as_mut().poll(context).is_pending(), "it has stepped aside");
+        assert!(first.as_mut().poll(context).is_pending(), "it has yielded");
         assert!(second.as_mut().poll(context).is_pending(), "it has joined");
         std::task::Poll::Ready(())
     })
@@ -328,34 +334,33 @@ async fn who_leads_and_goes_away_leaves_nobody_behind() {
     assert_eq!(
         limiter.acquire(&charge).await.expect("decided").remaining,
         8,
-        "only one has taken a unit"
+        "only one was charged"
     );
 }
 
-// ---- Nobody's trouble is another's
-// ------------------------------------------------------------------------------
+// ---- Independence of requests
 
 #[tokio::test]
-async fn who_goes_away_before_the_call_is_not_charged_and_holds_up_nobody() {
+async fn a_cancelled_request_is_not_charged_and_delays_no_other() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::fixed_window(10, LONG).expect("valid");
-    let ask = || {
+    let request = || {
         let (limiter, quota) = (limiter.clone(), quota.clone());
         tokio::spawn(async move {
             limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").remaining
         })
     };
-    let occupied = occupy(&redis, &limiter).await;
-    let (first, second, third) = (ask(), ask(), ask());
-    everybody_has_come().await;
+    let in_flight = pause_and_fill_in_flight(&redis, &limiter).await;
+    let (first, second, third) = (request(), request(), request());
+    run_ready_tasks().await;
     second.abort();
-    // Those under way go as well: who gathers behind them is asked for all the same.
-    for task in &occupied {
+    // The calls in flight are cancelled, too. The batch that waits for them is sent.
+    for task in &in_flight {
         task.abort();
     }
-    everybody_has_come().await;
-    redis.go_on();
+    run_ready_tasks().await;
+    redis.resume_writes();
     assert_eq!(first.await.expect("no panic"), 9);
     assert_eq!(third.await.expect("no panic"), 8);
     assert!(second.await.expect_err("aborted").is_cancelled());
@@ -372,7 +377,7 @@ async fn each_caller_has_its_own_deadline_and_is_not_charged_after_it() {
     assert!(limiter.acquire(&charge).await.expect("decided").allowed);
     let before = redis.calls_of("evalsha");
     redis.signal("STOP");
-    let occupied = under_way(&limiter).await;
+    let in_flight = fill_in_flight(&limiter).await;
     let mut tasks = Vec::new();
     for _ in 0..6 {
         for _ in 0..5 {
@@ -393,35 +398,35 @@ async fn each_caller_has_its_own_deadline_and_is_not_charged_after_it() {
             "after {waited:?}"
         );
     }
-    for task in occupied {
+    for task in in_flight {
         assert!(task.await.expect("no panic").is_err());
     }
     redis.signal("CONT");
-    until("what was sent has run", async || redis.calls_of("evalsha") > before).await;
+    until("the sent calls have run", async || redis.calls_of("evalsha") > before).await;
     until("decisions are made again", async || limiter.peek(&charge).await.is_ok()).await;
     assert_eq!(
         limiter.peek(&charge).await.expect("decided").remaining,
         998,
-        "only what came in time"
+        "no late request was charged"
     );
 }
 
 #[tokio::test]
-async fn one_bad_request_does_not_spoil_the_others() {
+async fn a_failing_request_does_not_affect_the_others() {
     for program in [Path::new("redis-server").to_owned(), redis_6()] {
         let redis = Redis::start_program(&program, &[]);
-        redis.grant(&support::RIGHTS);
+        redis.grant(&support::PERMISSIONS);
         redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-zadd", "+client|pause"]);
         let store = RedisStore::builder(&redis.url_of_user())
-            .timeout(PATIENCE)
+            .timeout(TEST_TIMEOUT)
             .connect()
             .await
             .expect("connected");
         let limiter = Limiter::new(store);
-        let occupied = occupy(&redis, &limiter).await;
+        let in_flight = pause_and_fill_in_flight(&redis, &limiter).await;
         let bad = Quota::sliding_log(10, LONG).expect("valid");
         let good = Quota::fixed_window(10, LONG).expect("valid");
-        let ask = |quota: &Quota, name: &'static str, cost: u64| {
+        let request = |quota: &Quota, name: &'static str, cost: u64| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
             tokio::spawn(
                 async move { limiter.acquire(&Charge::new(name, &quota).cost(cost)).await },
@@ -433,22 +438,22 @@ async fn one_bad_request_does_not_spoil_the_others() {
                 limiter.acquire_all(&[Charge::new("e", &good), Charge::new("e", &bad)]).await
             })
         };
-        let fine = [ask(&good, "a", 1), ask(&good, "b", 1), ask(&good, "b", 2)];
-        let spoilt = [ask(&bad, "c", 1), ask(&bad, "c", 2)];
-        let last = ask(&good, "d", 3);
-        everybody_has_come().await;
-        redis.go_on();
-        for task in occupied {
+        let valid = [request(&good, "a", 1), request(&good, "b", 1), request(&good, "b", 2)];
+        let failing = [request(&bad, "c", 1), request(&bad, "c", 2)];
+        let last = request(&good, "d", 3);
+        run_ready_tasks().await;
+        redis.resume_writes();
+        for task in in_flight {
             task.await.expect("no panic").expect("decided");
         }
         let mut left = Vec::new();
-        for task in fine.into_iter().chain([last]) {
+        for task in valid.into_iter().chain([last]) {
             left.push(task.await.expect("no panic").expect("decided").remaining);
         }
         assert_eq!(left, [9, 9, 7, 7]);
         let both = both.await.expect("no panic").expect_err("no right to ZADD").to_string();
         assert!(both.contains("can't run this command"), "{both}");
-        for task in spoilt {
+        for task in failing {
             let error = task.await.expect("no panic").expect_err("no right to ZADD").to_string();
             assert!(
                 error.contains("can't run this command") && error.contains("127.0.0.1"),
@@ -460,20 +465,19 @@ async fn one_bad_request_does_not_spoil_the_others() {
 }
 
 #[tokio::test]
-async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next_ones_are_decided()
-{
+async fn connection_loss_fails_all_in_flight_calls() {
     let mut redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::fixed_window(1_000, LONG).expect("valid");
-    let occupied = occupy(&redis, &limiter).await;
-    let ask = || {
+    let in_flight = pause_and_fill_in_flight(&redis, &limiter).await;
+    let request = || {
         let (limiter, quota) = (limiter.clone(), quota.clone());
         tokio::spawn(async move { limiter.acquire(&Charge::new("u", &quota)).await })
     };
-    let tasks: Vec<_> = (0..20).map(|_| ask()).collect();
-    everybody_has_come().await;
+    let tasks: Vec<_> = (0..20).map(|_| request()).collect();
+    run_ready_tasks().await;
     redis.restart();
-    for task in occupied {
+    for task in in_flight {
         let _ = task.await.expect("no panic");
     }
     let mut decided = 0;
@@ -481,7 +485,7 @@ async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next
         match task.await.expect("no panic") {
             Ok(decision) => decided += u64::from(decision.allowed),
             Err(error) => {
-                assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}")
+                assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error}");
             }
         }
     }
@@ -490,30 +494,29 @@ async fn when_the_connection_breaks_everybody_under_way_hears_of_it_and_the_next
     })
     .await;
     let left = limiter.peek(&Charge::new("u", &quota)).await.expect("decided").remaining;
-    assert_eq!(left, 999 - decided, "who was told so was charged, and nobody else");
+    assert_eq!(left, 999 - decided, "exactly the allowed requests were charged");
 }
 
-/// As in a stream that is not asked for its next item: the calls have been made, and nobody takes
-/// in what they brought.
+/// Like the items of a stream that is no longer polled.
 #[tokio::test]
-async fn calls_that_nobody_looks_at_any_more_hold_up_nobody() {
+async fn futures_that_are_not_polled_do_not_block_others() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = Quota::fixed_window(100, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    let mut forgotten: Vec<_> = (0..CALLS).map(|_| Box::pin(limiter.acquire(&charge))).collect();
-    for call in &mut forgotten {
+    let mut stalled: Vec<_> = (0..CALLS).map(|_| Box::pin(limiter.acquire(&charge))).collect();
+    for call in &mut stalled {
         let polled = std::future::poll_fn(|context| {
             std::task::Poll::Ready(call.as_mut().poll(context).is_pending())
         });
-        assert!(polled.await, "on its way");
+        assert!(polled.await, "in flight or waiting");
     }
     let start = Instant::now();
     for _ in 0..20 {
         limiter.acquire(&charge).await.expect("decided");
     }
     assert!(start.elapsed() < Duration::from_secs(2), "{:?} for twenty decisions", start.elapsed());
-    for call in forgotten {
+    for call in stalled {
         call.await.expect("decided");
     }
     assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 99 - 20 - CALLS as u64);

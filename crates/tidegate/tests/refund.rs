@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode};
-use support::{Cluster, PATIENCE, Redis, every_quota, packed};
+use support::{Cluster, Redis, TEST_TIMEOUT, every_quota, packed};
 use tidegate::layer::RateLimitLayer;
 use tidegate::{
     Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
@@ -292,8 +292,11 @@ async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
 #[tokio::test]
 async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
     let cluster = Cluster::start();
-    let store =
-        RedisStore::cluster(cluster.urls()).timeout(PATIENCE).connect().await.expect("connected");
+    let store = RedisStore::cluster(cluster.urls())
+        .timeout(TEST_TIMEOUT)
+        .connect()
+        .await
+        .expect("connected");
     let limiter = Limiter::new(store);
     let bucket = Quota::token_bucket(100_000, 3_600 * SECOND).expect("valid");
     let once = Quota::fixed_window(1, support::LONG).expect("valid");

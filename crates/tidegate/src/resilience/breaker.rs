@@ -19,10 +19,11 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 use crate::random::jittered;
-use crate::store::in_order::{
-    Groups, Owned, Refund, Step, group_by, in_order, in_places, restore_unspent, without_cost,
+use crate::store::compensation::{
+    GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, restore_unspent,
+    scatter, without_cost,
 };
-use crate::store::news::{Mark, News};
+use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
 mod circuit;
@@ -192,7 +193,7 @@ impl<S: SharedStore> Breaker<S> {
         if let Some(open) = circuits.find(|circuit| circuit.is_open()) {
             return Err(inner.open_error(open));
         }
-        Ok(in_places(groups, in_order(&shards, action).await?))
+        Ok(scatter(groups, decide_in_order(&shards, action).await?))
     }
 }
 
@@ -363,12 +364,12 @@ impl<S: SharedStore> Groups for ShardGroups<'_, S> {
         &self.groups[group]
     }
 
-    async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
+    async fn decide(&self, group: usize, step: GroupAction) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
         match step {
-            Step::Do(action) => self.call(group, action, charges).await,
-            Step::Look => self.read(group).await,
-            Step::Forgo => {
+            GroupAction::Apply(action) => self.call(group, action, charges).await,
+            GroupAction::ReadUnspent => self.read(group).await,
+            GroupAction::CountDenied => {
                 let mut peeked = self.call(group, Action::Peek, charges).await?;
                 if peeked.iter().all(|decision| decision.allowed) {
                     match self.read(group).await {
@@ -381,14 +382,14 @@ impl<S: SharedStore> Groups for ShardGroups<'_, S> {
         }
     }
 
-    fn refund(&self, charges: &[Charge<'_>]) -> Refund {
-        let owned: Vec<Owned> = charges.iter().map(Owned::of).collect();
+    fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund {
+        let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
         let inner = Arc::clone(self.inner);
         let shard = shard_of(&inner.store, charges);
         // A task, so that the refund completes even if the caller is dropped.
         let task = Handle::try_current().ok().map(|runtime| {
             runtime.spawn(async move {
-                let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
+                let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
                 let refund = pin!(inner.store.decide_all(Action::Refund, &charges));
                 // If the refund fails, the units count until they expire: the store denies too
                 // much, but never admits too much.
@@ -454,8 +455,8 @@ impl<S: SharedStore> SharedStore for Breaker<S> {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.invalidations(since)
     }
 

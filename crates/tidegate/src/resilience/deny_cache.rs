@@ -18,7 +18,7 @@ use self::table::DenialTable;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
-use crate::store::news::{Mark, News};
+use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
 mod entry;
@@ -117,7 +117,7 @@ impl<S: SharedStore> Builder<S> {
     /// Creates the cache.
     #[must_use]
     pub fn build(self) -> DenyCache<S> {
-        let has_invalidations = self.store.invalidations(&Mark::default()).is_some();
+        let has_invalidations = self.store.invalidations(&Cursor::default()).is_some();
         let inner = Inner {
             store: self.store,
             table: DenialTable::new(self.max_entries),
@@ -222,8 +222,8 @@ impl<S: SharedStore> SharedStore for DenyCache<S> {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.invalidations(since)
     }
 

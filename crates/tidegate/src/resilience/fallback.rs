@@ -22,8 +22,8 @@ use crate::clock::Clock;
 use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
+use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::memory::MemoryStore;
-use crate::store::news::{Mark, News};
 use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
 mod ledger;
@@ -432,8 +432,8 @@ impl<S: SharedStore> SharedStore for Fallback<S> {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.inner.store.invalidations(since)
     }
 

@@ -1,90 +1,91 @@
 //! [`RedisStore`]: counts that a fleet shares, decided inside Redis by atomic Lua scripts.
 //!
-//! One decision is one round trip, however many charges it has; decisions that come while others
-//! are under way go together in the next. The time is the server's, so clients' clocks never
-//! matter.
+//! A decision takes one round trip, however many charges it has; decisions that arrive while a call
+//! is in flight share the next call. Time is the server's, so the clocks of clients do not matter.
 //!
-//! # Which Redis
+//! # Deployments
 //!
-//! One server ([`RedisStore::builder`]), a cluster ([`RedisStore::cluster`]), or a primary that
-//! sentinels name ([`RedisStore::sentinel`]); with `rediss://` by TLS. Failovers and moving slots
-//! are followed.
+//! A single server ([`RedisStore::builder`]), a cluster ([`RedisStore::cluster`]), or a primary
+//! behind sentinels ([`RedisStore::sentinel`]), each with TLS by `rediss://`. The store follows
+//! failovers and slot migrations.
 //!
-//! # When Redis is slow or gone
+//! # Outages
 //!
 //! No call takes longer than its timeout. A call that may have run is never sent again, and a
-//! script that comes to run after its caller's deadline spends nothing. While a node is away its
-//! calls fail at once; it is connected to again as soon as it is back.
+//! script that starts after its caller's deadline spends nothing. While a node is down, its calls
+//! fail at once, and the store keeps trying to reconnect.
 //!
 //! # Invalidations
 //!
 //! After each refund and reset the store publishes which count has units again, in a small sorted
-//! set beside the counts, if there is a reader: a `DenyCache` (feature `resilience`) in another
-//! process. Refunds at the same time share one call. A refund returns once its invalidation is
-//! published, or its timeout has passed; it does not fail for it. What could not be published is
-//! retried in the background for as long as a deny cache entry lives, five seconds.
+//! set, if there is a reader: a `DenyCache` (feature `resilience`) in another process. Concurrent
+//! refunds share one call. A refund returns once its invalidation is published or its timeout has
+//! passed. An invalidation that cannot be published does not fail the refund; it is retried in the
+//! background for as long as a deny cache entry lives, five seconds.
 //!
-//! # What a Redis user must be allowed
+//! # Permissions
 //!
-//! Nothing but this, for the prefix `rate_limit`; of the last three, `cluster|slots` and `asking`
-//! only on a cluster, `role` only behind sentinels:
+//! These are all permissions that the Redis user needs, for the prefix `rate_limit`. Of the last
+//! three, `cluster|slots` and `asking` are needed only on a cluster, `role` only behind sentinels:
 //!
 //! ```text
-//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink +get +getrange +hmget +hset
-//!     +pexpireat +pttl +set +setrange +zadd +zcard +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
+//! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
+//!     +get +getrange +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard +zcount
+//!     +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
 //!
-//! A user of the sentinels: `+ping +sentinel|get-master-addr-by-name +sentinel|master
+//! The user of the sentinels needs `+ping +sentinel|get-master-addr-by-name +sentinel|master
 //! +sentinel|replicas`.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::batch::Outcome;
+use self::batch::RequestOutcome;
 pub use self::builder::Builder;
-use self::builder::Kind;
-use self::call::{Call, Reply as Read, Setback};
+use self::builder::Deployment;
+use self::call::{Call, CallError, ScriptReply};
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
-use self::news::PendingInvalidation;
+use self::invalidation::PendingInvalidation;
 use self::publisher::Publisher;
-use self::queue::{Entrance, Turn, Way};
-use self::requests::{Request, Requests, Verb, Verdicts};
+use self::queue::{Enqueued, InFlightPermit, LeaderOutcome};
+use self::requests::{ItemDecisions, Operation, Request, ScriptCall};
 use self::server_clock::{ServerClock, ServerTimes};
-use self::slot::slot_of_counts;
+use self::slot::slot_of_user_key;
 pub use self::tls::Tls;
 use self::topology::Topology;
-use super::news::{Mark, News};
+use super::invalidation::{Cursor, Invalidations};
 use super::{Action, ShardId, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock};
 use crate::decision::{Decision, Source};
 use crate::key::write_redis_key;
 
-mod access;
 mod batch;
 mod builder;
 mod call;
-mod fault;
+mod connection;
+mod endpoint;
+mod error;
 mod groups;
 mod health;
 mod heartbeat;
-mod link;
-mod news;
+mod invalidation;
+mod node;
 mod probe;
 mod publisher;
 mod queue;
+mod refresh;
 mod requests;
 mod script;
 mod server_clock;
 mod slot;
-mod stir;
 mod tls;
 mod topology;
 
-/// Counts that all processes on one Redis, or one cluster, share.
+/// Store whose counts all processes on one Redis or one cluster share.
 ///
 /// ```no_run
 /// use tidegate::{Limiter, RedisStore};
@@ -98,7 +99,7 @@ pub struct RedisStore {
     shared: Arc<Shared>,
 }
 
-/// What a refund needs that goes on after its caller has gone.
+/// State of a store. Background tasks share it, because a refund may outlast its caller.
 struct Shared {
     topology: Topology,
     publisher: Publisher,
@@ -107,7 +108,7 @@ struct Shared {
     timeout: Duration,
     group_commit: bool,
     instances: CachedInstances,
-    /// Tests drive the script's time by this clock.
+    /// Manual clock of a test, which replaces the server's time.
     #[cfg(feature = "testing")]
     driven_by: Option<crate::clock::ManualClock>,
 }
@@ -119,34 +120,67 @@ impl RedisStore {
         Self::builder(url).connect().await
     }
 
-    /// A store on one server, with options. If the server turns out to be a node of a cluster, the
-    /// cluster is used.
+    /// Creates a builder for a store on one server. If the server turns out to be a node of a
+    /// cluster, the store uses the cluster.
+    ///
+    /// ```no_run
+    /// use std::time::Duration;
+    /// use tidegate::RedisStore;
+    ///
+    /// # async fn connect() -> Result<(), tidegate::StoreError> {
+    /// let builder = RedisStore::builder("redis://127.0.0.1:6379").prefix("api");
+    /// let store = builder.timeout(Duration::from_millis(50)).connect().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn builder(url: &str) -> Builder {
-        Builder::new(Kind::Single, [url])
+        Builder::new(Deployment::Single, [url])
     }
 
-    /// A store on a cluster, of which these are some nodes; the others are found.
+    /// Creates a builder for a store on a cluster. The URLs are those of some nodes; the others are
+    /// discovered.
     ///
-    /// Charges of one key are decided together, as on one server. Charges of several keys may live
-    /// in several slots: those of one node are decided at the same time, nodes in order, and if one
-    /// charge denies, what the others spent is given back.
+    /// Charges of one key are decided atomically, as on one server. Charges of several keys may be
+    /// in several slots: slots of one node are decided concurrently, nodes in order, and if one
+    /// charge denies, the units that the others spent are refunded.
+    ///
+    /// ```no_run
+    /// use tidegate::RedisStore;
+    ///
+    /// # async fn connect() -> Result<(), tidegate::StoreError> {
+    /// let store = RedisStore::cluster(["redis://10.0.0.1:6379", "redis://10.0.0.2:6379"]);
+    /// let store = store.connect().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn cluster(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Builder {
-        Builder::new(Kind::Cluster, urls)
+        Builder::new(Deployment::Cluster, urls)
     }
 
-    /// A store on the primary that the sentinels at these URLs know by this name.
+    /// Creates a builder for a store on the primary that the sentinels at these URLs monitor under
+    /// this name.
     ///
-    /// User and password in the URLs are for the sentinels, and for the primary too unless
-    /// [`Builder::credentials`] has its own; so are `rediss://` and [`Builder::tls`]. The database
-    /// is the primary's.
+    /// User and password in the URLs are for the sentinels, and for the primary unless
+    /// [`Builder::credentials`] sets others. `rediss://` and [`Builder::tls`] apply to both. The
+    /// database is that of the primary.
+    ///
+    /// ```no_run
+    /// use tidegate::RedisStore;
+    ///
+    /// # async fn connect() -> Result<(), tidegate::StoreError> {
+    /// let sentinels = ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"];
+    /// let store = RedisStore::sentinel("mymaster", sentinels).connect().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn sentinel(primary: &str, urls: impl IntoIterator<Item = impl AsRef<str>>) -> Builder {
-        Builder::new(Kind::Sentinel { primary: primary.to_owned() }, urls)
+        Builder::new(Deployment::Sentinel { primary: primary.to_owned() }, urls)
     }
 
-    /// The key under which Redis keeps a charge's count.
+    /// Returns the key under which Redis keeps the count of a charge.
     #[must_use]
     pub fn redis_key(&self, charge: &Charge<'_>) -> String {
         self.shared.redis_key(charge)
@@ -165,79 +199,82 @@ impl Shared {
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
-        slot_of_counts(charge.key())
+        slot_of_user_key(charge.key())
     }
 
-    /// Decides a request on keys of one slot (or of one server): by itself, or together with
-    /// others.
+    /// Decides a request on keys of one slot or one server, alone or in a batch.
     async fn decide(
         self: &Arc<Self>,
         request: &Request<'_>,
         started: Instant,
-    ) -> Result<Verdicts, Setback> {
-        let Some(first) = request.charges.first() else { return Ok(Verdicts::Several(Vec::new())) };
-        let (slot, deadline) = (Self::slot(first), started + self.timeout);
-        let mut together = self.group_commit;
-        while together {
-            let link = self.topology.known().route(slot)?;
-            let ticket = match queue::enter(self, link, request, slot, deadline) {
-                Entrance::Wait(ticket) => ticket,
-                Entrance::Lead(lead) => match lead.go().await {
-                    Way::Wait(ticket) => ticket,
-                    Way::Alone(turn) => {
-                        return Box::pin(self.decide_alone(request, slot, started, Some(turn)))
+    ) -> Result<ItemDecisions, CallError> {
+        let Some(first) = request.charges.first() else {
+            return Ok(ItemDecisions::Many(Vec::new()));
+        };
+        let slot = Self::slot(first);
+        let deadline = started + self.timeout;
+        let mut in_batch = self.group_commit;
+        while in_batch {
+            let node = self.topology.state().route(slot)?;
+            let handle = match queue::enqueue(self, node, request, slot, deadline) {
+                Enqueued::Wait(handle) => handle,
+                Enqueued::Lead(leader) => match leader.collect().await {
+                    LeaderOutcome::Wait(handle) => handle,
+                    LeaderOutcome::Alone(permit) => {
+                        return Box::pin(self.decide_alone(request, slot, started, Some(permit)))
                             .await;
                     }
                 },
             };
-            match ticket.outcome(request).await {
-                Outcome::Decided(verdicts) => return Ok(verdicts),
-                Outcome::Failed(error) => return Err(error.into()),
-                Outcome::Again if Instant::now() < deadline => {}
-                Outcome::Again | Outcome::TimedOut => {
+            match handle.outcome(request).await {
+                RequestOutcome::Decided(decisions) => return Ok(decisions),
+                RequestOutcome::Failed(error) => return Err(error.into()),
+                RequestOutcome::Retry if Instant::now() < deadline => {}
+                RequestOutcome::Retry | RequestOutcome::TimedOut => {
                     return Err(StoreError::Timeout(self.timeout).into());
                 }
-                Outcome::Alone => together = false,
+                RequestOutcome::RetryAlone => in_batch = false,
             }
         }
         Box::pin(self.decide_alone(request, slot, started, None)).await
     }
 
-    /// On the heap, for it is large: those who wait for others would carry it along.
+    /// Decides a request by a separate call. Callers box this large future, so that the future of a
+    /// caller that waits for a batch stays small.
     async fn decide_alone(
         &self,
         request: &Request<'_>,
         slot: u16,
         started: Instant,
-        turn: Option<Turn>,
-    ) -> Result<Verdicts, Setback> {
-        let requests =
-            Requests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
-        let call = Call { script: requests.script(&[0]), slot, started, timeout: self.timeout };
+        permit: Option<InFlightPermit>,
+    ) -> Result<ItemDecisions, CallError> {
+        let script_call =
+            ScriptCall::one(request, slot, |text, charge| self.write_redis_key(text, charge));
+        let call = Call { script: script_call.script(&[0]), slot, started, timeout: self.timeout };
         let command = |clock: &ServerClock| {
-            requests.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
+            script_call.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
         };
         let read = |reply| {
-            let answer = requests.read(&[0], |_| 1, reply)?;
-            let Some(told) = answer.told.into_iter().flatten().next() else {
-                return Ok((Some(answer.now), Read::Late));
+            let reply = script_call.read(&[0], |_| 1, reply)?;
+            let Some(item) = reply.items.into_iter().flatten().next() else {
+                return Ok((Some(reply.now), ScriptReply::Late));
             };
-            Ok((Some(answer.now), Read::Answer(told.verdicts(request, 0)?)))
+            Ok((Some(reply.now), ScriptReply::Answer(item.decisions(request, 0)?)))
         };
-        call.run(self.topology.known(), turn, command, read).await
+        call.run(self.topology.state(), permit, command, read).await
     }
 
-    /// The times of a call that is sent now.
+    /// Returns the times of a call that is sent now.
     fn server_times(&self, clock: &ServerClock, deadline: Instant) -> ServerTimes {
         ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now())
     }
 
-    /// The time by the store's own clock.
+    /// Returns the time of the store's own clock.
     fn now(&self) -> u64 {
         self.driven_time().unwrap_or_else(|| self.clock.now())
     }
 
-    /// The script's time, if tests drive it.
+    /// Returns the time of a test's manual clock.
     #[cfg(feature = "testing")]
     fn driven_time(&self) -> Option<u64> {
         self.driven_by.as_ref().map(Clock::now)
@@ -253,12 +290,12 @@ impl Shared {
 impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let charges = std::slice::from_ref(charge);
-        let request = Request { verb: Verb::Do(action), charges };
+        let request = Request { operation: Operation::Apply(action), charges };
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = match self.shared.decide(&request, started).await {
-            Ok(verdicts) => Ok(verdicts.first(charge).into_decision(charge.quota(), Source::Store)),
-            Err(setback) => Err(setback.into_store_error()),
+            Ok(decided) => Ok(decided.first(charge).into_decision(charge.quota(), Source::Store)),
+            Err(error) => Err(error.into_store_error()),
         };
         if let Some(invalidation) = invalidation {
             Box::pin(invalidation.publish(started + self.shared.timeout)).await;
@@ -291,7 +328,7 @@ impl Store for RedisStore {
 
 impl SharedStore for RedisStore {
     fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        self.shared.part(charge)
+        self.shared.shard_of(charge)
     }
 
     async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
@@ -299,22 +336,22 @@ impl SharedStore for RedisStore {
     }
 
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.shared.announce(instance).await
+        self.shared.send_heartbeat(instance).await
     }
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        Some(self.shared.news(since))
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
+        Some(self.shared.poll_invalidations(since))
     }
 
     fn epoch(&self) -> u64 {
-        self.shared.topology.known().epoch()
+        self.shared.topology.state().epoch()
     }
 
     fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
-        self.shared.topology.known().epoch_of(|| Shared::slot(charge))
+        self.shared.topology.state().epoch_of(|| Shared::slot(charge))
     }
 }
 

@@ -5,8 +5,8 @@ use std::future::{Future, Ready};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::invalidation::{Cursor, Invalidations};
 use super::memory::MemoryStore;
-use super::news::{Mark, News};
 use super::{Store, StoreError};
 use crate::charge::Charge;
 
@@ -48,7 +48,7 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 ///
 /// ```
 /// use std::future::Ready;
-/// use tidegate::store::news::{Mark, News};
+/// use tidegate::store::invalidation::{Cursor, Invalidations};
 /// use tidegate::{Action, Charge, Clock, Decision, MemoryStore};
 /// use tidegate::{ShardId, SharedStore, Store, StoreError};
 ///
@@ -85,8 +85,8 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 ///
 ///     fn invalidations(
 ///         &self,
-///         _since: &Mark,
-///     ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+///         _since: &Cursor,
+///     ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
 ///         None::<Ready<_>> // every refund and reset goes through this store
 ///     }
 /// }
@@ -119,8 +119,8 @@ pub trait SharedStore: Store {
     /// can only be freed through this very store.
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send>;
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send>;
 
     /// Returns a number that changes whenever a different server starts to decide, with a different
     /// clock: decisions from before are stale then. By default it never changes.
@@ -162,8 +162,8 @@ impl<S: SharedStore> SharedStore for Arc<S> {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         S::invalidations(self, since)
     }
 
@@ -189,8 +189,8 @@ impl SharedStore for MemoryStore {
 
     fn invalidations(
         &self,
-        _since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        _since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         None::<Ready<_>>
     }
 }

@@ -61,7 +61,7 @@ async fn requests_are_served_with_a_fallback_while_redis_is_down() {
         (OnStoreFailure::Deny, [StatusCode::TOO_MANY_REQUESTS, StatusCode::TOO_MANY_REQUESTS]),
     ] {
         let store = RedisStore::connect(&redis.url()).await.expect("our own server answers");
-        redis.end();
+        redis.kill();
         let quota = Quota::token_bucket(1, LONG).expect("valid");
         let layer = RateLimitLayer::new(Limiter::new(Fallback::new(store)), quota)
             .on_store_failure(failure);

@@ -11,7 +11,7 @@ use tidegate::layer::RateLimitLayer;
 use tidegate::{Algorithm, Limiter, Quota, RedisStore};
 
 use crate::site::{Asker, Site};
-use crate::support::{LONG, PATIENCE, Redis, every_quota};
+use crate::support::{LONG, Redis, TEST_TIMEOUT, every_quota};
 
 const REDIS: &str = "TIDEGATE_TEST_REDIS";
 const READY: &str = "listening on ";
@@ -53,7 +53,8 @@ fn quotas() -> Vec<Quota> {
 }
 
 async fn app(redis: &str) -> Router {
-    let store = RedisStore::builder(redis).timeout(PATIENCE).connect().await.expect("connected");
+    let store =
+        RedisStore::builder(redis).timeout(TEST_TIMEOUT).connect().await.expect("connected");
     let limiter = Limiter::new(store);
     quotas().into_iter().enumerate().fold(Router::new(), |app, (number, quota)| {
         let layer = RateLimitLayer::new(limiter.clone(), quota).policy(&number.to_string());

@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tower::ServiceExt as _;
 
 use crate::site::Site;
-use crate::support::{PATIENCE, Redis, until};
+use crate::support::{Redis, TEST_TIMEOUT, until};
 
 struct Queue<S> {
     limiter: Limiter<S>,
@@ -122,7 +122,7 @@ async fn a_dropped_request_is_refunded_in_memory() {
 async fn a_dropped_request_is_refunded_on_redis() {
     let redis = Redis::start();
     let clock = ManualClock::new();
-    let builder = RedisStore::builder(&redis.url()).timeout(PATIENCE).driven_by(clock.clone());
+    let builder = RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).driven_by(clock.clone());
     let limiter = Limiter::new(builder.connect().await.expect("connected"));
     a_dropped_request_is_refunded(Queue::on(limiter, clock)).await;
 }

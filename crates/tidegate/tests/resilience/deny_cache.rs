@@ -272,7 +272,7 @@ async fn one_entry_denies_a_request_and_the_other_decisions_repeat_the_store() {
     let before = store.calls();
     let again = limiter.acquire_all(&both("a")).await.expect("decided");
     let cached = |decision: &Decision| decision.with_source(Source::DenyCache);
-    assert_eq!(again, by_store.iter().map(cached).collect::<Vec<_>>());
+    assert_eq!(again, by_store.iter().map(cached).collect::<Vec<_>>().into());
     assert_eq!((again[0].allowed, again[0].remaining, again[1].allowed), (true, 9, false));
     // The same address with new users.
     for user in ["b", "c", "d"] {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tidegate::store::news::{Mark, News};
+use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
     Action, Charge, Clock, Decision, DenyCache, ManualClock, MemoryStore, Quota, ShardId,
     SharedStore, Source, Store, StoreError,
@@ -65,8 +65,8 @@ impl SharedStore for Delayed {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.memory.invalidations(since)
     }
 }
@@ -106,8 +106,8 @@ impl SharedStore for Moving {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         self.memory.invalidations(since)
     }
 

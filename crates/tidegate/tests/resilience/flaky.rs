@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tidegate::store::news::{Mark, News};
+use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
     Action, Charge, Clock, Decision, ManualClock, MemoryStore, ShardId, SharedStore, Store,
     StoreError,
@@ -155,8 +155,8 @@ impl SharedStore for Flaky {
 
     fn invalidations(
         &self,
-        _since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
+        _since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
         None::<std::future::Ready<_>>
     }
 }

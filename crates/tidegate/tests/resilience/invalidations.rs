@@ -3,14 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tidegate::store::news::{Freed, Mark, News};
+use tidegate::store::invalidation::{Cursor, Invalidations, Scope};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota,
     RedisStore, ShardId, SharedStore, Source, Store, StoreError,
 };
 
 use crate::support::{
-    Cluster, LONG, PATIENCE, Redis, redis_6, redis_with_a_clock_to_set, until, valkey_9,
+    Cluster, LONG, Redis, TEST_TIMEOUT, redis_6, redis_with_settable_clock, until, valkey_9,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -18,7 +18,7 @@ const INVALIDATION_SET: &str = "rate_limit:{%news}";
 
 async fn store(redis: &Redis) -> RedisStore {
     RedisStore::builder(&redis.url())
-        .timeout(PATIENCE)
+        .timeout(TEST_TIMEOUT)
         .connect()
         .await
         .expect("our own server answers")
@@ -30,7 +30,7 @@ async fn cached(redis: &Redis) -> Limiter<Fallback<DenyCache<Breaker<RedisStore>
 }
 
 /// Polls the invalidations after this cursor.
-async fn poll(store: &impl SharedStore, since: &Mark) -> News {
+async fn poll(store: &impl SharedStore, since: &Cursor) -> Invalidations {
     store.invalidations(since).expect("published").await.expect("polled")
 }
 
@@ -63,7 +63,7 @@ async fn until_admitted<S: Store>(
         if decision.source == Source::DenyCache {
             last = elapsed;
         }
-        assert!(elapsed < PATIENCE, "never admitted: {decision:?}");
+        assert!(elapsed < TEST_TIMEOUT, "never admitted: {decision:?}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -169,7 +169,7 @@ async fn a_flushed_redis_is_detected_within_a_second() {
 
 #[tokio::test]
 async fn a_server_clock_set_forward_is_detected_within_a_second() {
-    let (redis, clock) = redis_with_a_clock_to_set();
+    let (redis, clock) = redis_with_settable_clock();
     let limiter = cached(&redis).await;
     let quota = Quota::token_bucket(1, Duration::from_secs(3_600)).expect("valid");
     let charge = Charge::new("u", &quota);
@@ -219,13 +219,13 @@ async fn invalidations_are_published_only_if_there_is_a_reader() {
     plain.acquire(&charge).await.expect("decided");
     plain.refund(&charge).await.expect("refunded");
     assert!(!redis.query::<bool>(&["EXISTS", INVALIDATION_SET]));
-    let first = poll(plain.store(), &Mark::default()).await;
-    assert_eq!(first.freed, Freed::Anything);
-    let next = poll(plain.store(), &first.mark).await;
-    assert_eq!((&next.mark, &next.freed), (&first.mark, &Freed::Counts(Vec::new())));
+    let first = poll(plain.store(), &Cursor::default()).await;
+    assert_eq!(first.scope, Scope::All);
+    let next = poll(plain.store(), &first.cursor).await;
+    assert_eq!((&next.cursor, &next.scope), (&first.cursor, &Scope::Counts(Vec::new())));
     plain.refund(&charge).await.expect("refunded");
-    let next = poll(plain.store(), &next.mark).await;
-    assert!(matches!(&next.freed, Freed::Counts(counts) if counts.len() == 1), "{next:?}");
+    let next = poll(plain.store(), &next.cursor).await;
+    assert!(matches!(&next.scope, Scope::Counts(counts) if counts.len() == 1), "{next:?}");
     redis.assert_every_key_expires();
 }
 
@@ -234,7 +234,7 @@ async fn a_cluster_publishes_invalidations_of_all_nodes_and_of_compensations() {
     let cluster = Cluster::start();
     let connect = async || {
         RedisStore::cluster(&cluster.urls()[..3])
-            .timeout(PATIENCE)
+            .timeout(TEST_TIMEOUT)
             .connect()
             .await
             .expect("our own cluster answers")
@@ -252,11 +252,12 @@ async fn a_cluster_publishes_invalidations_of_all_nodes_and_of_compensations() {
     // The first charge is spent, and refunded because the second is denied.
     let free = Charge::new("free", &quota);
     let charges = [free, Charge::new("user-0", &quota)];
-    let since = poll(limiter.store(), &Mark::default()).await.mark;
+    let since = poll(limiter.store(), &Cursor::default()).await.cursor;
     assert!(!other.decide_all(Action::Acquire, &charges).await.expect("decided")[1].allowed);
     until("the invalidation is published", async || {
         let invalidations = poll(limiter.store(), &since).await;
-        invalidations.freed == Freed::Counts(vec![tidegate::store::news::CountId::of(&free)])
+        invalidations.scope
+            == Scope::Counts(vec![tidegate::store::invalidation::CountId::of(&free)])
     })
     .await;
     cluster.assert_every_key_expires();
@@ -318,14 +319,14 @@ async fn a_reset_reaches_other_instances_after_a_stall_of_the_invalidation_node(
     exhaust(&limiter, &charge).await;
     cluster.nodes()[stalled].signal("STOP");
     until("the connection is closed", async || {
-        let _ = other.store().invalidations(&Mark::default()).expect("published").await;
+        let _ = other.store().invalidations(&Cursor::default()).expect("published").await;
         other.store().nodes().iter().any(|node| !node.connected)
     })
     .await;
     other.reset(&charge).await.expect("the node of this key is up");
     cluster.nodes()[stalled].signal("CONT");
     let owner = || &cluster.nodes()[cluster.owner_of(INVALIDATION_SET)];
-    let id = format!("{:016x}", tidegate::store::news::CountId::of(&charge).0);
+    let id = format!("{:016x}", tidegate::store::invalidation::CountId::of(&charge).0);
     until("the invalidation is published", async || {
         let members: Vec<String> = owner().query(&["ZRANGE", INVALIDATION_SET, "0", "-1"]);
         members.iter().any(|member| member.ends_with(&id))
@@ -340,7 +341,7 @@ async fn concurrent_refunds_share_publish_calls() {
     let limiter = Limiter::new(store(&redis).await);
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     // There is a reader, so each refund must be published.
-    let cursor = poll(limiter.store(), &Mark::default()).await.mark;
+    let cursor = poll(limiter.store(), &Cursor::default()).await.cursor;
     limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
     let before = redis.calls_of("evalsha");
     let refund = |number: u32| {
@@ -355,7 +356,7 @@ async fn concurrent_refunds_share_publish_calls() {
     }
     // Each refund returned after its invalidation was published.
     let next = poll(limiter.store(), &cursor).await;
-    assert!(matches!(&next.freed, Freed::Counts(counts) if counts.len() == 201), "{next:?}");
+    assert!(matches!(&next.scope, Scope::Counts(counts) if counts.len() == 201), "{next:?}");
     let calls = redis.calls_of("evalsha") - before - 1;
     assert!(calls < 30, "{calls} calls for 200 refunds");
 }
@@ -395,13 +396,13 @@ impl SharedStore for Polled {
 
     fn invalidations(
         &self,
-        since: &Mark,
-    ) -> Option<impl Future<Output = Result<News, StoreError>> + Send> {
-        let is_first = since == &Mark::default();
+        since: &Cursor,
+    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
+        let is_first = since == &Cursor::default();
         Some(async move {
             self.polls.fetch_add(1, Ordering::Relaxed);
-            let freed = if is_first { Freed::Anything } else { Freed::Counts(Vec::new()) };
-            Ok(News { mark: Mark("1".to_owned()), freed, now: None })
+            let scope = if is_first { Scope::All } else { Scope::Counts(Vec::new()) };
+            Ok(Invalidations { cursor: Cursor("1".to_owned()), scope, now: None })
         })
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tidegate::{Action, Breaker, Charge, Fallback, Quota, RedisStore, Source, Store};
 use tokio::time::{Instant, sleep};
 
-use crate::support::{LONG, PATIENCE, Redis};
+use crate::support::{LONG, Redis, TEST_TIMEOUT};
 
 const TIMEOUT: Duration = Duration::from_millis(100);
 /// Scheduling delay of a busy machine.
@@ -21,7 +21,7 @@ async fn connect(redis: &Redis) -> Fallback<Breaker<RedisStore>> {
 async fn until_the_store_decides(fallback: &impl Store, charge: &Charge<'_>) {
     let start = Instant::now();
     while fallback.decide(Action::Peek, charge).await.expect("decided").source != Source::Store {
-        assert!(start.elapsed() < PATIENCE, "the store recovers");
+        assert!(start.elapsed() < TEST_TIMEOUT, "the store recovers");
         sleep(Duration::from_millis(20)).await;
     }
 }
@@ -65,7 +65,7 @@ async fn a_flapping_redis_admits_at_most_the_limit_and_delays_no_request() {
             break;
         }
         assert!(
-            start.elapsed() < PATIENCE,
+            start.elapsed() < TEST_TIMEOUT,
             "{remaining} remaining, {admitted} admitted, {:?}",
             fallback.stats()
         );
@@ -95,7 +95,7 @@ async fn a_restarted_redis_decides_again_and_gets_the_debts() {
             break;
         }
         local += 1;
-        assert!(start.elapsed() < PATIENCE, "the store recovers");
+        assert!(start.elapsed() < TEST_TIMEOUT, "the store recovers");
         sleep(Duration::from_millis(5)).await;
     }
     let count =

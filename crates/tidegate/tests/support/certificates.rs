@@ -1,4 +1,4 @@
-//! An authority for one test, and what it has signed.
+//! A certificate authority for one test, and the certificates that it signs.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ pub(crate) struct Identity {
 impl Authority {
     pub(crate) fn new() -> Self {
         let mut params = CertificateParams::new(Vec::<String>::new()).expect("no names");
-        params.distinguished_name.push(DnType::CommonName, "the authority of a test");
+        params.distinguished_name.push(DnType::CommonName, "test authority");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().expect("a key");
         Self { issuer: CertifiedIssuer::self_signed(params, key).expect("signed") }
@@ -26,7 +26,7 @@ impl Authority {
         self.issuer.pem()
     }
 
-    /// For a server of this name, or for a client.
+    /// Signs a certificate for a server of this name, or for a client.
     pub(crate) fn sign(&self, name: &str) -> Identity {
         let mut params = CertificateParams::new([name.to_owned()]).expect("a name");
         params.distinguished_name.push(DnType::CommonName, name);

@@ -1,5 +1,5 @@
-// What a server that was started with this library takes for the time: the real one, and as many seconds more as the file says
-// that $TIDEGATE_TEST_CLOCK names.
+// Preloaded library that shifts the time of a server by the number of seconds in the file
+// $TIDEGATE_TEST_CLOCK.
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-//! A real server whose clock can be set, by a library of ours between it and the system.
+//! A real server whose clock can be set, by a preloaded library that replaces `gettimeofday`.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -6,12 +6,12 @@ use std::process::Command;
 
 use super::server::Redis;
 
-/// How many seconds the server's clock is ahead of ours.
+/// Clock of the server. A file has the number of seconds by which it is ahead of ours.
 pub(crate) struct ServerClock {
     folder: tempfile::TempDir,
 }
 
-pub(crate) fn redis_with_a_clock_to_set() -> (Redis, ServerClock) {
+pub(crate) fn redis_with_settable_clock() -> (Redis, ServerClock) {
     let clock = ServerClock { folder: tempfile::tempdir().expect("a temporary folder") };
     clock.set(0);
     let (library, program) = (clock.path("clock.so"), clock.path("redis-server"));
@@ -34,10 +34,10 @@ pub(crate) fn redis_with_a_clock_to_set() -> (Redis, ServerClock) {
 
 impl ServerClock {
     pub(crate) fn set(&self, seconds_ahead: i64) {
-        // Renamed into place: a reader finds the old number or the new one, never half of it.
-        let new = self.path("new");
-        std::fs::write(&new, seconds_ahead.to_string()).expect("written");
-        std::fs::rename(new, self.path("ahead")).expect("renamed");
+        // An atomic rename, so that the server never reads a partial number.
+        let new_file = self.path("new");
+        std::fs::write(&new_file, seconds_ahead.to_string()).expect("written");
+        std::fs::rename(new_file, self.path("ahead")).expect("renamed");
     }
 
     fn path(&self, name: &str) -> PathBuf {

@@ -1,4 +1,4 @@
-//! A real cluster for tests: three primaries, each with a replica.
+//! A real cluster for tests: three primaries with a replica each.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
@@ -42,23 +42,23 @@ impl Cluster {
         cluster
     }
 
-    /// One node more, which has no slots yet.
+    /// Adds a primary without slots.
     pub(crate) fn add_empty_primary(&mut self) -> &Redis {
         let node = start_node(Path::new("redis-server"), &[]);
         let first = self.nodes[0].port().to_string();
         node.query::<()>(&["CLUSTER", "MEET", "127.0.0.1", &first]);
         self.nodes.push(node);
-        self.wait_until("all know each other", |node| {
+        self.wait_until("all nodes know each other", |node| {
             let info: String = node.query(&["CLUSTER", "INFO"]);
             info.contains("cluster_state:ok") && info.contains("cluster_known_nodes:7")
         });
         &self.nodes[6]
     }
 
-    fn wait_until(&self, what: &str, is_so: impl Fn(&Redis) -> bool) {
+    fn wait_until(&self, description: &str, condition: impl Fn(&Redis) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
-        while !self.nodes.iter().all(&is_so) {
-            assert!(Instant::now() < deadline, "{what}");
+        while !self.nodes.iter().all(&condition) {
+            assert!(Instant::now() < deadline, "timed out: {description}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -71,7 +71,7 @@ impl Cluster {
         self.nodes.iter().map(Redis::url).collect()
     }
 
-    /// Which node serves the slot of this Redis key, as the cluster tells.
+    /// Returns the index of the node that serves the slot of this Redis key.
     pub(crate) fn owner_of(&self, redis_key: &str) -> usize {
         let port = self.owner_port(self.slot_of(redis_key));
         self.nodes.iter().position(|node| node.port() == port).expect("one of ours")
@@ -89,19 +89,19 @@ impl Cluster {
             let redis::Value::Array(parts) = range else { panic!("a range") };
             let number = |value: &redis::Value| match value {
                 redis::Value::Int(number) => u16::try_from(*number).expect("a slot or a port"),
-                other => panic!("{other:?} is no number"),
+                other => panic!("{other:?} is not a number"),
             };
             if (number(&parts[0])..=number(&parts[1])).contains(&slot) {
                 let redis::Value::Array(primary) = &parts[2] else { panic!("a node") };
                 return number(&primary[1]);
             }
         }
-        panic!("nobody serves slot {slot}")
+        panic!("no node serves slot {slot}")
     }
 
-    /// How many nodes say themselves that they are primaries, one left out.
-    pub(crate) fn primaries_but(&self, index: usize) -> usize {
-        let others = self.nodes.iter().enumerate().filter(|(at, _)| *at != index);
+    /// Returns how many other nodes report to be primaries.
+    pub(crate) fn other_primaries(&self, node: usize) -> usize {
+        let others = self.nodes.iter().enumerate().filter(|(index, _)| *index != node);
         others.filter(|(_, node)| is_primary(node)).count()
     }
 
@@ -109,8 +109,8 @@ impl Cluster {
         &mut self.nodes[index]
     }
 
-    /// Moves a slot with its keys to another node, step by step, as `redis-cli --cluster reshard`
-    /// does; `between` is called while some of the keys have moved.
+    /// Migrates a slot with its keys to another node like `redis-cli --cluster reshard`. Calls
+    /// `between` after each step.
     pub(crate) async fn move_slot(
         &self,
         slot: u16,
@@ -144,7 +144,7 @@ fn is_primary(node: &Redis) -> bool {
     node.query::<String>(&["INFO", "replication"]).contains("role:master")
 }
 
-/// A node's second port, for the other nodes, is 10,000 above its first.
+/// Starts a node. The port of its cluster bus is 10,000 above its own.
 fn start_node(program: &Path, options: &[&str]) -> Redis {
     let mut all = vec!["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"];
     all.extend(["--cluster-require-full-coverage", "no", "--cluster-replica-validity-factor", "0"]);
@@ -152,12 +152,12 @@ fn start_node(program: &Path, options: &[&str]) -> Redis {
     all.extend(options);
     for _ in 0..200 {
         let port = free_port();
-        let second = port
+        let is_bus_port_free = port
             .checked_add(10_000)
             .is_some_and(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok());
-        if second && let Some(node) = Redis::try_start(program, port, &all) {
+        if is_bus_port_free && let Some(node) = Redis::try_start(program, port, &all) {
             return node;
         }
     }
-    panic!("no node of a cluster started in 200 tries");
+    panic!("no cluster node started in 200 attempts");
 }

@@ -1,4 +1,4 @@
-//! What the tests share: a real Redis, limiters on it, quotas of every kind.
+//! Shared test support: a real Redis, limiters on it, and quotas of every kind.
 
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 
@@ -12,34 +12,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub(crate) use certificates::Authority;
-pub(crate) use clock::redis_with_a_clock_to_set;
+pub(crate) use clock::redis_with_settable_clock;
 pub(crate) use cluster::Cluster;
 pub(crate) use sentinel::{NAME, Sentinels};
 pub(crate) use server::{Redis, free_port, redis_6, valkey_9};
 use tidegate::{Algorithm, Charge, Encoding, Limiter, ManualClock, Quota, RedisStore, Store};
 
-/// This machine may be slow; what takes this long hangs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// Timeout of operations that must succeed, long enough for a slow machine.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Redis {
-    /// A limiter on the server's own clock.
+    /// Returns a limiter on the server's own clock.
     pub(crate) async fn limiter(&self) -> Limiter<RedisStore> {
-        let builder = RedisStore::builder(&self.url()).timeout(PATIENCE);
+        let builder = RedisStore::builder(&self.url()).timeout(TEST_TIMEOUT);
         Limiter::new(builder.connect().await.expect("our own server answers"))
     }
 
-    /// A limiter whose scripts get their time from this clock, with keys of its own.
+    /// Returns a limiter whose scripts use this clock, with a separate key prefix.
     pub(crate) async fn driven_limiter(&self, clock: ManualClock) -> Limiter<RedisStore> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let prefix = format!("test-{}", NUMBER.fetch_add(1, Ordering::Relaxed));
         let builder =
-            RedisStore::builder(&self.url()).timeout(PATIENCE).prefix(prefix).driven_by(clock);
+            RedisStore::builder(&self.url()).timeout(TEST_TIMEOUT).prefix(prefix).driven_by(clock);
         Limiter::new(builder.connect().await.expect("our own server answers"))
     }
 }
 
-/// What the documentation of `store::redis` says that a user must be allowed on one server.
-pub(crate) const RIGHTS: [&str; 21] = [
+/// Permissions that a user needs on one server, as documented in `store::redis`.
+pub(crate) const PERMISSIONS: [&str; 21] = [
     "evalsha",
     "script|load",
     "time",
@@ -64,9 +64,9 @@ pub(crate) const RIGHTS: [&str; 21] = [
 ];
 
 impl Redis {
-    /// A user who may do this and no more, on keys of the usual prefix.
-    pub(crate) fn grant(&self, rights: &[&str]) {
-        let grants: Vec<String> = rights.iter().map(|command| format!("+{command}")).collect();
+    /// Creates a user with only these permissions, on keys with the default prefix.
+    pub(crate) fn grant(&self, permissions: &[&str]) {
+        let grants: Vec<String> = permissions.iter().map(|command| format!("+{command}")).collect();
         let mut rule = vec!["ACL", "SETUSER", "tidegate", "on", ">hunter2", "~rate_limit:*"];
         rule.extend(grants.iter().map(String::as_str));
         self.query::<()>(&rule);
@@ -77,7 +77,7 @@ impl Redis {
     }
 }
 
-/// A quota of each algorithm, and of each encoding.
+/// Returns a quota of each algorithm and each encoding.
 pub(crate) fn every_quota(limit: u64, window: Duration) -> Vec<Quota> {
     let mut quotas: Vec<Quota> = Algorithm::ALL
         .iter()
@@ -92,10 +92,10 @@ pub(crate) fn packed(limit: u64, window: Duration) -> Quota {
     quota.with_encoding(Encoding::Packed).expect("a log")
 }
 
-/// Long enough that a test never meets its end, and nothing comes back meanwhile.
+/// A window so long that no unit becomes free during a test.
 pub(crate) const LONG: Duration = Duration::from_secs(100 * 86_400);
 
-/// 64 tasks, each asking again and again for one key: exactly the limit is admitted.
+/// Asserts that exactly the limit is admitted when 64 tasks charge one key.
 pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S>) {
     for quota in every_quota(500, LONG) {
         let tasks: Vec<_> = (0..64)
@@ -120,17 +120,17 @@ pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S
     }
 }
 
-/// So many seeds, or as many as `TIDEGATE_SEEDS` says, for a longer look than CI takes.
-pub(crate) fn seeds(usual: u64) -> std::ops::Range<u64> {
-    let wanted = std::env::var("TIDEGATE_SEEDS").ok();
-    0..wanted.map_or(usual, |count| count.parse().expect("TIDEGATE_SEEDS is a number"))
+/// Returns this many seeds, or `TIDEGATE_SEEDS` of them, for longer runs than in CI.
+pub(crate) fn seeds(default: u64) -> std::ops::Range<u64> {
+    let configured = std::env::var("TIDEGATE_SEEDS").ok();
+    0..configured.map_or(default, |count| count.parse().expect("TIDEGATE_SEEDS is a number"))
 }
 
-/// Asks again and again until it is so; what takes longer than [`PATIENCE`] will never be.
-pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) -> Duration {
+/// Waits until a condition holds, at most for [`TEST_TIMEOUT`]. Returns the time that it took.
+pub(crate) async fn until(description: &str, mut condition: impl AsyncFnMut() -> bool) -> Duration {
     let start = std::time::Instant::now();
-    while !is_so().await {
-        assert!(start.elapsed() < PATIENCE, "{what} in {PATIENCE:?}");
+    while !condition().await {
+        assert!(start.elapsed() < TEST_TIMEOUT, "timed out: {description}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     start.elapsed()

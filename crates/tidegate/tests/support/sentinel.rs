@@ -1,4 +1,4 @@
-//! A real primary with replicas, watched by three sentinels.
+//! A real primary with replicas, monitored by three sentinels.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -21,12 +21,12 @@ struct Sentinel {
 }
 
 impl Sentinels {
-    /// A primary, two replicas and three sentinels.
+    /// Starts a primary, two replicas and three sentinels.
     pub(crate) fn start() -> Self {
         Self::start_with(&[], "", None)
     }
 
-    /// `options` for the servers; `lines` and a password for the sentinels.
+    /// Starts them with `options` for the servers, and `lines` and a password for the sentinels.
     pub(crate) fn start_with(
         options: &[&str],
         lines: &str,
@@ -36,14 +36,14 @@ impl Sentinels {
         all.extend(options);
         let primary = Redis::start_with(&all);
         let port = primary.port().to_string();
-        let follow = ["--replicaof", "127.0.0.1", &port];
-        let follows: Vec<&str> = all.iter().copied().chain(follow).collect();
-        let servers = vec![primary, Redis::start_with(&follows), Redis::start_with(&follows)];
+        let replica_of = ["--replicaof", "127.0.0.1", &port];
+        let replica: Vec<&str> = all.iter().copied().chain(replica_of).collect();
+        let servers = vec![primary, Redis::start_with(&replica), Redis::start_with(&replica)];
         let sentinels = (0..3).map(|_| Sentinel::start(&port, lines, password)).collect();
         let all = Self { servers, sentinels };
         let deadline = Instant::now() + Duration::from_secs(60);
         while !all.is_complete() {
-            assert!(Instant::now() < deadline, "the sentinels find each other and the replicas");
+            assert!(Instant::now() < deadline, "the sentinels have not found all nodes");
             std::thread::sleep(Duration::from_millis(50));
         }
         all
@@ -71,14 +71,14 @@ impl Sentinels {
         &mut self.servers[index]
     }
 
-    /// Which server says itself that it is a primary; not the one that is left out.
-    pub(crate) fn promoted(&self, but: usize) -> Option<usize> {
+    /// Returns the index of a server other than the old primary that reports to be a primary.
+    pub(crate) fn promoted(&self, old_primary: usize) -> Option<usize> {
         (0..self.servers.len())
-            .filter(|index| *index != but)
+            .filter(|index| *index != old_primary)
             .find(|index| self.servers[*index].query::<redis::Value>(&["ROLE"]).is_primary())
     }
 
-    /// Stops or continues one sentinel by a signal.
+    /// Sends a signal to one sentinel.
     pub(crate) fn signal(&self, index: usize, name: &str) {
         let id = self.sentinels[index].process.id().to_string();
         let sent = Command::new("kill").arg(format!("-{name}")).arg(id).status();
@@ -103,13 +103,15 @@ impl Sentinel {
         let port = free_port();
         let file = folder.path().join("sentinel.conf");
         let text = format!(
-            "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor {NAME} 127.0.0.1 {primary_port} 2\n\
-             sentinel down-after-milliseconds {NAME} 700\nsentinel failover-timeout {NAME} 3000\n{lines}\n",
+            "port {port}\nbind 127.0.0.1\ndir {}\n\
+             sentinel monitor {NAME} 127.0.0.1 {primary_port} 2\n\
+             sentinel down-after-milliseconds {NAME} 700\n\
+             sentinel failover-timeout {NAME} 3000\n{lines}\n",
             folder.path().display()
         );
-        let guard =
+        let require_password =
             password.map_or_else(String::new, |password| format!("requirepass {password}\n"));
-        let text = text + &guard;
+        let text = text + &require_password;
         std::fs::write(&file, text).expect("written");
         let process = launch(&file);
         Self { process, port, password, _folder: folder }

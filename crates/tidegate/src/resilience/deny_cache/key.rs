@@ -6,7 +6,7 @@ use siphasher::sip128::{Hasher128, SipHasher13};
 
 use crate::charge::Charge;
 use crate::random::random_u64;
-use crate::store::news::CountId;
+use crate::store::invalidation::CountId;
 
 /// Number of bytes of an encoded quota: a separator, three numbers, and its kind.
 const QUOTA_BYTES: usize = 1 + 3 * 8 + 3;

@@ -13,7 +13,7 @@ use super::unrecorded::Unrecorded;
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
-use crate::store::news::CountId;
+use crate::store::invalidation::CountId;
 use crate::store::{Action, SharedStore};
 
 /// Maximum number of charges of a request for which a denial remembers the other quotas.

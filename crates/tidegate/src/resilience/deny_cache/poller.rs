@@ -10,7 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::Inner;
 use crate::random::jittered;
-use crate::store::news::{Freed, Mark};
+use crate::store::invalidation::{Cursor, Scope};
 use crate::store::{SharedStore, StoreError};
 
 /// Minimum interval between two polls. The jitter is added to it.
@@ -25,7 +25,7 @@ const IDLE_POLLS: u32 = 25;
 /// State of the poller after its last successful poll.
 #[derive(Default)]
 struct PollState {
-    cursor: Mark,
+    cursor: Cursor,
     times: Option<PollTimes>,
 }
 
@@ -72,21 +72,21 @@ impl<S: SharedStore> Inner<S> {
         let polled = timeout(POLL_TIMEOUT, call).await;
         let invalidations = polled.unwrap_or(Err(StoreError::Timeout(POLL_TIMEOUT)))?;
         let scope = if store_clock_ran_ahead(state.times, invalidations.now, self.now()) {
-            Freed::Anything
+            Scope::All
         } else {
-            invalidations.freed
+            invalidations.scope
         };
         let times = invalidations.now.map(|store| PollTimes { local: sent, store });
-        *state = PollState { cursor: invalidations.mark, times };
+        *state = PollState { cursor: invalidations.cursor, times };
         // Entries are dropped before the others become fresh. A denial that is in flight now is not
         // cached, because the drop has changed the generation of its shard.
         match scope {
-            Freed::Counts(counts) => {
+            Scope::Counts(counts) => {
                 for count in counts {
                     self.table.invalidate(count);
                 }
             }
-            Freed::Anything => self.table.clear(),
+            Scope::All => self.table.clear(),
         }
         let max_staleness = u64::try_from(MAX_STALENESS.as_micros()).unwrap_or(0);
         self.fresh_until.store(sent.saturating_add(max_staleness), Ordering::Release);

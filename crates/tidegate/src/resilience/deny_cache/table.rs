@@ -13,7 +13,7 @@ use super::key::{EntryKey, HashSecret, KeyHash};
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::quota::Quota;
-use crate::store::news::CountId;
+use crate::store::invalidation::CountId;
 
 /// Maximum number of entries in a set.
 const WAYS: usize = 8;

@@ -12,7 +12,7 @@ use super::Inner;
 use super::key::EntryKey;
 use super::table::Query;
 use crate::charge::Charge;
-use crate::store::in_order::Owned;
+use crate::store::compensation::OwnedCharge;
 use crate::store::{Action, SharedStore};
 
 /// Time for which a denial that counts is cached. The denials of this time are then recorded in the
@@ -34,7 +34,7 @@ impl<S: SharedStore> Inner<S> {
             return;
         }
         let Ok(runtime) = Handle::try_current() else { return };
-        let (inner, key, owned) = (Arc::downgrade(self), query.key, Owned::of(query.charge));
+        let (inner, key, owned) = (Arc::downgrade(self), query.key, OwnedCharge::of(query.charge));
         runtime.spawn(async move {
             sleep(COUNTED_DENIAL_TTL).await;
             let Some(inner) = inner.upgrade() else { return };

@@ -1,8 +1,8 @@
-//! [`Batch`]: decisions that go together in one call, and those who wait for them.
+//! [`Batch`]: requests that are sent together in one call, and the waiters for their results.
 //!
-//! It gathers until it is sealed; then it is under way, until it is settled. A caller may leave at
-//! any time, and leaves the others alone: before the seal it is not asked for, after it nobody
-//! listens to what it is told.
+//! Lifecycle: open → sealed (in flight) → completed. A waiter may be dropped at any time without
+//! an effect on the others: its request is left out if the batch is still open, and its result is
+//! ignored if it is in flight.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -10,164 +10,165 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use super::requests::{Request, Requests, Told, Verdicts};
+use super::requests::{ItemDecisions, ItemReply, Request, ScriptCall};
 use crate::charge::Charge;
 use crate::store::StoreError;
 
+/// Batch of requests for one node.
 #[derive(Default)]
 pub(super) struct Batch {
-    gathering: Mutex<Gathering>,
-    settled: OnceLock<Settled>,
+    open: Mutex<OpenBatch>,
+    completed: OnceLock<Completed>,
 }
 
+/// Contents of a batch that requests can still join.
 #[derive(Default)]
-struct Gathering {
-    requests: Requests,
-    callers: Vec<Caller>,
+struct OpenBatch {
+    script_call: ScriptCall,
+    waiters: Vec<Waiter>,
 }
 
-struct Caller {
+struct Waiter {
     item: usize,
     deadline: Instant,
-    state: State,
+    state: WaiterState,
 }
 
-enum State {
-    Waits(Option<Waker>),
-    /// Its deadline has passed.
+enum WaiterState {
+    Waiting(Option<Waker>),
+    /// The deadline has passed.
     TimedOut,
-    /// Nobody waits any more.
-    Gone,
+    /// The caller was cancelled.
+    Dropped,
 }
 
-/// What is sent.
+/// Contents of a sealed batch.
 pub(super) struct Sealed {
-    pub(super) requests: Requests,
-    /// How often each item is asked, which may be never.
-    pub(super) times: Vec<u64>,
-    /// Those of the callers; `None` for who is not asked for.
-    places: Vec<Option<Place>>,
-    /// The first deadline of a caller: nothing may be done for it later. `None` if nobody waits any
-    /// more.
+    pub(super) script_call: ScriptCall,
+    /// Number of requests per item. Items with 0 are not sent.
+    pub(super) repeats: Vec<u64>,
+    /// Position of each waiter; `None` if its request is not sent.
+    positions: Vec<Option<Position>>,
+    /// Earliest deadline of a waiter, after which the script must not run. `None` without waiters.
     pub(super) earliest: Option<Instant>,
-    /// The last deadline of a caller: nobody waits for longer.
+    /// Latest deadline of a waiter, after which the reply is of no use.
     pub(super) latest: Instant,
 }
 
-/// Where a caller finds what it is told.
+/// Position of a waiter's request in the call.
 #[derive(Clone, Copy)]
-struct Place {
+struct Position {
     item: usize,
-    /// How many equal requests came before.
-    earlier: u64,
+    /// Number of equal requests before this one.
+    preceding: u64,
 }
 
-struct Settled {
-    places: Vec<Option<Place>>,
-    /// One an item.
-    fates: Vec<Fate>,
+struct Completed {
+    positions: Vec<Option<Position>>,
+    /// Result per item.
+    results: Vec<ItemResult>,
 }
 
-/// What became of an item.
+/// Result of one item.
 #[derive(Debug, Clone)]
-pub(super) enum Fate {
-    Told(Told),
+pub(super) enum ItemResult {
+    Replied(ItemReply),
     Failed(StoreError),
-    /// It surely was not done, and can be asked again, together with others.
-    Again,
-    /// It surely was not done, and must look for its own way.
-    Alone,
+    /// The item did not run, and may be retried in another batch.
+    Retry,
+    /// The item did not run, and must be retried by a separate call, which follows redirects.
+    RetryAlone,
 }
 
-/// What became of a caller's request.
-pub(super) enum Outcome {
-    Decided(Verdicts),
+/// Outcome of a waiter's request.
+pub(super) enum RequestOutcome {
+    Decided(ItemDecisions),
     Failed(StoreError),
     TimedOut,
-    Again,
-    Alone,
+    Retry,
+    RetryAlone,
 }
 
-/// A caller's place in a batch.
-pub(super) struct Ticket {
+/// Handle with which a waiter gets its outcome. Dropping it cancels the request.
+pub(super) struct BatchHandle {
     batch: Arc<Batch>,
-    number: usize,
+    index: usize,
     done: bool,
 }
 
-/// A batch under way. If whoever carries it goes away, its callers are told.
-pub(super) struct Carried(pub(super) Arc<Batch>);
+/// Batch in flight. If its sender is dropped before it completes, the waiters get an error.
+pub(super) struct InFlightBatch(pub(super) Arc<Batch>);
 
 impl Batch {
-    /// Adds a caller. To be called before the seal.
+    /// Adds a request and its waiter. The batch must still be open.
     pub(super) fn join(
         self: &Arc<Self>,
         request: &Request<'_>,
         slot: u16,
         deadline: Instant,
         write_key: impl Fn(&mut String, &Charge<'_>),
-    ) -> Ticket {
-        let mut gathering = self.gathering();
-        let item = gathering.requests.add(request, slot, write_key);
-        gathering.callers.push(Caller { item, deadline, state: State::Waits(None) });
-        Ticket { batch: Arc::clone(self), number: gathering.callers.len() - 1, done: false }
+    ) -> BatchHandle {
+        let mut open = self.open();
+        let item = open.script_call.add(request, slot, write_key);
+        open.waiters.push(Waiter { item, deadline, state: WaiterState::Waiting(None) });
+        BatchHandle { batch: Arc::clone(self), index: open.waiters.len() - 1, done: false }
     }
 
-    /// How many counts it looks at.
+    /// Returns the number of charges.
     pub(super) fn charges(&self) -> usize {
-        self.gathering().requests.charges()
+        self.open().script_call.charges()
     }
 
-    /// How long Redis will need for it.
+    /// Returns the expected time in Redis; see [`ScriptCall::weight`].
     pub(super) fn weight(&self) -> usize {
-        self.gathering().requests.weight()
+        self.open().script_call.weight()
     }
 
-    /// Whether only one has ever joined.
-    pub(super) fn has_one_caller(&self) -> bool {
-        self.gathering().callers.len() == 1
+    /// Whether exactly one request has joined.
+    pub(super) fn has_one_waiter(&self) -> bool {
+        self.open().waiters.len() == 1
     }
 
-    fn gathering(&self) -> MutexGuard<'_, Gathering> {
-        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
+    fn open(&self) -> MutexGuard<'_, OpenBatch> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is to be sent for those who still wait. Nobody can join from now on.
+    /// Seals the batch, and returns the requests of the waiters that remain.
     pub(super) fn seal(&self, now: Instant) -> Sealed {
-        let mut gathering = self.gathering();
-        let requests = std::mem::take(&mut gathering.requests);
-        let mut times = vec![0; requests.items().len()];
+        let mut open = self.open();
+        let script_call = std::mem::take(&mut open.script_call);
+        let mut repeats = vec![0; script_call.items().len()];
         let (mut late, mut earliest, mut latest) = (Vec::new(), None::<Instant>, now);
-        let place = |caller: &mut Caller| {
-            let State::Waits(waker) = &mut caller.state else { return None };
-            if caller.deadline <= now {
+        let position = |waiter: &mut Waiter| {
+            let WaiterState::Waiting(waker) = &mut waiter.state else { return None };
+            if waiter.deadline <= now {
                 late.extend(waker.take());
-                caller.state = State::TimedOut;
+                waiter.state = WaiterState::TimedOut;
                 return None;
             }
             earliest =
-                Some(earliest.map_or(caller.deadline, |earliest| caller.deadline.min(earliest)));
-            latest = latest.max(caller.deadline);
-            let earlier = times[caller.item];
-            times[caller.item] += 1;
-            Some(Place { item: caller.item, earlier })
+                Some(earliest.map_or(waiter.deadline, |earliest| waiter.deadline.min(earliest)));
+            latest = latest.max(waiter.deadline);
+            let preceding = repeats[waiter.item];
+            repeats[waiter.item] += 1;
+            Some(Position { item: waiter.item, preceding })
         };
-        let places = gathering.callers.iter_mut().map(place).collect();
-        drop(gathering);
+        let positions = open.waiters.iter_mut().map(position).collect();
+        drop(open);
         late.into_iter().for_each(Waker::wake);
-        Sealed { requests, times, places, earliest, latest }
+        Sealed { script_call, repeats, positions, earliest, latest }
     }
 
-    /// Tells those whose deadline has passed. The next deadline of somebody who still waits.
+    /// Wakes the waiters whose deadline has passed. Returns the next deadline.
     pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
         let (mut late, mut next) = (Vec::new(), None::<Instant>);
-        for caller in &mut self.gathering().callers {
-            if let State::Waits(waker) = &mut caller.state {
-                if caller.deadline <= now {
+        for waiter in &mut self.open().waiters {
+            if let WaiterState::Waiting(waker) = &mut waiter.state {
+                if waiter.deadline <= now {
                     late.extend(waker.take());
-                    caller.state = State::TimedOut;
+                    waiter.state = WaiterState::TimedOut;
                 } else {
-                    next = Some(next.map_or(caller.deadline, |next| caller.deadline.min(next)));
+                    next = Some(next.map_or(waiter.deadline, |next| waiter.deadline.min(next)));
                 }
             }
         }
@@ -175,103 +176,104 @@ impl Batch {
         next
     }
 
-    /// Tells everybody, in the order in which they came.
-    pub(super) fn settle(&self, sealed: Sealed, fates: Vec<Fate>) {
-        self.tell(Settled { places: sealed.places, fates });
+    /// Completes the batch with a result per item, and wakes its waiters in their order.
+    pub(super) fn complete(&self, sealed: Sealed, results: Vec<ItemResult>) {
+        self.finish(Completed { positions: sealed.positions, results });
     }
 
-    fn tell(&self, settled: Settled) {
-        let mut gathering = self.gathering();
-        if self.settled.set(settled).is_err() {
+    fn finish(&self, completed: Completed) {
+        let mut open = self.open();
+        if self.completed.set(completed).is_err() {
             return;
         }
-        let mut callers = std::mem::take(&mut gathering.callers);
-        drop(gathering);
-        for caller in &mut callers {
-            if let State::Waits(Some(waker)) = std::mem::replace(&mut caller.state, State::Gone) {
+        let mut waiters = std::mem::take(&mut open.waiters);
+        drop(open);
+        for waiter in &mut waiters {
+            let state = std::mem::replace(&mut waiter.state, WaiterState::Dropped);
+            if let WaiterState::Waiting(Some(waker)) = state {
                 waker.wake();
             }
         }
     }
 }
 
-impl Drop for Carried {
+impl Drop for InFlightBatch {
     fn drop(&mut self) {
-        if self.0.settled.get().is_none() {
-            self.0.tell(Settled { places: Vec::new(), fates: Vec::new() });
+        if self.0.completed.get().is_none() {
+            self.0.finish(Completed { positions: Vec::new(), results: Vec::new() });
         }
     }
 }
 
-impl Settled {
-    fn outcome(&self, number: usize, request: &Request<'_>) -> Outcome {
-        let Some(place) = self.places.get(number) else {
-            let reason = "the runtime that the store was made in is shutting down";
-            return Outcome::Failed(StoreError::Unreachable(reason.to_owned()));
+impl Completed {
+    fn outcome(&self, index: usize, request: &Request<'_>) -> RequestOutcome {
+        let Some(position) = self.positions.get(index) else {
+            let reason = "the runtime in which the store was created is shutting down";
+            return RequestOutcome::Failed(StoreError::Unreachable(reason.to_owned()));
         };
-        let Some(Place { item, earlier }) = *place else { return Outcome::TimedOut };
-        match &self.fates[item] {
-            Fate::Told(told) => {
-                told.verdicts(request, earlier).map_or_else(Outcome::Failed, Outcome::Decided)
-            }
-            Fate::Failed(error) => Outcome::Failed(error.clone()),
-            Fate::Again => Outcome::Again,
-            Fate::Alone => Outcome::Alone,
+        let Some(Position { item, preceding }) = *position else { return RequestOutcome::TimedOut };
+        match &self.results[item] {
+            ItemResult::Replied(reply) => reply
+                .decisions(request, preceding)
+                .map_or_else(RequestOutcome::Failed, RequestOutcome::Decided),
+            ItemResult::Failed(error) => RequestOutcome::Failed(error.clone()),
+            ItemResult::Retry => RequestOutcome::Retry,
+            ItemResult::RetryAlone => RequestOutcome::RetryAlone,
         }
     }
 }
 
-impl Ticket {
+impl BatchHandle {
     pub(super) fn batch(&self) -> &Arc<Batch> {
         &self.batch
     }
 
-    /// What becomes of the request that it was given for.
-    pub(super) async fn outcome(mut self, request: &Request<'_>) -> Outcome {
-        let in_time = Settles(&mut self).await;
-        match self.batch.settled.get() {
-            Some(settled) if in_time => settled.outcome(self.number, request),
-            _ => Outcome::TimedOut,
+    /// Waits for the outcome of the request.
+    pub(super) async fn outcome(mut self, request: &Request<'_>) -> RequestOutcome {
+        let in_time = Completion(&mut self).await;
+        match self.batch.completed.get() {
+            Some(completed) if in_time => completed.outcome(self.index, request),
+            _ => RequestOutcome::TimedOut,
         }
     }
 }
 
-/// Until the batch is settled (true) or the caller's deadline has passed (false).
-struct Settles<'a>(&'a mut Ticket);
+/// Future that resolves to true when the batch completes, or to false at the waiter's deadline.
+struct Completion<'a>(&'a mut BatchHandle);
 
-impl Future for Settles<'_> {
+impl Future for Completion<'_> {
     type Output = bool;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<bool> {
-        let ticket = &mut *self.0;
-        if ticket.batch.settled.get().is_none() {
-            let mut gathering = ticket.batch.gathering();
-            // It may have been settled just before the lock, and then nobody will wake us.
-            if ticket.batch.settled.get().is_none() {
-                match gathering.callers.get_mut(ticket.number).map(|caller| &mut caller.state) {
-                    Some(State::Waits(Some(waker))) => waker.clone_from(context.waker()),
-                    Some(State::Waits(waker)) => *waker = Some(context.waker().clone()),
+        let handle = &mut *self.0;
+        if handle.batch.completed.get().is_none() {
+            let mut open = handle.batch.open();
+            // Check again under the lock: after completion nothing would wake us.
+            if handle.batch.completed.get().is_none() {
+                match open.waiters.get_mut(handle.index).map(|waiter| &mut waiter.state) {
+                    Some(WaiterState::Waiting(Some(waker))) => waker.clone_from(context.waker()),
+                    Some(WaiterState::Waiting(waker)) => *waker = Some(context.waker().clone()),
                     _ => {
-                        drop(gathering);
-                        ticket.done = true;
+                        drop(open);
+                        handle.done = true;
                         return Poll::Ready(false);
                     }
                 }
                 return Poll::Pending;
             }
         }
-        ticket.done = true;
+        handle.done = true;
         Poll::Ready(true)
     }
 }
 
-impl Drop for Ticket {
+impl Drop for BatchHandle {
     fn drop(&mut self) {
         if !self.done
-            && self.batch.settled.get().is_none()
-            && let Some(caller) = self.batch.gathering().callers.get_mut(self.number)
+            && self.batch.completed.get().is_none()
+            && let Some(waiter) = self.batch.open().waiters.get_mut(self.index)
         {
-            caller.state = State::Gone;
+            waiter.state = WaiterState::Dropped;
         }
     }
 }

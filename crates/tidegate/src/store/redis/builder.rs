@@ -1,4 +1,4 @@
-//! [`Builder`]: the options of a [`RedisStore`], checked before anything is connected.
+//! [`Builder`]: options of a [`RedisStore`], validated before it connects.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,19 +6,34 @@ use std::time::Duration;
 
 use redis::{ConnectionAddr, IntoConnectionInfo};
 
-use super::access::{Access, Address};
+use super::endpoint::{Address, ConnectionOptions};
 use super::heartbeat::CachedInstances;
 use super::publisher::Publisher;
 use super::tls::Tls;
-use super::topology::{Plan, Topology};
+use super::topology::{Seeds, Topology};
 use super::{RedisStore, Shared};
 use crate::clock::SystemClock;
 use crate::store::StoreError;
 
 /// Options of a [`RedisStore`].
+///
+/// ```no_run
+/// use std::time::Duration;
+/// use tidegate::RedisStore;
+///
+/// # async fn connect() -> Result<(), tidegate::StoreError> {
+/// let store = RedisStore::builder("rediss://redis.example.com:6380")
+///     .credentials(Some("tidegate"), "password")
+///     .prefix("api")
+///     .timeout(Duration::from_millis(50))
+///     .connect()
+///     .await?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Builder {
-    pub(super) kind: Kind,
+    pub(super) deployment: Deployment,
     pub(super) urls: Vec<String>,
     pub(super) prefix: String,
     pub(super) timeout: Duration,
@@ -30,13 +45,13 @@ pub struct Builder {
 }
 
 #[derive(Clone)]
-pub(super) enum Kind {
+pub(super) enum Deployment {
     Single,
     Cluster,
     Sentinel { primary: String },
 }
 
-/// One URL, taken apart.
+/// Parsed URL.
 struct Url {
     address: Address,
     tls: bool,
@@ -45,13 +60,16 @@ struct Url {
     database: i64,
 }
 
-const URL: &str =
+const URL_SYNTAX: &str =
     "it must look like redis://[user:password@]host[:port][/database], or rediss:// for TLS";
 
 impl Builder {
-    pub(super) fn new(kind: Kind, urls: impl IntoIterator<Item = impl AsRef<str>>) -> Self {
+    pub(super) fn new(
+        deployment: Deployment,
+        urls: impl IntoIterator<Item = impl AsRef<str>>,
+    ) -> Self {
         Self {
-            kind,
+            deployment,
             urls: urls.into_iter().map(|url| url.as_ref().to_owned()).collect(),
             prefix: "rate_limit".to_owned(),
             timeout: Duration::from_millis(100),
@@ -63,47 +81,48 @@ impl Builder {
         }
     }
 
-    /// What every key begins with; `rate_limit` by default. No braces: they would choose the hash
-    /// tag.
+    /// Sets the prefix of every key, `rate_limit` by default. It must not contain braces, which
+    /// would change the hash tag.
     #[must_use]
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
     }
 
-    /// How long a decision may take; 100 ms by default. No call takes longer, whatever happens.
+    /// Sets the timeout of a decision, 100 ms by default. No call takes longer.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// The user (`None`: the default user) and the password for the nodes that hold the counts,
-    /// instead of those in the URLs. With sentinels, those in the URLs are then for the sentinels
-    /// alone.
+    /// Sets the user (`None` for the default user) and the password for the nodes that hold the
+    /// counts, in place of those in the URLs. With sentinels, those in the URLs are then only for
+    /// the sentinels.
     #[must_use]
     pub fn credentials(mut self, user: Option<&str>, password: &str) -> Self {
         self.credentials = Some((user.map(str::to_owned), password.to_owned()));
         self
     }
 
-    /// Which certificates are trusted, and which is shown, on `rediss://` URLs. Without it: the
-    /// system's, and none.
+    /// Sets the trusted certificates and the client certificate for `rediss://` URLs. By default
+    /// the store trusts the system's certificates and presents no client certificate.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);
         self
     }
 
-    /// Whether decisions that come while calls to their node are under way go together in the next;
-    /// they do by default. Without it each decision is a call of its own. The answers are the same.
+    /// Enables or disables group commit, which is on by default: decisions that arrive while a call
+    /// to their node is in flight share the next call. Without it each decision is a separate call
+    /// with the same result.
     #[must_use]
-    pub fn group_commit(mut self, together: bool) -> Self {
-        self.group_commit = together;
+    pub fn group_commit(mut self, enabled: bool) -> Self {
+        self.group_commit = enabled;
         self
     }
 
-    /// Hands this clock's time to the scripts instead of the server's. For tests only.
+    /// Replaces the server's time in all scripts by this clock's. For tests only.
     #[cfg(feature = "testing")]
     #[must_use]
     pub fn driven_by(mut self, clock: crate::clock::ManualClock) -> Self {
@@ -111,25 +130,25 @@ impl Builder {
         self
     }
 
-    /// Connects. An error if nobody who could decide is reached within two seconds.
+    /// Connects, and fails if no node can decide within two seconds.
     pub async fn connect(self) -> Result<RedisStore, StoreError> {
         let store = self.connect_in_background()?;
-        store.shared.topology.settle().await?;
+        store.shared.topology.wait_until_ready().await?;
         Ok(store)
     }
 
-    /// A store that connects by itself, now or whenever Redis is there; an error only if an option
-    /// is wrong. Until then its calls fail with [`StoreError::Unreachable`].
+    /// Returns a store that connects in the background, and fails only if an option is invalid.
+    /// While Redis is down, calls fail with [`StoreError::Unreachable`].
     ///
     /// # Panics
     ///
-    /// Outside of a Tokio runtime.
+    /// Panics outside of a Tokio runtime.
     pub fn connect_in_background(self) -> Result<RedisStore, StoreError> {
-        let (plan, access) = self.plan()?;
+        let (seeds, options) = self.validate()?;
         Ok(RedisStore {
             shared: Arc::new(Shared {
                 clock: SystemClock::new(),
-                topology: Topology::start(plan, access, self.timeout),
+                topology: Topology::start(seeds, options, self.timeout),
                 publisher: Publisher::new(),
                 prefix: self.prefix,
                 timeout: self.timeout,
@@ -141,23 +160,24 @@ impl Builder {
         })
     }
 
-    /// Whether the options are right, as far as that can be told without a connection.
+    /// Validates the options without connecting.
     pub fn check(&self) -> Result<(), StoreError> {
-        self.plan().map(drop)
+        self.validate().map(drop)
     }
 
-    fn plan(&self) -> Result<(Plan, Access), StoreError> {
+    fn validate(&self) -> Result<(Seeds, ConnectionOptions), StoreError> {
         self.check_prefix()?;
         let urls = self.urls.iter().map(|url| Url::parse(url)).collect::<Result<Vec<_>, _>>()?;
         let Some(first) = urls.first() else {
             return Err(misconfigured("no address was given: at least one URL is needed"));
         };
-        let alike = |url: &Url| {
+        let has_equal_options = |url: &Url| {
             (url.tls, &url.user, &url.password, url.database)
                 == (first.tls, &first.user, &first.password, first.database)
         };
-        if !urls.iter().all(alike) {
-            let message = "the URLs of one store must agree on redis:// or rediss://, user, password and database";
+        if !urls.iter().all(has_equal_options) {
+            let message = "the URLs of one store must agree on redis:// or rediss://, user, \
+                           password and database";
             return Err(misconfigured(message));
         }
         let tls = if first.tls {
@@ -169,46 +189,47 @@ impl Builder {
         } else {
             None
         };
-        let at_the_urls = Access {
+        let url_options = ConnectionOptions {
             user: first.user.clone(),
             password: first.password.clone(),
             database: first.database,
             tls,
         };
-        let access = match self.credentials.clone() {
+        let options = match self.credentials.clone() {
             Some((user, password)) => {
-                Access { user, password: Some(password), ..at_the_urls.clone() }
+                ConnectionOptions { user, password: Some(password), ..url_options.clone() }
             }
-            None => at_the_urls.clone(),
+            None => url_options.clone(),
         };
         let addresses: Vec<Address> = urls.into_iter().map(|url| url.address).collect();
-        let plan = match &self.kind {
-            Kind::Single => Plan::Single(addresses[0].clone()),
-            Kind::Cluster if access.database != 0 => {
+        let seeds = match &self.deployment {
+            Deployment::Single => Seeds::Single(addresses[0].clone()),
+            Deployment::Cluster if options.database != 0 => {
                 return Err(misconfigured(
                     "a cluster has only database 0: leave the database out of the URLs",
                 ));
             }
-            Kind::Cluster => Plan::Cluster(addresses),
-            Kind::Sentinel { primary } => {
-                let access = Arc::new(Access { database: 0, ..at_the_urls });
-                Plan::Sentinel { name: primary.clone(), sentinels: addresses, access }
+            Deployment::Cluster => Seeds::Cluster(addresses),
+            Deployment::Sentinel { primary } => {
+                let options = Arc::new(ConnectionOptions { database: 0, ..url_options });
+                Seeds::Sentinel { name: primary.clone(), sentinels: addresses, options }
             }
         };
-        Ok((plan, access))
+        Ok((seeds, options))
     }
 
     fn check_prefix(&self) -> Result<(), StoreError> {
         if self.prefix.is_empty() || self.prefix.chars().any(|c| c.is_control() || "{}".contains(c))
         {
             return Err(StoreError::Misconfigured(format!(
-                "prefix {:?} is not usable: it must not be empty and must have no braces and no control characters",
+                "prefix {:?} is not usable: it must not be empty and must have no braces and no \
+                 control characters",
                 self.prefix
             )));
         }
         if self.timeout.is_zero() || self.timeout > Duration::from_secs(3_600) {
             return Err(misconfigured(
-                "the timeout is not usable: it must be above zero, and an hour at most",
+                "the timeout is not usable: it must be above zero and at most an hour",
             ));
         }
         Ok(())
@@ -216,26 +237,27 @@ impl Builder {
 }
 
 impl Url {
-    /// The URL may hold a password: no error repeats it.
+    /// Parses a URL. No error quotes it, because it may contain a password.
     fn parse(url: &str) -> Result<Self, StoreError> {
-        let no_url = || StoreError::Misconfigured(format!("this is not a Redis URL: {URL}"));
-        let (scheme, rest) = url.split_once("://").ok_or_else(no_url)?;
+        let invalid =
+            || StoreError::Misconfigured(format!("this is not a Redis URL: {URL_SYNTAX}"));
+        let (scheme, rest) = url.split_once("://").ok_or_else(invalid)?;
         let (tls, scheme) = match scheme {
             "redis" | "valkey" => (false, "redis"),
             "rediss" | "valkeys" => (true, "redis"),
             "unix" | "redis+unix" | "valkey+unix" => (false, "redis+unix"),
-            _ => return Err(no_url()),
+            _ => return Err(invalid()),
         };
         if rest.contains('#') {
-            let message = "a Redis URL must have no fragment: #insecure, TLS without verification, is not supported \
-                           (a # in a password is written %23)";
+            let message = "a Redis URL must have no fragment: #insecure, TLS without \
+                           verification, is not supported (write a # in a password as %23)";
             return Err(misconfigured(message));
         }
-        let info = format!("{scheme}://{rest}").into_connection_info().map_err(|_| no_url())?;
+        let info = format!("{scheme}://{rest}").into_connection_info().map_err(|_| invalid())?;
         let address = match info.addr() {
             ConnectionAddr::Tcp(host, port) => Address::tcp(host, *port),
             ConnectionAddr::Unix(path) => Address::Unix(path.clone()),
-            _ => return Err(no_url()),
+            _ => return Err(invalid()),
         };
         let settings = info.redis_settings();
         Ok(Self {

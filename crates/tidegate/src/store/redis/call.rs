@@ -1,5 +1,5 @@
-//! One call of a script: routed, followed to where it is sent on, and never sent twice if it may
-//! have run.
+//! [`Call`]: one call of a script. It is routed, follows redirects, and is never sent again once it
+//! may have run.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 use tokio::time::sleep_until;
 
-use super::fault::{Fault, Said};
-use super::link::{Connection, Link};
-use super::queue::Turn;
+use super::connection::Connection;
+use super::error::{AttemptError, ServerError};
+use super::node::NodeClient;
+use super::queue::InFlightPermit;
 use super::script::Script;
 use super::server_clock::ServerClock;
-use super::topology::Known;
+use super::topology::TopologyState;
 use crate::store::StoreError;
 
-/// A script on keys of one slot.
+/// Call of a script on keys of one slot.
 pub(super) struct Call<'a> {
     pub(super) script: &'a Script,
     pub(super) slot: u16,
@@ -23,40 +24,39 @@ pub(super) struct Call<'a> {
     pub(super) timeout: Duration,
 }
 
-/// Why a call brought nothing.
-pub(super) enum Setback {
+/// Reason why a call has no result.
+pub(super) enum CallError {
     Failed(StoreError),
-    /// These keys are not in one place now. One by one they can be decided.
-    Apart,
+    /// No single node has all of these keys now, so they must be decided one by one.
+    CrossSlot,
 }
 
-/// What a reply means.
-pub(super) enum Reply<T> {
+/// Decoded reply of a script.
+pub(super) enum ScriptReply<T> {
     Answer(T),
-    /// It came too late by the server's clock, and did nothing.
+    /// The script ran after its deadline by the server's clock, and did nothing.
     Late,
 }
 
-/// How often a call is sent on before somebody goes round in circles.
-const MOST_REDIRECTS: u32 = 16;
-/// How often a node that does not write just now is asked again.
-const MOST_REFUSALS: u32 = 3;
-/// How often keys that are on their way are asked for together.
-const MOST_TRIES_TOGETHER: u32 = 3;
-const FIRST_PAUSE: Duration = Duration::from_millis(2);
+const MAX_REDIRECTS: u32 = 16;
+/// Retries after READONLY, CLUSTERDOWN, or the retirement of a node.
+const MAX_READONLY_RETRIES: u32 = 3;
+/// Retries of several keys of a migrating slot together, before they are decided one by one.
+const MAX_TRYAGAIN_RETRIES: u32 = 3;
+const MIN_BACKOFF: Duration = Duration::from_millis(2);
 
-impl Setback {
+impl CallError {
     pub(super) fn into_store_error(self) -> StoreError {
         match self {
             Self::Failed(error) => error,
-            Self::Apart => {
-                StoreError::Refused("the keys are on their way to another node".to_owned())
+            Self::CrossSlot => {
+                StoreError::Refused("the keys are migrating to another node".to_owned())
             }
         }
     }
 }
 
-impl From<StoreError> for Setback {
+impl From<StoreError> for CallError {
     fn from(error: StoreError) -> Self {
         Self::Failed(error)
     }
@@ -67,122 +67,125 @@ impl Call<'_> {
         self.started + self.timeout
     }
 
-    /// Runs it. `command` gets the server's clock, to carry its times; `read` gets the reply, and
-    /// returns the server's time.
+    /// Runs the call until it has a result, at most until its deadline.
     ///
-    /// Every wait in here ends at the deadline. The turn is for the first attempt: what goes on
-    /// from there holds up nobody.
+    /// `command` builds the command for a server's clock; `read` decodes the reply, with the
+    /// server's time. The permit covers the first attempt only, so that retries do not delay the
+    /// next batch.
     pub(super) async fn run<T>(
         &self,
-        known: &Known,
-        mut turn: Option<Turn>,
+        topology: &TopologyState,
+        mut permit: Option<InFlightPermit>,
         command: impl Fn(&ServerClock) -> Cmd,
-        read: impl Fn(Value) -> Result<(Option<i64>, Reply<T>), StoreError>,
-    ) -> Result<T, Setback> {
+        read: impl Fn(Value) -> Result<(Option<i64>, ScriptReply<T>), StoreError>,
+    ) -> Result<T, CallError> {
         let deadline = self.deadline();
-        let mut next: Option<(Arc<Link>, bool)> = None;
-        let (mut redirects, mut refusals, mut tries) = (0, 0, 0);
+        let mut target: Option<(Arc<NodeClient>, bool)> = None;
+        let (mut redirects, mut readonly_retries, mut tryagain_retries) = (0, 0, 0);
         loop {
-            let (link, asking) = match next.take() {
-                Some(told) => told,
-                None => (known.route(self.slot)?, false),
+            let (node, asking) = match target.take() {
+                Some(target) => target,
+                None => (topology.route(self.slot)?, false),
             };
-            let loads = link.loads_of(self.script);
-            let attempted = self.attempt(&link, asking, &command).await;
-            drop(turn.take());
-            let fault = match attempted {
+            let loads = node.load_count(self.script);
+            let attempted = self.attempt(&node, asking, &command).await;
+            drop(permit.take());
+            let error = match attempted {
                 Ok((value, connection, sent)) => {
                     let received = Instant::now();
                     let (now, reply) = read(value)?;
                     if let Some(now) = now {
-                        connection.clock().heard(now, sent, received);
+                        connection.clock().observe(now, sent, received);
                     }
                     match reply {
-                        Reply::Answer(answer) => return Ok(answer),
-                        // Time is up; or the server's clock was set, and is known now. It surely
-                        // did not run.
-                        Reply::Late if received < deadline => {
-                            next = Some((link, asking));
+                        ScriptReply::Answer(answer) => return Ok(answer),
+                        // The server's clock was set. Its time is known now, and the script did
+                        // nothing, so a retry is safe.
+                        ScriptReply::Late if received < deadline => {
+                            target = Some((node, asking));
                             continue;
                         }
-                        Reply::Late => Fault::TimedOut,
+                        ScriptReply::Late => AttemptError::TimedOut,
                     }
                 }
-                Err(fault) => fault,
+                Err(error) => error,
             };
-            let go_on = match &fault {
-                Fault::Said(Said::NoScript) => {
-                    link.load(self.script, loads, deadline)
+            let should_retry = match &error {
+                AttemptError::Server(ServerError::NoScript) => {
+                    node.load(self.script, loads, deadline)
                         .await
-                        .map_err(|fault| self.failed(fault))?;
-                    next = Some((link, asking));
+                        .map_err(|error| self.failed(error))?;
+                    target = Some((node, asking));
                     true
                 }
-                Fault::Said(Said::Moved(address)) => {
-                    next = Some((known.moved(self.slot, address), false));
+                AttemptError::Server(ServerError::Moved(address)) => {
+                    target = Some((topology.on_moved(self.slot, address), false));
                     redirects += 1;
-                    redirects <= MOST_REDIRECTS
+                    redirects <= MAX_REDIRECTS
                 }
-                Fault::Said(Said::Ask(address)) => {
-                    next = Some((known.asked_of(address), true));
+                AttemptError::Server(ServerError::Ask(address)) => {
+                    target = Some((topology.on_ask(address), true));
                     redirects += 1;
-                    redirects <= MOST_REDIRECTS
+                    redirects <= MAX_REDIRECTS
                 }
-                Fault::Said(Said::TryAgain) => {
-                    tries += 1;
-                    if tries > MOST_TRIES_TOGETHER || !self.pause(tries).await {
-                        return Err(Setback::Apart);
+                AttemptError::Server(ServerError::TryAgain) => {
+                    tryagain_retries += 1;
+                    if tryagain_retries > MAX_TRYAGAIN_RETRIES
+                        || !self.back_off(tryagain_retries).await
+                    {
+                        return Err(CallError::CrossSlot);
                     }
                     true
                 }
-                Fault::Said(Said::CrossSlot) => {
-                    known.stir();
-                    return Err(Setback::Apart);
+                AttemptError::Server(ServerError::CrossSlot) => {
+                    topology.trigger_refresh();
+                    return Err(CallError::CrossSlot);
                 }
-                Fault::Said(Said::NotNow(_)) => {
-                    refusals += 1;
-                    known.does_not_write(&link)
-                        && refusals <= MOST_REFUSALS
-                        && self.pause(refusals + 1).await
+                AttemptError::Server(ServerError::NotWritable(_)) => {
+                    readonly_retries += 1;
+                    topology.on_readonly(&node)
+                        && readonly_retries <= MAX_READONLY_RETRIES
+                        && self.back_off(readonly_retries + 1).await
                 }
-                Fault::Retired => {
-                    refusals += 1;
-                    refusals <= MOST_REFUSALS && self.pause(refusals).await
+                AttemptError::Retired => {
+                    readonly_retries += 1;
+                    readonly_retries <= MAX_READONLY_RETRIES
+                        && self.back_off(readonly_retries).await
                 }
-                Fault::Said(Said::No(_)) => false,
-                Fault::Down(_) | Fault::TimedOut | Fault::Lost(_) => {
-                    known.stir();
+                AttemptError::Server(ServerError::Other(_)) => false,
+                AttemptError::Down(_) | AttemptError::TimedOut | AttemptError::Lost(_) => {
+                    topology.trigger_refresh();
                     false
                 }
             };
-            if !go_on {
-                return Err(self.failed(fault));
+            if !should_retry {
+                return Err(self.failed(error));
             }
         }
     }
 
-    /// Sends it to a node, once: the reply, what it came on, and when it left.
+    /// Sends the call to a node once. Returns the reply, its connection, and the time of sending.
     async fn attempt(
         &self,
-        link: &Link,
+        node: &NodeClient,
         asking: bool,
         command: impl Fn(&ServerClock) -> Cmd,
-    ) -> Result<(Value, Arc<Connection>, Instant), Fault> {
+    ) -> Result<(Value, Arc<Connection>, Instant), AttemptError> {
         let deadline = self.deadline();
-        let connection = link.connection(deadline).await?;
+        let connection = node.connection(deadline).await?;
         let command = command(connection.clock());
         let sent = Instant::now();
         let reply = if asking {
-            link.send_asking(&connection, command, deadline).await?
+            node.send_asking(&connection, command, deadline).await?
         } else {
-            link.send(&connection, &command, deadline).await?
+            node.send(&connection, &command, deadline).await?
         };
         Ok((reply, connection, sent))
     }
 
-    /// Twice as long each time; false if that would be too long.
-    async fn pause(&self, turn: u32) -> bool {
-        let until = Instant::now() + FIRST_PAUSE * 2_u32.pow(turn - 1);
+    /// Sleeps before a retry, twice as long each time. Returns false if the deadline is earlier.
+    async fn back_off(&self, retry: u32) -> bool {
+        let until = Instant::now() + MIN_BACKOFF * 2_u32.pow(retry - 1);
         if until >= self.deadline() {
             return false;
         }
@@ -190,7 +193,7 @@ impl Call<'_> {
         true
     }
 
-    fn failed(&self, fault: Fault) -> Setback {
-        Setback::Failed(fault.into_store_error(self.timeout))
+    fn failed(&self, error: AttemptError) -> CallError {
+        CallError::Failed(error.into_store_error(self.timeout))
     }
 }

@@ -1,33 +1,40 @@
--- Decides one or more independent requests, each of one or more charges: one TIME, one call.
+-- Decides one or more independent requests, each of one or more charges, in one call at one time.
 --
--- KEYS   one a charge, in the order of the charges; equal requests share theirs
--- ARGV   1        the time in microseconds, from tests only; '' in production: the server's TIME
---        2        the server's time in microseconds after which nothing is done any more: by then the caller has gone,
---                 and what is spent for it is lost; '' for none
---        3        how many quotas follow
---        then, for each quota: algorithm, limit, window (microseconds), option
---          option is a bucket's burst; 1 for a log that counts denied requests, else 0
---        then the requests, which name quotas by their number, in one of three forms:
---          acquire-each <quota> <cost> <count>   so many acquires of one charge, each of the next key
---          acquire-times <quota> <cost> <times>  so many equal acquires of one charge, all of the next key
+-- KEYS   one per charge, in the order of the charges; equal acquires share one
+-- ARGV   1        time in microseconds for tests; '' in production, which uses the server's TIME
+--        2        deadline in microseconds of the server's time, '' for none: a later call does
+--                 nothing, because its caller has timed out
+--        3        number of quotas
+--        then for each quota: algorithm, limit, window (microseconds), option
+--          option: burst of a bucket; 1 for a log that counts denied requests; else 0
+--        then the requests, which refer to quotas by their number, each in one of three forms:
+--          acquire-each <quota> <cost> <count>   <count> acquires of one charge, one for each of
+--                                                the next <count> keys
+--          acquire-times <quota> <cost> <times>  <times> equal acquires of one charge, all for
+--                                                the next key
 --          <action> <charges>, then for each charge: quota, cost
 --            action   acquire | peek | reset | charge-up-to
---                     report: charges even beyond the limit, each charge on its own
---                     refund: three arguments a charge: quota, cost, and when it was charged (server's microseconds, or a
---                     little earlier; 0: unknown; negative: how long ago, in microseconds)
---                     forgo: as acquire, when a charge on another node has denied, so nothing is spent
---          (quotas that count denied requests only in the third)
--- reply  the server's time in microseconds; 1, or 0 if it was too late, and nothing was done: then that is all
---        then for each key of the first two forms: how many were granted, what remained before, the algorithm's evidence (from
---          which follows what each was told), and if some were denied: their retry_after, reset_after (microseconds)
---        and for the third, five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
---          (for a reset they say nothing: the caller knows what a forgotten key has left)
---        A request that met an error has its text instead. An error that is not about its key, such as OOM or READONLY, is
---          raised if there is no other request.
+--                     report: charges even beyond the limit, each charge separately
+--                     refund: has a third argument per charge, the time of the original charge
+--                       (microseconds of the server, or a little earlier; 0: unknown; negative:
+--                       its age in microseconds)
+--                     count-denied: an acquire that another node has already denied; spends
+--                       nothing
+--          Quotas that count denied requests occur only in the third form.
+-- reply  the server's time in microseconds; then 1, or 0 if the deadline has passed, which ends
+--          the reply
+--        for each key of the first two forms: number of grants, units that remained before, the
+--          algorithm's evidence (from which the client computes each decision), and if some were
+--          denied: their retry_after, reset_after (microseconds)
+--        for the third form, per charge: allowed (1|0), remaining, retry_after, reset_after, delay
+--          (microseconds); placeholders for a reset, whose result the client knows
+--        A request that fails has its error text instead. If it is the only request, an error that
+--          does not concern its key, such as OOM or READONLY, is raised.
 --
--- The charges of one acquire are all or nothing: all are read and asked, then all are written or none.
--- For example, one unit of 100 a minute for one key:
---   EVALSHA <sha> 1 rate_limit:{user123}:per-user '' 1700000000100000 1 sliding-log 100 60000000 0 acquire-each 1 1 1
+-- An acquire of several charges is all or nothing: all are read and checked, then all are written,
+-- or none. For example, one unit of 100 per minute for one key:
+--   EVALSHA <sha> 1 rate_limit:{user123}:per-user '' 1700000000100000
+--     1 sliding-log 100 60000000 0 acquire-each 1 1 1
 --   -> 1700000000000250 1 1 100
 
 if ARGV[2] ~= '' and server_time > tonumber(ARGV[2]) then return {server_time, 0} end
@@ -44,7 +51,7 @@ for i = 1, tonumber(ARGV[3]) do
     window = tonumber(ARGV[at + 2]),
     option = option,
     count_denied = algorithm.counts_denied and option == 1,
-    -- The most that can be recorded: ten times the capacity.
+    -- Recorded units are capped at ten times the capacity.
     max_level = math.min(10 * (algorithm.counts_denied and 0 or option), 1e12),
   }
   if quotas[i].max_level == 0 then quotas[i].max_level = math.min(10 * quotas[i].limit, 1e12) end
@@ -59,35 +66,41 @@ local function save(key, state, quota)
   end
 end
 
--- The key of an algorithm's count where another algorithm counts under the key itself. No key of a count has this form.
-local function key_beside(key, algorithm)
-  return (string.gsub(key, '}:', '}%%' .. algorithm.aside .. ':', 1))
+-- Returns the alternative key of an algorithm's count, for a key that another algorithm uses. It
+-- cannot be the key of another count.
+local function alternative_key(key, alt_suffix)
+  return (string.gsub(key, '}:', '}%%' .. alt_suffix .. ':', 1))
 end
 
--- The state of a key, and where it is kept. Where another algorithm counts, it goes on undisturbed, and this one counts beside
--- it: while a new configuration is rolled out some instances still go by the old one, and if each forgot what the other has
--- counted, no request would be denied. A count that is there goes on when the one beside it has expired.
+-- Returns the state of a count, and its key. If the key holds a count of another algorithm, both
+-- are kept: during a rollout instances use both algorithms, and if each overwrote the other's
+-- count, no request would be denied. An alternative count stays in use until it expires.
 local function load(key, quota)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
-  if state.foreign or state.absent then
-    local beside = key_beside(key, algorithm)
-    local other = algorithm.load(beside, quota)
-    if state.foreign or not other.absent then return other, beside end
+  if state.other_type or state.absent then
+    local alternative = alternative_key(key, algorithm.alt_suffix)
+    local alternative_state = algorithm.load(alternative, quota)
+    if state.other_type or not alternative_state.absent then
+      return alternative_state, alternative
+    end
   end
   return state, key
 end
 
--- A denied request writes nothing. But under a quota with a longer window, or a slower one, the count has to live longer.
+-- Extends the expiry of a count, which a longer window or a lower rate requires. That is all that
+-- a denied request writes.
 local function keep_alive(key, state, quota)
-  local left = call('PTTL', key)
-  if left == -2 then return end
-  local expires = expiry(quota.algorithm.counts_until(state, quota))
-  if left == -1 or floor(server_time / 1000) + left < expires - 1 then call('PEXPIREAT', key, expires) end
+  local ttl = call('PTTL', key)
+  if ttl == -2 then return end
+  local expires_at = expiry(quota.algorithm.counts_until(state, quota))
+  if ttl == -1 or floor(server_time / 1000) + ttl < expires_at - 1 then
+    call('PEXPIREAT', key, expires_at)
+  end
   if quota.algorithm.extend then quota.algorithm.extend(key, state, quota) end
 end
 
--- Grants as many of these equal acquires as there is room for: read once, written once.
+-- Decides equal acquires with one read and one write: grants as many as fit.
 local function grant(key, quota, cost, times)
   local algorithm, state = quota.algorithm, nil
   state, key = load(key, quota)
@@ -105,7 +118,7 @@ local function grant(key, quota, cost, times)
     algorithm.spend(state, quota, granted * cost)
     algorithm.save(key, state, quota)
     if granted == times then return end
-    -- What is denied after a grant finds it in the count.
+    -- The denied acquires come after the grants, so their state includes them.
     state = algorithm.load(key, quota)
   end
   reply[replied + 1] = algorithm.retry_after(state, quota, cost, 0)
@@ -119,31 +132,32 @@ local function grant(key, quota, cost, times)
   end
 end
 
--- Decides the charges of one request, from this argument and this key on. Lua makes functions anew at every call, so these
--- only when they are needed.
-local function make_together()
+-- Returns the function that decides a request of the third form. It is created only when needed,
+-- because Lua would create all of these functions in every call.
+local function make_decide_group()
   local function answer(allowed, remaining, retry_after, reset_after, delay)
     reply[replied + 1], reply[replied + 2], reply[replied + 3] = allowed, remaining, retry_after
     reply[replied + 4], reply[replied + 5] = reset_after, delay
     replied = replied + 5
   end
 
-  -- What is left when nothing is taken.
+  -- Answers with the current state, without a spend.
   local function answer_unspent(charge)
     local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
     answer(1, algorithm.remaining(state, quota), 0, algorithm.reset_after(state, quota, 0), 0)
   end
 
-  -- `together`: every charge of this request fits.
-  local function decide(charge, action, together)
+  -- Decides one charge. `all_fit`: every charge of this request fits.
+  local function decide(charge, action, all_fit)
     local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
     local remaining, spend = charge.remaining, 0
     if not charge.fits then
       if quota.count_denied then spend, remaining = cost, 0 end
-      answer(0, remaining, algorithm.retry_after(state, quota, cost, spend), algorithm.reset_after(state, quota, spend), 0)
-    elseif together then
+      local retry_after = algorithm.retry_after(state, quota, cost, spend)
+      answer(0, remaining, retry_after, algorithm.reset_after(state, quota, spend), 0)
+    elseif all_fit then
       spend = cost
-      -- What is taken afterwards has had its turn.
+      -- A take records units that were already used, so there is nothing to delay.
       local delay = algorithm.delay and action ~= 'charge-up-to' and algorithm.delay(state, quota) or 0
       answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
     else
@@ -158,13 +172,15 @@ local function make_together()
     end
   end
 
-  -- Records units that were used already.
+  -- Records units that were already used.
   local function report(charge)
     local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
     local spend = math.max(0, math.min(charge.cost, quota.max_level - algorithm.level(state)))
     algorithm.spend(state, quota, spend)
     local retry_after = charge.fits and 0 or algorithm.retry_after(state, quota, 1, 0)
-    answer(charge.fits and 1 or 0, algorithm.remaining(state, quota), retry_after, algorithm.reset_after(state, quota, 0), 0)
+    local allowed = charge.fits and 1 or 0
+    local reset_after = algorithm.reset_after(state, quota, 0)
+    answer(allowed, algorithm.remaining(state, quota), retry_after, reset_after, 0)
     if spend > 0 or state.stepped_back then
       save(charge.key, state, quota)
     else
@@ -172,20 +188,24 @@ local function make_together()
     end
   end
 
+  -- `at` and `key`: indices of the request's first argument and first key.
   return function(action, count, at, key)
-    local charges, together = {}, action ~= 'forgo'
+    local charges, all_fit = {}, action ~= 'count-denied'
     for i = 1, count do
       local quota = quotas[tonumber(ARGV[at])]
       local algorithm = quota.algorithm
-      local charge = {key = KEYS[key], algorithm = algorithm, quota = quota, cost = tonumber(ARGV[at + 1])}
+      local cost = tonumber(ARGV[at + 1])
+      local charge = {key = KEYS[key], algorithm = algorithm, quota = quota, cost = cost}
       if action ~= 'reset' then
         charge.state, charge.key = load(charge.key, quota)
         charge.remaining = algorithm.remaining(charge.state, quota)
         if action == 'charge-up-to' then charge.cost = math.min(charge.cost, charge.remaining) end
         charge.fits = charge.cost <= charge.remaining
-        -- A peek of cost 0 asks whether more is recorded than the limit.
-        if action == 'peek' and charge.cost == 0 then charge.fits = not algorithm.overdrawn(charge.state, quota) end
-        together = together and charge.fits
+        -- A peek of cost 0 checks whether the recorded units exceed the limit.
+        if action == 'peek' and charge.cost == 0 then
+          charge.fits = not algorithm.overdrawn(charge.state, quota)
+        end
+        all_fit = all_fit and charge.fits
       end
       if action == 'refund' then
         charge.since, at = tonumber(ARGV[at + 2]), at + 1
@@ -197,10 +217,10 @@ local function make_together()
     for i = 1, count do
       local charge = charges[i]
       if action == 'reset' then
-        -- Every count of this key, by whichever algorithm.
+        -- Delete the counts of all algorithms.
         local keys = {charge.key}
-        for _, aside in ipairs({'log', 'packed', 'counter', 'window', 'bucket'}) do
-          keys[#keys + 1] = key_beside(charge.key, {aside = aside})
+        for _, alt_suffix in ipairs({'log', 'packed', 'counter', 'window', 'bucket'}) do
+          keys[#keys + 1] = alternative_key(charge.key, alt_suffix)
         end
         call('UNLINK', unpack(keys))
         answer(1, 0, 0, 0, 0)
@@ -213,44 +233,50 @@ local function make_together()
         end
         answer_unspent(charge)
       else
-        decide(charge, action, together)
+        decide(charge, action, all_fit)
       end
     end
   end
 end
 
--- `answered` is where the answer of the present request begins; `left` are those of an acquire-each that are still to be
--- asked. What stands out here has moved past a request before it is decided, so that the rest can be decided after an error.
-local answered, left, quota, cost, together = replied, 0, nil, nil, nil
+-- State of the loop: start of the current request's reply, and the acquires of an acquire-each that
+-- are left. It moves past a request before the request is decided, so that after an error the loop
+-- can continue with the next one.
+local reply_start, each_left, quota, cost, decide_group = replied, 0, nil, nil, nil
 local function decide_rest()
   while true do
-    answered = replied
-    if left > 0 then
-      left, next_key = left - 1, next_key + 1
+    reply_start = replied
+    if each_left > 0 then
+      each_left, next_key = each_left - 1, next_key + 1
       grant(KEYS[next_key - 1], quota, cost, 1)
     elseif at > last then
       return
     else
       local action = ARGV[at]
       if action == 'acquire-each' then
-        quota, cost, left = quotas[tonumber(ARGV[at + 1])], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+        quota, cost = quotas[tonumber(ARGV[at + 1])], tonumber(ARGV[at + 2])
+        each_left = tonumber(ARGV[at + 3])
         at = at + 4
       elseif action == 'acquire-times' then
         at, next_key = at + 4, next_key + 1
-        grant(KEYS[next_key - 1], quotas[tonumber(ARGV[at - 3])], tonumber(ARGV[at - 2]), tonumber(ARGV[at - 1]))
+        local times_quota = quotas[tonumber(ARGV[at - 3])]
+        grant(KEYS[next_key - 1], times_quota, tonumber(ARGV[at - 2]), tonumber(ARGV[at - 1]))
       else
         local count, from, key = tonumber(ARGV[at + 1]), at + 2, next_key
         at, next_key = from + (action == 'refund' and 3 or 2) * count, key + count
-        together = together or make_together()
-        together(action, count, from, key)
+        decide_group = decide_group or make_decide_group()
+        decide_group(action, count, from, key)
       end
     end
   end
 end
 
--- Whether an error says that the server refuses any request now, whatever its key.
-local function is_of_server(text)
-  for _, code in ipairs({'READONLY', 'OOM', 'MISCONF', 'NOPERM', 'NOREPLICAS', 'CLUSTERDOWN', 'MASTERDOWN'}) do
+-- Whether the server refuses requests for any key with this error.
+local function is_server_condition(text)
+  local codes = {
+    'READONLY', 'OOM', 'MISCONF', 'NOPERM', 'NOREPLICAS', 'CLUSTERDOWN', 'MASTERDOWN',
+  }
+  for _, code in ipairs(codes) do
     if text:find(code .. ' ', 1, true) then return true end
   end
 end
@@ -259,11 +285,12 @@ while true do
   local before = at + next_key
   local done, failure = pcall(decide_rest)
   if done then return reply end
-  -- Arguments that make no request: the rest of them cannot be found.
+  -- The arguments are malformed, so the next request cannot be found.
   if at + next_key == before then error(failure, 0) end
   local text = type(failure) == 'table' and failure.err or tostring(failure)
-  if answered == 2 and left == 0 and at > last and is_of_server(text) then error(failure, 0) end
-  for i = #reply, answered + 2, -1 do reply[i] = nil end
-  replied = answered + 1
+  local is_only_request = reply_start == 2 and each_left == 0 and at > last
+  if is_only_request and is_server_condition(text) then error(failure, 0) end
+  for i = #reply, reply_start + 2, -1 do reply[i] = nil end
+  replied = reply_start + 1
   reply[replied] = text
 end

@@ -1,4 +1,4 @@
-//! Several charges in one call: at once where they live in one place, else group by group.
+//! Decides several charges: atomically if one node has all of their keys, else slot by slot.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -6,26 +6,28 @@ use std::time::Instant;
 use tokio::time::timeout_at;
 
 use super::Shared;
-use super::call::Setback;
-use super::news::PendingInvalidation;
-use super::requests::{Request, Verb, Verdicts};
+use super::call::CallError;
+use super::invalidation::PendingInvalidation;
+use super::requests::{ItemDecisions, Operation, Request};
 use crate::algorithm::Verdict;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
-use crate::store::in_order::{
-    Groups, Owned, Refund, Step, group_by, in_order, in_places, without_cost,
+use crate::store::compensation::{
+    GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, scatter,
+    without_cost,
 };
 use crate::store::{Action, StoreError};
 
-/// Charges that live apart.
-struct Apart<'a> {
+/// Charges of several slots, grouped by slot.
+struct CrossSlotGroups<'a> {
     shared: &'a Arc<Shared>,
     started: Instant,
     groups: Vec<Vec<Charge<'a>>>,
-    /// The groups that are asked at the same time.
+    /// Groups that are decided concurrently.
     stages: Vec<Vec<usize>>,
 }
 
+/// Decides the charges of one caller.
 pub(super) async fn decide_all(
     shared: &Arc<Shared>,
     action: Action,
@@ -33,38 +35,38 @@ pub(super) async fn decide_all(
     started: Instant,
 ) -> Result<Vec<Decision>, StoreError> {
     let by_slot = || Some(group_by(charges, Shared::slot)).filter(|groups| groups.len() > 1);
-    if shared.topology.known().is_cluster()
+    if shared.topology.state().is_cluster()
         && let Some(groups) = by_slot()
     {
         let stages = stages_by_node(shared, charges, &groups);
-        return Box::pin(apart(shared, action, charges, groups, stages, started)).await;
+        return Box::pin(decide_cross_slot(shared, action, charges, groups, stages, started)).await;
     }
-    match shared.decide(&Request { verb: Verb::Do(action), charges }, started).await {
-        Ok(verdicts) => Ok(dress(verdicts, charges)),
-        Err(Setback::Failed(error)) => Err(error),
-        Err(Setback::Apart) => {
-            // This was a cluster, and we did not know; or a slot is migrating, with a part of its
-            // keys.
-            let one_by_one = || (0..charges.len()).map(|at| vec![at]).collect();
+    match shared.decide(&Request { operation: Operation::Apply(action), charges }, started).await {
+        Ok(decided) => Ok(into_decisions(decided, charges)),
+        Err(CallError::Failed(error)) => Err(error),
+        Err(CallError::CrossSlot) => {
+            // The server is part of a cluster that was not detected yet, or a slot is migrating and
+            // its keys are on two nodes.
+            let one_by_one = || (0..charges.len()).map(|index| vec![index]).collect();
             let groups: Vec<Vec<usize>> = by_slot().unwrap_or_else(one_by_one);
             let stages = (0..groups.len()).map(|group| vec![group]).collect();
-            Box::pin(apart(shared, action, charges, groups, stages, started)).await
+            Box::pin(decide_cross_slot(shared, action, charges, groups, stages, started)).await
         }
     }
 }
 
-/// Slots of one node are asked at the same time, and so go in one pipeline.
+/// Puts the groups of one node in one stage, so that they share a pipeline.
 fn stages_by_node(
     shared: &Shared,
     charges: &[Charge<'_>],
     groups: &[Vec<usize>],
 ) -> Vec<Vec<usize>> {
-    let firsts: Vec<Charge<'_>> =
-        groups.iter().filter_map(|group| group.first().map(|at| charges[*at])).collect();
-    group_by(&firsts, |charge| shared.part(charge))
+    let first_charges: Vec<Charge<'_>> =
+        groups.iter().filter_map(|group| group.first().map(|index| charges[*index])).collect();
+    group_by(&first_charges, |charge| shared.shard_of(charge))
 }
 
-async fn apart(
+async fn decide_cross_slot(
     shared: &Arc<Shared>,
     action: Action,
     charges: &[Charge<'_>],
@@ -73,19 +75,18 @@ async fn apart(
     started: Instant,
 ) -> Result<Vec<Decision>, StoreError> {
     let members =
-        groups.iter().map(|group| group.iter().map(|at| charges[*at]).collect()).collect();
-    let decided = in_order(&Apart { shared, started, groups: members, stages }, action).await?;
-    Ok(in_places(groups, decided))
+        groups.iter().map(|group| group.iter().map(|index| charges[*index]).collect()).collect();
+    let cross_slot = CrossSlotGroups { shared, started, groups: members, stages };
+    Ok(scatter(groups, decide_in_order(&cross_slot, action).await?))
 }
 
-fn dress(verdicts: Verdicts, charges: &[Charge<'_>]) -> Vec<Decision> {
-    let dress = |(verdict, charge): (Verdict, &Charge<'_>)| {
-        verdict.into_decision(charge.quota(), Source::Store)
-    };
-    verdicts.into_vec().into_iter().zip(charges).map(dress).collect()
+fn into_decisions(decided: ItemDecisions, charges: &[Charge<'_>]) -> Vec<Decision> {
+    let into_decision =
+        |(raw, charge): (Verdict, &Charge<'_>)| raw.into_decision(charge.quota(), Source::Store);
+    decided.into_vec().into_iter().zip(charges).map(into_decision).collect()
 }
 
-impl Groups for Apart<'_> {
+impl Groups for CrossSlotGroups<'_> {
     fn count(&self) -> usize {
         self.groups.len()
     }
@@ -98,41 +99,43 @@ impl Groups for Apart<'_> {
         self.stages.clone()
     }
 
-    async fn ask(&self, group: usize, step: Step) -> Result<Vec<Decision>, StoreError> {
+    async fn decide(&self, group: usize, action: GroupAction) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
-        let unspent = if step == Step::Look { without_cost(charges) } else { Vec::new() };
-        let (verb, charges) = match step {
-            Step::Do(action) => (Verb::Do(action), charges.as_slice()),
-            Step::Forgo => (Verb::Forgo, charges.as_slice()),
-            Step::Look => (Verb::Do(Action::ChargeUpTo), unspent.as_slice()),
+        let free_charges;
+        let (operation, charges) = match action {
+            GroupAction::Apply(action) => (Operation::Apply(action), charges.as_slice()),
+            GroupAction::CountDenied => (Operation::CountDenied, charges.as_slice()),
+            GroupAction::ReadUnspent => {
+                free_charges = without_cost(charges);
+                (Operation::Apply(Action::ChargeUpTo), free_charges.as_slice())
+            }
         };
-        let verdicts = self.shared.decide(&Request { verb, charges }, self.started).await;
-        Ok(dress(verdicts.map_err(Setback::into_store_error)?, charges))
+        let decided = self.shared.decide(&Request { operation, charges }, self.started).await;
+        Ok(into_decisions(decided.map_err(CallError::into_store_error)?, charges))
     }
 
     fn now(&self) -> u64 {
         self.shared.now()
     }
 
-    fn refund(&self, charges: &[Charge<'_>]) -> Refund {
-        let owned: Vec<Owned> = charges.iter().map(Owned::of).collect();
+    fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund {
+        let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
         let shared = Arc::clone(self.shared);
         let deadline = self.started + shared.timeout;
-        // It has a timeout of its own. Without a runtime nothing can be sent any more.
+        // The refund has its own timeout, so that it can outlast the caller. Without a runtime
+        // nothing can be sent any more.
         let task = tokio::runtime::Handle::try_current().ok().map(|runtime| {
             runtime.spawn(async move {
-                let charges: Vec<Charge<'_>> = owned.iter().map(Owned::charge).collect();
-                let request = Request { verb: Verb::Do(Action::Refund), charges: &charges };
+                let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
+                let operation = Operation::Apply(Action::Refund);
+                let request = Request { operation, charges: &charges };
                 // Published when this task ends.
                 let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
-                match shared
-                    .decide(&request, Instant::now())
-                    .await
-                    .map_err(Setback::into_store_error)
-                {
-                    Ok(verdicts) => Some(dress(verdicts, &charges)),
+                let decided = shared.decide(&request, Instant::now()).await;
+                match decided.map_err(CallError::into_store_error) {
+                    Ok(decided) => Some(into_decisions(decided, &charges)),
                     Err(error) => {
-                        tracing::debug!(%error, "units may not have been given back");
+                        tracing::debug!(%error, "refund of a denied request failed");
                         None
                     }
                 }

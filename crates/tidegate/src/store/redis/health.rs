@@ -1,4 +1,4 @@
-//! How the nodes are, for operators: a snapshot, counters, and plain commands.
+//! Health of the nodes for operators: a snapshot, counters, and plain commands.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,85 +6,77 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Pipeline, Value};
 
 use super::RedisStore;
-use super::access::Address;
-use super::link::{Link, ask_once};
+use super::connection::query_once;
+use super::endpoint::Address;
+use super::node::NodeClient;
 use crate::store::{ShardId, StoreError};
 
-/// How one node is, as this process sees it.
+/// Health of one node, as this process sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NodeHealth {
-    /// Its address, without user and password.
+    /// Address of the node, without user and password.
     pub address: String,
-    /// Shard of this node, as in [`SharedStore::probe`](crate::SharedStore::probe).
-    pub part: ShardId,
+    /// Shard that this node serves, as [`Store::probe`](crate::Store::probe) takes it.
+    pub shard: ShardId,
     /// Whether there is a connection.
     pub connected: bool,
-    /// Whether it decides. Sentinels do not.
+    /// Whether the node decides. Sentinels do not.
     pub primary: bool,
-    /// What last went wrong with its connection, even if that is long past.
+    /// Last error of the connection, even if the node has reconnected since.
     pub last_error: Option<String>,
-    /// How many scripts this process has loaded there.
+    /// Number of scripts that this process has loaded on the node.
     pub script_loads: u64,
-    /// How many connections were made after the first.
+    /// Number of connections after the first.
     pub reconnects: u64,
 }
 
-/// What a node answers to a plain command.
+/// Reply of a node to a plain command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reply {
-    /// Nothing.
+    /// No value.
     Nil,
-    /// A number.
+    /// An integer.
     Integer(i64),
-    /// A text; bytes that are no UTF-8 are replaced.
+    /// A string, in which invalid UTF-8 is replaced.
     Text(String),
     /// Several replies.
     List(Vec<Reply>),
-    /// An error, as the server says it: a code in capitals, then words.
+    /// An error message of the server, which starts with a code in capitals.
     Error(String),
 }
 
 impl RedisStore {
-    /// How each node is: those that decide, then the sentinels.
+    /// Returns the health of each node: those that decide, then the sentinels.
     #[must_use]
     pub fn nodes(&self) -> Vec<NodeHealth> {
-        let known = self.shared.topology.known();
-        let of = |link: &Link, primary| NodeHealth {
-            address: link.address().to_string(),
-            part: link.part(),
-            connected: link.is_up(),
-            primary,
-            last_error: link.last_trouble().map(|trouble| trouble.reason),
-            script_loads: link.script_loads(),
-            reconnects: link.reconnects(),
-        };
-        let primaries = known.primaries();
+        let topology = self.shared.topology.state();
+        let primaries = topology.primaries();
         primaries
             .iter()
-            .map(|link| of(link, true))
-            .chain(known.sentinels().iter().map(|link| of(link, false)))
+            .map(|node| NodeHealth::of(node, true))
+            .chain(topology.sentinels().iter().map(|node| NodeHealth::of(node, false)))
             .collect()
     }
 
-    /// How many scripts were loaded, on all nodes: one a node and kind of call, and again after a
-    /// restart or a flush.
+    /// Returns the number of script loads on all nodes. Each node loads each kind of script once,
+    /// and again after a restart or `SCRIPT FLUSH`.
     #[must_use]
     pub fn script_loads(&self) -> u64 {
-        self.shared.topology.known().script_loads()
+        self.shared.topology.state().script_loads()
     }
 
-    /// How many connections to nodes that decide were made anew.
+    /// Returns the number of reconnects to nodes that decide.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
-        self.shared.topology.known().reconnects()
+        self.shared.topology.state().reconnects()
     }
 
-    /// How many calls a cluster sent on to another node.
+    /// Returns the number of MOVED and ASK redirects of a cluster.
     #[must_use]
     pub fn redirects(&self) -> u64 {
-        self.shared.topology.known().redirects()
+        self.shared.topology.state().redirects()
     }
 
     /// Runs a plain command on each node that decides.
@@ -92,27 +84,26 @@ impl RedisStore {
     pub async fn ask_every_node(&self, words: &[&str]) -> Vec<(String, Result<Reply, StoreError>)> {
         let mut answers = Vec::new();
         let Some(command) = command(words) else { return answers };
-        for link in self.shared.topology.known().primaries() {
+        for node in self.shared.topology.state().primaries() {
             let timeout = self.shared.timeout;
-            let reply = link.ask(&command, Instant::now() + timeout).await;
+            let reply = node.query(&command, Instant::now() + timeout).await;
             let reply =
-                reply.map(Reply::from_value).map_err(|fault| fault.into_store_error(timeout));
-            answers.push((link.address().to_string(), reply));
+                reply.map(Reply::from_value).map_err(|error| error.into_store_error(timeout));
+            answers.push((node.address().to_string(), reply));
         }
         answers
     }
 
-    /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or any
-    /// other that the nodes tell of, such as a replica.
+    /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or another
+    /// one, such as a replica.
     #[doc(hidden)]
     pub async fn ask_node(&self, address: &str, words: &[&str]) -> Result<Reply, StoreError> {
         let replies = self.ask_node_all(address, &[words]).await?;
         Ok(replies.into_iter().next().unwrap_or(Reply::Nil))
     }
 
-    /// Several plain commands, in one go on a node that we are connected to. What a command is
-    /// answered with is in its place, errors too; an error of the whole means that there is no
-    /// answer.
+    /// Runs several plain commands, in one pipeline if there is a connection to the node. The error
+    /// of a single command is its [`Reply::Error`]; an `Err` means that the node did not answer.
     #[doc(hidden)]
     pub async fn ask_node_all(
         &self,
@@ -122,37 +113,52 @@ impl RedisStore {
         if commands.is_empty() {
             return Ok(Vec::new());
         }
-        let known = self.shared.topology.known();
-        let patience = self.shared.timeout.max(PLAIN);
+        let topology = self.shared.topology.state();
+        let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
         let commands = commands.iter().filter_map(|words| command(words));
-        let of_address = |link: &&Arc<Link>| link.address().to_string() == address;
-        if let Some(link) = known.primaries().iter().chain(known.sentinels()).find(of_address) {
-            let mut all = Pipeline::new();
+        let has_address = |node: &&Arc<NodeClient>| node.address().to_string() == address;
+        let primaries = topology.primaries();
+        if let Some(node) = primaries.iter().chain(topology.sentinels()).find(has_address) {
+            let mut pipeline = Pipeline::new();
             for command in commands {
-                all.add_command(command);
+                pipeline.add_command(command);
             }
-            let replies = link.ask_all(&all, Instant::now() + patience).await;
-            let replies = replies.map_err(|fault| fault.into_store_error(patience))?;
+            let replies = node.query_all(&pipeline, Instant::now() + timeout).await;
+            let replies = replies.map_err(|error| error.into_store_error(timeout))?;
             return Ok(replies.into_iter().map(Reply::from_value).collect());
         }
-        let Some(node) = Address::tcp("", 0).told_by(address) else {
+        let Some(target) = Address::tcp("", 0).parse_relative(address) else {
             return Err(StoreError::Misconfigured(format!(
-                "{address:?} is no address: write it like 10.0.0.1:6379"
+                "{address:?} is not an address like 10.0.0.1:6379"
             )));
         };
         let mut replies = Vec::new();
         for command in commands {
-            let reply = ask_once(&node, known.access(), command, patience).await;
+            let reply = query_once(&target, topology.options(), command, timeout).await;
             replies.push(Reply::from_value(
-                reply.map_err(|trouble| StoreError::Unreachable(trouble.reason))?,
+                reply.map_err(|error| StoreError::Unreachable(error.reason))?,
             ));
         }
         Ok(replies)
     }
 }
 
-/// A plain command is an operator's, who can wait a little longer than a decision.
-const PLAIN: Duration = Duration::from_secs(1);
+/// Minimum timeout of a plain command: operators can wait longer than decisions.
+const MIN_COMMAND_TIMEOUT: Duration = Duration::from_secs(1);
+
+impl NodeHealth {
+    fn of(node: &NodeClient, primary: bool) -> Self {
+        Self {
+            address: node.address().to_string(),
+            shard: node.shard(),
+            connected: node.is_up(),
+            primary,
+            last_error: node.last_error().map(|error| error.reason),
+            script_loads: node.script_loads(),
+            reconnects: node.reconnects(),
+        }
+    }
+}
 
 fn command(words: &[&str]) -> Option<Cmd> {
     let (name, arguments) = words.split_first()?;
@@ -174,8 +180,8 @@ impl Reply {
                 let detail = error.details().unwrap_or_default();
                 Self::Error(format!("{} {detail}", error.code()).trim_end().to_owned())
             }
-            // RESP3 only, which we do not speak.
-            other => Self::Error(format!("an unexpected kind of reply: {other:?}")),
+            // Types of RESP3, which we do not use.
+            other => Self::Error(format!("unexpected type of reply: {other:?}")),
         }
     }
 }

@@ -1,4 +1,4 @@
--- Refreshes an instance in the set of live instances, and returns them if they have changed.
+-- Refreshes an instance in the set of live instances, and returns the set if it has changed.
 --
 -- KEYS   1  sorted set of instances: score = time of the heartbeat in microseconds of the server's
 --           clock, plus the part of the instance's silence timeout that is beyond the shortest
@@ -11,15 +11,15 @@
 --        6  version that the caller knows; empty for none
 --        7  a random token, for a new version
 --        8  maximum number of instances to return; 0 for none
--- reply  the version and, if it is not the caller's, the instances in no order; the list may leave
---        the caller out if there are more than the maximum
+-- reply  the version and, if it is not the caller's, the instances in no particular order; the list
+--        may omit the caller if there are more than the maximum
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local shortest, longest = tonumber(ARGV[2]), tonumber(ARGV[4])
 local members, expired = redis.call('ZCARD', KEYS[1]), 0
--- In a large fleet one heartbeat in eight looks for expired instances and extends the keys' expiry,
--- which is minutes away: that is often enough.
+-- In a large fleet one heartbeat in eight removes expired instances and extends the keys' expiry,
+-- which is minutes away.
 local thorough = members <= 100 or clock[2] % 8 == 0
 if thorough then
   expired = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - shortest)
@@ -42,10 +42,10 @@ elseif thorough then
   redis.call('PEXPIREAT', KEYS[2], expires_at)
 end
 if thorough or joined > 0 then redis.call('PEXPIREAT', KEYS[1], expires_at) end
--- Instances of an earlier build do not replace the token; the size shows most of what they change.
+-- Instances of an earlier version do not replace the token, so the version includes the size.
 local version = token .. ':' .. (members + joined)
-local most = tonumber(ARGV[8])
-if version == ARGV[6] or most == 0 then
+local max_listed = tonumber(ARGV[8])
+if version == ARGV[6] or max_listed == 0 then
   return {version}
 end
-return {version, redis.call('ZRANGE', KEYS[1], 0, most - 1)}
+return {version, redis.call('ZRANGE', KEYS[1], 0, max_listed - 1)}

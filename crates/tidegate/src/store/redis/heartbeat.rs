@@ -1,8 +1,8 @@
-//! Heartbeats: this instance is announced, and the list of live instances is read when it has
+//! Heartbeats: each keeps this instance in the set of live instances, and reads the set if it has
 //! changed.
 //!
-//! heartbeat.lua has the contract. In the steady state a heartbeat costs Redis a few commands of
-//! O(log N): the list is cached here with its version, and only read again when the version
+//! heartbeat.lua documents the protocol. In the steady state a heartbeat costs Redis a few commands
+//! of O(log N): the list is cached here with its version, and only read again when the version
 //! differs.
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use redis::{FromRedisValue, Value};
 
 use super::Shared;
-use super::call::{Reply, Setback};
+use super::call::{CallError, ScriptReply};
 use super::script::Script;
 use super::server_clock::ServerClock;
 use crate::random::random_u64;
@@ -49,13 +49,14 @@ impl Listed {
 impl Shared {
     /// Sends a heartbeat, and returns the live instances, sorted. This instance is always among
     /// them.
-    pub(super) async fn announce(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let (script, key) = (Script::heartbeat(), self.own_key("alive"));
+    pub(super) async fn send_heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
+        let (script, key) = (Script::heartbeat(), self.internal_key("alive"));
         let version_key = format!("{key}:version");
-        let known = self.instances.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let size = known.as_ref().map_or(0, |known| known.instances.len());
-        let may_read = known.as_ref().is_none_or(|known| known.may_be_read_again(Instant::now()));
-        let most = if may_read { MAX_INSTANCES } else { 0 };
+        let cached = self.instances.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let size = cached.as_ref().map_or(0, |cached| cached.instances.len());
+        let now = Instant::now();
+        let may_read = cached.as_ref().is_none_or(|cached| cached.may_be_read_again(now));
+        let max_listed = if may_read { MAX_INSTANCES } else { 0 };
         let token = format!("{:016x}{:016x}", random_u64(), random_u64());
         let command = |_: &ServerClock| {
             let mut command = script.evalsha(2);
@@ -64,13 +65,14 @@ impl Shared {
                 .arg(silence_timeout(1))
                 .arg(silence_timeout(MAX_INSTANCES) / MAX_INSTANCES as u64);
             command.arg(silence_timeout(MAX_INSTANCES)).arg(size);
-            command.arg(known.as_ref().map_or("", |known| &known.version)).arg(&token).arg(most);
+            let version = cached.as_ref().map_or("", |cached| &cached.version);
+            command.arg(version).arg(&token).arg(max_listed);
             command
         };
-        let read = |reply: Value| Ok((None, Reply::Answer(read_reply(reply)?)));
+        let read = |reply: Value| Ok((None, ScriptReply::Answer(read_reply(reply)?)));
         let call = self.call(script, &key);
-        let answered = call.run(self.topology.known(), None, command, read).await;
-        let (version, listed) = answered.map_err(Setback::into_store_error)?;
+        let reply = call.run(self.topology.state(), None, command, read).await;
+        let (version, listed) = reply.map_err(CallError::into_store_error)?;
         let mut instances = match listed {
             Some(mut instances) => {
                 instances.sort_unstable();
@@ -80,11 +82,11 @@ impl Shared {
                     Some(Arc::new(listed));
                 instances
             }
-            None => known.map_or_else(Vec::new, |known| known.instances.clone()),
+            None => cached.map_or_else(Vec::new, |cached| cached.instances.clone()),
         };
-        // The list may be one from before this instance joined.
-        if let Err(at) = instances.binary_search_by(|name| name.as_str().cmp(instance)) {
-            instances.insert(at, instance.to_owned());
+        // The cached list may be from before this instance joined.
+        if let Err(index) = instances.binary_search_by(|name| name.as_str().cmp(instance)) {
+            instances.insert(index, instance.to_owned());
         }
         Ok(instances)
     }
@@ -113,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_list_is_read_once_per_ten_milliseconds_and_instance() {
+    fn a_long_list_is_read_at_most_every_ten_milliseconds_per_instance() {
         let read_at = Instant::now();
         let list = |size: usize| Listed {
             version: String::new(),

@@ -1,9 +1,10 @@
--- What every algorithm stands on: exact integers and the time. Script assembly puts this first, then the algorithms
--- that the call needs, then decide.lua, which holds the contract of KEYS, ARGV and the reply.
+-- Exact integers and the time, which all algorithms use. A script is assembled from this file, the
+-- algorithms that the call needs, and decide.lua, which documents KEYS, ARGV and the reply.
 --
--- A Lua number is a double: integers are exact below 2^53. Times in microseconds since the epoch are near 2^51, limits at
--- most 10^12 < 2^40, windows at most 366 days < 2^45. Only products need care. A number that goes into a Redis command as
--- an argument keeps 17 digits; in a string it would keep 14, so there it goes through whole().
+-- A Lua number is a double: integers are exact below 2^53. Times in microseconds since the epoch
+-- are near 2^51, limits at most 10^12 < 2^40, windows at most 366 days < 2^45, so only products can
+-- lose precision. A number keeps 17 digits as an argument of a Redis command, but only 14 when it
+-- is concatenated to a string, which therefore needs whole().
 
 local call, floor = redis.call, math.floor
 
@@ -11,7 +12,8 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
--- a * b / m as quotient and remainder, exactly. b and m below 2^45; a and the quotient below 2^53.
+-- Returns the exact quotient and remainder of a * b / m. b and m must be below 2^45, a and the
+-- quotient below 2^53.
 local function mul_div_rem(a, b, m)
   local product = a * b
   if product < 4503599627370496 then -- 2^52: the product is exact, and so is its division
@@ -41,33 +43,34 @@ local function mul_div_ceil(a, b, m)
   return rest > 0 and quotient + 1 or quotient
 end
 
--- Tests hand the time in; in production it is always the server's.
+-- The server's time, unless a test passes another.
 local clock = call('TIME')
 local server_time = clock[1] * 1000000 + clock[2]
 local now, expiry_shift = server_time, 0
 if ARGV[1] ~= '' then
-  -- Their time stands still while real time goes on: keys live an hour longer on the real clock.
+  -- A test's clock may stop while the server's goes on, so keys expire an hour later.
   expiry_shift = now - ARGV[1] + 3600000000
   now = tonumber(ARGV[1])
 end
 
--- The millisecond for PEXPIREAT of a key that counts until this microsecond. Not the one in which it falls: a key that
--- is set to expire at the present millisecond is deleted at once.
+-- Returns the argument of PEXPIREAT for a key that counts until this microsecond: the millisecond
+-- after it, because PEXPIREAT with the current millisecond deletes the key at once.
 local function expiry(micros)
   return floor((micros + expiry_shift) / 1000) + 1
 end
 
--- The reply of a first read; nil if the key holds another kind of value, left by another algorithm.
+-- Reads a key. Returns nil if it has another type, which another algorithm has written.
 local function read(...)
   local reply = redis.pcall(...)
   if type(reply) == 'table' and reply.err then
     if reply.err:find('WRONGTYPE', 1, true) then return nil end
-    return call(...) -- raises the error as it is
+    return call(...) -- raises the original error
   end
   return reply
 end
 
--- How many members of sorted sets this call may still remove at leisure: to remove one takes Redis some 0.2 microseconds.
+-- Remaining budget of this call for the removal of expired members of sorted sets, each of which
+-- takes about 0.2 microseconds.
 local removals = 1000
 
 local algorithms = {}

@@ -1,12 +1,12 @@
-//! Group commit: while calls to a node are under way, decisions gather, and go together in the
-//! next.
+//! Group commit: decisions that arrive while a call to their node is in flight share the next call.
 //!
-//! Who finds nothing under way steps aside once, so that all who are ready to ask now can join, and
-//! then asks: by itself if nobody came. Everybody else joins the batch that gathers; as soon as a
-//! call is over, that batch is sent, by a task of its own, so that no caller that goes away leaves
-//! the others behind. Nobody waits for a timer, but when calls are slow: after a few milliseconds a
-//! batch is sent all the same. It may be that nobody looks at the call before it any more: a future
-//! that is neither polled nor dropped would keep its turn for ever.
+//! With no call in flight, the first caller becomes the leader: it yields once so that other ready
+//! tasks can join its batch, then sends it, in its own task if nothing has joined. All other
+//! callers join the open batch. A separate task sends it as soon as a call completes, so a
+//! cancelled caller does not affect the others.
+//!
+//! A watchdog sends a batch that has waited for [`MAX_LINGER`] although calls are in flight: they
+//! may be slow, or belong to a future that is neither polled nor dropped.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -18,315 +18,326 @@ use tokio::runtime::Handle;
 use tokio::time::sleep_until;
 
 use super::Shared;
-use super::batch::{Batch, Carried, Fate, Sealed, Ticket};
-use super::fault::{Fault, Said, named, says_readonly};
-use super::link::Link;
-use super::requests::{Request, Told};
+use super::batch::{Batch, BatchHandle, InFlightBatch, ItemResult, Sealed};
+use super::error::{AttemptError, ServerError, is_readonly, with_address};
+use super::node::NodeClient;
+use super::requests::{ItemReply, Request};
 use crate::charge::Charge;
 
-/// Of one node.
+/// Queue of batches for one node.
 pub(super) struct Queue {
-    line: Mutex<Line>,
-    /// The node's connection lives there as well.
+    state: Mutex<QueueState>,
+    /// Runtime of the node's connection, on which batches are sent, too.
     runtime: Handle,
 }
 
-struct Line {
-    /// The turns of those under way, the oldest first.
-    under_way: VecDeque<u64>,
-    turns: u64,
-    /// With when they began to gather.
-    gathering: VecDeque<(Arc<Batch>, Instant)>,
-    /// Somebody looks after those who gather.
-    watched: bool,
+struct QueueState {
+    /// Numbers of the permits in use, the oldest first.
+    in_flight: VecDeque<u64>,
+    permits_issued: u64,
+    /// Open batches with their creation times, the oldest first.
+    open: VecDeque<(Arc<Batch>, Instant)>,
+    has_watchdog: bool,
 }
 
-/// The right to have a call under way. Dropped, it goes to the batch that waits for it. Kept for
-/// too long, it is lost.
-pub(super) struct Turn {
+/// Permit for one in-flight call. On drop it passes to the next waiting batch; the watchdog revokes
+/// it when a batch has waited for [`MAX_LINGER`].
+pub(super) struct InFlightPermit {
     number: u64,
     shared: Arc<Shared>,
-    link: Arc<Link>,
+    node: Arc<NodeClient>,
 }
 
-pub(super) enum Entrance {
-    /// Nothing is under way: step aside once, then go.
-    Lead(Lead),
-    Wait(Ticket),
+/// Role of a caller whose request was added to a batch.
+pub(super) enum Enqueued {
+    /// No call is in flight: the caller leads the batch.
+    Lead(BatchLeader),
+    Wait(BatchHandle),
 }
 
-/// The first of a batch, with the right to send it.
-pub(super) struct Lead {
-    // Goes before the turn: who leaves is not asked for by those who then send the batch.
-    ticket: Ticket,
-    turn: Turn,
+/// First request of a batch, with the permit to send it.
+pub(super) struct BatchLeader {
+    // Dropped before the permit, so that the batch is then sent without the leader's request.
+    handle: BatchHandle,
+    permit: InFlightPermit,
 }
 
-/// How a leader goes on.
-pub(super) enum Way {
-    /// Nobody came: ask.
-    Alone(Turn),
-    /// They are asked for together.
-    Wait(Ticket),
+/// Next step of a leader.
+pub(super) enum LeaderOutcome {
+    /// No other request has joined: the leader makes the call itself.
+    Alone(InFlightPermit),
+    /// Another task sends the batch.
+    Wait(BatchHandle),
 }
 
-/// How many calls may be under way at once: while the replies of one are taken in, Redis has the
-/// other.
-const MOST_UNDER_WAY: usize = 2;
-/// So many counts are worth a second call beside the first. Fewer wait for its end: a call costs
-/// Redis, and us, as much as some decisions.
-const ENOUGH_CHARGES: usize = 64;
-/// How much one call may weigh ([`weight`](super::requests::Requests::weight)): less than a
-/// millisecond of Redis's time, in which it serves no other client.
+/// Maximum number of calls in flight per node: one runs in Redis while the replies of the other are
+/// decoded.
+const MAX_IN_FLIGHT: usize = 2;
+/// Number of charges for which a second concurrent call is worth its cost. Fewer wait for the first
+/// call: a call costs Redis, and us, as much as several decisions.
+const MIN_CONCURRENT_BATCH: usize = 64;
+/// Maximum [`weight`](super::requests::ScriptCall::weight) of one call: less than a millisecond of
+/// Redis's time, during which Redis serves no other client.
 const MAX_BATCH_WEIGHT: usize = 128;
-/// How often a script is loaded for one batch.
-const MOST_LOADS: usize = 3;
-/// How long a batch gathers at most: a twentieth of the timeout, within these.
-const PATIENCE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(5));
+/// Maximum number of loads of a script for one batch.
+const MAX_SCRIPT_LOADS: usize = 3;
+/// A batch lingers for a twentieth of the timeout, but at least and at most these times.
+const MIN_LINGER: Duration = Duration::from_millis(1);
+const MAX_LINGER: Duration = Duration::from_millis(5);
 
 impl Queue {
     pub(super) fn new() -> Self {
-        let line = Line {
-            under_way: VecDeque::new(),
-            turns: 0,
-            gathering: VecDeque::new(),
-            watched: false,
+        let state = QueueState {
+            in_flight: VecDeque::new(),
+            permits_issued: 0,
+            open: VecDeque::new(),
+            has_watchdog: false,
         };
-        Self { line: Mutex::new(line), runtime: Handle::current() }
+        Self { state: Mutex::new(state), runtime: Handle::current() }
     }
 
-    fn line(&self) -> MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A turn, or a place among those who gather.
-pub(super) fn enter(
+/// Adds a request to the open batch of a node.
+pub(super) fn enqueue(
     shared: &Arc<Shared>,
-    link: Arc<Link>,
+    node: Arc<NodeClient>,
     request: &Request<'_>,
     slot: u16,
     deadline: Instant,
-) -> Entrance {
-    let mut line = link.queue().line();
+) -> Enqueued {
+    let mut state = node.queue().state();
     let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
-    let leads = line.under_way.is_empty() && line.gathering.is_empty();
-    let ticket = match line.gathering.back() {
+    let leads = state.in_flight.is_empty() && state.open.is_empty();
+    let handle = match state.open.back() {
         Some((batch, _)) if batch.weight() < MAX_BATCH_WEIGHT => {
             batch.join(request, slot, deadline, write_key)
         }
         _ => {
             let batch = Arc::<Batch>::default();
-            let ticket = batch.join(request, slot, deadline, write_key);
-            line.gathering.push_back((batch, Instant::now()));
-            ticket
+            let handle = batch.join(request, slot, deadline, write_key);
+            state.open.push_back((batch, Instant::now()));
+            handle
         }
     };
     if leads {
-        let number = line.next_turn();
-        drop(line);
-        return Entrance::Lead(Lead {
-            ticket,
-            turn: Turn { number, shared: Arc::clone(shared), link },
+        let number = state.issue_permit();
+        drop(state);
+        return Enqueued::Lead(BatchLeader {
+            handle,
+            permit: InFlightPermit { number, shared: Arc::clone(shared), node },
         });
     }
-    if line.under_way.len() < MOST_UNDER_WAY
-        && ticket.batch().charges() >= ENOUGH_CHARGES
-        && let Some(batch) = line.take(ticket.batch())
+    if state.in_flight.len() < MAX_IN_FLIGHT
+        && handle.batch().charges() >= MIN_CONCURRENT_BATCH
+        && let Some(batch) = state.take(handle.batch())
     {
-        let number = line.next_turn();
-        drop(line);
-        let turn = Turn { number, shared: Arc::clone(shared), link: Arc::clone(&link) };
-        link.queue().runtime.spawn(turn.carry_all(Carried(batch)));
-        return Entrance::Wait(ticket);
+        let number = state.issue_permit();
+        drop(state);
+        let permit = InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(&node) };
+        node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
+        return Enqueued::Wait(handle);
     }
-    // Who leads looks after itself.
-    let watched = std::mem::replace(&mut line.watched, true);
-    drop(line);
-    if !watched {
-        link.queue().runtime.spawn(watch(Arc::clone(shared), Arc::clone(&link)));
+    // A leader needs no watchdog: it sends its own batch.
+    let has_watchdog = std::mem::replace(&mut state.has_watchdog, true);
+    drop(state);
+    if !has_watchdog {
+        node.queue().runtime.spawn(watchdog(Arc::clone(shared), Arc::clone(&node)));
     }
-    Entrance::Wait(ticket)
+    Enqueued::Wait(handle)
 }
 
-impl Lead {
-    /// Lets those join who are ready to.
-    pub(super) async fn go(self) -> Way {
+impl BatchLeader {
+    /// Yields once so that other ready tasks can join, then sends the batch.
+    pub(super) async fn collect(self) -> LeaderOutcome {
         tokio::task::yield_now().await;
-        let Self { ticket, turn } = self;
-        let taken = turn.link.queue().line().take(ticket.batch());
+        let Self { handle, permit } = self;
+        let taken = permit.node.queue().state().take(handle.batch());
         match taken {
-            Some(batch) if batch.has_one_caller() => Way::Alone(turn),
+            Some(batch) if batch.has_one_waiter() => LeaderOutcome::Alone(permit),
             Some(batch) => {
-                let runtime = turn.link.queue().runtime.clone();
-                runtime.spawn(turn.carry_all(Carried(batch)));
-                Way::Wait(ticket)
+                let runtime = permit.node.queue().runtime.clone();
+                runtime.spawn(permit.send_batches(InFlightBatch(batch)));
+                LeaderOutcome::Wait(handle)
             }
-            // A call that was over has taken it along.
-            None => Way::Wait(ticket),
+            // The permit of a completed call has sent the batch.
+            None => LeaderOutcome::Wait(handle),
         }
     }
 }
 
-/// Sends batches that have waited for too long. Goes when nobody gathers.
-async fn watch(shared: Arc<Shared>, link: Arc<Link>) {
-    // Where time stands still, as tests have it, what comes at one moment goes together, however
-    // slow the machine is.
-    let patience = if shared.driven_time().is_some() {
+/// Sends batches that have lingered for too long. Ends when there is no open batch.
+async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
+    // With a manual clock, requests at one instant must share a call however slow the machine is.
+    let linger = if shared.driven_time().is_some() {
         shared.timeout
     } else {
-        (shared.timeout / 20).clamp(PATIENCE.0, PATIENCE.1)
+        (shared.timeout / 20).clamp(MIN_LINGER, MAX_LINGER)
     };
-    let mut until = Instant::now() + patience;
+    let mut until = Instant::now() + linger;
     loop {
         sleep_until(until.into()).await;
-        let mut line = link.queue().line();
-        let Some((_, begun)) = line.gathering.front() else {
-            line.watched = false;
+        let mut state = node.queue().state();
+        let Some((_, opened_at)) = state.open.front() else {
+            state.has_watchdog = false;
             return;
         };
-        until = *begun + patience;
+        until = *opened_at + linger;
         if until <= Instant::now()
-            && let Some((batch, _)) = line.gathering.pop_front()
+            && let Some((batch, _)) = state.open.pop_front()
         {
-            line.under_way.pop_front();
-            let number = line.next_turn();
-            drop(line);
-            let turn = Turn { number, shared: Arc::clone(&shared), link: Arc::clone(&link) };
-            link.queue().runtime.spawn(turn.carry_all(Carried(batch)));
+            state.in_flight.pop_front();
+            let number = state.issue_permit();
+            drop(state);
+            let permit =
+                InFlightPermit { number, shared: Arc::clone(&shared), node: Arc::clone(&node) };
+            node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         }
     }
 }
 
-impl Line {
-    fn next_turn(&mut self) -> u64 {
-        self.turns += 1;
-        self.under_way.push_back(self.turns);
-        self.turns
+impl QueueState {
+    fn issue_permit(&mut self) -> u64 {
+        self.permits_issued += 1;
+        self.in_flight.push_back(self.permits_issued);
+        self.permits_issued
     }
 
-    /// This batch, if it still gathers.
+    /// Removes this batch from the open ones. Returns `None` if it is in flight already.
     fn take(&mut self, batch: &Arc<Batch>) -> Option<Arc<Batch>> {
-        let at = self.gathering.iter().position(|(gathering, _)| Arc::ptr_eq(gathering, batch))?;
-        self.gathering.remove(at).map(|(batch, _)| batch)
+        let index = self.open.iter().position(|(open, _)| Arc::ptr_eq(open, batch))?;
+        self.open.remove(index).map(|(batch, _)| batch)
     }
 
-    /// What is to be sent in this turn next; if there is nothing, the turn is over. If it is lost,
-    /// others see to it.
-    fn next(&mut self, turn: u64) -> Option<Carried> {
-        let held = self.under_way.iter().position(|held| *held == turn)?;
-        self.under_way.remove(held);
-        let (batch, _) = self.gathering.pop_front()?;
-        self.under_way.push_back(turn);
-        Some(Carried(batch))
+    /// Returns the next batch to send with this permit. Without a batch the permit is released; a
+    /// revoked permit gets no batch.
+    fn next(&mut self, permit: u64) -> Option<InFlightBatch> {
+        let index = self.in_flight.iter().position(|held| *held == permit)?;
+        self.in_flight.remove(index);
+        let (batch, _) = self.open.pop_front()?;
+        self.in_flight.push_back(permit);
+        Some(InFlightBatch(batch))
     }
 }
 
-impl Drop for Turn {
+impl Drop for InFlightPermit {
     fn drop(&mut self) {
-        let next = self.link.queue().line().next(self.number);
+        let next = self.node.queue().state().next(self.number);
         if let Some(batch) = next {
-            let turn = Turn {
+            let permit = InFlightPermit {
                 number: self.number,
                 shared: Arc::clone(&self.shared),
-                link: Arc::clone(&self.link),
+                node: Arc::clone(&self.node),
             };
-            self.link.queue().runtime.spawn(turn.carry_all(batch));
+            self.node.queue().runtime.spawn(permit.send_batches(batch));
         }
     }
 }
 
-impl Turn {
-    async fn carry_all(self, first: Carried) {
+impl InFlightPermit {
+    /// Sends a batch, then those that have gathered since, one after the other.
+    async fn send_batches(self, first: InFlightBatch) {
         let mut next = Some(first);
         while let Some(batch) = next {
-            self.carry(&batch).await;
-            next = self.link.queue().line().next(self.number);
+            self.send_batch(&batch).await;
+            next = self.node.queue().state().next(self.number);
         }
     }
 
-    async fn carry(&self, Carried(batch): &Carried) {
+    /// Sends one batch, and wakes waiters whose deadline passes before it completes.
+    async fn send_batch(&self, InFlightBatch(batch): &InFlightBatch) {
         let sealed = batch.seal(Instant::now());
-        let mut alarm = sealed.earliest;
-        let fates = if alarm.is_some() {
-            let mut sent = pin!(self.send(&sealed));
+        let mut next_deadline = sealed.earliest;
+        let results = if next_deadline.is_some() {
+            let mut call = pin!(self.send(&sealed));
             loop {
-                let Some(next) = alarm else { break sent.await };
+                let Some(deadline) = next_deadline else { break call.await };
                 tokio::select! {
                     biased;
-                    fates = &mut sent => break fates,
-                    () = sleep_until(next.into()) => alarm = batch.expire(Instant::now()),
+                    results = &mut call => break results,
+                    () = sleep_until(deadline.into()) => {
+                        next_deadline = batch.expire(Instant::now());
+                    }
                 }
             }
         } else {
             Vec::new()
         };
-        batch.settle(sealed, fates);
+        batch.complete(sealed, results);
     }
 
-    /// What becomes of each item. On a cluster a call has the keys of one slot, so there are as
-    /// many as slots, in one go.
-    async fn send(&self, sealed: &Sealed) -> Vec<Fate> {
-        let mut fates = vec![Fate::Alone; sealed.requests.items().len()];
-        let mut calls = calls_of(sealed, self.shared.topology.known().is_cluster());
-        for _ in 0..=MOST_LOADS {
-            let loads = |items: &Vec<usize>| self.link.loads_of(sealed.requests.script(items));
+    /// Sends a sealed batch, and returns the result of each item. On a cluster a call has the keys
+    /// of one slot, so the batch is a pipeline with one call per slot.
+    async fn send(&self, sealed: &Sealed) -> Vec<ItemResult> {
+        let mut results = vec![ItemResult::RetryAlone; sealed.script_call.items().len()];
+        let mut calls = group_by_call(sealed, self.shared.topology.state().is_cluster());
+        for _ in 0..=MAX_SCRIPT_LOADS {
+            let loads = |items: &Vec<usize>| self.node.load_count(sealed.script_call.script(items));
             let loads: Vec<u64> = calls.iter().map(loads).collect();
             let replies = match self.attempt(sealed, &calls).await {
                 Ok(replies) => replies,
-                Err(fault) => {
-                    let fate = self.fate_of(0, fault);
-                    calls.iter().flatten().for_each(|item| fates[*item] = fate.clone());
+                Err(error) => {
+                    let result = self.result_of(0, error);
+                    calls.iter().flatten().for_each(|item| results[*item] = result.clone());
                     break;
                 }
             };
-            let mut missed = Vec::new();
+            let mut calls_to_retry = Vec::new();
             for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
                 let loaded = match reply {
-                    Err(Fault::Said(Said::NoScript)) => {
-                        self.link.load(sealed.requests.script(&items), loads, sealed.latest).await
+                    Err(AttemptError::Server(ServerError::NoScript)) => {
+                        self.node
+                            .load(sealed.script_call.script(&items), loads, sealed.latest)
+                            .await
                     }
-                    Err(fault) => Err(fault),
-                    Ok(told) => {
-                        items.iter().zip(told).for_each(|(item, told)| fates[*item] = told);
+                    Err(error) => Err(error),
+                    Ok(item_results) => {
+                        for (item, result) in items.iter().zip(item_results) {
+                            results[*item] = result;
+                        }
                         continue;
                     }
                 };
                 match loaded {
-                    Ok(()) => missed.push(items),
-                    Err(fault) => {
-                        let fate = self.fate_of(sealed.requests.items()[items[0]].slot, fault);
+                    Ok(()) => calls_to_retry.push(items),
+                    Err(error) => {
+                        let result =
+                            self.result_of(sealed.script_call.items()[items[0]].slot, error);
                         for item in items {
-                            fates[item] = fate.clone();
+                            results[item] = result.clone();
                         }
                     }
                 }
             }
-            calls = missed;
+            calls = calls_to_retry;
             if calls.is_empty() {
                 break;
             }
         }
-        fates
+        results
     }
 
-    /// Sends the calls, once: what each brings to its items.
+    /// Sends the calls once. Returns for each the results of its items.
     async fn attempt(
         &self,
         sealed: &Sealed,
         calls: &[Vec<usize>],
-    ) -> Result<Vec<Result<Vec<Fate>, Fault>>, Fault> {
-        let connection = self.link.connection(sealed.latest).await?;
+    ) -> Result<Vec<Result<Vec<ItemResult>, AttemptError>>, AttemptError> {
+        let connection = self.node.connection(sealed.latest).await?;
         let server_times =
             self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
-        let times = |item: usize| sealed.times[item];
-        let command = |items: &Vec<usize>| sealed.requests.command(items, times, &server_times);
+        let repeats = |item: usize| sealed.repeats[item];
+        let command =
+            |items: &Vec<usize>| sealed.script_call.command(items, repeats, &server_times);
         let (sent, replies);
         if let [items] = calls {
             let command = command(items);
             sent = Instant::now();
-            replies = match self.link.send(&connection, &command, sealed.latest).await {
-                Err(fault) if !matches!(fault, Fault::Said(_)) => return Err(fault),
+            replies = match self.node.send(&connection, &command, sealed.latest).await {
+                Err(error) if !matches!(error, AttemptError::Server(_)) => return Err(error),
                 reply => vec![reply],
             };
         } else {
@@ -335,64 +346,65 @@ impl Turn {
                 commands.add_command(command(items));
             }
             sent = Instant::now();
-            replies = self.link.send_all(&connection, &commands, sealed.latest).await?;
+            replies = self.node.send_all(&connection, &commands, sealed.latest).await?;
         }
         let received = Instant::now();
-        let read = |(items, reply): (&Vec<usize>, Result<Value, Fault>)| match sealed
-            .requests
-            .read(items, times, reply?)
-        {
-            Ok(answer) => {
-                connection.clock().heard(answer.now, sent, received);
-                Ok(match answer.told {
-                    Some(told) => told.into_iter().map(|told| self.told(told)).collect(),
-                    // Time is up; or the server's clock was set, and is known now.
-                    None => vec![Fate::Again; items.len()],
-                })
-            }
-            Err(error) => Ok(vec![Fate::Failed(error); items.len()]),
+        let read = |(items, reply): (&Vec<usize>, Result<Value, AttemptError>)| {
+            let reply = match sealed.script_call.read(items, repeats, reply?) {
+                Ok(reply) => reply,
+                Err(error) => return Ok(vec![ItemResult::Failed(error); items.len()]),
+            };
+            connection.clock().observe(reply.now, sent, received);
+            Ok(match reply.items {
+                Some(replies) => replies.into_iter().map(|reply| self.item_result(reply)).collect(),
+                // The script ran after its deadline, perhaps only because the server's clock was
+                // set. Its time is known now.
+                None => vec![ItemResult::Retry; items.len()],
+            })
         };
         Ok(calls.iter().zip(replies).map(read).collect())
     }
 
-    /// What a fault of a whole call means to its items. What surely did not run, goes on by itself:
-    /// it follows its slot.
-    fn fate_of(&self, slot: u16, fault: Fault) -> Fate {
-        let known = self.shared.topology.known();
-        match fault {
-            Fault::Said(Said::Moved(address)) => {
-                known.moved(slot, &address);
-                Fate::Alone
+    /// Returns the result of all items of a failed call. Items of a call that did not run are
+    /// retried alone, so that they follow redirects.
+    fn result_of(&self, slot: u16, error: AttemptError) -> ItemResult {
+        let topology = self.shared.topology.state();
+        match error {
+            AttemptError::Server(ServerError::Moved(address)) => {
+                topology.on_moved(slot, &address);
+                ItemResult::RetryAlone
             }
-            Fault::Retired
-            | Fault::Said(
-                Said::Ask(_) | Said::TryAgain | Said::CrossSlot | Said::NoScript | Said::NotNow(_),
-            ) => Fate::Alone,
-            Fault::Said(Said::No(_)) => Fate::Failed(fault.into_store_error(self.shared.timeout)),
-            Fault::Down(_) | Fault::TimedOut | Fault::Lost(_) => {
-                known.stir();
-                Fate::Failed(fault.into_store_error(self.shared.timeout))
+            AttemptError::Server(ServerError::Other(_)) => {
+                ItemResult::Failed(error.into_store_error(self.shared.timeout))
+            }
+            AttemptError::Retired | AttemptError::Server(_) => ItemResult::RetryAlone,
+            AttemptError::Down(_) | AttemptError::TimedOut | AttemptError::Lost(_) => {
+                topology.trigger_refresh();
+                ItemResult::Failed(error.into_store_error(self.shared.timeout))
             }
         }
     }
 
-    fn told(&self, told: Told) -> Fate {
-        match told {
-            Told::Error(reason) if says_readonly(&reason) => Fate::Alone,
-            Told::Error(reason) => Fate::Told(Told::Error(named(self.link.address(), &reason))),
-            told => Fate::Told(told),
+    fn item_result(&self, reply: ItemReply) -> ItemResult {
+        match reply {
+            ItemReply::Error(reason) if is_readonly(&reason) => ItemResult::RetryAlone,
+            ItemReply::Error(reason) => {
+                let reason = with_address(self.node.address(), &reason);
+                ItemResult::Replied(ItemReply::Error(reason))
+            }
+            reply => ItemResult::Replied(reply),
         }
     }
 }
 
-/// The items that are asked, by the calls that ask them.
-fn calls_of(sealed: &Sealed, is_cluster: bool) -> Vec<Vec<usize>> {
-    let asked = (0..sealed.times.len()).filter(|item| sealed.times[*item] > 0);
+/// Returns the items to send, grouped by call.
+fn group_by_call(sealed: &Sealed, is_cluster: bool) -> Vec<Vec<usize>> {
+    let to_send = (0..sealed.repeats.len()).filter(|item| sealed.repeats[*item] > 0);
     if !is_cluster {
-        return vec![asked.collect()];
+        return vec![to_send.collect()];
     }
-    let slot = |item: &usize| sealed.requests.items()[*item].slot;
-    let mut by_slot: Vec<usize> = asked.collect();
+    let slot = |item: &usize| sealed.script_call.items()[*item].slot;
+    let mut by_slot: Vec<usize> = to_send.collect();
     by_slot.sort_by_key(slot);
     by_slot.chunk_by(|one, other| slot(one) == slot(other)).map(<[usize]>::to_vec).collect()
 }

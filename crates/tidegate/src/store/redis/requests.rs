@@ -1,6 +1,7 @@
-//! [`Requests`]: what one call asks, as KEYS and ARGV of decide.lua (which has the contract), and what its reply tells.
+//! [`ScriptCall`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, and its
+//! decoded reply. decide.lua documents the protocol.
 //!
-//! Equal acquires of one charge are one item that is asked several times.
+//! Equal acquires of one charge share one item, which is sent once with their number.
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
@@ -8,185 +9,187 @@ use std::ops::Range;
 use hashbrown::HashTable;
 use redis::{Cmd, Value};
 
-use super::fault::error_of_request;
-use super::script::{Pieces, Script};
+use super::error::item_error;
+use super::script::{Script, ScriptParts};
 use super::server_clock::ServerTimes;
 use crate::algorithm::{Algorithm, Encoding, Evidence, Grants, Verdict};
 use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::{Action, StoreError};
 
-/// A verb on some charges, all or nothing; independent of the other requests in its call.
+/// Operation on one or more charges, independent of the other requests in its call.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
-    pub(super) verb: Verb,
+    pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
 }
 
-/// What decide.lua is to do with a request.
+/// Operation of decide.lua.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verb {
-    Do(Action),
-    /// As acquire, when a charge on another node has denied: spends nothing, and counts what counts
-    /// denials.
-    Forgo,
+pub(super) enum Operation {
+    Apply(Action),
+    /// An acquire that a charge on another node has already denied: it spends nothing, but quotas
+    /// with `count_denied` record it.
+    CountDenied,
 }
 
-/// Written down, so that they outlive their callers.
+/// Encoded requests of one call. It borrows nothing, so that it can outlive its callers.
 #[derive(Default)]
-pub(super) struct Requests {
-    /// The Redis keys, one after the other.
-    text: String,
-    charges: Vec<Written>,
-    terms: Vec<Terms>,
+pub(super) struct ScriptCall {
+    /// The Redis keys, concatenated.
+    keys: String,
+    charges: Vec<EncodedCharge>,
+    quotas: Vec<EncodedQuota>,
     items: Vec<Item>,
-    /// How many of the charges count in a sorted set.
+    /// Number of charges whose count is a sorted set.
     sorted_sets: usize,
-    /// The items that equal requests can join, by their key.
-    equal: HashTable<usize>,
+    /// Items that equal requests can share, by their key.
+    shareable: HashTable<usize>,
     hasher: RandomState,
 }
 
+/// One or more equal requests.
 pub(super) struct Item {
     pub(super) slot: u16,
-    form: Form,
+    kind: RequestKind,
     charges: Range<usize>,
 }
 
-/// The forms of a request in decide.lua.
+/// Form of a request in ARGV.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// An acquire of one charge, perhaps many times.
+enum RequestKind {
+    /// Acquire of one charge, which equal requests can share.
     Acquire,
-    Together(Verb),
+    Group(Operation),
 }
 
-struct Written {
-    /// Where its key stands in the text.
+struct EncodedCharge {
+    /// Range of its key in [`ScriptCall::keys`].
     key: Range<usize>,
-    /// Which of the terms are its own.
-    terms: usize,
+    /// Index into [`ScriptCall::quotas`].
+    quota: usize,
     cost: u64,
-    /// Of a refund: when its charge was made, by the store's own clock; 0 if unknown.
+    /// Time of the charge to refund, by the store's own clock; 0 if unknown.
     charged_at: u64,
 }
 
-/// A quota as the script gets it.
+/// Quota in the form that the script expects.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Terms {
+struct EncodedQuota {
     algorithm: Algorithm,
     name: &'static str,
     limit: u64,
     window: u64,
     option: u64,
-    pieces: Pieces,
+    parts: ScriptParts,
 }
 
-/// What a call brings.
-pub(super) struct Answer {
+/// Decoded reply of one call.
+pub(super) struct CallReply {
     /// The server's time in microseconds.
     pub(super) now: i64,
-    /// One an item that was asked, in their order; `None` if the call came too late, and nothing
-    /// was done.
-    pub(super) told: Option<Vec<Told>>,
+    /// Reply per item that was sent; `None` if the script ran after its deadline and did nothing.
+    pub(super) items: Option<Vec<ItemReply>>,
 }
 
-/// What an item's callers are told.
+/// Reply to one item.
 #[derive(Debug, Clone)]
-pub(super) enum Told {
+pub(super) enum ItemReply {
     Grants(Grants),
-    /// One a charge.
-    Verdicts(Vec<Verdict>),
-    /// What went wrong with this one alone, of several.
+    /// Decision per charge.
+    Decisions(Vec<Verdict>),
+    /// Error of this item; other items of the call are not affected.
     Error(String),
 }
 
-/// What a caller is told: one verdict a charge.
-pub(super) enum Verdicts {
+/// Decision per charge of one request.
+pub(super) enum ItemDecisions {
     One(Verdict),
-    Several(Vec<Verdict>),
+    Many(Vec<Verdict>),
 }
 
-/// What the script calls a log in a sorted set.
+/// Algorithm name, in the script, of a sliding log in a sorted set.
 const SORTED_SET: &str = "sliding-log";
-/// The largest cost that the script's doubles hold exactly. No count holds as much.
+/// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
-/// How far back equal terms are looked for: most calls have one or two, and to write some twice
-/// costs little.
-const TERMS_IN_SIGHT: usize = 8;
+/// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
+/// duplicate costs little.
+const MAX_QUOTA_SCAN: usize = 8;
 
-impl Verb {
+impl Operation {
     fn name(self) -> &'static str {
         match self {
-            Self::Do(Action::Acquire) => "acquire",
-            Self::Do(Action::Peek) => "peek",
-            Self::Do(Action::Refund) => "refund",
-            Self::Do(Action::Reset) => "reset",
-            Self::Do(Action::ChargeUpTo) => "charge-up-to",
-            Self::Do(Action::Report) => "report",
-            Self::Forgo => "forgo",
+            Self::Apply(Action::Acquire) => "acquire",
+            Self::Apply(Action::Peek) => "peek",
+            Self::Apply(Action::Refund) => "refund",
+            Self::Apply(Action::Reset) => "reset",
+            Self::Apply(Action::ChargeUpTo) => "charge-up-to",
+            Self::Apply(Action::Report) => "report",
+            Self::CountDenied => "count-denied",
         }
     }
 }
 
-impl Told {
-    /// What the caller of this request is told, before which so many equal ones came.
-    pub(super) fn verdicts(
+impl ItemReply {
+    /// Returns the decisions for one request, given the number of equal requests before it.
+    pub(super) fn decisions(
         &self,
         request: &Request<'_>,
-        earlier: u64,
-    ) -> Result<Verdicts, StoreError> {
+        preceding: u64,
+    ) -> Result<ItemDecisions, StoreError> {
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(Verdicts::One(grants.verdict(charge.quota(), charge.units(), earlier)))
+                Ok(ItemDecisions::One(grants.verdict(charge.quota(), charge.units(), preceding)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
-            // The script does not know what a forgotten key has left.
-            (Self::Verdicts(_), charges) if request.verb == Verb::Do(Action::Reset) => {
-                Ok(Verdicts::Several(
-                    charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect(),
-                ))
+            // The script does not compute the state of a key that it has deleted.
+            (Self::Decisions(_), charges)
+                if request.operation == Operation::Apply(Action::Reset) =>
+            {
+                let untouched = |charge: &Charge<'_>| Verdict::untouched(charge.quota());
+                Ok(ItemDecisions::Many(charges.iter().map(untouched).collect()))
             }
-            (Self::Verdicts(verdicts), _) => Ok(Verdicts::Several(verdicts.clone())),
-            (Self::Error(reason), _) => Err(error_of_request(reason)),
+            (Self::Decisions(decisions), _) => Ok(ItemDecisions::Many(decisions.clone())),
+            (Self::Error(reason), _) => Err(item_error(reason)),
         }
     }
 }
 
-impl Verdicts {
+impl ItemDecisions {
     pub(super) fn into_vec(self) -> Vec<Verdict> {
         match self {
-            Self::One(verdict) => vec![verdict],
-            Self::Several(verdicts) => verdicts,
+            Self::One(decision) => vec![decision],
+            Self::Many(decisions) => decisions,
         }
     }
 
-    /// That of a single charge.
+    /// Returns the decision of a request with a single charge.
     pub(super) fn first(&self, charge: &Charge<'_>) -> Verdict {
         match self {
-            Self::One(verdict) => *verdict,
-            Self::Several(verdicts) => {
-                verdicts.first().copied().unwrap_or(Verdict::untouched(charge.quota()))
+            Self::One(decision) => *decision,
+            Self::Many(decisions) => {
+                decisions.first().copied().unwrap_or(Verdict::untouched(charge.quota()))
             }
         }
     }
 }
 
-impl Form {
+impl RequestKind {
     fn of(request: &Request<'_>) -> Self {
-        match (request.verb, request.charges) {
-            // A denial that counts makes the next one another.
-            (Verb::Do(Action::Acquire), [charge])
+        match (request.operation, request.charges) {
+            // Requests with `count_denied` are not equal: each denial changes the state for the
+            // next.
+            (Operation::Apply(Action::Acquire), [charge])
                 if charge.units() > 0 && !charge.quota().count_denied() =>
             {
                 Self::Acquire
             }
-            (verb, _) => Self::Together(verb),
+            (operation, _) => Self::Group(operation),
         }
     }
 }
 
-impl Terms {
+impl EncodedQuota {
     fn of(quota: &Quota) -> Self {
         let algorithm = quota.algorithm();
         let (name, option) = match (algorithm, quota.encoding()) {
@@ -202,73 +205,82 @@ impl Terms {
             (Algorithm::SlidingCounter | Algorithm::FixedWindow, _) => (algorithm.as_str(), 0),
         };
         let (limit, window) = (quota.limit(), quota.window_micros());
-        Self { algorithm, name, limit, window, option, pieces: Pieces::of(quota) }
+        Self { algorithm, name, limit, window, option, parts: ScriptParts::of(quota) }
     }
 }
 
-impl Requests {
-    /// Just this one.
+impl ScriptCall {
+    /// Encodes a single request.
     pub(super) fn one(
         request: &Request<'_>,
         slot: u16,
         write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> Self {
-        let mut requests = Self::default();
-        requests.add(request, slot, write_key);
-        requests
+        let mut script_call = Self::default();
+        script_call.add(request, slot, write_key);
+        script_call
     }
 
-    /// Adds a request, or finds an equal one: the number of its item.
+    /// Adds a request, or finds an item of equal requests. Returns the index of the item.
     pub(super) fn add(
         &mut self,
         request: &Request<'_>,
         slot: u16,
         write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> usize {
-        let (form, first, keys) = (Form::of(request), self.charges.len(), self.text.len());
+        let kind = RequestKind::of(request);
+        let first_charge = self.charges.len();
+        let keys_start = self.keys.len();
         for charge in request.charges {
-            let start = self.text.len();
-            write_key(&mut self.text, charge);
-            let terms = self.terms_of(charge.quota());
+            let start = self.keys.len();
+            write_key(&mut self.keys, charge);
+            let quota = self.quota_index(charge.quota());
             let cost = charge.units().min(MAX_COST);
             let charged_at = charge.charge_time();
-            self.charges.push(Written { key: start..self.text.len(), terms, cost, charged_at });
+            let key = start..self.keys.len();
+            self.charges.push(EncodedCharge { key, quota, cost, charged_at });
         }
-        let number = self.items.len();
-        if form == Form::Acquire {
-            let Self { text, charges, items, equal, hasher, terms, .. } = self;
-            let key = |at: usize| &text[charges[at].key.clone()];
-            let same = |at: &usize| {
-                let at = items[*at].charges.start;
-                // By value: terms out of sight are written again under another number.
-                let terms_and_cost = |at: usize| (terms[charges[at].terms], charges[at].cost);
-                terms_and_cost(at) == terms_and_cost(first) && key(at) == key(first)
+        let new_item = self.items.len();
+        if kind == RequestKind::Acquire {
+            let key = |charge: usize| &self.keys[self.charges[charge].key.clone()];
+            let is_equal = |item: &usize| {
+                let charge = self.items[*item].charges.start;
+                self.has_equal_terms(charge, first_charge) && key(charge) == key(first_charge)
             };
-            let hash = hasher.hash_one(key(first));
-            if let Some(found) = equal.find(hash, same).copied() {
-                text.truncate(keys);
-                charges.truncate(first);
-                return found;
+            let hash = self.hasher.hash_one(key(first_charge));
+            if let Some(equal_item) = self.shareable.find(hash, is_equal).copied() {
+                self.keys.truncate(keys_start);
+                self.charges.truncate(first_charge);
+                return equal_item;
             }
-            equal.insert_unique(hash, number, |at| {
-                let at = if *at == number { first } else { items[*at].charges.start };
-                hasher.hash_one(key(at))
+            let Self { keys, charges, items, shareable, hasher, .. } = self;
+            shareable.insert_unique(hash, new_item, |item| {
+                let charge =
+                    if *item == new_item { first_charge } else { items[*item].charges.start };
+                hasher.hash_one(&keys[charges[charge].key.clone()])
             });
         }
-        let is_sorted_set = |charge: &Written| self.terms[charge.terms].name == SORTED_SET;
+        let is_sorted_set = |charge: &EncodedCharge| self.quotas[charge.quota].name == SORTED_SET;
         self.sorted_sets +=
-            self.charges[first..].iter().filter(|charge| is_sorted_set(charge)).count();
-        self.items.push(Item { slot, form, charges: first..self.charges.len() });
-        number
+            self.charges[first_charge..].iter().filter(|charge| is_sorted_set(charge)).count();
+        self.items.push(Item { slot, kind, charges: first_charge..self.charges.len() });
+        new_item
     }
 
-    fn terms_of(&mut self, quota: &Quota) -> usize {
-        let terms = Terms::of(quota);
-        let in_sight = self.terms.iter().enumerate().rev().take(TERMS_IN_SIGHT);
-        let known = in_sight.into_iter().find(|(_, known)| **known == terms).map(|(at, _)| at);
-        known.unwrap_or_else(|| {
-            self.terms.push(terms);
-            self.terms.len() - 1
+    /// Whether two charges have the same quota and cost. Compares quotas by value, because the same
+    /// quota may have two indices; see [`MAX_QUOTA_SCAN`].
+    fn has_equal_terms(&self, left: usize, right: usize) -> bool {
+        let (left, right) = (&self.charges[left], &self.charges[right]);
+        self.quotas[left.quota] == self.quotas[right.quota] && left.cost == right.cost
+    }
+
+    fn quota_index(&mut self, quota: &Quota) -> usize {
+        let quota = EncodedQuota::of(quota);
+        let mut recent = self.quotas.iter().enumerate().rev().take(MAX_QUOTA_SCAN);
+        let existing = recent.find(|(_, recent)| **recent == quota).map(|(index, _)| index);
+        existing.unwrap_or_else(|| {
+            self.quotas.push(quota);
+            self.quotas.len() - 1
         })
     }
 
@@ -276,96 +288,91 @@ impl Requests {
         &self.items
     }
 
-    /// How many counts are looked at.
+    /// Returns the number of charges.
     pub(super) fn charges(&self) -> usize {
         self.charges.len()
     }
 
-    /// How long Redis will need for them, in the time of a small count: a sorted set that rested
-    /// takes about three times as long.
+    /// Returns the expected time in Redis, in units of the time for a small count. A sorted set
+    /// with expired members takes about three times as long.
     pub(super) fn weight(&self) -> usize {
         self.charges.len() + 2 * self.sorted_sets
     }
 
-    fn charges_of(&self, item: usize) -> &[Written] {
+    fn charges_of(&self, item: usize) -> &[EncodedCharge] {
         &self.charges[self.items[item].charges.clone()]
     }
 
-    /// The script that decides these items.
+    /// Returns the script that decides these items.
     pub(super) fn script(&self, items: &[usize]) -> &'static Script {
         let charges = items.iter().flat_map(|item| self.charges_of(*item));
-        Script::with(
-            charges.fold(Pieces::default(), |pieces, charge| {
-                pieces.and(self.terms[charge.terms].pieces)
-            }),
-        )
+        Script::with(charges.fold(ScriptParts::default(), |parts, charge| {
+            parts.and(self.quotas[charge.quota].parts)
+        }))
     }
 
-    /// The call that asks these items, in this order; each `times` over.
+    /// Encodes these items, each with its number of equal requests.
     pub(super) fn command(
         &self,
         items: &[usize],
-        times: impl Fn(usize) -> u64,
-        times_of_server: &ServerTimes,
+        repeats: impl Fn(usize) -> u64,
+        server_times: &ServerTimes,
     ) -> Cmd {
         let charges = || items.iter().flat_map(|item| self.charges_of(*item));
         let mut command = self.script(items).evalsha(charges().count());
         for charge in charges() {
-            command.arg(&self.text[charge.key.clone()]);
+            command.arg(&self.keys[charge.key.clone()]);
         }
-        or_empty(&mut command, times_of_server.driven);
-        or_empty(&mut command, times_of_server.deadline);
+        push_optional(&mut command, server_times.driven);
+        push_optional(&mut command, server_times.deadline);
 
-        // The terms that these items name, by their numbers in this call.
-        let mut numbers = vec![0; self.terms.len()];
-        let mut named = Vec::new();
+        // Quotas of these items, numbered from 1 in this call; 0 if not used.
+        let mut numbers = vec![0; self.quotas.len()];
+        let mut used_quotas = Vec::new();
         for charge in charges() {
-            if numbers[charge.terms] == 0 {
-                named.push(self.terms[charge.terms]);
-                numbers[charge.terms] = named.len();
+            if numbers[charge.quota] == 0 {
+                used_quotas.push(self.quotas[charge.quota]);
+                numbers[charge.quota] = used_quotas.len();
             }
         }
-        command.arg(named.len());
-        for terms in named {
-            command.arg(terms.name).arg(terms.limit).arg(terms.window).arg(terms.option);
+        command.arg(used_quotas.len());
+        for quota in used_quotas {
+            command.arg(quota.name).arg(quota.limit).arg(quota.window).arg(quota.option);
         }
 
-        let single = |item: usize| {
-            (self.items[item].form == Form::Acquire).then(|| &self.charges_of(item)[0])
-        };
         let mut rest = items;
         while let [item, others @ ..] = rest {
             rest = others;
-            match single(*item) {
-                Some(charge) if times(*item) > 1 => {
+            match self.shared_charge(*item) {
+                Some(charge) if repeats(*item) > 1 => {
                     command
                         .arg("acquire-times")
-                        .arg(numbers[charge.terms])
+                        .arg(numbers[charge.quota])
                         .arg(charge.cost)
-                        .arg(times(*item));
+                        .arg(repeats(*item));
                 }
                 Some(charge) => {
-                    let goes_on = |other: &usize| {
-                        let other = single(*other).filter(|_| times(*other) == 1);
+                    let is_alike = |other: &usize| {
+                        let other = self.shared_charge(*other).filter(|_| repeats(*other) == 1);
                         other.is_some_and(|other| {
-                            (other.terms, other.cost) == (charge.terms, charge.cost)
+                            (other.quota, other.cost) == (charge.quota, charge.cost)
                         })
                     };
-                    let more = others.iter().take_while(|other| goes_on(other)).count();
+                    let more = others.iter().take_while(|other| is_alike(other)).count();
                     rest = &others[more..];
                     command
                         .arg("acquire-each")
-                        .arg(numbers[charge.terms])
+                        .arg(numbers[charge.quota])
                         .arg(charge.cost)
                         .arg(1 + more);
                 }
                 None => {
-                    let Form::Together(verb) = self.items[*item].form else { continue };
-                    command.arg(verb.name()).arg(self.charges_of(*item).len());
+                    let RequestKind::Group(operation) = self.items[*item].kind else { continue };
+                    command.arg(operation.name()).arg(self.charges_of(*item).len());
                     for charge in self.charges_of(*item) {
-                        command.arg(numbers[charge.terms]).arg(charge.cost);
-                        if verb == Verb::Do(Action::Refund) {
-                            command.arg(times_of_server.of_charge(charge.charged_at));
+                        command.arg(numbers[charge.quota]).arg(charge.cost);
+                        if operation == Operation::Apply(Action::Refund) {
+                            command.arg(server_times.of_charge(charge.charged_at));
                         }
                     }
                 }
@@ -374,50 +381,55 @@ impl Requests {
         command
     }
 
-    /// The reply to such a call, decoded once.
+    /// Returns the charge of an item that equal acquires can share.
+    fn shared_charge(&self, item: usize) -> Option<&EncodedCharge> {
+        (self.items[item].kind == RequestKind::Acquire).then(|| &self.charges_of(item)[0])
+    }
+
+    /// Decodes the reply to [`command`](Self::command) with the same items.
     pub(super) fn read(
         &self,
         items: &[usize],
-        times: impl Fn(usize) -> u64,
+        repeats: impl Fn(usize) -> u64,
         reply: Value,
-    ) -> Result<Answer, StoreError> {
+    ) -> Result<CallReply, StoreError> {
         let Value::Array(values) = reply else { return Err(unexpected("not an array")) };
         let mut values = values.into_iter();
         let now = integer(values.next().as_ref())?.cast_signed();
         let in_time = integer(values.next().as_ref())? == 1;
         if !in_time {
-            return Ok(Answer { now, told: None });
+            return Ok(CallReply { now, items: None });
         }
-        let told = items
+        let items = items
             .iter()
-            .map(|item| self.told(*item, times(*item), &mut values))
+            .map(|item| self.read_item(*item, repeats(*item), &mut values))
             .collect::<Result<_, _>>()?;
         if values.next().is_some() {
             return Err(unexpected("a wrong length"));
         }
-        Ok(Answer { now, told: Some(told) })
+        Ok(CallReply { now, items: Some(items) })
     }
 
-    fn told(
+    fn read_item(
         &self,
         item: usize,
-        times: u64,
+        repeats: u64,
         values: &mut impl Iterator<Item = Value>,
-    ) -> Result<Told, StoreError> {
+    ) -> Result<ItemReply, StoreError> {
         let charges = self.charges_of(item);
         let first = match values.next() {
             Some(Value::BulkString(text)) => {
-                return Ok(Told::Error(String::from_utf8_lossy(&text).into_owned()));
+                return Ok(ItemReply::Error(String::from_utf8_lossy(&text).into_owned()));
             }
             first => integer(first.as_ref())?,
         };
         let mut next = || integer(values.next().as_ref());
-        if self.items[item].form == Form::Acquire {
+        if self.items[item].kind == RequestKind::Acquire {
             let (granted, remaining) = (first, next()?);
-            let evidence = Evidence::read(self.terms[charges[0].terms].algorithm, &mut next)?;
+            let evidence = Evidence::read(self.quotas[charges[0].quota].algorithm, &mut next)?;
             let (retry_after, reset_after) =
-                if granted < times { (next()?, next()?) } else { (0, 0) };
-            return Ok(Told::Grants(Grants {
+                if granted < repeats { (next()?, next()?) } else { (0, 0) };
+            return Ok(ItemReply::Grants(Grants {
                 granted,
                 remaining,
                 evidence,
@@ -426,16 +438,16 @@ impl Requests {
             }));
         }
         let mut allowed = Some(first);
-        let verdicts = charges.iter().map(|_| {
+        let decisions = charges.iter().map(|_| {
             let allowed = allowed.take().map_or_else(&mut next, Ok)? == 1;
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
             Ok(Verdict { allowed, remaining, retry_after, reset_after, delay })
         });
-        Ok(Told::Verdicts(verdicts.collect::<Result<_, _>>()?))
+        Ok(ItemReply::Decisions(decisions.collect::<Result<_, _>>()?))
     }
 }
 
-fn or_empty(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
+fn push_optional(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
     match number {
         Some(number) => command.arg(number),
         None => command.arg(""),
@@ -447,13 +459,13 @@ fn integer(value: Option<&Value>) -> Result<u64, StoreError> {
         Some(Value::Int(integer)) => {
             u64::try_from(*integer).map_err(|_| unexpected("a negative number"))
         }
-        Some(_) => Err(unexpected("not integers")),
+        Some(_) => Err(unexpected("not an integer")),
         None => Err(unexpected("a wrong length")),
     }
 }
 
-fn unexpected(what: &str) -> StoreError {
-    StoreError::Refused(format!("unexpected reply of the script: {what}"))
+fn unexpected(reason: &str) -> StoreError {
+    StoreError::Refused(format!("unexpected reply of the script: {reason}"))
 }
 
 #[cfg(test)]
@@ -462,21 +474,22 @@ mod tests {
 
     use super::*;
 
-    fn add(requests: &mut Requests, verb: Verb, charges: &[Charge<'_>]) -> usize {
-        requests.add(&Request { verb, charges }, 7, |text, charge| text.push_str(charge.key()))
+    fn add(script_call: &mut ScriptCall, operation: Operation, charges: &[Charge<'_>]) -> usize {
+        script_call
+            .add(&Request { operation, charges }, 7, |text, charge| text.push_str(charge.key()))
     }
 
     fn arguments(command: &Cmd) -> Vec<String> {
         let text = |argument| match argument {
             redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-            _ => panic!("a plain argument"),
+            _ => panic!("not a plain argument"),
         };
         command.args_iter().skip(2).map(text).collect()
     }
 
     #[test]
-    fn equal_acquires_are_one_item_and_neighbours_share_their_words() {
-        const ACQUIRE: Verb = Verb::Do(Action::Acquire);
+    fn equal_acquires_share_an_item_and_adjacent_ones_share_arguments() {
+        const ACQUIRE: Operation = Operation::Apply(Action::Acquire);
         let minute = Duration::from_secs(60);
         let ten = Quota::fixed_window(10, minute).expect("valid");
         let five = Quota::token_bucket(5, minute).expect("valid");
@@ -484,63 +497,63 @@ mod tests {
             .and_then(|quota| quota.with_count_denied(true))
             .expect("valid");
         let (a, b, c) = (Charge::new("a", &ten), Charge::new("b", &ten), Charge::new("c", &five));
-        let mut requests = Requests::default();
-        assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
-        assert_eq!(add(&mut requests, ACQUIRE, &[b]), 1);
-        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2);
-        assert_eq!(add(&mut requests, ACQUIRE, &[a.cost(2)]), 3, "another cost");
-        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2, "equal");
-        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 4, "together");
-        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 5, "together, and not to be merged");
-        assert_eq!(add(&mut requests, Verb::Do(Action::Peek), &[a]), 6, "another action");
+        let mut script_call = ScriptCall::default();
+        assert_eq!(add(&mut script_call, ACQUIRE, &[a]), 0);
+        assert_eq!(add(&mut script_call, ACQUIRE, &[b]), 1);
+        assert_eq!(add(&mut script_call, ACQUIRE, &[c]), 2);
+        assert_eq!(add(&mut script_call, ACQUIRE, &[a.cost(2)]), 3, "another cost");
+        assert_eq!(add(&mut script_call, ACQUIRE, &[c]), 2, "equal");
+        assert_eq!(add(&mut script_call, ACQUIRE, &[a, c]), 4, "a group");
+        assert_eq!(add(&mut script_call, ACQUIRE, &[a, c]), 5, "groups do not share an item");
+        assert_eq!(add(&mut script_call, Operation::Apply(Action::Peek), &[a]), 6, "a peek");
         let strict = Charge::new("d", &strict);
-        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
-        assert_eq!(
-            add(&mut requests, ACQUIRE, &[strict]),
-            8,
-            "a denial that counts makes the next one another"
-        );
-        assert_eq!(requests.charges(), 11);
+        assert_eq!(add(&mut script_call, ACQUIRE, &[strict]), 7);
+        assert_eq!(add(&mut script_call, ACQUIRE, &[strict]), 8, "its denials are counted");
+        assert_eq!(script_call.charges(), 11);
 
-        // The fourth has gone away.
+        // The waiters of items 3, 5 and 8 were dropped.
         let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
-        let command =
-            requests.command(&[0, 1, 2, 4, 6, 7], |item| if item == 2 { 2 } else { 1 }, &times);
-        let expected = "7 a b c a c a d  99 \
-                        3 fixed-window 10 60000000 0 token-bucket 5 60000000 5 sliding-log 3 60000000 1 \
-                        acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 peek 1 1 1 acquire 1 3 1";
+        let repeats = |item| if item == 2 { 2 } else { 1 };
+        let command = script_call.command(&[0, 1, 2, 4, 6, 7], repeats, &times);
+        let expected = "7 a b c a c a d  99 3 \
+                        fixed-window 10 60000000 0 token-bucket 5 60000000 5 \
+                        sliding-log 3 60000000 1 \
+                        acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 \
+                        peek 1 1 1 acquire 1 3 1";
         assert_eq!(arguments(&command).join(" "), expected);
     }
 
     #[test]
-    fn equal_acquires_join_whatever_came_between_them() {
+    fn equal_acquires_share_an_item_across_many_other_quotas() {
         let quotas: Vec<Quota> = (1..=20)
             .map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid"))
             .collect();
-        let mut requests = Requests::default();
+        let mut script_call = ScriptCall::default();
         let numbers: Vec<usize> = [quotas.as_slice(), &quotas[..1]]
             .concat()
             .iter()
-            .map(|quota| add(&mut requests, Verb::Do(Action::Acquire), &[Charge::new("a", quota)]))
+            .map(|quota| {
+                let charges = [Charge::new("a", quota)];
+                add(&mut script_call, Operation::Apply(Action::Acquire), &charges)
+            })
             .collect();
         assert_eq!(numbers.last(), numbers.first());
     }
 
     #[test]
-    fn a_reply_of_another_shape_is_an_error() {
+    fn a_malformed_reply_is_an_error() {
         let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-        let mut requests = Requests::default();
-        add(&mut requests, Verb::Do(Action::Acquire), &[Charge::new("a", &quota)]);
+        let mut script_call = ScriptCall::default();
+        add(&mut script_call, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
         let read = |values: &[i64]| {
             let reply = Value::Array(values.iter().map(|value| Value::Int(*value)).collect());
-            requests.read(&[0], |_| 1, reply)
+            script_call.read(&[0], |_| 1, reply)
         };
-        let granted = read(&[5, 1, 1, 10, 60]).expect("right").told.expect("in time");
-        assert!(
-            matches!(&granted[..], [Told::Grants(grants)] if grants.granted == 1 && grants.remaining == 10)
-        );
-        assert!(read(&[5, 0]).expect("right").told.is_none(), "too late");
-        assert!(read(&[5, 1, 0, 10, 60, 7, 8]).expect("right").told.is_some(), "denied");
+        let granted = read(&[5, 1, 1, 10, 60]).expect("valid").items.expect("in time");
+        let [ItemReply::Grants(grants)] = &granted[..] else { panic!("{granted:?}") };
+        assert_eq!((grants.granted, grants.remaining), (1, 10));
+        assert!(read(&[5, 0]).expect("valid").items.is_none(), "too late");
+        assert!(read(&[5, 1, 0, 10, 60, 7, 8]).expect("valid").items.is_some(), "denied");
         for wrong in [
             &[][..],
             &[5],
@@ -552,6 +565,6 @@ mod tests {
         ] {
             assert!(read(wrong).is_err(), "{wrong:?}");
         }
-        assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());
+        assert!(script_call.read(&[0], |_| 1, Value::Nil).is_err());
     }
 }

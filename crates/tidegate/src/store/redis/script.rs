@@ -1,4 +1,5 @@
-//! The scripts: decide.lua, assembled from the algorithms that a call needs, and heartbeat.lua.
+//! [`Script`]: decide.lua, assembled from the algorithms that a call needs, heartbeat.lua and
+//! invalidation.lua.
 
 use std::sync::OnceLock;
 
@@ -7,7 +8,7 @@ use redis::Cmd;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::quota::Quota;
 
-/// A Lua script with its name by hash.
+/// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {
     index: usize,
     text: String,
@@ -17,24 +18,24 @@ pub(super) struct Script {
 const PRELUDE: &str = include_str!("prelude.lua");
 const DECIDE: &str = include_str!("decide.lua");
 const HEARTBEAT: &str = include_str!("heartbeat.lua");
-const NEWS: &str = include_str!("news.lua");
-const PIECES: [&str; 5] = [
+const INVALIDATION: &str = include_str!("invalidation.lua");
+const ALGORITHM_PARTS: [&str; 5] = [
     include_str!("../../algorithm/sliding_log.lua"),
     include_str!("../../algorithm/sliding_log_packed.lua"),
     include_str!("../../algorithm/sliding_counter.lua"),
     include_str!("../../algorithm/fixed_window.lua"),
     include_str!("../../algorithm/bucket.lua"),
 ];
-/// decide.lua with each choice of pieces, heartbeat.lua and news.lua.
-pub(super) const SCRIPTS: usize = (1 << PIECES.len()) + 2;
+/// Number of scripts: decide.lua with each set of algorithms, heartbeat.lua and invalidation.lua.
+pub(super) const SCRIPT_COUNT: usize = (1 << ALGORITHM_PARTS.len()) + 2;
 
-/// Which of the pieces are needed, one bit each.
+/// Set of algorithms that a script needs, one bit for each of [`ALGORITHM_PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Pieces(usize);
+pub(super) struct ScriptParts(usize);
 
-impl Pieces {
+impl ScriptParts {
     pub(super) fn of(quota: &Quota) -> Self {
-        Self(1 << piece(quota))
+        Self(1 << part_index(quota))
     }
 
     pub(super) fn and(self, other: Self) -> Self {
@@ -42,7 +43,7 @@ impl Pieces {
     }
 }
 
-fn piece(quota: &Quota) -> usize {
+fn part_index(quota: &Quota) -> usize {
     match (quota.algorithm(), quota.encoding()) {
         (Algorithm::SlidingLog, Encoding::SortedSet) => 0,
         (Algorithm::SlidingLog, Encoding::Packed) => 1,
@@ -53,48 +54,48 @@ fn piece(quota: &Quota) -> usize {
 }
 
 impl Script {
-    /// The script with just the algorithms that are needed: Lua makes each function anew at every
-    /// call, so those that are left out save Redis time.
-    pub(super) fn with(Pieces(needed): Pieces) -> &'static Self {
-        static ASSEMBLED: [OnceLock<Script>; 1 << PIECES.len()] =
-            [const { OnceLock::new() }; 1 << PIECES.len()];
+    /// Returns decide.lua with only these algorithms. Lua creates every function of a script in
+    /// each call, so a smaller script saves Redis time.
+    pub(super) fn with(ScriptParts(needed): ScriptParts) -> &'static Self {
+        static ASSEMBLED: [OnceLock<Script>; 1 << ALGORITHM_PARTS.len()] =
+            [const { OnceLock::new() }; 1 << ALGORITHM_PARTS.len()];
         ASSEMBLED[needed].get_or_init(|| Self::assemble(needed))
     }
 
     fn assemble(needed: usize) -> Self {
-        let chosen = PIECES
+        let parts = ALGORITHM_PARTS
             .iter()
             .enumerate()
             .filter(|(index, _)| needed & (1 << index) != 0)
-            .map(|(_, piece)| piece);
+            .map(|(_, part)| part);
         let text = [&PRELUDE]
             .into_iter()
-            .chain(chosen)
+            .chain(parts)
             .chain([&DECIDE])
             .copied()
             .collect::<Vec<_>>()
             .join("\n");
-        Self::named(needed, text)
+        Self::new(needed, text)
     }
 
-    fn named(index: usize, text: String) -> Self {
+    fn new(index: usize, text: String) -> Self {
         let sha = redis::Script::new(&text).get_hash().to_owned();
         Self { index, text, sha }
     }
 
-    /// The script of a heartbeat.
+    /// Returns heartbeat.lua.
     pub(super) fn heartbeat() -> &'static Self {
         static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::named(SCRIPTS - 1, HEARTBEAT.to_owned()))
+        SCRIPT.get_or_init(|| Self::new(SCRIPT_COUNT - 1, HEARTBEAT.to_owned()))
     }
 
-    /// Which counts have room again.
-    pub(super) fn news() -> &'static Self {
+    /// Returns invalidation.lua.
+    pub(super) fn invalidation() -> &'static Self {
         static SCRIPT: OnceLock<Script> = OnceLock::new();
-        SCRIPT.get_or_init(|| Self::named(SCRIPTS - 2, NEWS.to_owned()))
+        SCRIPT.get_or_init(|| Self::new(SCRIPT_COUNT - 2, INVALIDATION.to_owned()))
     }
 
-    /// Its number among [`SCRIPTS`].
+    /// Returns its index, below [`SCRIPT_COUNT`].
     pub(super) fn index(&self) -> usize {
         self.index
     }
@@ -103,7 +104,7 @@ impl Script {
         &self.text
     }
 
-    /// EVALSHA, up to where the keys begin.
+    /// Returns an EVALSHA command, up to the number of keys.
     pub(super) fn evalsha(&self, keys: usize) -> Cmd {
         let mut command = redis::cmd("EVALSHA");
         command.arg(&self.sha).arg(keys);

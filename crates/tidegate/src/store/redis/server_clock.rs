@@ -1,99 +1,100 @@
-//! [`ServerClock`]: what a server's clock shows, as far as its replies tell.
+//! [`ServerClock`]: estimates a server's clock from its replies.
 //!
-//! A script that waited too long must not spend: its caller has gone. So each call carries its
-//! deadline in the server's time. Every reply brings that time `s`. It was read after the call left
-//! (`t0`) and before the reply came (`t1`), so the server's clock is ahead of ours by at least `s -
-//! t1` and at most `s - t0`. We keep the highest lower bound: by it a deadline is early rather than
-//! late. A reply that contradicts it shows that the server's clock was set back (or drifts), and
-//! replaces it.
+//! A script that starts after its caller's deadline must not spend, so each call carries its
+//! deadline in the server's time. Every reply contains that time `s`, which was read after the call
+//! was sent (`t0`) and before the reply arrived (`t1`): the server's clock is ahead of ours by at
+//! least `s - t1` and at most `s - t0`.
+//!
+//! We keep the highest lower bound, so that a deadline is early rather than late. A reply that
+//! contradicts it shows that the server's clock was set, or drifts, and replaces the bound.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Instant;
 
+/// Estimated clock of one server.
 pub(super) struct ServerClock {
-    /// How far the server's clock is ahead of [`local_micros`], at least. No reply yet:
-    /// `NOTHING_KNOWN`.
+    /// Lower bound of the difference to [`local_micros`]; `UNKNOWN` before the first reply.
     ahead: AtomicI64,
 }
 
-const NOTHING_KNOWN: i64 = i64::MIN;
+const UNKNOWN: i64 = i64::MIN;
 
-/// The times that a script call carries, in the server's microseconds.
+/// Times of a script call, in microseconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ServerTimes {
-    /// The script's time, if tests drive it.
+    /// Time of a test's manual clock, which replaces the server's.
     pub(super) driven: Option<u64>,
-    /// Later than this the script does nothing.
+    /// Server's time after which the script does nothing.
     pub(super) deadline: Option<i64>,
-    /// The store's own clock, and the server's at the same moment; `None` before the first reply.
+    /// Time of the store's own clock.
     pub(super) own_now: u64,
+    /// Server's time at the same instant; `None` before the first reply.
     pub(super) server_now: Option<u64>,
 }
 
-/// How long a call may take at most until its script runs, where the server's clock is not known
-/// yet.
+/// Assumed maximum time between sending a call and the start of its script, in microseconds, while
+/// the server's clock is unknown.
 const MAX_DELAY: u64 = 1_000_000;
 
 impl ServerTimes {
-    /// `clock` is the server's; `own_now` reads the store's own clock.
+    /// Creates the times of a call from the server's clock; `own_now` reads the store's own clock.
     pub(super) fn new(
         clock: &ServerClock,
         deadline: Instant,
         driven: Option<u64>,
         own_now: impl FnOnce() -> u64,
     ) -> Self {
-        // The store's clock is read last: an age by it is then too long rather than too short.
+        // The store's clock is read last, so that the age of a charge is overestimated rather than
+        // underestimated.
         let server_now = clock.at(Instant::now()).and_then(|micros| u64::try_from(micros).ok());
         Self { driven, deadline: clock.at(deadline), own_now: own_now(), server_now }
     }
 
-    /// The time of a charge by the server's clock, or a little earlier, from its time by the
-    /// store's own clock; 0 if that is unknown. Before the server's first reply it is negative: how
-    /// long ago the charge was made.
+    /// Converts the time of a charge to the server's clock, rounded down; 0 stays 0 (unknown).
+    /// Before the server's first reply the result is negative: the age of the charge.
     pub(super) fn of_charge(&self, charged_at: u64) -> i64 {
         let signed = |micros: u64| i64::try_from(micros).unwrap_or(i64::MAX);
         if charged_at == 0 || self.driven.is_some() {
             return signed(charged_at);
         }
         let age = self.own_now.saturating_sub(charged_at);
-        // NTP lets two clocks run apart by up to a thousandth.
-        let at_most = age + age / 1_000;
+        // Add a thousandth, because two NTP clocks may drift apart by that much.
+        let max_age = age + age / 1_000;
         match self.server_now {
-            // A bucket's charge may begin to drain later than now: then nothing of it has drained
-            // yet.
+            // The charge of a leaky bucket may start to drain in the future.
             Some(server) if charged_at > self.own_now => {
                 signed(server.saturating_add(charged_at - self.own_now))
             }
-            Some(server) => signed(server.saturating_sub(at_most).max(1)),
-            None => -signed(at_most.saturating_add(MAX_DELAY)),
+            Some(server) => signed(server.saturating_sub(max_age).max(1)),
+            None => -signed(max_age.saturating_add(MAX_DELAY)),
         }
     }
 }
 
 impl ServerClock {
     pub(super) fn new() -> Self {
-        Self { ahead: AtomicI64::new(NOTHING_KNOWN) }
+        Self { ahead: AtomicI64::new(UNKNOWN) }
     }
 
-    /// A reply to what left at `sent` and came back at `received` says that it was `server_micros`.
-    pub(super) fn heard(&self, server_micros: i64, sent: Instant, received: Instant) {
-        let (most, least) =
-            (server_micros - local_micros(sent), server_micros - local_micros(received));
+    /// Records the server's time in the reply to a call.
+    pub(super) fn observe(&self, server_micros: i64, sent: Instant, received: Instant) {
+        let upper_bound = server_micros - local_micros(sent);
+        let lower_bound = server_micros - local_micros(received);
         let ahead = self.ahead.load(Ordering::Relaxed);
-        if ahead < least || ahead > most {
-            self.ahead.store(least, Ordering::Relaxed);
+        if ahead < lower_bound || ahead > upper_bound {
+            self.ahead.store(lower_bound, Ordering::Relaxed);
         }
     }
 
-    /// What the server's clock shows at `instant`, or a little less; `None` before the first reply.
+    /// Returns the server's time at `instant`, rounded down; `None` before the first reply.
     pub(super) fn at(&self, instant: Instant) -> Option<i64> {
         let ahead = self.ahead.load(Ordering::Relaxed);
-        (ahead != NOTHING_KNOWN).then(|| local_micros(instant) + ahead)
+        (ahead != UNKNOWN).then(|| local_micros(instant) + ahead)
     }
 }
 
-/// Microseconds on a monotonic clock of this process.
+/// Converts an instant to microseconds of a monotonic clock of this process.
 fn local_micros(instant: Instant) -> i64 {
     static START: OnceLock<Instant> = OnceLock::new();
     let start = *START.get_or_init(Instant::now);
@@ -112,7 +113,7 @@ mod tests {
     const NOON: i64 = 1_700_000_000_000_000;
 
     #[test]
-    fn a_charges_time_is_never_later_than_it_was_by_the_servers_clock() {
+    fn the_time_of_a_charge_is_rounded_down() {
         let times = ServerTimes {
             own_now: 5_000_000,
             server_now: Some(9_000_000),
@@ -124,37 +125,33 @@ mod tests {
             9_000_000 - 1_001_000,
             "a second ago, and a thousandth"
         );
-        assert_eq!(times.of_charge(6_000_000), 10_000_000, "yet to begin to drain");
+        assert_eq!(times.of_charge(6_000_000), 10_000_000, "drains in the future");
         assert_eq!(times.of_charge(1), 9_000_000 - 5_004_998);
         let early = ServerTimes { server_now: None, ..times };
-        assert_eq!(
-            early.of_charge(4_000_000),
-            -2_001_000,
-            "an age, with the time until the script runs"
-        );
+        assert_eq!(early.of_charge(4_000_000), -2_001_000, "an age, plus the maximum delay");
         let driven = ServerTimes { driven: Some(7), ..early };
-        assert_eq!(driven.of_charge(4_000_000), 4_000_000, "tests have one clock");
+        assert_eq!(driven.of_charge(4_000_000), 4_000_000, "a test has one clock");
     }
 
     #[test]
-    fn the_quickest_reply_tells_most_and_a_contradiction_starts_anew() {
+    fn the_fastest_reply_is_the_best_estimate_until_one_contradicts_it() {
         let clock = ServerClock::new();
         let start = Instant::now();
         let after = |millis| start + Duration::from_millis(millis);
         assert_eq!(clock.at(start), None);
-        // Sent at 0, received at 10 ms: the server's noon was then, or up to 10 ms earlier.
-        clock.heard(NOON, after(0), after(10));
+        // Sent at 0 ms, received at 10 ms: the server's noon was in between.
+        clock.observe(NOON, after(0), after(10));
         assert_eq!(clock.at(after(10)), Some(NOON));
-        // A quicker reply: noon was at 5 ms at the latest.
-        clock.heard(NOON, after(4), after(5));
+        // A faster reply: noon was at 5 ms at the latest.
+        clock.observe(NOON, after(4), after(5));
         assert_eq!(clock.at(after(5)), Some(NOON));
-        // A slower one tells nothing new.
-        clock.heard(NOON + 15_000, after(10), after(90));
+        // A slower reply changes nothing.
+        clock.observe(NOON + 15_000, after(10), after(90));
         assert_eq!(clock.at(after(5)), Some(NOON));
         // Set back by a minute, then forward by an hour.
-        clock.heard(NOON - 60_000_000, after(100), after(101));
+        clock.observe(NOON - 60_000_000, after(100), after(101));
         assert_eq!(clock.at(after(101)), Some(NOON - 60_000_000));
-        clock.heard(NOON + 3_600_000_000, after(200), after(201));
+        clock.observe(NOON + 3_600_000_000, after(200), after(201));
         assert_eq!(clock.at(after(201)), Some(NOON + 3_600_000_000));
     }
 }

@@ -1,24 +1,24 @@
-//! Which slot of a cluster a key belongs to: CRC16 (XMODEM) of its hash tag.
+//! Cluster slot of a key: CRC16 (XMODEM) of its hash tag.
 
 use crate::key::redis_key;
 
-/// How many slots a cluster has.
+/// Number of slots of a cluster.
 pub(super) const SLOTS: usize = 16_384;
 
-/// The slot of a Redis key that has our form, or any other.
+/// Returns the slot of a Redis key.
 pub(super) fn slot_of(redis_key: &str) -> u16 {
     crc16(hash_tag(redis_key).bytes()) % 16_384
 }
 
-/// The slot of all counts of a user's key, without writing one down unless its escapes are needed.
-pub(super) fn slot_of_counts(key: &str) -> u16 {
+/// Returns the slot of all counts of a user's key. Formats the Redis key only if it has escapes.
+pub(super) fn slot_of_user_key(key: &str) -> u16 {
     if key.bytes().any(|byte| b"%{}".contains(&byte)) {
         return slot_of(&redis_key("", key, ""));
     }
     crc16(key.bytes()) % 16_384
 }
 
-/// What stands between the first `{` and the next `}`; the whole key if that is nothing.
+/// Returns the text between the first `{` and the next `}`, or the whole key if it is empty.
 fn hash_tag(key: &str) -> &str {
     let tag =
         key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map_or("", |(tag, _)| tag);
@@ -53,8 +53,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_those_of_redis() {
-        // The check value of CRC16/XMODEM, and answers of CLUSTER KEYSLOT.
+    fn slots_match_redis() {
+        // The check value of CRC16/XMODEM, and results of CLUSTER KEYSLOT.
         assert_eq!(crc16(b"123456789".iter().copied()), 0x31C3);
         assert_eq!(slot_of("foo"), 12_182);
         assert_eq!(slot_of("rate_limit:{foo}:per-user"), 12_182);
@@ -62,7 +62,7 @@ mod tests {
         assert_eq!(slot_of("foo{bar}{zap}"), slot_of("bar"));
         for key in ["foo", "user:42", "{foo}", "}{", "100%", "élan"] {
             assert_eq!(
-                slot_of_counts(key),
+                slot_of_user_key(key),
                 slot_of(&redis_key("rate_limit", key, "per-user")),
                 "{key}"
             );

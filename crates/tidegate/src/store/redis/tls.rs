@@ -1,4 +1,5 @@
-//! [`Tls`]: whom to trust, and who we are. By rustls with ring, whatever provider the process has installed.
+//! [`Tls`]: trusted certificates and the client certificate. Uses rustls with ring, independent of
+//! the process's default crypto provider.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::store::StoreError;
 
-/// TLS options of a `RedisStore`: whose certificates it trusts, and which it shows. The server's
-/// certificate is always verified, its name too.
+/// TLS options of a `RedisStore`: trusted certificates and the client certificate. The server's
+/// certificate and its name are always verified.
 ///
 /// ```
 /// use tidegate::store::redis::Tls;
@@ -28,20 +29,20 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Trusts those whom the system trusts, and shows no certificate.
+    /// Creates options that trust the system's certificates and present no client certificate.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Trusts these authorities (PEM) and no others.
+    /// Sets the trusted certificate authorities (PEM), in place of the system's.
     #[must_use]
     pub fn ca(mut self, pem: impl Into<Vec<u8>>) -> Self {
         self.ca = Some(pem.into());
         self
     }
 
-    /// Shows this certificate, with its chain, and proves it by this key (PEM).
+    /// Sets the client certificate with its chain, and its private key (PEM).
     #[must_use]
     pub fn identity(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
         self.identity = Some((certificate.into(), key.into()));
@@ -49,53 +50,56 @@ impl Tls {
     }
 
     pub(super) fn client_config(self) -> Result<Arc<ClientConfig>, StoreError> {
-        let wrong = |what: &str, why: &dyn fmt::Display| {
-            StoreError::Misconfigured(format!("TLS: {what}: {why}"))
-        };
         let mut roots = RootCertStore::empty();
         match &self.ca {
             Some(pem) => {
                 for certificate in
-                    certificates(pem).map_err(|error| wrong("the CA is no PEM", &error))?
+                    certificates(pem).map_err(|error| invalid("the CA is not PEM", &error))?
                 {
                     roots
                         .add(certificate)
-                        .map_err(|error| wrong("the CA is not usable", &error))?;
+                        .map_err(|error| invalid("the CA is not usable", &error))?;
                 }
                 if roots.is_empty() {
-                    return Err(wrong("the CA is not usable", &"it holds no certificate"));
+                    return Err(invalid("the CA is not usable", &"it contains no certificate"));
                 }
             }
             None => {
-                // Some systems keep a broken one among many good ones.
+                // Skip certificates that cannot be parsed: some systems have a few among many.
                 roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
                 if roots.is_empty() {
-                    return Err(wrong("the system trusts nobody", &"give the CA of your Redis"));
+                    let hint = "set the CA of your Redis";
+                    return Err(invalid("the system has no trusted certificates", &hint));
                 }
             }
         }
         let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
-            .map_err(|error| wrong("no protocol", &error))?
+            .map_err(|error| invalid("no protocol version", &error))?
             .with_root_certificates(roots);
         let config = match &self.identity {
             None => config.with_no_client_auth(),
             Some((chain, key)) => {
                 let chain = certificates(chain)
-                    .map_err(|error| wrong("the certificate is no PEM", &error))?;
+                    .map_err(|error| invalid("the certificate is not PEM", &error))?;
                 if chain.is_empty() {
-                    return Err(wrong("the certificate is not usable", &"it holds no certificate"));
+                    let reason = "it contains no certificate";
+                    return Err(invalid("the certificate is not usable", &reason));
                 }
-                // What a parser says of a key might quote it.
+                // The parser's error is dropped, because it might quote the key.
                 let key = PrivateKeyDer::from_pem_slice(key)
-                    .map_err(|_| wrong("the key is not usable", &"no PEM key"))?;
-                let shown = config.with_client_auth_cert(chain, key);
-                shown
-                    .map_err(|error| wrong("the certificate and its key are not usable", &error))?
+                    .map_err(|_| invalid("the key is not usable", &"it is not a PEM key"))?;
+                config.with_client_auth_cert(chain, key).map_err(|error| {
+                    invalid("the certificate and its key are not usable", &error)
+                })?
             }
         };
         Ok(Arc::new(config))
     }
+}
+
+fn invalid(problem: &str, reason: &dyn fmt::Display) -> StoreError {
+    StoreError::Misconfigured(format!("TLS: {problem}: {reason}"))
 }
 
 fn certificates(

@@ -1,7 +1,8 @@
-//! [`Topology`]: which node decides, now. One address, the primary that the sentinels name, or the owner of a slot.
+//! [`Topology`]: routes each call to the node that decides it: a single server, the primary that
+//! the sentinels report, or the owner of a slot.
 //!
-//! Tasks keep it current; a call only looks. A call that is sent elsewhere, or meets a node that
-//! does not write, stirs them.
+//! Background tasks keep the routes current, and calls only read them. A call that is redirected,
+//! or that meets a read-only node, triggers a refresh.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,131 +15,131 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use self::cluster::SlotMap;
-use super::access::{Access, Address};
-use super::fault::Trouble;
-use super::link::{Link, Role};
-use super::stir::Stir;
+use super::endpoint::{Address, ConnectionOptions};
+use super::error::NodeError;
+use super::node::{NodeClient, Role};
+use super::refresh::RefreshTrigger;
 use crate::store::StoreError;
 
 mod cluster;
 mod sentinel;
 
-/// Where to begin.
+/// Addresses from which the topology is discovered.
 #[derive(Clone)]
-pub(super) enum Plan {
-    /// One server; or a node of a cluster, as will turn out.
+pub(super) enum Seeds {
+    /// One server, which may turn out to be a node of a cluster.
     Single(Address),
     /// Some nodes of a cluster.
     Cluster(Vec<Address>),
-    /// Sentinels, which know the primary by this name, and how to be let in by them.
-    Sentinel { name: String, sentinels: Vec<Address>, access: Arc<Access> },
+    /// Sentinels, their connection options, and their name for the primary.
+    Sentinel { name: String, sentinels: Vec<Address>, options: Arc<ConnectionOptions> },
 }
 
+/// State of the topology and the tasks that refresh it.
 pub(super) struct Topology {
-    known: Arc<Known>,
+    state: Arc<TopologyState>,
     tasks: Vec<JoinHandle<()>>,
 }
 
-/// What calls and tasks share.
-pub(super) struct Known {
-    access: Arc<Access>,
+/// State that calls share with the refresh tasks.
+pub(super) struct TopologyState {
+    options: Arc<ConnectionOptions>,
     timeout: Duration,
     routes: ArcSwap<Routes>,
-    /// Goes up after the routes have changed.
+    /// Number of changes of the routes, incremented after each.
     epoch: AtomicU64,
-    /// Goes up after all routes have changed. Changes of single slots are counted in the slot map.
+    /// Number of changes of all routes at once, incremented after each. Changes of single slots are
+    /// counted in the slot map.
     full_changes: AtomicU64,
-    /// Every data node that is, or was just now, of use.
-    links: Mutex<HashMap<Address, InUse>>,
-    sentinels: Vec<Arc<Link>>,
-    stir: Stir,
-    /// How the first look at the world went.
-    settled: watch::Sender<Option<Result<(), Trouble>>>,
+    /// Data nodes that are in use, or were within [`UNUSED_NODE_TTL`].
+    nodes: Mutex<HashMap<Address, NodeEntry>>,
+    sentinels: Vec<Arc<NodeClient>>,
+    refresh: RefreshTrigger,
+    /// Result of initial topology discovery.
+    initial_discovery: watch::Sender<Option<Result<(), NodeError>>>,
     redirects: AtomicU64,
-    /// Of links that are no more.
+    /// Reconnects of nodes that were dropped.
     past_reconnects: AtomicU64,
-    past_loads: AtomicU64,
+    /// Script loads of nodes that were dropped.
+    past_script_loads: AtomicU64,
 }
 
-struct InUse {
-    link: Arc<Link>,
-    wanted: Instant,
+struct NodeEntry {
+    client: Arc<NodeClient>,
+    last_used: Instant,
 }
 
 enum Routes {
-    /// Nobody has told yet, or nobody could.
-    Unknown(Trouble),
-    One(Arc<Link>),
+    /// Discovery has not succeeded yet.
+    Unknown(NodeError),
+    One(Arc<NodeClient>),
     Slots(SlotMap),
 }
 
-/// How long a store may take to start.
-const START: Duration = Duration::from_secs(2);
-/// How long a node of no slots is kept: one that a slot is just moving to has none yet.
-const KEPT_UNUSED: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time for which a node without slots is kept. A node that imports its first slot has none yet.
+const UNUSED_NODE_TTL: Duration = Duration::from_secs(30);
 
 impl Topology {
-    pub(super) fn start(plan: Plan, access: Access, timeout: Duration) -> Self {
-        let stir = Stir::new();
-        let sentinels = match &plan {
-            Plan::Sentinel { sentinels, access, .. } => {
-                let link = |address: &Address| {
-                    Link::new(address.clone(), access, Role::Sentinel, timeout, &stir)
+    pub(super) fn start(seeds: Seeds, options: ConnectionOptions, timeout: Duration) -> Self {
+        let refresh = RefreshTrigger::new();
+        let sentinels = match &seeds {
+            Seeds::Sentinel { sentinels, options, .. } => {
+                let client = |address: &Address| {
+                    NodeClient::new(address.clone(), options, Role::Sentinel, timeout, &refresh)
                 };
-                sentinels.iter().map(|address| Arc::new(link(address))).collect()
+                sentinels.iter().map(|address| Arc::new(client(address))).collect()
             }
             _ => Vec::new(),
         };
-        let nobody =
-            Trouble { reason: "no node has been found yet".to_owned(), misconfigured: false };
-        let known = Arc::new(Known {
-            access: Arc::new(access),
+        let undiscovered =
+            NodeError { reason: "no node has been found yet".to_owned(), misconfigured: false };
+        let state = Arc::new(TopologyState {
+            options: Arc::new(options),
             timeout,
-            routes: ArcSwap::from_pointee(Routes::Unknown(nobody)),
+            routes: ArcSwap::from_pointee(Routes::Unknown(undiscovered)),
             epoch: AtomicU64::new(0),
             full_changes: AtomicU64::new(0),
-            links: Mutex::default(),
+            nodes: Mutex::default(),
             sentinels,
-            stir,
-            settled: watch::Sender::new(None),
+            refresh,
+            initial_discovery: watch::Sender::new(None),
             redirects: AtomicU64::new(0),
             past_reconnects: AtomicU64::new(0),
-            past_loads: AtomicU64::new(0),
+            past_script_loads: AtomicU64::new(0),
         });
-        let tasks = match plan {
-            Plan::Single(address) => {
-                let link = known.link_to(&address);
-                known.take_route(Routes::One(Arc::clone(&link)));
-                vec![tokio::spawn(cluster::follow_if_it_is_one(Arc::clone(&known), link))]
+        let tasks = match seeds {
+            Seeds::Single(address) => {
+                let node = state.node_at(&address);
+                state.set_routes(Routes::One(Arc::clone(&node)));
+                vec![tokio::spawn(cluster::detect_cluster(Arc::clone(&state), node))]
             }
-            Plan::Cluster(seeds) => vec![tokio::spawn(cluster::follow(Arc::clone(&known), seeds))],
-            Plan::Sentinel { name, .. } => sentinel::follow(&known, &name),
+            Seeds::Cluster(nodes) => vec![tokio::spawn(cluster::follow(Arc::clone(&state), nodes))],
+            Seeds::Sentinel { name, .. } => sentinel::follow(&state, &name),
         };
-        Self { known, tasks }
+        Self { state, tasks }
     }
 
-    pub(super) fn known(&self) -> &Arc<Known> {
-        &self.known
+    pub(super) fn state(&self) -> &Arc<TopologyState> {
+        &self.state
     }
 
-    /// Until some node could decide; an error if that takes too long or will never be.
-    pub(super) async fn settle(&self) -> Result<(), StoreError> {
-        let mut settled = self.known.settled.subscribe();
-        let settle = async {
-            let first =
-                settled.wait_for(Option::is_some).await.ok().and_then(|first| first.clone());
-            if let Some(Err(trouble)) = first {
-                return Err(trouble);
+    /// Waits until a node can decide. Fails if discovery fails, if an option is wrong, or after
+    /// [`START_TIMEOUT`].
+    pub(super) async fn wait_until_ready(&self) -> Result<(), StoreError> {
+        let mut initial_discovery = self.state.initial_discovery.subscribe();
+        let wait = async {
+            let discovery = initial_discovery.wait_for(Option::is_some).await;
+            if let Some(Err(error)) = discovery.ok().and_then(|discovery| discovery.clone()) {
+                return Err(error);
             }
-            self.known.some_link_is_up().await
+            self.state.wait_for_any_node().await
         };
-        match timeout(START, settle).await {
-            Ok(settled) => settled.map_err(Trouble::at_start),
-            Err(_) => Err(self
-                .known
-                .trouble()
-                .map_or_else(|| StoreError::Timeout(START), Trouble::at_start)),
-        }
+        let Ok(result) = timeout(START_TIMEOUT, wait).await else {
+            let last_error = self.state.last_error().map(NodeError::into_start_error);
+            return Err(last_error.unwrap_or(StoreError::Timeout(START_TIMEOUT)));
+        };
+        result.map_err(NodeError::into_start_error)
     }
 }
 
@@ -150,16 +151,16 @@ impl Drop for Topology {
     }
 }
 
-impl Known {
-    /// The node that decides for this slot.
-    pub(super) fn route(&self, slot: u16) -> Result<Arc<Link>, StoreError> {
+impl TopologyState {
+    /// Returns the node that decides for this slot.
+    pub(super) fn route(&self, slot: u16) -> Result<Arc<NodeClient>, StoreError> {
         match &**self.routes.load() {
-            Routes::One(link) => Ok(Arc::clone(link)),
+            Routes::One(node) => Ok(Arc::clone(node)),
             Routes::Slots(map) => map.owner(slot).map(Arc::clone).ok_or_else(|| {
-                self.stir.stir();
+                self.refresh.trigger();
                 StoreError::Unreachable(format!("no node of the cluster serves slot {slot}"))
             }),
-            Routes::Unknown(trouble) => Err(trouble.clone().unreachable()),
+            Routes::Unknown(error) => Err(error.clone().into_unreachable()),
         }
     }
 
@@ -167,110 +168,116 @@ impl Known {
         matches!(**self.routes.load(), Routes::Slots(_))
     }
 
-    /// The nodes that decide.
-    pub(super) fn primaries(&self) -> Vec<Arc<Link>> {
+    /// Returns the nodes that decide.
+    pub(super) fn primaries(&self) -> Vec<Arc<NodeClient>> {
         match &**self.routes.load() {
-            Routes::One(link) => vec![Arc::clone(link)],
-            Routes::Slots(map) => map.links().to_vec(),
+            Routes::One(node) => vec![Arc::clone(node)],
+            Routes::Slots(map) => map.nodes().to_vec(),
             Routes::Unknown(_) => Vec::new(),
         }
     }
 
-    pub(super) fn sentinels(&self) -> &[Arc<Link>] {
+    pub(super) fn sentinels(&self) -> &[Arc<NodeClient>] {
         &self.sentinels
     }
 
-    /// What it takes to be let in by a data node.
-    pub(super) fn access(&self) -> &Access {
-        &self.access
+    /// Returns the connection options of data nodes.
+    pub(super) fn options(&self) -> &ConnectionOptions {
+        &self.options
     }
 
-    /// A slot that this node decides for.
-    pub(super) fn is_owner(&self, slot: u16, link: &Arc<Link>) -> bool {
-        matches!(&**self.routes.load(), Routes::Slots(map) if map.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, link)))
+    /// Whether this node owns a slot of a cluster.
+    pub(super) fn is_owner(&self, slot: u16, node: &Arc<NodeClient>) -> bool {
+        let routes = self.routes.load();
+        let Routes::Slots(map) = &**routes else { return false };
+        map.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node))
     }
 
-    /// The link to a node, new or old.
-    pub(super) fn link_to(&self, address: &Address) -> Arc<Link> {
-        let mut links = self.links();
-        let wanted = Instant::now();
-        if let Some(known) = links.get_mut(address) {
-            known.wanted = wanted;
-            return Arc::clone(&known.link);
+    /// Returns the client of a node, and creates it if necessary.
+    pub(super) fn node_at(&self, address: &Address) -> Arc<NodeClient> {
+        let mut nodes = self.nodes();
+        let last_used = Instant::now();
+        if let Some(entry) = nodes.get_mut(address) {
+            entry.last_used = last_used;
+            return Arc::clone(&entry.client);
         }
         let role = if self.sentinels.is_empty() { Role::Data } else { Role::Primary };
-        let link =
-            Arc::new(Link::new(address.clone(), &self.access, role, self.timeout, &self.stir));
-        links.insert(address.clone(), InUse { link: Arc::clone(&link), wanted });
-        link
+        let node = Arc::new(NodeClient::new(
+            address.clone(),
+            &self.options,
+            role,
+            self.timeout,
+            &self.refresh,
+        ));
+        nodes.insert(address.clone(), NodeEntry { client: Arc::clone(&node), last_used });
+        node
     }
 
-    /// A node said that this slot lives there. True for calls at once; the rest of the map is asked
-    /// for.
-    pub(super) fn moved(&self, slot: u16, address: &Address) -> Arc<Link> {
-        let link = self.link_to(address);
+    /// Follows a MOVED redirect: routes the slot to this node, and triggers a refresh of the map.
+    pub(super) fn on_moved(&self, slot: u16, address: &Address) -> Arc<NodeClient> {
+        let node = self.node_at(address);
         self.redirects.fetch_add(1, Ordering::Relaxed);
-        // Readers of the map never wait; of writers, one at a time.
-        let _one_writer = self.links();
+        // The lock serializes writers of the map; readers never wait.
+        let _writer_lock = self.nodes();
         if let Routes::Slots(map) = &**self.routes.load()
-            && let Some(changed) = map.with_owner(slot, &link)
+            && let Some(changed) = map.with_owner(slot, &node)
         {
-            self.take_slots(changed);
+            self.set_slots(changed);
         }
-        self.stir.stir();
-        link
+        self.refresh.trigger();
+        node
     }
 
-    /// A node said that this key of a migrating slot is there.
-    pub(super) fn asked_of(&self, address: &Address) -> Arc<Link> {
+    /// Follows an ASK redirect: returns the node without a change of the routes.
+    pub(super) fn on_ask(&self, address: &Address) -> Arc<NodeClient> {
         self.redirects.fetch_add(1, Ordering::Relaxed);
-        self.link_to(address)
+        self.node_at(address)
     }
 
-    /// Something is not as it was: look again.
-    pub(super) fn stir(&self) {
-        self.stir.stir();
+    pub(super) fn trigger_refresh(&self) {
+        self.refresh.trigger();
     }
 
-    /// This node does not write. True if another one may be told soon.
-    pub(super) fn does_not_write(&self, link: &Link) -> bool {
-        self.stir.stir();
-        let one = matches!(**self.routes.load(), Routes::One(_));
-        let alone = one && self.sentinels.is_empty();
-        if alone {
-            // Its address may lead to another server now.
-            link.reconnect();
-        } else if one {
-            link.demote();
+    /// Reacts to a node that accepts no writes. Returns whether a retry may find another node.
+    pub(super) fn on_readonly(&self, node: &NodeClient) -> bool {
+        self.refresh.trigger();
+        let has_one_node = matches!(**self.routes.load(), Routes::One(_));
+        let is_standalone = has_one_node && self.sentinels.is_empty();
+        if is_standalone {
+            // The address may lead to another server now.
+            node.reconnect();
+        } else if has_one_node {
+            node.demote();
         }
-        !alone
+        !is_standalone
     }
 
     pub(super) fn redirects(&self) -> u64 {
         self.redirects.load(Ordering::Relaxed)
     }
 
-    fn take_route(&self, routes: Routes) {
+    fn set_routes(&self, routes: Routes) {
         self.routes.store(Arc::new(routes));
         self.full_changes.fetch_add(1, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::Release);
     }
 
-    /// Replaces a slot map by one that counts its changes on.
-    fn take_slots(&self, map: SlotMap) {
+    /// Replaces the slot map by one that continues its change counts.
+    fn set_slots(&self, map: SlotMap) {
         self.routes.store(Arc::new(Routes::Slots(map)));
         self.epoch.fetch_add(1, Ordering::Release);
     }
 
-    /// Who reads it before it asks is answered by the routes of this epoch, or newer ones.
+    /// Returns the epoch of the routes. A call that starts after this read uses routes of this
+    /// epoch or a later one.
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// As [`Self::epoch`], for one slot: a change of other slots leaves it alone.
+    /// Returns the epoch of one slot, which changes of other slots do not affect.
     pub(super) fn epoch_of(&self, slot: impl FnOnce() -> u16) -> u64 {
-        // Read before the routes, which are written first: a number is never newer than the routes
-        // that follow it.
+        // Writers store the routes first, so this must be loaded before the routes: the epoch is
+        // then never newer than the routes.
         let full_changes = self.full_changes.load(Ordering::Acquire);
         let slot_changes = match &**self.routes.load() {
             Routes::Slots(map) => map.changes_of(slot()),
@@ -280,89 +287,90 @@ impl Known {
     }
 
     pub(super) fn reconnects(&self) -> u64 {
-        let now: u64 = self.links().values().map(|known| known.link.reconnects()).sum();
-        now + self.past_reconnects.load(Ordering::Relaxed)
+        let current: u64 = self.nodes().values().map(|entry| entry.client.reconnects()).sum();
+        current + self.past_reconnects.load(Ordering::Relaxed)
     }
 
     pub(super) fn script_loads(&self) -> u64 {
-        let now: u64 = self.links().values().map(|known| known.link.script_loads()).sum();
-        now + self.past_loads.load(Ordering::Relaxed)
+        let current: u64 = self.nodes().values().map(|entry| entry.client.script_loads()).sum();
+        current + self.past_script_loads.load(Ordering::Relaxed)
     }
 
-    /// Forgets nodes that nobody has wanted for a while.
-    fn forget_unused(&self, in_use: &[Arc<Link>]) {
-        let mut links = self.links();
-        for link in in_use {
-            if let Some(known) = links.get_mut(link.address()) {
-                known.wanted = Instant::now();
+    /// Drops nodes that were not used for [`UNUSED_NODE_TTL`].
+    fn drop_unused(&self, in_use: &[Arc<NodeClient>]) {
+        let mut nodes = self.nodes();
+        for node in in_use {
+            if let Some(entry) = nodes.get_mut(node.address()) {
+                entry.last_used = Instant::now();
             }
         }
-        links.retain(|_, known| {
-            let keep = known.wanted.elapsed() < KEPT_UNUSED;
+        nodes.retain(|_, entry| {
+            let keep = entry.last_used.elapsed() < UNUSED_NODE_TTL;
             if !keep {
-                self.bury(&known.link);
+                self.retain_counters(&entry.client);
             }
             keep
         });
     }
 
-    /// Cuts every link but this one.
-    fn retire_all_but(&self, link: &Arc<Link>) {
-        self.links().retain(|_, known| {
-            let keep = Arc::ptr_eq(&known.link, link);
+    /// Retires every node except this one.
+    fn retire_all_but(&self, node: &Arc<NodeClient>) {
+        self.nodes().retain(|_, entry| {
+            let keep = Arc::ptr_eq(&entry.client, node);
             if !keep {
-                known.link.retire();
-                self.bury(&known.link);
+                entry.client.retire();
+                self.retain_counters(&entry.client);
             }
             keep
         });
     }
 
-    fn bury(&self, link: &Link) {
-        self.past_reconnects.fetch_add(link.reconnects(), Ordering::Relaxed);
-        self.past_loads.fetch_add(link.script_loads(), Ordering::Relaxed);
+    /// Adds the counters of a node that is dropped to the totals.
+    fn retain_counters(&self, node: &NodeClient) {
+        self.past_reconnects.fetch_add(node.reconnects(), Ordering::Relaxed);
+        self.past_script_loads.fetch_add(node.script_loads(), Ordering::Relaxed);
     }
 
-    fn settle(&self, how: Result<(), Trouble>) {
-        if let (Err(trouble), Routes::Unknown(_)) = (&how, &**self.routes.load()) {
-            self.routes.store(Arc::new(Routes::Unknown(trouble.clone())));
+    /// Records the result of discovery. A later success replaces an error.
+    fn finish_discovery(&self, result: Result<(), NodeError>) {
+        if let (Err(error), Routes::Unknown(_)) = (&result, &**self.routes.load()) {
+            self.routes.store(Arc::new(Routes::Unknown(error.clone())));
         }
-        self.settled.send_if_modified(|settled| {
-            let news = settled.as_ref().is_none_or(Result::is_err);
-            if news {
-                *settled = Some(how);
+        self.initial_discovery.send_if_modified(|discovery| {
+            let changed = discovery.as_ref().is_none_or(Result::is_err);
+            if changed {
+                *discovery = Some(result);
             }
-            news
+            changed
         });
     }
 
-    async fn some_link_is_up(&self) -> Result<(), Trouble> {
+    async fn wait_for_any_node(&self) -> Result<(), NodeError> {
         loop {
             let primaries = self.primaries();
             let mut last = None;
-            for link in &primaries {
-                match link.ready().await {
+            for node in &primaries {
+                match node.ready().await {
                     Ok(()) => return Ok(()),
-                    Err(trouble) => last = Some(trouble),
+                    Err(error) => last = Some(error),
                 }
             }
             match last {
-                Some(trouble) if trouble.misconfigured => return Err(trouble),
+                Some(error) if error.misconfigured => return Err(error),
                 _ => sleep(Duration::from_millis(20)).await,
             }
         }
     }
 
-    /// Why nothing works yet.
-    fn trouble(&self) -> Option<Trouble> {
-        let of_links = || self.primaries().iter().find_map(|link| link.last_trouble());
+    /// Returns the reason why no node is ready.
+    fn last_error(&self) -> Option<NodeError> {
         match &**self.routes.load() {
-            Routes::Unknown(trouble) => Some(trouble.clone()),
-            _ => of_links(),
+            Routes::Unknown(error) => Some(error.clone()),
+            _ => self.primaries().iter().find_map(|node| node.last_error()),
         }
     }
 
-    fn links(&self) -> MutexGuard<'_, HashMap<Address, InUse>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    fn nodes(&self) -> MutexGuard<'_, HashMap<Address, NodeEntry>> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! A cluster: who owns which slot, as its nodes tell by `CLUSTER SLOTS`.
+//! Cluster topology: the owner of each slot, read from its nodes by `CLUSTER SLOTS`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,47 +6,49 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 use tokio::time::sleep;
 
-use super::super::access::Address;
-use super::super::fault::{Fault, Said, Trouble};
-use super::super::link::{Link, ask_once};
+use super::super::connection::query_once;
+use super::super::endpoint::Address;
+use super::super::error::{AttemptError, NodeError, ServerError};
+use super::super::node::NodeClient;
 use super::super::slot::SLOTS;
-use super::{Known, Routes};
+use super::{Routes, TopologyState};
 
-/// Who owns which slot.
+/// Owner of each slot.
 #[derive(Clone)]
 pub(super) struct SlotMap {
-    links: Vec<Arc<Link>>,
-    /// For each slot an index into `links`, or `NOBODY`.
+    nodes: Vec<Arc<NodeClient>>,
+    /// Index into `nodes` for each slot, or `UNASSIGNED`.
     owners: Box<[u16]>,
-    /// For each slot, how often it has changed its owner.
+    /// Number of changes of the owner, for each slot.
     changes: Box<[u32]>,
 }
 
-/// What `CLUSTER SLOTS` says.
-struct Told {
+/// Parsed reply of `CLUSTER SLOTS`.
+struct ClusterSlots {
     /// First slot, last slot, owner.
     ranges: Vec<(u16, u16, Address)>,
     replicas: Vec<Address>,
 }
 
-const NOBODY: u16 = u16::MAX;
-/// How long one node may take to tell.
-const ASK: Duration = Duration::from_millis(300);
-/// Between two looks: when all is well, when a primary cannot be reached, and at least.
-const CALM: Duration = Duration::from_secs(5);
-const WORRIED: Duration = Duration::from_millis(200);
-const AT_LEAST: Duration = Duration::from_millis(50);
+const UNASSIGNED: u16 = u16::MAX;
+/// Timeout of `CLUSTER SLOTS` on one node.
+const QUERY_TIMEOUT: Duration = Duration::from_millis(300);
+const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
+/// Refresh interval while a primary cannot be reached.
+const DEGRADED_REFRESH_INTERVAL: Duration = Duration::from_millis(200);
+/// Minimum interval between refreshes that calls trigger.
+const MIN_REFRESH_INTERVAL: Duration = Duration::from_millis(50);
 
 impl SlotMap {
-    pub(super) fn owner(&self, slot: u16) -> Option<&Arc<Link>> {
-        self.links.get(usize::from(*self.owners.get(usize::from(slot))?))
+    pub(super) fn owner(&self, slot: u16) -> Option<&Arc<NodeClient>> {
+        self.nodes.get(usize::from(*self.owners.get(usize::from(slot))?))
     }
 
     pub(super) fn changes_of(&self, slot: u16) -> u32 {
         self.changes.get(usize::from(slot)).copied().unwrap_or(0)
     }
 
-    /// Continues the counts of changes of an earlier map. True if any slot has another owner now.
+    /// Continues the change counts of an earlier map. Returns whether any slot has a new owner.
     fn continue_from(&mut self, before: &Self) -> bool {
         let mut changed = false;
         for slot in (0..).take(self.owners.len()) {
@@ -61,81 +63,83 @@ impl SlotMap {
         changed
     }
 
-    pub(super) fn links(&self) -> &[Arc<Link>] {
-        &self.links
+    pub(super) fn nodes(&self) -> &[Arc<NodeClient>] {
+        &self.nodes
     }
 
-    /// The map with another owner of one slot; `None` if that is how it is.
-    pub(super) fn with_owner(&self, slot: u16, link: &Arc<Link>) -> Option<Self> {
-        if self.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, link)) {
+    /// Returns the map with a new owner of one slot; `None` if that node owns it already.
+    pub(super) fn with_owner(&self, slot: u16, node: &Arc<NodeClient>) -> Option<Self> {
+        if self.owner(slot).is_some_and(|owner| Arc::ptr_eq(owner, node)) {
             return None;
         }
-        let mut changed = self.clone();
-        *changed.owners.get_mut(usize::from(slot))? = changed.index_of(link);
-        let changes = changed.changes.get_mut(usize::from(slot))?;
+        let mut map = self.clone();
+        *map.owners.get_mut(usize::from(slot))? = map.index_of(node);
+        let changes = map.changes.get_mut(usize::from(slot))?;
         *changes = changes.wrapping_add(1);
-        Some(changed)
+        Some(map)
     }
 
-    fn index_of(&mut self, link: &Arc<Link>) -> u16 {
-        let index =
-            self.links.iter().position(|known| Arc::ptr_eq(known, link)).unwrap_or_else(|| {
-                self.links.push(Arc::clone(link));
-                self.links.len() - 1
-            });
-        u16::try_from(index).unwrap_or(NOBODY)
+    fn index_of(&mut self, node: &Arc<NodeClient>) -> u16 {
+        let existing = self.nodes.iter().position(|other| Arc::ptr_eq(other, node));
+        let index = existing.unwrap_or_else(|| {
+            self.nodes.push(Arc::clone(node));
+            self.nodes.len() - 1
+        });
+        u16::try_from(index).unwrap_or(UNASSIGNED)
     }
 }
 
-/// Follows a cluster of which these nodes are known.
-pub(super) async fn follow(known: Arc<Known>, seeds: Vec<Address>) {
-    let mut stirred = known.stir.watcher();
-    let mut others = seeds.clone();
+/// Keeps the slot map of a cluster current, starting from these nodes.
+pub(super) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
+    let mut refresh = topology.refresh.listener();
+    let mut other_nodes = seeds.clone();
     loop {
-        let looked = Instant::now();
-        let told = ask_around(&known, &others).await;
-        match told {
-            Ok(told) => {
-                others = told.replicas.iter().chain(&seeds).cloned().collect();
-                adopt(&known, &told);
-                known.settle(Ok(()));
+        let refreshed_at = Instant::now();
+        match fetch_slots(&topology, &other_nodes).await {
+            Ok(slots) => {
+                other_nodes = slots.replicas.iter().chain(&seeds).cloned().collect();
+                apply_slots(&topology, &slots);
+                topology.finish_discovery(Ok(()));
             }
-            Err(trouble) => known.settle(Err(trouble)),
+            Err(error) => topology.finish_discovery(Err(error)),
         }
-        let well = || known.is_cluster() && known.primaries().iter().all(|link| link.is_up());
-        stirred.or_after(if well() { CALM } else { WORRIED }).await;
-        sleep(AT_LEAST.saturating_sub(looked.elapsed())).await;
-        // Those that go on failing go on stirring.
-        if !well() {
-            sleep(WORRIED.saturating_sub(looked.elapsed())).await;
+        let is_healthy =
+            || topology.is_cluster() && topology.primaries().iter().all(|node| node.is_up());
+        let interval = if is_healthy() { REFRESH_INTERVAL } else { DEGRADED_REFRESH_INTERVAL };
+        refresh.wait_timeout(interval).await;
+        sleep(MIN_REFRESH_INTERVAL.saturating_sub(refreshed_at.elapsed())).await;
+        // While calls keep failing, they keep triggering refreshes.
+        if !is_healthy() {
+            sleep(DEGRADED_REFRESH_INTERVAL.saturating_sub(refreshed_at.elapsed())).await;
         }
     }
 }
 
-/// One address. If the server there turns out to be a node of a cluster, the cluster is followed.
-pub(super) async fn follow_if_it_is_one(known: Arc<Known>, link: Arc<Link>) {
-    let mut stirred = known.stir.watcher();
+/// Checks whether a single server is a node of a cluster, and if so follows the cluster.
+pub(super) async fn detect_cluster(topology: Arc<TopologyState>, node: Arc<NodeClient>) {
+    let mut refresh = topology.refresh.listener();
     loop {
-        let is_cluster = match link.ready().await {
-            Ok(()) => match link.ask(&cluster_slots(), Instant::now() + ASK).await {
+        let is_cluster = match node.ready().await {
+            Ok(()) => match node.query(&cluster_slots(), Instant::now() + QUERY_TIMEOUT).await {
                 Ok(Value::Array(_)) => Some(true),
-                // It has no cluster, or does not let us ask; then a MOVED will tell.
-                Ok(_) | Err(Fault::Said(Said::No(_))) => Some(false),
+                // Cluster mode is off, or the user may not run CLUSTER SLOTS; then the first MOVED
+                // reply triggers another check.
+                Ok(_) | Err(AttemptError::Server(ServerError::Other(_))) => Some(false),
                 Err(_) => None,
             },
-            Err(trouble) => {
-                known.settle(Err(trouble));
+            Err(error) => {
+                topology.finish_discovery(Err(error));
                 None
             }
         };
         match is_cluster {
-            Some(true) => return follow(known, vec![link.address().clone()]).await,
+            Some(true) => return follow(topology, vec![node.address().clone()]).await,
             Some(false) => {
-                known.settle(Ok(()));
-                stirred.wait().await;
-                sleep(WORRIED).await;
+                topology.finish_discovery(Ok(()));
+                refresh.wait().await;
+                sleep(DEGRADED_REFRESH_INTERVAL).await;
             }
-            None => sleep(WORRIED).await,
+            None => sleep(DEGRADED_REFRESH_INTERVAL).await,
         }
     }
 }
@@ -146,98 +150,97 @@ fn cluster_slots() -> Cmd {
     command
 }
 
-/// The map as some node tells it: a primary that we are connected to, or else any node that we know
-/// of.
-async fn ask_around(known: &Known, others: &[Address]) -> Result<Told, Trouble> {
-    let mut last =
-        Trouble { reason: "no node of the cluster is known".to_owned(), misconfigured: false };
-    let mut primaries = known.primaries();
+/// Fetches the slots from a connected primary, or else from any other known node.
+async fn fetch_slots(
+    topology: &TopologyState,
+    other_nodes: &[Address],
+) -> Result<ClusterSlots, NodeError> {
+    let mut last_error =
+        NodeError { reason: "no node of the cluster is known".to_owned(), misconfigured: false };
+    let mut primaries = topology.primaries();
     if !primaries.is_empty() {
-        // Not always the same one: it might be cut off from the others, and tell of old times.
-        let turn = usize::try_from(known.redirects()).unwrap_or(0) + rotation();
+        // Rotate the primaries: one that is partitioned from the others reports a stale map.
+        let rotation = usize::try_from(topology.redirects()).unwrap_or(0) + next_rotation();
         let count = primaries.len();
-        primaries.rotate_left(turn % count);
+        primaries.rotate_left(rotation % count);
     }
-    for link in primaries.iter().filter(|link| link.is_up()) {
-        match link.ask(&cluster_slots(), Instant::now() + ASK).await {
-            Ok(reply) => match told(&reply, link.address()) {
-                Some(told) => return Ok(told),
-                None => last = Trouble::new(link.address(), NO_SLOTS),
+    for node in primaries.iter().filter(|node| node.is_up()) {
+        match node.query(&cluster_slots(), Instant::now() + QUERY_TIMEOUT).await {
+            Ok(reply) => match parse_slots(&reply, node.address()) {
+                Some(slots) => return Ok(slots),
+                None => last_error = NodeError::new(node.address(), NO_SLOTS),
             },
-            Err(fault) => {
-                last = Trouble::new(link.address(), &fault.into_store_error(ASK).to_string())
+            Err(error) => {
+                let reason = error.into_store_error(QUERY_TIMEOUT).to_string();
+                last_error = NodeError::new(node.address(), &reason);
             }
         }
     }
-    for address in others {
-        match ask_once(
-            address,
-            &known.access,
-            cluster_slots(),
-            ASK.max(known.timeout.min(Duration::from_secs(1))),
-        )
-        .await
-        {
-            Ok(reply) => match told(&reply, address) {
-                Some(told) => return Ok(told),
-                None => last = Trouble::new(address, NO_SLOTS),
+    let timeout = QUERY_TIMEOUT.max(topology.timeout.min(Duration::from_secs(1)));
+    for address in other_nodes {
+        match query_once(address, &topology.options, cluster_slots(), timeout).await {
+            Ok(reply) => match parse_slots(&reply, address) {
+                Some(slots) => return Ok(slots),
+                None => last_error = NodeError::new(address, NO_SLOTS),
             },
-            Err(trouble) => last = trouble,
+            Err(error) => last_error = error,
         }
     }
-    Err(last)
+    Err(last_error)
 }
 
 const NO_SLOTS: &str = "the cluster serves no slots yet";
 
-/// A number that grows with time.
-fn rotation() -> usize {
+/// Returns a number that grows with each call.
+fn next_rotation() -> usize {
     static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
     COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 
-fn adopt(known: &Known, told: &Told) {
+/// Replaces the routes by these slots, and counts the changes.
+fn apply_slots(topology: &TopologyState, slots: &ClusterSlots) {
     let (owners, changes) =
-        (vec![NOBODY; SLOTS].into_boxed_slice(), vec![0; SLOTS].into_boxed_slice());
-    let mut map = SlotMap { links: Vec::new(), owners, changes };
-    for (first, last, address) in &told.ranges {
-        let owner = map.index_of(&known.link_to(address));
+        (vec![UNASSIGNED; SLOTS].into_boxed_slice(), vec![0; SLOTS].into_boxed_slice());
+    let mut map = SlotMap { nodes: Vec::new(), owners, changes };
+    for (first, last, address) in &slots.ranges {
+        let owner = map.index_of(&topology.node_at(address));
         if let Some(slots) = map.owners.get_mut(usize::from(*first)..=usize::from(*last)) {
             slots.fill(owner);
         }
     }
-    known.forget_unused(&map.links);
-    let _one_writer = known.links();
-    match &**known.routes.load() {
+    topology.drop_unused(&map.nodes);
+    // The lock serializes writers of the map.
+    let _writer_lock = topology.nodes();
+    match &**topology.routes.load() {
         Routes::Slots(before) => {
             if map.continue_from(before) {
-                known.take_slots(map);
+                topology.set_slots(map);
             } else {
-                known.routes.store(Arc::new(Routes::Slots(map)));
+                topology.routes.store(Arc::new(Routes::Slots(map)));
             }
         }
-        Routes::One(_) | Routes::Unknown(_) => known.take_route(Routes::Slots(map)),
+        Routes::One(_) | Routes::Unknown(_) => topology.set_routes(Routes::Slots(map)),
     }
 }
 
-/// The reply of `CLUSTER SLOTS`: for each range its first and last slot, its primary, then its
-/// replicas, and of each node the host, the port, and more. `None` if no slot is served.
-fn told(reply: &Value, asked: &Address) -> Option<Told> {
+/// Parses a reply of `CLUSTER SLOTS`. Each range has its first and last slot, its primary, and its
+/// replicas; each node has its host, its port, and more. Returns `None` if no slot is served.
+fn parse_slots(reply: &Value, asked: &Address) -> Option<ClusterSlots> {
     let Value::Array(ranges) = reply else { return None };
-    let mut told = Told { ranges: Vec::new(), replicas: Vec::new() };
+    let mut slots = ClusterSlots { ranges: Vec::new(), replicas: Vec::new() };
     for range in ranges {
         let Value::Array(parts) = range else { return None };
         let [Value::Int(first), Value::Int(last), primary, replicas @ ..] = parts.as_slice() else {
             return None;
         };
         let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
-        told.ranges.push((first, last, node(primary, asked)?));
-        told.replicas.extend(replicas.iter().filter_map(|replica| node(replica, asked)));
+        slots.ranges.push((first, last, parse_node(primary, asked)?));
+        slots.replicas.extend(replicas.iter().filter_map(|replica| parse_node(replica, asked)));
     }
-    (!told.ranges.is_empty()).then_some(told)
+    (!slots.ranges.is_empty()).then_some(slots)
 }
 
-fn node(value: &Value, asked: &Address) -> Option<Address> {
+fn parse_node(value: &Value, asked: &Address) -> Option<Address> {
     let Value::Array(parts) = value else { return None };
     let port = match parts.get(1)? {
         Value::Int(port) => u16::try_from(*port).ok()?,
@@ -246,8 +249,8 @@ fn node(value: &Value, asked: &Address) -> Option<Address> {
     let host = match parts.first()? {
         Value::BulkString(host) => std::str::from_utf8(host).ok()?,
         Value::SimpleString(host) => host,
-        // Unknown to the node itself.
+        // The node does not know its own host.
         _ => "",
     };
-    Some(asked.beside(host, port))
+    Some(asked.resolve_relative(host, port))
 }

@@ -1,9 +1,9 @@
-//! Sentinels: which server is the primary, as they tell. Each is asked by a task of its own, so one
-//! that hangs holds up nobody.
+//! Sentinel topology: the current primary, as the sentinels report it. One task polls each
+//! sentinel, so a sentinel that hangs does not delay the others.
 //!
-//! They do not all learn of a failover at once. The one that has seen the highest configuration
-//! epoch knows best. And even that one looks at the server it promotes but once a second: while the
-//! sentinels agree that the primary is down, we look ourselves.
+//! Sentinels learn of a failover at different times; the one with the highest configuration epoch
+//! is the most current. Even that one checks the server it promotes only once a second, so we check
+//! the replicas ourselves while the sentinels agree that the primary is down.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,123 +13,135 @@ use redis::{Pipeline, Value};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-use super::super::access::Address;
-use super::super::fault::{Fault, Trouble};
-use super::super::link::{Link, ask_once, says_primary};
-use super::{Known, Routes};
+use super::super::connection::{is_primary_role, query_once};
+use super::super::endpoint::Address;
+use super::super::error::{AttemptError, NodeError};
+use super::super::node::NodeClient;
+use super::{Routes, TopologyState};
 
-/// What one sentinel tells.
-struct Told {
+/// Report of one sentinel.
+struct SentinelReply {
     primary: Address,
     epoch: u64,
-    /// Enough sentinels agree that the primary is down.
+    /// Whether a quorum of sentinels agrees that the primary is down.
     down: bool,
 }
 
-/// What the sentinels have told so far.
+/// Combined reports of all sentinels.
 #[derive(Default)]
-struct Council {
-    believed: Mutex<Option<Believed>>,
-    /// Sentinels that could not tell, in the first round.
+struct SentinelView {
+    elected: Mutex<Option<ElectedPrimary>>,
+    /// Number of sentinels whose first poll failed.
     failed: AtomicUsize,
 }
 
-struct Believed {
+struct ElectedPrimary {
     primary: Address,
     epoch: u64,
-    /// When the primary was last seen to be of use.
-    good: Instant,
+    /// Time at which the primary was last connected.
+    last_healthy: Instant,
 }
 
-const POLL: Duration = Duration::from_millis(250);
-const AT_LEAST: Duration = Duration::from_millis(25);
-/// How long one sentinel may take to tell.
-const ASK: Duration = Duration::from_millis(300);
-/// For so long a primary may be of no use before a sentinel of an older epoch is believed: it may
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(25);
+const QUERY_TIMEOUT: Duration = Duration::from_millis(300);
+/// Outage of the primary after which a report with an older epoch is accepted: the sentinels may
 /// have been reset.
-const PATIENCE: Duration = Duration::from_secs(2);
+const OLDER_EPOCH_TIMEOUT: Duration = Duration::from_secs(2);
 
-pub(super) fn follow(known: &Arc<Known>, name: &str) -> Vec<JoinHandle<()>> {
-    let council = Arc::new(Council::default());
-    let listen = |sentinel: &Arc<Link>| {
-        tokio::spawn(listen(
-            Arc::clone(known),
-            Arc::clone(&council),
+/// Starts a polling task for each sentinel.
+pub(super) fn follow(topology: &Arc<TopologyState>, name: &str) -> Vec<JoinHandle<()>> {
+    let view = Arc::new(SentinelView::default());
+    let spawn_poller = |sentinel: &Arc<NodeClient>| {
+        tokio::spawn(poll(
+            Arc::clone(topology),
+            Arc::clone(&view),
             Arc::clone(sentinel),
             name.to_owned(),
         ))
     };
-    known.sentinels.iter().map(listen).collect()
+    topology.sentinels.iter().map(spawn_poller).collect()
 }
 
-async fn listen(known: Arc<Known>, council: Arc<Council>, sentinel: Arc<Link>, name: String) {
-    let mut stirred = known.stir.watcher();
+async fn poll(
+    topology: Arc<TopologyState>,
+    view: Arc<SentinelView>,
+    sentinel: Arc<NodeClient>,
+    name: String,
+) {
+    let mut refresh = topology.refresh.listener();
     let mut first = true;
     loop {
-        let asked = Instant::now();
-        match ask(&sentinel, &name).await {
-            Ok(told) => {
-                council.told(&known, told.primary, told.epoch);
-                if told.down
-                    && let Some(promoted) = promoted(&known, &sentinel, &name).await
+        let polled_at = Instant::now();
+        match query(&sentinel, &name).await {
+            Ok(reply) => {
+                view.update(&topology, reply.primary, reply.epoch);
+                if reply.down
+                    && let Some(promoted) = find_promoted(&topology, &sentinel, &name).await
                 {
-                    council.told(&known, promoted, told.epoch + 1);
+                    view.update(&topology, promoted, reply.epoch + 1);
                 }
             }
-            Err(trouble) if std::mem::take(&mut first) => {
-                let failed = council.failed.fetch_add(1, Ordering::Relaxed) + 1;
-                // Another sentinel may know: one that has just been started knows nobody.
-                if failed == known.sentinels.len() {
-                    known.settle(Err(trouble));
+            Err(error) if std::mem::take(&mut first) => {
+                let failed = view.failed.fetch_add(1, Ordering::Relaxed) + 1;
+                // Another sentinel may know the primary: one that was just started may not.
+                if failed == topology.sentinels.len() {
+                    topology.finish_discovery(Err(error));
                 }
             }
             Err(_) => {}
         }
         first = false;
-        stirred.or_after(POLL).await;
-        sleep(AT_LEAST.saturating_sub(asked.elapsed())).await;
+        refresh.wait_timeout(POLL_INTERVAL).await;
+        sleep(MIN_POLL_INTERVAL.saturating_sub(polled_at.elapsed())).await;
     }
 }
 
-async fn ask(sentinel: &Link, name: &str) -> Result<Told, Trouble> {
+async fn query(sentinel: &NodeClient, name: &str) -> Result<SentinelReply, NodeError> {
     sentinel.ready().await?;
-    // In one go, so that both are of one moment. While a failover is under way only the first tells
-    // of the new primary.
-    let mut both = Pipeline::with_capacity(2);
-    both.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
-    both.cmd("SENTINEL").arg("MASTER").arg(name);
-    let replies =
-        sentinel.ask_all(&both, Instant::now() + ASK).await.map_err(|fault| match fault {
-            Fault::Down(trouble) | Fault::Lost(trouble) => trouble,
-            other => Trouble::new(sentinel.address(), &other.into_store_error(ASK).to_string()),
-        })?;
+    // One pipeline, so that both replies are consistent. During a failover only the first command
+    // returns the new primary.
+    let mut pipeline = Pipeline::with_capacity(2);
+    pipeline.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
+    pipeline.cmd("SENTINEL").arg("MASTER").arg(name);
+    let replies = sentinel.query_all(&pipeline, Instant::now() + QUERY_TIMEOUT).await;
+    let replies = replies.map_err(|error| match error {
+        AttemptError::Down(error) | AttemptError::Lost(error) => error,
+        other => {
+            let reason = other.into_store_error(QUERY_TIMEOUT).to_string();
+            NodeError::new(sentinel.address(), &reason)
+        }
+    })?;
     let [primary, details] = replies.as_slice() else {
-        return Err(Trouble::new(sentinel.address(), "no answer"));
+        return Err(NodeError::new(sentinel.address(), "no answer"));
     };
     match primary {
         Value::Array(parts) => {
-            let [host, port] = parts.as_slice() else { return Err(unknown(sentinel, name)) };
+            let [host, port] = parts.as_slice() else {
+                return Err(unknown_primary(sentinel, name));
+            };
             let address = text(host).zip(text(port).and_then(|port| port.parse().ok()));
-            let Some((host, port)) = address else { return Err(unknown(sentinel, name)) };
+            let Some((host, port)) = address else { return Err(unknown_primary(sentinel, name)) };
             let epoch =
                 field(details, "config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
             let down = field(details, "flags")
                 .is_some_and(|flags| flags.split(',').any(|flag| flag == "o_down"));
-            Ok(Told { primary: Address::tcp(host, port), epoch, down })
+            Ok(SentinelReply { primary: Address::tcp(host, port), epoch, down })
         }
-        Value::Nil => Err(unknown(sentinel, name)),
+        Value::Nil => Err(unknown_primary(sentinel, name)),
         Value::ServerError(error) => {
-            let reason = format!("it does not answer as a sentinel does: {error}");
-            Err(Trouble::misconfigured(sentinel.address(), &reason))
+            let reason = format!("the server does not answer like a sentinel: {error}");
+            Err(NodeError::misconfigured(sentinel.address(), &reason))
         }
         _ => {
-            Err(Trouble::misconfigured(sentinel.address(), "it does not answer as a sentinel does"))
+            let reason = "the server does not answer like a sentinel";
+            Err(NodeError::misconfigured(sentinel.address(), reason))
         }
     }
 }
 
-fn unknown(sentinel: &Link, name: &str) -> Trouble {
-    Trouble::misconfigured(
+fn unknown_primary(sentinel: &NodeClient, name: &str) -> NodeError {
+    NodeError::misconfigured(
         sentinel.address(),
         &format!("this sentinel knows no primary named {name:?}"),
     )
@@ -142,10 +154,14 @@ fn text(value: &Value) -> Option<&str> {
     }
 }
 
-/// A replica that is none any more: it is being promoted.
-async fn promoted(known: &Known, sentinel: &Link, name: &str) -> Option<Address> {
+/// Returns the replica that is being promoted: the one that already reports to be a primary.
+async fn find_promoted(
+    topology: &TopologyState,
+    sentinel: &NodeClient,
+    name: &str,
+) -> Option<Address> {
     let replicas = sentinel
-        .ask(redis::cmd("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + ASK)
+        .query(redis::cmd("SENTINEL").arg("REPLICAS").arg(name), Instant::now() + QUERY_TIMEOUT)
         .await
         .ok()?;
     let Value::Array(replicas) = replicas else { return None };
@@ -153,44 +169,47 @@ async fn promoted(known: &Known, sentinel: &Link, name: &str) -> Option<Address>
         let port = field(replica, "port").and_then(|port| port.parse().ok());
         let Some((host, port)) = field(replica, "ip").zip(port) else { continue };
         let address = Address::tcp(host, port);
-        let role = ask_once(&address, &known.access, redis::cmd("ROLE"), ASK).await;
-        if role.is_ok_and(|role| says_primary(&role)) {
+        let role = query_once(&address, &topology.options, redis::cmd("ROLE"), QUERY_TIMEOUT).await;
+        if role.is_ok_and(|role| is_primary_role(&role)) {
             return Some(address);
         }
     }
     None
 }
 
-/// From a list of names and values.
+/// Returns a field of a reply that alternates names and values.
 fn field<'a>(details: &'a Value, name: &str) -> Option<&'a str> {
     let Value::Array(parts) = details else { return None };
     let (pairs, _) = parts.as_chunks::<2>();
     pairs.iter().find(|[key, _]| text(key) == Some(name)).and_then(|[_, value]| text(value))
 }
 
-impl Council {
-    fn told(&self, known: &Known, primary: Address, epoch: u64) {
-        let mut believed = self.believed.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(current) = &mut *believed {
+impl SentinelView {
+    /// Applies a report: switches to its primary if the report is newer, or if the current primary
+    /// was demoted or has been down for [`OLDER_EPOCH_TIMEOUT`].
+    fn update(&self, topology: &TopologyState, primary: Address, epoch: u64) {
+        let mut elected = self.elected.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(current) = &mut *elected {
             let now = Instant::now();
-            let primaries = known.primaries();
-            // Roles that were swapped by hand have no newer epoch.
-            let demoted = primaries.iter().all(|link| link.is_demoted());
-            if !demoted && primaries.iter().any(|link| link.is_up()) {
-                current.good = now;
+            let primaries = topology.primaries();
+            // A manual change of roles does not increase the epoch.
+            let demoted = primaries.iter().all(|node| node.is_demoted());
+            if !demoted && primaries.iter().any(|node| node.is_up()) {
+                current.last_healthy = now;
             }
             let newer = demoted || epoch > current.epoch;
             current.epoch = current.epoch.max(if current.primary == primary { epoch } else { 0 });
-            if current.primary == primary || !(newer || now - current.good >= PATIENCE) {
+            let is_down = now - current.last_healthy >= OLDER_EPOCH_TIMEOUT;
+            if current.primary == primary || !(newer || is_down) {
                 return;
             }
-            tracing::info!(from = %current.primary, to = %primary, "the sentinels name another primary");
+            tracing::info!(from = %current.primary, to = %primary, "failover to a new primary");
         }
-        let link = known.link_to(&primary);
-        known.take_route(Routes::One(Arc::clone(&link)));
-        // Not one more write to the old one.
-        known.retire_all_but(&link);
-        *believed = Some(Believed { primary, epoch, good: Instant::now() });
-        known.settle(Ok(()));
+        let node = topology.node_at(&primary);
+        topology.set_routes(Routes::One(Arc::clone(&node)));
+        // No further write may reach the old primary.
+        topology.retire_all_but(&node);
+        *elected = Some(ElectedPrimary { primary, epoch, last_healthy: Instant::now() });
+        topology.finish_discovery(Ok(()));
     }
 }

@@ -1,19 +1,23 @@
--- Invalidations: counts that have units again, because of a refund or a reset. Publishes them, or reads those since a cursor.
+-- Publishes invalidations (counts that have units again after a refund or a reset), or polls those
+-- since a cursor.
 --
--- KEYS   1  the invalidation set, sorted: score = number, member = <number>:<nonce of the call>:<count>
---           The first member has the number 0 and no count: a reader has created the set, and the numbers with it.
--- ARGV   1  publish | publish-all | read
+-- KEYS   1  invalidation set, sorted: score = number, member = <number>:<nonce of the call>:<count>
+--           The first reader creates the set with a member that has the number 0 and no count.
+-- ARGV   1  publish | publish-all | poll
 --        2  nonce: differs in every call
---        publish:  3  the most members that are kept; then the counts
---        read:     3  TTL of the set in milliseconds, from the last read on
+--        publish:  3  maximum number of members to keep; then the counts
+--        poll:     3  TTL of the set in milliseconds, from the last poll on
 --                  4  cursor: the last member that was read, '' for none
--- reply  publish, publish-all:  how many counts were published: 0 if there is no reader, or if the set was deleted
---        read:  the server's time in microseconds; 1, or 0 if the cursor is gone, so that invalidations may have been
---               missed; the new cursor; then, if the cursor was found, the members since
+-- reply  publish, publish-all:  number of counts that were published; 0 if there is no reader, or
+--               if the set was deleted
+--        poll:  the server's time in microseconds; 1, or 0 if the cursor was not found, so that
+--               invalidations may have been missed; the new cursor; then, if the cursor was found,
+--               the members after it
 --
--- Readers whose cursor is gone drop everything. It is gone after too many invalidations, after a data loss, which may have
--- lost counts as well, and after publish-all, which deletes the set. So does a publish that a full server refuses: an UNLINK is
--- always accepted. The next reader then cannot create the set and fails, until there is memory again.
+-- A reader whose cursor is not found drops its whole cache. That happens after too many
+-- invalidations, after a loss of data (which may include counts), and after publish-all, which
+-- deletes the set. A publish that a full server rejects also deletes the set, because UNLINK is
+-- always accepted; polls then fail until there is memory for a new set.
 
 local set, nonce = KEYS[1], ARGV[2]
 

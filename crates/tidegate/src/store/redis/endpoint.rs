@@ -1,5 +1,5 @@
-//! How a node is reached: its [`Address`], and the [`Access`] that all nodes of one kind share
-//! (TLS, user, database).
+//! [`Address`] of a node, and the [`ConnectionOptions`] (TLS, user, database) that all data nodes,
+//! or all sentinels, share.
 
 use std::fmt;
 use std::io;
@@ -15,68 +15,74 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::ClientConfig;
 use tokio_rustls::rustls::pki_types::ServerName;
 
-/// Where a node listens.
+/// Address that a node listens on.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Address {
     Tcp { host: String, port: u16 },
     Unix(PathBuf),
 }
 
-/// What it takes to be let in. Never shown: it holds the password.
+/// TLS, credentials and database of a connection. Not `Debug`, because it holds the password.
 #[derive(Clone, Default)]
-pub(super) struct Access {
+pub(super) struct ConnectionOptions {
     pub(super) user: Option<String>,
     pub(super) password: Option<String>,
     pub(super) database: i64,
     pub(super) tls: Option<Arc<ClientConfig>>,
 }
 
-/// What drives a connection; it ends when the connection does.
+/// Future that reads and writes a connection's socket. It completes when the connection is closed.
 pub(super) type Driver = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// How many calls may gather before a caller has to wait for its turn to send.
-const CALLS_UNDER_WAY: usize = 1_024;
+/// Commands that may be queued for the socket before a caller has to wait.
+const PIPELINE_CAPACITY: usize = 1_024;
 
 impl Address {
     pub(super) fn tcp(host: &str, port: u16) -> Self {
         Self::Tcp { host: host.to_owned(), port }
     }
 
-    /// `host:port` as a node says it, which may leave out the host: then it means the one we asked.
-    pub(super) fn told_by(&self, text: &str) -> Option<Self> {
+    /// Parses `host:port` from a reply of the node at `self`. A node may leave out the host, which
+    /// then is its own.
+    pub(super) fn parse_relative(&self, text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
-        Some(self.beside(host.trim_start_matches('[').trim_end_matches(']'), port.parse().ok()?))
+        Some(self.resolve_relative(
+            host.trim_start_matches('[').trim_end_matches(']'),
+            port.parse().ok()?,
+        ))
     }
 
-    /// The node of this host and port, as the node at `self` knows it.
-    pub(super) fn beside(&self, host: &str, port: u16) -> Self {
+    /// Returns the address of a node as the node at `self` reports it.
+    pub(super) fn resolve_relative(&self, host: &str, port: u16) -> Self {
         match (host, self) {
             ("" | "?", Self::Tcp { host, .. }) => Self::tcp(host, port),
             _ => Self::tcp(host, port),
         }
     }
 
-    /// Opens a connection; whoever answers has not been greeted yet.
+    /// Opens a connection, without the [handshake](ConnectionOptions::handshake_commands).
     pub(super) async fn open(
         &self,
-        access: &Access,
+        options: &ConnectionOptions,
     ) -> Result<(MultiplexedConnection, Driver), RedisError> {
         match self {
             Self::Tcp { host, port } => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
                 stream.set_nodelay(true)?;
-                match &access.tls {
-                    None => speak(stream).await,
+                match &options.tls {
+                    None => multiplex(stream).await,
                     Some(config) => {
                         let name = ServerName::try_from(host.clone())
                             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-                        speak(TlsConnector::from(Arc::clone(config)).connect(name, stream).await?)
-                            .await
+                        multiplex(
+                            TlsConnector::from(Arc::clone(config)).connect(name, stream).await?,
+                        )
+                        .await
                     }
                 }
             }
             #[cfg(unix)]
-            Self::Unix(path) => speak(tokio::net::UnixStream::connect(path).await?).await,
+            Self::Unix(path) => multiplex(tokio::net::UnixStream::connect(path).await?).await,
             #[cfg(not(unix))]
             Self::Unix(_) => Err(io::Error::from(io::ErrorKind::Unsupported).into()),
         }
@@ -93,10 +99,10 @@ impl fmt::Display for Address {
     }
 }
 
-impl Access {
-    /// The commands that a new connection starts with. Not left to the `redis` crate, which hides
-    /// what a server answers.
-    pub(super) fn greeting(&self) -> Vec<Cmd> {
+impl ConnectionOptions {
+    /// Returns the commands that a new connection starts with. They are not left to the `redis`
+    /// crate, because it hides the server's error.
+    pub(super) fn handshake_commands(&self) -> Vec<Cmd> {
         let mut commands = Vec::new();
         if let Some(password) = &self.password {
             let mut auth = redis::cmd("AUTH");
@@ -115,16 +121,17 @@ impl Access {
     }
 }
 
-async fn speak(
+/// Starts a multiplexed connection on an open stream.
+async fn multiplex(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
 ) -> Result<(MultiplexedConnection, Driver), RedisError> {
-    // Every call has a deadline of its own; a second one here would only be in the way.
+    // No timeout here: each call has its own deadline.
     let config = AsyncConnectionConfig::new()
         .set_response_timeout(None)
-        .set_pipeline_buffer_size(CALLS_UNDER_WAY);
-    let silent = RedisConnectionInfo::default().set_skip_set_lib_name();
+        .set_pipeline_buffer_size(PIPELINE_CAPACITY);
+    let no_handshake = RedisConnectionInfo::default().set_skip_set_lib_name();
     let (connection, driver) =
-        MultiplexedConnection::new_with_config(&silent, stream, config).await?;
+        MultiplexedConnection::new_with_config(&no_handshake, stream, config).await?;
     Ok((connection, Box::pin(driver)))
 }
 
@@ -133,13 +140,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_may_leave_out_the_host_that_we_know() {
+    fn a_reported_address_without_a_host_is_on_the_same_host() {
         let asked = Address::tcp("10.0.0.1", 7_000);
-        assert_eq!(asked.told_by("10.0.0.2:7001"), Some(Address::tcp("10.0.0.2", 7_001)));
-        assert_eq!(asked.told_by(":7001"), Some(Address::tcp("10.0.0.1", 7_001)));
-        assert_eq!(asked.told_by("?:7001"), Some(Address::tcp("10.0.0.1", 7_001)));
-        assert_eq!(asked.told_by("::1:7001"), Some(Address::tcp("::1", 7_001)));
-        assert_eq!(asked.told_by("nonsense"), None);
+        assert_eq!(asked.parse_relative("10.0.0.2:7001"), Some(Address::tcp("10.0.0.2", 7_001)));
+        assert_eq!(asked.parse_relative(":7001"), Some(Address::tcp("10.0.0.1", 7_001)));
+        assert_eq!(asked.parse_relative("?:7001"), Some(Address::tcp("10.0.0.1", 7_001)));
+        assert_eq!(asked.parse_relative("::1:7001"), Some(Address::tcp("::1", 7_001)));
+        assert_eq!(asked.parse_relative("nonsense"), None);
         assert_eq!(Address::tcp("::1", 7_001).to_string(), "[::1]:7001");
     }
 }

@@ -1,0 +1,89 @@
+//! [`Connection`]: one established connection to a node.
+
+use std::time::{Duration, Instant};
+
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, Pipeline, RedisError, Value};
+use tokio::task::{AbortHandle, JoinHandle};
+use tokio::time::timeout;
+
+use super::endpoint::{Address, ConnectionOptions};
+use super::error::NodeError;
+use super::server_clock::ServerClock;
+
+/// Established connection. Dropping it closes the socket.
+pub(super) struct Connection {
+    pub(super) handle: MultiplexedConnection,
+    pub(super) driver: AbortHandle,
+    pub(super) connected_at: Instant,
+    /// Clock of the connected server; after a reconnect the address may lead to another server.
+    clock: ServerClock,
+}
+
+impl Connection {
+    pub(super) fn new(handle: MultiplexedConnection, driver: &JoinHandle<()>) -> Self {
+        Self {
+            handle,
+            driver: driver.abort_handle(),
+            connected_at: Instant::now(),
+            clock: ServerClock::new(),
+        }
+    }
+
+    pub(super) fn clock(&self) -> &ServerClock {
+        &self.clock
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+/// Sends one command to a node without a client, on a temporary connection.
+pub(super) async fn query_once(
+    address: &Address,
+    options: &ConnectionOptions,
+    command: Cmd,
+    query_timeout: Duration,
+) -> Result<Value, NodeError> {
+    let query = async {
+        let (mut handle, driver) = address.open(options).await?;
+        let driver = tokio::spawn(driver);
+        let _connection = Connection::new(handle.clone(), &driver);
+        let mut pipeline = Pipeline::new();
+        for command in options.handshake_commands().into_iter().chain([command]) {
+            pipeline.add_command(command);
+        }
+        let replies = handle.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
+        let mut last = Value::Nil;
+        for reply in replies {
+            last = reply.extract_error()?;
+        }
+        Ok(last)
+    };
+    match timeout(query_timeout, query).await {
+        Ok(reply) => {
+            reply.map_err(|error: RedisError| NodeError::during_handshake(address, &error))
+        }
+        Err(_) => Err(NodeError::new(address, &format!("no answer within {query_timeout:?}"))),
+    }
+}
+
+/// Whether a reply of ROLE is that of a primary.
+pub(super) fn is_primary_role(role: &Value) -> bool {
+    let Value::Array(parts) = role else { return false };
+    matches!(parts.first(), Some(Value::BulkString(name)) if name == b"master")
+}
+
+/// Parses a reply of TIME to microseconds.
+pub(super) fn parse_time(reply: &Value) -> Option<i64> {
+    let Value::Array(parts) = reply else { return None };
+    let number = |part: &Value| match part {
+        Value::BulkString(digits) => std::str::from_utf8(digits).ok()?.parse::<i64>().ok(),
+        _ => None,
+    };
+    let [seconds, micros] = parts.as_slice() else { return None };
+    Some(number(seconds)? * 1_000_000 + number(micros)?)
+}

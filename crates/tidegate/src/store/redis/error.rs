@@ -1,0 +1,200 @@
+//! Errors of nodes and of single attempts of a call, and whether the call may be sent again.
+
+use std::time::Duration;
+
+use redis::RedisError;
+
+use super::endpoint::Address;
+use crate::store::StoreError;
+
+/// Reason why a node cannot be used. It never contains a password.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct NodeError {
+    /// The node's address and the reason.
+    pub(super) reason: String,
+    /// Whether an option must be changed, so that a retry does not help.
+    pub(super) misconfigured: bool,
+}
+
+/// Error of one attempt of a call.
+#[derive(Debug)]
+pub(super) enum AttemptError {
+    /// There is no connection. The call was not sent.
+    Down(NodeError),
+    /// Another node has replaced this one. The call was not sent.
+    Retired,
+    /// There was no reply in time. The call may have run or may still run, so it must not be
+    /// retried.
+    TimedOut,
+    /// The connection was lost with the call in flight. It may have run, so it must not be retried.
+    Lost(NodeError),
+    /// The server replied with an error. The call did not run.
+    Server(ServerError),
+}
+
+/// Error reply of a server.
+#[derive(Debug)]
+pub(super) enum ServerError {
+    /// The slot has moved to this node.
+    Moved(Address),
+    /// The slot is migrating to this node, and the key is already there.
+    Ask(Address),
+    /// The slot is migrating, and the keys are on both nodes.
+    TryAgain,
+    /// The keys belong to different slots: the server is part of a cluster that we did not detect.
+    CrossSlot,
+    /// The script is not cached.
+    NoScript,
+    /// The server accepts no writes: it is a replica, or its cluster has no majority.
+    NotWritable(String),
+    /// Any other error.
+    Other(String),
+}
+
+impl NodeError {
+    pub(super) fn new(address: &Address, reason: &str) -> Self {
+        Self { reason: format!("{address}: {reason}"), misconfigured: false }
+    }
+
+    pub(super) fn misconfigured(address: &Address, reason: &str) -> Self {
+        Self { misconfigured: true, ..Self::new(address, reason) }
+    }
+
+    /// Creates the error of a failed handshake.
+    pub(super) fn during_handshake(address: &Address, error: &RedisError) -> Self {
+        let reason = match error.code() {
+            Some("WRONGPASS") => "WRONGPASS: the user or the password is wrong".to_owned(),
+            Some("NOAUTH") => {
+                "NOAUTH: the server requires a password, and none was given".to_owned()
+            }
+            _ => one_line(error),
+        };
+        let misconfigured = match error.code() {
+            Some("WRONGPASS" | "NOAUTH" | "NOPERM" | "DENIED") => true,
+            // The database does not exist, the server has no password, or it is not a Redis.
+            Some("ERR") => !reason.contains("max number of clients"),
+            _ => false,
+        };
+        Self { misconfigured, ..Self::new(address, &reason) }
+    }
+
+    /// Converts it for the caller of a decision.
+    pub(super) fn into_unreachable(self) -> StoreError {
+        StoreError::Unreachable(self.reason)
+    }
+
+    /// Converts it for the caller that connects a store.
+    pub(super) fn into_start_error(self) -> StoreError {
+        if self.misconfigured {
+            StoreError::Misconfigured(self.reason)
+        } else {
+            self.into_unreachable()
+        }
+    }
+}
+
+impl AttemptError {
+    /// Classifies the error of a call to the node at `address`.
+    pub(super) fn new(address: &Address, error: &RedisError) -> Self {
+        let Some(code) = error.code() else {
+            return Self::Lost(NodeError::new(address, &one_line(error)));
+        };
+        let target = error.redirect_node().and_then(|(node, _)| address.parse_relative(node));
+        let reason = || with_address(address, &one_line(error));
+        Self::Server(match code {
+            "MOVED" => target.map_or_else(|| ServerError::Other(reason()), ServerError::Moved),
+            "ASK" => target.map_or_else(|| ServerError::Other(reason()), ServerError::Ask),
+            "TRYAGAIN" => ServerError::TryAgain,
+            "CROSSSLOT" => ServerError::CrossSlot,
+            "NOSCRIPT" => ServerError::NoScript,
+            "READONLY" | "CLUSTERDOWN" => ServerError::NotWritable(reason()),
+            // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
+            // You can't write …`.
+            "ERR" if error.detail().is_some_and(|detail| detail.contains("-READONLY ")) => {
+                ServerError::NotWritable(reason())
+            }
+            _ => ServerError::Other(reason()),
+        })
+    }
+
+    pub(super) fn into_store_error(self, timeout: Duration) -> StoreError {
+        match self {
+            Self::Down(error) | Self::Lost(error) => error.into_unreachable(),
+            Self::Retired => StoreError::Unreachable("the primary has just changed".to_owned()),
+            Self::TimedOut => StoreError::Timeout(timeout),
+            Self::Server(error) => StoreError::Refused(match error {
+                ServerError::Moved(address) | ServerError::Ask(address) => {
+                    format!("too many redirects, the last one to {address}")
+                }
+                ServerError::TryAgain => {
+                    "TRYAGAIN: the keys are migrating to another node".to_owned()
+                }
+                ServerError::CrossSlot => {
+                    "CROSSSLOT: the keys belong to different slots".to_owned()
+                }
+                ServerError::NoScript => {
+                    "NOSCRIPT: the script was flushed right after each load".to_owned()
+                }
+                ServerError::NotWritable(reason) | ServerError::Other(reason) => reason,
+            }),
+        }
+    }
+}
+
+/// Error codes with which a server refuses requests for any key.
+const SERVER_CONDITIONS: [&str; 9] = [
+    "READONLY",
+    "OOM",
+    "MISCONF",
+    "NOPERM",
+    "NOREPLICAS",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "LOADING",
+    "BUSY",
+];
+
+/// Converts the error text that the script returned for one item. A condition of the server is a
+/// failure of the store; any other error is caused by the value of this key.
+pub(super) fn item_error(reason: &str) -> StoreError {
+    // Another key of the slot has already migrated to another node.
+    let is_migrating = reason.contains("non local key");
+    let is_server_condition =
+        is_migrating || SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
+    if is_server_condition {
+        StoreError::Refused(reason.to_owned())
+    } else {
+        StoreError::Unreadable(reason.to_owned())
+    }
+}
+
+/// Whether a script's error text says that the server is a read-only replica.
+pub(super) fn is_readonly(reason: &str) -> bool {
+    reason.starts_with("READONLY ") || reason.contains("-READONLY ")
+}
+
+/// Returns an error text with the address of the node that it comes from.
+pub(super) fn with_address(address: &Address, reason: &str) -> String {
+    format!("{address}: {}", normalized(reason))
+}
+
+/// Returns the server's error text, or the error of the connection, on one line.
+pub(super) fn one_line(error: &RedisError) -> String {
+    match (error.code(), error.detail()) {
+        (Some(code), Some(detail)) => normalized(&format!("{code} {detail}")),
+        _ => normalized(&error.to_string()),
+    }
+}
+
+/// Removes parts that vary between equal errors, arguments that may be secret, and line breaks.
+fn normalized(text: &str) -> String {
+    // The position in the script would make equal errors differ. Redis 6 puts it first.
+    let text = text
+        .strip_prefix("@user_script: ")
+        .and_then(|text| text.split_once(": "))
+        .map_or(text, |(_, reason)| reason);
+    let text = text.split_once(" script: ").map_or(text, |(reason, _)| reason);
+    // A server that does not know AUTH quotes its arguments, the password among them.
+    let text = text.split_once(", with args beginning with").map_or(text, |(reason, _)| reason);
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,527 @@
+//! [`NodeClient`]: one connection to one node, which a supervisor task keeps up.
+//!
+//! While a node is down, calls fail at once with the reason. Only during the first attempt to
+//! connect, or to reconnect after a loss, calls wait for its result, so that a brief interruption
+//! causes no errors. A connection that fails its health check is replaced; calls already in flight
+//! on it keep waiting until their own deadline.
+
+use std::hash::Hasher;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::{Cmd, Pipeline, RedisError, Value};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout, timeout_at};
+
+use super::connection::{Connection, is_primary_role, parse_time};
+use super::endpoint::{Address, ConnectionOptions};
+use super::error::{AttemptError, NodeError, one_line};
+use super::queue::Queue;
+use super::refresh::RefreshTrigger;
+use super::script::{SCRIPT_COUNT, Script};
+use crate::random::jittered;
+use crate::store::ShardId;
+
+/// Client of one node. Dropping it closes the connection.
+pub(super) struct NodeClient {
+    shared: Arc<NodeShared>,
+    queue: Queue,
+    supervisor: JoinHandle<()>,
+}
+
+/// Expected kind of the node, which the handshake checks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    /// A data node, primary or replica.
+    Data,
+    /// A data node that must be a primary.
+    Primary,
+    Sentinel,
+}
+
+/// State that callers share with the supervisor task.
+struct NodeShared {
+    address: Address,
+    options: Arc<ConnectionOptions>,
+    role: Role,
+    shard: ShardId,
+    /// Timeout of a connect, handshake included, and of a health check.
+    connect_timeout: Duration,
+    state: watch::Sender<ConnectionState>,
+    /// Triggered on a lost connection, because the topology may have changed.
+    refresh: RefreshTrigger,
+    /// Whether the node reports that it is a replica, or has refused a write.
+    demoted: AtomicBool,
+    closed_by_us: AtomicBool,
+    /// Requests a health check before the next regular one.
+    health_check: Notify,
+    replies: AtomicU64,
+    connections: AtomicU64,
+    loads: [ScriptLoad; SCRIPT_COUNT],
+    script_loads: AtomicU64,
+    last_error: Mutex<Option<NodeError>>,
+}
+
+enum ConnectionState {
+    /// The first attempt to connect, at the start or after a loss, is in progress.
+    Connecting,
+    Up(Arc<Connection>),
+    Down(NodeError),
+    /// Another node has replaced this one, and nothing is sent to it any more.
+    Retired,
+}
+
+/// Loads of one script on one node. All calls that find the script missing share one load.
+#[derive(Default)]
+struct ScriptLoad {
+    completed: AtomicU64,
+    lock: tokio::sync::Mutex<()>,
+}
+
+const MIN_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+const MIN_BACKOFF: Duration = Duration::from_millis(50);
+const MAX_BACKOFF: Duration = Duration::from_millis(250);
+/// A connection that is lost sooner counts as a failed attempt, with a backoff before the next.
+const STABLE_AFTER: Duration = Duration::from_secs(1);
+
+impl NodeClient {
+    pub(super) fn new(
+        address: Address,
+        options: &Arc<ConnectionOptions>,
+        role: Role,
+        timeout: Duration,
+        refresh: &RefreshTrigger,
+    ) -> Self {
+        let shared = Arc::new(NodeShared {
+            shard: shard_of(&address),
+            address,
+            options: Arc::clone(options),
+            role,
+            connect_timeout: timeout.clamp(MIN_CONNECT_TIMEOUT, MAX_CONNECT_TIMEOUT),
+            state: watch::Sender::new(ConnectionState::Connecting),
+            refresh: refresh.clone(),
+            demoted: AtomicBool::new(false),
+            closed_by_us: AtomicBool::new(false),
+            health_check: Notify::new(),
+            replies: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
+            loads: std::array::from_fn(|_| ScriptLoad::default()),
+            script_loads: AtomicU64::new(0),
+            last_error: Mutex::new(None),
+        });
+        let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
+        Self { shared, queue: Queue::new(), supervisor }
+    }
+
+    pub(super) fn address(&self) -> &Address {
+        &self.shared.address
+    }
+
+    pub(super) fn shard(&self) -> ShardId {
+        self.shared.shard
+    }
+
+    /// Returns the queue of decisions for this node.
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        matches!(*self.shared.state.borrow(), ConnectionState::Up(_))
+    }
+
+    pub(super) fn last_error(&self) -> Option<NodeError> {
+        self.shared.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn script_loads(&self) -> u64 {
+        self.shared.script_loads.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of connections after the first.
+    pub(super) fn reconnects(&self) -> u64 {
+        self.shared.connections.load(Ordering::Relaxed).saturating_sub(1)
+    }
+
+    /// Closes the connection for good, with all calls in flight: another node has replaced this
+    /// one.
+    pub(super) fn retire(&self) {
+        self.supervisor.abort();
+        if let ConnectionState::Up(connection) =
+            self.shared.state.send_replace(ConnectionState::Retired)
+        {
+            connection.driver.abort();
+        }
+    }
+
+    /// Replaces the connection unless it is new: the address may lead to another server now.
+    pub(super) fn reconnect(&self) {
+        if let ConnectionState::Up(connection) = &*self.shared.state.borrow()
+            && connection.connected_at.elapsed() >= STABLE_AFTER
+        {
+            self.shared.closed_by_us.store(true, Ordering::Relaxed);
+            connection.driver.abort();
+        }
+    }
+
+    /// Reconnects to a node that has refused a write. It is used again once its handshake reports
+    /// that it is a primary.
+    pub(super) fn demote(&self) {
+        self.shared.demoted.store(true, Ordering::Relaxed);
+        self.reconnect();
+    }
+
+    pub(super) fn is_demoted(&self) -> bool {
+        self.shared.demoted.load(Ordering::Relaxed)
+    }
+
+    /// Waits until there is a connection, or until the first attempt to connect has failed.
+    pub(super) async fn ready(&self) -> Result<(), NodeError> {
+        match self.shared.connection().await {
+            Ok(_) => Ok(()),
+            Err(AttemptError::Down(error)) => Err(error),
+            Err(_) => Err(NodeError::new(self.address(), "the node is no longer used")),
+        }
+    }
+
+    /// Returns the connection; if the first attempt to connect is in progress, waits for it.
+    pub(super) async fn connection(
+        &self,
+        deadline: Instant,
+    ) -> Result<Arc<Connection>, AttemptError> {
+        if let ConnectionState::Up(connection) = &*self.shared.state.borrow() {
+            return Ok(Arc::clone(connection));
+        }
+        let still_connecting =
+            |_| Err(AttemptError::Down(NodeError::new(self.address(), "still connecting")));
+        timeout_at(deadline.into(), self.shared.connection()).await.unwrap_or_else(still_connecting)
+    }
+
+    /// Sends a command once, and returns the reply.
+    pub(super) async fn send(
+        &self,
+        on: &Connection,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, AttemptError> {
+        let mut handle = on.handle.clone();
+        let reply = timeout_at(deadline.into(), handle.send_packed_command(command)).await;
+        self.shared.received(reply.map(|reply| reply.and_then(Value::extract_error)))
+    }
+
+    /// Sends a command to a node that is importing its slot. Such a node only serves the slot right
+    /// after ASKING.
+    pub(super) async fn send_asking(
+        &self,
+        on: &Connection,
+        command: Cmd,
+        deadline: Instant,
+    ) -> Result<Value, AttemptError> {
+        let mut pipeline = Pipeline::with_capacity(2);
+        pipeline.add_command(redis::cmd("ASKING")).add_command(command);
+        let mut handle = on.handle.clone();
+        let replies =
+            timeout_at(deadline.into(), handle.send_packed_commands(&pipeline, 0, 2)).await;
+        let last = |replies: Vec<Value>| {
+            replies.into_iter().next_back().unwrap_or(Value::Nil).extract_error()
+        };
+        self.shared.received(replies.map(|replies| replies.and_then(last)))
+    }
+
+    /// Sends several commands once in a pipeline, and returns the reply of each.
+    pub(super) async fn send_all(
+        &self,
+        on: &Connection,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Result<Value, AttemptError>>, AttemptError> {
+        let replies = self.pipeline(on, commands, deadline).await?;
+        let check = |reply: Value| {
+            reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
+        };
+        Ok(replies.into_iter().map(check).collect())
+    }
+
+    async fn pipeline(
+        &self,
+        on: &Connection,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Value>, AttemptError> {
+        let mut handle = on.handle.clone();
+        let replies =
+            timeout_at(deadline.into(), handle.send_packed_commands(commands, 0, commands.len()))
+                .await;
+        let replies = self.shared.received(replies.map(|replies| replies.map(Value::Array)))?;
+        Ok(if let Value::Array(replies) = replies { replies } else { Vec::new() })
+    }
+
+    /// Sends one command on the current connection.
+    pub(super) async fn query(
+        &self,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, AttemptError> {
+        self.send(&*self.connection(deadline).await?, command, deadline).await
+    }
+
+    /// Sends several commands in a pipeline. The error of a single command is its reply.
+    pub(super) async fn query_all(
+        &self,
+        commands: &Pipeline,
+        deadline: Instant,
+    ) -> Result<Vec<Value>, AttemptError> {
+        self.pipeline(&*self.connection(deadline).await?, commands, deadline).await
+    }
+
+    /// Returns how often this script was loaded here. To be read before a call.
+    pub(super) fn load_count(&self, script: &Script) -> u64 {
+        self.shared.loads[script.index()].completed.load(Ordering::Acquire)
+    }
+
+    /// Loads a script that a call found missing, unless another call has loaded it since.
+    pub(super) async fn load(
+        &self,
+        script: &Script,
+        loads_before_call: u64,
+        deadline: Instant,
+    ) -> Result<(), AttemptError> {
+        let load = &self.shared.loads[script.index()];
+        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
+            return Err(AttemptError::TimedOut);
+        };
+        if load.completed.load(Ordering::Acquire) > loads_before_call {
+            return Ok(());
+        }
+        self.shared.script_loads.fetch_add(1, Ordering::Relaxed);
+        self.query(redis::cmd("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
+        load.completed.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for NodeClient {
+    fn drop(&mut self) {
+        self.supervisor.abort();
+    }
+}
+
+impl ConnectionState {
+    /// Returns the connection or the reason for its absence; `None` while connecting.
+    fn connection(&self) -> Option<Result<Arc<Connection>, AttemptError>> {
+        match self {
+            Self::Up(connection) => Some(Ok(Arc::clone(connection))),
+            Self::Down(error) => Some(Err(AttemptError::Down(error.clone()))),
+            Self::Retired => Some(Err(AttemptError::Retired)),
+            Self::Connecting => None,
+        }
+    }
+}
+
+impl NodeShared {
+    async fn connection(&self) -> Result<Arc<Connection>, AttemptError> {
+        if let Some(result) = self.state.borrow().connection() {
+            return result;
+        }
+        let mut changes = self.state.subscribe();
+        loop {
+            if let Some(result) = changes.borrow_and_update().connection() {
+                return result;
+            }
+            if changes.changed().await.is_err() {
+                return Err(AttemptError::Retired);
+            }
+        }
+    }
+
+    /// Converts a reply. A timeout or a lost connection requests a health check.
+    fn received<E>(
+        &self,
+        reply: Result<Result<Value, RedisError>, E>,
+    ) -> Result<Value, AttemptError> {
+        let Ok(reply) = reply else {
+            self.health_check.notify_one();
+            return Err(AttemptError::TimedOut);
+        };
+        self.replies.fetch_add(1, Ordering::Relaxed);
+        reply.map_err(|error| {
+            let error = AttemptError::new(&self.address, &error);
+            if matches!(error, AttemptError::Lost(_)) {
+                self.health_check.notify_one();
+            }
+            error
+        })
+    }
+
+    /// Keeps the node connected, with backoff between attempts.
+    async fn supervise(self: Arc<Self>) {
+        let mut backoff = MIN_BACKOFF;
+        let mut outage_logged = false;
+        loop {
+            let connected = timeout(self.connect_timeout, self.connect()).await;
+            match connected.unwrap_or_else(|_| Err(self.no_answer())) {
+                Ok((connection, driver)) => {
+                    self.connections.fetch_add(1, Ordering::Relaxed);
+                    self.set_state(ConnectionState::Up(Arc::clone(&connection)));
+                    if std::mem::take(&mut outage_logged) {
+                        tracing::info!(node = %self.address, "reconnected to Redis");
+                    }
+                    let error = self.monitor(&connection, driver).await;
+                    if self.closed_by_us.swap(false, Ordering::Relaxed) {
+                        tracing::debug!(
+                            node = %self.address,
+                            "Redis accepts no writes, reconnecting"
+                        );
+                    } else {
+                        tracing::warn!(
+                            node = %self.address,
+                            reason = %error.reason,
+                            "connection to Redis lost"
+                        );
+                        outage_logged = true;
+                    }
+                    self.record_error(&error);
+                    let was_stable = connection.connected_at.elapsed() >= STABLE_AFTER;
+                    self.set_state(if was_stable {
+                        ConnectionState::Connecting
+                    } else {
+                        ConnectionState::Down(error)
+                    });
+                    self.refresh.trigger();
+                    if was_stable {
+                        backoff = MIN_BACKOFF;
+                        continue;
+                    }
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut outage_logged, true) {
+                        tracing::warn!(
+                            node = %self.address,
+                            reason = %error.reason,
+                            "cannot connect to Redis"
+                        );
+                    }
+                    self.record_error(&error);
+                    self.set_state(ConnectionState::Down(error));
+                    self.refresh.trigger();
+                }
+            }
+            sleep(jittered(backoff)).await;
+            backoff = (backoff * 2).min(MAX_BACKOFF);
+        }
+    }
+
+    fn no_answer(&self) -> NodeError {
+        NodeError::new(&self.address, &format!("no answer within {:?}", self.connect_timeout))
+    }
+
+    fn connect_error(&self, error: &RedisError) -> NodeError {
+        // A server that rejects our certificate reports it only after the TLS handshake, if at all.
+        let hint = if self.options.tls.is_some() && error.is_connection_dropped() {
+            " (by TLS: does the server require another client certificate?)"
+        } else {
+            ""
+        };
+        NodeError::new(&self.address, &format!("{}{hint}", one_line(error)))
+    }
+
+    /// Connects, performs the handshake, and checks the role.
+    async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
+        let opened = self.address.open(&self.options).await;
+        let (handle, driver) = opened.map_err(|error| self.connect_error(&error))?;
+        let driver = tokio::spawn(driver);
+        let connection = Connection::new(handle, &driver);
+        let mut handshake = Pipeline::new();
+        for command in self.options.handshake_commands() {
+            handshake.add_command(command);
+        }
+        handshake.add_command(self.ping_command());
+        if self.role == Role::Primary {
+            handshake.add_command(redis::cmd("ROLE"));
+        }
+        let sent = Instant::now();
+        let replies =
+            connection.handle.clone().send_packed_commands(&handshake, 0, handshake.len()).await;
+        let mut replies = replies.map_err(|error| self.connect_error(&error))?;
+        for reply in &replies {
+            if let Value::ServerError(error) = reply {
+                let error = RedisError::from(error.clone());
+                return Err(NodeError::during_handshake(&self.address, &error));
+            }
+        }
+        if self.role == Role::Primary {
+            let demoted = !replies.pop().is_some_and(|role| is_primary_role(&role));
+            self.demoted.store(demoted, Ordering::Relaxed);
+            if demoted {
+                return Err(NodeError::new(&self.address, "the node is a replica, not a primary"));
+            }
+        }
+        if let Some(now) = replies.last().and_then(parse_time) {
+            connection.clock().observe(now, sent, Instant::now());
+        }
+        Ok((Arc::new(connection), driver))
+    }
+
+    /// Waits until the connection fails, and returns the reason. Sends a health check after an
+    /// interval without replies, and after a call without a reply.
+    async fn monitor(&self, connection: &Connection, mut driver: JoinHandle<()>) -> NodeError {
+        loop {
+            let before = self.replies.load(Ordering::Relaxed);
+            tokio::select! {
+                _ = &mut driver => {
+                    return NodeError::new(&self.address, "the connection was closed");
+                }
+                () = self.health_check.notified() => {}
+                () = sleep(HEALTH_CHECK_INTERVAL) => {
+                    if self.replies.load(Ordering::Relaxed) != before {
+                        continue;
+                    }
+                }
+            }
+            let sent = Instant::now();
+            let command = self.ping_command();
+            let mut handle = connection.handle.clone();
+            match timeout(self.connect_timeout, handle.send_packed_command(&command)).await {
+                Ok(Ok(reply)) => {
+                    if let Some(now) = parse_time(&reply) {
+                        connection.clock().observe(now, sent, Instant::now());
+                    }
+                }
+                Ok(Err(error)) => return NodeError::new(&self.address, &one_line(&error)),
+                Err(_) => return self.no_answer(),
+            }
+        }
+    }
+
+    /// Returns the command of a health check. TIME also updates the server's clock.
+    fn ping_command(&self) -> Cmd {
+        redis::cmd(if self.role == Role::Sentinel { "PING" } else { "TIME" })
+    }
+
+    /// Changes the state, unless the node is retired.
+    fn set_state(&self, next: ConnectionState) {
+        self.state.send_if_modified(|state| {
+            let retired = matches!(state, ConnectionState::Retired);
+            if !retired {
+                *state = next;
+            }
+            !retired
+        });
+    }
+
+    fn record_error(&self, error: &NodeError) {
+        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
+    }
+}
+
+/// Returns the shard of a node: a hash of its address, so that it is the same in every process.
+fn shard_of(address: &Address) -> ShardId {
+    let mut hasher = siphasher::sip::SipHasher13::new();
+    hasher.write(address.to_string().as_bytes());
+    // 0 stands for the whole store.
+    ShardId(hasher.finish().max(1))
+}
