@@ -133,7 +133,7 @@ async fn decide(
             Charge::new(KEYS[*key], &quotas[*quota]).policy(name).cost(*cost)
         })
         .collect();
-    limiter.decide_all(request.action, &charges).await
+    limiter.decide_all(request.action, &charges).await.map(Vec::from)
 }
 
 async fn every_count(limiter: &Limiter<RedisStore>) -> Vec<Result<Vec<Decision>, Error>> {
