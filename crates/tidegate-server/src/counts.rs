@@ -283,7 +283,7 @@ fn store_error<T>(result: &Result<T, Error>) -> Option<&StoreError> {
 /// Memory that is full has no other memory to go to: only `allow` and `deny` say something then.
 fn when_full(action: Action, charge: &Charge<'_>, error: Error) -> Result<Decision, Error> {
     let full = matches!(error, Error::Store(StoreError::Full { .. }));
-    let allowed = match charge.store_failure() {
+    let allowed = match charge.on_store_failure() {
         OnStoreFailure::Allow if full => true,
         OnStoreFailure::Deny if full => false,
         _ => return Err(error),

@@ -225,10 +225,10 @@ impl Engine {
             Ask::Policy { policy, key, cost } => {
                 let policy = live.policy(policy)?;
                 let charge = Charge::new(key, policy.quota_for(key))
-                    .policy(policy.name())
-                    .cost(cost.unwrap_or_else(|| policy.usual_cost()))
-                    .charged_at(charged_at)
-                    .on_store_failure(policy.store_failure());
+                    .with_policy(policy.name())
+                    .with_cost(cost.unwrap_or_else(|| policy.usual_cost()))
+                    .with_charged_at(charged_at)
+                    .with_on_store_failure(policy.store_failure());
                 self.ask_policies(action, start, live, &[(policy, charge)], &[]).await?
             }
             Ask::Attributes { attributes, only, cost } => {
@@ -246,7 +246,7 @@ impl Engine {
                     Answer::new(vec![Line::turned_away(policy)])
                 } else {
                     let charge = |selected| {
-                        (Selected::policy(selected), selected.charge().charged_at(charged_at))
+                        (Selected::policy(selected), selected.charge().with_charged_at(charged_at))
                     };
                     let charges: Vec<(&Policy, Charge<'_>)> =
                         selection.charges.iter().map(charge).collect();
@@ -261,14 +261,14 @@ impl Engine {
                 }
             }
             Ask::Quota { key, quota, cost } => {
-                let charge = Charge::new(key, quota).cost(cost).charged_at(charged_at);
+                let charge = Charge::new(key, quota).with_cost(cost).with_charged_at(charged_at);
                 let decision = self.counts.decide(action, &charge).await?;
                 if action == Action::Acquire {
                     self.metrics.count_source(decision.source);
                     live.own_quotas.count(decision.allowed, false);
                 }
                 Answer::new(vec![Line {
-                    policy: quota.unnamed_policy(),
+                    policy: quota.default_policy_name(),
                     quota,
                     decision,
                     shadow: false,

@@ -1,4 +1,4 @@
-//! [`Clock`]: where a store's time comes from, and [`ManualClock`] for tests that never sleep.
+//! [`Clock`]: the time source of a store, and [`ManualClock`] for tests that never sleep.
 
 use std::fmt;
 use std::future::Future;
@@ -7,39 +7,47 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use self::anchored::Anchored;
+use self::calibrated::CalibratedClock;
 
-mod anchored;
+mod calibrated;
 
-/// Where time comes from: microseconds since the Unix epoch, and how to wait for them.
+/// A time source: the current time, and sleeping until a later time.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
-    /// Microseconds since the Unix epoch. Windows of the clock (`fixed-window`, `sliding-counter`)
-    /// are aligned to it.
+    /// Returns the current time, in microseconds since the Unix epoch. The windows of `fixed-window`
+    /// and `sliding-counter` are aligned to the epoch.
     fn now(&self) -> u64;
 
-    /// Resolves once `duration` has passed on this clock, never earlier.
+    /// Sleeps until `duration` has passed on this clock, never shorter.
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>>;
 
     /// Blocks the thread until `duration` has passed on this clock.
     fn sleep_blocking(&self, duration: Duration);
 }
 
-/// The machine's clock: the wall clock at the start, moved on by the monotonic one, so it never
-/// follows a wall clock that is set.
+/// The clock of the machine: the wall clock when it was created, advanced by the monotonic clock. It
+/// ignores later changes of the wall clock.
 ///
-/// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with
-/// its timer on.
+/// Its `sleep` uses Tokio, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with the
+/// timer enabled.
+///
+/// ```
+/// use tidegate::{Clock, SystemClock};
+///
+/// let clock = SystemClock::new();
+/// let start = clock.now();
+/// assert!(clock.now() >= start);
+/// ```
 #[derive(Clone)]
 pub struct SystemClock {
-    shared: Arc<Anchored>,
+    shared: Arc<CalibratedClock>,
 }
 
 impl SystemClock {
-    /// A clock set by the wall clock now.
+    /// Creates a clock that starts at the current wall clock time.
     #[must_use]
     pub fn new() -> Self {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { shared: Arc::new(Anchored::new(micros(since_epoch))) }
+        Self { shared: Arc::new(CalibratedClock::new(micros(since_epoch))) }
     }
 }
 
@@ -70,10 +78,10 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that moves only when it is told to. Clones share one time.
+/// A clock that only moves when a test moves it. Clones share the same time.
 ///
-/// Sleepers wake when the time they wait for is reached, so a test of a
-/// [`wait`](crate::Limiter::wait) takes no time:
+/// Sleepers wake when the clock reaches their time, so a test of a [`wait`](crate::Limiter::wait)
+/// takes no time:
 ///
 /// ```
 /// use std::time::Duration;
@@ -86,13 +94,13 @@ impl Clock for SystemClock {
 /// ```
 #[derive(Clone, Default)]
 pub struct ManualClock {
-    shared: Arc<Shared>,
+    shared: Arc<ManualShared>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct ManualShared {
     state: Mutex<ManualState>,
-    moved: Condvar,
+    changed: Condvar,
 }
 
 struct ManualState {
@@ -101,36 +109,36 @@ struct ManualState {
 }
 
 impl Default for ManualState {
-    /// Noon of some day, so that an hour back and a hundred days on are both still sensible times.
+    /// Starts at noon of a day in 2023, so that tests can step back and forth by days.
     fn default() -> Self {
         Self { now: 1_700_049_600_000_000, sleepers: Vec::new() }
     }
 }
 
 impl ManualClock {
-    /// A clock that stands at a fixed time in 2023.
+    /// Creates a clock that starts at a fixed time in 2023.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Moves on.
+    /// Advances the clock.
     pub fn advance(&self, duration: Duration) {
         self.change(|now| now.saturating_add(micros(duration)));
     }
 
-    /// Steps back, as a clock does that was set wrong.
+    /// Steps the clock back, as the correction of a wrong clock does.
     pub fn step_back(&self, duration: Duration) {
         self.change(|now| now.saturating_sub(micros(duration)));
     }
 
-    /// Jumps to this time (microseconds since the epoch).
+    /// Sets the time, in microseconds since the Unix epoch.
     pub fn set(&self, now: u64) {
         self.change(|_| now);
     }
 
-    /// How many callers are asleep on this clock: a test that moves it may want to know that
-    /// somebody waits.
+    /// Returns the number of callers that sleep on this clock, so that a test can wait for a sleeper
+    /// before it moves the clock.
     #[must_use]
     pub fn sleepers(&self) -> usize {
         self.lock().sleepers.len()
@@ -141,7 +149,7 @@ impl ManualClock {
         state.now = next(state.now);
         let sleepers = std::mem::take(&mut state.sleepers);
         drop(state);
-        self.shared.moved.notify_all();
+        self.shared.changed.notify_all();
         sleepers.into_iter().for_each(Waker::wake);
     }
 
@@ -169,7 +177,7 @@ impl Clock for ManualClock {
         let mut state = self.lock();
         let until = state.now.saturating_add(micros(duration));
         while state.now < until {
-            state = self.shared.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -192,7 +200,7 @@ impl Future for ManualSleep<'_> {
     }
 }
 
-/// Whole microseconds, rounded up: who sleeps or advances by a duration has then truly reached it.
+/// Converts a duration to microseconds, rounded up, so that a sleep is never too short.
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX)
 }

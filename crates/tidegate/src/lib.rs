@@ -76,6 +76,7 @@ mod quota;
 
 mod key;
 
+mod action;
 mod charge;
 
 // Who decides, where the counts live, and how they are counted:
@@ -90,7 +91,6 @@ mod algorithm;
 
 // The answer:
 mod decision;
-mod fingerprint;
 
 pub mod headers;
 
@@ -100,7 +100,7 @@ pub mod tower;
 
 // Beside the path:
 mod clock;
-mod named;
+mod enum_names;
 #[cfg(feature = "testing")]
 pub mod testing;
 
@@ -114,9 +114,9 @@ pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use decision::{Decision, Source};
+pub use enum_names::UnknownName;
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
-pub use named::UnknownName;
 pub use policy::{
     AttributeError, Attributes, Cost, MissingKey, Mode, OnStoreFailure, Policies, Policy,
     PolicyError, SelectError, Selected, Selection, normal_path,

@@ -206,7 +206,7 @@ impl<'a> Wait<'a> {
         if decision.delay > left {
             let too_late = Decision {
                 allowed: false,
-                remaining: decision.remaining + charge.units(),
+                remaining: decision.remaining + charge.cost(),
                 retry_after: decision.delay.saturating_sub(left),
                 reset_after: decision.delay,
                 delay: Duration::ZERO,
@@ -312,7 +312,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::decide`].
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.store.decide_into(action, charge, || Ok(charge.check(action)?))
+        self.store.decide_checked(action, charge, || Ok(charge.check(action)?))
     }
 
     /// See [`Limiter::decide_all`].

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::news::{Mark, News};
+pub use crate::action::Action;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
@@ -139,30 +140,6 @@ pub struct Part(pub u64);
 impl Part {
     /// A store of one part.
     pub const WHOLE: Self = Self(0);
-}
-
-/// What is to be done with a charge.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Decide and, if allowed, spend.
-    Acquire,
-    /// What acquire would answer; writes nothing. A cost of 0 asks whether more is recorded than
-    /// the limit.
-    Peek,
-    /// Returns the units of an earlier charge. [`Charge::charged_at`] names its time; without it,
-    /// the oldest units that still count go first, because that never admits too much.
-    Refund,
-    /// Forget the key.
-    Reset,
-    /// Take as much of the cost as there is room for, which may be nothing: for what has already
-    /// happened, and is charged afterwards. Always answers `allowed`, and what is left then. A cost
-    /// of 0 only looks; one above the burst is fine. Several charges are taken each for itself.
-    Take,
-    /// Records units that were used already: always charges, even beyond the limit. The overdraft
-    /// is bounded at [`Quota::max_level`](crate::Quota::max_level) and is paid back by time.
-    /// Answers whether the units fitted; if not, `remaining` is 0 and `retry_after` is the wait
-    /// until one unit is free again. Several charges are recorded each for itself.
-    Report,
 }
 
 /// Why nobody could decide.

@@ -137,7 +137,7 @@ async fn run<S: Store>(
         let charged_at =
             |charged: usize| decided_at.iter().rev().nth(charged).copied().unwrap_or_default();
         let charge = |part: &sequence::Part| {
-            sequence.charge(part).charged_at(part.charged.map(charged_at).unwrap_or_default())
+            sequence.charge(part).with_charged_at(part.charged.map(charged_at).unwrap_or_default())
         };
         let charges: Vec<Charge<'_>> = charges.iter().map(charge).collect();
         decided_at.push(clock.now());

@@ -73,7 +73,7 @@ async fn acquire<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) -> Decisio
 async fn left<S: Store>(limiter: &Limiter<S>, charge: &Charge<'_>) -> u64 {
     // What acquire would leave, and what it would take.
     let peeked = limiter.peek(charge).await.expect("a decision");
-    peeked.remaining + if peeked.allowed { charge.units() } else { 0 }
+    peeked.remaining + if peeked.allowed { charge.cost() } else { 0 }
 }
 
 async fn retry_after_is_exact_to_the_microsecond<S: Store>(
@@ -83,7 +83,7 @@ async fn retry_after_is_exact_to_the_microsecond<S: Store>(
     for limit in [1, 3, 7, 100] {
         for quota in every_quota(limit, Duration::from_micros(1_000_003)) {
             for cost in [1, limit.div_ceil(2), limit] {
-                let charge = Charge::new("user123", &quota).cost(cost);
+                let charge = Charge::new("user123", &quota).with_cost(cost);
                 let mut denied = acquire(&limiter, &charge).await;
                 while denied.allowed {
                     clock.advance(Duration::from_micros(11));
@@ -103,13 +103,13 @@ async fn retry_after_is_exact_to_the_microsecond<S: Store>(
 async fn a_denied_request_spends_nothing<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
     for quota in every_quota(10, HOUR) {
         let charge = Charge::new("user123", &quota);
-        assert!(acquire(&limiter, &charge.cost(8)).await.allowed);
+        assert!(acquire(&limiter, &charge.with_cost(8)).await.allowed);
         for _ in 0..20 {
             clock.advance(Duration::from_micros(1));
-            assert!(!acquire(&limiter, &charge.cost(5)).await.allowed);
+            assert!(!acquire(&limiter, &charge.with_cost(5)).await.allowed);
         }
         assert_eq!(left(&limiter, &charge).await, 2, "{quota:?}");
-        assert!(acquire(&limiter, &charge.cost(2)).await.allowed, "{quota:?}");
+        assert!(acquire(&limiter, &charge.with_cost(2)).await.allowed, "{quota:?}");
     }
 }
 
@@ -146,7 +146,7 @@ async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _cloc
         );
     }
     for (index, full) in charges.iter().enumerate() {
-        assert!(acquire(&limiter, &full.cost(7)).await.allowed);
+        assert!(acquire(&limiter, &full.with_cost(7)).await.allowed);
         let decisions = limiter.acquire_all(&charges).await.expect("decisions");
         for (other, decision) in decisions.iter().enumerate() {
             assert_eq!(decision.allowed, other != index);
@@ -154,7 +154,7 @@ async fn several_charges_are_all_or_nothing<S: Store>(limiter: Limiter<S>, _cloc
         }
         let leading = Decision::most_restrictive(&decisions).expect("some");
         assert!(!leading.allowed);
-        limiter.refund(&full.cost(7)).await.expect("refunded");
+        limiter.refund(&full.with_cost(7)).await.expect("refunded");
     }
     assert!(limiter.acquire_all(&[]).await.expect("nothing to decide").is_empty());
 }
@@ -165,16 +165,17 @@ async fn a_report_is_recorded_beyond_the_limit_and_paid_back_by_time<S: Store>(
 ) {
     for quota in every_quota(100, HOUR) {
         let charge = Charge::new("u", &quota);
-        let fits = limiter.report(&charge.cost(100)).await.expect("recorded");
+        let fits = limiter.report(&charge.with_cost(100)).await.expect("recorded");
         assert_eq!(
             (fits.allowed, fits.remaining, fits.retry_after),
             (true, 0, Duration::ZERO),
             "{quota:?}"
         );
-        let is_exceeded =
-            async || !limiter.decide(Action::Peek, &charge.cost(0)).await.expect("looked").allowed;
+        let is_exceeded = async || {
+            !limiter.decide(Action::Peek, &charge.with_cost(0)).await.expect("looked").allowed
+        };
         assert!(!is_exceeded().await, "{quota:?}: 100 of 100 is not exceeded");
-        let over = limiter.report(&charge.cost(50)).await.expect("recorded");
+        let over = limiter.report(&charge.with_cost(50)).await.expect("recorded");
         assert_eq!((over.allowed, over.remaining), (false, 0), "{quota:?}");
         assert!(is_exceeded().await, "{quota:?}: 150 of 100 is");
         // After the wait one unit is free, and a microsecond earlier it is not.
@@ -184,7 +185,7 @@ async fn a_report_is_recorded_beyond_the_limit_and_paid_back_by_time<S: Store>(
         assert!(limiter.acquire(&charge).await.expect("decided").allowed, "{quota:?}");
         limiter.reset(&charge).await.expect("reset");
         // The overdraft is bounded: ten times the limit is recorded, and time pays it back.
-        limiter.report(&charge.cost(u64::MAX)).await.expect("recorded");
+        limiter.report(&charge.with_cost(u64::MAX)).await.expect("recorded");
         clock.advance(11 * HOUR);
         assert_eq!(limiter.peek(&charge).await.expect("looked").remaining, 99, "{quota:?}");
         limiter.reset(&charge).await.expect("reset");
@@ -203,10 +204,10 @@ async fn a_changed_limit_keeps_the_counts<S: Store>(limiter: Limiter<S>, _clock:
             }
         };
         let (normal, raised, lowered) = (with_limit(10), with_limit(100), with_limit(5));
-        let charge = |quota| Charge::new("user123", quota).policy(&policy);
-        assert!(acquire(&limiter, &charge(&normal).cost(7)).await.allowed);
+        let charge = |quota| Charge::new("user123", quota).with_policy(&policy);
+        assert!(acquire(&limiter, &charge(&normal).with_cost(7)).await.allowed);
         assert_eq!(left(&limiter, &charge(&raised)).await, 93, "{quota:?}");
-        assert!(acquire(&limiter, &charge(&raised).cost(1)).await.allowed);
+        assert!(acquire(&limiter, &charge(&raised).with_cost(1)).await.allowed);
         assert_eq!(left(&limiter, &charge(&normal)).await, 2, "{quota:?}");
         assert_eq!(left(&limiter, &charge(&lowered)).await, 0, "{quota:?}");
         let denied = acquire(&limiter, &charge(&lowered)).await;
@@ -218,7 +219,7 @@ async fn a_changed_algorithm_starts_anew<S: Store>(limiter: Limiter<S>, _clock: 
     let quotas = every_quota(10, HOUR);
     for before in &quotas {
         for after in &quotas {
-            let charge = |quota| Charge::new("user123", quota).policy("per-user").cost(6);
+            let charge = |quota| Charge::new("user123", quota).with_policy("per-user").with_cost(6);
             assert!(acquire(&limiter, &charge(before)).await.allowed, "{before:?}");
             // Both buckets keep one kind of state; memory has one log for both encodings.
             let bucket = |quota: &Quota| {
@@ -327,14 +328,14 @@ async fn bad_input_gets_its_own_error<S: Store>(limiter: Limiter<S>, _clock: Man
         (Charge::new("", &quota), ChargeError::Key(KeyError::Empty)),
         (Charge::new(&long, &quota), ChargeError::Key(KeyError::TooLong(513))),
         (charge("a\u{0}b"), ChargeError::Key(KeyError::Control { character: '\0', at: 1 })),
-        (charge("k").policy(""), ChargeError::Policy(KeyError::Empty)),
+        (charge("k").with_policy(""), ChargeError::Policy(KeyError::Empty)),
         (
-            charge("k").policy("a\nb"),
+            charge("k").with_policy("a\nb"),
             ChargeError::Policy(KeyError::Control { character: '\n', at: 1 }),
         ),
-        (charge("k").cost(0), ChargeError::ZeroCost),
-        (charge("k").cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
-        (charge("k").cost(u64::MAX), ChargeError::CostTooHigh { cost: u64::MAX, most: 10 }),
+        (charge("k").with_cost(0), ChargeError::ZeroCost),
+        (charge("k").with_cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
+        (charge("k").with_cost(u64::MAX), ChargeError::CostTooHigh { cost: u64::MAX, most: 10 }),
     ];
     for (bad, error) in cases {
         let error = Error::Charge(error);
@@ -351,7 +352,7 @@ async fn bad_input_gets_its_own_error<S: Store>(limiter: Limiter<S>, _clock: Man
         assert_eq!(limiter.acquire_all(&[charge("fine"), bad]).await, Err(error));
     }
     let twice = limiter
-        .acquire_all(&[charge("k"), charge("k").cost(2)])
+        .acquire_all(&[charge("k"), charge("k").with_cost(2)])
         .await
         .expect_err("one count, named twice");
     assert!(
@@ -367,7 +368,11 @@ async fn bad_input_gets_its_own_error<S: Store>(limiter: Limiter<S>, _clock: Man
             9,
             "{key}: a count of its own, untouched so far"
         );
-        assert_eq!(acquire(&limiter, &charge("x").policy(key)).await.remaining, 9, "policy {key}");
+        assert_eq!(
+            acquire(&limiter, &charge("x").with_policy(key)).await.remaining,
+            9,
+            "policy {key}"
+        );
     }
 }
 
@@ -381,12 +386,12 @@ async fn a_wait_ends_exactly_when_it_is_admitted<S: Store>(
     clock: ManualClock,
 ) {
     for quota in every_quota(4, SECOND) {
-        let charge = Charge::new("user123", &quota).cost(3);
+        let charge = Charge::new("user123", &quota).with_cost(3);
         while acquire(&limiter, &charge).await.allowed {}
         let retry_after = limiter.peek(&charge).await.expect("a decision").retry_after;
         let waiting = tokio::spawn({
             let (limiter, quota) = (limiter.clone(), quota.clone());
-            async move { limiter.wait(&Charge::new("user123", &quota).cost(3), HOUR).await }
+            async move { limiter.wait(&Charge::new("user123", &quota).with_cost(3), HOUR).await }
         });
         // A microsecond early it is still asleep; in time it is admitted, and sleeps on only for
         // its turn.
@@ -422,14 +427,14 @@ async fn a_wait_that_cannot_end_in_time_fails_at_once_and_spends_nothing<S: Stor
 ) {
     for quota in every_quota(4, SECOND) {
         let charge = Charge::new("user123", &quota);
-        assert!(acquire(&limiter, &charge.cost(3)).await.allowed);
-        let denied = limiter.peek(&charge.cost(3)).await.expect("a decision");
+        assert!(acquire(&limiter, &charge.with_cost(3)).await.allowed);
+        let denied = limiter.peek(&charge.with_cost(3)).await.expect("a decision");
         // In a queue the turn comes only after all that is ahead.
         let queued = quota.algorithm() == Algorithm::LeakyBucket;
         let needed = if queued { denied.reset_after } else { denied.retry_after };
         let before = clock.now();
         let denied = limiter
-            .wait(&charge.cost(3), needed.saturating_sub(MICROSECOND))
+            .wait(&charge.with_cost(3), needed.saturating_sub(MICROSECOND))
             .await
             .expect("a decision");
         assert!(!denied.allowed, "{quota:?}");
@@ -448,7 +453,7 @@ async fn a_wait_that_cannot_end_in_time_fails_at_once_and_spends_nothing<S: Stor
 
 async fn a_cancelled_wait_has_spent_nothing<S: Store>(limiter: Limiter<S>, clock: ManualClock) {
     for quota in every_quota(4, SECOND) {
-        let charge = Charge::new("user123", &quota).cost(4);
+        let charge = Charge::new("user123", &quota).with_cost(4);
         assert!(acquire(&limiter, &charge).await.allowed);
         {
             let mut waiting = pin!(limiter.wait(&charge, HOUR));
@@ -488,8 +493,8 @@ async fn a_limit_that_is_lowered_does_not_let_a_bucket_be_forgotten<S: Store>(
         Quota::token_bucket(limit, SECOND).and_then(|quota| quota.with_burst(100)).expect("valid")
     };
     let (high, low) = (with_limit(100), with_limit(1));
-    let charge = |quota| Charge::new("user123", quota).policy("p");
-    assert!(acquire(&limiter, &charge(&high).cost(100)).await.allowed);
+    let charge = |quota| Charge::new("user123", quota).with_policy("p");
+    assert!(acquire(&limiter, &charge(&high).with_cost(100)).await.allowed);
     assert!(!acquire(&limiter, &charge(&low)).await.allowed);
     // Others come and go meanwhile, and what has expired is swept.
     clock.advance(2 * SECOND);
@@ -520,7 +525,7 @@ async fn in_no_interval_does_a_log_admit_more_than_its_limit<S: Store>(
                 .wrapping_add(1_442_695_040_888_963_407);
             clock.advance(Duration::from_micros((random >> 33) % 300));
             let cost = 1 + (random >> 60) % 4;
-            if acquire(&limiter, &Charge::new("user123", &quota).cost(cost)).await.allowed {
+            if acquire(&limiter, &Charge::new("user123", &quota).with_cost(cost)).await.allowed {
                 admitted.push((clock.now(), cost));
             }
         }
@@ -554,7 +559,7 @@ async fn the_long_run_rate_is_exact<S: Store>(limiter: Limiter<S>, clock: Manual
                 for step in 0..steps {
                     let there = left(&limiter, &charge).await;
                     if there > 0 {
-                        assert!(acquire(&limiter, &charge.cost(there)).await.allowed);
+                        assert!(acquire(&limiter, &charge.with_cost(there)).await.allowed);
                         admitted += u128::from(there);
                     }
                     // Never so long that a full bucket spills, and an odd part of a window.
@@ -631,7 +636,7 @@ proptest! {
         let mut admitted: Vec<(u64, u64)> = Vec::new();
         for (pause, cost) in requests {
             clock.advance(Duration::from_micros(pause));
-            let charge = Charge::new("user123", &quota).cost(cost.min(limit));
+            let charge = Charge::new("user123", &quota).with_cost(cost.min(limit));
             if limiter.blocking().acquire(&charge).expect("a decision").allowed {
                 admitted.push((clock.now(), cost.min(limit)));
             }

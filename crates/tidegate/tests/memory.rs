@@ -172,7 +172,7 @@ fn expired_keys_are_swept_in_passing() {
 fn a_key_that_counts_for_nobody_is_not_kept() {
     let limiter = limiter_on(&ManualClock::new());
     for quota in every_quota(5, LONG) {
-        let charge = Charge::new("k", &quota).cost(2);
+        let charge = Charge::new("k", &quota).with_cost(2);
         limiter.blocking().peek(&charge).expect("decided");
         assert_eq!(limiter.store().keys(), 0, "a peek writes nothing");
         limiter.blocking().acquire(&charge).expect("decided");
@@ -190,7 +190,7 @@ fn a_known_key_costs_no_allocation() {
     let clock = ManualClock::new();
     let limiter = limiter_on(&clock);
     for quota in every_quota(100_000, LONG) {
-        let charge = Charge::new("user123", &quota).policy("per-user").cost(3);
+        let charge = Charge::new("user123", &quota).with_policy("per-user").with_cost(3);
         // A log's deque grows by doubling: give it the room first.
         for _ in 0..1_025 {
             clock.advance(Duration::from_micros(1));
@@ -203,7 +203,7 @@ fn a_known_key_costs_no_allocation() {
                 limiter.blocking().peek(&charge).expect("decided");
             }
         });
-        assert_eq!(measured.count_total, 0, "{}", quota.unnamed_policy());
+        assert_eq!(measured.count_total, 0, "{}", quota.default_policy_name());
     }
 }
 
@@ -251,7 +251,7 @@ fn a_logs_memory_follows_its_window_and_not_its_limit() {
 fn a_cost_of_ten_thousand_is_one_entry() {
     let limiter = limiter_on(&ManualClock::new());
     let quota = Quota::sliding_log(10_000_000, LONG).expect("valid");
-    let charge = Charge::new("user123", &quota).cost(10_000);
+    let charge = Charge::new("user123", &quota).with_cost(10_000);
     let measured = allocation_counter::measure(|| {
         limiter.blocking().acquire(&charge).expect("decided");
     });
@@ -287,9 +287,9 @@ fn a_blocking_call_finds_what_is_wrong_with_a_charge_whether_its_key_is_known_or
             let cases = [
                 (charge(""), ChargeError::Key(KeyError::Empty)),
                 (charge("a\nb"), ChargeError::Key(KeyError::Control { character: '\n', at: 1 })),
-                (charge("k").policy(""), ChargeError::Policy(KeyError::Empty)),
-                (charge("k").cost(0), ChargeError::ZeroCost),
-                (charge("k").cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
+                (charge("k").with_policy(""), ChargeError::Policy(KeyError::Empty)),
+                (charge("k").with_cost(0), ChargeError::ZeroCost),
+                (charge("k").with_cost(11), ChargeError::CostTooHigh { cost: 11, most: 10 }),
             ];
             for (bad, error) in cases {
                 assert_eq!(

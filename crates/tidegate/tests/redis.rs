@@ -53,7 +53,7 @@ async fn a_sorted_set_log_can_be_read_by_an_operator() {
     let builder = RedisStore::builder(&redis.url()).timeout(PATIENCE).driven_by(clock.clone());
     let limiter = Limiter::new(builder.connect().await.expect("connected"));
     let quota = Quota::sliding_log(100, MINUTE).expect("valid");
-    let charge = Charge::new("user123", &quota).policy("per-user");
+    let charge = Charge::new("user123", &quota).with_policy("per-user");
     for _ in 0..3 {
         limiter.acquire(&charge).await.expect("decided");
         clock.advance(Duration::from_millis(250));
@@ -73,7 +73,7 @@ async fn a_sorted_set_log_can_be_read_by_an_operator() {
             "1700049600500000"
         ]
     );
-    limiter.acquire(&charge.cost(90)).await.expect("decided");
+    limiter.acquire(&charge.with_cost(90)).await.expect("decided");
     assert_eq!(redis.query::<u64>(&["ZCARD", key]), 4, "a cost is one member, however high");
 }
 
@@ -113,7 +113,7 @@ async fn two_algorithms_on_one_count_do_not_make_each_other_forget() {
         for (beside, new) in quotas.iter().enumerate().filter(|(beside, _)| *beside != at) {
             let key = format!("{at}-{beside}");
             let (old, new) =
-                (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+                (Charge::new(&key, old).with_policy("p"), Charge::new(&key, new).with_policy("p"));
             let (mut by_old, mut by_new) = (0, 0);
             for _ in 0..10 {
                 by_old += usize::from(one.acquire(&old).await.expect("decided").allowed);
@@ -148,7 +148,7 @@ async fn a_packed_request_takes_at_most_eight_bytes() {
             let clock = ManualClock::new();
             let limiter = redis.driven_limiter(clock.clone()).await;
             let quota = packed(limit, window);
-            let charge = Charge::new("user123", &quota).policy("per-user");
+            let charge = Charge::new("user123", &quota).with_policy("per-user");
             let key = limiter.store().redis_key(&charge);
             let weigh = || redis.query::<u64>(&["MEMORY", "USAGE", &key, "SAMPLES", "0"]);
             for count in 1..=limit {
@@ -234,7 +234,7 @@ async fn a_decision_takes_the_fewest_commands() {
         assert!(
             commands <= most * 90,
             "{commands} commands for 90 decisions of {}",
-            quota.unnamed_policy()
+            quota.default_policy_name()
         );
     }
 }
@@ -272,7 +272,7 @@ async fn a_packed_decision_does_not_grow_with_the_limit() {
         }
         counts.push((commands() - before) / 200);
         let before = commands();
-        limiter.acquire(&charge.cost(limit)).await.expect("decided");
+        limiter.acquire(&charge.with_cost(limit)).await.expect("decided");
         counts.push(commands() - before);
     }
     assert!(counts.iter().all(|count| *count <= 20), "commands a decision: {counts:?}");
@@ -317,7 +317,7 @@ async fn requests_of_one_microsecond_and_of_neighbouring_ones_all_count() {
         for count in 1..=100 {
             assert_eq!(limiter.acquire(&charge).await.expect("decided").remaining, 2_000 - count);
         }
-        if quota.unnamed_policy() == "sliding-log-60s" {
+        if quota.default_policy_name() == "sliding-log-60s" {
             for _ in 0..1_000 {
                 clock.advance(Duration::from_micros(1));
                 limiter.acquire(&charge).await.expect("decided");
@@ -362,7 +362,8 @@ async fn a_window_of_milliseconds_expires_after_it_and_not_before() {
             expires_at - before
         );
         let most =
-            if quota.unnamed_policy().starts_with("sliding-counter") { 2 * 700 } else { 700 } + 1;
+            if quota.default_policy_name().starts_with("sliding-counter") { 2 * 700 } else { 700 }
+                + 1;
         assert!(expires_at <= after + most, "{quota:?} expires in {} ms", expires_at - after);
     }
 }
@@ -502,9 +503,9 @@ async fn a_denial_under_a_lowered_limit_makes_the_key_live_longer() {
         quota.with_burst(100).expect("a bucket")
     };
     let (high, low) = (with_limit(100), with_limit(1));
-    let charge = |quota| Charge::new("u", quota).policy("p");
-    assert!(limiter.acquire(&charge(&high).cost(100)).await.expect("decided").allowed);
-    assert!(!limiter.acquire(&charge(&low).cost(100)).await.expect("decided").allowed);
+    let charge = |quota| Charge::new("u", quota).with_policy("p");
+    assert!(limiter.acquire(&charge(&high).with_cost(100)).await.expect("decided").allowed);
+    assert!(!limiter.acquire(&charge(&low).with_cost(100)).await.expect("decided").allowed);
     let expires_in: i64 = redis.query(&["PTTL", &limiter.store().redis_key(&charge(&low))]);
     assert!(expires_in > 2_000_000, "100 units at 1 in 30 s take 3,000 s, not {expires_in} ms");
 }

@@ -91,13 +91,13 @@ async fn charges_that_live_apart_never_admit_too_much_and_give_back_what_they_to
             task.await.expect("no panic");
         }
         let admitted = admitted.load(Ordering::Relaxed);
-        assert_eq!(admitted, 40, "{}", wide.unnamed_policy());
+        assert_eq!(admitted, 40, "{}", wide.default_policy_name());
         let left = limiter.peek(&Charge::new("wide", &wide)).await.expect("decided");
         assert_eq!(
             left.remaining + 1,
             60,
             "what denied requests took was given back: {}",
-            wide.unnamed_policy()
+            wide.default_policy_name()
         );
     }
     cluster.assert_every_key_expires();
@@ -153,7 +153,8 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
     let quota = Quota::sliding_log(300, LONG).expect("valid");
     // Policies of one key share its slot.
     let policies: Vec<String> = (0..6).map(|number| format!("policy-{number}")).collect();
-    let redis_key = limiter.store().redis_key(&Charge::new("moving", &quota).policy("policy-0"));
+    let redis_key =
+        limiter.store().redis_key(&Charge::new("moving", &quota).with_policy("policy-0"));
     let (slot, from) = (cluster.slot_of(&redis_key), cluster.owner_of(&redis_key));
 
     let stop = Arc::new(AtomicBool::new(false));
@@ -168,8 +169,8 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
                 asked += 1;
                 if asked % 4 == 0 {
                     // Together: all or none, even while some have moved and some have not.
-                    let pair =
-                        [1, 4].map(|at: usize| Charge::new("moving", &quota).policy(&policies[at]));
+                    let pair = [1, 4]
+                        .map(|at: usize| Charge::new("moving", &quota).with_policy(&policies[at]));
                     let decisions = limiter.acquire_all(&pair).await.expect("no error");
                     if decisions.iter().all(|decision| decision.allowed) {
                         admitted[1] += 1;
@@ -177,7 +178,7 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
                     }
                 } else {
                     let at = (asked + task) % policies.len();
-                    let charge = Charge::new("moving", &quota).policy(&policies[at]);
+                    let charge = Charge::new("moving", &quota).with_policy(&policies[at]);
                     admitted[at] +=
                         u64::from(limiter.acquire(&charge).await.expect("no error").allowed);
                 }
@@ -200,8 +201,10 @@ async fn a_slot_that_moves_under_load_costs_no_error_and_no_unit() {
     assert!(limiter.store().redirects() > 0);
     assert_eq!(cluster.owner_of(&redis_key), 6);
     for (policy, admitted) in policies.iter().zip(admitted) {
-        let left =
-            limiter.peek(&Charge::new("moving", &quota).policy(policy)).await.expect("decided");
+        let left = limiter
+            .peek(&Charge::new("moving", &quota).with_policy(policy))
+            .await
+            .expect("decided");
         let left = left.remaining + u64::from(left.allowed);
         assert_eq!(left, 300 - admitted, "{policy}: {admitted} were admitted");
     }
@@ -300,7 +303,7 @@ async fn many_callers_of_many_slots_are_each_told_what_is_left_for_their_key() {
         assert_eq!(told.len(), 40);
         for (name, mut left) in told {
             left.sort_unstable();
-            assert_eq!(left, [0, 1, 2, 3, 4], "{name} of {}", quota.unnamed_policy());
+            assert_eq!(left, [0, 1, 2, 3, 4], "{name} of {}", quota.default_policy_name());
         }
     }
     cluster.assert_every_key_expires();
@@ -368,7 +371,7 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
         let (asking, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
         let together = tokio::spawn(async move {
             let charges =
-                keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).cost(2));
+                keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).with_cost(2));
             asking.acquire_all(&charges.collect::<Vec<_>>()).await
         });
         until("all calls have arrived", async || {
@@ -393,7 +396,8 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
         denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(told, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
     for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
-        let look = limiter.store().decide(Action::Take, &charge.cost(0)).await.expect("decided");
+        let look =
+            limiter.store().decide(Action::Take, &charge.with_cost(0)).await.expect("decided");
         assert_eq!(look.remaining, left);
     }
     cluster.assert_every_key_expires();
@@ -409,10 +413,10 @@ async fn a_peek_across_slots_shows_unspent_numbers_when_one_denies() {
         let keys: Vec<String> = (0..6).map(|number| format!("user-{number}")).collect();
         let pairs = keys.iter().zip(quotas.iter().cycle());
         let charges: Vec<Charge<'_>> =
-            pairs.map(|(key, quota)| Charge::new(key, quota).cost(2)).collect();
+            pairs.map(|(key, quota)| Charge::new(key, quota).with_cost(2)).collect();
         for (at, charge) in charges.iter().enumerate() {
             clock.advance(Duration::from_millis(700));
-            let spent = charge.cost(if at == 4 { 4 } else { 1 });
+            let spent = charge.with_cost(if at == 4 { 4 } else { 1 });
             limiter.acquire(&spent).await.expect("decided");
             twin.acquire(&spent).await.expect("decided");
         }

@@ -27,8 +27,10 @@ async fn a_raised_window_keeps_the_counts() {
         let long = Quota::new(short.algorithm(), 5, 3_600 * SECOND).expect("valid");
         let long =
             if short.encoding() == Encoding::Packed { packed(5, 3_600 * SECOND) } else { long };
-        let (short, long) =
-            (Charge::new("u", &short).policy("p").cost(5), Charge::new("u", &long).policy("p"));
+        let (short, long) = (
+            Charge::new("u", &short).with_policy("p").with_cost(5),
+            Charge::new("u", &long).with_policy("p"),
+        );
         assert!(limiter.acquire(&short).await.expect("decided").allowed);
         let key = limiter.store().redis_key(&short);
         // As if most of the short window had passed.
@@ -57,7 +59,7 @@ async fn a_long_packed_log_keeps_its_counts_and_stays_quick_when_its_window_is_r
     // More than a chunk. The times of two hours need another width than those of one.
     let (hour, hours) = (packed(20_000, 3_600 * SECOND), packed(20_000, 7_200 * SECOND));
     let (before, after) =
-        (Charge::new("u", &hour).policy("p"), Charge::new("u", &hours).policy("p"));
+        (Charge::new("u", &hour).with_policy("p"), Charge::new("u", &hours).with_policy("p"));
     for _ in 0..20_000 {
         clock.advance(Duration::from_millis(100));
         assert!(limiter.acquire(&before).await.expect("decided").allowed);
@@ -92,8 +94,9 @@ async fn a_lowered_limit_of_a_bucket_changes_nothing_by_a_denial() {
         Quota::token_bucket(10, SECOND).expect("valid"),
         Quota::token_bucket(1, SECOND).expect("valid"),
     );
-    let (fast, slow) = (Charge::new("u", &fast).policy("p"), Charge::new("u", &slow).policy("p"));
-    for charge in [&fast.cost(10), &slow, &fast] {
+    let (fast, slow) =
+        (Charge::new("u", &fast).with_policy("p"), Charge::new("u", &slow).with_policy("p"));
+    for charge in [&fast.with_cost(10), &slow, &fast] {
         let (ours, theirs) = (on_redis.acquire(charge).await, in_memory.acquire(charge).await);
         assert_eq!(ours, theirs, "{charge:?}");
         clock.advance(SECOND / 4);
@@ -109,7 +112,7 @@ async fn a_changed_algorithm_admits_twice_the_limit_at_most() {
         for (beside, new) in kinds.iter().enumerate().filter(|(beside, _)| *beside != at) {
             let key = format!("{at}-{beside}");
             let (old, new) =
-                (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+                (Charge::new(&key, old).with_policy("p"), Charge::new(&key, new).with_policy("p"));
             let mut admitted = 0;
             for charge in [&old, &new] {
                 for _ in 0..15 {
@@ -135,9 +138,9 @@ async fn a_reset_of_one_policy_leaves_those_with_longer_names_alone() {
     for quota in every_quota(1, LONG) {
         for suffix in ["window", "log", "packed", "counter", "bucket"] {
             let other = format!("api:{suffix}");
-            let other = Charge::new("u", &quota).policy(&other);
+            let other = Charge::new("u", &quota).with_policy(&other);
             assert!(limiter.acquire(&other).await.expect("decided").allowed);
-            limiter.reset(&Charge::new("u", &quota).policy("api")).await.expect("reset");
+            limiter.reset(&Charge::new("u", &quota).with_policy("api")).await.expect("reset");
             assert!(!limiter.acquire(&other).await.expect("decided").allowed, "{other:?}");
             limiter.reset(&other).await.expect("reset");
         }
@@ -150,9 +153,9 @@ async fn a_refund_may_be_larger_than_any_limit() {
     let on_redis = redis.driven_limiter(clock.clone()).await;
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     for quota in every_quota(Quota::MAX_LOG_LIMIT, MINUTE) {
-        let charge = Charge::new("u", &quota).cost(Quota::MAX_LOG_LIMIT);
-        for charge in [charge, charge.cost(u64::MAX)] {
-            let refunds = charge.units() == u64::MAX;
+        let charge = Charge::new("u", &quota).with_cost(Quota::MAX_LOG_LIMIT);
+        for charge in [charge, charge.with_cost(u64::MAX)] {
+            let refunds = charge.cost() == u64::MAX;
             let (ours, theirs) = if refunds {
                 (on_redis.refund(&charge).await, in_memory.refund(&charge).await)
             } else {
@@ -266,7 +269,7 @@ async fn a_batch_of_rested_logs_removes_no_more_than_one_of_them() {
         .map(|key| {
             let (limiter, quota, key) = (limiter.clone(), quota.clone(), key.clone());
             tokio::spawn(async move {
-                limiter.acquire(&Charge::new(&key, &quota).cost(8)).await.expect("decided")
+                limiter.acquire(&Charge::new(&key, &quota).with_cost(8)).await.expect("decided")
             })
         })
         .collect();
@@ -291,8 +294,10 @@ async fn no_call_holds_redis_for_long_whatever_the_limit() {
     for round in 0..20 {
         redis.query::<()>(&["FLUSHALL"]);
         let key = format!("user-{round}");
-        let (one, other) =
-            (Charge::new(&key, &sorted_set), Charge::new(&key, &large).policy("large").cost(8));
+        let (one, other) = (
+            Charge::new(&key, &sorted_set),
+            Charge::new(&key, &large).with_policy("large").with_cost(8),
+        );
         fill_sorted_set(&redis, &limiter.store().redis_key(&one), 100_000, hour);
         redis.query::<()>(&["CONFIG", "SET", "slowlog-log-slower-than", "0"]);
         redis.query::<()>(&["SLOWLOG", "RESET"]);
@@ -326,19 +331,19 @@ async fn a_packed_log_of_many_chunks_is_exact_and_forgets_what_is_over() {
     let limiter = redis.driven_limiter(clock.clone()).await;
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     let quota = packed(30_000, MINUTE);
-    let charge = Charge::new("u", &quota).policy("p");
+    let charge = Charge::new("u", &quota).with_policy("p");
     let step = Duration::from_millis(2);
     for number in 0..45_000_u64 {
         clock.advance(step);
         // Most at cost 1; from the first chunk on some at others.
         let cost = if number > 9_000 && number.is_multiple_of(1_000) { 50 } else { 1 };
         let (ours, theirs) = (
-            limiter.acquire(&charge.cost(cost)).await,
-            in_memory.acquire(&charge.cost(cost)).await,
+            limiter.acquire(&charge.with_cost(cost)).await,
+            in_memory.acquire(&charge.with_cost(cost)).await,
         );
         assert_eq!(ours, theirs, "request {number} of cost {cost}");
         if number.is_multiple_of(2_500) {
-            let refund = charge.charged_at(clock.now());
+            let refund = charge.with_charged_at(clock.now());
             assert_eq!(
                 limiter.refund(&refund).await,
                 in_memory.refund(&refund).await,
@@ -358,7 +363,7 @@ async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
     let limiter = redis.driven_limiter(clock.clone()).await;
     let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     let quota = packed(20_000, MINUTE);
-    let charge = Charge::new("u", &quota).policy("p");
+    let charge = Charge::new("u", &quota).with_policy("p");
     let both = async |charge: &Charge<'_>| {
         let (ours, theirs) = (limiter.acquire(charge).await, in_memory.acquire(charge).await);
         assert_eq!(ours, theirs, "{charge:?}");
@@ -368,16 +373,16 @@ async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
         both(&charge).await;
     }
     clock.advance(Duration::from_micros(809));
-    both(&charge.cost(1_000)).await;
-    let refund = charge.cost(900).charged_at(clock.now());
+    both(&charge.with_cost(1_000)).await;
+    let refund = charge.with_cost(900).with_charged_at(clock.now());
     clock.advance(Duration::from_micros(1));
     assert_eq!(limiter.refund(&refund).await, in_memory.refund(&refund).await);
     clock.advance(MINUTE.saturating_sub(Duration::from_micros(9_011)));
-    both(&charge.cost(11_000)).await;
-    both(&charge.cost(700)).await;
+    both(&charge.with_cost(11_000)).await;
+    both(&charge.with_cost(700)).await;
     clock.advance(Duration::from_micros(9_010));
-    both(&charge.cost(9_200)).await;
-    both(&charge.cost(8_200)).await;
+    both(&charge.with_cost(9_200)).await;
+    both(&charge.with_cost(8_200)).await;
 }
 
 /// Requests of other costs carry totals, which are needed until the chunk is passed.
@@ -386,20 +391,20 @@ async fn a_sealed_chunk_lives_until_the_log_has_passed_it() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     let limiter = redis.driven_limiter(clock.clone()).await;
     let quota = packed(100_000, MINUTE);
-    let charge = Charge::new("u", &quota).policy("p");
+    let charge = Charge::new("u", &quota).with_policy("p");
     for _ in 0..8_192 {
         clock.advance(Duration::from_micros(1));
-        assert!(limiter.acquire(&charge.cost(9)).await.expect("decided").allowed);
+        assert!(limiter.acquire(&charge.with_cost(9)).await.expect("decided").allowed);
     }
     clock.advance(10 * SECOND);
-    assert!(limiter.acquire(&charge.cost(9)).await.expect("decided").allowed);
+    assert!(limiter.acquire(&charge.with_cost(9)).await.expect("decided").allowed);
     let chunk = limiter.store().redis_key(&charge).replace('}', "}%0");
     // Where tests drive the time, keys live an hour longer.
     let expires_in: i64 = redis.query(&["PTTL", &chunk]);
     assert!(expires_in > 3_600_000 + 100_000, "two windows, less the time since: {expires_in} ms");
     clock.advance(50 * SECOND + Duration::from_millis(9));
     assert_eq!(limiter.peek(&charge).await.expect("looked").remaining, 100_000 - 9 - 1);
-    assert!(limiter.acquire(&charge.cost(50_000)).await.expect("decided").allowed);
+    assert!(limiter.acquire(&charge.with_cost(50_000)).await.expect("decided").allowed);
     assert_eq!(
         redis.query::<i64>(&["EXISTS", &chunk]),
         0,
@@ -414,7 +419,7 @@ async fn a_raised_window_keeps_sealed_chunks_by_an_allowed_request_too() {
     let limiter = redis.limiter().await;
     let (minute, hour) = (packed(20_000, MINUTE), packed(20_000, 3_600 * SECOND));
     let (before, after) =
-        (Charge::new("u", &minute).policy("p"), Charge::new("u", &hour).policy("p"));
+        (Charge::new("u", &minute).with_policy("p"), Charge::new("u", &hour).with_policy("p"));
     for _ in 0..9_000 {
         assert!(limiter.acquire(&before).await.expect("decided").allowed);
     }
@@ -431,7 +436,7 @@ async fn a_chunk_that_is_missing_for_a_moment_admits_nothing() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = packed(10_000, LONG);
-    let charge = Charge::new("u", &quota).policy("p");
+    let charge = Charge::new("u", &quota).with_policy("p");
     for _ in 0..10_000 {
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
     }

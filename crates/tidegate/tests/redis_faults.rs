@@ -91,7 +91,7 @@ async fn a_call_that_comes_too_late_does_nothing() {
     for quota in every_quota(100, LONG) {
         let hasty = limiter_with(&redis, timeout).await;
         let charge = Charge::new("u", &quota);
-        hasty.acquire(&charge.cost(10)).await.expect("decided");
+        hasty.acquire(&charge.with_cost(10)).await.expect("decided");
         let before = redis.calls_of("evalsha");
         redis.signal("STOP");
         for action in [Action::Acquire, Action::Refund, Action::Reset] {
@@ -108,7 +108,7 @@ async fn a_call_that_comes_too_late_does_nothing() {
         until("the server has run what waited", async || redis.calls_of("evalsha") >= before + 3)
             .await;
         let left = patient.peek(&charge).await.expect("decided").remaining + 1;
-        assert_eq!(left, 90, "{}", quota.unnamed_policy());
+        assert_eq!(left, 90, "{}", quota.default_policy_name());
     }
 }
 

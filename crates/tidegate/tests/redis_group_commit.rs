@@ -125,7 +125,7 @@ async fn decide(limiter: &Limiter<RedisStore>, ask: &Ask) -> Result<Vec<Decision
         ask.charges.iter().map(|(_, quota, _)| format!("policy-{quota}")).collect();
     let charges: Vec<Charge<'_>> = (ask.charges.iter().zip(&names))
         .map(|((key, quota, cost), name)| {
-            Charge::new(KEYS[*key], &quotas[*quota]).policy(name).cost(*cost)
+            Charge::new(KEYS[*key], &quotas[*quota]).with_policy(name).with_cost(*cost)
         })
         .collect();
     limiter.decide_all(ask.action, &charges).await
@@ -247,9 +247,9 @@ async fn callers_of_one_key_are_granted_in_the_order_in_which_they_came() {
         let mut left = 50;
         for (at, task) in tasks.into_iter().enumerate() {
             let decision = task.await.expect("no panic");
-            assert_eq!(decision.allowed, at < 50, "{} {at}", quota.unnamed_policy());
+            assert_eq!(decision.allowed, at < 50, "{} {at}", quota.default_policy_name());
             left -= u64::from(decision.allowed);
-            assert_eq!(decision.remaining, left, "{} {at}", quota.unnamed_policy());
+            assert_eq!(decision.remaining, left, "{} {at}", quota.default_policy_name());
             if quota.algorithm() == tidegate::Algorithm::LeakyBucket && decision.allowed {
                 assert!(delay < Some(decision.delay), "{delay:?} then {:?}", decision.delay);
                 delay = Some(decision.delay);
@@ -423,9 +423,9 @@ async fn one_bad_request_does_not_spoil_the_others() {
         let good = Quota::fixed_window(10, LONG).expect("valid");
         let ask = |quota: &Quota, name: &'static str, cost: u64| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
-            tokio::spawn(
-                async move { limiter.acquire(&Charge::new(name, &quota).cost(cost)).await },
-            )
+            tokio::spawn(async move {
+                limiter.acquire(&Charge::new(name, &quota).with_cost(cost)).await
+            })
         };
         let both = {
             let (limiter, good, bad) = (limiter.clone(), good.clone(), bad.clone());

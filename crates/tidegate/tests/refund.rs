@@ -70,7 +70,7 @@ async fn a_refund_of_old_units_frees_no_young_ones() {
                 clock.advance(59 * SECOND);
                 assert_eq!(take(limiter, &charge, 200).await, 50);
                 clock.advance(SECOND / 2);
-                let refund = if names_its_charge { charge.charged_at(asked) } else { charge };
+                let refund = if names_its_charge { charge.with_charged_at(asked) } else { charge };
                 for _ in 0..50 {
                     limiter.refund(&refund).await;
                 }
@@ -94,7 +94,7 @@ async fn a_refund_that_names_its_charge_returns_just_that_one() {
             limiter.acquire(&charge).await;
             clock.advance(20 * SECOND);
             limiter.acquire(&charge).await;
-            let left = limiter.refund(&charge.charged_at(asked)).await;
+            let left = limiter.refund(&charge.with_charged_at(asked)).await;
             assert_eq!((left.remaining, left.reset_after), (1, MINUTE), "the newest counts on");
             assert!(limiter.acquire(&charge).await.allowed);
             let denied = limiter.acquire(&charge).await;
@@ -117,7 +117,7 @@ async fn a_refund_of_another_window_returns_nothing() {
         assert_eq!(take(limiter, &charge, 10).await, 10);
         clock.advance(MINUTE);
         assert_eq!(take(limiter, &charge, 20).await, 10);
-        limiter.refund(&charge.cost(10).charged_at(asked)).await;
+        limiter.refund(&charge.with_cost(10).with_charged_at(asked)).await;
         assert_eq!(take(limiter, &charge, 20).await, 0);
     })
     .await;
@@ -128,19 +128,19 @@ async fn a_bucket_gets_back_the_cost_less_what_has_drained() {
     for quota in [Quota::token_bucket, Quota::leaky_bucket] {
         let quota = quota(100_000, 3_600 * SECOND).expect("valid");
         on_both(async |limiter, clock| {
-            let charge = Charge::new("u", &quota).cost(60_000);
+            let charge = Charge::new("u", &quota).with_cost(60_000);
             let asked = limiter.now();
             assert!(limiter.acquire(&charge).await.allowed);
             clock.advance(360 * SECOND);
             // 10,000 have drained, whether the charge is refunded or not.
-            let left = limiter.refund(&charge.charged_at(asked)).await;
+            let left = limiter.refund(&charge.with_charged_at(asked)).await;
             assert_eq!(left.remaining, 100_000);
             let twice = limiter.acquire(&charge).await;
             assert_eq!(twice.remaining, 40_000);
-            let others = limiter.acquire(&charge.cost(40_000)).await;
+            let others = limiter.acquire(&charge.with_cost(40_000)).await;
             assert!(others.allowed);
             clock.advance(360 * SECOND);
-            let left = limiter.refund(&charge.charged_at(limiter.now() - 360_000_000)).await;
+            let left = limiter.refund(&charge.with_charged_at(limiter.now() - 360_000_000)).await;
             assert_eq!(
                 left.remaining, 60_000,
                 "50,000 returned, 10,000 drained, 40,000 are another's"
@@ -240,7 +240,7 @@ async fn on_redis_a_refund_finds_its_own_charge_by_the_servers_clock() {
             tokio::time::sleep(Duration::from_millis(30)).await;
         }
         let before = limiter.peek(&charge).await.expect("looked").retry_after;
-        limiter.refund(&charge.charged_at(asked[1])).await.expect("refunded");
+        limiter.refund(&charge.with_charged_at(asked[1])).await.expect("refunded");
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         let after = limiter.peek(&charge).await.expect("looked").retry_after;
         assert!(
@@ -267,7 +267,7 @@ async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
             assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         }
         redis.query::<()>(&["CONFIG", "RESETSTAT"]);
-        let left = limiter.refund(&charge.charged_at(asked)).await.expect("refunded");
+        let left = limiter.refund(&charge.with_charged_at(asked)).await.expect("refunded");
         assert_eq!(left.remaining, 30_001);
         let stats: String = redis.query(&["INFO", "commandstats"]);
         let calls: u64 = stats
@@ -297,7 +297,8 @@ async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
     let once = Quota::fixed_window(1, support::LONG).expect("valid");
     for number in 0..20 {
         let (one, other) = (format!("a-{number}"), format!("b-{number}"));
-        let (bucket, once) = (Charge::new(&one, &bucket).cost(99_999), Charge::new(&other, &once));
+        let (bucket, once) =
+            (Charge::new(&one, &bucket).with_cost(99_999), Charge::new(&other, &once));
         limiter.acquire(&once).await.expect("decided");
         let denied = limiter.acquire_all(&[bucket, once]).await.expect("decided");
         assert!(!denied[1].allowed);

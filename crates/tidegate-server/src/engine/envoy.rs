@@ -34,7 +34,7 @@ impl EnvoyCharge<'_> {
     fn charge(&self) -> Option<Charge<'_>> {
         let quota = self.quota.as_deref()?;
         let most = if self.action == Action::Acquire { quota.burst() } else { u64::MAX };
-        Some(Charge::new(&self.key, quota).policy(&self.policy).cost(self.cost.min(most)))
+        Some(Charge::new(&self.key, quota).with_policy(&self.policy).with_cost(self.cost.min(most)))
     }
 
     /// Whether it decides about the request, rather than only asking or returning units.
@@ -68,7 +68,7 @@ impl EnvoyCharge<'_> {
     }
 
     fn cost_asked(&self) -> u64 {
-        self.charge().map_or(0, |charge| charge.units())
+        self.charge().map_or(0, |charge| charge.cost())
     }
 }
 
@@ -233,7 +233,7 @@ impl Engine {
         for limit in &limits {
             if let Limit::Quota(_, quota) = limit {
                 self.counts
-                    .decide_or_fail(Action::Reset, &Charge::new(key, quota).policy(policy))
+                    .decide_or_fail(Action::Reset, &Charge::new(key, quota).with_policy(policy))
                     .await?;
             }
         }
@@ -271,9 +271,9 @@ impl Engine {
     async fn take_back(&self, charges: &mut [EnvoyCharge<'_>], spent: &[usize], asked_at: u64) {
         for at in spent {
             let Some(asked) = charges[*at].charge() else { continue };
-            let refund = asked.charged_at(asked_at);
+            let refund = asked.with_charged_at(asked_at);
             let (units, given_back) =
-                (asked.units(), self.counts.decide_or_fail(Action::Refund, &refund).await);
+                (asked.cost(), self.counts.decide_or_fail(Action::Refund, &refund).await);
             match given_back {
                 Ok(_) => charges[*at]
                     .decision

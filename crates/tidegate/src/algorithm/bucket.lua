@@ -24,18 +24,18 @@ local function drain_micros(quota)
 end
 
 local bucket = {
-  aside = 'bucket',
+  alt_suffix = 'bucket',
 
   load = function(key, quota)
     local window = quota.window
     local state = {level = 0, part = 0, time = now}
     local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'window')
     if not stored then
-      state.foreign = true
+      state.other_type = true
       return state
     end
     if stored[1] ~= 'bucket' then
-      state.foreign, state.absent = stored[1], not stored[1]
+      state.other_type, state.absent = stored[1], not stored[1]
       return state
     end
     local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
@@ -86,7 +86,7 @@ local bucket = {
   end,
 
   -- The level and its part: what each of several acquires is told follows from them.
-  evidence = function(state, quota, reply, replied)
+  snapshot = function(state, quota, reply, replied)
     reply[replied + 1], reply[replied + 2] = state.level, state.part
     return replied + 2
   end,

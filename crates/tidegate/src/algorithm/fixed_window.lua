@@ -5,7 +5,7 @@
 --   GET rate_limit:{user123}:per-user   ->   "7:1700000000000000"
 
 algorithms['fixed-window'] = {
-  aside = 'window',
+  alt_suffix = 'window',
 
   load = function(key, quota)
     local state = {start = now - now % quota.window, count = 0}
@@ -13,7 +13,7 @@ algorithms['fixed-window'] = {
     local count, start = string.match(value or '', '^(%d+):(%d+)$')
     start = tonumber(start)
     state.absent = value == false
-    state.foreign = not state.absent and not start
+    state.other_type = not state.absent and not start
     if start and start + quota.window > now then
       state.stepped_back = start > now
       state.start, state.count = math.min(start, now), tonumber(count)
@@ -46,7 +46,7 @@ algorithms['fixed-window'] = {
   end,
 
   -- How long the window lasts yet.
-  evidence = function(state, quota, reply, replied)
+  snapshot = function(state, quota, reply, replied)
     reply[replied + 1] = state.start + quota.window - now
     return replied + 1
   end,

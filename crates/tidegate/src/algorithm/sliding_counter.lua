@@ -12,16 +12,16 @@ local function elapsed_until(previous, room, window)
 end
 
 algorithms['sliding-counter'] = {
-  aside = 'counter',
+  alt_suffix = 'counter',
 
   load = function(key, quota)
     local window = quota.window
     local state = {start = now - now % window, current = 0, previous = 0}
     local stored = read('HMGET', key, 'kind', 'start', 'current', 'previous')
     if not stored then
-      state.foreign = true
+      state.other_type = true
     elseif stored[1] ~= 'counter' then
-      state.foreign, state.absent = stored[1], not stored[1]
+      state.other_type, state.absent = stored[1], not stored[1]
     else
       local start, current = tonumber(stored[2]), tonumber(stored[3])
       if start + window > now then
@@ -71,7 +71,7 @@ algorithms['sliding-counter'] = {
   end,
 
   -- The count of the current window, and how far it has come.
-  evidence = function(state, quota, reply, replied)
+  snapshot = function(state, quota, reply, replied)
     reply[replied + 1], reply[replied + 2] = state.current, state.elapsed
     return replied + 2
   end,

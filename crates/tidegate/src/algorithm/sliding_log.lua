@@ -137,7 +137,7 @@ local function make_refund()
 end
 
 algorithms['sliding-log'] = {
-  aside = 'log',
+  alt_suffix = 'log',
   counts_denied = true,
 
   -- total: of the newest member; units: those in the window; spent: what save() has to write.
@@ -146,8 +146,8 @@ algorithms['sliding-log'] = {
     local newest = read('ZRANGE', key, '-1', '-1', 'WITHSCORES')
     local _, total = totals(newest and newest[1])
     if not total then
-      state.foreign = not newest or newest[1] ~= nil
-      state.absent = not state.foreign
+      state.other_type = not newest or newest[1] ~= nil
+      state.absent = not state.other_type
       return state
     end
     state.total, state.newest = total, tonumber(newest[2])

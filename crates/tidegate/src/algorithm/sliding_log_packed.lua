@@ -359,7 +359,7 @@ local function prepare(quota)
 end
 
 algorithms['sliding-log-packed'] = {
-  aside = 'packed',
+  alt_suffix = 'packed',
   counts_denied = true,
 
   -- short: the string; live: the oldest request in the window, from 0; units: those in the window; spent: what save() has to
@@ -379,9 +379,9 @@ algorithms['sliding-log-packed'] = {
         long_form = long_form or make_long_form()
         return long_form.load(key, text, quota)
       end
-      local foreign = text == nil or magic ~= nil
+      local other_type = text == nil or magic ~= nil
       return {
-        short = '', width = quota.width, newest = 0, live = 0, units = 0, spent = 0, foreign = foreign, absent = not foreign,
+        short = '', width = quota.width, newest = 0, live = 0, units = 0, spent = 0, other_type = other_type, absent = not other_type,
       }
     end
     local newest, count, live = unpack_struct('<I8', text, 3), (#text - SHORT_HEADER_SIZE) / width, 0

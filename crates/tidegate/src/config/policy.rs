@@ -13,7 +13,7 @@ use super::document::{ConfigError, Document};
 use super::duration;
 use super::number::Whole;
 use crate::algorithm::{Algorithm, Encoding};
-use crate::named::UnknownName;
+use crate::enum_names::UnknownName;
 use crate::policy::{AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
 use crate::quota::{Quota, QuotaError};
 

@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
 use self::table::{Companions, Denial, Found, Left, Name, Query, Table, Ticket};
-use crate::algorithm::Verdict;
+use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::{Decision, Source};
@@ -286,7 +286,7 @@ impl<S: Store> Inner<S> {
         self.was_used();
         let others = |(at, denied): (usize, Option<Decision>)| {
             let untouched = || {
-                Verdict::untouched(charges[at].quota())
+                RawDecision::untouched(charges[at].quota())
                     .into_decision(charges[at].quota(), Source::DenyCache)
             };
             denied.unwrap_or_else(|| match &left {
@@ -336,7 +336,7 @@ impl<S: Store> Inner<S> {
     /// Records denials that were answered from here. A full log is full: more units than its limit
     /// change nothing.
     async fn record(&self, charge: &Charge<'_>, units: u64) {
-        let charge = charge.cost(units.min(charge.quota().limit()));
+        let charge = charge.with_cost(units.min(charge.quota().limit()));
         if units > 0
             && let Err(error) = self.store.decide(Action::Report, &charge).await
         {
@@ -400,13 +400,8 @@ impl<S: Store> Inner<S> {
                 let companions = (Some(at) == longest
                     && (2..=MOST_COMPANIONS).contains(&charges.len()))
                 .then(|| Box::new(self.companions(tickets, charges, decisions, received)));
-                let denial = Denial {
-                    cost: charge.units(),
-                    decision: *decision,
-                    sent,
-                    received,
-                    companions,
-                };
+                let denial =
+                    Denial { cost: charge.cost(), decision: *decision, sent, received, companions };
                 self.table.keep(tickets[at], charge.quota(), denial);
             }
         }

@@ -278,8 +278,9 @@ impl<S: Store> Inner<S> {
         for claim in &mut claims.debts {
             let charge = &charges[claim.place];
             claim.debt.units = self.still_counting(&claim.debt);
-            with_debts[claim.place] = charge.cost(charge.units().saturating_add(claim.debt.units));
-            fits &= with_debts[claim.place].units() <= charge.quota().burst();
+            with_debts[claim.place] =
+                charge.with_cost(charge.cost().saturating_add(claim.debt.units));
+            fits &= with_debts[claim.place].cost() <= charge.quota().burst();
         }
         if !fits {
             // Whatever the store counts: what was admitted here leaves no room. The local counts
@@ -325,7 +326,7 @@ impl<S: Store> Inner<S> {
     fn still_counting(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
         let quota = self.counting_quota(&charge);
-        let look = self.local.decide_now(Action::Take, &charge.with_quota(&quota).cost(0));
+        let look = self.local.decide_now(Action::Take, &charge.with_quota(&quota).with_cost(0));
         look.map_or(debt.units, |found| debt.units.min(quota.burst() - found.remaining))
     }
 
@@ -338,7 +339,7 @@ impl<S: Store> Inner<S> {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.share(charge),
             Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => None,
         };
-        let slower = share.map(|share| quota.with_share(share.limit(), quota.burst()));
+        let slower = share.map(|share| quota.scaled_to(share.limit(), quota.burst()));
         // A bucket with the longest drain time has no slower one of the same capacity.
         slower
             .filter(|slower| slower.burst() == quota.burst())
@@ -346,7 +347,7 @@ impl<S: Store> Inner<S> {
     }
 
     fn share(&self, charge: &Charge<'_>) -> Option<Quota> {
-        self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
+        self.fleet.share(charge.quota(), charge.policy(), charge.key())
     }
 
     /// Takes units that the store admitted from the local share as well, if the key has a local
@@ -368,7 +369,7 @@ impl<S: Store> Inner<S> {
         let by_store =
             charges.iter().zip(decisions).filter(|(_, decision)| decision.source == Source::Store);
         for (charge, _) in
-            by_store.filter(|(charge, _)| charge.store_failure() == OnStoreFailure::Local)
+            by_store.filter(|(charge, _)| charge.on_store_failure() == OnStoreFailure::Local)
         {
             let quota = charge.quota();
             let recent =

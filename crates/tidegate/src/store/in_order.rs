@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use crate::algorithm::Verdict;
+use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -71,18 +71,18 @@ impl Owned {
     pub(crate) fn of(charge: &Charge<'_>) -> Self {
         Self {
             key: charge.key().to_owned(),
-            policy: charge.policy_name().to_owned(),
+            policy: charge.policy().to_owned(),
             quota: charge.quota().clone(),
-            cost: charge.units(),
-            charged_at: charge.charge_time(),
+            cost: charge.cost(),
+            charged_at: charge.charged_at(),
         }
     }
 
     pub(crate) fn charge(&self) -> Charge<'_> {
         Charge::new(&self.key, &self.quota)
-            .policy(&self.policy)
-            .cost(self.cost)
-            .charged_at(self.charged_at)
+            .with_policy(&self.policy)
+            .with_cost(self.cost)
+            .with_charged_at(self.charged_at)
     }
 }
 
@@ -231,7 +231,7 @@ async fn show_unspent<G: Groups>(groups: &G, stages: &[Vec<usize>], decided: &mu
 /// What is said of charges that could not be asked, and need not be: others have denied.
 fn unasked(charges: &[Charge<'_>]) -> Vec<Decision> {
     let untouched = |charge: &Charge<'_>| {
-        Verdict::untouched(charge.quota()).into_decision(charge.quota(), Source::Store)
+        RawDecision::untouched(charge.quota()).into_decision(charge.quota(), Source::Store)
     };
     charges.iter().map(untouched).collect()
 }
@@ -241,7 +241,7 @@ fn unasked(charges: &[Charge<'_>]) -> Vec<Decision> {
 pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     if all_allowed(decisions) {
         for (charge, decision) in charges.iter().zip(decisions) {
-            decision.remaining += charge.units();
+            decision.remaining += charge.cost();
             decision.delay = Duration::ZERO;
         }
     }
@@ -249,7 +249,7 @@ pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]
 
 /// The same charges with a cost of 0: [`Action::Take`] then looks without spending.
 pub(crate) fn without_cost<'a>(charges: &[Charge<'a>]) -> Vec<Charge<'a>> {
-    charges.iter().map(|charge| charge.cost(0)).collect()
+    charges.iter().map(|charge| charge.with_cost(0)).collect()
 }
 
 struct Spent<'a, G: Groups> {

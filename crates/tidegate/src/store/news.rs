@@ -44,7 +44,7 @@ impl CountId {
         hasher.write(charge.key().as_bytes());
         // No UTF-8 text has this byte, so a key and a policy cannot flow into each other.
         hasher.write_u8(0xff);
-        hasher.write(charge.policy_name().as_bytes());
+        hasher.write(charge.policy().as_bytes());
         Self(hasher.finish())
     }
 
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn the_number_of_a_count_stays_as_it_is() {
         let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
-        let number = |key, policy| CountId::of(&Charge::new(key, &quota).policy(policy)).0;
+        let number = |key, policy| CountId::of(&Charge::new(key, &quota).with_policy(policy)).0;
         assert_eq!(number("user123", "per-user"), NUMBER);
         assert_ne!(number("ab", "c"), number("a", "bc"));
     }

@@ -161,7 +161,7 @@ impl Shared {
     }
 
     fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), charge.policy_name());
+        write_redis_key(text, &self.prefix, charge.key(), charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {

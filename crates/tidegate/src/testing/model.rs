@@ -47,7 +47,7 @@ impl Model {
             let stored = self.history(charge);
             let now = stored.without_skew(charge.quota(), now);
             let history = stored.seen_from(charge.quota(), now);
-            history.counting(charge.quota(), now) + u128::from(charge.units())
+            history.counting(charge.quota(), now) + u128::from(charge.cost())
                 <= u128::from(charge.quota().burst())
         });
         charges.iter().map(|charge| self.decide_one(action, charge, now, together)).collect()
@@ -62,7 +62,7 @@ impl Model {
     }
 
     fn history(&self, charge: &Charge<'_>) -> History {
-        let name = (charge.key().to_owned(), charge.policy_name().to_owned());
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
         self.histories.get(&name).cloned().unwrap_or_default()
     }
 
@@ -73,8 +73,8 @@ impl Model {
         now: u64,
         together: bool,
     ) -> Decision {
-        let (quota, cost) = (charge.quota(), charge.units());
-        let name = (charge.key().to_owned(), charge.policy_name().to_owned());
+        let (quota, cost) = (charge.quota(), charge.cost());
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
         let stored = self.history(charge);
         let now = stored.without_skew(quota, now);
         let mut seen = stored.seen_from(quota, now);
@@ -92,7 +92,7 @@ impl Model {
             Action::Refund => {
                 let something = !seen.is_void(quota, now);
                 if something {
-                    seen.give_back(quota, now, cost, charge.charge_time());
+                    seen.give_back(quota, now, cost, charge.charged_at());
                 }
                 something
             }

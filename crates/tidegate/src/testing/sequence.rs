@@ -138,14 +138,15 @@ impl Sequence {
 
     pub(super) fn charge(&self, part: &Part) -> Charge<'_> {
         let (name, quotas) = &self.policies[part.policy];
-        Charge::new(KEYS[part.key], &quotas[part.quota]).policy(name).cost(part.cost)
+        Charge::new(KEYS[part.key], &quotas[part.quota]).with_policy(name).with_cost(part.cost)
     }
 
     /// Each count that the sequence may touch.
     pub(super) fn all_charges(&self) -> impl Iterator<Item = Charge<'_>> {
         let policies = self.policies.iter();
-        policies
-            .flat_map(|(name, quotas)| KEYS.map(|key| Charge::new(key, &quotas[0]).policy(name)))
+        policies.flat_map(|(name, quotas)| {
+            KEYS.map(|key| Charge::new(key, &quotas[0]).with_policy(name))
+        })
     }
 
     /// Each count whose policy has several windows, with each of its quotas.
@@ -155,7 +156,7 @@ impl Sequence {
         let policies = self.policies.iter().filter(move |(_, quotas)| changes(quotas));
         policies.flat_map(|(name, quotas)| {
             KEYS.into_iter().flat_map(move |key| {
-                quotas.iter().map(move |quota| Charge::new(key, quota).policy(name))
+                quotas.iter().map(move |quota| Charge::new(key, quota).with_policy(name))
             })
         })
     }

@@ -121,11 +121,11 @@ impl Line {
     #[must_use]
     pub fn new(charge: &Charge<'_>, decision: Decision) -> Self {
         Self {
-            policy: charge.policy_name().into(),
+            policy: charge.policy().into(),
             key: charge.key().to_owned(),
             quota: charge.quota().clone(),
-            cost: charge.units(),
-            on_store_failure: charge.store_failure(),
+            cost: charge.cost(),
+            on_store_failure: charge.on_store_failure(),
             decision,
             shadow: false,
         }
@@ -206,8 +206,9 @@ impl Line {
     /// What was to be decided.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
-        let charge = Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.cost);
-        charge.on_store_failure(self.on_store_failure)
+        let charge =
+            Charge::new(&self.key, &self.quota).with_policy(&self.policy).with_cost(self.cost);
+        charge.with_on_store_failure(self.on_store_failure)
     }
 }
 

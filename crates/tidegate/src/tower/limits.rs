@@ -125,9 +125,10 @@ impl<S: Store> Gate for QuotaGate<S> {
         if cost == 0 {
             return Ok(Admission::unlimited());
         }
-        let charge =
-            Charge::new(&key, &self.quota).cost(cost).on_store_failure(self.on_store_failure);
-        let charge = self.policy.as_deref().map_or(charge, |policy| charge.policy(policy));
+        let charge = Charge::new(&key, &self.quota)
+            .with_cost(cost)
+            .with_on_store_failure(self.on_store_failure);
+        let charge = self.policy.as_deref().map_or(charge, |policy| charge.with_policy(policy));
         let asked = now(&self.limiter);
         let decision = self.limiter.acquire(&charge).await?;
         Ok(Admission::new(asked, vec![Line::new(&charge, decision)]))

@@ -164,9 +164,9 @@ async fn over_several_parts_all_or_nothing_holds_and_the_failing_part_is_blamed(
         Quota::fixed_window(2, LONG).expect("valid"),
     );
     let charges = [
-        Charge::new("a", &wide).cost(3),
+        Charge::new("a", &wide).with_cost(3),
         Charge::new("b@1", &narrow),
-        Charge::new("c@2", &wide).cost(4),
+        Charge::new("c@2", &wide).with_cost(4),
         Charge::new("d", &wide),
     ];
     let left = async || {

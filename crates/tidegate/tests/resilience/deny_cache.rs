@@ -84,22 +84,28 @@ async fn only_the_same_count_quota_and_cost_is_denied() {
     let clock = ManualClock::new();
     let (store, limiter) = counted(&clock);
     let (quota, raised) = (quota(4), quota(5));
-    let charge = Charge::new("u", &quota).policy("p");
-    assert!(limiter.acquire(&charge.cost(2)).await.expect("decided").allowed);
-    assert!(!limiter.acquire(&charge.cost(3)).await.expect("decided").allowed);
+    let charge = Charge::new("u", &quota).with_policy("p");
+    assert!(limiter.acquire(&charge.with_cost(2)).await.expect("decided").allowed);
+    assert!(!limiter.acquire(&charge.with_cost(3)).await.expect("decided").allowed);
     let before = store.calls();
     let source = async |charge: &Charge<'_>| limiter.peek(charge).await.expect("decided").source;
-    assert_eq!(source(&charge.cost(3)).await, Source::DenyCache);
-    assert_eq!(source(&charge.cost(4)).await, Source::Store, "its wait may be longer");
-    assert_eq!(source(&charge.cost(4)).await, Source::DenyCache);
-    assert_eq!(source(&charge.cost(2)).await, Source::Store);
-    assert_eq!(source(&Charge::new("v", &quota).policy("p").cost(3)).await, Source::Store);
-    assert_eq!(source(&Charge::new("u", &quota).policy("q").cost(3)).await, Source::Store);
+    assert_eq!(source(&charge.with_cost(3)).await, Source::DenyCache);
+    assert_eq!(source(&charge.with_cost(4)).await, Source::Store, "its wait may be longer");
+    assert_eq!(source(&charge.with_cost(4)).await, Source::DenyCache);
+    assert_eq!(source(&charge.with_cost(2)).await, Source::Store);
+    assert_eq!(
+        source(&Charge::new("v", &quota).with_policy("p").with_cost(3)).await,
+        Source::Store
+    );
+    assert_eq!(
+        source(&Charge::new("u", &quota).with_policy("q").with_cost(3)).await,
+        Source::Store
+    );
     assert_eq!(store.calls() - before, 4);
     // A raised limit is seen at once; and what was denied by the old one is not taken up again.
-    let more = Charge::new("u", &raised).policy("p").cost(3);
+    let more = Charge::new("u", &raised).with_policy("p").with_cost(3);
     assert!(limiter.acquire(&more).await.expect("decided").allowed);
-    assert_eq!(source(&charge.cost(3)).await, Source::Store);
+    assert_eq!(source(&charge.with_cost(3)).await, Source::Store);
 }
 
 #[tokio::test]
@@ -109,19 +115,19 @@ async fn what_was_admitted_since_is_in_the_wait() {
         let (_, limiter) = counted(&clock);
         let quota = Quota::new(algorithm, 10, Duration::from_secs(10)).expect("valid");
         let charge = Charge::new("u", &quota);
-        assert!(limiter.acquire(&charge.cost(5)).await.expect("decided").allowed);
-        assert!(!limiter.acquire(&charge.cost(10)).await.expect("decided").allowed);
+        assert!(limiter.acquire(&charge.with_cost(5)).await.expect("decided").allowed);
+        assert!(!limiter.acquire(&charge.with_cost(10)).await.expect("decided").allowed);
         assert_eq!(
-            limiter.peek(&charge.cost(10)).await.expect("decided").source,
+            limiter.peek(&charge.with_cost(10)).await.expect("decided").source,
             Source::DenyCache
         );
         clock.advance(Duration::from_secs(1));
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
-        let denied = limiter.acquire(&charge.cost(10)).await.expect("decided");
+        let denied = limiter.acquire(&charge.with_cost(10)).await.expect("decided");
         assert!(!denied.allowed);
         clock.advance(denied.retry_after);
         assert!(
-            limiter.acquire(&charge.cost(10)).await.expect("decided").allowed,
+            limiter.acquire(&charge.with_cost(10)).await.expect("decided").allowed,
             "{algorithm}: {denied:?}"
         );
     }
@@ -133,11 +139,11 @@ async fn a_bucket_that_drains_has_more_left() {
     let (store, limiter) = counted(&clock);
     let quota = Quota::token_bucket(10, Duration::from_secs(10)).expect("valid");
     let charge = Charge::new("u", &quota);
-    assert!(limiter.acquire(&charge.cost(10)).await.expect("decided").allowed);
-    assert_eq!(limiter.acquire(&charge.cost(9)).await.expect("decided").remaining, 0);
+    assert!(limiter.acquire(&charge.with_cost(10)).await.expect("decided").allowed);
+    assert_eq!(limiter.acquire(&charge.with_cost(9)).await.expect("decided").remaining, 0);
     for (millis, remaining) in [(999, 0), (1, 1), (1_999, 2), (1, 3)] {
         clock.advance(Duration::from_millis(millis));
-        let denied = limiter.acquire(&charge.cost(9)).await.expect("decided");
+        let denied = limiter.acquire(&charge.with_cost(9)).await.expect("decided");
         assert_eq!((denied.source, denied.remaining), (Source::DenyCache, remaining));
     }
     assert_eq!(store.calls(), 2, "the store was not asked");
@@ -155,7 +161,7 @@ async fn a_hammered_bucket_asks_the_store_once_per_unit() {
         let (store, limiter) = counted(&clock);
         let twin = memory(&clock);
         let quota = Quota::new(algorithm, 200, Duration::from_secs(1)).expect("valid");
-        let charge = Charge::new("u", &quota).cost(cost);
+        let charge = Charge::new("u", &quota).with_cost(cost);
         let (mut admitted, mut by_cache) = (0, 0);
         for _ in 0..SECONDS * 1_000 {
             for _ in 0..5 {
@@ -184,7 +190,7 @@ async fn a_bucket_ask_in_flight_counts_and_one_without_an_answer_does_not() {
     let late = Late { memory: memory(&clock), ..Late::letting(2, 0) };
     let (answers, cache) = (Arc::clone(&late.answers), DenyCache::new(late));
     let quota = Quota::token_bucket(10, Duration::from_secs(1)).expect("valid");
-    let charge = Charge::new("u", &quota).cost(10);
+    let charge = Charge::new("u", &quota).with_cost(10);
     let ask = async || cache.decide(Action::Acquire, &charge).await.expect("decided");
     assert!(ask().await.allowed);
     assert!(!ask().await.allowed);
@@ -218,13 +224,13 @@ async fn many_costs_of_one_count_are_denied_by_a_lower_one() {
     let (store, limiter) = counted(&clock);
     let quota = quota(1_000);
     let charge = Charge::new("u", &quota);
-    assert!(limiter.acquire(&charge.cost(1_000)).await.expect("decided").allowed);
+    assert!(limiter.acquire(&charge.with_cost(1_000)).await.expect("decided").allowed);
     for cost in 1..=1_000 {
-        assert!(!limiter.acquire(&charge.cost(cost)).await.expect("decided").allowed);
+        assert!(!limiter.acquire(&charge.with_cost(cost)).await.expect("decided").allowed);
     }
     assert!(store.calls() < 10, "{} calls", store.calls());
     assert!(
-        limiter.acquire(&charge.cost(1_001)).await.is_err(),
+        limiter.acquire(&charge.with_cost(1_001)).await.is_err(),
         "what can never pass is an error as before"
     );
 }
@@ -293,7 +299,7 @@ async fn several_charges_are_denied_by_one_and_the_others_are_told_as_the_store_
     let (store, limiter) = counted(&clock);
     let (scarce, ample) = (quota(1), quota(10));
     let both = |user: &'static str| {
-        [Charge::new(user, &ample).policy("ample"), Charge::new("ip", &scarce)]
+        [Charge::new(user, &ample).with_policy("ample"), Charge::new("ip", &scarce)]
     };
     assert!(
         limiter
@@ -517,7 +523,7 @@ async fn a_flood_of_denied_keys_leaves_the_bound_and_the_hot_key_in_peace() {
 fn an_answer_from_the_cache_allocates_nothing() {
     let cache = DenyCache::new(MemoryStore::new());
     let quota = Quota::sliding_log(1, LONG).expect("valid");
-    let charge = Charge::new("user123", &quota).policy("per-user");
+    let charge = Charge::new("user123", &quota).with_policy("per-user");
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         for _ in 0..2 {
@@ -601,15 +607,17 @@ fn compare(kind: usize, limit: u64, steps: &[Step]) -> Result<u64, TestCaseError
                 clock.advance(Duration::from_micros(micros));
                 continue;
             }
-            Step::One { action, count, quota, cost } => {
-                (action, vec![Charge::new(keys[count], &quotas[quota]).policy("p").cost(cost)])
-            }
+            Step::One { action, count, quota, cost } => (
+                action,
+                vec![Charge::new(keys[count], &quotas[quota]).with_policy("p").with_cost(cost)],
+            ),
             Step::Several { action, quota, costs } => {
-                let charge = |(key, cost)| Charge::new(key, &quotas[quota]).policy("p").cost(cost);
+                let charge =
+                    |(key, cost)| Charge::new(key, &quotas[quota]).with_policy("p").with_cost(cost);
                 (action, keys.into_iter().zip(costs).map(charge).collect())
             }
         };
-        if charges.iter().any(|charge| charge.units() > charge.quota().burst()) {
+        if charges.iter().any(|charge| charge.cost() > charge.quota().burst()) {
             continue;
         }
         let (found, truth) = match &*charges {

@@ -46,7 +46,7 @@ async fn each_charge_has_its_word() {
     let store = Flaky::new();
     let limiter = Limiter::new(Fallback::new(store.clone()));
     let quota = Quota::sliding_log(3, LONG).expect("valid");
-    let charge = |failure| Charge::new("u", &quota).on_store_failure(failure);
+    let charge = |failure| Charge::new("u", &quota).with_on_store_failure(failure);
     let decision = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
     assert_eq!((decision.source, decision.remaining), (Source::Store, 2));
     store.is(gone());
@@ -90,9 +90,9 @@ async fn mixed_words_stay_all_or_nothing() {
         Quota::token_bucket(10, LONG).expect("valid"),
         Quota::fixed_window(1, LONG).expect("valid"),
     );
-    let [a, b] = [Charge::new("a", &wide).cost(4), Charge::new("b", &narrow)];
-    let allow = Charge::new("c", &wide).on_store_failure(OnStoreFailure::Allow);
-    let deny = Charge::new("d", &wide).on_store_failure(OnStoreFailure::Deny);
+    let [a, b] = [Charge::new("a", &wide).with_cost(4), Charge::new("b", &narrow)];
+    let allow = Charge::new("c", &wide).with_on_store_failure(OnStoreFailure::Allow);
+    let deny = Charge::new("d", &wide).with_on_store_failure(OnStoreFailure::Deny);
     let ask = async |charges: &[Charge<'_>]| {
         fallback.decide_all(Action::Acquire, charges).await.expect("decided")
     };
@@ -118,8 +118,8 @@ async fn what_memory_cannot_help_stays_an_error() {
     let full = StoreError::Full { cap: 1 };
     store.is(Mood::Fails(full.clone()));
     assert_eq!(fallback.decide(Action::Acquire, &charge).await, Err(full.clone()));
-    let [allow, deny] =
-        [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|word| charge.on_store_failure(word));
+    let [allow, deny] = [OnStoreFailure::Allow, OnStoreFailure::Deny]
+        .map(|word| charge.with_on_store_failure(word));
     assert!(fallback.decide(Action::Acquire, &allow).await.expect("its word").allowed);
     assert!(!fallback.decide(Action::Acquire, &deny).await.expect("its word").allowed);
     let misconfigured = StoreError::Misconfigured("no".to_owned());
@@ -133,7 +133,7 @@ async fn a_refund_is_made_where_the_units_were_taken() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::sliding_log(5, LONG).expect("valid");
-    let charge = Charge::new("u", &quota).cost(2);
+    let charge = Charge::new("u", &quota).with_cost(2);
     fallback.decide(Action::Acquire, &charge).await.expect("decided");
     store.is(gone());
     let error = Err(StoreError::Unreachable("gone".to_owned()));
@@ -185,7 +185,8 @@ async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
             }
             assert!(admitted == 2 || admitted == 3, "{admitted}");
             total += admitted;
-            let costly = instance.decide(Action::Acquire, &charge.cost(7)).await.expect("decided");
+            let costly =
+                instance.decide(Action::Acquire, &charge.with_cost(7)).await.expect("decided");
             assert_eq!(
                 (costly.allowed, costly.retry_after),
                 (false, Duration::from_secs(1)),
@@ -198,7 +199,7 @@ async fn an_instance_decides_by_its_share_and_says_how_long_more_takes() {
     let scarce = Quota::sliding_log(3, MINUTE).expect("valid");
     let mut admitted = Vec::new();
     for instance in &fleet {
-        let charge = Charge::new("scarce", &scarce).cost(3);
+        let charge = Charge::new("scarce", &scarce).with_cost(3);
         let decision = instance.decide(Action::Acquire, &charge).await.expect("decided");
         assert!(decision.allowed || decision.retry_after == Duration::from_secs(1));
         admitted.push(decision.allowed);
@@ -294,7 +295,7 @@ pub(crate) struct Ledger(Vec<(u64, u64, Source)>);
 impl Ledger {
     pub(crate) fn note(&mut self, at: u64, charge: &Charge<'_>, decision: &Decision) {
         if decision.allowed {
-            self.0.push((at, charge.units(), decision.source));
+            self.0.push((at, charge.cost(), decision.source));
         }
     }
 
@@ -395,7 +396,7 @@ proptest! {
                     Step::Mood(mood) => store.is(mood),
                     Step::Pass(hundredths) => clock.advance(MINUTE * u32::try_from(hundredths).expect("few") / 100),
                     Step::Ask(who, cost) => {
-                        let charge = Charge::new("u", &quota).cost(cost.min(quota.burst()));
+                        let charge = Charge::new("u", &quota).with_cost(cost.min(quota.burst()));
                         let decision = fleet[who].decide(Action::Acquire, &charge).await.expect("decided");
                         ledger.note(tidegate::Clock::now(&clock), &charge, &decision);
                     }

@@ -76,7 +76,7 @@ async fn a_hot_denied_key_costs_redis_nothing() {
     let redis = Redis::start();
     let limiter = cached(&redis).await;
     let quota = quota();
-    let charges = [Charge::new("hot", &quota), Charge::new("hot", &quota).policy("other")];
+    let charges = [Charge::new("hot", &quota), Charge::new("hot", &quota).with_policy("other")];
     exhaust(&limiter, &charges[0]).await;
     // Each decision of a fixed window is a GET; no other script has one.
     let before = calls_of(&redis, "get");

@@ -74,7 +74,7 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
         let calls = store.calls();
         for action in [Action::Peek, Action::Acquire] {
             // Of ten, eight are taken, though the store knows of two only.
-            let decision = fallback.decide(action, &charge.cost(3)).await.expect("decided");
+            let decision = fallback.decide(action, &charge.with_cost(3)).await.expect("decided");
             assert_eq!(
                 (decision.allowed, decision.source, decision.remaining),
                 (false, Source::Store, 2),
@@ -87,7 +87,8 @@ async fn a_key_that_owes_has_to_find_room_for_its_debt_as_well() {
             (8, calls + 2),
             "a denial spends nothing"
         );
-        let decision = fallback.decide(Action::Acquire, &charge.cost(5)).await.expect("decided");
+        let decision =
+            fallback.decide(Action::Acquire, &charge.with_cost(5)).await.expect("decided");
         assert_eq!(
             (decision.allowed, decision.source),
             (false, Source::Local),
@@ -186,7 +187,7 @@ async fn a_lost_answer_is_counted_twice_at_most() {
         for round in 1..=3 {
             let calls = store.calls();
             store.is(Mood::LosesAnswers);
-            admitted += 2 * admit(&fallback, &charge.cost(2), 3).await;
+            admitted += 2 * admit(&fallback, &charge.with_cost(2), 3).await;
             assert_eq!(store.calls(), calls + 1, "no further call carries a debt that is in doubt");
             let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
             assert_eq!((peeked.source, peeked.remaining), (Source::Local, 40 - admitted - 1));
@@ -251,7 +252,7 @@ async fn beyond_the_cap_debts_are_dropped_and_counted() {
     store.is(gone());
     for number in 0..80 {
         let key = format!("user-{number}");
-        admit(&fallback, &Charge::new(&key, &quota).cost(2), 2).await;
+        admit(&fallback, &Charge::new(&key, &quota).with_cost(2), 2).await;
     }
     let stats = fallback.stats();
     assert_eq!((stats.owed_keys, stats.owed_units, stats.dropped_units), (50, 200, 120));
@@ -273,7 +274,7 @@ async fn many_debts_go_in_batches_and_those_that_fail_stay() {
     store.part_is(0, gone());
     store.part_is(1, gone());
     for key in &keys {
-        admit(&fallback, &Charge::new(key, &quota).cost(3), 1).await;
+        admit(&fallback, &Charge::new(key, &quota).with_cost(3), 1).await;
     }
     let calls = store.calls();
     assert_eq!(fallback.repay().await, 0);
@@ -371,7 +372,7 @@ proptest! {
                     Step::Mood(mood) => store.is(mood),
                     Step::Pass(hundredths) => clock.advance(MINUTE * u32::try_from(hundredths).expect("few") / 100),
                     Step::Ask(_, cost) => {
-                        let charge = Charge::new("u", &quota).cost(cost.min(limit));
+                        let charge = Charge::new("u", &quota).with_cost(cost.min(limit));
                         let decision = fallback.decide(Action::Acquire, &charge).await.expect("decided");
                         let calm = last_failure.is_some_and(|last| now - last >= 120_000_000);
                         if calm || (last_failure.is_some() && now - last_admitted >= 60_000_000) {

@@ -112,7 +112,8 @@ async fn a_policy_in_shadow_denies_nobody_and_is_not_shown() {
     }
     assert_eq!(asker.get("/", &ann).await.json()["policy"], "enforced");
     let quota = quota(1);
-    let shadow = limiter.peek(&Charge::new("ann", &quota).policy("shadow")).await.expect("decided");
+    let shadow =
+        limiter.peek(&Charge::new("ann", &quota).with_policy("shadow")).await.expect("decided");
     assert_eq!(shadow.remaining, 0, "but it counts");
 }
 

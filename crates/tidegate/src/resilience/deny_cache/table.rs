@@ -14,7 +14,7 @@ use std::time::Duration;
 use siphasher::sip128::{Hasher128, SipHasher13};
 
 use super::{COUNTED_DENIAL_TTL, MAX_ENTRY_TTL};
-use crate::algorithm::{Algorithm, Verdict, mul_div_ceil};
+use crate::algorithm::{Algorithm, RawDecision, mul_div_ceil};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
@@ -164,13 +164,13 @@ impl Shard {
         };
         for entry in self.sets[set].iter_mut().filter(|entry| entry.fingerprint == name.fingerprint)
         {
-            if is_bucket && entry.cost == charge.units() {
+            if is_bucket && entry.cost == charge.cost() {
                 if entry.epoch == epoch && now < entry.expires() {
                     ticket.bucket_entry = Some(entry.serial);
                     // Of several charges, the others decide as well whether this one is spent.
                     ticket.counted = query.spends && query.request.is_none();
                     if ticket.counted {
-                        entry.count_ask(charge.quota(), charge.units());
+                        entry.count_ask(charge.quota(), charge.cost());
                     }
                 }
             } else {
@@ -244,7 +244,8 @@ impl Entry {
         if quota.count_denied() {
             // This denial counts, too: the wait begins again.
             let Self { remaining, retry_after, reset_after, .. } = *self;
-            let verdict = Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 };
+            let verdict =
+                RawDecision { allowed: false, remaining, retry_after, reset_after, delay: 0 };
             return verdict.into_decision(quota, Source::DenyCache);
         }
         let drained = if self.units == 0 {
@@ -258,7 +259,7 @@ impl Entry {
         let reset_after = left(self.reset_after);
         // What was left at the denial has been asked for since.
         let told = if self.units == 0 { self.remaining } else { 0 };
-        let verdict = Verdict {
+        let verdict = RawDecision {
             allowed: false,
             remaining: remaining(quota, told, reset_after),
             retry_after: left(self.retry_after),
@@ -273,7 +274,8 @@ impl Left {
     pub(super) fn decision(self, charge: &Charge<'_>, now: u64) -> Decision {
         let reset_after = self.reset_at.saturating_sub(now);
         let remaining = remaining(charge.quota(), self.remaining, reset_after);
-        let verdict = Verdict { remaining, reset_after, ..Verdict::untouched(charge.quota()) };
+        let verdict =
+            RawDecision { remaining, reset_after, ..RawDecision::untouched(charge.quota()) };
         verdict.into_decision(charge.quota(), Source::DenyCache)
     }
 }
@@ -303,7 +305,7 @@ impl Table {
 
     pub(super) fn name(&self, charge: &Charge<'_>) -> Name {
         let (key, policy, quota) =
-            (charge.key().as_bytes(), charge.policy_name().as_bytes(), charge.quota());
+            (charge.key().as_bytes(), charge.policy().as_bytes(), charge.quota());
         // In one piece, on the stack if it is not unusually long: bit by bit it would take twice
         // the time of all the rest.
         let length = key.len() + 1 + policy.len();
@@ -344,7 +346,7 @@ impl Table {
             for part in parts {
                 hasher.write_u64(part);
             }
-            hasher.write_u64(charge.units());
+            hasher.write_u64(charge.cost());
         }
         hasher.finish128().as_u128()
     }
@@ -378,7 +380,7 @@ impl Table {
         let (mut shard, set) = self.lock(query.name.count);
         let Some(entry) = covering(&mut shard.sets[set], query) else { return false };
         let is_first = entry.units == 0;
-        entry.units = entry.units.saturating_add(query.charge.units());
+        entry.units = entry.units.saturating_add(query.charge.cost());
         is_first
     }
 
@@ -395,7 +397,7 @@ impl Table {
         let Name { count, fingerprint } = ticket.name;
         let keeps_own = is_bucket(charge.quota());
         if ticket.has_others {
-            let is_own = |entry: &Entry| keeps_own && entry.cost == charge.units();
+            let is_own = |entry: &Entry| keeps_own && entry.cost == charge.cost();
             self.forget_if(count, false, |entry| {
                 entry.fingerprint == fingerprint && !is_own(entry)
             });
@@ -403,7 +405,7 @@ impl Table {
         if let (Some(serial), false) = (ticket.bucket_entry, ticket.counted) {
             let (mut shard, set) = self.lock(count);
             if let Some(entry) = shard.sets[set].iter_mut().find(|entry| entry.serial == serial) {
-                entry.count_ask(charge.quota(), charge.units());
+                entry.count_ask(charge.quota(), charge.cost());
             }
         }
     }
@@ -523,7 +525,7 @@ impl Table {
 /// The denial that covers a cost: its own, or, of a count with many costs, the longest one of a
 /// lower cost.
 fn covering<'a>(set: &'a mut [Entry], query: &Query<'_>) -> Option<&'a mut Entry> {
-    let cost = query.charge.units();
+    let cost = query.charge.cost();
     let holds = |entry: &Entry| {
         entry.fingerprint == query.name.fingerprint
             && entry.cost <= cost
@@ -622,7 +624,7 @@ mod tests {
             for (key, policy) in
                 [("ab", "c"), ("a", "bc"), (&long, "c"), (&longer, "c"), (&long, &long)]
             {
-                let charge = Charge::new(key, quota).policy(policy);
+                let charge = Charge::new(key, quota).with_policy(policy);
                 let name = table.name(&charge);
                 assert_eq!(name.count, CountId::of(&charge));
                 assert!(seen.insert(name.fingerprint));

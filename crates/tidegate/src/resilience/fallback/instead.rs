@@ -55,7 +55,7 @@ impl<S: Store> Inner<S> {
         }
         let in_doubt = may_have_run(&error);
         if !memory_helps
-            && charges.iter().any(|charge| charge.store_failure() == OnStoreFailure::Local)
+            && charges.iter().any(|charge| charge.on_store_failure() == OnStoreFailure::Local)
         {
             return Err(error);
         }
@@ -100,9 +100,9 @@ impl<S: Store> Inner<S> {
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
         let shares: Vec<Option<Quota>> = charges.iter().map(|charge| self.share(charge)).collect();
-        let is_local = |charge: &Charge<'_>| charge.store_failure() == OnStoreFailure::Local;
+        let is_local = |charge: &Charge<'_>| charge.on_store_failure() == OnStoreFailure::Local;
         let fits = |charge: &Charge<'_>, share: Option<&Quota>| {
-            share.is_some_and(|share| charge.units() <= share.burst())
+            share.is_some_and(|share| charge.cost() <= share.burst())
         };
         // What the local counts are asked, and what is answered without them.
         let mut asked: Vec<Charge<'_>> = Vec::with_capacity(charges.len());
@@ -112,7 +112,7 @@ impl<S: Store> Inner<S> {
                 Some(share) if is_local(charge) && fits(charge, Some(share)) => {
                     asked.push(charge.with_quota(share))
                 }
-                _ => denied |= charge.store_failure() != OnStoreFailure::Allow,
+                _ => denied |= charge.on_store_failure() != OnStoreFailure::Allow,
             }
         }
         let found = match (&*asked, denied) {
@@ -122,7 +122,9 @@ impl<S: Store> Inner<S> {
             (all, true) => all.iter().map(|charge| self.look(charge)).collect::<Result<_, _>>()?,
         };
         let mut found = found.into_iter();
-        let answer = |(charge, share): (&Charge<'_>, &Option<Quota>)| match charge.store_failure() {
+        let answer = |(charge, share): (&Charge<'_>, &Option<Quota>)| match charge
+            .on_store_failure()
+        {
             OnStoreFailure::Allow => Ok(by_rule(charge, true)),
             OnStoreFailure::Deny => Ok(by_rule(charge, false)),
             OnStoreFailure::Local if fits(charge, share.as_ref()) => {
@@ -138,7 +140,7 @@ impl<S: Store> Inner<S> {
     fn look(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let decision = self.local.decide_now(Action::Peek, charge)?;
         if decision.allowed {
-            self.local.decide_now(Action::Take, &charge.cost(0))
+            self.local.decide_now(Action::Take, &charge.with_cost(0))
         } else {
             Ok(decision)
         }
@@ -152,7 +154,7 @@ impl<S: Store> Inner<S> {
     ) -> Result<Decision, StoreError> {
         let denied = Decision { source: Source::Local, ..by_rule(charge, false) };
         let Some(share) = share else { return Ok(denied) };
-        let look = self.local.decide_now(Action::Take, &charge.with_quota(share).cost(0))?;
+        let look = self.local.decide_now(Action::Take, &charge.with_quota(share).with_cost(0))?;
         Ok(Decision { remaining: look.remaining, reset_after: look.reset_after, ..denied })
     }
 
@@ -178,7 +180,7 @@ impl<S: Store> Inner<S> {
         charges: &[Charge<'_>],
         in_doubt: bool,
     ) -> Result<Vec<Decision>, StoreError> {
-        let report = |charge: &Charge<'_>| match charge.store_failure() {
+        let report = |charge: &Charge<'_>| match charge.on_store_failure() {
             OnStoreFailure::Allow => Ok(by_rule(charge, true)),
             OnStoreFailure::Deny => Ok(by_rule(charge, false)),
             OnStoreFailure::Local => {

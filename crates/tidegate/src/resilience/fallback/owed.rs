@@ -62,11 +62,11 @@ pub(super) struct Debt {
 impl Debt {
     /// What is to be charged to the store.
     pub(super) fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.units)
+        Charge::new(&self.key, &self.quota).with_policy(&self.policy).with_cost(self.units)
     }
 
     fn is_of(&self, charge: &Charge<'_>) -> bool {
-        *self.key == *charge.key() && *self.policy == *charge.policy_name()
+        *self.key == *charge.key() && *self.policy == *charge.policy()
     }
 }
 
@@ -144,10 +144,10 @@ impl Owed {
     /// them as well.
     pub(super) fn add(&self, charge: &Charge<'_>, now: u64, in_doubt: bool) {
         let until = now.saturating_add(counts_for(charge.quota()));
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         if let Some(debt) = shard.debts.find_mut(hash, |debt| debt.is_of(charge)) {
-            debt.units = debt.units.saturating_add(charge.units());
+            debt.units = debt.units.saturating_add(charge.cost());
             debt.until = until;
             debt.in_doubt |= in_doubt;
             debt.quota.clone_from(charge.quota());
@@ -158,14 +158,14 @@ impl Owed {
         }
         // Others may go ahead on other shards: a few too many do no harm.
         if self.keys() >= self.max_keys {
-            self.dropped.fetch_add(charge.units(), Ordering::Relaxed);
+            self.dropped.fetch_add(charge.cost(), Ordering::Relaxed);
             return;
         }
         let debt = Debt {
             key: charge.key().into(),
-            policy: charge.policy_name().into(),
+            policy: charge.policy().into(),
             quota: charge.quota().clone(),
-            units: charge.units(),
+            units: charge.cost(),
             until,
             not_before: 0,
             tried_in: 0,
@@ -183,9 +183,9 @@ impl Owed {
         let local = charges
             .iter()
             .enumerate()
-            .filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
+            .filter(|(_, charge)| charge.on_store_failure() == OnStoreFailure::Local);
         for (place, charge) in local {
-            let hash = self.hash(charge.key(), charge.policy_name());
+            let hash = self.hash(charge.key(), charge.policy());
             let mut shard = self.lock_of(hash);
             let found = shard.debts.find_mut(hash, |debt| debt.is_of(charge) && debt.until > now);
             let Some(debt) = found else { continue };
@@ -200,9 +200,9 @@ impl Owed {
 
     /// Returns whether the debt of one of these keys is being paid, or is in doubt.
     pub(super) fn is_busy(&self, charges: &[Charge<'_>], now: u64) -> bool {
-        charges.iter().filter(|charge| charge.store_failure() == OnStoreFailure::Local).any(
+        charges.iter().filter(|charge| charge.on_store_failure() == OnStoreFailure::Local).any(
             |charge| {
-                let hash = self.hash(charge.key(), charge.policy_name());
+                let hash = self.hash(charge.key(), charge.policy());
                 let debt = |debt: &Debt| debt.is_of(charge) && debt.until > now;
                 self.lock_of(hash)
                     .debts
@@ -237,7 +237,7 @@ impl Owed {
 
     /// Forgets the debt of this charge's key.
     pub(super) fn forget(&self, charge: &Charge<'_>) {
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         if let Ok(entry) = shard.debts.find_entry(hash, |debt| debt.is_of(charge)) {
             entry.remove();
@@ -252,8 +252,8 @@ impl Owed {
         for charge in charges {
             if !self.reduce(
                 charge,
-                |debt| !debt.claimed && debt.units >= charge.units(),
-                charge.units(),
+                |debt| !debt.claimed && debt.units >= charge.cost(),
+                charge.cost(),
             ) {
                 break;
             }
@@ -290,7 +290,7 @@ impl Owed {
     /// Takes units off a debt that is as it should be. An entry without units stays until it
     /// expires or grows again.
     fn reduce(&self, charge: &Charge<'_>, fits: impl Fn(&Debt) -> bool, units: u64) -> bool {
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         let Shard { debts, next_expiry, .. } = &mut *shard;
         match debts.find_mut(hash, |debt| debt.is_of(charge)) {
@@ -306,9 +306,9 @@ impl Owed {
     }
 
     fn restore(&self, charge: &Charge<'_>) {
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         if let Some(debt) = self.lock_of(hash).debts.find_mut(hash, |debt| debt.is_of(charge)) {
-            debt.units = debt.units.saturating_add(charge.units());
+            debt.units = debt.units.saturating_add(charge.cost());
         }
     }
 

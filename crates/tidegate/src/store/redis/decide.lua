@@ -18,7 +18,7 @@
 --                     forgo: as acquire, when a charge on another node has denied, so nothing is spent
 --          (quotas that count denied requests only in the third)
 -- reply  the server's time in microseconds; 1, or 0 if it was too late, and nothing was done: then that is all
---        then for each key of the first two forms: how many were granted, what remained before, the algorithm's evidence (from
+--        then for each key of the first two forms: how many were granted, what remained before, the algorithm's snapshot (from
 --          which follows what each was told), and if some were denied: their retry_after, reset_after (microseconds)
 --        and for the third, five integers a charge: allowed (1|0), remaining, retry_after, reset_after, delay (microseconds)
 --          (for a reset they say nothing: the caller knows what a forgotten key has left)
@@ -61,7 +61,7 @@ end
 
 -- The key of an algorithm's count where another algorithm counts under the key itself. No key of a count has this form.
 local function key_beside(key, algorithm)
-  return (string.gsub(key, '}:', '}%%' .. algorithm.aside .. ':', 1))
+  return (string.gsub(key, '}:', '}%%' .. algorithm.alt_suffix .. ':', 1))
 end
 
 -- The state of a key, and where it is kept. Where another algorithm counts, it goes on undisturbed, and this one counts beside
@@ -70,10 +70,10 @@ end
 local function load(key, quota)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
-  if state.foreign or state.absent then
+  if state.other_type or state.absent then
     local beside = key_beside(key, algorithm)
     local other = algorithm.load(beside, quota)
-    if state.foreign or not other.absent then return other, beside end
+    if state.other_type or not other.absent then return other, beside end
   end
   return state, key
 end
@@ -100,7 +100,7 @@ local function grant(key, quota, cost, times)
   end
   reply[replied + 1], reply[replied + 2] = granted, remaining
   replied = replied + 2
-  if algorithm.evidence then replied = algorithm.evidence(state, quota, reply, replied) end
+  if algorithm.snapshot then replied = algorithm.snapshot(state, quota, reply, replied) end
   if granted > 0 then
     algorithm.spend(state, quota, granted * cost)
     algorithm.save(key, state, quota)
@@ -199,8 +199,8 @@ local function make_together()
       if action == 'reset' then
         -- Every count of this key, by whichever algorithm.
         local keys = {charge.key}
-        for _, aside in ipairs({'log', 'packed', 'counter', 'window', 'bucket'}) do
-          keys[#keys + 1] = key_beside(charge.key, {aside = aside})
+        for _, alt_suffix in ipairs({'log', 'packed', 'counter', 'window', 'bucket'}) do
+          keys[#keys + 1] = key_beside(charge.key, {alt_suffix = alt_suffix})
         end
         call('UNLINK', unpack(keys))
         answer(1, 0, 0, 0, 0)

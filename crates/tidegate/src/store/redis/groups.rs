@@ -9,7 +9,7 @@ use super::Shared;
 use super::call::Setback;
 use super::news::PendingInvalidation;
 use super::requests::{Request, Verb, Verdicts};
-use crate::algorithm::Verdict;
+use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::store::in_order::{
@@ -79,7 +79,7 @@ async fn apart(
 }
 
 fn dress(verdicts: Verdicts, charges: &[Charge<'_>]) -> Vec<Decision> {
-    let dress = |(verdict, charge): (Verdict, &Charge<'_>)| {
+    let dress = |(verdict, charge): (RawDecision, &Charge<'_>)| {
         verdict.into_decision(charge.quota(), Source::Store)
     };
     verdicts.into_vec().into_iter().zip(charges).map(dress).collect()

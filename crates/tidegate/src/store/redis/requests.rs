@@ -11,7 +11,7 @@ use redis::{Cmd, Value};
 use super::fault::error_of_request;
 use super::script::{Pieces, Script};
 use super::server_clock::ServerTimes;
-use crate::algorithm::{Algorithm, Encoding, Evidence, Grants, Verdict};
+use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::{Action, StoreError};
@@ -96,15 +96,15 @@ pub(super) struct Answer {
 pub(super) enum Told {
     Grants(Grants),
     /// One a charge.
-    Verdicts(Vec<Verdict>),
+    Verdicts(Vec<RawDecision>),
     /// What went wrong with this one alone, of several.
     Error(String),
 }
 
 /// What a caller is told: one verdict a charge.
 pub(super) enum Verdicts {
-    One(Verdict),
-    Several(Vec<Verdict>),
+    One(RawDecision),
+    Several(Vec<RawDecision>),
 }
 
 /// What the script calls a log in a sorted set.
@@ -138,13 +138,13 @@ impl Told {
     ) -> Result<Verdicts, StoreError> {
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(Verdicts::One(grants.verdict(charge.quota(), charge.units(), earlier)))
+                Ok(Verdicts::One(grants.decision(charge.quota(), charge.cost(), earlier)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not know what a forgotten key has left.
             (Self::Verdicts(_), charges) if request.verb == Verb::Do(Action::Reset) => {
                 Ok(Verdicts::Several(
-                    charges.iter().map(|charge| Verdict::untouched(charge.quota())).collect(),
+                    charges.iter().map(|charge| RawDecision::untouched(charge.quota())).collect(),
                 ))
             }
             (Self::Verdicts(verdicts), _) => Ok(Verdicts::Several(verdicts.clone())),
@@ -154,7 +154,7 @@ impl Told {
 }
 
 impl Verdicts {
-    pub(super) fn into_vec(self) -> Vec<Verdict> {
+    pub(super) fn into_vec(self) -> Vec<RawDecision> {
         match self {
             Self::One(verdict) => vec![verdict],
             Self::Several(verdicts) => verdicts,
@@ -162,11 +162,11 @@ impl Verdicts {
     }
 
     /// That of a single charge.
-    pub(super) fn first(&self, charge: &Charge<'_>) -> Verdict {
+    pub(super) fn first(&self, charge: &Charge<'_>) -> RawDecision {
         match self {
             Self::One(verdict) => *verdict,
             Self::Several(verdicts) => {
-                verdicts.first().copied().unwrap_or(Verdict::untouched(charge.quota()))
+                verdicts.first().copied().unwrap_or(RawDecision::untouched(charge.quota()))
             }
         }
     }
@@ -177,7 +177,7 @@ impl Form {
         match (request.verb, request.charges) {
             // A denial that counts makes the next one another.
             (Verb::Do(Action::Acquire), [charge])
-                if charge.units() > 0 && !charge.quota().count_denied() =>
+                if charge.cost() > 0 && !charge.quota().count_denied() =>
             {
                 Self::Acquire
             }
@@ -230,8 +230,8 @@ impl Requests {
             let start = self.text.len();
             write_key(&mut self.text, charge);
             let terms = self.terms_of(charge.quota());
-            let cost = charge.units().min(MAX_COST);
-            let charged_at = charge.charge_time();
+            let cost = charge.cost().min(MAX_COST);
+            let charged_at = charge.charged_at();
             self.charges.push(Written { key: start..self.text.len(), terms, cost, charged_at });
         }
         let number = self.items.len();
@@ -414,13 +414,14 @@ impl Requests {
         let mut next = || integer(values.next().as_ref());
         if self.items[item].form == Form::Acquire {
             let (granted, remaining) = (first, next()?);
-            let evidence = Evidence::read(self.terms[charges[0].terms].algorithm, &mut next)?;
+            let snapshot =
+                CounterSnapshot::read(self.terms[charges[0].terms].algorithm, &mut next)?;
             let (retry_after, reset_after) =
                 if granted < times { (next()?, next()?) } else { (0, 0) };
             return Ok(Told::Grants(Grants {
                 granted,
                 remaining,
-                evidence,
+                snapshot,
                 retry_after,
                 reset_after,
             }));
@@ -429,7 +430,7 @@ impl Requests {
         let verdicts = charges.iter().map(|_| {
             let allowed = allowed.take().map_or_else(&mut next, Ok)? == 1;
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
-            Ok(Verdict { allowed, remaining, retry_after, reset_after, delay })
+            Ok(RawDecision { allowed, remaining, retry_after, reset_after, delay })
         });
         Ok(Told::Verdicts(verdicts.collect::<Result<_, _>>()?))
     }
@@ -488,7 +489,7 @@ mod tests {
         assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
         assert_eq!(add(&mut requests, ACQUIRE, &[b]), 1);
         assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2);
-        assert_eq!(add(&mut requests, ACQUIRE, &[a.cost(2)]), 3, "another cost");
+        assert_eq!(add(&mut requests, ACQUIRE, &[a.with_cost(2)]), 3, "another cost");
         assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2, "equal");
         assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 4, "together");
         assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 5, "together, and not to be merged");
