@@ -13,8 +13,8 @@ mod calibrated;
 
 /// A time source: the current time, and sleeping until a later time.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
-    /// Returns the current time, in microseconds since the Unix epoch. The windows of `fixed-window`
-    /// and `sliding-counter` are aligned to the epoch.
+    /// Returns the current time, in microseconds since the Unix epoch. The windows of
+    /// `fixed-window` and `sliding-counter` are aligned to the epoch.
     fn now(&self) -> u64;
 
     /// Sleeps until `duration` has passed on this clock, never shorter.
@@ -24,11 +24,11 @@ pub trait Clock: Send + Sync + fmt::Debug + 'static {
     fn sleep_blocking(&self, duration: Duration);
 }
 
-/// The clock of the machine: the wall clock when it was created, advanced by the monotonic clock. It
-/// ignores later changes of the wall clock.
+/// The clock of the machine: the wall clock when it was created, advanced by the monotonic clock.
+/// It ignores later changes of the wall clock.
 ///
-/// Its `sleep` uses Tokio, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with the
-/// timer enabled.
+/// Its `sleep` uses Tokio, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with
+/// the timer enabled.
 ///
 /// ```
 /// use tidegate::{Clock, SystemClock};
@@ -137,8 +137,8 @@ impl ManualClock {
         self.change(|_| now);
     }
 
-    /// Returns the number of callers that sleep on this clock, so that a test can wait for a sleeper
-    /// before it moves the clock.
+    /// Returns the number of callers that sleep on this clock, so that a test can wait for a
+    /// sleeper before it moves the clock.
     #[must_use]
     pub fn sleepers(&self) -> usize {
         self.lock().sleepers.len()

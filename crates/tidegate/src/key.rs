@@ -69,8 +69,8 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
     fn is_plain(word: [u8; 8]) -> bool {
         let word = u64::from_le_bytes(word);
         let repeat = |byte: u8| u64::from_ne_bytes([byte; 8]);
-        // The addition sets the high bit of a byte of 0x7f, and the subtraction that of a byte below
-        // 0x20 (a borrow may also set it in the byte above).
+        // The addition sets the high bit of a byte of 0x7f, and the subtraction that of a byte
+        // below 0x20 (a borrow may also set it in the byte above).
         let high_bits = word.wrapping_add(repeat(0x01)) | word | word.wrapping_sub(repeat(0x20));
         high_bits & repeat(0x80) == 0
     }

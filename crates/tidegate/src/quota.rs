@@ -100,8 +100,8 @@ impl Quota {
     /// The largest limit and burst. With windows of up to 366 days, the arithmetic stays exact in
     /// the integers of Rust and in the doubles of Lua on Redis.
     pub const MAX_LIMIT: u64 = 1_000_000_000_000;
-    /// The largest limit of a `sliding-log` in a sorted set: freeing a larger set would block Redis.
-    /// A log with a higher limit is packed.
+    /// The largest limit of a `sliding-log` in a sorted set: freeing a larger set would block
+    /// Redis. A log with a higher limit is packed.
     pub const MAX_SORTED_SET_LIMIT: u64 = 100_000;
     /// The largest limit of a `sliding-log`.
     pub const MAX_LOG_LIMIT: u64 = 10_000_000;
@@ -139,7 +139,8 @@ impl Quota {
         })
     }
 
-    /// Creates a quota that admits at most `limit` units in any interval as long as `window`. Exact.
+    /// Creates a quota that admits at most `limit` units in any interval as long as `window`.
+    /// Exact.
     pub fn sliding_log(limit: u64, window: Duration) -> Result<Self, QuotaError> {
         Self::new(Algorithm::SlidingLog, limit, window)
     }
@@ -201,8 +202,8 @@ impl Quota {
         Ok(self)
     }
 
-    /// Sets whether a `sliding-log` counts denied requests too, so that a client that retries without
-    /// waiting stays denied.
+    /// Sets whether a `sliding-log` counts denied requests too, so that a client that retries
+    /// without waiting stays denied.
     pub fn with_count_denied(mut self, count_denied: bool) -> Result<Self, QuotaError> {
         if self.algorithm != Algorithm::SlidingLog {
             return Err(QuotaError::NoCountDenied(self.algorithm));
@@ -255,8 +256,8 @@ impl Quota {
         (10 * self.burst).min(Self::MAX_LIMIT)
     }
 
-    /// Returns the policy name of charges that have none: the algorithm and the window. Two windows on
-    /// one key are therefore counted separately, and a changed limit keeps its counts.
+    /// Returns the policy name of charges that have none: the algorithm and the window. Two windows
+    /// on one key are therefore counted separately, and a changed limit keeps its counts.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -275,8 +276,8 @@ impl Quota {
         &self.default_policy_sum
     }
 
-    /// Returns this quota scaled down to another limit and burst, each at least 1 and no larger than
-    /// before. The default policy name stays the same.
+    /// Returns this quota scaled down to another limit and burst, each at least 1 and no larger
+    /// than before. The default policy name stays the same.
     #[cfg(feature = "resilience")]
     pub(crate) fn scaled_to(&self, limit: u64, burst: u64) -> Self {
         let drain = mul_div_ceil(burst, self.window, limit);
@@ -306,8 +307,8 @@ impl Quota {
     }
 }
 
-/// Returns a hash of the window in eight bits. Common windows (seconds, minutes, hours, days) nearly
-/// always differ.
+/// Returns a hash of the window in eight bits. Common windows (seconds, minutes, hours, days)
+/// nearly always differ.
 fn window_tag(micros: u64) -> u8 {
     micros.wrapping_mul(0x8d8e_3b13_e83b_3ab1).to_be_bytes()[0]
 }

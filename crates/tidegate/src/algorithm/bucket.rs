@@ -1,9 +1,10 @@
 //! `token-bucket` and `leaky-bucket`: one level that drains at L/W; a cost c is admitted if
 //! level + c ≤ B.
 //!
-//! In a token bucket the level is the number of missing tokens (tokens left = B − level). In a leaky
-//! bucket it is the length of the queue, which is also the delay of the next request. Because the
-//! level counts spent units, a changed limit keeps the counts, and an absent key is a full bucket.
+//! In a token bucket the level is the number of missing tokens (tokens left = B − level). In a
+//! leaky bucket it is the length of the queue, which is also the delay of the next request. Because
+//! the level counts spent units, a changed limit keeps the counts, and an absent key is a full
+//! bucket.
 //!
 //! The level is a whole number of units plus a fraction in W-ths of a unit. Each microsecond drains
 //! L/W of a unit, which is exactly L such parts, so integer arithmetic never drifts.
@@ -12,8 +13,8 @@ use super::{Algorithm, Counter, mul_div_rem};
 use crate::quota::Quota;
 
 /// The clock skew, in microseconds, up to which a stored time later than now does not mean that the
-/// clock stepped back: each CPU core reads its own cycle counter. Storing the earlier time would let
-/// the bucket drain twice for the same microsecond.
+/// clock stepped back: each CPU core reads its own cycle counter. Storing the earlier time would
+/// let the bucket drain twice for the same microsecond.
 pub(crate) const MAX_CLOCK_SKEW: u64 = 1_000;
 
 #[derive(Debug, Clone, Copy, Default)]

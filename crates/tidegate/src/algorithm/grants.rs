@@ -1,5 +1,5 @@
-//! [`Grants`]: the result of identical acquires that a script decided in one batch, and the decision
-//! of each of them.
+//! [`Grants`]: the result of identical acquires that a script decided in one batch, and the
+//! decision of each of them.
 
 use super::{Algorithm, Bucket, Counter, RawDecision, SlidingCounter};
 use crate::quota::Quota;
@@ -119,7 +119,7 @@ mod tests {
         }
     }
 
-    /// `snapshot` returns what the script would report about an advanced counter.
+    /// `snapshot` returns the script's report about an advanced counter.
     fn check<C: Counter + Default>(
         algorithm: Algorithm,
         snapshot: impl Fn(&C, &Quota, u64) -> CounterSnapshot,

@@ -32,7 +32,8 @@ impl SlidingCounter {
     }
 }
 
-/// Returns the elapsed time of a window at which at most `room` of the `previous` units still count.
+/// Returns the elapsed time of a window at which at most `room` of the `previous` units still
+/// count.
 fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
     if previous <= room {
         return 0;

@@ -1,5 +1,5 @@
-//! `sliding-log`: admits a request if the units admitted in (now − W, now] plus the cost are at most
-//! L. Exact.
+//! `sliding-log`: admits a request if the units admitted in (now − W, now] plus the cost are at
+//! most L. Exact.
 //!
 //! An entry holds its time and the running total of all units up to it. The units between two
 //! entries are one subtraction, every query is a binary search, and a cost of 10,000 is one entry.
@@ -26,7 +26,7 @@ struct LogEntry {
 }
 
 impl SlidingLog {
-    /// Returns the time of the newest entry, or 0 if there is none.
+    /// Returns the time of the newest entry, or 0 for an empty log.
     #[inline]
     pub(crate) fn newest_time(&self) -> u64 {
         self.entries.back().map_or(0, |entry| entry.time)
@@ -45,8 +45,8 @@ impl SlidingLog {
         self.last_total() - self.window_base()
     }
 
-    /// Returns the partition point of `holds`, searching from `from` on. The result is usually close
-    /// to `from`, so this is a galloping search: steps that double, then a binary search.
+    /// Returns the partition point of `holds`, searching from `from` on. The result is usually
+    /// close to `from`, so this is a galloping search: steps that double, then a binary search.
     #[inline]
     fn partition_point_from(&self, from: usize, holds: impl Fn(&LogEntry) -> bool) -> usize {
         let (mut start, mut step) = (from, 1);

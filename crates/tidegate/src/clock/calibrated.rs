@@ -184,8 +184,8 @@ fn elapsed(from: u64, to: u64, rate: u64) -> u64 {
 }
 
 impl Calibration {
-    /// Adds a sample. Returns a lower bound on the time per tick, times 2^32, or `None` if it is not
-    /// precise enough yet.
+    /// Adds a sample. Returns a lower bound on the time per tick, times 2^32, or `None` if it is
+    /// not precise enough yet.
     fn update(&mut self, now: ClockSample) -> Option<u64> {
         let ticks = now.ticks.saturating_sub(self.older.ticks);
         let error = self.older.uncertainty + now.uncertainty;

@@ -3,8 +3,8 @@
 //! The store is a sharded hash table with open addressing and one mutex per shard. A key is hashed
 //! once, with a secret, to a fingerprint, which selects the shard and the slot and replaces the key
 //! itself. A slot has a fixed size of 40 bytes, so a decision on an existing key allocates nothing
-//! and touches one place in memory. Every decision reads and writes, so a plain mutex, held for some
-//! nanoseconds, is the right lock.
+//! and touches one place in memory. Every decision reads and writes, so a plain mutex, held for
+//! some nanoseconds, is the right lock.
 //!
 //! Decisions sweep expired keys in passing, some slots at a time; there is no background thread. A
 //! full store scans whole shards for expired keys, and rejects a new key if all keys still count.
@@ -161,8 +161,8 @@ impl MemoryStore {
     }
 
     /// Decides a charge that `check` validates. An acquire of an existing key skips the check,
-    /// because the key was checked when it was inserted. The error type is the caller's, so that the
-    /// result is written only once.
+    /// because the key was checked when it was inserted. The error type is the caller's, so that
+    /// the result is written only once.
     #[inline]
     pub(crate) fn decide_checked<E: From<StoreError>>(
         &self,
@@ -269,9 +269,9 @@ impl MemoryStore {
         }
     }
 
-    /// Lowers the bounds on the next expiry to `expires_at`. The shard's bound goes first: an eviction
-    /// scan resets the store's bound before it reads the shards, so it either sees the new bound of
-    /// the shard, or its own result is lowered afterwards.
+    /// Lowers the bounds on the next expiry to `expires_at`. The shard's bound goes first: an
+    /// eviction scan resets the store's bound before it reads the shards, so it either sees the new
+    /// bound of the shard, or its own result is lowered afterwards.
     fn lower_next_expiry(&self, shard: &Shard, expires_at: u64) {
         shard.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
         self.keys.next_expiry.fetch_min(expires_at, Ordering::SeqCst);

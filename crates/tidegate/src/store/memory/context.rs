@@ -1,4 +1,5 @@
-//! [`ChargeContext`]: one charge applied to its locked table, and [`KeyReservation`]: room for new keys.
+//! [`ChargeContext`]: one charge applied to its locked table, and [`KeyReservation`]: room for new
+//! keys.
 
 use std::sync::atomic::Ordering;
 

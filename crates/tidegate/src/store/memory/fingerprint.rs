@@ -1,7 +1,7 @@
 //! [`Fingerprint`]: a 128-bit keyed hash of (key, policy), which identifies a count in memory.
 //!
-//! Attackers choose keys, and an attacker who finds two keys with the same fingerprint can exhaust
-//! another client's limit. Therefore this is a *universal* hash: the text is a vector of 64-bit
+//! Attackers choose keys, and two keys with the same fingerprint would let an attacker exhaust the
+//! limit of another client. Therefore this is a *universal* hash: the text is a vector of 64-bit
 //! words, and the fingerprint is
 //!
 //! ```text
@@ -161,8 +161,8 @@ impl HashSecret {
         Fingerprint::new(high, low)
     }
 
-    /// Returns a replacement for a text longer than any key. It cannot equal a key, because keys have
-    /// no control characters.
+    /// Returns a replacement for a text longer than any key. It cannot equal a key, because keys
+    /// have no control characters.
     #[cold]
     fn digest(&self, text: &str) -> String {
         let half = |number: u8| self.oversized.hash_one((number, text));
@@ -223,8 +223,8 @@ impl Sum {
         self.add(&secrets[before_last], u64::from_le_bytes(*last));
     }
 
-    /// Reduces the sum to 127 bits: since 2^127 is 1 modulo the prime, the high bits are added to the
-    /// low ones. The result need not be less than the prime to be unique.
+    /// Reduces the sum to 127 bits: since 2^127 is 1 modulo the prime, the high bits are added to
+    /// the low ones. The result need not be less than the prime to be unique.
     #[inline]
     fn modulo_prime(self) -> u128 {
         const SPLIT: u32 = 127 - LIMB_BITS;

@@ -15,8 +15,8 @@ const SPIN_LIMIT: u32 = 3;
 const YIELD_LIMIT: u32 = 10;
 const SLEEP_INTERVAL: Duration = Duration::from_micros(50);
 
-/// A table behind its lock. It has its own cache line, so that shards do not slow each other down by
-/// false sharing.
+/// A table behind its lock. It has its own cache line, so that shards do not slow each other down
+/// by false sharing.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(super) struct Shard {
@@ -39,9 +39,9 @@ impl Shard {
         self.table.try_lock().unwrap_or_else(|| self.lock_contended())
     }
 
-    /// Critical sections last nanoseconds: spin a few times with growing gaps (each `try_lock` steals
-    /// the holder's cache line), then yield, then sleep, because a longer wait means that the holder
-    /// was preempted.
+    /// Critical sections last nanoseconds: spin a few times with growing gaps (each `try_lock`
+    /// steals the holder's cache line), then yield, then sleep, because a longer wait means that
+    /// the holder was preempted.
     #[cold]
     fn lock_contended(&self) -> SpinMutexGuard<'_, Table> {
         let mut attempt = 0;
@@ -58,8 +58,8 @@ impl Shard {
         }
     }
 
-    /// Spins for the lock, and gives up where [`lock`](Self::lock) would yield, so that a caller can
-    /// release its other locks first.
+    /// Spins for the lock. Returns `None` where [`lock`](Self::lock) would yield, so that a caller
+    /// can release its other locks first.
     pub(super) fn try_lock_briefly(&self) -> Option<SpinMutexGuard<'_, Table>> {
         self.table.try_lock().or_else(|| {
             (0..SPIN_LIMIT).find_map(|attempt| {

@@ -35,13 +35,13 @@ pub(super) enum CounterKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct PackedState([u64; 3]);
 
-/// A counter that can be stored as a [`PackedState`]. The entries of a log are stored separately, in
-/// [`Logs`].
+/// A counter that can be stored as a [`PackedState`]. The entries of a log are stored separately,
+/// in [`Logs`].
 pub(super) trait StoredCounter: Counter + Default {
     const KIND: CounterKind;
 
-    /// Unpacks a stored counter. A log is moved out of `logs`, and must be [restored](Self::restore)
-    /// or packed again.
+    /// Unpacks a stored counter. A log is moved out of `logs`, and must be
+    /// [restored](Self::restore) or packed again.
     fn unpack(state: PackedState, logs: &mut Logs) -> Self;
 
     /// Packs the counter. `before` is the state that it was unpacked from.

@@ -15,7 +15,8 @@ use super::state::{CounterKind, PackedState};
 /// Slots per sweep. Sweeping a run of slots now and then costs the cache less than sweeping a slot
 /// per decision.
 const SLOTS_PER_SWEEP: usize = 64;
-/// Credit at which a sweep runs; each decision adds one, so a decision pays for a quarter of a slot.
+/// Credit at which a sweep runs; each decision adds one, so a decision pays for a quarter of a
+/// slot.
 const SWEEP_THRESHOLD: u32 = 256;
 /// Additional credit of a new key. It pays for four slots, so that the whole table is swept before
 /// it has doubled.
