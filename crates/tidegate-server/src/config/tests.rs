@@ -240,7 +240,7 @@ fn nothing_is_no_configuration() {
         "{} # none\n",
     ] {
         assert!(
-            error(text).starts_with("tidegate.yaml: is empty, which is no configuration"),
+            error(text).starts_with("tidegate.yaml: is empty: `tidegate config sample`"),
             "{text}"
         );
     }

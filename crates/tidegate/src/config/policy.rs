@@ -1,4 +1,4 @@
-//! A policy as it is written in a configuration, and what it means.
+//! [`RawPolicy`]: a policy as written in a configuration, and its validation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,16 +11,16 @@ use serde_saphyr::Spanned;
 
 use super::document::{ConfigError, Document};
 use super::duration;
-use super::number::Whole;
+use super::number::Bounded;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
 use crate::policy::{AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
 use crate::quota::{Quota, QuotaError};
 
 /// A limit, a burst or a cost.
-type Units = Whole<1, { Quota::MAX_LIMIT }>;
+type Units = Bounded<1, { Quota::MAX_LIMIT }>;
 
-/// A named limit, as it is written.
+/// A named limit.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "Policy")]
@@ -94,31 +94,31 @@ impl RawPolicy {
             let mut quota = Quota::new(algorithm, limit.value.get(), window.0).map_err(
                 |error| match error {
                     QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
-                        document.at(window.1, &error.to_string())
+                        document.error_at(window.1, &error.to_string())
                     }
-                    _ => document.at(limit, &error.to_string()),
+                    _ => document.error_at(limit, &error.to_string()),
                 },
             )?;
             if let Some(encoding) = &raw.encoding {
                 let kind = named(document, encoding)?;
                 quota = quota
                     .with_encoding(kind)
-                    .map_err(|error| document.at(encoding, &error.to_string()))?;
+                    .map_err(|error| document.error_at(encoding, &error.to_string()))?;
             }
             if let Some(count_denied) = &raw.count_denied {
                 let counted = quota.with_count_denied(count_denied.value);
-                quota = counted.map_err(|error| document.at(count_denied, &error.to_string()))?;
+                quota = counted.map_err(|error| document.error_at(count_denied, &error.to_string()))?;
             }
             if let Some(burst) = burst {
                 quota = quota
                     .with_burst(burst.value.get())
-                    .map_err(|error| document.at(burst, &error.to_string()))?;
+                    .map_err(|error| document.error_at(burst, &error.to_string()))?;
             }
             Ok::<Quota, ConfigError>(quota)
         };
         let window = (window, &raw.window);
         let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?)
-            .map_err(|error| document.at(name, &error.to_string()))?
+            .map_err(|error| document.error_at(name, &error.to_string()))?
             .with_attribute_names(attributes);
         let mut matched = BTreeSet::new();
         for (written, patterns) in &raw.matches.0 {
@@ -127,7 +127,7 @@ impl RawPolicy {
                 let twice = format!(
                     "{attribute} is there twice, in other letters: a header's name is alike in either case"
                 );
-                return Err(document.at(patterns, &twice));
+                return Err(document.error_at(patterns, &twice));
             }
             policy = policy
                 .matching(attribute, patterns.value.texts())
@@ -155,7 +155,7 @@ impl RawPolicy {
             };
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
             let values = entry.key.value.texts();
-            check_parts(values.len(), &policy).map_err(|error| document.at(&entry.key, &error))?;
+            check_parts(values.len(), &policy).map_err(|error| document.error_at(&entry.key, &error))?;
             let quota = quota(&entry.limit, window, burst)?;
             policy = policy.overriding(values, quota).map_err(wrong_at(document, &entry.key))?;
         }
@@ -178,7 +178,7 @@ fn attribute_name(
     written: &Spanned<String>,
 ) -> Result<String, ConfigError> {
     let name = &written.value;
-    attributes.check(name).map_err(|error| document.at(written, &format!("{field}: {error}")))?;
+    attributes.check(name).map_err(|error| document.error_at(written, &format!("{field}: {error}")))?;
     Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
 }
 
@@ -186,7 +186,7 @@ fn wrong_at<T>(
     document: &Document<'_>,
     value: &Spanned<T>,
 ) -> impl FnOnce(PolicyError) -> ConfigError {
-    move |error| document.at(value, &error.to_string())
+    move |error| document.error_at(value, &error.to_string())
 }
 
 /// A key of several attributes has a value of each; one that has none is one for all.
@@ -216,14 +216,14 @@ fn written<'de, D: Deserializer<'de>>(
 }
 
 fn window_of(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    duration::parse(&text.value).map_err(|error| document.at(text, &error))
+    duration::parse(&text.value).map_err(|error| document.error_at(text, &error))
 }
 
 fn named<T: FromStr<Err = UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
 ) -> Result<T, ConfigError> {
-    text.value.parse().map_err(|error: UnknownName| document.at_name(text, &error.to_string()))
+    text.value.parse().map_err(|error: UnknownName| document.unknown_name_at(text, &error.to_string()))
 }
 
 /// Another limit for one key.
