@@ -190,8 +190,9 @@ fn envoy(
     let mut texts = Vec::with_capacity(files.len());
     for (file, written) in files.iter().zip(&raw.files) {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file)
-            .map_err(|error| document.error_at(written, &format!("{name}: cannot be read: {error}")))?;
+        let text = std::fs::read_to_string(file).map_err(|error| {
+            document.error_at(written, &format!("{name}: cannot be read: {error}"))
+        })?;
         texts.push((name, text));
     }
     let rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
@@ -200,7 +201,8 @@ fn envoy(
             .algorithms
             .iter()
             .find(|(rule, _)| message.contains(&format!("no rule is named {rule:?}")));
-        unknown.map_or_else(|| document.error(&message), |(_, name)| document.error_at(name, &message))
+        unknown
+            .map_or_else(|| document.error(&message), |(_, name)| document.error_at(name, &message))
     })?;
     Ok(Envoy { rules, algorithm })
 }

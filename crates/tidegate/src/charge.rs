@@ -46,7 +46,7 @@ pub enum ChargeError {
     #[error("the policy name {0}")]
     Policy(KeyError),
     /// The cost is zero.
-    #[error("cost 0 is too low: a cost is at least 1 (use peek to see what is left)")]
+    #[error("cost 0 is too low: a cost is at least 1 (peek shows the remaining units)")]
     ZeroCost,
     /// The cost exceeds the burst, so the charge could never be admitted.
     #[error("cost {cost} can never be admitted: this quota admits at most {most} at once")]

@@ -1,5 +1,5 @@
-//! Policies from a YAML file: the sections `policies` and `attributes` of the service's configuration,
-//! for an application that embeds the limiter.
+//! Policies from a YAML file: the sections `policies` and `attributes` of the service's
+//! configuration, for an application that embeds the limiter.
 //!
 //! ```
 //! use tidegate::Policies;

@@ -49,7 +49,7 @@ pub enum QuotaError {
     Limit(u64),
     /// The limit is too large for a log, which stores every request of its window.
     #[error(
-        "limit {0} is too large for sliding-log, which stores each admitted request: at most {max}; \
+        "limit {0} is too large for sliding-log, which stores each request: at most {max}; \
          sliding-counter and token-bucket allow up to {other}",
         max = Quota::MAX_LOG_LIMIT, other = Quota::MAX_LIMIT
     )]

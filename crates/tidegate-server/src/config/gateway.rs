@@ -25,7 +25,9 @@ pub(super) fn validate(
     raw: &raw::Gateway,
 ) -> Result<GatewayConfig, ConfigError> {
     for text in &raw.upstreams {
-        text.value.parse::<Upstream>().map_err(|error| document.error_at(text, &error.to_string()))?;
+        text.value
+            .parse::<Upstream>()
+            .map_err(|error| document.error_at(text, &error.to_string()))?;
     }
     let time = |text: &Option<Spanned<String>>, default: u64| {
         text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))

@@ -147,9 +147,8 @@ pub(super) fn validate(
     let (servers, urls) = match (raw.redis, raw.sentinel) {
         (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
         (Some(_), Some(sentinel)) => {
-            return Err(
-                document.error_at(&sentinel, "store has both redis and sentinel: take one of them out")
-            );
+            return Err(document
+                .error_at(&sentinel, "store has both redis and sentinel: take one of them out"));
         }
         (Some(redis), None) => {
             let place = place_of(&redis);
@@ -174,9 +173,8 @@ pub(super) fn validate(
         None => Duration::from_millis(100),
         Some(text) => match duration(document, text)? {
             Duration::ZERO => {
-                return Err(
-                    document.error_at(text, "store.timeout must be more than 0: 100ms is a good start")
-                );
+                return Err(document
+                    .error_at(text, "store.timeout must be more than 0: 100ms is a good start"));
             }
             long if long > MAX_TIMEOUT => {
                 let message = "store.timeout is more than 60s, for which no request waits: 100ms is a good start";

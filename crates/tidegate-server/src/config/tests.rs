@@ -119,7 +119,7 @@ fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
         ("overrides:\n      - {key: k, limit: 20000000}", "6:25:", "too large for sliding-log"),
         ("overrides: [{key: [a, b], limit: 1}]", "5:23:", "one value, not a list"),
         ("overrides: [{key: [], limit: 1}]", "5:23:", "one value, not a list"),
-        ("key: ip\n    overrides: [{key: [a, b], limit: 1}]", "6:23:", "counts by ip alone"),
+        ("key: ip\n    overrides: [{key: [a, b], limit: 1}]", "6:23:", "counts only by ip"),
         (
             "key: [ip, path]\n    overrides: [{key: 'a:b', limit: 1}]",
             "6:23:",

@@ -17,8 +17,8 @@ pub(super) const MASK: &str = "…";
 /// The names in a configuration that error messages may show, besides the sections `attributes` and
 /// `policies`.
 ///
-/// Error messages quote the offending line. By default only lines of `attributes` and `policies` are
-/// shown, because other sections may hold secrets, such as the password of a store.
+/// Error messages quote the offending line. By default only lines of `attributes` and `policies`
+/// are shown, because other sections may hold secrets, such as the password of a store.
 ///
 /// ```
 /// use serde::Deserialize;
