@@ -30,11 +30,11 @@ pub enum Action {
     Refund,
     /// Deletes the count of the key.
     Reset,
-    /// Spends as much of the cost as the quota has room for, possibly nothing: for requests that
-    /// were served before they could be charged. The decision is always `allowed` and says how many
-    /// units are left. The cost may be 0 or above the burst, and several charges are independent of
+    /// Charges as much of the cost as fits, possibly nothing: for requests that were served before
+    /// they could be charged. The decision is always `allowed` and has the units that remain. A cost
+    /// of 0 reads the count, and a cost above the burst is valid. Several charges are independent of
     /// each other.
-    Take,
+    ChargeUpTo,
     /// Records units that were already used: always charges, even beyond the limit. The overdraft
     /// is bounded by [`Quota::max_level`](crate::Quota::max_level) and shrinks over time. The
     /// decision says whether the units fitted; if not, `remaining` is 0 and `retry_after` is the

@@ -193,7 +193,7 @@ fn report<C: Counter>(counter: &mut C, quota: &Quota, now: u64, cost: u64) -> Ap
     Applied { decision, written }
 }
 
-/// The planned effect of an acquire, a peek or a take, before anything is spent.
+/// The planned effect of an acquire, a peek or a partial charge, before anything is spent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan {
     allowed: bool,
@@ -218,18 +218,18 @@ impl Plan {
     ) -> Self {
         let stepped_back = counter.advance_to(quota, now);
         let remaining = counter.remaining(quota);
-        let is_take = action == Action::Take;
-        let cost = if is_take { cost.min(remaining) } else { cost };
+        let is_partial = action == Action::ChargeUpTo;
+        let cost = if is_partial { cost.min(remaining) } else { cost };
         let allowed = if action == Action::Peek {
             has_room(counter, quota, remaining, cost)
         } else {
-            is_take || cost <= remaining
+            is_partial || cost <= remaining
         };
         let is_spent = if allowed { all_fit } else { quota.count_denied() };
         let spend = if is_spent { cost } else { 0 };
         let written = action != Action::Peek && (spend > 0 || stepped_back);
         // A request that is charged afterwards has already run, so it has no delay.
-        let has_delay = all_fit && !is_take;
+        let has_delay = all_fit && !is_partial;
         Self { allowed, cost, remaining, has_delay, spend, written }
     }
 

@@ -1,10 +1,10 @@
 //! The conformance suite: compares any [`Store`] with a naive model, and reports the first
 //! difference.
 //!
-//! A seed generates a sequence of steps: acquire, `acquire_all`, peek, refund, reset, take, report,
-//! clock advances to edge cases, clock steps back, and changed limits. Every field of every
-//! decision must equal the decision of the model. A failing sequence is shrunk before it is
-//! printed.
+//! A seed generates a sequence of steps: acquire, `acquire_all`, peek, refund, reset, partial
+//! charge, report, clock advances to edge cases, clock steps back, and changed limits. Every field
+//! of every decision must equal the decision of the model. A failing sequence is shrunk before it
+//! is printed.
 //!
 //! ```
 //! use tidegate::testing::conformance;
@@ -179,10 +179,10 @@ async fn decide<S: Store>(
         (Action::Reset, [charge]) => single(limiter.reset(charge).await),
         (Action::Report, [charge]) => single(limiter.report(charge).await),
         // A limiter has no method for it.
-        (Action::Take, [charge]) => {
+        (Action::ChargeUpTo, [charge]) => {
             single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store))
         }
-        (Action::Take | Action::Report, charges) => {
+        (Action::ChargeUpTo | Action::Report, charges) => {
             limiter.store().decide_all(action, charges).await.map_err(crate::Error::Store)
         }
         (Action::Peek, charges) => limiter.decide_all(action, charges).await,

@@ -396,8 +396,11 @@ async fn slots_of_one_node_are_asked_in_one_round_trip() {
         denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(told, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
     for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
-        let look =
-            limiter.store().decide(Action::Take, &charge.with_cost(0)).await.expect("decided");
+        let look = limiter
+            .store()
+            .decide(Action::ChargeUpTo, &charge.with_cost(0))
+            .await
+            .expect("decided");
         assert_eq!(look.remaining, left);
     }
     cluster.assert_every_key_expires();

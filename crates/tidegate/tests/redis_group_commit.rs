@@ -80,7 +80,7 @@ fn ask() -> impl Strategy<Value = Ask> {
         8 => Just(Action::Acquire),
         1 => Just(Action::Peek),
         1 => Just(Action::Refund),
-        1 => Just(Action::Take),
+        1 => Just(Action::ChargeUpTo),
         1 => Just(Action::Reset),
     ];
     let charge =

@@ -334,11 +334,11 @@ impl<S: Store> Groups for Parts<'_, S> {
         };
         match step {
             Step::Do(action) => ask(action, charges).await,
-            Step::Look => ask(Action::Take, &without_cost(charges)).await,
+            Step::Look => ask(Action::ChargeUpTo, &without_cost(charges)).await,
             Step::Forgo => {
                 let mut peeked = ask(Action::Peek, charges).await?;
                 if peeked.iter().all(|decision| decision.allowed) {
-                    match ask(Action::Take, &without_cost(charges)).await {
+                    match ask(Action::ChargeUpTo, &without_cost(charges)).await {
                         Ok(unspent) => return Ok(unspent),
                         Err(_) => restore_unspent(charges, &mut peeked),
                     }

@@ -366,7 +366,7 @@ impl<S: Store> Inner<S> {
                 names.into_iter().for_each(|name| self.table.forget_other_quotas(name))
             }
             // It takes units that denials did not know of: their waits are too short.
-            Action::Take | Action::Report => {
+            Action::ChargeUpTo | Action::Report => {
                 names.into_iter().for_each(|name| self.table.forget(name.count()))
             }
             _ => {}

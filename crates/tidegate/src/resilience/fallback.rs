@@ -326,7 +326,8 @@ impl<S: Store> Inner<S> {
     fn still_counting(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
         let quota = self.counting_quota(&charge);
-        let look = self.local.decide_now(Action::Take, &charge.with_quota(&quota).with_cost(0));
+        let look =
+            self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(&quota).with_cost(0));
         look.map_or(debt.units, |found| debt.units.min(quota.burst() - found.remaining))
     }
 

@@ -247,7 +247,7 @@ pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]
     }
 }
 
-/// The same charges with a cost of 0: [`Action::Take`] then looks without spending.
+/// The same charges with a cost of 0: [`Action::ChargeUpTo`] then looks without spending.
 pub(crate) fn without_cost<'a>(charges: &[Charge<'a>]) -> Vec<Charge<'a>> {
     charges.iter().map(|charge| charge.with_cost(0)).collect()
 }

@@ -150,7 +150,7 @@ impl MemoryStore {
         let context = ChargeContext {
             store: self,
             shard,
-            action: Action::Take,
+            action: Action::ChargeUpTo,
             charge,
             fingerprint,
             now,

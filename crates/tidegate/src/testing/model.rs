@@ -122,7 +122,7 @@ impl Model {
                 }
                 taken > 0 || stepped_back
             }
-            Action::Take => {
+            Action::ChargeUpTo => {
                 let room = capacity.saturating_sub(log.counted(quota, now));
                 let taken = u128::from(cost).min(room);
                 if taken > 0 {

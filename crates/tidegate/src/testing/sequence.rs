@@ -103,18 +103,18 @@ impl Sequence {
         sequence.with_rare_actions(seed)
     }
 
-    /// Replaces some acquires by takes and reports, whose cost may be 0 or exceed the burst, sets
-    /// the charge time of some refunds, and the cost of some peeks to 0. Only even seeds change, so
-    /// that regressions found with odd seeds stay reproducible.
+    /// Replaces some acquires by partial charges and reports, whose cost may be 0 or exceed the
+    /// burst, sets the charge time of some refunds, and the cost of some peeks to 0. Only even
+    /// seeds change, so that regressions found with odd seeds stay reproducible.
     fn with_rare_actions(mut self, seed: u64) -> Self {
         let random = &mut Random(!seed);
         for step in self.steps.iter_mut().filter(|_| seed.is_multiple_of(2)) {
             let Step::Decide(action, specs) = step else { continue };
             match action {
                 Action::Acquire if random.one_in(6) => {
-                    *action = if random.one_in(2) { Action::Take } else { Action::Report };
+                    *action = if random.one_in(2) { Action::ChargeUpTo } else { Action::Report };
                     for spec in specs {
-                        let min_cost = u64::from(*action != Action::Take);
+                        let min_cost = u64::from(*action != Action::ChargeUpTo);
                         spec.cost = random.pick(&[
                             min_cost,
                             spec.cost,

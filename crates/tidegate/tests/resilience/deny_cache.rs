@@ -554,7 +554,7 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let action = prop_oneof![
         12 => Just(Action::Acquire), 4 => Just(Action::Peek), 2 => Just(Action::Refund),
-        1 => Just(Action::Reset), 1 => Just(Action::Take),
+        1 => Just(Action::Reset), 1 => Just(Action::ChargeUpTo),
     ];
     let both =
         prop_oneof![3 => Just(Action::Acquire), 1 => Just(Action::Peek), 1 => Just(Action::Refund)];

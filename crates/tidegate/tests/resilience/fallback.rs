@@ -143,7 +143,7 @@ async fn a_refund_is_made_where_the_units_were_taken() {
     assert_eq!((refunded.remaining, refunded.source), (5, Source::Local));
     assert_eq!(fallback.stats().owed_units, 0);
     assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "given back already");
-    assert_eq!(fallback.decide(Action::Take, &charge).await, error);
+    assert_eq!(fallback.decide(Action::ChargeUpTo, &charge).await, error);
 
     fallback.decide(Action::Acquire, &charge).await.expect("decided");
     assert_eq!(

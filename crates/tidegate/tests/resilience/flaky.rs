@@ -83,7 +83,7 @@ impl Flaky {
 
     /// What is left of this charge's quota, whatever mood it is in.
     pub(crate) async fn left(&self, charge: &Charge<'_>) -> u64 {
-        let look = self.0.memory.decide(Action::Take, &charge.with_cost(0)).await;
+        let look = self.0.memory.decide(Action::ChargeUpTo, &charge.with_cost(0)).await;
         look.expect("memory answers").remaining
     }
 

@@ -58,7 +58,7 @@ async fn a_redis_that_stops_again_and_again_lets_nobody_beyond_and_nobody_wait()
     let start = Instant::now();
     loop {
         until_the_store_decides(&fallback, &charge).await;
-        let look = fallback.store().decide(Action::Take, &charge.with_cost(0)).await;
+        let look = fallback.store().decide(Action::ChargeUpTo, &charge.with_cost(0)).await;
         let left = look.map_or(LIMIT, |look| look.remaining);
         if left == 0 || (fallback.stats().owed_keys == 0 && left <= LIMIT - admitted) {
             break;
@@ -97,7 +97,8 @@ async fn a_redis_that_is_killed_is_missed_for_a_moment_only() {
         assert!(start.elapsed() < PATIENCE, "the store is back");
         sleep(Duration::from_millis(5)).await;
     }
-    let look = fallback.store().decide(Action::Take, &charge.with_cost(0)).await.expect("decided");
+    let look =
+        fallback.store().decide(Action::ChargeUpTo, &charge.with_cost(0)).await.expect("decided");
     assert!(look.remaining < 1_000 - local, "{} left, {local} owed", look.remaining);
     redis.assert_every_key_expires();
 }

@@ -51,7 +51,9 @@ impl<S: Store> Inner<S> {
             Action::Report if memory_helps => {
                 return self.report_here(charges, may_have_run(&error));
             }
-            Action::Refund | Action::Reset | Action::Take | Action::Report => return Err(error),
+            Action::Refund | Action::Reset | Action::ChargeUpTo | Action::Report => {
+                return Err(error);
+            }
         }
         let in_doubt = may_have_run(&error);
         if !memory_helps
@@ -140,7 +142,7 @@ impl<S: Store> Inner<S> {
     fn look(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let decision = self.local.decide_now(Action::Peek, charge)?;
         if decision.allowed {
-            self.local.decide_now(Action::Take, &charge.with_cost(0))
+            self.local.decide_now(Action::ChargeUpTo, &charge.with_cost(0))
         } else {
             Ok(decision)
         }
@@ -154,7 +156,8 @@ impl<S: Store> Inner<S> {
     ) -> Result<Decision, StoreError> {
         let denied = Decision { source: Source::Local, ..by_rule(charge, false) };
         let Some(share) = share else { return Ok(denied) };
-        let look = self.local.decide_now(Action::Take, &charge.with_quota(share).with_cost(0))?;
+        let look =
+            self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(share).with_cost(0))?;
         Ok(Decision { remaining: look.remaining, reset_after: look.reset_after, ..denied })
     }
 

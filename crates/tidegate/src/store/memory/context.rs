@@ -123,7 +123,7 @@ impl ChargeContext<'_> {
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
         if !applied.written {
             counter.restore(before, &mut table.logs);
-            if matches!(self.action, Action::Acquire | Action::Take | Action::Report) {
+            if matches!(self.action, Action::Acquire | Action::ChargeUpTo | Action::Report) {
                 // The limit was lowered: the entry would expire before its bucket has drained.
                 if !before.lives_for(C::KIND, quota) {
                     table.set(at, before.with_lifetime_for(C::KIND, quota));

@@ -35,7 +35,7 @@ impl MemoryStore {
                 all_fit &= !is_all_or_nothing || context(charge, fingerprint, true).fits(table);
             }
             // Reserve room for all new keys before anything is written.
-            if matches!(action, Action::Acquire | Action::Take | Action::Report)
+            if matches!(action, Action::Acquire | Action::ChargeUpTo | Action::Report)
                 && all_fit
                 && !reservation.reserve(new_keys)
             {

@@ -104,7 +104,7 @@ impl Groups for Apart<'_> {
         let (verb, charges) = match step {
             Step::Do(action) => (Verb::Do(action), charges.as_slice()),
             Step::Forgo => (Verb::Forgo, charges.as_slice()),
-            Step::Look => (Verb::Do(Action::Take), unspent.as_slice()),
+            Step::Look => (Verb::Do(Action::ChargeUpTo), unspent.as_slice()),
         };
         let verdicts = self.shared.decide(&Request { verb, charges }, self.started).await;
         Ok(dress(verdicts.map_err(Setback::into_store_error)?, charges))

@@ -122,7 +122,7 @@ impl Verb {
             Self::Do(Action::Peek) => "peek",
             Self::Do(Action::Refund) => "refund",
             Self::Do(Action::Reset) => "reset",
-            Self::Do(Action::Take) => "take",
+            Self::Do(Action::ChargeUpTo) => "take",
             Self::Do(Action::Report) => "report",
             Self::Forgo => "forgo",
         }
