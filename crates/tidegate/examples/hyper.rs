@@ -1,4 +1,4 @@
-//! A plain hyper server that lets each API key pass five times in ten seconds.
+//! A plain hyper server that admits five requests per ten seconds for each API key.
 //!
 //! ```sh
 //! cargo run -p tidegate --example hyper
@@ -25,7 +25,7 @@ use tower::Layer as _;
 async fn main() -> Result<(), Box<dyn Error>> {
     let quota = Quota::sliding_log(5, Duration::from_secs(10))?;
     let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota).by("header.x-api-key");
-    // Each connection gets a clone; all of them share the counts.
+    // Each connection gets a clone; all clones share the counts.
     let service = layer.layer(tower::service_fn(hello));
 
     let port = std::env::args().nth(1).unwrap_or_else(|| "3000".to_owned());
