@@ -13,7 +13,9 @@ use gungraun::{
     Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
 };
 use tidegate::headers::{self, Limited};
-use tidegate::{Algorithm, Charge, Clock, Decision, Limiter, MemoryStore, Policies, Policy, Quota};
+use tidegate::{
+    Algorithm, Charge, Clock, Decision, Limiter, MemoryStore, Policies, Policy, Quota, Timestamp,
+};
 
 const KEY: &str = "user:00000042";
 const MINUTE: Duration = Duration::from_secs(60);
@@ -40,8 +42,8 @@ fn limit(name: &str) -> LibraryBenchmarkConfig {
 struct FixedClock;
 
 impl Clock for FixedClock {
-    fn now(&self) -> u64 {
-        1_700_049_612_345_678
+    fn now(&self) -> Timestamp {
+        Timestamp::from_micros(1_700_049_612_345_678)
     }
 
     fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {

@@ -10,8 +10,8 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tidegate::Action;
 use tidegate::store::redis::NodeHealth;
+use tidegate::{Action, Timestamp};
 
 use crate::counts::Redis;
 use crate::engine::{Ask, Engine};
@@ -219,7 +219,7 @@ async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCod
         || !admin.engine.reset_envoy(&live, &policy, &key).await?
     {
         let ask = Ask::Policy { policy: &policy, key: &key, cost: None };
-        admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask, 0).await?;
+        admin.engine.ask(&live, &HeaderMap::new(), Action::Reset, ask, Timestamp::ZERO).await?;
     }
     Ok(StatusCode::NO_CONTENT)
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tidegate::store::news::{Mark, News};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Error, Fallback, Fleet, Limiter,
-    MemoryStore, OnStoreFailure, Part, RedisStore, Source, Store, StoreError,
+    MemoryStore, OnStoreFailure, Part, RedisStore, Source, Store, StoreError, Timestamp,
 };
 use tracing::Instrument as _;
 
@@ -130,7 +130,7 @@ impl Counts {
     }
 
     /// The time by the store's clock, in microseconds.
-    pub(crate) fn now(&self) -> u64 {
+    pub(crate) fn now(&self) -> Timestamp {
         match self {
             Self::Memory { limiter, .. } => limiter.store().clock().now(),
             Self::Redis(redis) => redis.limiter.store().clock().now(),

@@ -10,7 +10,7 @@ use http::HeaderMap;
 use tidegate::headers::Limited;
 use tidegate::{
     Action, Attributes, Charge, ChargeError, ClientIp, Decision, Error, Mode, Policies, Policy,
-    Quota, QuotaError, SelectError, Selected, Source, StoreError,
+    Quota, QuotaError, SelectError, Selected, Source, StoreError, Timestamp,
 };
 use tracing::Instrument as _;
 
@@ -198,7 +198,7 @@ impl Engine {
         head: &HeaderMap,
         action: Action,
         ask: Ask<'a>,
-        charged_at: u64,
+        charged_at: Timestamp,
     ) -> Result<Answer<'a>, AskError> {
         let span =
             tracing::debug_span!(target: TRACE, "decide", ?action, allowed = tracing::field::Empty);
@@ -218,7 +218,7 @@ impl Engine {
         live: &'a Live,
         action: Action,
         ask: Ask<'a>,
-        charged_at: u64,
+        charged_at: Timestamp,
     ) -> Result<Answer<'a>, AskError> {
         let start = Instant::now();
         let answer = match ask {

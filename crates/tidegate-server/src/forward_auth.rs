@@ -9,7 +9,7 @@ use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Deserialize;
 use tidegate::config::duration;
-use tidegate::{Action, Attributes};
+use tidegate::{Action, Attributes, Timestamp};
 
 use crate::config::Secret;
 use crate::engine::{Answer, Ask, Engine};
@@ -98,7 +98,7 @@ pub(crate) async fn forward_auth(
     let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let ask =
         Ask::Attributes { attributes: &forwarded, only: parameters.policy.as_deref(), cost: None };
-    let answer = engine.ask(&live, &head.headers, Action::Acquire, ask, 0).await?;
+    let answer = engine.ask(&live, &head.headers, Action::Acquire, ask, Timestamp::ZERO).await?;
     let denied = !answer.allowed();
     let mut response = if denied {
         Problem::new(

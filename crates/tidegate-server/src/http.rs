@@ -16,7 +16,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::tower::each_field;
-use tidegate::{Action, ChargeError, ClientIp, Policies};
+use tidegate::{Action, ChargeError, ClientIp, Policies, Timestamp};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
@@ -251,9 +251,10 @@ async fn answer(
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
-    let charged_at = body
-        .age_ms
-        .map_or(0, |age| engine.counts.now().saturating_sub(age.saturating_mul(1_000)).max(1));
+    let charged_at = body.age_ms.map_or(Timestamp::ZERO, |age| {
+        let charged_at = engine.counts.now().saturating_sub(Duration::from_millis(age));
+        charged_at.max(Timestamp::from_micros(1))
+    });
     let answer = engine.ask(&live, &head.headers, action, ask, charged_at).await?;
     let denied = action == Action::Acquire && !answer.allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };

@@ -163,7 +163,7 @@ pub(crate) fn apply<C: Counter>(
         counter.advance_to(quota, now);
         let written = !counter.is_empty();
         if written {
-            counter.refund(quota, now, cost, charge.charged_at());
+            counter.refund(quota, now, cost, charge.charged_at().as_micros());
         }
         return Applied { decision: decision_without_spending(counter, quota, now), written };
     }

@@ -3,6 +3,9 @@
 use crate::action::Action;
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::algorithm::{Algorithm, mul_div_ceil};
+use crate::clock::Timestamp;
+#[cfg(any(feature = "resilience", feature = "tower"))]
+use crate::clock::micros;
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::decision::Decision;
 use crate::key::{Key, KeyError, is_plain_key};
@@ -30,8 +33,8 @@ pub struct Charge<'a> {
     quota: &'a Quota,
     policy: Option<&'a str>,
     cost: u64,
-    /// Microseconds on the store's clock; 0 if unknown.
-    charged_at: u64,
+    /// Time on the store's clock; zero if unknown.
+    charged_at: Timestamp,
     on_store_failure: OnStoreFailure,
 }
 
@@ -82,7 +85,7 @@ impl<'a> Charge<'a> {
             quota,
             policy: None,
             cost: 1,
-            charged_at: 0,
+            charged_at: Timestamp::ZERO,
             on_store_failure: OnStoreFailure::default(),
         }
     }
@@ -102,9 +105,10 @@ impl<'a> Charge<'a> {
         self
     }
 
-    /// Sets the time of the charge that a refund returns: microseconds on the store's clock
+    /// Sets the time of the charge that a refund returns, on the store's clock
     /// ([`Store::clock`](crate::Store::clock)), read just before the acquire. The refund then
-    /// returns the units of that charge and never younger ones.
+    /// returns the units of that charge and never younger ones. [`Timestamp::ZERO`] means that the
+    /// time is unknown.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -122,8 +126,8 @@ impl<'a> Charge<'a> {
     /// # }
     /// ```
     #[must_use]
-    pub fn with_charged_at(mut self, micros: u64) -> Self {
-        self.charged_at = micros;
+    pub fn with_charged_at(mut self, time: Timestamp) -> Self {
+        self.charged_at = time;
         self
     }
 
@@ -173,9 +177,9 @@ impl<'a> Charge<'a> {
         self.cost
     }
 
-    /// Returns the time of the charge that a refund returns, in microseconds; 0 if unknown.
+    /// Returns the time of the charge that a refund returns; [`Timestamp::ZERO`] if unknown.
     #[must_use]
-    pub fn charged_at(&self) -> u64 {
+    pub fn charged_at(&self) -> Timestamp {
         self.charged_at
     }
 
@@ -188,7 +192,13 @@ impl<'a> Charge<'a> {
     /// Returns the charge that refunds this one, which `decision` allowed and which was sent at
     /// `sent_at`. Returns `None` if nothing of it can be left at `now`.
     #[cfg(any(feature = "resilience", feature = "tower"))]
-    pub(crate) fn to_refund(self, decision: &Decision, sent_at: u64, now: u64) -> Option<Self> {
+    pub(crate) fn to_refund(
+        self,
+        decision: &Decision,
+        sent_at: Timestamp,
+        now: Timestamp,
+    ) -> Option<Self> {
+        let (sent_at, now) = (sent_at.as_micros(), now.as_micros());
         let age = now.saturating_sub(sent_at);
         let charged_at = match self.quota.algorithm() {
             Algorithm::SlidingLog | Algorithm::FixedWindow if age >= self.quota.window_micros() => {
@@ -200,16 +210,14 @@ impl<'a> Charge<'a> {
             // afterwards does this charge drain.
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 let drain = mul_div_ceil(self.cost, self.quota.window_micros(), self.quota.limit());
-                let reset_after =
-                    u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX);
-                let earlier_drain = reset_after.saturating_sub(drain + 1);
+                let earlier_drain = micros(decision.reset_after).saturating_sub(drain + 1);
                 if age.saturating_sub(earlier_drain) >= drain {
                     return None;
                 }
                 sent_at.saturating_add(earlier_drain)
             }
         };
-        Some(self.with_charged_at(charged_at.max(1)))
+        Some(self.with_charged_at(Timestamp::from_micros(charged_at.max(1))))
     }
 
     /// Returns whether the units can ever be admitted.

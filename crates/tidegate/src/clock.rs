@@ -1,4 +1,5 @@
-//! [`Clock`]: the time source of a store, and [`ManualClock`] for tests that never sleep.
+//! [`Clock`]: the time source of a store, [`Timestamp`], and [`ManualClock`] for tests that never
+//! sleep.
 
 use std::fmt;
 use std::future::Future;
@@ -11,11 +12,66 @@ use self::calibrated::CalibratedClock;
 
 mod calibrated;
 
+/// A point in time: microseconds since the Unix epoch, on the clock of a store.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::Timestamp;
+///
+/// let start = Timestamp::from_micros(1_700_000_000_000_000);
+/// let end = start.saturating_add(Duration::from_millis(1_500));
+/// assert!(end > start);
+/// assert_eq!(end.saturating_duration_since(start), Duration::from_millis(1_500));
+/// assert_eq!(start.saturating_duration_since(end), Duration::ZERO);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[repr(transparent)]
+pub struct Timestamp(u64);
+
+impl Timestamp {
+    /// The Unix epoch. As the time of a charge it means that the time is unknown.
+    pub const ZERO: Self = Self(0);
+
+    /// Creates a timestamp from microseconds since the Unix epoch.
+    #[inline]
+    #[must_use]
+    pub const fn from_micros(micros: u64) -> Self {
+        Self(micros)
+    }
+
+    /// Returns the microseconds since the Unix epoch.
+    #[inline]
+    #[must_use]
+    pub const fn as_micros(self) -> u64 {
+        self.0
+    }
+
+    /// Returns the time `duration` later, or the latest timestamp. The duration is rounded up to
+    /// microseconds.
+    #[must_use]
+    pub fn saturating_add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(micros(duration)))
+    }
+
+    /// Returns the time `duration` earlier, or the Unix epoch. The duration is rounded up to
+    /// microseconds.
+    #[must_use]
+    pub fn saturating_sub(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(micros(duration)))
+    }
+
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
+    #[must_use]
+    pub fn saturating_duration_since(self, earlier: Self) -> Duration {
+        Duration::from_micros(self.0.saturating_sub(earlier.0))
+    }
+}
+
 /// A time source: the current time, and sleeping until a later time.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
     /// Returns the current time, in microseconds since the Unix epoch. The windows of
     /// `fixed-window` and `sliding-counter` are aligned to the epoch.
-    fn now(&self) -> u64;
+    fn now(&self) -> Timestamp;
 
     /// Sleeps until `duration` has passed on this clock, never shorter.
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>>;
@@ -65,8 +121,8 @@ impl fmt::Debug for SystemClock {
 
 impl Clock for SystemClock {
     #[inline]
-    fn now(&self) -> u64 {
-        self.shared.now()
+    fn now(&self) -> Timestamp {
+        Timestamp::from_micros(self.shared.now())
     }
 
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
@@ -90,7 +146,7 @@ impl Clock for SystemClock {
 /// let clock = ManualClock::new();
 /// let before = clock.now();
 /// clock.advance(Duration::from_secs(3600));
-/// assert_eq!(clock.now() - before, 3_600_000_000);
+/// assert_eq!(clock.now().saturating_duration_since(before), Duration::from_secs(3600));
 /// ```
 #[derive(Clone, Default)]
 pub struct ManualClock {
@@ -104,14 +160,14 @@ struct ManualShared {
 }
 
 struct ManualState {
-    now: u64,
+    now: Timestamp,
     sleepers: Vec<Waker>,
 }
 
 impl Default for ManualState {
     /// Starts at noon of a day in 2023, so that tests can step back and forth by days.
     fn default() -> Self {
-        Self { now: 1_700_049_600_000_000, sleepers: Vec::new() }
+        Self { now: Timestamp::from_micros(1_700_049_600_000_000), sleepers: Vec::new() }
     }
 }
 
@@ -124,16 +180,16 @@ impl ManualClock {
 
     /// Advances the clock.
     pub fn advance(&self, duration: Duration) {
-        self.change(|now| now.saturating_add(micros(duration)));
+        self.change(|now| now.saturating_add(duration));
     }
 
     /// Steps the clock back, as the correction of a wrong clock does.
     pub fn step_back(&self, duration: Duration) {
-        self.change(|now| now.saturating_sub(micros(duration)));
+        self.change(|now| now.saturating_sub(duration));
     }
 
-    /// Sets the time, in microseconds since the Unix epoch.
-    pub fn set(&self, now: u64) {
+    /// Sets the time.
+    pub fn set(&self, now: Timestamp) {
         self.change(|_| now);
     }
 
@@ -144,7 +200,7 @@ impl ManualClock {
         self.lock().sleepers.len()
     }
 
-    fn change(&self, next: impl FnOnce(u64) -> u64) {
+    fn change(&self, next: impl FnOnce(Timestamp) -> Timestamp) {
         let mut state = self.lock();
         state.now = next(state.now);
         let sleepers = std::mem::take(&mut state.sleepers);
@@ -165,17 +221,17 @@ impl fmt::Debug for ManualClock {
 }
 
 impl Clock for ManualClock {
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.lock().now
     }
 
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        Box::pin(ManualSleep { clock: self, until: self.now().saturating_add(micros(duration)) })
+        Box::pin(ManualSleep { clock: self, until: self.now().saturating_add(duration) })
     }
 
     fn sleep_blocking(&self, duration: Duration) {
         let mut state = self.lock();
-        let until = state.now.saturating_add(micros(duration));
+        let until = state.now.saturating_add(duration);
         while state.now < until {
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -184,7 +240,7 @@ impl Clock for ManualClock {
 
 struct ManualSleep<'a> {
     clock: &'a ManualClock,
-    until: u64,
+    until: Timestamp,
 }
 
 impl Future for ManualSleep<'_> {
@@ -200,7 +256,7 @@ impl Future for ManualSleep<'_> {
     }
 }
 
-/// Converts a duration to microseconds, rounded up, so that a sleep is never too short.
-fn micros(duration: Duration) -> u64 {
+/// Converts a duration to microseconds: rounded up, so that a wait is never too short, and saturating.
+pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX)
 }

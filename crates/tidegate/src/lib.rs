@@ -112,7 +112,7 @@ struct Readme;
 pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
-pub use clock::{Clock, ManualClock, SystemClock};
+pub use clock::{Clock, ManualClock, SystemClock, Timestamp};
 pub use decision::{Decision, Source};
 pub use enum_names::UnknownName;
 pub use key::{Key, KeyError, MAX_KEY_BYTES};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::algorithm::Algorithm;
 use crate::charge::{Charge, ChargeError};
-use crate::clock::Clock;
+use crate::clock::{Clock, Timestamp};
 use crate::decision::Decision;
 use crate::policy::SelectError;
 use crate::quota::Quota;
@@ -167,7 +167,7 @@ fn quiet(quota: &Quota) -> Quota {
 /// The steps of a wait, the same for async and blocking callers.
 struct Wait<'a> {
     clock: &'a dyn Clock,
-    deadline: u64,
+    deadline: Timestamp,
     /// What to ask the store for next.
     action: Action,
     /// Admitted to a queue, but with a turn that is too late: the place is being given back.
@@ -184,13 +184,12 @@ enum Next {
 
 impl<'a> Wait<'a> {
     fn new(charge: &Charge<'_>, clock: &'a dyn Clock, timeout: Duration) -> Self {
-        let timeout = u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX);
         let deadline = clock.now().saturating_add(timeout);
         Self { clock, deadline, action: first_look(charge), too_late: None }
     }
 
     fn next(&mut self, charge: &Charge<'_>, decision: Decision) -> Next {
-        let left = Duration::from_micros(self.deadline.saturating_sub(self.clock.now()));
+        let left = self.deadline.saturating_duration_since(self.clock.now());
         if let Some(too_late) = self.too_late {
             let Decision { remaining, reset_after, .. } = decision;
             return Next::Done(Decision { remaining, reset_after, ..too_late });

@@ -114,7 +114,7 @@ impl Quota {
         if algorithm == Algorithm::SlidingLog && limit > Self::MAX_LOG_LIMIT {
             return Err(QuotaError::LogLimit(limit));
         }
-        let micros = u64::try_from(window.as_micros()).map_err(|_| QuotaError::Window(window))?;
+        let micros = crate::clock::micros(window);
         if !(MIN_WINDOW..=MAX_WINDOW).contains(&micros) {
             return Err(QuotaError::Window(window));
         }

@@ -23,7 +23,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::charge::Charge;
-use crate::clock::{Clock, ManualClock};
+use crate::clock::{Clock, ManualClock, Timestamp};
 use crate::decision::Decision;
 use crate::limiter::Limiter;
 use crate::store::{Action, Store};
@@ -107,7 +107,7 @@ async fn run<S: Store>(
     let limiter = new_limiter(clock.clone()).await;
     let mut model = Model::default();
     let mut retry_after = Duration::ZERO;
-    let mut decided_at: Vec<u64> = Vec::new();
+    let mut decided_at: Vec<Timestamp> = Vec::new();
     for (index, step) in sequence.steps.iter().enumerate() {
         let (action, charges) = match step {
             Step::Advance(advance) => {

@@ -13,7 +13,7 @@ use support::{Cluster, PATIENCE, Redis, every_quota, packed};
 use tidegate::tower::RateLimitLayer;
 use tidegate::{
     Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
-    Store,
+    Store, Timestamp,
 };
 use tower::{Layer as _, ServiceExt as _, service_fn};
 
@@ -34,7 +34,7 @@ type Answer<'a> = std::pin::Pin<Box<dyn Future<Output = tidegate::Decision> + 'a
 trait Decide {
     fn acquire<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a>;
     fn refund<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a>;
-    fn now(&self) -> u64;
+    fn now(&self) -> Timestamp;
 }
 
 impl<S: Store> Decide for Limiter<S> {
@@ -46,7 +46,7 @@ impl<S: Store> Decide for Limiter<S> {
         Box::pin(async move { self.refund(charge).await.expect("refunded") })
     }
 
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.store().clock().now()
     }
 }
@@ -141,7 +141,9 @@ async fn refund_of_a_bucket_excludes_drained_units() {
             let others = limiter.acquire(&charge.with_cost(40_000)).await;
             assert!(others.allowed);
             clock.advance(360 * SECOND);
-            let left = limiter.refund(&charge.with_charged_at(limiter.now() - 360_000_000)).await;
+            let left = limiter
+                .refund(&charge.with_charged_at(limiter.now().saturating_sub(360 * SECOND)))
+                .await;
             assert_eq!(
                 left.remaining, 60_000,
                 "50,000 refunded, 10,000 drained, 40,000 of the other charge"
@@ -259,7 +261,7 @@ async fn refund_in_the_middle_of_a_long_log_is_cheap_and_safe() {
         let (redis, clock) = (Redis::start(), ManualClock::new());
         let limiter = redis.driven_limiter(clock.clone()).await;
         let charge = Charge::new("u", &quota);
-        let mut charged_at = 0;
+        let mut charged_at = Timestamp::ZERO;
         for number in 0..20_000 {
             clock.advance(Duration::from_micros(10));
             if number == 10_000 {

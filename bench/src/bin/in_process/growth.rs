@@ -156,8 +156,8 @@ impl ByHand {
 }
 
 impl Clock for ByHand {
-    fn now(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+    fn now(&self) -> tidegate::Timestamp {
+        tidegate::Timestamp::from_micros(self.0.load(Ordering::Relaxed))
     }
 
     /// Nobody waits here.

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::time::Instant;
 
 use http::HeaderMap;
-use tidegate::{Action, Charge, Decision, Error, Quota, StoreError};
+use tidegate::{Action, Charge, Decision, Error, Quota, StoreError, Timestamp};
 use tracing::Instrument as _;
 
 use super::{AskError, Engine, Live, in_time};
@@ -268,7 +268,12 @@ impl Engine {
 
     /// The same count twice in one request, or a quota that others have used up meanwhile: then it
     /// turns out late that the request is denied.
-    async fn take_back(&self, charges: &mut [EnvoyCharge<'_>], spent: &[usize], asked_at: u64) {
+    async fn take_back(
+        &self,
+        charges: &mut [EnvoyCharge<'_>],
+        spent: &[usize],
+        asked_at: Timestamp,
+    ) {
         for at in spent {
             let Some(asked) = charges[*at].charge() else { continue };
             let refund = asked.with_charged_at(asked_at);

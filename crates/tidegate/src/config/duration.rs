@@ -54,7 +54,7 @@ pub fn parse(text: &str) -> Result<Duration, String> {
 /// ```
 #[must_use]
 pub fn readable(duration: Duration) -> String {
-    let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
+    let micros = crate::clock::micros(duration);
     let Some(largest) = UNITS.iter().position(|(_, size)| micros >= *size) else {
         return "0s".to_owned();
     };

@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use self::circuit::{Circuit, Circuits, History};
 use super::jittered;
 use crate::charge::Charge;
-use crate::clock::Clock;
+use crate::clock::{Clock, Timestamp};
 use crate::decision::Decision;
 use crate::store::in_order::{
     Groups, Owned, Refund, Step, group_by, in_order, in_places, restore_unspent, without_cost,
@@ -371,7 +371,7 @@ impl<S: Store> Groups for Parts<'_, S> {
         })
     }
 
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.inner.store.clock().now()
     }
 }

@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use self::table::{Companions, Denial, Found, Left, Name, Query, Table, Ticket};
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
-use crate::clock::Clock;
+use crate::clock::{Clock, micros};
 use crate::decision::{Decision, Source};
 use crate::store::in_order::Owned;
 use crate::store::news::{CountId, Mark, News};
@@ -190,7 +190,7 @@ enum Tickets {
 
 impl<S: Store> Inner<S> {
     fn now(&self) -> u64 {
-        self.store.clock().now()
+        self.store.clock().now().as_micros()
     }
 
     fn query<'a>(
@@ -418,10 +418,7 @@ impl<S: Store> Inner<S> {
         decisions: &[Decision],
         received: u64,
     ) -> Companions {
-        let reset_at = |decision: &Decision| {
-            received
-                .saturating_add(u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX))
-        };
+        let reset_at = |decision: &Decision| received.saturating_add(micros(decision.reset_after));
         let left = |decision: &Decision| Left {
             remaining: decision.remaining,
             reset_at: reset_at(decision),

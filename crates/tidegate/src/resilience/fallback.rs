@@ -265,7 +265,7 @@ impl<S: Store> Inner<S> {
         if self.owed.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
             return self.store.decide_all(action, charges).await;
         }
-        let now = self.local.clock().now();
+        let now = self.local.clock().now().as_micros();
         // Who only looks pays nothing, so there is nothing to claim.
         let busy = action == Action::Peek && self.owed.is_busy(charges, now);
         let claimed = if busy { Err(Busy) } else { self.owed.claim(charges, now) };
@@ -317,7 +317,7 @@ impl<S: Store> Inner<S> {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        self.trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
+        self.trouble.last.store(self.local.clock().now().as_micros().max(1), Ordering::Relaxed);
         self.decide_here(action, charges, false)
     }
 
@@ -366,7 +366,7 @@ impl<S: Store> Inner<S> {
         if decisions.iter().any(|decision| !decision.allowed) {
             return;
         }
-        let now = self.local.clock().now();
+        let now = self.local.clock().now().as_micros();
         let by_store =
             charges.iter().zip(decisions).filter(|(_, decision)| decision.source == Source::Store);
         for (charge, _) in
@@ -384,7 +384,7 @@ impl<S: Store> Inner<S> {
     /// The store could not decide.
     fn failed(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {
         let trouble = &self.trouble;
-        trouble.last.store(self.local.clock().now().max(1), Ordering::Relaxed);
+        trouble.last.store(self.local.clock().now().as_micros().max(1), Ordering::Relaxed);
         trouble.part.store(self.store.part(charge).0, Ordering::Relaxed);
         let failures = trouble.failures.fetch_add(1, Ordering::SeqCst);
         let begins = !trouble.on.swap(true, Ordering::SeqCst);

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::{Action, StoreError};
@@ -44,7 +45,7 @@ pub(crate) trait Groups: Sync {
     fn refund(&self, charges: &[Charge<'_>]) -> Refund;
 
     /// The time by the store's clock.
-    fn now(&self) -> u64;
+    fn now(&self) -> Timestamp;
 }
 
 /// What a group is asked.
@@ -64,7 +65,7 @@ pub(crate) struct Owned {
     policy: String,
     quota: Quota,
     cost: u64,
-    charged_at: u64,
+    charged_at: Timestamp,
 }
 
 impl Owned {
@@ -261,7 +262,7 @@ struct Spent<'a, G: Groups> {
 struct Taken {
     group: usize,
     /// By the store's clock, before the group was asked.
-    asked: u64,
+    asked: Timestamp,
     decisions: Vec<Decision>,
 }
 

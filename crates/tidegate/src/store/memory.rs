@@ -84,12 +84,14 @@ enum StoreClock {
 }
 
 impl StoreClock {
+    /// Returns the time in microseconds, limited to what a state can hold.
     #[inline]
     fn now(&self) -> u64 {
         match self {
             Self::System(clock) => clock.now(),
             Self::Custom(clock) => clock.now(),
         }
+        .as_micros()
         .min(MAX_TIME)
     }
 }

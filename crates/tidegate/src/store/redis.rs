@@ -59,7 +59,7 @@ use self::topology::Topology;
 use super::news::{Mark, News};
 use super::{Action, Part, Store, StoreError};
 use crate::charge::Charge;
-use crate::clock::{Clock, SystemClock};
+use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::{Decision, Source};
 use crate::key::write_redis_key;
 
@@ -229,18 +229,18 @@ impl Shared {
 
     /// The times of a call that is sent now.
     fn server_times(&self, clock: &ServerClock, deadline: Instant) -> ServerTimes {
-        ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now())
+        ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now().as_micros())
     }
 
     /// The time by the store's own clock.
-    fn now(&self) -> u64 {
-        self.driven_time().unwrap_or_else(|| self.clock.now())
+    fn now(&self) -> Timestamp {
+        self.driven_time().map_or_else(|| self.clock.now(), Timestamp::from_micros)
     }
 
     /// The script's time, if tests drive it.
     #[cfg(feature = "testing")]
     fn driven_time(&self) -> Option<u64> {
-        self.driven_by.as_ref().map(Clock::now)
+        self.driven_by.as_ref().map(|clock| clock.now().as_micros())
     }
 
     #[cfg(not(feature = "testing"))]

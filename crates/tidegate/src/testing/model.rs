@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::algorithm::{Algorithm, MAX_CLOCK_SKEW};
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::Action;
@@ -54,8 +55,14 @@ struct Event {
 }
 
 impl Model {
-    /// Returns the decisions for these charges at this time, in microseconds.
-    pub fn decide(&mut self, action: Action, charges: &[Charge<'_>], now: u64) -> Vec<Decision> {
+    /// Returns the decisions for these charges at this time.
+    pub fn decide(
+        &mut self,
+        action: Action,
+        charges: &[Charge<'_>],
+        now: Timestamp,
+    ) -> Vec<Decision> {
+        let now = now.as_micros();
         let all_fit = charges.iter().all(|charge| {
             let stored = self.event_log(charge);
             let now = stored.without_skew(charge.quota(), now);
@@ -68,9 +75,9 @@ impl Model {
 
     /// Returns whether the count of this charge has expired.
     #[must_use]
-    pub fn is_expired(&self, charge: &Charge<'_>, now: u64) -> bool {
+    pub fn is_expired(&self, charge: &Charge<'_>, now: Timestamp) -> bool {
         let stored = self.event_log(charge);
-        let now = stored.without_skew(charge.quota(), now);
+        let now = stored.without_skew(charge.quota(), now.as_micros());
         stored.as_of(charge.quota(), now).is_void(charge.quota(), now)
     }
 
@@ -105,7 +112,7 @@ impl Model {
             Action::Refund => {
                 let has_units = !log.is_void(quota, now);
                 if has_units {
-                    log.refund(quota, now, cost, charge.charged_at());
+                    log.refund(quota, now, cost, charge.charged_at().as_micros());
                 }
                 has_units
             }

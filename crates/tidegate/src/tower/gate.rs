@@ -7,6 +7,7 @@ use std::time::Duration;
 use http::request::Parts;
 
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::headers::Limited;
 use crate::limiter::Error;
@@ -31,7 +32,7 @@ pub trait Gate: Clone + Send + Sync + 'static {
 #[derive(Debug, Clone, Default)]
 pub struct Admission {
     /// Microseconds by the clock of the gate's store.
-    asked: u64,
+    asked: Timestamp,
     lines: Vec<Line>,
 }
 
@@ -50,10 +51,10 @@ pub struct Line {
 
 impl Admission {
     /// What these limits decided, all or nothing: the request passes if each that is enforced
-    /// allows it. `asked` is the time just before the store was asked, in microseconds by the
+    /// allows it. `asked` is the time just before the store was asked, by the
     /// store's clock ([`Store::clock`](crate::Store::clock)).
     #[must_use]
-    pub fn new(asked: u64, lines: Vec<Line>) -> Self {
+    pub fn new(asked: Timestamp, lines: Vec<Line>) -> Self {
         Self { asked, lines }
     }
 
@@ -106,7 +107,7 @@ impl Admission {
     /// The charges that refund what the request has spent, each with the time at which it was
     /// charged. `now` is the time by the same clock as `asked`: a charge of which nothing is left
     /// to return by then is not among them.
-    pub fn spent(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
+    pub fn spent(&self, now: Timestamp) -> impl Iterator<Item = Charge<'_>> {
         let spent = self.lines.iter().filter(|line| self.passes() && line.is_spent());
         spent.filter_map(move |line| line.charge().to_refund(&line.decision, self.asked, now))
     }
@@ -234,7 +235,9 @@ mod tests {
         line();
         let (admission, taken) = (line(), clock.now());
         (0..40)
-            .filter(|second| admission.spent(taken + second * 1_000_000).next().is_some())
+            .filter(|second| {
+                admission.spent(taken.saturating_add(Duration::from_secs(*second))).next().is_some()
+            })
             .collect()
     }
 
@@ -262,14 +265,16 @@ mod tests {
         let allowed = limiter.blocking().acquire(&charge).expect("decided");
         let spent = |decisions: &[Decision]| {
             let lines = decisions.iter().map(|decision| Line::new(&charge, *decision)).collect();
-            Admission::new(0, lines).spent(0).count()
+            Admission::new(Timestamp::ZERO, lines).spent(Timestamp::ZERO).count()
         };
         assert_eq!(spent(&[allowed]), 1);
         assert_eq!(spent(&[allowed, Decision { allowed: false, ..allowed }]), 0, "all or nothing");
         assert_eq!(spent(&[allowed, Decision { source: Source::Allow, ..allowed }]), 1);
         let shadow = Line::new(&charge, Decision { allowed: false, ..allowed }).in_shadow();
         assert_eq!(
-            Admission::new(0, vec![Line::new(&charge, allowed), shadow]).spent(0).count(),
+            Admission::new(Timestamp::ZERO, vec![Line::new(&charge, allowed), shadow])
+                .spent(Timestamp::ZERO)
+                .count(),
             1
         );
     }

@@ -11,6 +11,7 @@ use super::attributes::{HttpAttributes, Peer};
 use super::gate::{Admission, Gate, Line};
 use crate::charge::Charge;
 use crate::client_ip::ClientIp;
+use crate::clock::Timestamp;
 use crate::limiter::{Error, Limiter};
 use crate::policy::{Attributes as _, Mode, OnStoreFailure, Policies, Selected};
 use crate::quota::Quota;
@@ -195,7 +196,7 @@ impl<S: Store> Gate for PolicyGate<S> {
     }
 }
 
-fn now<S: Store>(limiter: &Limiter<S>) -> u64 {
+fn now<S: Store>(limiter: &Limiter<S>) -> Timestamp {
     limiter.store().clock().now()
 }
 

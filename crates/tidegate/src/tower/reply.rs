@@ -209,7 +209,7 @@ mod tests {
     fn no_name_breaks_out_of_the_body() {
         let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let policy = Policy::new("a\"b\\c é", quota).expect("a name");
-        let admission = Admission::new(0, vec![Line::without_key(&policy)]);
+        let admission = Admission::new(crate::Timestamp::ZERO, vec![Line::without_key(&policy)]);
         let (head, ()) = http::Request::new(()).into_parts();
         let line = admission.denied_by().expect("denied");
         let body = json(&too_many_requests(&Denial { head: &head, admission: &admission, line }));

@@ -45,7 +45,7 @@ async fn a_denial_is_answered_without_the_store_and_counts_down_until_it_is_over
     assert_eq!((first.source, first.retry_after), (Source::Store, Duration::from_secs(59)));
     assert_eq!(store.calls(), 3);
     for (action, passed) in [(Action::Acquire, 0), (Action::Peek, 2), (Action::Acquire, 4)] {
-        clock.set(memory_noon() + (1 + passed) * 1_000_000);
+        clock.set(memory_noon().saturating_add(Duration::from_secs(1 + passed)));
         let again = limiter.decide(action, &charge).await.expect("decided");
         let left = Duration::from_secs(59 - passed);
         let told =
@@ -53,7 +53,7 @@ async fn a_denial_is_answered_without_the_store_and_counts_down_until_it_is_over
         assert_eq!(again, told);
     }
     assert_eq!(store.calls(), 3, "the store was not asked");
-    clock.set(memory_noon() + 60 * 1_000_000);
+    clock.set(memory_noon().saturating_add(Duration::from_secs(60)));
     assert!(limiter.acquire(&charge).await.expect("decided").allowed);
 }
 
@@ -65,7 +65,7 @@ async fn an_entry_lives_five_seconds_and_its_wait_stays_the_real_one() {
     let charge = Charge::new("u", &quota);
     assert!(limiter.acquire(&charge).await.expect("decided").allowed);
     for passed in 0..60_000 {
-        clock.set(memory_noon() + passed * 1_000);
+        clock.set(memory_noon().saturating_add(Duration::from_millis(passed)));
         let denied = limiter.acquire(&charge).await.expect("decided");
         assert_eq!(
             (denied.allowed, denied.retry_after),
@@ -75,7 +75,7 @@ async fn an_entry_lives_five_seconds_and_its_wait_stays_the_real_one() {
     assert!((13..16).contains(&store.calls()), "{} calls in a minute", store.calls());
 }
 
-fn memory_noon() -> u64 {
+fn memory_noon() -> tidegate::Timestamp {
     ManualClock::new().now()
 }
 
@@ -262,9 +262,9 @@ async fn denials_that_count_are_recorded_in_bulk() {
     assert_eq!(store.calls(), calls + 1);
     assert_eq!(store.left(&charge).await, 0);
     let minute = 60_000_000;
-    clock.set(last + minute - 1_000);
+    clock.set(last.saturating_add(Duration::from_micros(minute - 1_000)));
     assert!(!limiter.peek(&charge).await.expect("decided").allowed);
-    clock.set(last + minute + 100_000);
+    clock.set(last.saturating_add(Duration::from_micros(minute + 100_000)));
     assert_eq!(store.left(&charge).await, 10, "none is recorded later than that");
     assert!(limiter.acquire(&charge).await.expect("decided").allowed);
 }

@@ -398,7 +398,7 @@ proptest! {
                     Step::Ask(who, cost) => {
                         let charge = Charge::new("u", &quota).with_cost(cost.min(quota.burst()));
                         let decision = fleet[who].decide(Action::Acquire, &charge).await.expect("decided");
-                        ledger.note(tidegate::Clock::now(&clock), &charge, &decision);
+                        ledger.note(tidegate::Clock::now(&clock).as_micros(), &charge, &decision);
                     }
                 }
             }

@@ -367,7 +367,7 @@ proptest! {
             let mut since_failure = Ledger::default();
             let (mut last_failure, mut last_admitted) = (None, 0);
             for step in steps {
-                let now = clock.now();
+                let now = clock.now().as_micros();
                 match step {
                     Step::Mood(mood) => store.is(mood),
                     Step::Pass(hundredths) => clock.advance(MINUTE * u32::try_from(hundredths).expect("few") / 100),

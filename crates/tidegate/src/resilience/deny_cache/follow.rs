@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
 use super::Inner;
+use crate::clock::micros;
 use crate::resilience::jittered;
 use crate::store::news::{Freed, Mark};
 use crate::store::{Store, StoreError};
@@ -64,7 +65,7 @@ impl<S: Store> Inner<S> {
             Freed::Counts(counts) => counts.into_iter().for_each(|count| self.table.forget(count)),
             Freed::Anything => self.table.clear(),
         }
-        let trust = u64::try_from(TRUST.as_micros()).unwrap_or(0);
+        let trust = micros(TRUST);
         self.trusted_until.store(sent.saturating_add(trust), Ordering::Release);
         Ok(())
     }

@@ -9,13 +9,13 @@ use std::hash::Hasher;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
 use super::{COUNTED_DENIAL_TTL, MAX_ENTRY_TTL};
 use crate::algorithm::{Algorithm, RawDecision, mul_div_ceil};
 use crate::charge::Charge;
+use crate::clock::micros;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::resilience::random;
@@ -604,12 +604,10 @@ fn mul_div_floor(a: u64, b: u64, m: u64) -> u64 {
     u64::try_from(u128::from(a) * u128::from(b) / u128::from(m)).unwrap_or(u64::MAX)
 }
 
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]

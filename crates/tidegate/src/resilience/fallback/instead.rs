@@ -74,7 +74,7 @@ impl<S: Store> Inner<S> {
         let decisions = self.by_their_word(action, charges)?;
         self.count(action, &decisions);
         if action == Action::Acquire && decisions.iter().all(|decision| decision.allowed) {
-            let now = self.local.clock().now();
+            let now = self.local.clock().now().as_micros();
             let local = charges
                 .iter()
                 .zip(&decisions)
@@ -189,7 +189,7 @@ impl<S: Store> Inner<S> {
             OnStoreFailure::Local => {
                 let quota = self.share(charge).unwrap_or_else(|| charge.quota().clone());
                 let decision = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
-                self.owed.add(charge, self.local.clock().now(), in_doubt);
+                self.owed.add(charge, self.local.clock().now().as_micros(), in_doubt);
                 Ok(Decision { limit: charge.quota().limit(), source: Source::Local, ..decision })
             }
         };

@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::owed::{Claim, Debt, Owed};
 use super::{Inner, jittered, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
+use crate::clock::micros;
 use crate::store::{Action, Part, Store, StoreError};
 
 /// Interval between two passes over the debts.
@@ -69,11 +70,15 @@ impl<S: Store> Inner<S> {
         let _done = Done(self);
         let number = self.trouble.passes.fetch_add(1, Ordering::Relaxed) + 1;
         for shard in Owed::shards() {
-            self.owed.drop_expired_of(shard, self.local.clock().now());
+            self.owed.drop_expired_of(shard, self.local.clock().now().as_micros());
             // A store of one part that fails takes no debt at all.
             while !pass.failed.contains(&Part::WHOLE) {
-                let claims =
-                    self.owed.claim_due(shard, number, MAX_CHARGES, self.local.clock().now());
+                let claims = self.owed.claim_due(
+                    shard,
+                    number,
+                    MAX_CHARGES,
+                    self.local.clock().now().as_micros(),
+                );
                 if claims.debts.is_empty() {
                     break;
                 }
@@ -127,7 +132,7 @@ impl<S: Store> Inner<S> {
             // pipeline there.
             None => join_all(charges.iter().map(|charge| self.report_one(charge))).await,
         };
-        let now = self.local.clock().now();
+        let now = self.local.clock().now().as_micros();
         let mut answered = true;
         for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(&results) {
             let left = &mut claim.debt;
@@ -141,9 +146,7 @@ impl<S: Store> Inner<S> {
                     pass.repaid += debt.units;
                 }
                 Err(StoreError::Unreadable(_)) => {
-                    let interval =
-                        u64::try_from(UNREADABLE_RETRY_INTERVAL.as_micros()).unwrap_or(u64::MAX);
-                    left.not_before = now.saturating_add(interval);
+                    left.not_before = now.saturating_add(micros(UNREADABLE_RETRY_INTERVAL));
                 }
                 Err(_) => answered = false,
             }

@@ -11,6 +11,7 @@ use super::news::PendingInvalidation;
 use super::requests::{Request, Verb, Verdicts};
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::store::in_order::{
     Groups, Owned, Refund, Step, group_by, in_order, in_places, without_cost,
@@ -110,7 +111,7 @@ impl Groups for Apart<'_> {
         Ok(dress(verdicts.map_err(Setback::into_store_error)?, charges))
     }
 
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.shared.now()
     }
 

@@ -231,7 +231,7 @@ impl Requests {
             write_key(&mut self.text, charge);
             let terms = self.terms_of(charge.quota());
             let cost = charge.cost().min(MAX_COST);
-            let charged_at = charge.charged_at();
+            let charged_at = charge.charged_at().as_micros();
             self.charges.push(Written { key: start..self.text.len(), terms, cost, charged_at });
         }
         let number = self.items.len();
