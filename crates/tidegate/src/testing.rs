@@ -118,7 +118,7 @@ async fn run<S: Store>(
                 reset_expired(&limiter, &mut model, &clock, charges).await?;
                 continue;
             }
-            Step::StepBack(duration) => {
+            Step::Rewind(duration) => {
                 // A store may have evicted an expired count or not, so remove it everywhere first.
                 reset_expired(&limiter, &mut model, &clock, sequence.all_charges()).await?;
                 clock.step_back(*duration);

@@ -299,9 +299,9 @@ async fn denied_request_on_a_cluster_charges_no_bucket() {
     let bucket = Quota::token_bucket(100_000, 3_600 * SECOND).expect("valid");
     let once = Quota::fixed_window(1, support::LONG).expect("valid");
     for number in 0..20 {
-        let (one, other) = (format!("a-{number}"), format!("b-{number}"));
-        let (bucket, once) =
-            (Charge::new(&one, &bucket).with_cost(99_999), Charge::new(&other, &once));
+        let (first_key, second_key) = (format!("a-{number}"), format!("b-{number}"));
+        let bucket = Charge::new(&first_key, &bucket).with_cost(99_999);
+        let once = Charge::new(&second_key, &once);
         limiter.acquire(&once).await.expect("decided");
         let denied = limiter.acquire_all(&[bucket, once]).await.expect("decided");
         assert!(!denied[1].allowed);

@@ -100,7 +100,7 @@ mod tests {
         for algorithm in Algorithm::ALL {
             match algorithm {
                 Algorithm::SlidingLog => {
-                    check::<SlidingLog>(algorithm, |_, _, _| CounterSnapshot::Log)
+                    check::<SlidingLog>(algorithm, |_, _, _| CounterSnapshot::Log);
                 }
                 Algorithm::FixedWindow => check::<FixedWindow>(algorithm, |_, quota, now| {
                     let window = quota.window_micros();
@@ -113,7 +113,7 @@ mod tests {
                     check::<Bucket>(algorithm, |bucket, _, _| CounterSnapshot::Bucket {
                         level: bucket.level,
                         part: bucket.part,
-                    })
+                    });
                 }
             }
         }

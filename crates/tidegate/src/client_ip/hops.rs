@@ -18,7 +18,7 @@ pub(super) struct ReverseHops<'h, Lines> {
     bytes_left: usize,
 }
 
-impl<'h, Lines> ReverseHops<'h, Lines> {
+impl<Lines> ReverseHops<'_, Lines> {
     pub(super) fn new(lines: Lines) -> Self {
         Self { lines, line: None, hops_left: MAX_HOPS, bytes_left: MAX_BYTES }
     }

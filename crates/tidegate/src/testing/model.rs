@@ -286,7 +286,7 @@ impl EventLog {
         }
         match quota.algorithm() {
             Algorithm::SlidingLog => {
-                log.events.iter_mut().for_each(|event| event.time = event.time.min(now))
+                log.events.iter_mut().for_each(|event| event.time = event.time.min(now));
             }
             // The current window starts now, and the previous one moves with it.
             Algorithm::FixedWindow | Algorithm::SlidingCounter => {

@@ -21,7 +21,7 @@ pub(super) struct Sequence {
 #[derive(Debug, Clone)]
 pub(super) enum Step {
     Advance(Advance),
-    StepBack(Duration),
+    Rewind(Duration),
     Decide(Action, Vec<ChargeSpec>),
 }
 
@@ -177,7 +177,7 @@ impl Sequence {
                     quota.window_micros() * 2,
                     3_600_000_000,
                 ]);
-                Step::StepBack(Duration::from_micros(back))
+                Step::Rewind(Duration::from_micros(back))
             }
             33..75 => self.decide(Action::Acquire, random),
             75..85 => self.decide(Action::Peek, random),

@@ -272,7 +272,7 @@ async fn step_back<S: Store>(
     for quota in every_quota(10, window) {
         let charge = Charge::new("user123", &quota);
         // Some requests late in one window, then as many as fit early in the next.
-        clock.set(next_window(clock, window).saturating_add(window - window / 20));
+        clock.set(next_window(clock, window).saturating_add(19 * window / 20));
         for _ in 0..4 {
             assert!(acquire(limiter, &charge).await.allowed);
         }
