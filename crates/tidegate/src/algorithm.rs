@@ -41,6 +41,15 @@ pub(crate) use sliding_counter::SlidingCounter;
 pub(crate) use sliding_log::SlidingLog;
 
 /// The algorithm that counts the units of a quota.
+///
+/// ```
+/// use tidegate::Algorithm;
+///
+/// let algorithm: Algorithm = "token-bucket".parse()?;
+/// assert_eq!(algorithm, Algorithm::TokenBucket);
+/// assert_eq!(algorithm.as_str(), "token-bucket");
+/// # Ok::<(), tidegate::UnknownName>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Algorithm {
     /// Exact: admits at most the limit in any interval as long as the window.

@@ -209,7 +209,7 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         ),
         ("attributes: [tenant, tenant]\n", "1:22:", "is declared twice"),
         ("attribute: [tenant]\n", "1:1:", "did you mean `attributes`?"),
-        ("policies: []\n---\npolicies: []\n", "3:1:", "one document only"),
+        ("policies: []\n---\npolicies: []\n", "3:1:", "a configuration is one document"),
         ("listen: 5\n", "1:9:", "listen: must be fields"),
         ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
     ] {

@@ -84,7 +84,7 @@ enum StoreClock {
 }
 
 impl StoreClock {
-    /// Returns the time in microseconds, limited to what a state can hold.
+    /// Returns the time in microseconds, limited to the latest time of a state.
     #[inline]
     fn now(&self) -> u64 {
         match self {
