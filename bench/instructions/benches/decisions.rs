@@ -1,8 +1,8 @@
-//! How many instructions a decision takes, on each path that a request may go.
+//! Number of instructions per decision, on each code path of a request.
 //!
-//! `limits.txt` has the counts that were last agreed on; one that is over by more than 5 % fails.
-//! `make bench-instructions` counts, `make bench-instructions-renew` writes the file anew. The
-//! clock of the stores stands still: the machine's takes another way once in a millisecond.
+//! `limits.txt` has the agreed counts; a count that exceeds its limit by more than 5 % fails. `make
+//! bench-instructions` runs the benchmark, and `make bench-instructions-renew` updates the file.
+//! The stores have a fixed clock, because the system clock recalibrates once per millisecond.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -13,23 +13,25 @@ use gungraun::{
     Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
 };
 use tidegate::headers::{self, Limited};
-use tidegate::{Algorithm, Charge, Clock, Decision, Limiter, MemoryStore, Policies, Policy, Quota};
+use tidegate::{
+    Algorithm, Charge, Clock, Decision, Limiter, MemoryStore, Policies, Policy, Quota, Timestamp,
+};
 
 const KEY: &str = "user:00000042";
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// What was agreed on, and 5 % more.
+/// Returns a configuration that fails above the limit of this benchmark plus 5 %.
 fn limit(name: &str) -> LibraryBenchmarkConfig {
     let lines = include_str!("../limits.txt").lines().filter_map(|line| line.split_once(' '));
-    let agreed = lines
+    let limit = lines
         .filter(|(named, _)| *named == name)
         .find_map(|(_, count)| count.trim().parse::<u64>().ok());
-    // A path that is not in the file yet has no limit, until the file is renewed.
-    let most = agreed.map_or(u64::MAX, |count| count + count / 20);
+    // A new benchmark has no limit until the file is updated.
+    let max = limit.map_or(u64::MAX, |count| count + count / 20);
     let mut callgrind = Callgrind::with_args(["--cache-sim=no"]);
-    callgrind.hard_limits([(EventKind::Ir, most)]);
+    callgrind.hard_limits([(EventKind::Ir, max)]);
     let mut config = LibraryBenchmarkConfig::default();
-    // One memcpy for all processors: the others are chosen by what a processor can do.
+    // Use the same memcpy on all machines; the optimized variants depend on CPU features.
     config
         .env("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX2,-AVX512F,-AVX512VL,-ERMS,-FSRM")
         .tool(callgrind);
@@ -37,11 +39,11 @@ fn limit(name: &str) -> LibraryBenchmarkConfig {
 }
 
 #[derive(Debug)]
-struct StandingClock;
+struct FixedClock;
 
-impl Clock for StandingClock {
-    fn now(&self) -> u64 {
-        1_700_049_612_345_678
+impl Clock for FixedClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_micros(1_700_049_612_345_678)
     }
 
     fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
@@ -52,7 +54,7 @@ impl Clock for StandingClock {
 }
 
 fn limiter() -> Limiter {
-    Limiter::new(MemoryStore::builder().clock(StandingClock).build())
+    Limiter::new(MemoryStore::builder().clock(FixedClock).build())
 }
 
 fn quota(algorithm: Algorithm) -> Quota {
@@ -63,8 +65,8 @@ fn acquire(limiter: &Limiter, quota: &Quota) -> Decision {
     limiter.blocking().acquire(&Charge::new(KEY, quota)).expect("a decision")
 }
 
-/// A store that knows the key; only this many of its units are left.
-fn known(algorithm: Algorithm, left: u64) -> (Limiter, Quota) {
+/// Returns a store that has the key, with this many units left.
+fn existing(algorithm: Algorithm, left: u64) -> (Limiter, Quota) {
     let (limiter, quota) = (limiter(), quota(algorithm));
     for _ in left..1_000 {
         assert!(acquire(&limiter, &quota).allowed);
@@ -72,17 +74,29 @@ fn known(algorithm: Algorithm, left: u64) -> (Limiter, Quota) {
     (limiter, quota)
 }
 
-fn fresh(algorithm: Algorithm) -> (Limiter, Quota) {
+fn empty(algorithm: Algorithm) -> (Limiter, Quota) {
     (limiter(), quota(algorithm))
 }
 
-macro_rules! of_a_known_key {
+macro_rules! acquire_of_one_key {
     ($($name:ident: $algorithm:ident,)*) => {
         $(
             #[library_benchmark]
-            #[bench::allowed(args = (Algorithm::$algorithm, 500), setup = known, config = limit(concat!(stringify!($name), "/allowed")))]
-            #[bench::denied(args = (Algorithm::$algorithm, 0), setup = known, config = limit(concat!(stringify!($name), "/denied")))]
-            #[bench::new_key(args = (Algorithm::$algorithm), setup = fresh, config = limit(concat!(stringify!($name), "/new_key")))]
+            #[bench::allowed(
+                args = (Algorithm::$algorithm, 500),
+                setup = existing,
+                config = limit(concat!(stringify!($name), "/allowed"))
+            )]
+            #[bench::denied(
+                args = (Algorithm::$algorithm, 0),
+                setup = existing,
+                config = limit(concat!(stringify!($name), "/denied"))
+            )]
+            #[bench::new_key(
+                args = (Algorithm::$algorithm),
+                setup = empty,
+                config = limit(concat!(stringify!($name), "/new_key"))
+            )]
             fn $name((limiter, quota): (Limiter, Quota)) -> (Limiter, Quota, Decision) {
                 let decision = acquire(black_box(&limiter), black_box(&quota));
                 (limiter, quota, black_box(decision))
@@ -91,7 +105,7 @@ macro_rules! of_a_known_key {
     };
 }
 
-of_a_known_key! {
+acquire_of_one_key! {
     sliding_log: SlidingLog,
     sliding_counter: SlidingCounter,
     fixed_window: FixedWindow,
@@ -105,12 +119,12 @@ fn three(left: u64) -> Three {
     let algorithms = [Algorithm::TokenBucket, Algorithm::FixedWindow, Algorithm::SlidingCounter];
     let (limiter, quotas) = (limiter(), algorithms.map(quota));
     for _ in left..1_000 {
-        ask_for_three(&limiter, &quotas);
+        acquire_three(&limiter, &quotas);
     }
     (limiter, quotas)
 }
 
-fn ask_for_three(limiter: &Limiter, quotas: &[Quota; 3]) -> Vec<Decision> {
+fn acquire_three(limiter: &Limiter, quotas: &[Quota; 3]) -> Vec<Decision> {
     let [a, b, c] = quotas;
     let charges = [Charge::new(KEY, a), Charge::new(KEY, b), Charge::new(KEY, c)];
     limiter.blocking().acquire_all(&charges).expect("decisions")
@@ -120,14 +134,14 @@ fn ask_for_three(limiter: &Limiter, quotas: &[Quota; 3]) -> Vec<Decision> {
 #[bench::allowed(args = (500), setup = three, config = limit("acquire_all_of_three/allowed"))]
 #[bench::denied(args = (0), setup = three, config = limit("acquire_all_of_three/denied"))]
 fn acquire_all_of_three((limiter, quotas): Three) -> (Three, Vec<Decision>) {
-    let decisions = ask_for_three(black_box(&limiter), black_box(&quotas));
+    let decisions = acquire_three(black_box(&limiter), black_box(&quotas));
     ((limiter, quotas), black_box(decisions))
 }
 
 type Request = BTreeMap<String, String>;
 
-/// Services with three policies each; two of a thousand apply.
-fn a_thousand_policies() -> (Policies, Request) {
+/// Creates services with three policies each, and a request that two of a thousand policies match.
+fn thousand_policies() -> (Policies, Request) {
     let policy = |number: usize| {
         let policy = Policy::builder(format!("policy-{number}"), quota(Algorithm::TokenBucket));
         let service = number / 3;
@@ -138,28 +152,32 @@ fn a_thousand_policies() -> (Policies, Request) {
         };
         policy.key(["ip"]).build().expect("a valid policy")
     };
-    let policies = Policies::new((0..1_000).map(policy).collect()).expect("names of their own");
+    let policies = Policies::new((0..1_000).map(policy).collect()).expect("unique names");
     let request = [("ip", "203.0.113.9"), ("method", "GET"), ("path", "/service-2/items/7")];
     (policies, request.map(|(name, value)| (name.to_owned(), value.to_owned())).into())
 }
 
 #[library_benchmark]
-#[bench::among_a_thousand(args = (), setup = a_thousand_policies, config = limit("select_policies/among_a_thousand"))]
+#[bench::among_a_thousand(
+    args = (),
+    setup = thousand_policies,
+    config = limit("select_policies/among_a_thousand")
+)]
 fn select_policies((policies, request): (Policies, Request)) -> (Policies, Request) {
-    let selected = policies.select(black_box(&request), None).expect("a request that can be told");
+    let selected = policies.select(black_box(&request), None).expect("a valid request");
     assert_eq!(black_box(&selected).charges.len(), 2);
     drop(selected);
     (policies, request)
 }
 
-fn decided() -> (Quota, Decision) {
-    let (limiter, quota) = known(Algorithm::TokenBucket, 0);
+fn denial() -> (Quota, Decision) {
+    let (limiter, quota) = existing(Algorithm::TokenBucket, 0);
     let decision = acquire(&limiter, &quota);
     (quota, decision)
 }
 
 #[library_benchmark]
-#[bench::of_a_denial(args = (), setup = decided, config = limit("render_headers/of_a_denial"))]
+#[bench::of_a_denial(args = (), setup = denial, config = limit("render_headers/of_a_denial"))]
 fn render_headers((quota, decision): (Quota, Decision)) -> usize {
     let limited =
         Limited { policy: "per-user", quota: black_box(&quota), decision: black_box(decision) };

@@ -1,1 +1,1 @@
-//! Nothing: the counting is in `benches/decisions.rs`.
+//! This crate is empty: the benchmark is in `benches/decisions.rs`.

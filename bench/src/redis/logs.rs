@@ -20,7 +20,7 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
         for encoding in [Encoding::Packed, Encoding::SortedSet] {
             let quota =
                 Quota::sliding_log(limit, Duration::from_secs(3_600))?.with_encoding(encoding)?;
-            let charge = Charge::new("user:00001234", &quota).policy("log");
+            let charge = Charge::new("user:00001234", &quota).with_policy("log");
             runtime.block_on(limiter.reset(&charge))?;
             // One after the other, so that each entry has a different time, as in practice.
             for _ in 0..limit {

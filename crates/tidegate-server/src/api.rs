@@ -16,7 +16,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::layer::for_each_header_value;
-use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query};
+use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query, Timestamp};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
@@ -254,8 +254,10 @@ async fn decide(
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
-    let charged_at =
-        body.age_ms.map_or(0, |age| active.now().saturating_sub(age.saturating_mul(1_000)).max(1));
+    let charged_at = body.age_ms.map_or(Timestamp::ZERO, |age| {
+        let charged_at = active.now().saturating_sub(Duration::from_millis(age));
+        charged_at.max(Timestamp::from_micros(1))
+    });
     let query = query.with_cost(body.cost).with_charged_at(charged_at);
     let decisions = active.decide(&head.headers, action, query).await?;
     let denied = action == Action::Acquire && !decisions.is_allowed();

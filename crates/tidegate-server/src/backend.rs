@@ -286,7 +286,7 @@ fn when_full(
     let decides = matches!(error, StoreError::Full { .. })
         && matches!(action, Action::Acquire | Action::Peek);
     let quota = charge.quota();
-    match charge.store_failure() {
+    match charge.on_store_failure() {
         OnStoreFailure::Allow if decides => {
             Ok(Decision::allow(quota.limit(), quota.burst()).with_source(Source::Allow))
         }

@@ -19,6 +19,7 @@ use crate::tls;
 mod gateway;
 mod listen;
 mod raw;
+mod redaction;
 mod store;
 
 pub(crate) use gateway::GatewayConfig;
@@ -91,7 +92,7 @@ impl Config {
     }
 
     fn parse_in(folder: &Path, name: &str, text: &str) -> Result<Self, ConfigError> {
-        let document = Document::new(name, text);
+        let document = Document::new(name, text).with_redaction(&redaction::NAMES);
         let raw: raw::Config = document.parse()?;
         validate(folder, &document, raw)
     }
@@ -143,7 +144,7 @@ fn token(
 ) -> Result<Option<Secret>, ConfigError> {
     let Some(written) = raw else { return Ok(None) };
     match written.value.as_deref().map(str::trim) {
-        None | Some("") => Err(document.at(
+        None | Some("") => Err(document.error_at(
             &written,
             "this token is empty: write one (in quotes, if it begins with a sign), or take it out",
         )),
@@ -164,7 +165,7 @@ fn tls(
         client_ca: raw.client_ca.as_ref().map(|file| folder.join(&file.value)),
     };
     let wrong =
-        |place: &Spanned<String>, error: String| document.at(place, &format!("tls: {error}"));
+        |place: &Spanned<String>, error: String| document.error_at(place, &format!("tls: {error}"));
     tls::certificates(&named.certificate).map_err(|error| wrong(&raw.certificate, error))?;
     if let (Some(place), Some(file)) = (&raw.client_ca, &named.client_ca) {
         tls::certificates(file).map_err(|error| wrong(place, error))?;
@@ -189,8 +190,9 @@ fn envoy(
     let mut texts = Vec::with_capacity(files.len());
     for (file, written) in files.iter().zip(&raw.files) {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file)
-            .map_err(|error| document.at(written, &format!("{name}: cannot be read: {error}")))?;
+        let text = std::fs::read_to_string(file).map_err(|error| {
+            document.error_at(written, &format!("{name}: cannot be read: {error}"))
+        })?;
         texts.push((name, text));
     }
     let rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
@@ -199,7 +201,8 @@ fn envoy(
             .algorithms
             .iter()
             .find(|(rule, _)| message.contains(&format!("no rule is named {rule:?}")));
-        unknown.map_or_else(|| document.plain(&message), |(_, name)| document.at(name, &message))
+        unknown
+            .map_or_else(|| document.error(&message), |(_, name)| document.error_at(name, &message))
     })?;
     Ok(Envoy { rules, algorithm })
 }
@@ -213,16 +216,16 @@ fn client_ip(document: &Document<'_>, raw: &raw::ClientIp) -> Result<ClientIp, C
                 "{:?} is not a network: write it like 10.0.0.0/8 or 2001:db8::/32",
                 text.value
             );
-            document.at(text, &message)
+            document.error_at(text, &message)
         })
     };
     let networks = raw.trusted_proxies.iter().map(network).collect::<Result<_, _>>()?;
     let prefix = raw.ipv6_prefix.and_then(|prefix| u8::try_from(prefix.get()).ok()).unwrap_or(64);
-    ClientIp::new(networks, prefix).map_err(|error| document.plain(&error.to_string()))
+    ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
 }
 
 fn duration(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    durations::parse(&text.value).map_err(|error| document.at(text, &error))
+    durations::parse(&text.value).map_err(|error| document.error_at(text, &error))
 }
 
 fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
@@ -231,7 +234,7 @@ fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
 ) -> Result<T, ConfigError> {
     text.value
         .parse()
-        .map_err(|error: tidegate::UnknownName| document.at_name(text, &error.to_string()))
+        .map_err(|error: tidegate::UnknownName| document.unknown_name_at(text, &error.to_string()))
 }
 
 /// The file that flags and environment name, if any.

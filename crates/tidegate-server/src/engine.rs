@@ -7,7 +7,7 @@ use arc_swap::ArcSwap;
 use http::HeaderMap;
 use tidegate::{
     Action, Charge, ClientIp, Error, Limiter, Policies, Policy, PolicyDecisions, PolicyLimiter,
-    Query, Store as _, StoreError,
+    Query, Store as _, StoreError, Timestamp,
 };
 
 use crate::backend::{Backend, StrictBackend};
@@ -102,8 +102,8 @@ impl ActiveConfig {
         self.limiter.policies()
     }
 
-    /// Returns the time by the store's clock, in microseconds.
-    pub(crate) fn now(&self) -> u64 {
+    /// Returns the time by the store's clock.
+    pub(crate) fn now(&self) -> Timestamp {
         self.limiter.limiter().store().clock().now()
     }
 
@@ -127,7 +127,7 @@ impl ActiveConfig {
         } else {
             for limit in &limits {
                 if let Limit::Quota(_, quota) = limit {
-                    let charge = Charge::new(key, quota).policy(policy);
+                    let charge = Charge::new(key, quota).with_policy(policy);
                     self.strict_limiter.limiter().reset(&charge).await?;
                 }
             }

@@ -66,7 +66,7 @@ fn an_empty_file_is_no_configuration() {
         assert_eq!(limit(&service), 3, "the old one goes on");
     }
     assert!(
-        service.output().contains("is empty, which is no configuration"),
+        service.output().contains("is empty: `tidegate config sample`"),
         "{}",
         service.output()
     );

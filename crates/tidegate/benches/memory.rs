@@ -1,4 +1,4 @@
-//! Nanoseconds a decision in memory: each algorithm, 1 to 1,000,000 keys, 1 and 2 threads.
+//! Nanoseconds per decision in memory: each algorithm, 1 to 1,000,000 keys, 1 and 2 threads.
 //!
 //! `cargo bench -p tidegate`, or a part of it: `cargo bench -p tidegate -- token-bucket/1000000`
 
@@ -16,13 +16,14 @@ fn decisions(criterion: &mut Criterion) {
         for keys in [1_usize, 10_000, 1_000_000] {
             let names: Vec<String> = (0..keys).map(|number| format!("user-{number:08}")).collect();
             for threads in [1, 2] {
-                // A window that never ends here: what is measured is the decision, allowed up to
-                // the limit and denied after.
+                // The window never ends during the run: decisions are allowed up to the limit, then
+                // denied.
                 let quota = Quota::new(algorithm, 1_000, Duration::from_secs(3_600))
                     .expect("a valid quota");
                 let limiter = Limiter::new(MemoryStore::new());
                 for name in &names {
-                    limiter.blocking().acquire(&Charge::new(name, &quota)).expect("a decision");
+                    let _ =
+                        limiter.blocking().acquire(&Charge::new(name, &quota)).expect("a decision");
                 }
                 let id = BenchmarkId::new(keys.to_string(), format!("{threads} thread(s)"));
                 group.bench_function(id, |bencher| {
@@ -35,7 +36,7 @@ fn decisions(criterion: &mut Criterion) {
     }
 }
 
-/// The time that `count` decisions take in all, divided evenly among the threads.
+/// Returns the total time of `count` decisions, divided evenly among the threads.
 fn in_threads(
     threads: u64,
     count: u64,
@@ -44,12 +45,14 @@ fn in_threads(
     names: &[String],
 ) -> Duration {
     let work = |seed: u64| {
-        // A walk over the keys in no order that a cache could guess.
+        // Visit the keys in a random order, which defeats prefetching.
         let mut at = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         for _ in 0..count.div_ceil(threads) {
             at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let name = &names[usize::try_from(at >> 33).expect("31 bits") % names.len()];
-            black_box(limiter.blocking().acquire(&Charge::new(name, quota)).expect("a decision"));
+            let _ = black_box(
+                limiter.blocking().acquire(&Charge::new(name, quota)).expect("a decision"),
+            );
         }
     };
     let start = Instant::now();

@@ -1,12 +1,12 @@
-//! An axum service that lets each client pass ten times a minute.
+//! An axum service that admits ten requests per minute from each client.
 //!
 //! ```sh
 //! cargo run -p tidegate --example axum
 //! for i in $(seq 12); do curl -si http://127.0.0.1:3000/ | head -1; done
 //! ```
 //!
-//! With `REDIS_URL`, all processes that share that Redis share the counts; give each a port of its
-//! own:
+//! With `REDIS_URL`, all processes on the same Redis share their counts. Start each on a different
+//! port:
 //!
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1:6379 cargo run -p tidegate --example axum -- 3001
@@ -32,7 +32,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let port = std::env::args().nth(1).map_or(Ok(3000), |port| port.parse())?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
     println!("try: curl -i http://{}/", listener.local_addr()?);
-    // With the peers' addresses, which the limit counts by.
+    // The limit counts by the addresses of the peers.
     axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
     Ok(())
 }

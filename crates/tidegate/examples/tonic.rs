@@ -1,5 +1,5 @@
-//! A tonic server that lets each tenant pass three times a minute, and a client that hears when to
-//! come again.
+//! A tonic server that admits three requests per minute from each tenant, and a client that prints
+//! when to retry.
 //!
 //! ```sh
 //! cargo run -p tidegate --example tonic
@@ -24,7 +24,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .policy("per-tenant")
         .by(KeySource::header("x-tenant")?);
 
-    // Your own service goes here; the health service has one method to call.
+    // Add your own service here; the health service is only an example.
     let (_, health) = tonic_health::server::health_reporter();
     let incoming = TcpIncoming::bind((Ipv4Addr::LOCALHOST, 0).into())?;
     let address = incoming.local_addr()?;
@@ -36,11 +36,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let mut request = tonic::Request::new(HealthCheckRequest::default());
         request.metadata_mut().insert("x-tenant", "acme".parse()?);
         match client.check(request).await {
-            Ok(response) => println!("passes: {:?}", response.metadata().get("ratelimit")),
+            Ok(response) => println!("allowed: {:?}", response.metadata().get("ratelimit")),
             Err(status) => {
                 println!("{:?}: {}", status.code(), status.message());
                 println!(
-                    "come again in {:?}",
+                    "retry in {:?}",
                     status.get_details_retry_info().and_then(|info| info.retry_delay)
                 );
             }

@@ -1,7 +1,7 @@
-//! The five algorithms: pure arithmetic, with the state and the time handed in. No clock, no I/O,
-//! no float.
+//! The five algorithms as pure integer arithmetic: the caller passes in the state and the time, so
+//! there is no clock, no I/O and no floating point here.
 //!
-//! Each has a Lua twin beside it that does the same on Redis, with the same names:
+//! Each algorithm has a Lua twin next to it, which does the same on Redis under the same names:
 //!
 //! | algorithm | Rust | Lua |
 //! | --- | --- | --- |
@@ -10,19 +10,19 @@
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
 //!
-//! What they share: a state is *settled* to the present on a copy, questions are asked of it, and
-//! only what is spent or given back is written. A denied request writes nothing. The one exception
-//! is a clock that stepped back: stored times later than now count as now, and an acquire, even a
-//! denied one, writes that down, or they would stay "now" until the clock has caught up, and lock
-//! the key for so long.
+//! All of them work alike: a copy of the stored counter is advanced to the present, the decision is
+//! computed from it, and the copy is stored only if units were spent or returned. A denied request
+//! writes nothing, with one exception: if the clock stepped back, stored times later than now count
+//! as now, and even a denied acquire stores that. Otherwise the key would stay locked until the
+//! clock catches up.
 
 use std::time::Duration;
 
+use crate::action::Action;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
-use crate::named::named;
+use crate::enum_names::enum_names;
 use crate::quota::Quota;
-use crate::store::Action;
 
 mod bucket;
 mod fixed_window;
@@ -30,34 +30,41 @@ mod fixed_window;
 mod grants;
 mod sliding_counter;
 mod sliding_log;
-mod state;
 
 pub(crate) use bucket::Bucket;
 #[cfg(feature = "testing")]
 pub(crate) use bucket::MAX_CLOCK_SKEW;
-pub(crate) use fixed_window::Window;
+pub(crate) use fixed_window::FixedWindow;
 #[cfg(feature = "redis")]
-pub(crate) use grants::{Evidence, Grants};
-pub(crate) use sliding_counter::Counter;
-pub(crate) use sliding_log::{Log, Logs};
-pub(crate) use state::{Kept, Kind, MAX_TIME, State};
+pub(crate) use grants::{CounterSnapshot, Grants};
+pub(crate) use sliding_counter::SlidingCounter;
+pub(crate) use sliding_log::SlidingLog;
 
-/// How units are counted.
+/// The algorithm that counts the units of a quota.
+///
+/// ```
+/// use tidegate::Algorithm;
+///
+/// let algorithm: Algorithm = "token-bucket".parse()?;
+/// assert_eq!(algorithm, Algorithm::TokenBucket);
+/// assert_eq!(algorithm.as_str(), "token-bucket");
+/// # Ok::<(), tidegate::UnknownName>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// Exact: at most the limit in any stretch of time as long as the window.
+    /// Exact: admits at most the limit in any interval as long as the window.
     SlidingLog,
-    /// Two window counts, the older one weighed by how much of it is still in sight.
+    /// Two window counts; the older one is weighted by its overlap with the sliding window.
     SlidingCounter,
-    /// A count for each window of the clock.
+    /// One count per window, with windows aligned to the clock.
     FixedWindow,
-    /// Tokens that come back continuously, and can be saved up to the burst.
+    /// Tokens that refill continuously, up to the burst.
     TokenBucket,
-    /// A queue that drains evenly; what is admitted is told when its turn is.
+    /// A queue that drains at a constant rate; the decision has the delay until a request's turn.
     LeakyBucket,
 }
 
-named!(
+enum_names!(
     Algorithm,
     "algorithm",
     SlidingLog = "sliding-log",
@@ -67,56 +74,59 @@ named!(
     LeakyBucket = "leaky-bucket"
 );
 
-/// How Redis keeps a `sliding-log`. The answers are the same.
+/// The encoding of a `sliding-log` in Redis. Decisions are the same with either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Encoding {
-    /// A sorted set: one member a request, its score the time. Readable with `ZRANGE`.
+    /// A sorted set with one member per request and the time as its score. Readable with `ZRANGE`.
     #[default]
     SortedSet,
-    /// A string of packed timestamps: a fraction of the memory.
+    /// A string of packed timestamps, which takes a fraction of the memory.
     Packed,
 }
 
-named!(Encoding, "encoding", SortedSet = "sorted-set", Packed = "packed");
+enum_names!(Encoding, "encoding", SortedSet = "sorted-set", Packed = "packed");
 
-/// What every algorithm answers about its state. Times are microseconds; `now` is the time it was
-/// settled to.
-pub(crate) trait Count {
-    /// Brings the state to `now`. True if a stored time was later than `now`.
-    fn settle(&mut self, quota: &Quota, now: u64) -> bool;
-    /// Units that could be taken now.
+/// The count of one key under one algorithm. Times are microseconds; `now` is the time that the
+/// counter was last advanced to.
+pub(crate) trait Counter {
+    /// Advances the counter to `now`. Returns whether the clock stepped back, that is, whether a
+    /// stored time was later than `now`.
+    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool;
+    /// Returns the units that can be spent now.
     fn remaining(&self, quota: &Quota) -> u64;
-    /// Units recorded now, which may be more than the limit: see [`Quota::max_level`]. What counts
-    /// of a window before the current one is not in it.
+    /// Returns the units recorded now, which can exceed the limit: see [`Quota::max_level`]. Units
+    /// of the previous window are not included.
     fn level(&self) -> u64;
-    /// Whether more is recorded than the limit.
+    /// Returns whether more units are recorded than the limit allows.
     fn is_overdrawn(&self, quota: &Quota) -> bool {
         self.level() > quota.burst()
     }
-    /// The shortest wait until `cost` units, more than there are now, could be taken.
+    /// Returns the shortest wait until `cost` units, more than remain now, can be spent.
     fn wait_for(&self, quota: &Quota, now: u64, cost: u64) -> u64;
-    /// The same for a request of `cost` units that is denied now.
+    /// Returns the wait to report to a request of `cost` units that is denied now.
+    #[inline]
     fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
         self.wait_for(quota, now, cost)
     }
-    /// How long until nothing counts any more, if `extra` units were spent first.
+    /// Returns the time until nothing counts any more, if `extra` units are spent first.
     fn reset_after(&self, quota: &Quota, now: u64, extra: u64) -> u64;
-    /// How long what is taken now has to wait for its turn.
+    /// Returns the delay of units that are spent now until their turn in the queue.
+    #[inline]
     fn delay(&self, _quota: &Quota) -> u64 {
         0
     }
-    /// Takes `cost` units; 0 only writes down what `settle` found.
+    /// Spends `cost` units. A cost of 0 only applies the result of `advance_to`.
     fn spend(&mut self, quota: &Quota, now: u64, cost: u64);
-    /// Returns `cost` units of a charge made at `charged_at` or a little later: never units younger
-    /// than that charge. If the time is unknown (0), the oldest units go first.
+    /// Returns `cost` units of a charge made at `charged_at` or slightly later, never units younger
+    /// than that charge. If the time is unknown (0), the oldest units are returned first.
     fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64);
-    /// Nothing counts any more.
+    /// Returns whether nothing counts any more.
     fn is_empty(&self) -> bool;
 }
 
-/// A decision in microseconds, before it is dressed for users.
+/// A decision in raw microseconds, before it becomes a [`Decision`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Verdict {
+pub(crate) struct RawDecision {
     pub(crate) allowed: bool,
     pub(crate) remaining: u64,
     pub(crate) retry_after: u64,
@@ -124,142 +134,142 @@ pub(crate) struct Verdict {
     pub(crate) delay: u64,
 }
 
-/// What came of an action on a state.
+/// The result of an action on a counter.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Outcome {
-    pub(crate) verdict: Verdict,
+pub(crate) struct Applied {
+    pub(crate) decision: RawDecision,
+    /// Whether the counter has changed and must be stored.
     pub(crate) written: bool,
 }
 
-/// Whether `cost` units could be taken now.
-pub(crate) fn fits(count: &mut impl Count, quota: &Quota, now: u64, cost: u64) -> bool {
-    count.settle(quota, now);
-    has_room(count, quota, count.remaining(quota), cost)
+/// Returns whether `cost` units can be spent now. Advances the counter.
+pub(crate) fn fits(counter: &mut impl Counter, quota: &Quota, now: u64, cost: u64) -> bool {
+    counter.advance_to(quota, now);
+    has_room(counter, quota, counter.remaining(quota), cost)
 }
 
-/// Whether there is room for `cost`. A cost of 0 asks whether more is recorded than the limit.
+/// Returns whether there is room for `cost`. A cost of 0 asks whether the counter is overdrawn.
 #[inline]
-fn has_room(count: &impl Count, quota: &Quota, remaining: u64, cost: u64) -> bool {
-    if cost == 0 { !count.is_overdrawn(quota) } else { cost <= remaining }
+fn has_room(counter: &impl Counter, quota: &Quota, remaining: u64, cost: u64) -> bool {
+    if cost == 0 { !counter.is_overdrawn(quota) } else { cost <= remaining }
 }
 
-/// Decides, and changes the count as the action does. `together` is false for a charge whose
-/// companions (all or nothing) do not all fit. If nothing is `written`, the count is not worth
-/// keeping: it is only settled.
+/// Decides a charge and updates the counter. `all_fit` is false if another charge of the same
+/// all-or-nothing group does not fit. Unless the result is `written`, the counter has only been
+/// advanced and need not be stored.
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
-pub(crate) fn apply<C: Count>(
-    count: &mut C,
+#[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
+pub(crate) fn apply<C: Counter>(
+    counter: &mut C,
     action: Action,
     charge: &Charge<'_>,
     now: u64,
-    together: bool,
-) -> Outcome {
-    let (quota, cost) = (charge.quota(), charge.units());
+    all_fit: bool,
+) -> Applied {
+    let quota = charge.quota();
+    let cost = charge.cost();
     if action == Action::Refund {
-        count.settle(quota, now);
-        let written = !count.is_empty();
+        counter.advance_to(quota, now);
+        let written = !counter.is_empty();
         if written {
-            count.refund(quota, now, cost, charge.charge_time());
+            counter.refund(quota, now, cost, charge.charged_at().as_micros());
         }
-        return Outcome { verdict: unspent(count, quota, now), written };
+        return Applied { decision: decision_without_spending(counter, quota, now), written };
     }
     if action == Action::Report {
-        return report(count, quota, now, cost);
+        return report(counter, quota, now, cost);
     }
-    let step = Step::on(count, action, quota, now, cost, together);
-    let verdict = step.verdict(count, quota, now);
-    if step.written {
-        count.spend(quota, now, step.spend);
+    let plan = Plan::new(counter, action, quota, now, cost, all_fit);
+    let decision = plan.decision(counter, quota, now);
+    if plan.written {
+        counter.spend(quota, now, plan.spend);
     }
-    Outcome { verdict, written: step.written }
+    Applied { decision, written: plan.written }
 }
 
-/// Records units that were used already.
-fn report<C: Count>(count: &mut C, quota: &Quota, now: u64, cost: u64) -> Outcome {
-    let stepped_back = count.settle(quota, now);
-    let fits = cost <= count.remaining(quota);
-    let spend = cost.min(quota.max_level().saturating_sub(count.level()));
+/// Records units that were already used.
+fn report<C: Counter>(counter: &mut C, quota: &Quota, now: u64, cost: u64) -> Applied {
+    let stepped_back = counter.advance_to(quota, now);
+    let allowed = cost <= counter.remaining(quota);
+    let spend = cost.min(quota.max_level().saturating_sub(counter.level()));
     let written = spend > 0 || stepped_back;
     if written {
-        count.spend(quota, now, spend);
+        counter.spend(quota, now, spend);
     }
-    let retry_after = if fits { 0 } else { count.wait_for(quota, now, 1) };
-    Outcome {
-        verdict: Verdict { allowed: fits, retry_after, ..unspent(count, quota, now) },
-        written,
-    }
+    let retry_after = if allowed { 0 } else { counter.wait_for(quota, now, 1) };
+    let decision =
+        RawDecision { allowed, retry_after, ..decision_without_spending(counter, quota, now) };
+    Applied { decision, written }
 }
 
-/// The outcome of an action other than a refund or a report, before it is applied.
+/// The planned effect of an acquire, a peek or a partial charge, before anything is spent.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Step {
+pub(crate) struct Plan {
     allowed: bool,
     cost: u64,
     remaining: u64,
-    in_turn: bool,
+    has_delay: bool,
     pub(crate) spend: u64,
     pub(crate) written: bool,
 }
 
-impl Step {
-    /// Settles the count.
+impl Plan {
+    /// Advances the counter to `now` and plans the action on it.
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
-    pub(crate) fn on<C: Count>(
-        count: &mut C,
+    #[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
+    pub(crate) fn new<C: Counter>(
+        counter: &mut C,
         action: Action,
         quota: &Quota,
         now: u64,
         cost: u64,
-        together: bool,
+        all_fit: bool,
     ) -> Self {
-        let stepped_back = count.settle(quota, now);
-        let remaining = count.remaining(quota);
-        let takes = action == Action::ChargeUpTo;
-        let cost = if takes { cost.min(remaining) } else { cost };
+        let stepped_back = counter.advance_to(quota, now);
+        let remaining = counter.remaining(quota);
+        let is_partial = action == Action::ChargeUpTo;
+        let cost = if is_partial { cost.min(remaining) } else { cost };
         let allowed = if action == Action::Peek {
-            has_room(count, quota, remaining, cost)
+            has_room(counter, quota, remaining, cost)
         } else {
-            takes || cost <= remaining
+            is_partial || cost <= remaining
         };
-        let counts = if allowed { together } else { quota.count_denied() };
-        let spend = if counts { cost } else { 0 };
+        let is_spent = if allowed { all_fit } else { quota.count_denied() };
+        let spend = if is_spent { cost } else { 0 };
         let written = action != Action::Peek && (spend > 0 || stepped_back);
-        // What is taken afterwards has had its turn.
-        let in_turn = together && !takes;
-        Self { allowed, cost, remaining, in_turn, spend, written }
+        // A request that is charged afterwards has already run, so it has no delay.
+        let has_delay = all_fit && !is_partial;
+        Self { allowed, cost, remaining, has_delay, spend, written }
     }
 
-    /// Of the count that is settled, with nothing spent yet.
+    /// Returns the decision. The counter must have been advanced, with nothing spent yet.
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "for a known action, most of it falls away")]
-    pub(crate) fn verdict(&self, count: &impl Count, quota: &Quota, now: u64) -> Verdict {
-        let reset_after = count.reset_after(quota, now, self.spend);
+    #[expect(clippy::inline_always, reason = "most of it is removed when the action is a constant")]
+    pub(crate) fn decision(&self, counter: &impl Counter, quota: &Quota, now: u64) -> RawDecision {
+        let reset_after = counter.reset_after(quota, now, self.spend);
         if self.allowed {
             let remaining = self.remaining - self.spend;
-            let delay = if self.in_turn { count.delay(quota) } else { 0 };
-            return Verdict { allowed: true, remaining, retry_after: 0, reset_after, delay };
+            let delay = if self.has_delay { counter.delay(quota) } else { 0 };
+            return RawDecision { allowed: true, remaining, retry_after: 0, reset_after, delay };
         }
         let remaining = if self.spend > 0 { 0 } else { self.remaining };
-        let retry_after = count.retry_after(quota, now, self.cost);
-        Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 }
+        let retry_after = counter.retry_after(quota, now, self.cost);
+        RawDecision { allowed: false, remaining, retry_after, reset_after, delay: 0 }
     }
 }
 
-/// What is left when nothing is taken.
-fn unspent(count: &impl Count, quota: &Quota, now: u64) -> Verdict {
-    Verdict {
+fn decision_without_spending(counter: &impl Counter, quota: &Quota, now: u64) -> RawDecision {
+    RawDecision {
         allowed: true,
-        remaining: count.remaining(quota),
+        remaining: counter.remaining(quota),
         retry_after: 0,
-        reset_after: count.reset_after(quota, now, 0),
+        reset_after: counter.reset_after(quota, now, 0),
         delay: 0,
     }
 }
 
-impl Verdict {
-    /// What there is once a key is forgotten.
+impl RawDecision {
+    /// Returns the decision for a key without a count.
     pub(crate) fn untouched(quota: &Quota) -> Self {
         Self { allowed: true, remaining: quota.burst(), retry_after: 0, reset_after: 0, delay: 0 }
     }
@@ -270,27 +280,27 @@ impl Verdict {
             allowed: self.allowed,
             limit: quota.limit(),
             remaining: self.remaining,
-            retry_after: duration(self.retry_after),
+            retry_after: duration_from_micros(self.retry_after),
             reset_after: Duration::from_micros(self.reset_after),
-            delay: duration(self.delay),
+            delay: duration_from_micros(self.delay),
             source,
         }
     }
 }
 
-/// Of one that is mostly zero.
+/// Converts a time that is usually zero, for which it skips the division.
 #[inline]
-fn duration(micros: u64) -> Duration {
+fn duration_from_micros(micros: u64) -> Duration {
     if micros == 0 { Duration::ZERO } else { Duration::from_micros(micros) }
 }
 
-/// `a * b / m` and its remainder, without overflow in between. The quotient of what a `Quota`
-/// allows fits.
+/// Returns the quotient and the remainder of `a * b / m`, without overflow in between. For numbers
+/// that a `Quota` allows, the quotient fits 64 bits.
 #[inline]
 fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
-    // Most products fit 64 bits, where a division costs a fraction of what it costs in 128.
+    // Most products fit 64 bits, where a division is much cheaper than in 128.
     if let Some(product) = a.checked_mul(b) {
-        // Of a key that is asked for often, nothing or little has drained since.
+        // Little or nothing has drained from a busy key since its last request.
         return if product < m { (0, product) } else { (product / m, product % m) };
     }
     mul_div_rem_wide(a, b, m)
@@ -302,8 +312,8 @@ fn mul_div_rem_wide(a: u64, b: u64, m: u64) -> (u64, u64) {
     (u64::try_from(product / m).unwrap_or(u64::MAX), u64::try_from(product % m).unwrap_or(u64::MAX))
 }
 
-/// `a * b / m`, rounded up: a wait that is too short by a microsecond ends in another denial.
+/// Returns `a * b / m`, rounded up: a wait that is a microsecond too short ends in another denial.
 pub(crate) fn mul_div_ceil(a: u64, b: u64, m: u64) -> u64 {
-    let (quotient, rest) = mul_div_rem(a, b, m);
-    quotient + u64::from(rest > 0)
+    let (quotient, remainder) = mul_div_rem(a, b, m);
+    quotient + u64::from(remainder > 0)
 }

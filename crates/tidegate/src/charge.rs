@@ -1,27 +1,30 @@
 //! [`Charge`]: one (key, quota, cost) to be decided.
 
+use crate::action::Action;
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::algorithm::{Algorithm, mul_div_ceil};
+use crate::clock::Timestamp;
+#[cfg(any(feature = "resilience", feature = "tower"))]
+use crate::clock::micros;
 #[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::decision::Decision;
-use crate::fingerprint::{Fingerprint, Secret};
 use crate::key::{Key, KeyError, is_plain_key};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
-use crate::store::Action;
 
-/// The most charges that one call decides together.
+/// The maximum number of charges that one call decides together.
 pub const MAX_CHARGES: usize = 128;
 
-/// One (key, quota, cost) to be decided, counted under a policy's name.
+/// One (key, quota, cost) to be decided, counted under a policy name.
 ///
 /// ```
 /// use std::time::Duration;
 /// use tidegate::{Charge, Quota};
 ///
 /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
-/// let charge = Charge::new("user123", &quota).policy("uploads").cost(5);
-/// assert_eq!(charge.units(), 5);
+/// let charge = Charge::new("user123", &quota).with_policy("uploads").with_cost(5);
+/// assert_eq!(charge.cost(), 5);
+/// assert_eq!(charge.policy(), "uploads");
 /// # Ok::<(), tidegate::QuotaError>(())
 /// ```
 #[derive(Debug, Clone, Copy)]
@@ -30,49 +33,51 @@ pub struct Charge<'a> {
     quota: &'a Quota,
     policy: Option<&'a str>,
     cost: u64,
-    /// Microseconds by the store's clock; 0 if unknown.
-    charged_at: u64,
+    /// Time on the store's clock; zero if unknown.
+    charged_at: Timestamp,
     on_store_failure: OnStoreFailure,
 }
 
-/// Why this charge cannot be decided, whatever the counts are.
+/// The reason why a charge is invalid, whatever the counts are.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChargeError {
-    /// The key is no key.
+    /// The key is invalid.
     #[error("the key {0}")]
     Key(KeyError),
-    /// The policy's name is no name.
+    /// The policy name is invalid.
     #[error("the policy name {0}")]
     Policy(KeyError),
-    /// Nothing to take.
-    #[error("cost 0 takes nothing: a cost is at least 1 (peek tells what is left)")]
+    /// The cost is zero.
+    #[error("cost 0 is too low: a cost is at least 1 (peek shows the remaining units)")]
     ZeroCost,
-    /// More than could ever be admitted.
+    /// The cost exceeds the burst, so the charge could never be admitted.
     #[error("cost {cost} can never be admitted: this quota admits at most {most} at once")]
     CostTooHigh {
-        /// The cost asked for.
+        /// The requested cost.
         cost: u64,
-        /// The most that one request can take.
+        /// The maximum cost of one request.
         most: u64,
     },
-    /// Too many charges in one call.
+    /// The call has too many charges.
     #[error("{0} charges in one call: at most {MAX_CHARGES} are allowed")]
     TooMany(usize),
-    /// Two charges of one call would count on the same count.
+    /// Two charges of one call have the same count.
     #[error(
-        "two charges of one call share key {key:?} and policy {policy:?}: give each a policy name of its own"
+        "two charges of one call share key {key:?} and policy {policy:?}: \
+         give each a different policy name"
     )]
     Twice {
-        /// The key they share.
+        /// The key that both charges have.
         key: String,
-        /// The policy they share.
+        /// The policy that both charges have.
         policy: String,
     },
 }
 
 impl<'a> Charge<'a> {
-    /// One unit of `quota` for `key`. What is wrong with the key, if anything, the limiter says.
+    /// Creates a charge of one unit of `quota` for `key`. The limiter validates the key when it
+    /// decides the charge.
     #[must_use]
     pub fn new(key: &'a str, quota: &'a Quota) -> Self {
         Self {
@@ -80,29 +85,30 @@ impl<'a> Charge<'a> {
             quota,
             policy: None,
             cost: 1,
-            charged_at: 0,
+            charged_at: Timestamp::ZERO,
             on_store_failure: OnStoreFailure::default(),
         }
     }
 
-    /// Counts under this policy's name. Without it, the algorithm and the window are the name
-    /// ([`Quota::unnamed_policy`]).
+    /// Sets the policy name to count under. The default has the algorithm and the window
+    /// ([`Quota::default_policy_name`]).
     #[must_use]
-    pub fn policy(mut self, name: &'a str) -> Self {
+    pub fn with_policy(mut self, name: &'a str) -> Self {
         self.policy = Some(name);
         self
     }
 
-    /// Takes `units` instead of one.
+    /// Sets the cost in units; the default is 1.
     #[must_use]
-    pub fn cost(mut self, units: u64) -> Self {
+    pub fn with_cost(mut self, units: u64) -> Self {
         self.cost = units;
         self
     }
 
-    /// For a refund: when the charge to be refunded was made, in microseconds by the store's clock
+    /// Sets the time of the charge that a refund returns, on the store's clock
     /// ([`Store::clock`](crate::Store::clock)), read just before the acquire. The refund then
-    /// returns that charge's units and never younger ones.
+    /// returns the units of that charge and never younger ones. [`Timestamp::ZERO`] means that the
+    /// time is unknown.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -111,145 +117,138 @@ impl<'a> Charge<'a> {
     /// let limiter = Limiter::new(MemoryStore::new());
     /// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
     /// let charge = Charge::new("user123", &quota);
-    /// let asked = limiter.store().clock().now();
+    /// let charged_at = limiter.store().clock().now();
     /// limiter.blocking().acquire(&charge)?;
     /// // The request failed.
-    /// limiter.blocking().refund(&charge.charged_at(asked))?;
+    /// limiter.blocking().refund(&charge.with_charged_at(charged_at))?;
     /// assert!(limiter.blocking().acquire(&charge)?.allowed);
     /// # Ok(())
     /// # }
     /// ```
     #[must_use]
-    pub fn charged_at(mut self, micros: u64) -> Self {
-        self.charged_at = micros;
+    pub fn with_charged_at(mut self, time: Timestamp) -> Self {
+        self.charged_at = time;
         self
     }
 
-    /// What to answer while the store cannot decide, if a `Fallback` (feature `resilience`) stands
-    /// around it. By default this process decides.
+    /// Sets the behaviour while the store cannot decide, for a store inside a `Fallback` (feature
+    /// `resilience`). By default this process decides locally.
     #[must_use]
-    pub fn on_store_failure(mut self, failure: OnStoreFailure) -> Self {
+    pub fn with_on_store_failure(mut self, failure: OnStoreFailure) -> Self {
         self.on_store_failure = failure;
         self
     }
 
-    /// The same for another quota.
+    /// Returns this charge with another quota, under the same policy name.
     pub(crate) fn with_quota<'b>(&self, quota: &'b Quota) -> Charge<'b>
     where
         'a: 'b,
     {
-        Charge { key: self.key, quota, policy: Some(self.policy_name()), ..*self }
+        Charge { key: self.key, quota, policy: Some(self.policy()), ..*self }
     }
 
-    /// Whose count it is.
+    /// Returns the key.
     #[must_use]
     pub fn key(&self) -> &'a str {
         self.key
     }
 
-    /// The quota.
+    /// Returns the quota.
     #[must_use]
     pub fn quota(&self) -> &'a Quota {
         self.quota
     }
 
-    /// The name it counts under.
+    /// Returns the policy name that the charge counts under.
     #[must_use]
-    pub fn policy_name(&self) -> &'a str {
-        self.policy.unwrap_or_else(|| self.quota.unnamed_policy())
+    pub fn policy(&self) -> &'a str {
+        self.policy.unwrap_or_else(|| self.quota.default_policy_name())
     }
 
-    /// What stands for its key and policy in memory.
-    #[inline(always)]
-    #[expect(
-        clippy::inline_always,
-        reason = "a tenth of what a decision takes, and its one caller is the decision"
-    )]
-    pub(crate) fn fingerprint(&self, secret: &Secret) -> Fingerprint {
-        let named;
-        let policy = match self.policy {
-            None => self.quota.unnamed_policy_sum(),
-            Some(name) => {
-                named = secret.policy(name);
-                &named
-            }
-        };
-        secret.fingerprint(self.key, policy)
+    /// Returns the policy name that was set, if any.
+    #[inline]
+    pub(crate) fn explicit_policy(&self) -> Option<&'a str> {
+        self.policy
     }
 
-    /// What to answer while the store cannot decide.
+    /// Returns the cost in units.
     #[must_use]
-    pub fn store_failure(&self) -> OnStoreFailure {
+    pub fn cost(&self) -> u64 {
+        self.cost
+    }
+
+    /// Returns the time of the charge that a refund returns; [`Timestamp::ZERO`] if unknown.
+    #[must_use]
+    pub fn charged_at(&self) -> Timestamp {
+        self.charged_at
+    }
+
+    /// Returns the behaviour while the store cannot decide.
+    #[must_use]
+    pub fn on_store_failure(&self) -> OnStoreFailure {
         self.on_store_failure
     }
 
-    /// The charge that refunds this one, which was allowed by `decision` and asked for at `asked`.
-    /// `None` if nothing of it can be left at `now`.
+    /// Returns the charge that refunds this one, which `decision` allowed and which was sent at
+    /// `sent_at`. Returns `None` if nothing of it can be left at `now`.
     #[cfg(any(feature = "resilience", feature = "tower"))]
-    pub(crate) fn to_refund(self, decision: &Decision, asked: u64, now: u64) -> Option<Self> {
-        let age = now.saturating_sub(asked);
+    pub(crate) fn to_refund(
+        self,
+        decision: &Decision,
+        sent_at: Timestamp,
+        now: Timestamp,
+    ) -> Option<Self> {
+        let (sent_at, now) = (sent_at.as_micros(), now.as_micros());
+        let age = now.saturating_sub(sent_at);
         let charged_at = match self.quota.algorithm() {
             Algorithm::SlidingLog | Algorithm::FixedWindow if age >= self.quota.window_micros() => {
                 return None;
             }
             Algorithm::SlidingCounter if age >= 2 * self.quota.window_micros() => return None,
-            Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::SlidingCounter => asked,
-            // What the bucket held before this charge drains first, whether this charge is refunded
-            // or not. Only from then on does this charge drain.
+            Algorithm::SlidingLog | Algorithm::FixedWindow | Algorithm::SlidingCounter => sent_at,
+            // The earlier contents of the bucket drain first, with or without this refund. Only
+            // afterwards does this charge drain.
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                let own = mul_div_ceil(self.cost, self.quota.window_micros(), self.quota.limit());
-                let reset_after =
-                    u64::try_from(decision.reset_after.as_micros()).unwrap_or(u64::MAX);
-                let held_before = reset_after.saturating_sub(own + 1);
-                if age.saturating_sub(held_before) >= own {
+                let drain = mul_div_ceil(self.cost, self.quota.window_micros(), self.quota.limit());
+                let earlier_drain = micros(decision.reset_after).saturating_sub(drain + 1);
+                if age.saturating_sub(earlier_drain) >= drain {
                     return None;
                 }
-                asked.saturating_add(held_before)
+                sent_at.saturating_add(earlier_drain)
             }
         };
-        Some(self.charged_at(charged_at.max(1)))
+        Some(self.with_charged_at(Timestamp::from_micros(charged_at.max(1))))
     }
 
-    /// When the charge to be refunded was made; 0 if unknown.
-    pub(crate) fn charge_time(&self) -> u64 {
-        self.charged_at
-    }
-
-    /// How many units it takes.
-    #[must_use]
-    pub fn units(&self) -> u64 {
-        self.cost
-    }
-
-    /// Whether there is a time when its units can be taken.
+    /// Returns whether the units can ever be admitted.
     #[inline]
     pub(crate) fn can_be_admitted(&self) -> bool {
         (1..=self.quota.burst()).contains(&self.cost)
     }
 
-    /// Whether it can be decided at all. What was once taken can be given back even if a lower
-    /// limit would not admit it now, and to forget a key costs nothing.
+    /// Checks whether the charge is valid for this action. A refund may exceed a limit that was
+    /// lowered since, and a reset ignores the cost.
     pub(crate) fn check(&self, action: Action) -> Result<(), ChargeError> {
-        let sound = self.can_be_admitted()
+        let is_valid = self.can_be_admitted()
             && is_plain_key(self.key)
             && self.policy.is_none_or(is_plain_key);
-        if sound { Ok(()) } else { self.check_with_care(action) }
+        if is_valid { Ok(()) } else { self.check_slow(action) }
     }
 
-    /// A cost of 0 is for [`Action::Peek`] through [`Limiter::decide`](crate::Limiter::decide)
-    /// alone.
+    /// Checks that the cost is not 0, which only [`Action::Peek`] through
+    /// [`Limiter::decide`](crate::Limiter::decide) accepts.
     pub(crate) fn check_cost(&self) -> Result<(), ChargeError> {
         if self.cost == 0 { Err(ChargeError::ZeroCost) } else { Ok(()) }
     }
 
     #[cold]
-    fn check_with_care(&self, action: Action) -> Result<(), ChargeError> {
+    fn check_slow(&self, action: Action) -> Result<(), ChargeError> {
         Key::new(self.key).map_err(ChargeError::Key)?;
         if let Some(policy) = self.policy {
             Key::new(policy).map_err(ChargeError::Policy)?;
         }
         match (action, self.cost) {
-            // A peek of cost 0 asks whether more is recorded than the limit.
+            // A peek of cost 0 asks whether more units are recorded than the limit allows.
             (Action::Reset, _) | (Action::Peek, 0) => Ok(()),
             (_, 0) => Err(ChargeError::ZeroCost),
             (Action::Acquire | Action::Peek, cost) if cost > self.quota.burst() => {
@@ -259,20 +258,20 @@ impl<'a> Charge<'a> {
         }
     }
 
-    /// A set of charges to be decided together: each is sound, and no count is named twice.
+    /// Checks charges that are decided together: each must be valid, and no two may have the same
+    /// count.
     pub(crate) fn check_all(action: Action, charges: &[Charge<'_>]) -> Result<(), ChargeError> {
         if charges.len() > MAX_CHARGES {
             return Err(ChargeError::TooMany(charges.len()));
         }
         for (at, charge) in charges.iter().enumerate() {
             charge.check(action)?;
-            let same = |other: &Charge<'_>| {
-                other.key == charge.key && other.policy_name() == charge.policy_name()
-            };
-            if charges[..at].iter().any(same) {
+            let is_same =
+                |other: &Charge<'_>| other.key == charge.key && other.policy() == charge.policy();
+            if charges[..at].iter().any(is_same) {
                 return Err(ChargeError::Twice {
                     key: charge.key.to_owned(),
-                    policy: charge.policy_name().to_owned(),
+                    policy: charge.policy().to_owned(),
                 });
             }
         }

@@ -1,4 +1,5 @@
-//! [`Clock`]: where a store's time comes from, and [`ManualClock`] for tests that never sleep.
+//! [`Clock`]: the time source of a store, [`Timestamp`], and [`ManualClock`] for tests that never
+//! sleep.
 
 use std::fmt;
 use std::future::Future;
@@ -7,39 +8,102 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use self::anchored::Anchored;
+use self::calibrated::CalibratedClock;
 
-mod anchored;
+mod calibrated;
 
-/// Where time comes from: microseconds since the Unix epoch, and how to wait for them.
+/// A point in time: microseconds since the Unix epoch, on the clock of a store.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::Timestamp;
+///
+/// let start = Timestamp::from_micros(1_700_000_000_000_000);
+/// let end = start.saturating_add(Duration::from_millis(1_500));
+/// assert!(end > start);
+/// assert_eq!(end.saturating_duration_since(start), Duration::from_millis(1_500));
+/// assert_eq!(start.saturating_duration_since(end), Duration::ZERO);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[repr(transparent)]
+pub struct Timestamp(u64);
+
+impl Timestamp {
+    /// The Unix epoch. As the time of a charge it means that the time is unknown.
+    pub const ZERO: Self = Self(0);
+
+    /// Creates a timestamp from microseconds since the Unix epoch.
+    #[inline]
+    #[must_use]
+    pub const fn from_micros(micros: u64) -> Self {
+        Self(micros)
+    }
+
+    /// Returns the microseconds since the Unix epoch.
+    #[inline]
+    #[must_use]
+    pub const fn as_micros(self) -> u64 {
+        self.0
+    }
+
+    /// Returns the time `duration` later, or the latest timestamp. The duration is rounded up to
+    /// microseconds.
+    #[must_use]
+    pub fn saturating_add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(micros(duration)))
+    }
+
+    /// Returns the time `duration` earlier, or the Unix epoch. The duration is rounded up to
+    /// microseconds.
+    #[must_use]
+    pub fn saturating_sub(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(micros(duration)))
+    }
+
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
+    #[must_use]
+    pub fn saturating_duration_since(self, earlier: Self) -> Duration {
+        Duration::from_micros(self.0.saturating_sub(earlier.0))
+    }
+}
+
+/// A time source: the current time, and sleeping until a later time.
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
-    /// Microseconds since the Unix epoch. Windows of the clock (`fixed-window`, `sliding-counter`)
-    /// are aligned to it.
-    fn now(&self) -> u64;
+    /// Returns the current time, in microseconds since the Unix epoch. The windows of
+    /// `fixed-window` and `sliding-counter` are aligned to the epoch.
+    fn now(&self) -> Timestamp;
 
-    /// Resolves once `duration` has passed on this clock, never earlier.
+    /// Sleeps until `duration` has passed on this clock, never shorter.
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>>;
 
     /// Blocks the thread until `duration` has passed on this clock.
     fn sleep_blocking(&self, duration: Duration);
 }
 
-/// The machine's clock: the wall clock at the start, moved on by the monotonic one, so it never
-/// follows a wall clock that is set.
+/// The clock of the machine: the wall clock when it was created, advanced by the monotonic clock.
+/// It ignores later changes of the wall clock.
 ///
-/// Its `sleep` is Tokio's, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with
-/// its timer on.
+/// Its `sleep` uses Tokio, so an async [`wait`](crate::Limiter::wait) needs a Tokio runtime with
+/// the timer enabled.
+///
+/// ```
+/// use tidegate::{Clock, SystemClock};
+///
+/// let clock = SystemClock::new();
+/// let start = clock.now();
+/// assert!(clock.now() >= start);
+/// ```
 #[derive(Clone)]
 pub struct SystemClock {
-    shared: Arc<Anchored>,
+    shared: Arc<CalibratedClock>,
 }
 
 impl SystemClock {
-    /// A clock set by the wall clock now.
+    /// Creates a clock that starts at the current wall clock time.
     #[must_use]
     pub fn new() -> Self {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { shared: Arc::new(Anchored::new(micros(since_epoch))) }
+        Self { shared: Arc::new(CalibratedClock::new(micros(since_epoch))) }
     }
 }
 
@@ -57,8 +121,8 @@ impl fmt::Debug for SystemClock {
 
 impl Clock for SystemClock {
     #[inline]
-    fn now(&self) -> u64 {
-        self.shared.now()
+    fn now(&self) -> Timestamp {
+        Timestamp::from_micros(self.shared.now())
     }
 
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
@@ -70,10 +134,10 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that moves only when it is told to. Clones share one time.
+/// A clock that only moves when a test moves it. Clones share the same time.
 ///
-/// Sleepers wake when the time they wait for is reached, so a test of a
-/// [`wait`](crate::Limiter::wait) takes no time:
+/// Sleepers wake when the clock reaches their time, so a test of a [`wait`](crate::Limiter::wait)
+/// takes no time:
 ///
 /// ```
 /// use std::time::Duration;
@@ -82,66 +146,66 @@ impl Clock for SystemClock {
 /// let clock = ManualClock::new();
 /// let before = clock.now();
 /// clock.advance(Duration::from_secs(3600));
-/// assert_eq!(clock.now() - before, 3_600_000_000);
+/// assert_eq!(clock.now().saturating_duration_since(before), Duration::from_secs(3600));
 /// ```
 #[derive(Clone, Default)]
 pub struct ManualClock {
-    shared: Arc<Shared>,
+    shared: Arc<ManualShared>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct ManualShared {
     state: Mutex<ManualState>,
-    moved: Condvar,
+    changed: Condvar,
 }
 
 struct ManualState {
-    now: u64,
+    now: Timestamp,
     sleepers: Vec<Waker>,
 }
 
 impl Default for ManualState {
-    /// Noon of some day, so that an hour back and a hundred days on are both still sensible times.
+    /// Starts at noon of a day in 2023, so that tests can step back and forth by days.
     fn default() -> Self {
-        Self { now: 1_700_049_600_000_000, sleepers: Vec::new() }
+        Self { now: Timestamp::from_micros(1_700_049_600_000_000), sleepers: Vec::new() }
     }
 }
 
 impl ManualClock {
-    /// A clock that stands at a fixed time in 2023.
+    /// Creates a clock that starts at a fixed time in 2023.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Moves on.
+    /// Advances the clock.
     pub fn advance(&self, duration: Duration) {
-        self.change(|now| now.saturating_add(micros(duration)));
+        self.change(|now| now.saturating_add(duration));
     }
 
-    /// Steps back, as a clock does that was set wrong.
+    /// Steps the clock back, as the correction of a wrong clock does.
     pub fn step_back(&self, duration: Duration) {
-        self.change(|now| now.saturating_sub(micros(duration)));
+        self.change(|now| now.saturating_sub(duration));
     }
 
-    /// Jumps to this time (microseconds since the epoch).
-    pub fn set(&self, now: u64) {
+    /// Sets the time.
+    pub fn set(&self, now: Timestamp) {
         self.change(|_| now);
     }
 
-    /// How many callers are asleep on this clock: a test that moves it may want to know that
-    /// somebody waits.
+    /// Returns the number of callers that sleep on this clock, so that a test can wait for a
+    /// sleeper before it moves the clock.
     #[must_use]
     pub fn sleepers(&self) -> usize {
         self.lock().sleepers.len()
     }
 
-    fn change(&self, next: impl FnOnce(u64) -> u64) {
+    fn change(&self, next: impl FnOnce(Timestamp) -> Timestamp) {
         let mut state = self.lock();
         state.now = next(state.now);
         let sleepers = std::mem::take(&mut state.sleepers);
         drop(state);
-        self.shared.moved.notify_all();
+        self.shared.changed.notify_all();
         sleepers.into_iter().for_each(Waker::wake);
     }
 
@@ -157,26 +221,26 @@ impl fmt::Debug for ManualClock {
 }
 
 impl Clock for ManualClock {
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.lock().now
     }
 
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        Box::pin(ManualSleep { clock: self, until: self.now().saturating_add(micros(duration)) })
+        Box::pin(ManualSleep { clock: self, until: self.now().saturating_add(duration) })
     }
 
     fn sleep_blocking(&self, duration: Duration) {
         let mut state = self.lock();
-        let until = state.now.saturating_add(micros(duration));
+        let until = state.now.saturating_add(duration);
         while state.now < until {
-            state = self.shared.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
 struct ManualSleep<'a> {
     clock: &'a ManualClock,
-    until: u64,
+    until: Timestamp,
 }
 
 impl Future for ManualSleep<'_> {
@@ -192,7 +256,7 @@ impl Future for ManualSleep<'_> {
     }
 }
 
-/// Whole microseconds, rounded up: who sleeps or advances by a duration has then truly reached it.
-fn micros(duration: Duration) -> u64 {
+/// Converts a duration to microseconds: rounded up, so that a wait is never too short, and saturating.
+pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX)
 }

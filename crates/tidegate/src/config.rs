@@ -1,5 +1,5 @@
-//! Policies from a file: the `policies` of the service's own configuration, for a service that
-//! limits itself.
+//! Policies from a YAML file: the sections `policies` and `attributes` of the service's
+//! configuration, for an application that embeds the limiter.
 //!
 //! ```
 //! use tidegate::Policies;
@@ -17,16 +17,17 @@
 //! )?;
 //! assert!(policies.get("per-user").is_some());
 //!
-//! let wrong = Policies::from_yaml("limits.yaml", "policies:\n  - {name: a, limt: 5, window: 60s}\n").unwrap_err();
-//! assert!(wrong.to_string().starts_with("limits.yaml:2:15: unknown field `limt`"));
+//! let text = "policies:\n  - {name: a, limt: 5, window: 60s}\n";
+//! let error = Policies::from_yaml("limits.yaml", text).unwrap_err();
+//! assert!(error.to_string().starts_with("limits.yaml:2:15: unknown field `limt`"));
 //! # Ok::<(), tidegate::config::ConfigError>(())
 //! ```
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::path::Path;
 
-use serde::Deserialize;
-use serde::de::IgnoredAny;
+use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::Spanned;
 
 mod document;
@@ -34,34 +35,61 @@ pub mod duration;
 mod message;
 mod number;
 mod policy;
-mod secrets;
+mod redaction;
 
 pub use document::{ConfigError, Document};
-pub use number::Whole;
+pub use number::Bounded;
 pub use policy::{OneOrMany, RawPolicy};
+pub use redaction::Redaction;
 
+use self::redaction::resembles;
 use crate::policy::{AttributeNames, Policies, PolicyError};
 
-/// The file of the service. What is not about limits is its own affair: known by name, and not
-/// looked at.
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct File {
-    listen: IgnoredAny,
-    store: IgnoredAny,
-    client_ip: IgnoredAny,
-    auth: IgnoredAny,
-    tls: IgnoredAny,
-    headers: IgnoredAny,
-    envoy: IgnoredAny,
-    gateway: IgnoredAny,
+/// The sections that this library reads. Other sections belong to the program that the file
+/// configures, and are ignored. `policies` is required, and a misspelling of either name is an
+/// error, because it would silently disable all limits.
+#[derive(Debug)]
+struct PolicySections {
     attributes: Vec<Spanned<String>>,
     policies: Vec<RawPolicy>,
 }
 
+const SECTIONS: [&str; 2] = ["attributes", "policies"];
+
+impl<'de> Deserialize<'de> for PolicySections {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct SectionsVisitor;
+        impl<'de> Visitor<'de> for SectionsVisitor {
+            type Value = PolicySections;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PolicySections, A::Error> {
+                let mut attributes = Vec::new();
+                let mut policies = None;
+                while let Some(section) = map.next_key::<String>()? {
+                    match section.as_str() {
+                        "attributes" => attributes = map.next_value()?,
+                        "policies" => policies = Some(map.next_value()?),
+                        other if SECTIONS.iter().any(|name| resembles(other, name)) => {
+                            return Err(de::Error::unknown_field(other, &SECTIONS));
+                        }
+                        _ => drop(map.next_value::<IgnoredAny>()?),
+                    }
+                }
+                let policies = policies.ok_or_else(|| de::Error::missing_field("policies"))?;
+                Ok(PolicySections { attributes, policies })
+            }
+        }
+        deserializer.deserialize_map(SectionsVisitor)
+    }
+}
+
 impl Policies {
-    /// The policies of a file, as `tidegate serve` and `tidegate gateway` have them; the rest of it
-    /// is not looked at.
+    /// Loads the policies of a file, such as the configuration of `tidegate serve`. Sections other
+    /// than `policies`, which is required, and `attributes` are ignored.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let name = path.as_ref().display().to_string();
         let text = std::fs::read_to_string(path)
@@ -69,11 +97,11 @@ impl Policies {
         Self::from_yaml(&name, &text)
     }
 
-    /// The same of a text; `name` is what errors call it.
+    /// Parses the policies of a YAML text. `name` is the file name in error messages.
     pub fn from_yaml(name: &str, text: &str) -> Result<Self, ConfigError> {
         let document = Document::new(name, text);
-        let file: File = document.parse()?;
-        Self::from_raw(&document, &file.attributes, file.policies)
+        let sections: PolicySections = document.parse()?;
+        Self::from_raw(&document, &sections.attributes, sections.policies)
     }
 
     /// Validates the declared attributes and the policies of a document.
@@ -86,7 +114,7 @@ impl Policies {
         for name in attributes {
             declared
                 .declare(&name.value)
-                .map_err(|error| document.at(name, &format!("attributes: {error}")))?;
+                .map_err(|error| document.error_at(name, &format!("attributes: {error}")))?;
         }
         let mut names = BTreeSet::new();
         if let Some(twice) = policies
@@ -94,11 +122,12 @@ impl Policies {
             .map(|policy| &policy.name)
             .find(|name| !names.insert(name.value.clone()))
         {
-            return Err(document.at(twice, &PolicyError::Twice(twice.value.clone()).to_string()));
+            let error = PolicyError::Twice(twice.value.clone());
+            return Err(document.error_at(twice, &error.to_string()));
         }
         let policies = policies.into_iter().map(|policy| policy.validate(document, &declared));
         let policies = policies.collect::<Result<_, _>>()?;
-        let set = Self::new(policies).map_err(|error| document.plain(&error.to_string()))?;
+        let set = Self::new(policies).map_err(|error| document.error(&error.to_string()))?;
         Ok(set.with_attribute_names(&declared))
     }
 }

@@ -1,10 +1,12 @@
-//! [`Key`]: whose count it is, and how it is written in Redis.
+//! [`Key`]: the identity that a limit counts, and its name in Redis.
 
-/// The longest key, and the longest policy name, in bytes.
+/// The maximum length of a key and of a policy name, in bytes.
 pub const MAX_KEY_BYTES: usize = 512;
 
-/// Whose count it is: a user, an address, a tenant. From 1 to 512 bytes of UTF-8 without control
-/// characters; braces, colons and anything else are welcome.
+/// The identity that a limit counts: a user, an address, a tenant.
+///
+/// A key has from 1 to 512 bytes of UTF-8 without control characters; all other characters, such as
+/// braces and colons, are allowed.
 ///
 /// ```
 /// use tidegate::Key;
@@ -15,30 +17,30 @@ pub const MAX_KEY_BYTES: usize = 512;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key<'a>(&'a str);
 
-/// Why this text is no key (or no policy name).
+/// The reason why a text is not a valid key or policy name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
-    /// Nothing at all.
+    /// The text is empty.
     #[error("is empty: it must have from 1 to {MAX_KEY_BYTES} bytes")]
     Empty,
-    /// More than [`MAX_KEY_BYTES`].
+    /// The text is longer than [`MAX_KEY_BYTES`].
     #[error("has {0} bytes: at most {MAX_KEY_BYTES} are allowed")]
     TooLong(usize),
-    /// A control character, such as a line break.
+    /// The text has a control character, such as a line break.
     #[error(
         "has the control character {character:?} at byte {at}: any other UTF-8 text is allowed"
     )]
     Control {
         /// The character.
         character: char,
-        /// Where it stands.
+        /// Its byte offset.
         at: usize,
     },
 }
 
 impl<'a> Key<'a> {
-    /// Checks the text.
+    /// Creates a key from a valid text.
     pub fn new(text: &'a str) -> Result<Self, KeyError> {
         if text.is_empty() {
             return Err(KeyError::Empty);
@@ -52,24 +54,25 @@ impl<'a> Key<'a> {
         }
     }
 
-    /// The text.
+    /// Returns the text.
     #[must_use]
     pub fn as_str(&self) -> &'a str {
         self.0
     }
 }
 
-/// Whether the text is a [`Key`] that is plain ASCII. Nearly every key is, and this is what every
-/// request pays: so eight bytes at a time, and the last eight may take in some that were looked at
-/// before.
+/// Returns whether the text is a valid [`Key`] of printable ASCII. Nearly every key is, and every
+/// request pays for this check, so it reads eight bytes at a time; the last eight may overlap the
+/// previous ones.
 #[inline]
 pub(crate) fn is_plain_key(text: &str) -> bool {
     fn is_plain(word: [u8; 8]) -> bool {
         let word = u64::from_le_bytes(word);
-        let each = |byte: u8| u64::from_ne_bytes([byte; 8]);
-        // The high bit of a byte is set in the first for 0x7f and above, and in the last for what
-        // is below 0x20 (or, by a borrow, above one that is).
-        (word.wrapping_add(each(0x01)) | word | word.wrapping_sub(each(0x20))) & each(0x80) == 0
+        let repeat = |byte: u8| u64::from_ne_bytes([byte; 8]);
+        // The addition sets the high bit of a byte of 0x7f, and the subtraction that of a byte
+        // below 0x20 (a borrow may also set it in the byte above).
+        let high_bits = word.wrapping_add(repeat(0x01)) | word | word.wrapping_sub(repeat(0x20));
+        high_bits & repeat(0x80) == 0
     }
     let text = text.as_bytes();
     match text.last_chunk::<8>() {
@@ -82,11 +85,11 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
     }
 }
 
-/// `<prefix>:{<key>}:<policy>`.
+/// Returns the name of a count in Redis: `<prefix>:{<key>}:<policy>`.
 ///
-/// The braces make the key alone the hash tag, so all policies of one key live in one slot of a
-/// cluster. Inside the key, braces (and the escape itself) are escaped: then the first `}` is ours,
-/// a user cannot choose the tag, and no two different (key, policy) pairs are written alike.
+/// The braces make the key the hash tag, so all policies of one key are in one slot of a cluster.
+/// Braces and the escape character are escaped inside the key, so that a client cannot choose the
+/// tag, and different (key, policy) pairs never share a name.
 #[cfg(any(feature = "redis", test))]
 pub(crate) fn redis_key(prefix: &str, key: &str, policy: &str) -> String {
     let mut text = String::with_capacity(prefix.len() + key.len() + policy.len() + 4);
@@ -94,7 +97,7 @@ pub(crate) fn redis_key(prefix: &str, key: &str, policy: &str) -> String {
     text
 }
 
-/// The same, at the end of a text.
+/// Appends the name of a count in Redis to a text.
 #[cfg(any(feature = "redis", test))]
 pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, policy: &str) {
     text.push_str(prefix);
@@ -122,20 +125,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_bad_key_gets_its_own_error() {
+    fn invalid_keys_have_specific_errors() {
         assert_eq!(Key::new(""), Err(KeyError::Empty));
         assert!(Key::new(&"k".repeat(512)).is_ok());
         assert_eq!(Key::new(&"k".repeat(513)), Err(KeyError::TooLong(513)));
         assert_eq!(Key::new("a\nb"), Err(KeyError::Control { character: '\n', at: 1 }));
         assert_eq!(Key::new("é\u{7f}"), Err(KeyError::Control { character: '\u{7f}', at: 2 }));
         assert_eq!(Key::new("\0"), Err(KeyError::Control { character: '\0', at: 0 }));
-        for fine in ["a b", "{user}", "a:b:c", "2001:db8::1", "ключ", "%7B", "}:x"] {
-            assert!(Key::new(fine).is_ok(), "{fine}");
+        for valid in ["a b", "{user}", "a:b:c", "2001:db8::1", "ключ", "%7B", "}:x"] {
+            assert!(Key::new(valid).is_ok(), "{valid}");
         }
     }
 
     #[test]
-    fn a_key_is_readable_in_redis_and_cannot_choose_its_hash_tag() {
+    fn redis_key_is_readable_and_escapes_its_hash_tag() {
         assert_eq!(redis_key("rate_limit", "user123", "per-user"), "rate_limit:{user123}:per-user");
         assert_eq!(
             redis_key("rate_limit", "2001:db8::1", "per-ip"),
@@ -148,12 +151,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn two_pairs_never_share_a_redis_key(
+        fn different_pairs_have_different_redis_keys(
             key in "[a{}:%7BD]{1,6}", policy in "[a{}:%7BD]{1,6}",
             other_key in "[a{}:%7BD]{1,6}", other_policy in "[a{}:%7BD]{1,6}",
         ) {
             let same = (&key, &policy) == (&other_key, &other_policy);
-            prop_assert_eq!(redis_key("p", &key, &policy) == redis_key("p", &other_key, &other_policy), same);
+            let (first, second) =
+                (redis_key("p", &key, &policy), redis_key("p", &other_key, &other_policy));
+            prop_assert_eq!(first == second, same);
         }
 
         #[test]
@@ -161,21 +166,28 @@ mod tests {
             let text = redis_key("p", &key, &policy);
             let open = text.find('{').expect("an opening brace");
             let close = open + text[open..].find('}').expect("a closing brace");
-            let tag = text[open + 1..close].replace("%7D", "}").replace("%7B", "{").replace("%25", "%");
-            prop_assert_eq!(tag, key);
+            let tag = text[open + 1..close].replace("%7D", "}").replace("%7B", "{");
+            prop_assert_eq!(tag.replace("%25", "%"), key);
         }
 
         #[test]
-        fn any_bytes_are_a_key_or_a_clear_error(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn plain_key_check_agrees_with_key_validation(
+            bytes in proptest::collection::vec(any::<u8>(), 0..600),
+        ) {
             let text = String::from_utf8_lossy(&bytes);
-            let good = !text.is_empty() && text.len() <= MAX_KEY_BYTES && !text.chars().any(char::is_control);
-            prop_assert_eq!(Key::new(&text).is_ok(), good);
-            let plain = good && text.bytes().all(|byte| (b' '..=b'~').contains(&byte));
-            prop_assert_eq!(is_plain_key(&text), plain);
+            let has_valid_length = (1..=MAX_KEY_BYTES).contains(&text.len());
+            let is_valid = has_valid_length && !text.chars().any(char::is_control);
+            prop_assert_eq!(Key::new(&text).is_ok(), is_valid);
+            let is_plain = is_valid && text.bytes().all(|byte| (b' '..=b'~').contains(&byte));
+            prop_assert_eq!(is_plain_key(&text), is_plain);
         }
 
         #[test]
-        fn one_odd_byte_is_found_wherever_it_stands(length in 1_usize..40, at in 0_usize..40, byte in 0_u8..0x80) {
+        fn plain_key_check_finds_an_invalid_byte_at_any_offset(
+            length in 1_usize..40,
+            at in 0_usize..40,
+            byte in 0_u8..0x80,
+        ) {
             let mut text = vec![b'k'; length];
             text[at % length] = byte;
             let text = String::from_utf8(text).expect("ASCII");

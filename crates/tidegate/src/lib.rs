@@ -76,6 +76,7 @@ mod quota;
 
 mod key;
 
+mod action;
 mod charge;
 
 // Who decides, where the counts live, and how they are counted:
@@ -90,7 +91,6 @@ mod algorithm;
 
 // The answer:
 mod decision;
-mod fingerprint;
 
 pub mod headers;
 
@@ -100,7 +100,7 @@ pub mod layer;
 
 // Beside the path:
 mod clock;
-mod named;
+mod enum_names;
 #[cfg(feature = "resilience")]
 mod random;
 #[cfg(feature = "testing")]
@@ -114,11 +114,11 @@ struct Readme;
 pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
-pub use clock::{Clock, ManualClock, SystemClock};
+pub use clock::{Clock, ManualClock, SystemClock, Timestamp};
 pub use decision::{Decision, Decisions, Denied, Source};
+pub use enum_names::UnknownName;
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
-pub use named::UnknownName;
 pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
     Mode, Observer, OnStoreFailure, Policies, Policy, PolicyBuilder, PolicyDecision,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::algorithm::Algorithm;
 use crate::charge::{Charge, ChargeError};
-use crate::clock::Clock;
+use crate::clock::{Clock, Timestamp};
 use crate::decision::{Decision, Decisions};
 use crate::policy::SelectError;
 use crate::quota::Quota;
@@ -189,7 +189,7 @@ fn without_counting_denials(quota: &Quota) -> Quota {
 /// State machine of a wait, shared by async and blocking callers.
 struct Wait<'a> {
     clock: &'a dyn Clock,
-    deadline: u64,
+    deadline: Timestamp,
     /// Next action to send to the store.
     action: Action,
     /// Denial to return once the refund of a turn after the deadline is done.
@@ -206,13 +206,12 @@ enum Next {
 
 impl<'a> Wait<'a> {
     fn new(charge: &Charge<'_>, clock: &'a dyn Clock, timeout: Duration) -> Self {
-        let timeout = u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX);
         let deadline = clock.now().saturating_add(timeout);
         Self { clock, deadline, action: first_action(charge), too_late: None }
     }
 
     fn next(&mut self, charge: &Charge<'_>, decision: Decision) -> Next {
-        let left = Duration::from_micros(self.deadline.saturating_sub(self.clock.now()));
+        let left = self.deadline.saturating_duration_since(self.clock.now());
         if let Some(too_late) = self.too_late {
             let Decision { remaining, reset_after, .. } = decision;
             return Next::Done(Decision { remaining, reset_after, ..too_late });
@@ -228,7 +227,7 @@ impl<'a> Wait<'a> {
         if decision.delay > left {
             let too_late = Decision {
                 allowed: false,
-                remaining: decision.remaining + charge.units(),
+                remaining: decision.remaining + charge.cost(),
                 retry_after: decision.delay.saturating_sub(left),
                 reset_after: decision.delay,
                 delay: Duration::ZERO,
@@ -335,7 +334,7 @@ impl Blocking<'_> {
 
     /// See [`Limiter::decide`].
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.store.decide_into(action, charge, || Ok(charge.check(action)?))
+        self.store.decide_checked(action, charge, || Ok(charge.check(action)?))
     }
 
     /// See [`Limiter::decide_all`].

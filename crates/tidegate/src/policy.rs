@@ -7,8 +7,8 @@ use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::enum_names::enum_names;
 use crate::key::{Key, KeyError};
-use crate::named::named;
 use crate::quota::Quota;
 
 mod builder;
@@ -416,9 +416,9 @@ fn join(values: &[impl AsRef<str>]) -> String {
     escaped.collect::<Vec<_>>().join("|")
 }
 
-named!(MissingKey, "missing_key", Skip = "skip", Deny = "deny");
-named!(Mode, "mode", Enforce = "enforce", Shadow = "shadow");
-named!(OnStoreFailure, "on_store_failure", Local = "local", Allow = "allow", Deny = "deny");
+enum_names!(MissingKey, "missing_key", Skip = "skip", Deny = "deny");
+enum_names!(Mode, "mode", Enforce = "enforce", Shadow = "shadow");
+enum_names!(OnStoreFailure, "on_store_failure", Local = "local", Allow = "allow", Deny = "deny");
 
 #[cfg(test)]
 mod tests {

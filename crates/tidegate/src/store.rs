@@ -5,6 +5,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use crate::action::Action;
 use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
@@ -103,29 +104,6 @@ impl<S: Store> Store for Arc<S> {
     fn clock(&self) -> &dyn Clock {
         S::clock(self)
     }
-}
-
-/// Operation on the count of a charge.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Decides, and spends the cost if the charge is allowed.
-    Acquire,
-    /// Returns the decision that an acquire would get, and writes nothing. A cost of 0 asks whether
-    /// the count is over its limit.
-    Peek,
-    /// Returns the units of an earlier charge. [`Charge::charged_at`] sets its time; without it,
-    /// the oldest units that still count are returned first, because that never admits too much.
-    Refund,
-    /// Deletes the count.
-    Reset,
-    /// Charges as much of the cost as fits, possibly nothing. The decision is always `allowed` and
-    /// has the units that remain. A cost of 0 reads the count, and a cost above the burst is valid.
-    ChargeUpTo,
-    /// Records units that were used already: always charges, even beyond the limit. The overdraft
-    /// is bounded at [`Quota::max_level`](crate::Quota::max_level) and drains with time. The
-    /// decision is `allowed` if the units fitted; if not, `remaining` is 0 and `retry_after` is the
-    /// wait until one unit is available again.
-    Report,
 }
 
 /// Reason why a store could not decide.

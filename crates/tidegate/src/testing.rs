@@ -1,10 +1,10 @@
-//! The conformance suite: drives any [`Store`] against a naive model, and tells the first
+//! The conformance suite: compares any [`Store`] with a naive model, and reports the first
 //! difference.
 //!
-//! A seed makes a sequence of steps (acquire, `acquire_all`, peek, refund, reset, take, report;
-//! time that passes by interesting amounts; a clock that steps back; limits that change). Every
-//! field of every decision must equal the model's. A sequence that fails is shortened to the steps
-//! that matter before it is shown.
+//! A seed generates a sequence of steps: acquire, `acquire_all`, peek, refund, reset, partial
+//! charge, report, clock advances to edge cases, clock steps back, and changed limits. Every field
+//! of every decision must equal the decision of the model. A failing sequence is shrunk before it
+//! is printed.
 //!
 //! ```
 //! use tidegate::testing::conformance;
@@ -12,8 +12,10 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() {
-//! // A store of your own goes here. It is made anew for each sequence, on the clock that the suite moves.
-//! conformance(0..20, async |clock| Limiter::new(MemoryStore::builder().clock(clock).build())).await;
+//! // Create your own store here: one per sequence, on the clock that the suite advances.
+//! let new_limiter =
+//!     async |clock| Limiter::new(MemoryStore::builder().clock(clock).build());
+//! conformance(0..20, new_limiter).await;
 //! # }
 //! ```
 
@@ -21,7 +23,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::charge::Charge;
-use crate::clock::{Clock, ManualClock};
+use crate::clock::{Clock, ManualClock, Timestamp};
 use crate::decision::{Decision, Decisions};
 use crate::limiter::Limiter;
 use crate::store::{Action, Store};
@@ -32,52 +34,52 @@ mod sequence;
 pub use model::Model;
 use sequence::{Sequence, Step};
 
-/// Runs the sequence of each seed on a store of its own.
+/// Runs the sequence of each seed on a new store.
 ///
 /// # Panics
 ///
-/// If a decision differs from the model's: with the seed, and the shortest sequence that still
-/// shows it.
+/// Panics if a decision differs from the decision of the model. The message has the seed and the
+/// shrunk sequence.
 pub async fn conformance<S: Store>(
     seeds: impl IntoIterator<Item = u64>,
-    mut make: impl AsyncFnMut(ManualClock) -> Limiter<S>,
+    mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        check(seed, Sequence::from_seed(seed), &mut make).await;
+        check(seed, Sequence::from_seed(seed), &mut new_limiter).await;
     }
 }
 
-/// The same for logs that grow to hundreds of requests: few steps are enough for the other
-/// algorithms, not for these.
+/// Runs [`conformance`] with sequences in which logs grow to hundreds of requests. The short
+/// sequences are enough for the other algorithms only.
 ///
 /// # Panics
 ///
-/// As [`conformance`].
+/// Panics like [`conformance`].
 pub async fn conformance_of_long_logs<S: Store>(
     seeds: impl IntoIterator<Item = u64>,
-    mut make: impl AsyncFnMut(ManualClock) -> Limiter<S>,
+    mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        check(seed, Sequence::of_long_log(seed), &mut make).await;
+        check(seed, Sequence::of_long_log(seed), &mut new_limiter).await;
     }
 }
 
 async fn check<S: Store>(
     seed: u64,
     sequence: Sequence,
-    make: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
+    new_limiter: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
-    if let Err(difference) = run(&sequence, make).await {
-        let (shortest, difference) = shorten(sequence, difference, make).await;
-        panic!("seed {seed} does not conform:\n{shortest}{difference}");
+    if let Err(difference) = run(&sequence, new_limiter).await {
+        let (shrunk, difference) = shrink(sequence, difference, new_limiter).await;
+        panic!("seed {seed} does not conform:\n{shrunk}{difference}");
     }
 }
 
-/// Leaves out steps as long as there is still a difference.
-async fn shorten<S: Store>(
+/// Removes steps as long as the sequence still fails.
+async fn shrink<S: Store>(
     mut sequence: Sequence,
     mut difference: String,
-    make: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
+    new_limiter: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) -> (Sequence, String) {
     let mut chunk = sequence.steps.len().div_ceil(2);
     loop {
@@ -85,7 +87,7 @@ async fn shorten<S: Store>(
         while at < sequence.steps.len() {
             let mut shorter = sequence.clone();
             shorter.steps.drain(at..(at + chunk).min(sequence.steps.len()));
-            match run(&shorter, make).await {
+            match run(&shorter, new_limiter).await {
                 Err(still) => (sequence, difference) = (shorter, still),
                 Ok(()) => at += chunk,
             }
@@ -99,36 +101,26 @@ async fn shorten<S: Store>(
 
 async fn run<S: Store>(
     sequence: &Sequence,
-    make: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
+    new_limiter: &mut impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) -> Result<(), String> {
     let clock = ManualClock::new();
-    let limiter = make(clock.clone()).await;
+    let limiter = new_limiter(clock.clone()).await;
     let mut model = Model::default();
     let mut retry_after = Duration::ZERO;
-    let mut decided_at: Vec<u64> = Vec::new();
+    let mut decided_at: Vec<Timestamp> = Vec::new();
     for (index, step) in sequence.steps.iter().enumerate() {
         let (action, charges) = match step {
             Step::Advance(advance) => {
                 clock.advance(advance.duration(retry_after));
                 // A count that the shortest window of its policy no longer needs may have expired
                 // or not.
-                for charge in sequence.charges_of_changed_windows() {
-                    if model.nothing_counts(&charge, clock.now()) {
-                        model.decide(Action::Reset, &[charge], clock.now());
-                        limiter.reset(&charge).await.map_err(|error| error.to_string())?;
-                    }
-                }
+                let charges = sequence.charges_of_changed_windows();
+                reset_expired(&limiter, &mut model, &clock, charges).await?;
                 continue;
             }
-            Step::Back(duration) => {
-                // What has expired may be forgotten or not, as the store likes. Forget it
-                // everywhere first.
-                for charge in sequence.all_charges() {
-                    if model.nothing_counts(&charge, clock.now()) {
-                        model.decide(Action::Reset, &[charge], clock.now());
-                        limiter.reset(&charge).await.map_err(|error| error.to_string())?;
-                    }
-                }
+            Step::Rewind(duration) => {
+                // A store may have evicted an expired count or not, so remove it everywhere first.
+                reset_expired(&limiter, &mut model, &clock, sequence.all_charges()).await?;
                 clock.step_back(*duration);
                 continue;
             }
@@ -136,8 +128,9 @@ async fn run<S: Store>(
         };
         let charged_at =
             |charged: usize| decided_at.iter().rev().nth(charged).copied().unwrap_or_default();
-        let charge = |part: &sequence::Part| {
-            sequence.charge(part).charged_at(part.charged.map(charged_at).unwrap_or_default())
+        let charge = |spec: &sequence::ChargeSpec| {
+            let charged_at = spec.refunded.map(charged_at).unwrap_or_default();
+            sequence.charge(spec).with_charged_at(charged_at)
         };
         let charges: Vec<Charge<'_>> = charges.iter().map(charge).collect();
         decided_at.push(clock.now());
@@ -158,6 +151,22 @@ async fn run<S: Store>(
     Ok(())
 }
 
+/// Resets the counts of the charges that no longer count for anything.
+async fn reset_expired<'a, S: Store>(
+    limiter: &Limiter<S>,
+    model: &mut Model,
+    clock: &ManualClock,
+    charges: impl Iterator<Item = Charge<'a>>,
+) -> Result<(), String> {
+    for charge in charges {
+        if model.is_expired(&charge, clock.now()) {
+            model.decide(Action::Reset, &[charge], clock.now());
+            limiter.reset(&charge).await.map_err(|error| error.to_string())?;
+        }
+    }
+    Ok(())
+}
+
 async fn decide<S: Store>(
     limiter: &Limiter<S>,
     action: Action,
@@ -169,8 +178,8 @@ async fn decide<S: Store>(
         (Action::Peek, [charge]) => single(limiter.decide(action, charge).await),
         (Action::Refund, [charge]) => single(limiter.refund(charge).await),
         (Action::Reset, [charge]) => single(limiter.decide(action, charge).await),
-        // Not for users of a limiter: only of a store.
         (Action::Report, [charge]) => single(limiter.report(charge).await),
+        // A limiter has no method for it.
         (Action::ChargeUpTo, [charge]) => {
             single(limiter.store().decide(action, charge).await.map_err(crate::Error::Store))
         }

@@ -1,4 +1,4 @@
-//! Policies from a file, and what they charge.
+//! Policies from a configuration text, and the cost that they charge.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,15 @@ fn policies(lines: &str) -> Policies {
     Policies::from_yaml("limits.yaml", &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What a request with these attributes is charged.
+/// Returns the cost of a request with these attributes.
 fn cost(policies: &Policies, attributes: &[(&str, &str)]) -> u64 {
     let request: BTreeMap<String, String> =
         attributes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-    policies.select(&request, None).expect("sound keys").charges.first().expect("it applies").cost()
+    policies.select(&request, None).expect("valid keys").charges.first().expect("a match").cost()
 }
 
 #[test]
-fn a_cost_by_attribute_goes_up_to_what_the_key_may_take() {
+fn cost_by_attribute_is_capped_by_the_quota_of_the_key() {
     let overrides = "    overrides: [{key: small, limit: 5}, {key: large, limit: 1000}]\n";
     let open = policies(&format!("    key: tenant\n    cost: {{attribute: c}}\n{overrides}"));
     let capped =
@@ -38,7 +38,7 @@ fn a_cost_by_attribute_goes_up_to_what_the_key_may_take() {
 }
 
 #[test]
-fn headers_are_written_in_either_case() {
+fn header_names_are_case_insensitive() {
     let policies = policies(
         "    match: {header.X-Plan: free}\n    key: header.X-User\n    cost: {attribute: header.X-Cost, max: 9}\n",
     );
@@ -52,18 +52,33 @@ fn headers_are_written_in_either_case() {
 }
 
 #[test]
-fn an_empty_file_has_no_policies_to_load() {
+fn empty_file_is_an_error() {
     let error = Policies::from_yaml("limits.yaml", "# soon\n").expect_err("empty").to_string();
     assert!(error.starts_with("limits.yaml: is empty"), "{error}");
 }
 
-fn error(text: &str) -> String {
-    Policies::from_yaml("limits.yaml", text).expect_err("wrong").to_string()
+#[test]
+fn sections_of_the_service_are_ignored_and_misspelt_own_sections_are_errors() {
+    let text = "listen: {http: '127.0.0.1:8080'}\nanything: [1, 2]\npolicies: []\n";
+    assert!(Policies::from_yaml("tidegate.yaml", text).is_ok());
+    assert!(error("polices: []\n").contains("did you mean `policies`?"));
+    assert!(error("atributes: [tenant]\npolicies: []\n").contains("did you mean `attributes`?"));
+    assert!(error("limits: []\n").contains("missing field `policies`"));
 }
 
 #[test]
-fn unknown_attribute_is_an_error_at_its_position_with_the_nearest_name() {
-    for (lines, place, message) in [
+fn errors_do_not_show_sections_of_the_service() {
+    let found = error("policies: []\nstore: {redis: 'S3CR3T'\n");
+    assert!(found.starts_with("limits.yaml:") && !found.contains("S3CR3T"), "{found}");
+}
+
+fn error(text: &str) -> String {
+    Policies::from_yaml("limits.yaml", text).expect_err("invalid").to_string()
+}
+
+#[test]
+fn unknown_attribute_is_an_error_with_position_and_suggestion() {
+    for (lines, position, message) in [
         ("match: {paths: /x}", "5:13: match: unknown attribute \"paths\"", "did you mean `path`?"),
         (
             "match:\n      ip: a\n      hots:\n        - b",
@@ -107,7 +122,7 @@ fn unknown_attribute_is_an_error_at_its_position_with_the_nearest_name() {
         );
         let found = error(&text);
         assert!(
-            found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message),
+            found.starts_with(&format!("limits.yaml:{position}")) && found.contains(message),
             "{lines}\n{found}"
         );
     }
@@ -115,7 +130,7 @@ fn unknown_attribute_is_an_error_at_its_position_with_the_nearest_name() {
 
 #[test]
 fn declared_attribute_names_are_checked() {
-    for (list, place, message) in [
+    for (list, position, message) in [
         ("[tenant, tenant]", "1:22:", "attributes: the attribute \"tenant\" is declared twice"),
         ("[tenant, '']", "1:22:", "is not an attribute name: it is empty"),
         ("[a b]", "1:14:", "it has a space or a control character"),
@@ -127,7 +142,7 @@ fn declared_attribute_names_are_checked() {
     ] {
         let found = error(&format!("attributes: {list}\npolicies: []\n"));
         assert!(
-            found.starts_with(&format!("limits.yaml:{place}")) && found.contains(message),
+            found.starts_with(&format!("limits.yaml:{position}")) && found.contains(message),
             "{list}\n{found}"
         );
     }
@@ -142,7 +157,7 @@ fn declared_attributes_are_known_even_if_no_policy_uses_them() {
 }
 
 #[test]
-fn condition_on_the_same_attribute_twice_is_an_error() {
+fn duplicate_condition_is_an_error() {
     let found = error("policies: [{name: p, limit: 1, window: 1s, match: {path: /a, path: /b}}]\n");
     assert!(found.contains("the field `path` is there twice"), "{found}");
 }

@@ -52,9 +52,9 @@ async fn a_sorted_set_log_is_readable_by_operators() {
     let builder = RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).driven_by(clock.clone());
     let limiter = Limiter::new(builder.connect().await.expect("connected"));
     let quota = Quota::sliding_log(100, MINUTE).expect("valid");
-    let charge = Charge::new("user123", &quota).policy("per-user");
+    let charge = Charge::new("user123", &quota).with_policy("per-user");
     for _ in 0..3 {
-        limiter.acquire(&charge).await.expect("decided");
+        let _ = limiter.acquire(&charge).await.expect("decided");
         clock.advance(Duration::from_millis(250));
     }
     let key = "rate_limit:{user123}:per-user";
@@ -72,7 +72,7 @@ async fn a_sorted_set_log_is_readable_by_operators() {
             "1700049600500000"
         ]
     );
-    limiter.acquire(&charge.cost(90)).await.expect("decided");
+    let _ = limiter.acquire(&charge.with_cost(90)).await.expect("decided");
     assert_eq!(
         redis.query::<u64>(&["ZCARD", key]),
         4,
@@ -93,7 +93,7 @@ async fn each_algorithm_has_its_redis_type() {
         ("leaky-bucket-8640000s", "hash"),
     ];
     for quota in every_quota(10, LONG) {
-        limiter.acquire(&Charge::new("u", &quota)).await.expect("decided");
+        let _ = limiter.acquire(&Charge::new("u", &quota)).await.expect("decided");
     }
     for (policy, redis_type) in expected {
         let key = format!("rate_limit:{{u}}:{policy}");
@@ -116,7 +116,7 @@ async fn two_algorithms_on_one_count_do_not_overwrite_each_other() {
         for (second, new) in quotas.iter().enumerate().filter(|(second, _)| *second != first) {
             let key = format!("{first}-{second}");
             let (old, new) =
-                (Charge::new(&key, old).policy("p"), Charge::new(&key, new).policy("p"));
+                (Charge::new(&key, old).with_policy("p"), Charge::new(&key, new).with_policy("p"));
             let (mut by_old, mut by_new) = (0, 0);
             for _ in 0..10 {
                 by_old += usize::from(one.acquire(&old).await.expect("decided").allowed);
@@ -129,7 +129,7 @@ async fn two_algorithms_on_one_count_do_not_overwrite_each_other() {
                         Algorithm::TokenBucket | Algorithm::LeakyBucket
                     );
             assert_eq!(by_old + by_new, if share_count { 3 } else { 6 }, "{old:?} and {new:?}");
-            one.refund(&new).await.expect("refunded");
+            let _ = one.refund(&new).await.expect("refunded");
             assert!(one.acquire(&new).await.expect("decided").allowed);
             one.reset(&new).await.expect("reset");
             for charge in [&old, &new] {
@@ -151,7 +151,7 @@ async fn a_packed_request_takes_at_most_eight_bytes() {
             let clock = ManualClock::new();
             let limiter = redis.driven_limiter(clock.clone()).await;
             let quota = packed(limit, window);
-            let charge = Charge::new("user123", &quota).policy("per-user");
+            let charge = Charge::new("user123", &quota).with_policy("per-user");
             let key = limiter.store().redis_key(&charge);
             let memory_usage = || redis.query::<u64>(&["MEMORY", "USAGE", &key, "SAMPLES", "0"]);
             for count in 1..=limit {
@@ -223,7 +223,7 @@ async fn a_decision_takes_few_commands() {
             tidegate::Encoding::SortedSet => of_algorithm.map_or(0, |(_, max)| *max),
         };
         let charge = Charge::new("u", quota);
-        limiter.acquire(&charge).await.expect("decided");
+        let _ = limiter.acquire(&charge).await.expect("decided");
         redis.query::<()>(&["CONFIG", "RESETSTAT"]);
         for _ in 0..90 {
             clock.advance(Duration::from_millis(1));
@@ -240,7 +240,7 @@ async fn a_decision_takes_few_commands() {
         assert!(
             commands <= max * 90,
             "{commands} commands for 90 decisions of {}",
-            quota.unnamed_policy()
+            quota.default_policy_name()
         );
     }
 }
@@ -267,7 +267,7 @@ async fn the_cost_of_a_packed_decision_does_not_grow_with_the_limit() {
         let gap = Duration::from_micros(60_000_000 / limit);
         for _ in 0..limit {
             clock.advance(gap);
-            limiter.acquire(&charge).await.expect("decided");
+            let _ = limiter.acquire(&charge).await.expect("decided");
         }
         // In a full window requests are denied and allowed alternately; then one needs a search.
         let before = commands();
@@ -278,7 +278,7 @@ async fn the_cost_of_a_packed_decision_does_not_grow_with_the_limit() {
         }
         counts.push((commands() - before) / 200);
         let before = commands();
-        limiter.acquire(&charge.cost(limit)).await.expect("decided");
+        let _ = limiter.acquire(&charge.with_cost(limit)).await.expect("decided");
         counts.push(commands() - before);
     }
     assert!(counts.iter().all(|count| *count <= 20), "commands per decision: {counts:?}");
@@ -290,7 +290,7 @@ async fn a_decision_is_one_call_however_many_charges_it_has() {
     let limiter = redis.limiter().await;
     let quotas = every_quota(10, LONG);
     let charges: Vec<Charge<'_>> = quotas.iter().map(|quota| Charge::new("u", quota)).collect();
-    limiter.acquire_all(&charges).await.expect("decided");
+    let _ = limiter.acquire_all(&charges).await.expect("decided");
     let calls = || -> (u64, u64) {
         let stats: String = redis.query(&["INFO", "commandstats"]);
         let of = |name: &str| {
@@ -302,7 +302,7 @@ async fn a_decision_is_one_call_however_many_charges_it_has() {
     };
     let before = calls();
     for _ in 0..5 {
-        limiter.acquire_all(&charges).await.expect("decided");
+        let _ = limiter.acquire_all(&charges).await.expect("decided");
     }
     let after = calls();
     assert_eq!((after.0 - before.0, after.1 - before.1), (5, 0));
@@ -322,10 +322,10 @@ async fn requests_at_the_same_and_at_adjacent_microseconds_all_count() {
         for count in 1..=100 {
             assert_eq!(limiter.acquire(&charge).await.expect("decided").remaining, 2_000 - count);
         }
-        if quota.unnamed_policy() == "sliding-log-60s" {
+        if quota.default_policy_name() == "sliding-log-60s" {
             for _ in 0..1_000 {
                 clock.advance(Duration::from_micros(1));
-                limiter.acquire(&charge).await.expect("decided");
+                let _ = limiter.acquire(&charge).await.expect("decided");
             }
             assert_eq!(redis.query::<u64>(&["ZCARD", &limiter.store().redis_key(&charge)]), 1_100);
         }
@@ -367,7 +367,8 @@ async fn a_key_with_a_window_of_milliseconds_does_not_expire_early() {
             expires_at - before
         );
         let max =
-            if quota.unnamed_policy().starts_with("sliding-counter") { 2 * 700 } else { 700 } + 1;
+            if quota.default_policy_name().starts_with("sliding-counter") { 2 * 700 } else { 700 }
+                + 1;
         assert!(expires_at <= after + max, "{quota:?} expires in {} ms", expires_at - after);
     }
 }
@@ -418,7 +419,7 @@ async fn counts_continue_after_a_restart_of_the_server() {
     let quotas = every_quota(100, LONG);
     for quota in &quotas {
         for _ in 0..5 {
-            limiter.acquire(&Charge::new("u", quota)).await.expect("decided");
+            let _ = limiter.acquire(&Charge::new("u", quota)).await.expect("decided");
         }
     }
     redis.query::<()>(&["SAVE"]);
@@ -450,7 +451,7 @@ async fn a_call_that_timed_out_is_charged_at_most_once() {
     let limiter = Limiter::new(limiter);
     let quota = Quota::sliding_log(100, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    limiter.acquire(&charge).await.expect("decided");
+    let _ = limiter.acquire(&charge).await.expect("decided");
     redis.signal("STOP");
     assert_eq!(limiter.acquire(&charge).await, Err(Error::Store(StoreError::Timeout(timeout))));
     redis.signal("CONT");

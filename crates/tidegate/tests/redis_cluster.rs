@@ -90,13 +90,13 @@ async fn charges_on_several_nodes_are_exact_and_denied_ones_are_refunded() {
             task.await.expect("no panic");
         }
         let admitted = admitted.load(Ordering::Relaxed);
-        assert_eq!(admitted, 40, "{}", wide.unnamed_policy());
+        assert_eq!(admitted, 40, "{}", wide.default_policy_name());
         let left = limiter.peek(&Charge::new("wide", &wide)).await.expect("decided");
         assert_eq!(
             left.remaining + 1,
             60,
             "denied requests were refunded: {}",
-            wide.unnamed_policy()
+            wide.default_policy_name()
         );
     }
     cluster.assert_every_key_expires();
@@ -156,7 +156,8 @@ async fn a_slot_migration_under_load_causes_no_error_and_loses_no_unit() {
     let quota = Quota::sliding_log(300, LONG).expect("valid");
     // All policies of one key are in one slot.
     let policies: Vec<String> = (0..6).map(|number| format!("policy-{number}")).collect();
-    let redis_key = limiter.store().redis_key(&Charge::new("moving", &quota).policy("policy-0"));
+    let redis_key =
+        limiter.store().redis_key(&Charge::new("moving", &quota).with_policy("policy-0"));
     let (slot, from) = (cluster.slot_of(&redis_key), cluster.owner_of(&redis_key));
 
     let stop = Arc::new(AtomicBool::new(false));
@@ -172,7 +173,7 @@ async fn a_slot_migration_under_load_causes_no_error_and_loses_no_unit() {
                 if asked % 4 == 0 {
                     // All or nothing, even while the two keys are on different nodes.
                     let pair = [1, 4].map(|policy: usize| {
-                        Charge::new("moving", &quota).policy(&policies[policy])
+                        Charge::new("moving", &quota).with_policy(&policies[policy])
                     });
                     let decisions = limiter.acquire_all(&pair).await.expect("no error");
                     if decisions.iter().all(|decision| decision.allowed) {
@@ -181,7 +182,7 @@ async fn a_slot_migration_under_load_causes_no_error_and_loses_no_unit() {
                     }
                 } else {
                     let policy = (asked + task) % policies.len();
-                    let charge = Charge::new("moving", &quota).policy(&policies[policy]);
+                    let charge = Charge::new("moving", &quota).with_policy(&policies[policy]);
                     admitted[policy] +=
                         u64::from(limiter.acquire(&charge).await.expect("no error").allowed);
                 }
@@ -204,8 +205,10 @@ async fn a_slot_migration_under_load_causes_no_error_and_loses_no_unit() {
     assert!(limiter.store().redirects() > 0);
     assert_eq!(cluster.owner_of(&redis_key), 6);
     for (policy, admitted) in policies.iter().zip(admitted) {
-        let left =
-            limiter.peek(&Charge::new("moving", &quota).policy(policy)).await.expect("decided");
+        let left = limiter
+            .peek(&Charge::new("moving", &quota).with_policy(policy))
+            .await
+            .expect("decided");
         let left = left.remaining + u64::from(left.allowed);
         assert_eq!(left, 300 - admitted, "{policy}: {admitted} were admitted");
     }
@@ -236,7 +239,7 @@ async fn assert_failover_is_followed(hangs: bool) {
         .find(|name| cluster.owner_of(&key(name)) != dying);
     let other = other.expect("a key on another node");
     for name in ["dying", &other] {
-        limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
+        let _ = limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
     }
     let before = limiter.store().shard(&Charge::new("dying", &quota));
     if hangs {
@@ -249,7 +252,7 @@ async fn assert_failover_is_followed(hangs: bool) {
         if promoted.is_none() && cluster.other_primaries(dying) == 3 {
             promoted = Some(Instant::now());
         }
-        limiter.acquire(&Charge::new(&other, &quota)).await.expect("another node decides");
+        let _ = limiter.acquire(&Charge::new(&other, &quota)).await.expect("another node decides");
         let start = Instant::now();
         let decided = limiter.acquire(&Charge::new("dying", &quota)).await.is_ok();
         slowest = slowest.max(start.elapsed());
@@ -265,7 +268,7 @@ async fn assert_failover_is_followed(hangs: bool) {
         // The old node continues, and the calls in its buffers are past their deadlines.
         cluster.nodes()[dying].signal("CONT");
         for _ in 0..50 {
-            limiter.acquire(&Charge::new("dying", &quota)).await.expect("decided");
+            let _ = limiter.acquire(&Charge::new("dying", &quota)).await.expect("decided");
         }
     }
 }
@@ -304,7 +307,7 @@ async fn a_batch_of_many_slots_returns_each_decision_to_its_caller() {
         assert_eq!(remaining_by_key.len(), 40);
         for (name, mut left) in remaining_by_key {
             left.sort_unstable();
-            assert_eq!(left, [0, 1, 2, 3, 4], "{name} of {}", quota.unnamed_policy());
+            assert_eq!(left, [0, 1, 2, 3, 4], "{name} of {}", quota.default_policy_name());
         }
     }
     cluster.assert_every_key_expires();
@@ -373,7 +376,7 @@ async fn slots_of_one_node_are_decided_in_one_round_trip() {
         let (caller, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
         let task = tokio::spawn(async move {
             let charges =
-                keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).cost(2));
+                keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).with_cost(2));
             caller.acquire_all(&charges.collect::<Vec<_>>()).await
         });
         until("all calls have arrived", async || {
@@ -392,8 +395,11 @@ async fn slots_of_one_node_are_decided_in_one_round_trip() {
         denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
     assert_eq!(results, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
     for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
-        let read =
-            limiter.store().decide(Action::ChargeUpTo, &charge.cost(0)).await.expect("decided");
+        let read = limiter
+            .store()
+            .decide(Action::ChargeUpTo, &charge.with_cost(0))
+            .await
+            .expect("decided");
         assert_eq!(read.remaining, left);
     }
     cluster.assert_every_key_expires();
@@ -409,12 +415,12 @@ async fn a_peek_across_slots_shows_unspent_numbers_when_one_denies() {
         let keys: Vec<String> = (0..6).map(|number| format!("user-{number}")).collect();
         let pairs = keys.iter().zip(quotas.iter().cycle());
         let charges: Vec<Charge<'_>> =
-            pairs.map(|(key, quota)| Charge::new(key, quota).cost(2)).collect();
+            pairs.map(|(key, quota)| Charge::new(key, quota).with_cost(2)).collect();
         for (index, charge) in charges.iter().enumerate() {
             clock.advance(Duration::from_millis(700));
-            let spent = charge.cost(if index == 4 { 4 } else { 1 });
-            limiter.acquire(&spent).await.expect("decided");
-            in_memory.acquire(&spent).await.expect("decided");
+            let spent = charge.with_cost(if index == 4 { 4 } else { 1 });
+            let _ = limiter.acquire(&spent).await.expect("decided");
+            let _ = in_memory.acquire(&spent).await.expect("decided");
         }
         let on_cluster = limiter.peek_all(&charges).await.expect("decided");
         let expected = in_memory.peek_all(&charges).await.expect("decided");
@@ -456,7 +462,7 @@ async fn a_migrated_slot_keeps_cached_denials_of_other_slots() {
             .move_slot(slot, &cluster.nodes()[ends.0], &cluster.nodes()[ends.1], async || {})
             .await;
         until("the store is redirected", async || {
-            store.decide(Action::Peek, &moving).await.expect("decided");
+            let _ = store.decide(Action::Peek, &moving).await.expect("decided");
             store.redirects() > redirects || store.epoch_of(&moving) != before
         })
         .await;

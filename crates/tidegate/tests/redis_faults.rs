@@ -90,7 +90,7 @@ async fn a_call_after_its_deadline_does_nothing() {
     for quota in every_quota(100, LONG) {
         let limiter = limiter_with(&redis, timeout).await;
         let charge = Charge::new("u", &quota);
-        limiter.acquire(&charge.cost(10)).await.expect("decided");
+        let _ = limiter.acquire(&charge.with_cost(10)).await.expect("decided");
         let before = redis.calls_of("evalsha");
         redis.signal("STOP");
         for action in [Action::Acquire, Action::Refund, Action::Reset] {
@@ -107,7 +107,7 @@ async fn a_call_after_its_deadline_does_nothing() {
         until("the server has run what waited", async || redis.calls_of("evalsha") >= before + 3)
             .await;
         let left = observer.peek(&charge).await.expect("decided").remaining + 1;
-        assert_eq!(left, 90, "{}", quota.unnamed_policy());
+        assert_eq!(left, 90, "{}", quota.default_policy_name());
     }
 }
 
@@ -121,7 +121,7 @@ async fn a_clock_change_causes_no_error_and_no_late_call_is_charged() {
         let quota = Quota::sliding_log(100, LONG).expect("valid");
         let name = format!("after {seconds}");
         let charge = Charge::new(&name, &quota);
-        limiter.acquire(&charge).await.expect("decided");
+        let _ = limiter.acquire(&charge).await.expect("decided");
         clock.set(seconds);
         let time: Vec<i64> = redis.query(&["TIME"]);
         let ours = std::time::SystemTime::now()
@@ -201,7 +201,7 @@ async fn a_dead_connection_is_replaced_within_two_seconds() {
     let limiter = Limiter::new(RedisStore::connect(&url).await.expect("connected"));
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    limiter.acquire(&charge).await.expect("decided");
+    let _ = limiter.acquire(&charge).await.expect("decided");
     // The proxy drops data for a moment, so this connection is dead.
     proxy.drops_all.store(true, Ordering::Relaxed);
     let start = Instant::now();
@@ -217,7 +217,7 @@ async fn a_dead_connection_is_replaced_within_two_seconds() {
     until("the loss is detected", async || !limiter.store().nodes()[0].connected).await;
     proxy.drops_all.store(false, Ordering::Relaxed);
     until("reconnected", async || limiter.store().nodes()[0].connected).await;
-    limiter.acquire(&charge).await.expect("decided");
+    let _ = limiter.acquire(&charge).await.expect("decided");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -226,7 +226,7 @@ async fn calls_to_a_server_that_is_down_fail_at_once_with_the_reason() {
     let limiter = limiter_with(&redis, Duration::from_millis(100)).await;
     let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
-    limiter.acquire(&charge).await.expect("decided");
+    let _ = limiter.acquire(&charge).await.expect("decided");
     redis.kill();
     until("the loss is detected", async || !limiter.store().nodes()[0].connected).await;
     let mut fast_failures = 0;
@@ -261,7 +261,7 @@ async fn a_brief_interruption_causes_no_error() {
         limiter.store().reconnects() == 1 || !limiter.store().nodes()[0].connected
     })
     .await;
-    limiter.acquire(&charge).await.expect("on the new connection");
+    let _ = limiter.acquire(&charge).await.expect("on the new connection");
 }
 
 /// A service starts while its Redis is down.

@@ -130,7 +130,7 @@ async fn decide(
         request.charges.iter().map(|(_, quota, _)| format!("policy-{quota}")).collect();
     let charges: Vec<Charge<'_>> = (request.charges.iter().zip(&names))
         .map(|((key, quota, cost), name)| {
-            Charge::new(KEYS[*key], &quotas[*quota]).policy(name).cost(*cost)
+            Charge::new(KEYS[*key], &quotas[*quota]).with_policy(name).with_cost(*cost)
         })
         .collect();
     limiter.decide_all(request.action, &charges).await.map(Vec::from)
@@ -176,7 +176,7 @@ async fn assert_batches_match_single_calls(
         run_ready_tasks().await;
         redis.resume_writes();
         for task in in_flight {
-            task.await.expect("no panic").expect("decided");
+            let _ = task.await.expect("no panic").expect("decided");
         }
         let mut decided = Vec::new();
         for task in tasks {
@@ -248,15 +248,15 @@ async fn equal_acquires_are_granted_in_order_of_arrival() {
         run_ready_tasks().await;
         redis.resume_writes();
         for task in in_flight {
-            task.await.expect("no panic").expect("decided");
+            let _ = task.await.expect("no panic").expect("decided");
         }
         let mut delay = None;
         let mut left = 50;
         for (index, task) in tasks.into_iter().enumerate() {
             let decision = task.await.expect("no panic");
-            assert_eq!(decision.allowed, index < 50, "{} {index}", quota.unnamed_policy());
+            assert_eq!(decision.allowed, index < 50, "{} {index}", quota.default_policy_name());
             left -= u64::from(decision.allowed);
-            assert_eq!(decision.remaining, left, "{} {index}", quota.unnamed_policy());
+            assert_eq!(decision.remaining, left, "{} {index}", quota.default_policy_name());
             if quota.algorithm() == tidegate::Algorithm::LeakyBucket && decision.allowed {
                 assert!(delay < Some(decision.delay), "{delay:?} then {:?}", decision.delay);
                 delay = Some(decision.delay);
@@ -299,7 +299,7 @@ async fn requests_of_ready_tasks_share_one_call() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let quota = packed(100, LONG);
-    limiter.acquire(&Charge::new("loads the script", &quota)).await.expect("decided");
+    let _ = limiter.acquire(&Charge::new("loads the script", &quota)).await.expect("decided");
     let before = redis.calls_of("evalsha");
     let acquire = |key: String| {
         let (limiter, quota) = (limiter.clone(), quota.clone());
@@ -428,9 +428,9 @@ async fn a_failing_request_does_not_affect_the_others() {
         let good = Quota::fixed_window(10, LONG).expect("valid");
         let request = |quota: &Quota, name: &'static str, cost: u64| {
             let (limiter, quota) = (limiter.clone(), quota.clone());
-            tokio::spawn(
-                async move { limiter.acquire(&Charge::new(name, &quota).cost(cost)).await },
-            )
+            tokio::spawn(async move {
+                limiter.acquire(&Charge::new(name, &quota).with_cost(cost)).await
+            })
         };
         let both = {
             let (limiter, good, bad) = (limiter.clone(), good.clone(), bad.clone());
@@ -444,7 +444,7 @@ async fn a_failing_request_does_not_affect_the_others() {
         run_ready_tasks().await;
         redis.resume_writes();
         for task in in_flight {
-            task.await.expect("no panic").expect("decided");
+            let _ = task.await.expect("no panic").expect("decided");
         }
         let mut left = Vec::new();
         for task in valid.into_iter().chain([last]) {
@@ -513,11 +513,11 @@ async fn futures_that_are_not_polled_do_not_block_others() {
     }
     let start = Instant::now();
     for _ in 0..20 {
-        limiter.acquire(&charge).await.expect("decided");
+        let _ = limiter.acquire(&charge).await.expect("decided");
     }
     assert!(start.elapsed() < Duration::from_secs(2), "{:?} for twenty decisions", start.elapsed());
     for call in stalled {
-        call.await.expect("decided");
+        let _ = call.await.expect("decided");
     }
     assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 99 - 20 - CALLS as u64);
 }

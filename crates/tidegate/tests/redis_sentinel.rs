@@ -25,7 +25,7 @@ async fn a_failover_is_followed_within_a_second_and_the_old_primary_gets_no_more
     let quota = Quota::sliding_log(100_000, LONG).expect("valid");
     let charge = Charge::new("u", &quota);
     for _ in 0..5 {
-        limiter.acquire(&charge).await.expect("decided");
+        let _ = limiter.acquire(&charge).await.expect("decided");
     }
     until("the replicas are in sync", async || {
         let key = limiter.store().redis_key(&charge);
@@ -62,7 +62,7 @@ async fn a_failover_is_followed_within_a_second_and_the_old_primary_gets_no_more
     };
     let before = calls(old);
     for _ in 0..50 {
-        limiter.acquire(&charge).await.expect("decided");
+        let _ = limiter.acquire(&charge).await.expect("decided");
     }
     assert_eq!(calls(old), before, "no further call to the old primary");
     assert_eq!(limiter.store().nodes().iter().filter(|node| node.primary).count(), 1);

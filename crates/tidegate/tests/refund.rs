@@ -1,5 +1,5 @@
-//! A refund returns the units of the charge it belongs to, never younger ones: in memory, on Redis,
-//! behind the Tower layer.
+//! A refund returns the units of its charge and never younger ones: in memory, on Redis, and behind
+//! the Tower layer.
 
 mod support;
 
@@ -13,14 +13,14 @@ use support::{Cluster, Redis, TEST_TIMEOUT, every_quota, packed};
 use tidegate::layer::RateLimitLayer;
 use tidegate::{
     Charge, Clock as _, Limiter, ManualClock, MemoryStore, Policies, Policy, Quota, RedisStore,
-    Store,
+    Store, Timestamp,
 };
 use tower::{Layer as _, ServiceExt as _, service_fn};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Runs a check on memory and on Redis, each on the clock that the check moves.
+/// Runs a check on memory and on Redis, each on a manual clock.
 async fn on_both(check: impl AsyncFn(&dyn Decide, &ManualClock)) {
     let clock = ManualClock::new();
     check(&Limiter::new(MemoryStore::builder().clock(clock.clone()).build()), &clock).await;
@@ -34,7 +34,7 @@ type Answer<'a> = std::pin::Pin<Box<dyn Future<Output = tidegate::Decision> + 'a
 trait Decide {
     fn acquire<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a>;
     fn refund<'a>(&'a self, charge: &'a Charge<'a>) -> Answer<'a>;
-    fn now(&self) -> u64;
+    fn now(&self) -> Timestamp;
 }
 
 impl<S: Store> Decide for Limiter<S> {
@@ -46,12 +46,12 @@ impl<S: Store> Decide for Limiter<S> {
         Box::pin(async move { self.refund(charge).await.expect("refunded") })
     }
 
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.store().clock().now()
     }
 }
 
-async fn take(limiter: &dyn Decide, charge: &Charge<'_>, times: u64) -> u64 {
+async fn acquire_times(limiter: &dyn Decide, charge: &Charge<'_>, times: u64) -> u64 {
     let mut allowed = 0;
     for _ in 0..times {
         allowed += u64::from(limiter.acquire(charge).await.allowed);
@@ -60,23 +60,24 @@ async fn take(limiter: &dyn Decide, charge: &Charge<'_>, times: u64) -> u64 {
 }
 
 #[tokio::test]
-async fn a_refund_of_old_units_frees_no_young_ones() {
+async fn refund_of_old_units_does_not_free_younger_ones() {
     for quota in [Quota::sliding_log(100, MINUTE).expect("valid"), packed(100, MINUTE)] {
-        for names_its_charge in [false, true] {
+        for has_charge_time in [false, true] {
             on_both(async |limiter, clock| {
                 let charge = Charge::new("u", &quota);
-                let asked = limiter.now();
-                assert_eq!(take(limiter, &charge, 50).await, 50);
+                let charged_at = limiter.now();
+                assert_eq!(acquire_times(limiter, &charge, 50).await, 50);
                 clock.advance(59 * SECOND);
-                assert_eq!(take(limiter, &charge, 200).await, 50);
+                assert_eq!(acquire_times(limiter, &charge, 200).await, 50);
                 clock.advance(SECOND / 2);
-                let refund = if names_its_charge { charge.charged_at(asked) } else { charge };
+                let refund =
+                    if has_charge_time { charge.with_charged_at(charged_at) } else { charge };
                 for _ in 0..50 {
-                    limiter.refund(&refund).await;
+                    let _ = limiter.refund(&refund).await;
                 }
                 clock.advance(SECOND / 2);
-                let after = take(limiter, &charge, 200).await;
-                assert_eq!(after, 50, "50 at 59 s and {after} at 60 s, against 100 a minute");
+                let after = acquire_times(limiter, &charge, 200).await;
+                assert_eq!(after, 50, "50 at 59 s and {after} at 60 s, against 100 per minute");
             })
             .await;
         }
@@ -84,24 +85,24 @@ async fn a_refund_of_old_units_frees_no_young_ones() {
 }
 
 #[tokio::test]
-async fn a_refund_that_names_its_charge_returns_just_that_one() {
+async fn refund_with_a_charge_time_returns_exactly_that_charge() {
     for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
         on_both(async |limiter, clock| {
             let charge = Charge::new("u", &quota);
-            limiter.acquire(&charge).await;
+            let _ = limiter.acquire(&charge).await;
             clock.advance(20 * SECOND);
-            let asked = limiter.now();
-            limiter.acquire(&charge).await;
+            let charged_at = limiter.now();
+            let _ = limiter.acquire(&charge).await;
             clock.advance(20 * SECOND);
-            limiter.acquire(&charge).await;
-            let left = limiter.refund(&charge.charged_at(asked)).await;
-            assert_eq!((left.remaining, left.reset_after), (1, MINUTE), "the newest counts on");
+            let _ = limiter.acquire(&charge).await;
+            let left = limiter.refund(&charge.with_charged_at(charged_at)).await;
+            assert_eq!((left.remaining, left.reset_after), (1, MINUTE), "the newest still counts");
             assert!(limiter.acquire(&charge).await.allowed);
             let denied = limiter.acquire(&charge).await;
             assert_eq!(
                 (denied.allowed, denied.retry_after),
                 (false, 20 * SECOND),
-                "the oldest counts on"
+                "the oldest still counts"
             );
         })
         .await;
@@ -109,50 +110,52 @@ async fn a_refund_that_names_its_charge_returns_just_that_one() {
 }
 
 #[tokio::test]
-async fn a_refund_of_another_window_returns_nothing() {
+async fn refund_of_an_earlier_window_returns_nothing() {
     let quota = Quota::fixed_window(10, MINUTE).expect("valid");
     on_both(async |limiter, clock| {
         let charge = Charge::new("u", &quota);
-        let asked = limiter.now();
-        assert_eq!(take(limiter, &charge, 10).await, 10);
+        let charged_at = limiter.now();
+        assert_eq!(acquire_times(limiter, &charge, 10).await, 10);
         clock.advance(MINUTE);
-        assert_eq!(take(limiter, &charge, 20).await, 10);
-        limiter.refund(&charge.cost(10).charged_at(asked)).await;
-        assert_eq!(take(limiter, &charge, 20).await, 0);
+        assert_eq!(acquire_times(limiter, &charge, 20).await, 10);
+        let _ = limiter.refund(&charge.with_cost(10).with_charged_at(charged_at)).await;
+        assert_eq!(acquire_times(limiter, &charge, 20).await, 0);
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_bucket_gets_back_the_cost_less_what_has_drained() {
+async fn refund_of_a_bucket_excludes_drained_units() {
     for quota in [Quota::token_bucket, Quota::leaky_bucket] {
         let quota = quota(100_000, 3_600 * SECOND).expect("valid");
         on_both(async |limiter, clock| {
-            let charge = Charge::new("u", &quota).cost(60_000);
-            let asked = limiter.now();
+            let charge = Charge::new("u", &quota).with_cost(60_000);
+            let charged_at = limiter.now();
             assert!(limiter.acquire(&charge).await.allowed);
             clock.advance(360 * SECOND);
-            // 10,000 have drained, whether the charge is refunded or not.
-            let left = limiter.refund(&charge.charged_at(asked)).await;
+            // 10,000 units have drained, with or without the refund.
+            let left = limiter.refund(&charge.with_charged_at(charged_at)).await;
             assert_eq!(left.remaining, 100_000);
             let twice = limiter.acquire(&charge).await;
             assert_eq!(twice.remaining, 40_000);
-            let others = limiter.acquire(&charge.cost(40_000)).await;
+            let others = limiter.acquire(&charge.with_cost(40_000)).await;
             assert!(others.allowed);
             clock.advance(360 * SECOND);
-            let left = limiter.refund(&charge.charged_at(limiter.now() - 360_000_000)).await;
+            let left = limiter
+                .refund(&charge.with_charged_at(limiter.now().saturating_sub(360 * SECOND)))
+                .await;
             assert_eq!(
                 left.remaining, 60_000,
-                "50,000 returned, 10,000 drained, 40,000 are another's"
+                "50,000 refunded, 10,000 drained, 40,000 of the other charge"
             );
         })
         .await;
     }
 }
 
-/// The README's promise: a 5xx costs nothing.
+/// The README says that a 5xx costs nothing.
 #[tokio::test]
-async fn a_failed_request_behind_the_layer_costs_a_bucket_nothing() {
+async fn failed_request_behind_the_layer_costs_nothing() {
     for quota in every_quota(100_000, 3_600 * SECOND) {
         let clock = ManualClock::new();
         let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
@@ -167,13 +170,13 @@ async fn a_failed_request_behind_the_layer_costs_a_bucket_nothing() {
         }));
         for _ in 0..5 {
             let response = service.clone().oneshot(Request::new(())).await.expect("an answer");
-            assert_eq!(response.status(), StatusCode::BAD_GATEWAY, "{quota:?}: it passed");
+            assert_eq!(response.status(), StatusCode::BAD_GATEWAY, "{quota:?}: it was admitted");
         }
     }
 }
 
 #[tokio::test]
-async fn clients_that_leave_a_queue_do_not_free_what_others_took() {
+async fn clients_that_leave_a_queue_do_not_free_units_of_others() {
     let clock = ManualClock::new();
     let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
     let user = Policy::builder("per-user", Quota::sliding_log(100, MINUTE).expect("valid"))
@@ -208,68 +211,68 @@ async fn clients_that_leave_a_queue_do_not_free_what_others_took() {
     while served.load(Ordering::Relaxed) < 10 {
         tokio::task::yield_now().await;
     }
-    let mut real = 0;
+    let mut first = 0;
     for _ in 0..100 {
-        real += u64::from(ask("/fast").await.expect("an answer").status() == StatusCode::OK);
+        first += u64::from(ask("/fast").await.expect("an answer").status() == StatusCode::OK);
     }
     for task in waiting {
         task.abort();
         let _ = task.await;
     }
-    // The refunds run on tasks of their own.
+    // The refunds run in separate tasks.
     for _ in 0..1_000 {
         tokio::task::yield_now().await;
     }
     clock.advance(Duration::from_millis(41_100));
-    let mut more = 0;
+    let mut second = 0;
     for _ in 0..200 {
-        more += u64::from(ask("/fast").await.expect("an answer").status() == StatusCode::OK);
+        second += u64::from(ask("/fast").await.expect("an answer").status() == StatusCode::OK);
     }
-    assert!(real + more <= 100, "{real} at 19 s and {more} at 60.1 s, against 100 a minute");
+    assert!(
+        first + second <= 100,
+        "{first} at 19 s and {second} at 60.1 s, against 100 per minute"
+    );
 }
 
-/// On a real server's clock, with other clients in between.
+/// On the clock of a real server, with other requests in between.
 #[tokio::test]
-async fn on_redis_a_refund_finds_its_own_charge_by_the_servers_clock() {
+async fn refund_on_redis_finds_its_charge_by_the_server_clock() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
         let charge = Charge::new("u", &quota);
-        let mut asked = Vec::new();
+        let mut charged_at = Vec::new();
         for _ in 0..3 {
-            asked.push(limiter.store().clock().now());
+            charged_at.push(limiter.store().clock().now());
             assert!(limiter.acquire(&charge).await.expect("decided").allowed);
             tokio::time::sleep(Duration::from_millis(30)).await;
         }
         let before = limiter.peek(&charge).await.expect("looked").retry_after;
-        limiter.refund(&charge.charged_at(asked[1])).await.expect("refunded");
+        let _ = limiter.refund(&charge.with_charged_at(charged_at[1])).await.expect("refunded");
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         let after = limiter.peek(&charge).await.expect("looked").retry_after;
-        assert!(
-            after <= before,
-            "the oldest unit is still the first to leave: {before:?}, {after:?}"
-        );
+        assert!(after <= before, "the oldest unit still leaves first: {before:?}, {after:?}");
     }
 }
 
-/// A refund of a long log rewrites few members. Beyond that older units go instead, which never
-/// admits too much.
+/// A refund of a long log rewrites few members, or else returns older units, which never admits too
+/// much.
 #[tokio::test]
-async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
+async fn refund_in_the_middle_of_a_long_log_is_cheap_and_safe() {
     for quota in [Quota::sliding_log(50_000, MINUTE).expect("valid"), packed(50_000, MINUTE)] {
         let (redis, clock) = (Redis::start(), ManualClock::new());
         let limiter = redis.driven_limiter(clock.clone()).await;
         let charge = Charge::new("u", &quota);
-        let mut asked = 0;
+        let mut charged_at = Timestamp::ZERO;
         for number in 0..20_000 {
             clock.advance(Duration::from_micros(10));
             if number == 10_000 {
-                asked = clock.now();
+                charged_at = clock.now();
             }
             assert!(limiter.acquire(&charge).await.expect("decided").allowed);
         }
         redis.query::<()>(&["CONFIG", "RESETSTAT"]);
-        let left = limiter.refund(&charge.charged_at(asked)).await.expect("refunded");
+        let left = limiter.refund(&charge.with_charged_at(charged_at)).await.expect("refunded");
         assert_eq!(left.remaining, 30_001);
         let stats: String = redis.query(&["INFO", "commandstats"]);
         let calls: u64 = stats
@@ -288,9 +291,9 @@ async fn a_refund_in_the_middle_of_a_long_log_stays_cheap_and_safe() {
     }
 }
 
-/// All or nothing across nodes: a denial by one policy leaves the bucket of another as it was.
+/// All or nothing across nodes: a denial by one policy does not change the bucket of another.
 #[tokio::test]
-async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
+async fn denied_request_on_a_cluster_charges_no_bucket() {
     let cluster = Cluster::start();
     let store = RedisStore::cluster(cluster.urls())
         .timeout(TEST_TIMEOUT)
@@ -301,14 +304,12 @@ async fn on_a_cluster_a_denied_request_leaves_no_charge_in_a_bucket() {
     let bucket = Quota::token_bucket(100_000, 3_600 * SECOND).expect("valid");
     let once = Quota::fixed_window(1, support::LONG).expect("valid");
     for number in 0..20 {
-        let (one, other) = (format!("a-{number}"), format!("b-{number}"));
-        let (bucket, once) = (Charge::new(&one, &bucket).cost(99_999), Charge::new(&other, &once));
-        limiter.acquire(&once).await.expect("decided");
+        let (first_key, second_key) = (format!("a-{number}"), format!("b-{number}"));
+        let bucket = Charge::new(&first_key, &bucket).with_cost(99_999);
+        let once = Charge::new(&second_key, &once);
+        let _ = limiter.acquire(&once).await.expect("decided");
         let denied = limiter.acquire_all(&[bucket, once]).await.expect("decided");
         assert!(!denied[1].allowed);
-        assert!(
-            limiter.acquire(&bucket).await.expect("decided").allowed,
-            "{number}: it was refunded"
-        );
+        assert!(limiter.acquire(&bucket).await.expect("decided").allowed, "{number}: refunded");
     }
 }

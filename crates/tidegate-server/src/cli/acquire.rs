@@ -98,9 +98,9 @@ pub(super) struct Acquire {
 impl Acquire {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let quota = self.quota()?;
-        let mut charge = Charge::new(&self.key, &quota).cost(self.cost);
+        let mut charge = Charge::new(&self.key, &quota).with_cost(self.cost);
         if let Some(policy) = &self.policy {
-            charge = charge.policy(policy);
+            charge = charge.with_policy(policy);
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
@@ -142,7 +142,7 @@ impl Acquire {
             let decision = limiter.decide(action, charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
-                output.write_all(&json::of_one(charge.policy_name(), &decision))?;
+                output.write_all(&json::of_one(charge.policy(), &decision))?;
                 writeln!(output)?;
             } else {
                 writeln!(output, "{}", line(action, &decision, charge.quota().burst()))?;

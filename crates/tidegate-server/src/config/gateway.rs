@@ -25,7 +25,9 @@ pub(super) fn validate(
     raw: &raw::Gateway,
 ) -> Result<GatewayConfig, ConfigError> {
     for text in &raw.upstreams {
-        text.value.parse::<Upstream>().map_err(|error| document.at(text, &error.to_string()))?;
+        text.value
+            .parse::<Upstream>()
+            .map_err(|error| document.error_at(text, &error.to_string()))?;
     }
     let time = |text: &Option<Spanned<String>>, default: u64| {
         text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
@@ -33,7 +35,7 @@ pub(super) fn validate(
     let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
     if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
         crate::tls::certificates(ca)
-            .map_err(|error| document.at(file, &format!("gateway.ca: {error}")))?;
+            .map_err(|error| document.error_at(file, &format!("gateway.ca: {error}")))?;
     }
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),

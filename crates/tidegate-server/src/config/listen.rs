@@ -29,7 +29,7 @@ pub(super) fn validate(
     };
     if let Some(place) = raw.admin.as_ref().filter(|_| !guarded && !listen.admin.ip().is_loopback())
     {
-        return Err(document.at(
+        return Err(document.error_at(
             place,
             "listen.admin is beyond loopback but auth.admin_token is not set: set a token, or listen on 127.0.0.1",
         ));
@@ -45,7 +45,7 @@ pub(super) fn validate(
     .filter(|(_, _, (other, _))| other.is_some())
     {
         if let Some(place) = one.as_ref().filter(|_| collide(here, there)) {
-            return Err(document.at(
+            return Err(document.error_at(
                 place,
                 &format!("listen.{name}: {there} is taken already: each listener needs its own"),
             ));
@@ -73,5 +73,5 @@ fn address(
             text.value
         )
     };
-    text.value.parse().map_err(|_| document.at(text, &wrong()))
+    text.value.parse().map_err(|_| document.error_at(text, &wrong()))
 }

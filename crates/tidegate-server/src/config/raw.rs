@@ -8,7 +8,7 @@ use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tidegate::Algorithm;
-use tidegate::config::{OneOrMany, RawPolicy, Whole};
+use tidegate::config::{Bounded, OneOrMany, RawPolicy};
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
@@ -76,9 +76,9 @@ pub(super) struct Store {
     /// Minimum number of instances of Tidegate. While Redis is away, each takes its share of the
     /// limits. The instances know their number through Redis; this is for those that start while it
     /// is away. Not set: such an instance assumes 10.
-    pub(super) instances: Option<Whole<1, 10_000>>,
+    pub(super) instances: Option<Bounded<1, 10_000>>,
     /// The cap on keys in memory; 10,000,000 by default.
-    pub(super) max_keys: Option<Whole<1, 1_000_000_000_000>>,
+    pub(super) max_keys: Option<Bounded<1, 1_000_000_000_000>>,
 }
 
 /// Redis behind Sentinels: the primary that they know by a name.
@@ -129,7 +129,7 @@ pub(super) struct ClientIp {
     #[schemars(with = "Vec<String>")]
     pub(super) trusted_proxies: Vec<Spanned<String>>,
     /// IPv6 clients count together by this many bits; 64 by default.
-    pub(super) ipv6_prefix: Option<Whole<1, 128>>,
+    pub(super) ipv6_prefix: Option<Bounded<1, 128>>,
 }
 
 /// Who may ask.

@@ -147,9 +147,8 @@ pub(super) fn validate(
     let (servers, urls) = match (raw.redis, raw.sentinel) {
         (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
         (Some(_), Some(sentinel)) => {
-            return Err(
-                document.at(&sentinel, "store has both redis and sentinel: take one of them out")
-            );
+            return Err(document
+                .error_at(&sentinel, "store has both redis and sentinel: take one of them out"));
         }
         (Some(redis), None) => {
             let place = place_of(&redis);
@@ -174,13 +173,12 @@ pub(super) fn validate(
         None => Duration::from_millis(100),
         Some(text) => match duration(document, text)? {
             Duration::ZERO => {
-                return Err(
-                    document.at(text, "store.timeout must be more than 0: 100ms is a good start")
-                );
+                return Err(document
+                    .error_at(text, "store.timeout must be more than 0: 100ms is a good start"));
             }
             long if long > MAX_TIMEOUT => {
                 let message = "store.timeout is more than 60s, for which no request waits: 100ms is a good start";
-                return Err(document.at(text, message));
+                return Err(document.error_at(text, message));
             }
             timeout => timeout,
         },
@@ -200,8 +198,8 @@ pub(super) fn validate(
     redis.builder().check().map_err(|error| {
         let message = format!("store: {error}");
         match &raw.prefix {
-            Some(prefix) if message.contains("prefix") => document.at(prefix, &message),
-            _ => document.at(&urls, &message),
+            Some(prefix) if message.contains("prefix") => document.error_at(prefix, &message),
+            _ => document.error_at(&urls, &message),
         }
     })?;
     Ok((StoreConfig::Redis(Box::new(redis)), files))
@@ -216,10 +214,10 @@ fn sentinels(
     let credentials = match (raw.username, raw.password) {
         (Some(user), None) => {
             let message = "store.sentinel has a username but no password: write both, or neither";
-            return Err(document.at(&user, message));
+            return Err(document.error_at(&user, message));
         }
         (_, Some(password)) if password.value.is_none() => {
-            return Err(document.at(
+            return Err(document.error_at(
                 &password,
                 "this password is empty: write it in quotes, if it begins with a sign",
             ));
@@ -242,7 +240,7 @@ fn some(
     such_as: &str,
 ) -> Result<Vec<Secret>, ConfigError> {
     if urls.is_empty() {
-        return Err(document.at(
+        return Err(document.error_at(
             place,
             &format!("{field} is empty: write at least one address, such as {such_as}"),
         ));
@@ -265,7 +263,7 @@ fn tls(
     let mut read = |name: &Spanned<String>| {
         let file = folder.join(&name.value);
         let text = std::fs::read_to_string(&file).map_err(|error| {
-            document.at(name, &format!("{}: cannot be read: {error}", tls::shown(&file)))
+            document.error_at(name, &format!("{}: cannot be read: {error}", tls::shown(&file)))
         })?;
         files.push(file);
         Ok::<String, ConfigError>(text)
@@ -276,7 +274,7 @@ fn tls(
         (None, None) => None,
         _ => {
             return Err(
-                document.at(&raw, "store.tls needs certificate and key together, or neither")
+                document.error_at(&raw, "store.tls needs certificate and key together, or neither")
             );
         }
     };

@@ -119,7 +119,7 @@ fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
         ("overrides:\n      - {key: k, limit: 20000000}", "6:25:", "too large for sliding-log"),
         ("overrides: [{key: [a, b], limit: 1}]", "5:23:", "one value, not a list"),
         ("overrides: [{key: [], limit: 1}]", "5:23:", "one value, not a list"),
-        ("key: ip\n    overrides: [{key: [a, b], limit: 1}]", "6:23:", "counts by ip alone"),
+        ("key: ip\n    overrides: [{key: [a, b], limit: 1}]", "6:23:", "counts only by ip"),
         (
             "key: [ip, path]\n    overrides: [{key: 'a:b', limit: 1}]",
             "6:23:",
@@ -209,7 +209,7 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         ),
         ("attributes: [tenant, tenant]\n", "1:22:", "is declared twice"),
         ("attribute: [tenant]\n", "1:1:", "did you mean `attributes`?"),
-        ("policies: []\n---\npolicies: []\n", "3:1:", "one document only"),
+        ("policies: []\n---\npolicies: []\n", "3:1:", "a configuration is one document"),
         ("listen: 5\n", "1:9:", "listen: must be fields"),
         ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
     ] {
@@ -240,7 +240,7 @@ fn nothing_is_no_configuration() {
         "{} # none\n",
     ] {
         assert!(
-            error(text).starts_with("tidegate.yaml: is empty, which is no configuration"),
+            error(text).starts_with("tidegate.yaml: is empty: `tidegate config sample`"),
             "{text}"
         );
     }

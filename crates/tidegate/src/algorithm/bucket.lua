@@ -1,24 +1,27 @@
--- token-bucket and leaky-bucket, the twin of bucket.rs: one level that drains at L/W, and admits when level + c <= B.
--- For a token bucket the level is what is missing from it; for a leaky bucket it is the queue, and the delay of
--- what is admitted is the time that the queue ahead of it takes.
+-- token-bucket and leaky-bucket, the twin of bucket.rs: one level that drains at L/W; a cost c is
+-- admitted if level + c <= B. In a token bucket the level is the number of missing tokens. In a
+-- leaky bucket it is the length of the queue, and an admitted request is delayed until the queue
+-- ahead of it has drained.
 --
--- Redis: a hash of the level in whole units, its part in W-ths of a unit, the time in microseconds, and W; expires when a
--- full bucket would have drained. (The kind distinguishes it from the hash of a sliding counter, should a policy's algorithm change.)
+-- Redis: a hash of the level in whole units, its fraction in W-ths of a unit, the time in
+-- microseconds, and W. It expires when a full bucket would have drained. The field `kind`
+-- distinguishes it from the hash of a sliding counter, in case the algorithm of a policy changes.
 --   HGETALL rate_limit:{user123}:per-user
 --   ->   kind bucket, level 7, part 12000000, time 1700000000123456, window 60000000
 
--- How far ahead of the present a stored time may be without the clock having stepped back, in microseconds.
+-- The clock skew, in microseconds, up to which a stored time later than now does not mean that the
+-- clock stepped back.
 local MAX_CLOCK_SKEW = 1000
 
--- How long to drain `units` and the part.
+-- Returns the time to drain `units` and the fraction.
 local function drain_time(state, quota, units)
-  local quotient, rest = mul_div_rem(units, quota.window, quota.limit)
-  local parts = rest + state.part
+  local quotient, remainder = mul_div_rem(units, quota.window, quota.limit)
+  local parts = remainder + state.part
   local whole_parts = floor(parts / quota.limit)
   return quotient + whole_parts + (parts > whole_parts * quota.limit and 1 or 0)
 end
 
--- How long a full bucket takes to drain.
+-- Returns the time in which a full bucket drains.
 local function drain_micros(quota)
   return mul_div_ceil(quota.option, quota.window, quota.limit)
 end
@@ -39,8 +42,11 @@ local bucket = {
       return state
     end
     local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
-    -- The part of a unit is in parts of another window: a whole unit is never too little.
-    if part > 0 and (part >= window or tonumber(stored[5]) ~= window) then level, part = level + 1, 0 end
+    -- The fraction is in parts of another window: round it up to a whole unit, which never admits
+    -- too much.
+    if part > 0 and (part >= window or tonumber(stored[5]) ~= window) then
+      level, part = level + 1, 0
+    end
     -- The limit was lowered.
     if level >= quota.max_level then level, part = quota.max_level, 0 end
     state.stepped_back = time > now + MAX_CLOCK_SKEW
@@ -85,8 +91,8 @@ local bucket = {
     return state.time + drain_time(state, quota, state.level)
   end,
 
-  -- The level and its part: what each of several acquires is told follows from them.
-  evidence = function(state, quota, reply, replied)
+  -- The level and its fraction, which determine the decision of each acquire in a batch.
+  snapshot = function(state, quota, reply, replied)
     reply[replied + 1], reply[replied + 2] = state.level, state.part
     return replied + 2
   end,
@@ -99,7 +105,7 @@ local bucket = {
     state.level = state.level + cost
   end,
 
-  -- The cost less what has drained since the charge.
+  -- Returns the cost minus the units that have drained since the charge.
   refund = function(key, state, quota, cost, since)
     local age = since == 0 and 0 or math.max(0, state.time - since)
     local drained, parts = mul_div_rem(age, quota.limit, quota.window)
@@ -123,13 +129,19 @@ local bucket = {
 
   save = function(key, state, quota)
     if not quota.expires then
-      -- The same for all buckets of this quota. To write a number down costs as much as a small command.
+      -- Formatting a number costs as much as a small command, so do it once for all buckets of this
+      -- quota.
       quota.time, quota.expires = whole(now), whole(expiry(now + drain_micros(quota)))
     end
     local time = state.time == now and quota.time or whole(state.time)
-    call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', time, 'window', quota.window)
-    local is_overdrawn = state.level >= quota.option
-    call('PEXPIREAT', key, is_overdrawn and expiry(state.time + drain_time(state, quota, state.level)) or quota.expires)
+    call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', time,
+      'window', quota.window)
+    local expires = quota.expires
+    if state.level >= quota.option then
+      -- An overdrawn bucket takes longer to drain.
+      expires = expiry(state.time + drain_time(state, quota, state.level))
+    end
+    call('PEXPIREAT', key, expires)
   end,
 }
 

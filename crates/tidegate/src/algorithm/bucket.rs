@@ -1,50 +1,46 @@
-//! `token-bucket` and `leaky-bucket`: one level that drains at L/W, and admits when level + c ≤ B.
+//! `token-bucket` and `leaky-bucket`: one level that drains at L/W; a cost c is admitted if
+//! level + c ≤ B.
 //!
-//! For a token bucket the level is what is missing from it; tokens left = B − level. For a leaky
-//! bucket it is the queue, and what is ahead in the queue is the delay. Counting what was taken,
-//! rather than what is left, keeps the counts when a limit changes, and makes an absent key a full
+//! In a token bucket the level is the number of missing tokens (tokens left = B − level). In a
+//! leaky bucket it is the length of the queue, which is also the delay of the next request. Because
+//! the level counts spent units, a changed limit keeps the counts, and an absent key is a full
 //! bucket.
 //!
-//! The level is a whole number of units and a part in W-ths of a unit. In a microsecond it drains
-//! by L/W of a unit, that is by L such parts: integers all the way, so nothing drifts.
+//! The level is a whole number of units plus a fraction in W-ths of a unit. Each microsecond drains
+//! L/W of a unit, which is exactly L such parts, so integer arithmetic never drifts.
 
-use super::{Count, Kept, Kind, Logs, State, mul_div_rem};
-use crate::algorithm::Algorithm;
+use super::{Algorithm, Counter, mul_div_rem};
 use crate::quota::Quota;
 
-/// How far ahead of the present a stored time may be without the clock having stepped back, in
-/// microseconds: each processor reads its own counter. To write such a time back would let the
-/// bucket drain twice for the same microsecond.
+/// The clock skew, in microseconds, up to which a stored time later than now does not mean that the
+/// clock stepped back: each CPU core reads its own cycle counter. Storing the earlier time would
+/// let the bucket drain twice for the same microsecond.
 pub(crate) const MAX_CLOCK_SKEW: u64 = 1_000;
 
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bucket {
-    /// When the level was as it is written here.
-    time: u64,
+    /// Time of the level, in microseconds.
+    pub(crate) time: u64,
     /// Whole units.
-    level: u64,
-    /// W-ths of a unit, fewer than W.
-    part: u64,
-    /// Of the window that the part is measured by.
-    window_tag: u8,
+    pub(crate) level: u64,
+    /// Fraction of a unit in W-ths, less than W.
+    pub(crate) part: u64,
+    /// Tag of the window W that `part` refers to.
+    pub(crate) window_tag: u8,
 }
 
 impl Bucket {
-    /// One that was settled elsewhere, in a script.
+    /// Creates a bucket that a script has already advanced to the present.
     #[cfg(feature = "redis")]
     pub(super) fn at_level(level: u64, part: u64) -> Self {
         Self { level, part, ..Self::default() }
     }
 
-    #[cfg(all(test, feature = "redis"))]
-    pub(super) fn level_and_part(&self) -> (u64, u64) {
-        (self.level, self.part)
-    }
-
-    /// The quota is another one than at the last write, or more is recorded than the burst.
+    /// Adapts the level to a quota that was changed since the last write, or to an overdraft.
     #[cold]
     fn adapt_to(&mut self, quota: &Quota) {
-        // The part of a unit is in parts of another window: a whole unit is never too little.
+        // The fraction is in parts of another window: round it up to a whole unit, which never
+        // admits too much.
         if self.part > 0
             && (self.window_tag != quota.window_tag() || self.part >= quota.window_micros())
         {
@@ -57,31 +53,30 @@ impl Bucket {
         }
     }
 
-    /// A part of a unit takes the room of a whole one.
+    /// Returns the level rounded up to whole units.
     #[inline]
     fn occupied(&self) -> u64 {
         self.level + u64::from(self.part > 0)
     }
 
-    /// How long until `units` fewer whole units are in the bucket than its level now: to drain
-    /// `units` and the part.
+    /// Returns the time to drain `units` and the fraction.
     #[inline]
     fn drain_time(&self, quota: &Quota, units: u64) -> u64 {
         let (window, limit) = (quota.window_micros(), quota.limit());
-        // Most of the time all of it fits 64 bits, and one division will do.
+        // Usually all of it fits 64 bits, and one division is enough.
         if let Some(parts) =
             units.checked_mul(window).and_then(|parts| parts.checked_add(self.part))
         {
             return parts.div_ceil(limit);
         }
-        let (quotient, rest) = mul_div_rem(units, window, limit);
-        quotient + (rest + self.part).div_ceil(limit)
+        let (quotient, remainder) = mul_div_rem(units, window, limit);
+        quotient + (remainder + self.part).div_ceil(limit)
     }
 }
 
-impl Count for Bucket {
+impl Counter for Bucket {
     #[inline]
-    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         if self.window_tag != quota.window_tag()
             || self.part >= window
@@ -140,7 +135,7 @@ impl Count for Bucket {
         self.level += cost;
     }
 
-    /// The cost less what has drained since the charge.
+    /// Returns the cost minus the units that have drained since the charge.
     fn refund(&mut self, quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
         let window = quota.window_micros();
         let age = if charged_at == 0 { 0 } else { self.time.saturating_sub(charged_at) };
@@ -164,29 +159,5 @@ impl Count for Bucket {
     #[inline]
     fn is_empty(&self) -> bool {
         self.level == 0 && self.part == 0
-    }
-}
-
-impl Kept for Bucket {
-    const KIND: Kind = Kind::Bucket;
-
-    #[inline]
-    fn load(state: State, _logs: &mut Logs) -> Self {
-        Self {
-            time: state.time(),
-            level: state.units(),
-            part: state.parts(),
-            window_tag: state.window_tag(),
-        }
-    }
-
-    #[inline]
-    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
-        State::new(Self::KIND, self.time, self.level, self.part, quota)
-    }
-
-    #[inline]
-    fn copied(&self) -> Option<Self> {
-        Some(*self)
     }
 }

@@ -1,7 +1,9 @@
--- fixed-window, the twin of fixed_window.rs: admits when the count in the window of the clock, plus the cost, is at most L.
+-- fixed-window, the twin of fixed_window.rs: admits a request if the count of the current window
+-- plus the cost is at most L.
 --
--- Redis: a string "<count>:<start of the window in microseconds>" that expires at the window's end. The start is there
--- because an expiry has only milliseconds, and because a clock may step back: then a window begins at the step.
+-- Redis: a string "<count>:<start of the window in microseconds>" that expires when the window
+-- ends. The start is stored because an expiry has only milliseconds, and because a window starts at
+-- the step if the clock steps back.
 --   GET rate_limit:{user123}:per-user   ->   "7:1700000000000000"
 
 algorithms['fixed-window'] = {
@@ -45,8 +47,8 @@ algorithms['fixed-window'] = {
     return state.start + quota.window
   end,
 
-  -- How long the window lasts yet.
-  evidence = function(state, quota, reply, replied)
+  -- The time until the window ends.
+  snapshot = function(state, quota, reply, replied)
     reply[replied + 1] = state.start + quota.window - now
     return replied + 1
   end,
@@ -55,7 +57,7 @@ algorithms['fixed-window'] = {
     state.count = state.count + cost
   end,
 
-  -- A charge of an earlier window has nothing left to return.
+  -- Returns the units, unless the charge was made in an earlier window.
   refund = function(key, state, quota, cost, since)
     if since == 0 or since >= state.start then state.count = math.max(0, state.count - cost) end
   end,
@@ -66,7 +68,8 @@ algorithms['fixed-window'] = {
 
   save = function(key, state, quota)
     if quota.start ~= state.start then
-      -- The same for all windows that began then. To write a number down costs as much as a small command.
+      -- Formatting a number costs as much as a small command, so do it once for all windows with
+      -- this start.
       quota.start, quota.suffix = state.start, ':' .. whole(state.start)
       quota.expires = whole(expiry(state.start + quota.window))
     end

@@ -1,21 +1,20 @@
-//! `fixed-window`: admits when the count in the window of the clock, plus the cost, is at most L.
+//! `fixed-window`: admits a request if the count of the current window plus the cost is at most L.
 //!
-//! Windows are aligned to the epoch. Only after a clock has stepped back does a key get one window
-//! that is not: it begins at the step, so that what counted goes on counting for one window, no
-//! more and no less.
+//! Windows are aligned to the Unix epoch. If the clock steps back, the key gets one window that
+//! starts at the step instead, so that its count stays in force for exactly one window.
 
-use super::{Count, Kept, Kind, Logs, State};
+use super::Counter;
 use crate::quota::Quota;
 
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Window {
-    start: u64,
-    count: u64,
+pub(crate) struct FixedWindow {
+    pub(crate) start: u64,
+    pub(crate) count: u64,
 }
 
-impl Count for Window {
+impl Counter for FixedWindow {
     #[inline]
-    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         let stepped_back = self.start > now;
         if stepped_back {
@@ -51,7 +50,7 @@ impl Count for Window {
         self.count += cost;
     }
 
-    /// A charge of an earlier window has nothing left to return.
+    /// Returns the units, unless the charge was made in an earlier window.
     fn refund(&mut self, _quota: &Quota, _now: u64, cost: u64, charged_at: u64) {
         if charged_at > 0 && charged_at < self.start {
             return;
@@ -62,24 +61,5 @@ impl Count for Window {
     #[inline]
     fn is_empty(&self) -> bool {
         self.count == 0
-    }
-}
-
-impl Kept for Window {
-    const KIND: Kind = Kind::Window;
-
-    #[inline]
-    fn load(state: State, _logs: &mut Logs) -> Self {
-        Self { start: state.time(), count: state.units() }
-    }
-
-    #[inline]
-    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
-        State::new(Self::KIND, self.start, self.count, 0, quota)
-    }
-
-    #[inline]
-    fn copied(&self) -> Option<Self> {
-        Some(*self)
     }
 }

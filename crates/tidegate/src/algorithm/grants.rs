@@ -1,39 +1,40 @@
-//! [`Grants`]: what came of equal acquires of one charge that a script decided together, and what each of them is told.
+//! [`Grants`]: the result of identical acquires that a script decided in one batch, and the
+//! decision of each of them.
 
-use super::bucket::Bucket;
-use super::sliding_counter::Counter;
-use super::{Algorithm, Count, Verdict};
+use super::{Algorithm, Bucket, Counter, RawDecision, SlidingCounter};
 use crate::quota::Quota;
 
-/// What the script tells of a count before it granted.
+/// The result of a batch of identical acquires of one charge, as reported by the script.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Grants {
-    /// How many were granted; the others, which came later, were denied.
+    /// Number of granted acquires; the later ones were denied.
     pub(crate) granted: u64,
-    /// What remained before.
+    /// Units that remained before the batch.
     pub(crate) remaining: u64,
-    pub(crate) evidence: Evidence,
-    /// Of those that were denied.
+    /// Counter before the batch.
+    pub(crate) snapshot: CounterSnapshot,
+    /// `retry_after` of the denied acquires.
     pub(crate) retry_after: u64,
+    /// `reset_after` of the denied acquires.
     pub(crate) reset_after: u64,
 }
 
-/// As much of the count as is needed to tell the one from the other; see `evidence` in each Lua
-/// twin.
+/// The part of a counter that determines the decision of each acquire in a batch: see `snapshot` in
+/// each Lua twin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Evidence {
-    /// A log: all that is granted now leaves a window from now.
+pub(crate) enum CounterSnapshot {
+    /// A log: units granted now leave the window one window from now.
     Log,
-    /// How long the window lasts yet.
+    /// The time until the window ends.
     Window { left: u64 },
-    /// The count of the current window, and how far it has come.
+    /// The count of the current window, and its elapsed time.
     Counter { current: u64, elapsed: u64 },
-    /// The level in units, and in W-ths of a unit.
+    /// The level in whole units, and its fraction in W-ths of a unit.
     Bucket { level: u64, part: u64 },
 }
 
-impl Evidence {
-    /// Reads as many numbers as the algorithm's script tells.
+impl CounterSnapshot {
+    /// Reads the numbers that the algorithm's script replies with.
     pub(crate) fn read<E>(
         algorithm: Algorithm,
         mut next: impl FnMut() -> Result<u64, E>,
@@ -50,10 +51,10 @@ impl Evidence {
 }
 
 impl Grants {
-    /// What the acquire is told that came after `earlier` equal ones.
-    pub(crate) fn verdict(&self, quota: &Quota, cost: u64, earlier: u64) -> Verdict {
+    /// Returns the decision of the acquire that follows `earlier` identical ones in the batch.
+    pub(crate) fn decision(&self, quota: &Quota, cost: u64, earlier: u64) -> RawDecision {
         if earlier >= self.granted {
-            return Verdict {
+            return RawDecision {
                 allowed: false,
                 remaining: self.remaining.saturating_sub(self.granted * cost),
                 retry_after: self.retry_after,
@@ -62,18 +63,18 @@ impl Grants {
             };
         }
         let (before, after) = (earlier * cost, (earlier + 1) * cost);
-        let (reset_after, delay) = match self.evidence {
-            Evidence::Log => (quota.window_micros(), 0),
-            Evidence::Window { left } => (left, 0),
-            Evidence::Counter { current, elapsed } => {
-                (Counter::in_window(current, elapsed).reset_after(quota, elapsed, after), 0)
+        let (reset_after, delay) = match self.snapshot {
+            CounterSnapshot::Log => (quota.window_micros(), 0),
+            CounterSnapshot::Window { left } => (left, 0),
+            CounterSnapshot::Counter { current, elapsed } => {
+                (SlidingCounter::in_window(current, elapsed).reset_after(quota, elapsed, after), 0)
             }
-            Evidence::Bucket { level, part } => {
+            CounterSnapshot::Bucket { level, part } => {
                 let bucket = Bucket::at_level(level + before, part);
                 (bucket.reset_after(quota, 0, cost), bucket.delay(quota))
             }
         };
-        Verdict {
+        RawDecision {
             allowed: true,
             remaining: self.remaining.saturating_sub(after),
             retry_after: 0,
@@ -87,77 +88,71 @@ impl Grants {
 mod tests {
     use std::time::Duration;
 
-    use super::super::{Count, Log, Window, apply};
+    use super::super::{FixedWindow, SlidingLog, apply};
     use super::*;
+    use crate::action::Action;
     use crate::charge::Charge;
-    use crate::store::Action;
 
     const NOW: u64 = 1_700_049_612_345_678;
 
-    /// What the twins in memory say one after the other is what is said of grants together.
     #[test]
-    fn what_each_is_told_is_what_it_would_be_told_alone() {
+    fn a_batch_decides_like_the_same_acquires_one_by_one() {
         for algorithm in Algorithm::ALL {
             match algorithm {
-                Algorithm::SlidingLog => check::<Log>(algorithm, |_, _, _| Evidence::Log),
-                Algorithm::FixedWindow => check::<Window>(algorithm, |_, quota, now| {
-                    Evidence::Window { left: quota.window_micros() - now % quota.window_micros() }
+                Algorithm::SlidingLog => {
+                    check::<SlidingLog>(algorithm, |_, _, _| CounterSnapshot::Log);
+                }
+                Algorithm::FixedWindow => check::<FixedWindow>(algorithm, |_, quota, now| {
+                    let window = quota.window_micros();
+                    CounterSnapshot::Window { left: window - now % window }
                 }),
-                Algorithm::SlidingCounter => check::<Counter>(algorithm, |counter, _, _| {
-                    let (current, elapsed) = counter.current_and_elapsed();
-                    Evidence::Counter { current, elapsed }
+                Algorithm::SlidingCounter => check::<SlidingCounter>(algorithm, |counter, _, _| {
+                    CounterSnapshot::Counter { current: counter.current, elapsed: counter.elapsed }
                 }),
                 Algorithm::TokenBucket | Algorithm::LeakyBucket => {
-                    check::<Bucket>(algorithm, |bucket, _, _| {
-                        let (level, part) = bucket.level_and_part();
-                        Evidence::Bucket { level, part }
-                    })
+                    check::<Bucket>(algorithm, |bucket, _, _| CounterSnapshot::Bucket {
+                        level: bucket.level,
+                        part: bucket.part,
+                    });
                 }
             }
         }
     }
 
-    /// `evidence` is what the script would tell of a count that is settled.
-    fn check<C: Count + Default>(
+    /// `snapshot` returns the script's report about an advanced counter.
+    fn check<C: Counter + Default>(
         algorithm: Algorithm,
-        evidence: impl Fn(&C, &Quota, u64) -> Evidence,
+        snapshot: impl Fn(&C, &Quota, u64) -> CounterSnapshot,
     ) {
         for (limit, cost, earlier) in [(10, 1, 0), (10, 3, 2), (7, 2, 3), (1_000_003, 17, 40)] {
             let quota =
                 Quota::new(algorithm, limit, Duration::from_micros(60_000_001)).expect("valid");
-            let mut count = C::default();
-            for early in 0..earlier {
-                apply(
-                    &mut count,
-                    Action::Acquire,
-                    &Charge::new("k", &quota),
-                    NOW + 1_000 * early,
-                    true,
-                );
+            let charge = Charge::new("k", &quota);
+            let mut counter = C::default();
+            for number in 0..earlier {
+                apply(&mut counter, Action::Acquire, &charge, NOW + 1_000 * number, true);
             }
             let now = NOW + 123_457;
-            let before =
-                apply(&mut count, Action::Peek, &Charge::new("k", &quota), now, true).verdict;
-            let remaining = before.remaining + u64::from(before.allowed);
-            let evidence = evidence(&count, &quota, now);
-            let mut ask = || {
-                apply(&mut count, Action::Acquire, &Charge::new("k", &quota).cost(cost), now, true)
-                    .verdict
-            };
-            let told: Vec<Verdict> = (0..12).map(|_| ask()).collect();
-            let granted = told.iter().filter(|verdict| verdict.allowed).count() as u64;
-            let denied = told.last().filter(|verdict| !verdict.allowed);
+            let peeked = apply(&mut counter, Action::Peek, &charge, now, true).decision;
+            let remaining = peeked.remaining + u64::from(peeked.allowed);
+            let snapshot = snapshot(&counter, &quota, now);
+            let charge = charge.with_cost(cost);
+            let decisions: Vec<RawDecision> = (0..12)
+                .map(|_| apply(&mut counter, Action::Acquire, &charge, now, true).decision)
+                .collect();
+            let granted = decisions.iter().filter(|decision| decision.allowed).count() as u64;
+            let denied = decisions.last().filter(|decision| !decision.allowed);
             let grants = Grants {
                 granted,
                 remaining,
-                evidence,
-                retry_after: denied.map_or(0, |verdict| verdict.retry_after),
-                reset_after: denied.map_or(0, |verdict| verdict.reset_after),
+                snapshot,
+                retry_after: denied.map_or(0, |decision| decision.retry_after),
+                reset_after: denied.map_or(0, |decision| decision.reset_after),
             };
-            for (rank, verdict) in (0..).zip(told) {
+            for (rank, expected) in (0..).zip(decisions) {
                 assert_eq!(
-                    grants.verdict(&quota, cost, rank),
-                    verdict,
+                    grants.decision(&quota, cost, rank),
+                    expected,
                     "{algorithm} {limit} {cost} {rank}"
                 );
             }

@@ -1,11 +1,14 @@
--- sliding-counter, the twin of sliding_counter.rs: admits when cur + floor(prev * (W - e) / W) + c <= L, where windows are
--- aligned to the epoch and e is how far the present one has come.
+-- sliding-counter, the twin of sliding_counter.rs: admits a request if cur + floor(prev * (W - e) /
+-- W) + c <= L, where windows are aligned to the Unix epoch and e is the elapsed time of the current
+-- window.
 --
--- Redis: a hash of the two window counts and the start of the current one; expires when the second window is over.
--- (The kind tells it from the hash of a bucket, should a policy's algorithm change.)
---   HGETALL rate_limit:{user123}:per-user   ->   kind counter, start 1700000000000000, current 7, previous 93
+-- Redis: a hash of the two window counts and the start of the current window. It expires when the
+-- next window ends. The field `kind` distinguishes it from the hash of a bucket, in case the
+-- algorithm of a policy changes.
+--   HGETALL rate_limit:{user123}:per-user
+--   ->   kind counter, start 1700000000000000, current 7, previous 93
 
--- How far a window must have come until at most `room` of the `previous` units still count.
+-- Returns the elapsed time of a window at which at most `room` of the `previous` units still count.
 local function elapsed_until(previous, room, window)
   if previous <= room then return 0 end
   return window - (mul_div_ceil(room + 1, window, previous) - 1)
@@ -26,7 +29,8 @@ algorithms['sliding-counter'] = {
       local start, current = tonumber(stored[2]), tonumber(stored[3])
       if start + window > now then
         state.stepped_back = start > now
-        state.start, state.current, state.previous = math.min(start, now), current, tonumber(stored[4])
+        state.start, state.current = math.min(start, now), current
+        state.previous = tonumber(stored[4])
       elseif start + 2 * window > now and current > 0 then
         state.start, state.previous = start + window, current
       end
@@ -36,8 +40,8 @@ algorithms['sliding-counter'] = {
   end,
 
   remaining = function(state, quota)
-    local carried = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
-    return math.max(0, quota.limit - state.current - carried)
+    local carried_over = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
+    return math.max(0, quota.limit - state.current - carried_over)
   end,
 
   level = function(state)
@@ -45,8 +49,8 @@ algorithms['sliding-counter'] = {
   end,
 
   overdrawn = function(state, quota)
-    local carried = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
-    return state.current + carried > quota.limit
+    local carried_over = mul_div_rem(state.previous, quota.window - state.elapsed, quota.window)
+    return state.current + carried_over > quota.limit
   end,
 
   retry_after = function(state, quota, cost)
@@ -54,8 +58,9 @@ algorithms['sliding-counter'] = {
     if room >= 0 then
       return elapsed_until(state.previous, room, quota.window) - state.elapsed
     end
-    -- Not before the next window, in which what is current now is the previous.
-    return quota.window - state.elapsed + elapsed_until(state.current, quota.limit - cost, quota.window)
+    -- In the next window, the units of the current one become the previous ones.
+    local next_elapsed = elapsed_until(state.current, quota.limit - cost, quota.window)
+    return quota.window - state.elapsed + next_elapsed
   end,
 
   reset_after = function(state, quota, extra)
@@ -70,8 +75,8 @@ algorithms['sliding-counter'] = {
     return state.start + 2 * quota.window
   end,
 
-  -- The count of the current window, and how far it has come.
-  evidence = function(state, quota, reply, replied)
+  -- The count of the current window, and its elapsed time.
+  snapshot = function(state, quota, reply, replied)
     reply[replied + 1], reply[replied + 2] = state.current, state.elapsed
     return replied + 2
   end,
@@ -97,7 +102,8 @@ algorithms['sliding-counter'] = {
   end,
 
   save = function(key, state, quota)
-    call('HSET', key, 'kind', 'counter', 'start', state.start, 'current', state.current, 'previous', state.previous)
+    call('HSET', key, 'kind', 'counter', 'start', state.start, 'current', state.current,
+      'previous', state.previous)
     call('PEXPIREAT', key, expiry(state.start + 2 * quota.window))
   end,
 }

@@ -1,44 +1,39 @@
-//! `sliding-counter`: admits when cur + floor(prev × (W − e)/W) + c ≤ L, where windows are aligned
-//! to the epoch and e is how far the present one has come.
+//! `sliding-counter`: admits a request if cur + floor(prev × (W − e)/W) + c ≤ L, where windows are
+//! aligned to the Unix epoch and e is the elapsed time of the current window.
 //!
-//! Only after a clock has stepped back are a key's windows not aligned: they begin at the step,
-//! with both counts in full, and keep that rhythm until nothing counts any more. Any other rhythm
-//! would let more through.
+//! If the clock steps back, the windows of the key start at the step, with both counts in full, and
+//! keep that offset until nothing counts any more. Aligning them earlier would admit more.
 
-use super::{Count, Kept, Kind, Logs, State, mul_div_ceil, mul_div_rem};
+use super::{Counter, mul_div_ceil, mul_div_rem};
 use crate::quota::Quota;
 
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Counter {
-    /// When the current window began.
-    start: u64,
-    current: u64,
-    previous: u64,
-    /// How far the window has come, as of the last `settle`.
-    elapsed: u64,
+pub(crate) struct SlidingCounter {
+    /// Start of the current window.
+    pub(crate) start: u64,
+    pub(crate) current: u64,
+    pub(crate) previous: u64,
+    /// Elapsed time of the current window, as of the last `advance_to`.
+    pub(crate) elapsed: u64,
 }
 
-impl Counter {
-    /// One that was settled elsewhere, in a script; what is left of the previous window is not
-    /// known.
+impl SlidingCounter {
+    /// Creates a counter that a script has already advanced to the present. The count of the
+    /// previous window is unknown.
     #[cfg(feature = "redis")]
     pub(super) fn in_window(current: u64, elapsed: u64) -> Self {
         Self { start: 0, current, previous: 0, elapsed }
     }
 
-    #[cfg(all(test, feature = "redis"))]
-    pub(super) fn current_and_elapsed(&self) -> (u64, u64) {
-        (self.current, self.elapsed)
-    }
-
-    /// What still counts of the previous window.
+    /// Returns the units of the previous window that still count.
     #[inline]
-    fn carried(&self, window: u64) -> u64 {
+    fn carried_over(&self, window: u64) -> u64 {
         mul_div_rem(self.previous, window - self.elapsed, window).0
     }
 }
 
-/// How far a window must have come until at most `room` of the `previous` units still count.
+/// Returns the elapsed time of a window at which at most `room` of the `previous` units still
+/// count.
 fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
     if previous <= room {
         return 0;
@@ -47,9 +42,9 @@ fn elapsed_until(previous: u64, room: u64, window: u64) -> u64 {
     window - (mul_div_ceil(room + 1, window, previous) - 1)
 }
 
-impl Count for Counter {
+impl Counter for SlidingCounter {
     #[inline]
-    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         let stepped_back = self.start > now;
         if stepped_back {
@@ -69,7 +64,7 @@ impl Count for Counter {
 
     #[inline]
     fn remaining(&self, quota: &Quota) -> u64 {
-        quota.limit().saturating_sub(self.current + self.carried(quota.window_micros()))
+        quota.limit().saturating_sub(self.current + self.carried_over(quota.window_micros()))
     }
 
     #[inline]
@@ -78,7 +73,7 @@ impl Count for Counter {
     }
 
     fn is_overdrawn(&self, quota: &Quota) -> bool {
-        self.current + self.carried(quota.window_micros()) > quota.limit()
+        self.current + self.carried_over(quota.window_micros()) > quota.limit()
     }
 
     #[inline]
@@ -86,7 +81,7 @@ impl Count for Counter {
         let window = quota.window_micros();
         match quota.limit().checked_sub(self.current + cost) {
             Some(room) => elapsed_until(self.previous, room, window) - self.elapsed,
-            // Not before the next window, in which what is current now is the previous.
+            // In the next window, the units of the current one become the previous ones.
             None => {
                 window - self.elapsed + elapsed_until(self.current, quota.limit() - cost, window)
             }
@@ -122,24 +117,5 @@ impl Count for Counter {
     #[inline]
     fn is_empty(&self) -> bool {
         self.current == 0 && self.previous == 0
-    }
-}
-
-impl Kept for Counter {
-    const KIND: Kind = Kind::Counter;
-
-    #[inline]
-    fn load(state: State, _logs: &mut Logs) -> Self {
-        Self { start: state.time(), current: state.units(), previous: state.parts(), elapsed: 0 }
-    }
-
-    #[inline]
-    fn keep(self, quota: &Quota, _before: Option<State>, _logs: &mut Logs) -> State {
-        State::new(Self::KIND, self.start, self.current, self.previous, quota)
-    }
-
-    #[inline]
-    fn copied(&self) -> Option<Self> {
-        Some(*self)
     }
 }

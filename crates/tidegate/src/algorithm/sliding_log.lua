@@ -1,34 +1,37 @@
--- sliding-log as a sorted set, the twin of sliding_log.rs: admits when the units admitted in (now - W, now], plus the cost, are
--- at most L. Exact.
+-- sliding-log as a sorted set, the twin of sliding_log.rs: admits a request if the units admitted
+-- in (now - W, now] plus the cost are at most L. Exact.
 --
--- Redis: one member per request, its score the time in microseconds; for cost 1, ZCOUNT of the window is the count. A member is
--- "<running total of units, this request's among them>:<its cost>". The total makes it unique, keeps requests of one
--- microsecond in order (it always has 16 digits), and makes the units between two members a subtraction: a cost
--- of 10,000 is one member. Members that have left the window are removed some at a time, so no call takes long. The set
--- expires when its newest member leaves the window.
+-- Redis: one member per request, with the time in microseconds as its score. A member is "<running
+-- total of units, including this request>:<cost>". The total makes the member unique, keeps
+-- requests of one microsecond in order (it always has 16 digits), and makes the units between two
+-- members one subtraction, so that a cost of 10,000 is one member. If all costs are 1, ZCOUNT of
+-- the window is the count. Members that have left the window are removed in small batches, so that
+-- no call takes long. The set expires when its newest member leaves the window.
 --   ZRANGE rate_limit:{user123}:per-user 0 -1 WITHSCORES
 --   ->   0000000000000041:1 1700000000000000   0000000000000046:5 1700000000250000
 
-local TOTALS = 9e15 -- running totals are kept modulo this
+local TOTALS = 9e15 -- modulus of the running totals
 -- One write per this many units removes members that have left the window.
 local CLEANUP_INTERVAL = 8
--- A refund in the middle rewrites up to this many members on its shorter side, and removes up to this many.
+-- The maximum numbers of members that a refund rewrites on the shorter side, and removes.
 local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
--- When the clock has stepped back, up to this many members are removed; beyond that all members become one.
+-- The maximum number of members that are removed after the clock stepped back. If there are more,
+-- all members are replaced by one.
 local MAX_COLLAPSED = 2000
 
 local function member(total, cost)
   return string.format('%016.0f:%.0f', total, cost)
 end
 
--- The total before and after a member.
+-- Returns the running total before and after a member.
 local function totals(text)
   local total, cost = string.match(text or '', '^(%d+):(%d+)$')
   total = tonumber(total)
   return total and (total - cost) % TOTALS, total
 end
 
--- The lowest rank from `low` to `high` with which `units` are reached, counted from the total `base`; `high` is known to.
+-- Returns the lowest rank from `low` to `high` at which the total exceeds `base` by `units` or
+-- more. At `high` it must.
 local function rank_reaching(key, low, high, base, units)
   while low < high do
     local middle = floor((low + high) / 2)
@@ -38,16 +41,16 @@ local function rank_reaching(key, low, high, base, units)
   return low
 end
 
--- The score up to which members are out of the window. When the clock has stepped back, those that had left by the last
--- write stay out.
+-- Returns the score up to which members have left the window. If the clock stepped back, members
+-- that had left by the last write do not return.
 local function edge_of(state, quota)
   if state.stepped_back then return whole(state.newest - quota.window) end
-  -- To write a number down costs as much as a small command: once for all logs of this quota.
+  -- Formatting a number costs as much as a small command, so do it once for all logs of this quota.
   quota.edge = quota.edge or whole(now - quota.window)
   return quota.edge
 end
 
--- The clock has stepped back: members of the future become one member at now, and those that had left stay out.
+-- Replaces members of the future by one member at now, after the clock stepped back.
 local function collapse_future(key, state, quota)
   local edge, after = edge_of(state, quota), '(' .. whole(now)
   if call('ZCOUNT', key, '-inf', edge) + call('ZCOUNT', key, after, '+inf') > MAX_COLLAPSED then
@@ -62,9 +65,9 @@ local function collapse_future(key, state, quota)
   state.newest, state.stepped_back = now, false
 end
 
--- Lua creates functions at every call, so these only when they are needed.
+-- Every script call creates all its functions, so the rarely needed ones are created on demand.
 local function make_refund()
-  -- Removes the units of the members from rank `from` on, the first in the window. Nothing else changes.
+  -- Removes units from the first member in the window on, which has the rank `from`.
   local function remove_oldest(key, state, from, removed)
     local base = (state.total - state.units) % TOTALS
     local last = rank_reaching(key, from, from + removed - 1, base, removed)
@@ -73,7 +76,7 @@ local function make_refund()
     local _, total = totals(entry[1])
     local left = (total - base) % TOTALS - removed
     if left > 0 then
-      -- First the new member: a Redis that is out of memory refuses it, but would take the removal.
+      -- Add before removing: a Redis that is out of memory rejects the ZADD but accepts the ZREM.
       call('ZADD', key, entry[2], member(total, left))
       call('ZREM', key, entry[1])
     else
@@ -83,7 +86,8 @@ local function make_refund()
     state.units = state.units - removed
   end
 
-  -- Writes the members of these ranks with totals that are higher by `shift`, except for the first `removed` units.
+  -- Rewrites the members of these ranks with totals increased by `shift`, and drops the first
+  -- `removed` units.
   local function rewrite(key, from, to, shift, removed)
     local entries = call('ZRANGE', key, from, to, 'WITHSCORES')
     local added, old, kept = {}, {}, {}
@@ -118,16 +122,17 @@ local function make_refund()
     local before = (totals(call('ZRANGE', key, from, from)[1]) - base) % TOTALS
     local removed = math.min(cost, state.units - before)
     if from <= first then return remove_oldest(key, state, first, removed) end
-    local last = rank_reaching(key, from, math.min(count - 1, from + removed - 1), base, before + removed)
+    local high = math.min(count - 1, from + removed - 1)
+    local last = rank_reaching(key, from, high, base, before + removed)
     if last - from < MAX_REWRITTEN and count - last <= MAX_REWRITTEN then
       rewrite(key, from, count - 1, -removed, removed)
       state.total = (state.total - removed) % TOTALS
     elseif last - from < MAX_REWRITTEN and from - first <= MAX_REWRITTEN then
-      -- The units to be removed lie behind these members: cut them out first, then make up for their totals.
+      -- Cut the units out, then increase the totals of the older members.
       rewrite(key, from, last, 0, removed)
       rewrite(key, first, from - 1, removed, 0)
     else
-      -- Too many on both sides: older units go instead.
+      -- Too many members on both sides: remove older units instead.
       return remove_oldest(key, state, first, removed)
     end
     state.units = state.units - removed
@@ -140,7 +145,8 @@ algorithms['sliding-log'] = {
   alt_suffix = 'log',
   counts_denied = true,
 
-  -- total: of the newest member; units: those in the window; spent: what save() has to write.
+  -- total: running total of the newest member; units: units in the window; spent: units that save()
+  -- has to write.
   load = function(key, quota)
     local state = {key = key, total = 0, units = 0, newest = 0, spent = 0}
     local newest = read('ZRANGE', key, '-1', '-1', 'WITHSCORES')
@@ -153,7 +159,8 @@ algorithms['sliding-log'] = {
     state.total, state.newest = total, tonumber(newest[2])
     if state.newest + quota.window > now then
       state.stepped_back = state.newest > now
-      state.oldest = call('ZRANGEBYSCORE', key, '(' .. edge_of(state, quota), '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
+      local after = '(' .. edge_of(state, quota)
+      state.oldest = call('ZRANGEBYSCORE', key, after, '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
       state.units = (total - totals(state.oldest[1])) % TOTALS
     end
     return state
@@ -231,8 +238,8 @@ algorithms['sliding-log'] = {
         call('ZREMRANGEBYRANK', key, 0, gone - 1)
       end
     end
-    -- Only denials that count get here with more than the limit. The newest L units say all that matters, so the others can
-    -- go, if not all at once.
+    -- Only counted denials exceed the limit here. Only the newest L units matter, so the others are
+    -- removed in batches.
     if spent > 0 and quota.count_denied and state.units > quota.limit then
       local surplus = state.units - quota.limit
       local base = (state.total - state.units) % TOTALS
@@ -248,6 +255,7 @@ algorithms['sliding-log'] = {
       if rank > 0 then call('ZREMRANGEBYRANK', key, 0, math.min(rank, MAX_REMOVED) - 1) end
       state.units = quota.limit
     end
-    call('PEXPIREAT', key, state.newest == now and quota.expires or expiry(state.newest + quota.window))
+    local expires = state.newest == now and quota.expires or expiry(state.newest + quota.window)
+    call('PEXPIREAT', key, expires)
   end,
 }

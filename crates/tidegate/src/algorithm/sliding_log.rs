@@ -1,34 +1,39 @@
-//! `sliding-log`: admits when the units admitted in (now − W, now], plus the cost, are at most L.
-//! Exact.
+//! `sliding-log`: admits a request if the units admitted in (now − W, now] plus the cost are at
+//! most L. Exact.
 //!
 //! An entry holds its time and the running total of all units up to it. The units between two
-//! entries are then a subtraction and every question a binary search: a cost of 10,000 is one entry
-//! and a few steps.
+//! entries are one subtraction, every query is a binary search, and a cost of 10,000 is one entry.
 
 use std::collections::VecDeque;
 
-use super::{Count, Kept, Kind, State};
+use super::Counter;
 use crate::quota::Quota;
 
 #[derive(Debug, Default)]
-pub(crate) struct Log {
-    /// In the order of time, and of totals.
-    entries: VecDeque<Entry>,
-    /// The running total before the first entry.
+pub(crate) struct SlidingLog {
+    /// Entries in ascending order of time and of totals.
+    entries: VecDeque<LogEntry>,
+    /// Running total before the first entry.
     base: u64,
-    /// Where the window begins in `entries`, as of the last `settle`.
+    /// Index of the first entry in the window, as of the last `advance_to`.
     first: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct LogEntry {
     time: u64,
     total: u64,
 }
 
-impl Log {
-    /// The running total before the window.
-    fn settled_base(&self) -> u64 {
+impl SlidingLog {
+    /// Returns the time of the newest entry, or 0 for an empty log.
+    #[inline]
+    pub(crate) fn newest_time(&self) -> u64 {
+        self.entries.back().map_or(0, |entry| entry.time)
+    }
+
+    /// Returns the running total before the window.
+    fn window_base(&self) -> u64 {
         self.first.checked_sub(1).map_or(self.base, |before| self.entries[before].total)
     }
 
@@ -37,13 +42,13 @@ impl Log {
     }
 
     fn units(&self) -> u64 {
-        self.last_total() - self.settled_base()
+        self.last_total() - self.window_base()
     }
 
-    /// The first entry from `from` on for which this does not hold, as `partition_point` would say.
-    /// It is mostly close: so steps that double, before the halving.
+    /// Returns the partition point of `holds`, searching from `from` on. The result is usually
+    /// close to `from`, so this is a galloping search: steps that double, then a binary search.
     #[inline]
-    fn first_without(&self, from: usize, holds: impl Fn(&Entry) -> bool) -> usize {
+    fn partition_point_from(&self, from: usize, holds: impl Fn(&LogEntry) -> bool) -> usize {
         let (mut start, mut step) = (from, 1);
         while self.entries.get(start + step - 1).is_some_and(&holds) {
             start += step;
@@ -61,9 +66,9 @@ impl Log {
         start
     }
 
-    /// Drops what has left the window; what lies in the future becomes one entry at `now`.
-    fn write_down(&mut self, now: u64) {
-        self.base = self.settled_base();
+    /// Drops entries that have left the window, and merges entries of the future into one at `now`.
+    fn normalize(&mut self, now: u64) {
+        self.base = self.window_base();
         self.entries.drain(..self.first);
         self.first = 0;
         if self.entries.back().is_some_and(|entry| entry.time > now) {
@@ -77,28 +82,28 @@ impl Log {
     fn push(&mut self, time: u64, total: u64) {
         match self.entries.back_mut() {
             Some(last) if last.time == time => last.total = total,
-            _ => self.entries.push_back(Entry { time, total }),
+            _ => self.entries.push_back(LogEntry { time, total }),
         }
     }
 
-    /// How long until the oldest `units` have left the window.
+    /// Returns the time until the oldest `units` have left the window.
     fn wait_until_gone(&self, quota: &Quota, now: u64, units: u64) -> u64 {
         if units > self.units() {
             return quota.window_micros();
         }
-        let target = self.settled_base() + units;
-        let last_to_leave = self.first_without(self.first, |entry| entry.total < target);
+        let target = self.window_base() + units;
+        let last_to_leave = self.partition_point_from(self.first, |entry| entry.total < target);
         self.entries[last_to_leave].time.min(now) + quota.window_micros() - now
     }
 
-    /// Removes up to `cost` units from the first entry on that is not older than `since`.
+    /// Removes up to `cost` units, starting at the first entry that is not older than `since`.
     fn remove(&mut self, since: u64, cost: u64) {
         let start = self.entries.partition_point(|entry| entry.time < since);
         let before = start.checked_sub(1).map_or(self.base, |at| self.entries[at].total);
         let removed = cost.min(self.last_total() - before);
         let end = self.entries.partition_point(|entry| entry.total <= before + removed);
         self.entries.drain(start..end);
-        // The totals on one side have to follow: on the shorter one.
+        // Adjust the running totals on the shorter side of the gap.
         if start < self.entries.len() - start {
             self.base += removed;
             self.entries.range_mut(..start).for_each(|entry| entry.total += removed);
@@ -107,7 +112,7 @@ impl Log {
         }
     }
 
-    /// The memory follows what is in the window, not what once was.
+    /// Releases memory that the entries in the window no longer need.
     fn shrink(&mut self) {
         let len = self.entries.len();
         if self.entries.capacity() > 4 * len.max(4) {
@@ -116,11 +121,11 @@ impl Log {
     }
 }
 
-impl Count for Log {
-    fn settle(&mut self, quota: &Quota, now: u64) -> bool {
+impl Counter for SlidingLog {
+    fn advance_to(&mut self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
-        let gone = |entry: &Entry| entry.time + window <= now;
-        self.first = self.first_without(0, gone);
+        let has_left = |entry: &LogEntry| entry.time + window <= now;
+        self.first = self.partition_point_from(0, has_left);
         self.entries.back().is_some_and(|entry| entry.time > now)
     }
 
@@ -136,7 +141,7 @@ impl Count for Log {
         self.wait_until_gone(quota, now, (self.units() + cost).saturating_sub(quota.limit()))
     }
 
-    /// If this denial counts as well, its own units are the newest, and have to leave last.
+    /// A denial that counts adds its own units, which are the newest and leave last.
     fn retry_after(&self, quota: &Quota, now: u64, cost: u64) -> u64 {
         let counted = if quota.count_denied() { cost } else { 0 };
         self.wait_until_gone(quota, now, self.units() + counted + cost - quota.limit())
@@ -153,11 +158,10 @@ impl Count for Log {
     }
 
     fn spend(&mut self, quota: &Quota, now: u64, cost: u64) {
-        self.write_down(now);
+        self.normalize(now);
         if cost > 0 {
             self.push(now, self.last_total() + cost);
-            // Only denials that count get here with more than the limit. The newest L units say all
-            // that matters.
+            // Only counted denials exceed the limit here, and only the newest L units matter.
             if quota.count_denied() && self.units() > quota.limit() {
                 self.base = self.last_total() - quota.limit();
                 let base = self.base;
@@ -169,7 +173,7 @@ impl Count for Log {
     }
 
     fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
-        self.write_down(now);
+        self.normalize(now);
         if charged_at == 0 || charged_at + quota.window_micros() > now {
             self.remove(charged_at, cost);
         }
@@ -181,109 +185,22 @@ impl Count for Log {
     }
 }
 
-impl Kept for Log {
-    const KIND: Kind = Kind::Log;
-
-    fn load(state: State, logs: &mut Logs) -> Self {
-        logs.take(place(state))
-    }
-
-    #[inline]
-    fn keep(self, quota: &Quota, before: Option<State>, logs: &mut Logs) -> State {
-        let newest = self.entries.back().map_or(0, |entry| entry.time);
-        let place = before.map_or_else(|| logs.place(), place);
-        logs.put(place, self);
-        State::new(Self::KIND, newest, u64::from(place), 0, quota)
-    }
-
-    fn put_back(self, state: State, logs: &mut Logs) {
-        logs.put(place(state), self);
-    }
-}
-
-/// Where the log of this state stands.
-fn place(state: State) -> u32 {
-    u32::try_from(state.units()).unwrap_or(u32::MAX)
-}
-
-/// The logs of many keys, each in a place of its own. Nothing is allocated while there is none.
-#[derive(Debug, Default)]
-pub(crate) struct Logs(Option<Box<Places>>);
-
-#[derive(Debug, Default)]
-struct Places {
-    logs: Vec<Log>,
-    free: Vec<u32>,
-}
-
-impl Logs {
-    /// The key of this state is forgotten.
-    pub(crate) fn forget(&mut self, state: State) {
-        if state.is_of(Kind::Log)
-            && let Some(places) = &mut self.0
-        {
-            places.logs[place(state) as usize] = Log::default();
-            places.free.push(place(state));
-            if places.free.len() == places.logs.len() {
-                self.0 = None;
-            }
-        }
-    }
-
-    /// Whether most places stand empty, so that it is worth the trouble to [move](Self::moved) the
-    /// others together.
-    pub(crate) fn is_sparse(&self) -> bool {
-        self.0.as_ref().is_some_and(|places| places.free.len() > places.logs.len() / 2 + 8)
-    }
-
-    /// Moves the log of this state to another set of logs, and tells the state from then on.
-    pub(crate) fn moved(&mut self, state: State, to: &mut Logs) -> State {
-        if !state.is_of(Kind::Log) {
-            return state;
-        }
-        let place = to.place();
-        to.put(place, self.take(self::place(state)));
-        state.with_units(u64::from(place))
-    }
-
-    fn place(&mut self) -> u32 {
-        let places = self.0.get_or_insert_default();
-        places.free.pop().unwrap_or_else(|| {
-            places.logs.push(Log::default());
-            // No shard has room for so many.
-            u32::try_from(places.logs.len() - 1).unwrap_or(u32::MAX)
-        })
-    }
-
-    fn take(&mut self, place: u32) -> Log {
-        self.0
-            .as_mut()
-            .map_or_else(Log::default, |places| std::mem::take(&mut places.logs[place as usize]))
-    }
-
-    fn put(&mut self, place: u32, log: Log) {
-        if let Some(places) = &mut self.0 {
-            places.logs[place as usize] = log;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_search_by_doubling_steps_finds_what_a_partition_point_is() {
+    fn galloping_search_finds_the_partition_point() {
         for len in 0..70_u64 {
-            let log = Log {
-                entries: (0..len).map(|time| Entry { time, total: time }).collect(),
-                ..Log::default()
+            let log = SlidingLog {
+                entries: (0..len).map(|time| LogEntry { time, total: time }).collect(),
+                ..SlidingLog::default()
             };
             for bound in 0..=len + 1 {
-                let holds = |entry: &Entry| entry.time < bound;
+                let holds = |entry: &LogEntry| entry.time < bound;
                 for from in 0..=log.entries.partition_point(holds) {
                     assert_eq!(
-                        log.first_without(from, holds),
+                        log.partition_point_from(from, holds),
                         log.entries.partition_point(holds),
                         "{len} {bound} {from}"
                     );

@@ -1,4 +1,4 @@
-//! What is wrong with a configuration, where, and what would be right.
+//! [`Document`]: a configuration text, and [`ConfigError`]: an error with its position.
 
 use std::fmt;
 
@@ -8,57 +8,74 @@ use serde::de::{
 use serde_saphyr::{Location, Options, Spanned};
 
 use super::message::{self, with_suggestion};
-use super::secrets::{self, is_name, is_of_name, may_be_secret, without_quoted, without_userinfo};
+use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
 
-/// A text that errors can point into.
+/// A configuration text that errors refer to.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use tidegate::config::Document;
+///
+/// let document = Document::new("limits.yaml", "attributes: 7\n");
+/// let error = document.parse::<BTreeMap<String, Vec<String>>>().unwrap_err();
+/// assert_eq!(error.position(), Some((1, 13)));
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Document<'a> {
     name: &'a str,
     text: &'a str,
+    redaction: &'a Redaction,
 }
 
-/// One error, with the line that it is about.
+/// An error in a configuration, with the offending line.
 #[derive(Debug, Clone)]
 pub struct ConfigError {
     file: String,
-    place: Option<Place>,
+    position: Option<SourceLine>,
     message: String,
 }
 
 #[derive(Debug, Clone)]
-struct Place {
+struct SourceLine {
     line: usize,
     column: usize,
-    /// As it may be shown.
-    source: String,
+    /// Text of the line, with secrets masked.
+    text: String,
 }
 
 impl<'a> Document<'a> {
-    /// `name` is what errors call it.
+    /// Creates a document. `name` is the file name in error messages.
     #[must_use]
     pub fn new(name: &'a str, text: &'a str) -> Self {
-        Self { name, text }
+        Self { name, text, redaction: &Redaction::DEFAULT }
     }
 
-    /// What it says. Nothing at all is no configuration: a file that is being written is empty at
+    /// Sets the names that error messages may show; see [`Redaction`].
+    #[must_use]
+    pub fn with_redaction(mut self, redaction: &'a Redaction) -> Self {
+        self.redaction = redaction;
+        self
+    }
+
+    /// Parses the text. An empty text is an error, because a file that is being written is empty at
     /// first.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
-        let nothing = self
+        let is_blank = self
             .text
             .lines()
             .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'));
-        if nothing || self.read::<Content>().is_ok_and(|content| content == Content::Nothing) {
-            return Err(
-                self.plain("is empty, which is no configuration: `tidegate config sample` prints one to start from")
-            );
+        if is_blank || self.read::<Content>().is_ok_and(|content| content == Content::Empty) {
+            return Err(self.error("is empty: `tidegate config sample` prints an example"));
         }
         self.read().map_err(|error| {
-            let places = error
+            let locations = error
                 .locations()
-                .map(|places| [places.reference_location, places.defined_location]);
-            let secret =
-                places.is_none_or(|places| places.into_iter().any(|place| self.is_secret(place)));
-            self.error(error.location(), &message::of(error.without_snippet(), secret))
+                .map(|locations| [locations.reference_location, locations.defined_location]);
+            let is_secret = locations.is_none_or(|locations| {
+                locations.into_iter().any(|location| self.is_secret(location))
+            });
+            let message = message::describe(error.without_snippet(), is_secret, self.redaction);
+            self.error_at_location(error.location(), &message)
         })
     }
 
@@ -68,70 +85,72 @@ impl<'a> Document<'a> {
         serde_saphyr::from_str_with_options(self.text, options)
     }
 
-    /// An error about this value.
+    /// Returns an error about this value.
     #[must_use]
-    pub fn at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
-        let secret = self.is_secret(value.referenced) || self.is_secret(value.defined);
-        let message = if secret { without_quoted(message) } else { message.to_owned() };
-        self.error(Some(value.referenced), &message)
+    pub fn error_at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
+        let is_secret = self.is_secret(value.referenced) || self.is_secret(value.defined);
+        let message = if is_secret { without_quoted(message) } else { message.to_owned() };
+        self.error_at_location(Some(value.referenced), &message)
     }
 
-    /// An error about a name that is none of those allowed.
+    /// Returns an error about an unknown name, with a suggestion if the message lists similar ones.
     #[must_use]
-    pub fn at_name(&self, value: &Spanned<String>, message: &str) -> ConfigError {
-        self.at(value, &with_suggestion(message))
+    pub fn unknown_name_at(&self, value: &Spanned<String>, message: &str) -> ConfigError {
+        self.error_at(value, &with_suggestion(message))
     }
 
-    /// An error about the whole.
+    /// Returns an error about the whole document.
     #[must_use]
-    pub fn plain(&self, message: &str) -> ConfigError {
-        self.error(None, message)
+    pub fn error(&self, message: &str) -> ConfigError {
+        self.error_at_location(None, message)
     }
 
     fn is_secret(&self, location: Location) -> bool {
         let line = usize::try_from(location.line()).unwrap_or_default();
-        line.checked_sub(1).is_none_or(|line| may_be_secret(self.text, line))
+        line.checked_sub(1).is_none_or(|line| self.redaction.may_be_secret(self.text, line))
     }
 
-    fn error(&self, location: Option<Location>, message: &str) -> ConfigError {
-        let place = location.and_then(|location| {
+    fn error_at_location(&self, location: Option<Location>, message: &str) -> ConfigError {
+        let position = location.and_then(|location| {
             let line = usize::try_from(location.line()).ok()?;
             let column = usize::try_from(location.column()).ok()?;
-            secrets::lines(self.text).nth(line.checked_sub(1)?)?;
-            Some(Place { line, column, source: secrets::shown(self.text, line - 1) })
+            redaction::lines(self.text).nth(line.checked_sub(1)?)?;
+            let text = self.redaction.redacted_line(self.text, line - 1);
+            Some(SourceLine { line, column, text })
         });
-        let field = place
+        let field = position
             .as_ref()
-            .and_then(|place| self.field_before(place))
+            .and_then(|position| self.field_before(position))
             .filter(|field| !message.contains(field));
         let message = without_userinfo(
             &field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}")),
         );
-        ConfigError { file: self.name.to_owned(), place, message }
+        ConfigError { file: self.name.to_owned(), position, message }
     }
 
-    /// The name of the field whose value stands there.
-    fn field_before(&self, place: &Place) -> Option<&'a str> {
-        let line = secrets::lines(self.text).nth(place.line - 1)?;
-        let (start, _) = line.char_indices().nth(place.column.checked_sub(1)?)?;
+    /// Returns the name of the field whose value is at this position.
+    fn field_before(&self, position: &SourceLine) -> Option<&'a str> {
+        let line = redaction::lines(self.text).nth(position.line - 1)?;
+        let (start, _) = line.char_indices().nth(position.column.checked_sub(1)?)?;
         let before = line[..start].trim_end().strip_suffix(':')?;
-        let field = before.rsplit(|character| !is_of_name(character)).next()?;
-        let shown = is_name(field) || !may_be_secret(self.text, place.line - 1);
-        (shown && !field.is_empty()).then_some(field)
+        let field = before.rsplit(|character| !is_name_char(character)).next()?;
+        let is_shown = self.redaction.is_known_name(field)
+            || !self.redaction.may_be_secret(self.text, position.line - 1);
+        (is_shown && !field.is_empty()).then_some(field)
     }
 }
 
-/// Whether a document says anything.
+/// Whether a document has any content.
 #[derive(PartialEq)]
 enum Content {
-    Nothing,
-    Something,
+    Empty,
+    Present,
 }
 
 impl<'de> Deserialize<'de> for Content {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Look;
-        impl<'de> Visitor<'de> for Look {
+        struct ContentVisitor;
+        impl<'de> Visitor<'de> for ContentVisitor {
             type Value = Content;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -139,57 +158,57 @@ impl<'de> Deserialize<'de> for Content {
             }
 
             fn visit_unit<E: de::Error>(self) -> Result<Content, E> {
-                Ok(Content::Nothing)
+                Ok(Content::Empty)
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Content, A::Error> {
-                let mut content = Content::Nothing;
+                let mut content = Content::Empty;
                 while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-                    content = Content::Something;
+                    content = Content::Present;
                 }
                 Ok(content)
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Content, A::Error> {
                 while list.next_element::<IgnoredAny>()?.is_some() {}
-                Ok(Content::Something)
+                Ok(Content::Present)
             }
         }
-        deserializer.deserialize_any(Look)
+        deserializer.deserialize_any(ContentVisitor)
     }
 }
 
 impl ConfigError {
-    /// A file that is not there, or not to be read.
+    /// Creates the error for a file that is missing or cannot be read.
     #[must_use]
     pub fn unreadable(file: &str, reason: &str) -> Self {
-        Self { file: file.to_owned(), place: None, message: format!("cannot be read: {reason}") }
+        Self { file: file.to_owned(), position: None, message: format!("cannot be read: {reason}") }
     }
 
-    /// In one line, for logs.
+    /// Returns the error in one line, for logs.
     #[must_use]
     pub fn line(&self) -> String {
-        match &self.place {
-            Some(place) => {
-                format!("{}:{}:{}: {}", self.file, place.line, place.column, self.message)
+        match &self.position {
+            Some(position) => {
+                format!("{}:{}:{}: {}", self.file, position.line, position.column, self.message)
             }
             None => format!("{}: {}", self.file, self.message),
         }
     }
 
-    /// What it calls the file.
+    /// Returns the file name.
     #[must_use]
     pub fn file(&self) -> &str {
         &self.file
     }
 
-    /// Line and column, from 1, if it is about a part of the file.
+    /// Returns the line and column, from 1, unless the error is about the whole file.
     #[must_use]
     pub fn position(&self) -> Option<(usize, usize)> {
-        self.place.as_ref().map(|place| (place.line, place.column))
+        self.position.as_ref().map(|position| (position.line, position.column))
     }
 
-    /// What is wrong.
+    /// Returns the message.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message
@@ -199,13 +218,13 @@ impl ConfigError {
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.line())?;
-        if let Some(place) = &self.place {
-            let number = place.line.to_string();
+        if let Some(SourceLine { line, column, text }) = &self.position {
+            let number = line.to_string();
             let margin = " ".repeat(number.len());
-            // Where a line is masked, it may be shorter than it was.
-            let column = place.column.min(place.source.chars().count().max(1));
+            // A masked line may be shorter than the original.
+            let column = (*column).min(text.chars().count().max(1));
             let indent = " ".repeat(column.saturating_sub(1));
-            write!(f, "\n{margin} |\n{number} | {}\n{margin} | {indent}^", place.source)?;
+            write!(f, "\n{margin} |\n{number} | {text}\n{margin} | {indent}^")?;
         }
         Ok(())
     }

@@ -1,9 +1,9 @@
-//! Durations as people write and read them: `500ms`, `60s`, `5m`, `1h30m`, `30d`.
+//! Human-readable durations: `500ms`, `60s`, `5m`, `1h30m`, `30d`.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
-/// Each unit in microseconds, the largest first.
+/// The units in microseconds, the largest first.
 const UNITS: [(&str, u64); 6] = [
     ("d", 86_400_000_000),
     ("h", 3_600_000_000),
@@ -13,22 +13,30 @@ const UNITS: [(&str, u64); 6] = [
     ("us", 1),
 ];
 
-/// Reads one or more numbers with their units.
+/// Parses a duration of one or more numbers with units.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::config::duration;
+///
+/// assert_eq!(duration::parse("1h30m"), Ok(Duration::from_secs(5_400)));
+/// assert!(duration::parse("60").is_err());
+/// ```
 pub fn parse(text: &str) -> Result<Duration, String> {
-    let wrong =
+    let error =
         || format!("{text:?} is not a duration: write it like 500ms, 60s, 5m, 1h30m or 30d");
     let mut rest = text.trim();
     let mut micros = 0_u64;
     if rest.is_empty() {
-        return Err(wrong());
+        return Err(error());
     }
     while !rest.is_empty() {
         let digits = rest.find(|character: char| !character.is_ascii_digit()).unwrap_or(rest.len());
         let unit = rest[digits..].find(|character: char| !character.is_ascii_alphabetic());
         let unit_end = unit.map_or(rest.len(), |length| digits + length);
-        let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
+        let number: u64 = rest[..digits].parse().map_err(|_| error())?;
         let (_, size) =
-            UNITS.iter().find(|(name, _)| *name == &rest[digits..unit_end]).ok_or_else(wrong)?;
+            UNITS.iter().find(|(name, _)| *name == &rest[digits..unit_end]).ok_or_else(error)?;
         let sum = number.checked_mul(*size).and_then(|part| micros.checked_add(part));
         micros = sum.ok_or_else(|| format!("{text:?} is too long"))?;
         rest = rest[unit_end..].trim_start();
@@ -36,10 +44,17 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_micros(micros))
 }
 
-/// The two largest units, rounded up: who waits this long gets in.
+/// Formats a duration with its two largest units, rounded up, so that a wait is never too short.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::config::duration;
+///
+/// assert_eq!(duration::readable(Duration::from_millis(61_001)), "1m2s");
+/// ```
 #[must_use]
 pub fn readable(duration: Duration) -> String {
-    let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
+    let micros = crate::clock::micros(duration);
     let Some(largest) = UNITS.iter().position(|(_, size)| micros >= *size) else {
         return "0s".to_owned();
     };
@@ -82,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_readable_and_never_too_short() {
+    fn durations_are_rounded_up() {
         for (micros, text) in [
             (0, "0s"),
             (1, "1us"),
@@ -102,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_is_never_less_than_what_was_written() {
+    fn readable_durations_are_never_shortened() {
         for shift in 0..63 {
             for odd in [0, 1, 12_345] {
                 let duration =

@@ -1,36 +1,43 @@
-//! What is wrong with a document, in the words of who writes one.
+//! Parser errors in words for the author of a configuration.
 
 use serde_saphyr::Error;
 
-use super::secrets::{MASK, is_name, without_quoted};
+use super::redaction::{MASK, Redaction, without_quoted};
 
-/// The text of an error; without anything that the document says, if it may be a secret.
-pub(super) fn of(error: &Error, secret: bool) -> String {
+/// Returns the text of an error. If the value may be a secret, the text does not quote it.
+pub(super) fn describe(error: &Error, is_secret: bool, redaction: &Redaction) -> String {
     match error {
-        Error::AliasError { error, .. } => of(error, secret),
-        Error::SerdeUnknownField { field, expected, .. } => unknown(field, expected, secret),
-        Error::DuplicateMappingKey { key, .. } => match key.as_deref().filter(|key| !secret || is_name(key)) {
-            Some(key) => format!("the field `{key}` is there twice: take one of them out"),
-            None => "this field is there twice: take one of them out".to_owned(),
-        },
-        Error::MultipleDocuments { .. } => {
-            "a second document begins here: a configuration is one document only, without --- in between".to_owned()
+        Error::AliasError { error, .. } => describe(error, is_secret, redaction),
+        Error::SerdeUnknownField { field, expected, .. } => {
+            let is_shown = !is_secret || redaction.is_known_name(field);
+            unknown_field(field, expected, is_shown)
         }
-        Error::Eof { .. } => "ends too early".to_owned(),
-        Error::Unexpected { expected, .. } => format!("must be {}", kind(expected)),
-        Error::InvalidScalar { ty, .. } => format!("must be {}", kind(ty)),
-        Error::InvalidBooleanStrict { .. } => format!("must be {}", kind("boolean")),
-        Error::NullIntoString { .. } => "has no value: write one, or take the field out".to_owned(),
+        Error::DuplicateMappingKey { key, .. } => {
+            match key.as_deref().filter(|key| !is_secret || redaction.is_known_name(key)) {
+                Some(key) => format!("the field `{key}` is there twice: remove one of them"),
+                None => "this field is there twice: remove one of them".to_owned(),
+            }
+        }
+        Error::MultipleDocuments { .. } => {
+            "a second document starts here: a configuration is one document, without ---".to_owned()
+        }
+        Error::Eof { .. } => "ends unexpectedly".to_owned(),
+        Error::Unexpected { expected, .. } => format!("must be {}", kind_name(expected)),
+        Error::InvalidScalar { ty, .. } => format!("must be {}", kind_name(ty)),
+        Error::InvalidBooleanStrict { .. } => format!("must be {}", kind_name("boolean")),
+        Error::NullIntoString { .. } => "has no value: add one, or remove the field".to_owned(),
         Error::SerdeMissingField { field, .. } => format!("missing field `{field}`"),
-        // What it is, never what it says: that may have come from elsewhere, by an alias.
+        // Name the type, never the value: an alias may refer to a secret elsewhere.
         Error::SerdeInvalidType { unexpected, expected, .. }
         | Error::SerdeInvalidValue { unexpected, expected, .. } => {
             let found = unexpected.split(['"', '`']).next().unwrap_or_default().trim();
             let found = if found == "unit value" { "nothing" } else { found };
-            format!("must be {}, not {found}", kind(expected))
+            format!("must be {}, not {found}", kind_name(expected))
         }
-        Error::Message { msg, .. } | Error::ExternalMessage { msg, .. } if secret => without_quoted(msg),
-        _ if secret => "this is not as it must be".to_owned(),
+        Error::Message { msg, .. } | Error::ExternalMessage { msg, .. } if is_secret => {
+            without_quoted(msg)
+        }
+        _ if is_secret => "has an invalid value".to_owned(),
         _ => {
             let text = error.to_string();
             text.split(" at line ").next().unwrap_or(&text).trim().to_owned()
@@ -38,15 +45,15 @@ pub(super) fn of(error: &Error, secret: bool) -> String {
     }
 }
 
-fn unknown(field: &str, expected: &[&str], secret: bool) -> String {
+fn unknown_field(field: &str, expected: &[&str], is_shown: bool) -> String {
     let allowed = expected.join(", ");
-    if secret && !is_name(field) {
+    if !is_shown {
         return format!("unknown field {MASK}, expected one of {allowed}");
     }
     with_suggestion(&format!("unknown field `{field}`, expected one of {allowed}"))
 }
 
-fn kind(name: &str) -> &str {
+fn kind_name(name: &str) -> &str {
     match name {
         "mapping start" | "map" => "fields, each as `name: value`",
         "sequence start" | "seq" => "a list",
@@ -59,16 +66,15 @@ fn kind(name: &str) -> &str {
     }
 }
 
-/// Adds the nearest of the names that the message says would be right.
+/// Adds the most similar of the allowed names that the message lists.
 pub(super) fn with_suggestion(message: &str) -> String {
-    // "unknown field `limt`, expected one of name, limit", "unknown mode "shadwo": it must be one
-    // of enforce, shadow"
+    // For example: unknown field `limt`, expected one of name, limit
     let Some((before, list)) = message.split_once("one of ") else { return message.to_owned() };
-    let wrong = before.split(['`', '"']).nth(1).unwrap_or_default();
+    let unknown = before.split(['`', '"']).nth(1).unwrap_or_default();
     let names = list.split(", ").map(|name| name.trim_matches('`'));
-    let nearest = names.map(|name| (strsim::damerau_levenshtein(wrong, name), name)).min();
+    let nearest = names.map(|name| (strsim::damerau_levenshtein(unknown, name), name)).min();
     match nearest {
-        Some((distance, name)) if distance > 0 && distance <= 1 + wrong.chars().count() / 3 => {
+        Some((distance, name)) if distance > 0 && distance <= 1 + unknown.chars().count() / 3 => {
             format!("{message} (did you mean `{name}`?)")
         }
         _ => message.to_owned(),

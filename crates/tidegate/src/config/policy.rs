@@ -1,9 +1,8 @@
-//! A policy as it is written in a configuration, and what it means.
+//! [`RawPolicy`]: a policy as written in a configuration, and its validation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
-use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
@@ -11,37 +10,37 @@ use serde_saphyr::Spanned;
 
 use super::document::{ConfigError, Document};
 use super::duration;
-use super::number::Whole;
+use super::number::Bounded;
 use crate::algorithm::{Algorithm, Encoding};
-use crate::named::UnknownName;
+use crate::enum_names::UnknownName;
 use crate::policy::{
     AttributeNames, Cost, KeySource, MissingKey, Mode, OnStoreFailure, Policy, PolicyError,
 };
 use crate::quota::{Quota, QuotaError};
 
 /// A limit, a burst or a cost.
-type Units = Whole<1, { Quota::MAX_LIMIT }>;
+type Units = Bounded<1, { Quota::MAX_LIMIT }>;
 
-/// A named limit, as it is written.
+/// A named limit.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "Policy")]
 pub struct RawPolicy {
-    /// Its name in answers, metrics and Redis keys.
+    /// Name in responses, metrics and Redis keys.
     #[schemars(with = "String")]
     pub(super) name: Spanned<String>,
     /// Attributes that must match: ip, method, path, host, header.NAME, query.NAME, cookie.NAME,
-    /// domain, descriptor.KEY, or one declared in `attributes`. Each has a value or a list of some;
-    /// `*` stands for anything but a slash, `**` for anything.
+    /// domain, descriptor.KEY, or one declared in `attributes`. Each has a pattern or a list of
+    /// patterns; `*` matches anything except a slash, `**` matches anything.
     #[serde(default, rename = "match")]
     #[schemars(with = "BTreeMap<String, OneOrMany>")]
     matches: Conditions,
-    /// The attributes whose values are counted separately, named as in `match`. None: all requests
-    /// together.
-    #[serde(default, deserialize_with = "written")]
+    /// Attributes whose values are counted separately, named as in `match`. Without a key, all
+    /// requests are counted together.
+    #[serde(default, deserialize_with = "present")]
     #[schemars(with = "OneOrMany")]
     key: Option<Spanned<KeyNames>>,
-    /// What to do with a request that lacks the key: skip (default) or deny.
+    /// Treatment of a request without the key: skip (default) or deny.
     #[schemars(with = "Option<MissingKey>")]
     missing_key: Option<Spanned<String>>,
     /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
@@ -50,25 +49,25 @@ pub struct RawPolicy {
     /// For sliding-log: sorted-set (default) or packed.
     #[schemars(with = "Option<Encoding>")]
     encoding: Option<Spanned<String>>,
-    /// For sliding-log: denied requests count as well.
+    /// For sliding-log: whether denied requests count too.
     #[schemars(with = "Option<bool>")]
     count_denied: Option<Spanned<bool>>,
     /// Units per window.
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
-    /// Such as 500ms, 60s, 5m, 1h, 30d.
+    /// Duration such as 500ms, 60s, 5m, 1h, 30d.
     #[schemars(with = "String")]
     window: Spanned<String>,
-    /// What a bucket holds; the limit by default.
+    /// Capacity of a bucket; the limit by default.
     #[schemars(with = "Option<Units>")]
     burst: Option<Spanned<Units>>,
-    /// Units that a request takes: a number, or from an attribute.
+    /// Units that a request costs: a number, or the value of an attribute.
     #[schemars(with = "Option<RawCost>")]
     cost: Option<Spanned<RawCost>>,
-    /// enforce (default), or shadow: decide and count, but let through.
+    /// enforce (default), or shadow: decides and counts, but never denies.
     #[schemars(with = "Option<Mode>")]
     mode: Option<Spanned<String>>,
-    /// While the store cannot decide: local (default), allow or deny.
+    /// Decision while the store is unavailable: local (default), allow or deny.
     #[schemars(with = "Option<OnStoreFailure>")]
     on_store_failure: Option<Spanned<String>>,
     /// Other limits for some keys.
@@ -85,95 +84,99 @@ impl RawPolicy {
     ) -> Result<Policy, ConfigError> {
         let raw = self;
         let algorithm = match &raw.algorithm {
-            Some(name) => named(document, name)?,
+            Some(name) => parse_name(document, name)?,
             None => Algorithm::SlidingLog,
         };
-        let window = window_of(document, &raw.window)?;
         let name = &raw.name;
-        let quota = |limit: &Spanned<Units>,
-                     window: (Duration, &Spanned<String>),
-                     burst: Option<&Spanned<Units>>| {
-            let mut quota = Quota::new(algorithm, limit.value.get(), window.0).map_err(
-                |error| match error {
-                    QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
-                        document.at(window.1, &error.to_string())
-                    }
-                    _ => document.at(limit, &error.to_string()),
-                },
-            )?;
-            if let Some(encoding) = &raw.encoding {
-                let kind = named(document, encoding)?;
-                quota = quota
-                    .with_encoding(kind)
-                    .map_err(|error| document.at(encoding, &error.to_string()))?;
-            }
-            if let Some(count_denied) = &raw.count_denied {
-                let counted = quota.with_count_denied(count_denied.value);
-                quota = counted.map_err(|error| document.at(count_denied, &error.to_string()))?;
-            }
-            if let Some(burst) = burst {
-                quota = quota
-                    .with_burst(burst.value.get())
-                    .map_err(|error| document.at(burst, &error.to_string()))?;
-            }
-            Ok::<Quota, ConfigError>(quota)
-        };
-        let window = (window, &raw.window);
-        let mut policy = Policy::new(&name.value, quota(&raw.limit, window, raw.burst.as_ref())?)
-            .map_err(|error| document.at(name, &error.to_string()))?;
+        let quota = raw.quota(document, algorithm, &raw.limit, &raw.window, raw.burst.as_ref())?;
+        let mut policy = Policy::new(&name.value, quota)
+            .map_err(|error| document.error_at(name, &error.to_string()))?;
         policy.set_attribute_names(attributes.clone());
         let mut matched = BTreeSet::new();
         for (written, patterns) in &raw.matches.0 {
             let attribute = attribute_name(document, attributes, "match", written)?;
             if !matched.insert(attribute.clone()) {
-                let twice = format!(
-                    "{attribute} is there twice, in other letters: a header's name is alike in either case"
-                );
-                return Err(document.at(patterns, &twice));
+                let twice =
+                    format!("{attribute} is there twice: header names are case-insensitive");
+                return Err(document.error_at(patterns, &twice));
             }
             policy
                 .add_match(&attribute, patterns.value.texts())
-                .map_err(wrong_at(document, patterns))?;
+                .map_err(error_at(document, patterns))?;
         }
         if let Some(key) = &raw.key {
             let names = key.value.names(key).into_iter();
             let names = names.map(|name| attribute_name(document, attributes, "key", &name));
             let names = names.collect::<Result<Vec<_>, _>>()?;
-            policy.set_key(&names).map_err(wrong_at(document, key))?;
+            policy.set_key(&names).map_err(error_at(document, key))?;
         }
         if let Some(missing) = &raw.missing_key {
-            policy.set_missing_key(named(document, missing)?);
+            policy.set_missing_key(parse_name(document, missing)?);
         }
         if let Some(mode) = &raw.mode {
-            policy.set_mode(named(document, mode)?);
+            policy.set_mode(parse_name(document, mode)?);
         }
         if let Some(failure) = &raw.on_store_failure {
-            policy.set_on_store_failure(named(document, failure)?);
+            policy.set_on_store_failure(parse_name(document, failure)?);
         }
         for entry in &raw.overrides {
-            let window = match &entry.window {
-                Some(text) => (window_of(document, text)?, text),
-                None => window,
-            };
+            let window = entry.window.as_ref().unwrap_or(&raw.window);
             let burst = entry.burst.as_ref().or(raw.burst.as_ref());
             let values = entry.key.value.texts();
-            check_parts(values.len(), &policy).map_err(|error| document.at(&entry.key, &error))?;
-            let quota = quota(&entry.limit, window, burst)?;
-            policy.add_override(values, quota).map_err(wrong_at(document, &entry.key))?;
+            check_override_key(values.len(), &policy)
+                .map_err(|error| document.error_at(&entry.key, &error))?;
+            let quota = raw.quota(document, algorithm, &entry.limit, window, burst)?;
+            policy.add_override(values, quota).map_err(error_at(document, &entry.key))?;
         }
         match &raw.cost {
-            None => policy.set_cost(Cost::Fixed(1)).map_err(wrong_at(document, name))?,
+            None => policy.set_cost(Cost::Fixed(1)).map_err(error_at(document, name))?,
             Some(cost) => {
-                let units = cost.value.of(document, attributes, &policy)?;
-                policy.set_cost(units).map_err(wrong_at(document, cost))?;
+                let units = cost.value.to_cost(document, attributes, &policy)?;
+                policy.set_cost(units).map_err(error_at(document, cost))?;
             }
         }
         Ok(policy)
     }
+
+    /// Builds a quota with the encoding and `count_denied` of this policy.
+    fn quota(
+        &self,
+        document: &Document<'_>,
+        algorithm: Algorithm,
+        limit: &Spanned<Units>,
+        window: &Spanned<String>,
+        burst: Option<&Spanned<Units>>,
+    ) -> Result<Quota, ConfigError> {
+        let duration =
+            duration::parse(&window.value).map_err(|error| document.error_at(window, &error))?;
+        let mut quota =
+            Quota::new(algorithm, limit.value.get(), duration).map_err(|error| match error {
+                QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
+                    document.error_at(window, &error.to_string())
+                }
+                _ => document.error_at(limit, &error.to_string()),
+            })?;
+        if let Some(encoding) = &self.encoding {
+            quota = quota
+                .with_encoding(parse_name(document, encoding)?)
+                .map_err(|error| document.error_at(encoding, &error.to_string()))?;
+        }
+        if let Some(count_denied) = &self.count_denied {
+            quota = quota
+                .with_count_denied(count_denied.value)
+                .map_err(|error| document.error_at(count_denied, &error.to_string()))?;
+        }
+        if let Some(burst) = burst {
+            quota = quota
+                .with_burst(burst.value.get())
+                .map_err(|error| document.error_at(burst, &error.to_string()))?;
+        }
+        Ok(quota)
+    }
 }
 
-/// Returns the name as requests have it: header names are case-insensitive, and front doors use
-/// lower case.
+/// Returns the normalized name: header names are case-insensitive, and requests have them in lower
+/// case.
 fn attribute_name(
     document: &Document<'_>,
     attributes: &AttributeNames,
@@ -181,59 +184,60 @@ fn attribute_name(
     written: &Spanned<String>,
 ) -> Result<String, ConfigError> {
     let name = &written.value;
-    attributes.check(name).map_err(|error| document.at(written, &format!("{field}: {error}")))?;
+    attributes
+        .check(name)
+        .map_err(|error| document.error_at(written, &format!("{field}: {error}")))?;
     Ok(if name.starts_with("header.") { name.to_ascii_lowercase() } else { name.clone() })
 }
 
-fn wrong_at<T>(
+/// Returns a function that adds the position of `value` to an error.
+fn error_at<T>(
     document: &Document<'_>,
     value: &Spanned<T>,
 ) -> impl FnOnce(PolicyError) -> ConfigError {
-    move |error| document.at(value, &error.to_string())
+    move |error| document.error_at(value, &error.to_string())
 }
 
-/// A key of several attributes has a value of each; one that has none is one for all.
-fn check_parts(parts: usize, policy: &Policy) -> Result<(), String> {
+/// Checks the number of values in the key of an override: one for each attribute of the policy's
+/// key.
+fn check_override_key(parts: usize, policy: &Policy) -> Result<(), String> {
     match (parts, policy.key()) {
         (1, [] | [_]) => Ok(()),
         (parts, [_, _, ..]) if parts == policy.key().len() => Ok(()),
         (_, []) => {
-            Err("this policy has no key of several parts: write one value, not a list".to_owned())
+            Err("this policy has no key of several attributes: write one value, not a list"
+                .to_owned())
         }
-        (_, [one]) => {
-            Err(format!("this policy counts by {one} alone: write one value, not a list"))
-        }
+        (_, [one]) => Err(format!("this policy counts only by {one}: write one value, not a list")),
         (parts, many) => Err(format!(
-            "has {parts} of the {} values that this policy counts by: write a list of {}, in their order",
+            "has {parts} of the {} values that this policy counts by: write a list of {}, in order",
             many.len(),
             many.iter().map(KeySource::as_str).collect::<Vec<_>>().join(", ")
         )),
     }
 }
 
-/// A key without a value would count all requests together: it is wrong, not left out.
-fn written<'de, D: Deserializer<'de>>(
+/// Makes a key without a value an error, because it would count all requests together.
+fn present<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Spanned<KeyNames>>, D::Error> {
     Spanned::deserialize(deserializer).map(Some)
 }
 
-fn window_of(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    duration::parse(&text.value).map_err(|error| document.at(text, &error))
-}
-
-fn named<T: FromStr<Err = UnknownName>>(
+fn parse_name<T: FromStr<Err = UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
 ) -> Result<T, ConfigError> {
-    text.value.parse().map_err(|error: UnknownName| document.at_name(text, &error.to_string()))
+    text.value
+        .parse()
+        .map_err(|error: UnknownName| document.unknown_name_at(text, &error.to_string()))
 }
 
 /// Another limit for one key.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Override {
-    /// The value of the key; for a key of several attributes a list, in their order.
+    /// Value of the key; for a key of several attributes, a list in the same order.
     #[schemars(with = "OneOrMany")]
     key: Spanned<OneOrMany>,
     #[schemars(with = "Units")]
@@ -248,14 +252,14 @@ struct Override {
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum OneOrMany {
-    /// One.
+    /// A single text.
     One(String),
-    /// Several, or none.
+    /// A list, possibly empty.
     Many(Vec<String>),
 }
 
 impl OneOrMany {
-    /// As a list.
+    /// Returns the texts as a list.
     #[must_use]
     pub fn texts(&self) -> &[String] {
         match self {
@@ -292,7 +296,7 @@ impl Default for OneOrMany {
     }
 }
 
-/// A number, or an attribute that has it.
+/// A number, or the attribute that has the number.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged, rename = "Cost")]
 enum RawCost {
@@ -302,7 +306,7 @@ enum RawCost {
 
 impl RawCost {
     /// Builds the cost of a policy with these quotas.
-    fn of(
+    fn to_cost(
         &self,
         document: &Document<'_>,
         attributes: &AttributeNames,
@@ -322,19 +326,19 @@ impl RawCost {
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct CostAttribute {
-    /// The attribute, named as in `match`.
+    /// Attribute, named as in `match`.
     #[schemars(with = "String")]
     attribute: Spanned<String>,
-    /// If the attribute is absent or no whole number; 1 by default.
+    /// Cost if the attribute is absent or not a whole number; 1 by default.
     default: Option<Units>,
-    /// More counts as this; and as the key's own limit, or burst, if that is less.
+    /// Maximum cost; the limit or burst of the key applies too.
     max: Option<Units>,
 }
 
 impl<'de> Deserialize<'de> for OneOrMany {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Texts;
-        impl<'de> Visitor<'de> for Texts {
+        struct TextsVisitor;
+        impl<'de> Visitor<'de> for TextsVisitor {
             type Value = OneOrMany;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -357,14 +361,14 @@ impl<'de> Deserialize<'de> for OneOrMany {
                 Ok(OneOrMany::Many(all))
             }
         }
-        deserializer.deserialize_any(Texts)
+        deserializer.deserialize_any(TextsVisitor)
     }
 }
 
 impl<'de> Deserialize<'de> for KeyNames {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
+        struct NamesVisitor;
+        impl<'de> Visitor<'de> for NamesVisitor {
             type Value = KeyNames;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -383,14 +387,14 @@ impl<'de> Deserialize<'de> for KeyNames {
                 Ok(KeyNames::Many(all))
             }
         }
-        deserializer.deserialize_any(Names)
+        deserializer.deserialize_any(NamesVisitor)
     }
 }
 
 impl<'de> Deserialize<'de> for Conditions {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Fields;
-        impl<'de> Visitor<'de> for Fields {
+        struct FieldsVisitor;
+        impl<'de> Visitor<'de> for FieldsVisitor {
             type Value = Conditions;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -405,14 +409,14 @@ impl<'de> Deserialize<'de> for Conditions {
                 Ok(Conditions(all))
             }
         }
-        deserializer.deserialize_map(Fields)
+        deserializer.deserialize_map(FieldsVisitor)
     }
 }
 
 impl<'de> Deserialize<'de> for RawCost {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Units;
-        impl<'de> Visitor<'de> for Units {
+        struct CostVisitor;
+        impl<'de> Visitor<'de> for CostVisitor {
             type Value = RawCost;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -434,6 +438,6 @@ impl<'de> Deserialize<'de> for RawCost {
                     .map(RawCost::Attribute)
             }
         }
-        deserializer.deserialize_any(Units)
+        deserializer.deserialize_any(CostVisitor)
     }
 }

@@ -95,7 +95,7 @@ impl<S: Store> QuotaGate<S> {
     }
 
     fn policy_name(&self) -> &str {
-        self.policy.as_deref().unwrap_or_else(|| self.quota.unnamed_policy())
+        self.policy.as_deref().unwrap_or_else(|| self.quota.default_policy_name())
     }
 
     /// Returns the key of a request; `None` if the request lacks it and is not limited.

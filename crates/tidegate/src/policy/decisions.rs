@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::{Enforcement, PreparedCharge};
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::headers::PolicyState;
 use crate::quota::Quota;
@@ -29,8 +30,8 @@ pub struct PolicyDecision<'a> {
 #[derive(Debug, Clone, Default)]
 #[must_use = "a denied request must not pass: check `is_allowed()`"]
 pub struct PolicyDecisions<'a> {
-    /// Time just before the first call, by the store's clock in microseconds.
-    pub(super) asked_at: u64,
+    /// Time just before the first call, by the store's clock.
+    pub(super) asked_at: Timestamp,
     pub(super) decisions: Vec<PolicyDecision<'a>>,
 }
 
@@ -99,7 +100,7 @@ impl<'a> PolicyDecisions<'a> {
 
     /// Iterates over the charges that return the units of this request, as far as any of them still
     /// count at `now`.
-    pub(super) fn refunds(&self, now: u64) -> impl Iterator<Item = Charge<'_>> {
+    pub(super) fn refunds(&self, now: Timestamp) -> impl Iterator<Item = Charge<'_>> {
         let is_allowed = self.is_allowed();
         let taken = self.decisions.iter().filter(move |entry| is_allowed && entry.took_units());
         taken.filter_map(move |entry| {
@@ -220,7 +221,7 @@ impl<'a> PolicyDecision<'a> {
     pub(super) fn set(&mut self, mut decision: Decision) {
         if self.charge.exceeds_capacity() {
             // The store was asked for the burst, not for the whole cost.
-            let asked = self.charge.charge().map_or(0, |charge| charge.units());
+            let asked = self.charge.charge().map_or(0, |charge| charge.cost());
             decision.remaining += if decision.allowed { asked } else { 0 };
             decision.retry_after = decision.retry_after.max(decision.reset_after);
             decision.allowed = false;

@@ -171,7 +171,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 one(charge.with_action(action).with_charged_at(charged_at))
             }
             Target::Quota { key, quota } => {
-                let charge = PreparedCharge::new(quota.unnamed_policy(), key, quota)
+                let charge = PreparedCharge::new(quota.default_policy_name(), key, quota)
                     .with_cost(cost.unwrap_or(1))
                     .with_action(action)
                     .with_charged_at(charged_at);

@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::decisions::is_denied;
 use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
 use crate::charge::Charge;
-use crate::clock::Clock;
+use crate::clock::{Clock, Timestamp};
 use crate::limiter::Error;
 use crate::store::{Action, Store, StoreError};
 
@@ -143,14 +143,15 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         &self,
         entries: &mut [PolicyDecision<'_>],
         charged: &[usize],
-        asked_at: u64,
+        asked_at: Timestamp,
     ) {
         let charges = charged.iter().filter_map(|position| entries[*position].charge.charge());
-        let refunded =
-            self.refund_charges(charges.map(|charge| charge.charged_at(asked_at)).collect()).await;
+        let refunded = self
+            .refund_charges(charges.map(|charge| charge.with_charged_at(asked_at)).collect())
+            .await;
         if refunded {
             for position in charged {
-                let units = entries[*position].charge.charge().map_or(0, |charge| charge.units());
+                let units = entries[*position].charge.charge().map_or(0, |charge| charge.cost());
                 entries[*position].decision.remaining += units;
             }
         }
@@ -163,9 +164,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         while !charges.is_empty() {
             let mut group: Vec<Charge<'_>> = Vec::with_capacity(charges.len());
             charges.retain(|charge| {
-                let repeated = group.iter().any(|other| {
-                    other.key() == charge.key() && other.policy_name() == charge.policy_name()
-                });
+                let repeated = group
+                    .iter()
+                    .any(|other| other.key() == charge.key() && other.policy() == charge.policy());
                 if !repeated {
                     group.push(*charge);
                 }

@@ -7,6 +7,7 @@ use tracing::Span;
 
 use super::{Attributes, Mode, OnStoreFailure, Policy, Selected};
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::Action;
@@ -27,7 +28,7 @@ use crate::store::Action;
 pub struct Query<'a, 'q> {
     pub(super) target: Target<'a, 'q>,
     pub(super) cost: Option<u64>,
-    pub(super) charged_at: u64,
+    pub(super) charged_at: Timestamp,
     pub(super) metric_name: Option<&'a str>,
     pub(super) on_span: Option<&'q (dyn Fn(&Span) + Sync)>,
 }
@@ -42,7 +43,7 @@ pub(super) enum Target<'a, 'q> {
 
 impl<'a, 'q> Query<'a, 'q> {
     fn new(target: Target<'a, 'q>) -> Self {
-        Self { target, cost: None, charged_at: 0, metric_name: None, on_span: None }
+        Self { target, cost: None, charged_at: Timestamp::ZERO, metric_name: None, on_span: None }
     }
 
     /// Asks one policy, by its name and the value of its key.
@@ -82,9 +83,9 @@ impl<'a, 'q> Query<'a, 'q> {
         self
     }
 
-    /// Sets the time of the charge to be refunded; see [`Charge::charged_at`].
+    /// Sets the time of the charge to be refunded; see [`Charge::with_charged_at`].
     #[must_use]
-    pub fn with_charged_at(mut self, charged_at: u64) -> Self {
+    pub fn with_charged_at(mut self, charged_at: Timestamp) -> Self {
         self.charged_at = charged_at;
         self
     }
@@ -147,7 +148,7 @@ pub struct PreparedCharge<'a> {
     key: Cow<'a, str>,
     quota: QuotaRef<'a>,
     cost: u64,
-    charged_at: u64,
+    charged_at: Timestamp,
     action: Action,
     enforcement: Enforcement,
     on_store_failure: OnStoreFailure,
@@ -174,7 +175,7 @@ impl<'a> PreparedCharge<'a> {
             key,
             quota,
             cost: 1,
-            charged_at: 0,
+            charged_at: Timestamp::ZERO,
             action: Action::Acquire,
             enforcement: Enforcement::Enforce,
             on_store_failure: OnStoreFailure::default(),
@@ -262,7 +263,7 @@ impl<'a> PreparedCharge<'a> {
         self
     }
 
-    pub(super) fn with_charged_at(mut self, charged_at: u64) -> Self {
+    pub(super) fn with_charged_at(mut self, charged_at: Timestamp) -> Self {
         self.charged_at = charged_at;
         self
     }
@@ -352,8 +353,8 @@ impl<'a> PreparedCharge<'a> {
         let quota = self.quota()?;
         let capped = self.caps_cost && self.action == Action::Acquire;
         let cost = if capped { self.cost.min(quota.burst()) } else { self.cost };
-        let charge = Charge::new(&self.key, quota).policy(&self.policy).cost(cost);
-        Some(charge.charged_at(self.charged_at).on_store_failure(self.on_store_failure))
+        let charge = Charge::new(&self.key, quota).with_policy(&self.policy).with_cost(cost);
+        Some(charge.with_charged_at(self.charged_at).with_on_store_failure(self.on_store_failure))
     }
 
     /// Returns whether an acquire with a capped cost can never be admitted.

@@ -238,8 +238,9 @@ impl<'a> Selected<'a> {
     /// Returns the charge.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
-        let charge = Charge::new(&self.key, self.quota).policy(&self.policy.name).cost(self.cost);
-        charge.on_store_failure(self.policy.on_store_failure)
+        let charge =
+            Charge::new(&self.key, self.quota).with_policy(&self.policy.name).with_cost(self.cost);
+        charge.with_on_store_failure(self.policy.on_store_failure)
     }
 }
 
@@ -407,7 +408,7 @@ mod tests {
             let request = request(attributes);
             let selection = policies.select(&request, cost).expect("sound");
             let charge = selection.charges[0].charge();
-            (charge.quota().limit(), charge.units())
+            (charge.quota().limit(), charge.cost())
         };
         assert_eq!(charged(&[("tenant", "acme")], None), (1_000, 2));
         assert_eq!(charged(&[("tenant", "other"), ("header.x-cost", "5")], None), (10, 5));

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use self::circuit::{Circuit, CircuitHistory, Circuits};
 use crate::charge::Charge;
-use crate::clock::Clock;
+use crate::clock::{Clock, Timestamp};
 use crate::decision::Decision;
 use crate::random::jittered;
 use crate::store::compensation::{
@@ -405,7 +405,7 @@ impl<S: SharedStore> Groups for ShardGroups<'_, S> {
         })
     }
 
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.inner.store.clock().now()
     }
 }

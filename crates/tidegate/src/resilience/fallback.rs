@@ -250,7 +250,7 @@ impl<S: SharedStore> Inner<S> {
         if self.ledger.is_empty() || !matches!(action, Action::Acquire | Action::Peek) {
             return self.store.decide_all(action, charges).await;
         }
-        let now = self.local.clock().now();
+        let now = self.local.clock().now().as_micros();
         let Ok(mut claims) = self.ledger.claim(charges, now) else {
             return self.decide_without_store(action, charges);
         };
@@ -263,8 +263,8 @@ impl<S: SharedStore> Inner<S> {
             let charge = &charges[claim.charge_index];
             claim.debt.units = self.unexpired_units(&claim.debt);
             with_debts[claim.charge_index] =
-                charge.cost(charge.units().saturating_add(claim.debt.units));
-            fits &= with_debts[claim.charge_index].units() <= charge.quota().burst();
+                charge.with_cost(charge.cost().saturating_add(claim.debt.units));
+            fits &= with_debts[claim.charge_index].cost() <= charge.quota().burst();
         }
         if !fits {
             // The debt alone leaves no room, whatever the store counts. The local counts know for
@@ -302,7 +302,7 @@ impl<S: SharedStore> Inner<S> {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        self.outage.mark_local_decision(self.local.clock().now());
+        self.outage.mark_local_decision(self.local.clock().now().as_micros());
         self.decide_locally(action, charges, false)
     }
 
@@ -311,7 +311,8 @@ impl<S: SharedStore> Inner<S> {
     fn unexpired_units(&self, debt: &Debt) -> u64 {
         let charge = debt.charge();
         let quota = self.recording_quota(&charge);
-        let count = self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(&quota).cost(0));
+        let count =
+            self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(&quota).with_cost(0));
         count.map_or(debt.units, |count| debt.units.min(quota.burst() - count.remaining))
     }
 
@@ -324,7 +325,7 @@ impl<S: SharedStore> Inner<S> {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => self.share(charge),
             Algorithm::SlidingLog | Algorithm::SlidingCounter | Algorithm::FixedWindow => None,
         };
-        let slower = share.map(|share| quota.with_share(share.limit(), quota.burst()));
+        let slower = share.map(|share| quota.scaled_to(share.limit(), quota.burst()));
         // A bucket with the longest drain time has no slower one of the same capacity.
         slower
             .filter(|slower| slower.burst() == quota.burst())
@@ -332,7 +333,7 @@ impl<S: SharedStore> Inner<S> {
     }
 
     fn share(&self, charge: &Charge<'_>) -> Option<Quota> {
-        self.fleet.share(charge.quota(), charge.policy_name(), charge.key())
+        self.fleet.share(charge.quota(), charge.policy(), charge.key())
     }
 
     /// Charges units that the store admitted to the local share as well, if the key has a local
@@ -350,13 +351,13 @@ impl<S: SharedStore> Inner<S> {
         {
             return;
         }
-        let now = self.local.clock().now();
+        let now = self.local.clock().now().as_micros();
         for (charge, decision) in charges.iter().zip(decisions) {
             let quota = charge.quota();
             let recent_until =
                 last.saturating_add(2 * quota.window_micros().max(quota.drain_micros()));
             if decision.source == Source::Store
-                && charge.store_failure() == OnStoreFailure::Local
+                && charge.on_store_failure() == OnStoreFailure::Local
                 && now < recent_until
                 && self.local.has_count(charge)
             {

@@ -221,7 +221,7 @@ impl Fleet {
         }
         let (limit, burst) = (quota.limit(), quota.burst());
         if membership.is_assumed() {
-            return Some(quota.with_share((limit / size).max(1), (burst / size).max(1)));
+            return Some(quota.scaled_to((limit / size).max(1), (burst / size).max(1)));
         }
         let rank = || membership.rank(&self.state.instance, bucket(policy, key));
         if limit.min(burst) < size {
@@ -230,7 +230,7 @@ impl Fleet {
         let (odd_limit, odd_burst) = (limit % size, burst % size);
         let rank = if odd_limit.max(odd_burst) == 0 { 0 } else { rank() };
         let part = |whole: u64, odd: u64| whole / size + u64::from(rank < odd);
-        Some(quota.with_share(part(limit, odd_limit), part(burst, odd_burst)))
+        Some(quota.scaled_to(part(limit, odd_limit), part(burst, odd_burst)))
     }
 
     fn membership(&self) -> Arc<Membership> {
@@ -354,7 +354,7 @@ mod tests {
             for share in shares {
                 prop_assert_eq!(share.window(), quota.window());
                 prop_assert_eq!(share.algorithm(), quota.algorithm());
-                prop_assert_eq!(share.unnamed_policy(), quota.unnamed_policy());
+                prop_assert_eq!(share.default_policy_name(), quota.default_policy_name());
             }
         }
 

@@ -9,8 +9,9 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use crate::algorithm::Verdict;
+use crate::algorithm::RawDecision;
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::{Action, StoreError};
@@ -44,7 +45,7 @@ pub(crate) trait Groups: Sync {
     fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund;
 
     /// Returns the time of the store's clock.
-    fn now(&self) -> u64;
+    fn now(&self) -> Timestamp;
 }
 
 /// Action on one group.
@@ -65,25 +66,25 @@ pub(crate) struct OwnedCharge {
     policy: String,
     quota: Quota,
     cost: u64,
-    charged_at: u64,
+    charged_at: Timestamp,
 }
 
 impl OwnedCharge {
     pub(crate) fn of(charge: &Charge<'_>) -> Self {
         Self {
             key: charge.key().to_owned(),
-            policy: charge.policy_name().to_owned(),
+            policy: charge.policy().to_owned(),
             quota: charge.quota().clone(),
-            cost: charge.units(),
-            charged_at: charge.charge_time(),
+            cost: charge.cost(),
+            charged_at: charge.charged_at(),
         }
     }
 
     pub(crate) fn charge(&self) -> Charge<'_> {
         Charge::new(&self.key, &self.quota)
-            .policy(&self.policy)
-            .cost(self.cost)
-            .charged_at(self.charged_at)
+            .with_policy(&self.policy)
+            .with_cost(self.cost)
+            .with_charged_at(self.charged_at)
     }
 }
 
@@ -237,7 +238,7 @@ async fn show_unspent<G: Groups>(groups: &G, stages: &[Vec<usize>], decided: &mu
 /// shown beside the denial of another group.
 fn untouched_decisions(charges: &[Charge<'_>]) -> Vec<Decision> {
     let untouched = |charge: &Charge<'_>| {
-        Verdict::untouched(charge.quota()).into_decision(charge.quota(), Source::Store)
+        RawDecision::untouched(charge.quota()).into_decision(charge.quota(), Source::Store)
     };
     charges.iter().map(untouched).collect()
 }
@@ -247,7 +248,7 @@ fn untouched_decisions(charges: &[Charge<'_>]) -> Vec<Decision> {
 pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     if all_allowed(decisions) {
         for (charge, decision) in charges.iter().zip(decisions) {
-            decision.remaining += charge.units();
+            decision.remaining += charge.cost();
             decision.delay = Duration::ZERO;
         }
     }
@@ -255,7 +256,7 @@ pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]
 
 /// Returns the same charges with a cost of 0, with which [`Action::ChargeUpTo`] only reads.
 pub(crate) fn without_cost<'a>(charges: &[Charge<'a>]) -> Vec<Charge<'a>> {
-    charges.iter().map(|charge| charge.cost(0)).collect()
+    charges.iter().map(|charge| charge.with_cost(0)).collect()
 }
 
 /// Refunds the groups that were charged, on demand or on drop.
@@ -268,7 +269,7 @@ struct Compensation<'a, G: Groups> {
 struct SpentGroup {
     group: usize,
     /// Time of the store's clock before the group was decided.
-    asked_at: u64,
+    asked_at: Timestamp,
     decisions: Vec<Decision>,
 }
 

@@ -56,7 +56,7 @@ impl CountId {
         hasher.write(charge.key().as_bytes());
         // This byte never occurs in UTF-8, so ("ab", "c") and ("a", "bc") differ.
         hasher.write_u8(0xff);
-        hasher.write(charge.policy_name().as_bytes());
+        hasher.write(charge.policy().as_bytes());
         Self(hasher.finish())
     }
 
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn the_number_of_a_count_is_stable() {
         let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
-        let number = |key, policy| CountId::of(&Charge::new(key, &quota).policy(policy)).0;
+        let number = |key, policy| CountId::of(&Charge::new(key, &quota).with_policy(policy)).0;
         assert_eq!(number("user123", "per-user"), NUMBER);
         assert_ne!(number("ab", "c"), number("a", "bc"));
     }

@@ -59,7 +59,7 @@ use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
 use super::{Action, ShardId, SharedStore, Store, StoreError};
 use crate::charge::Charge;
-use crate::clock::{Clock, SystemClock};
+use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::{Decision, Source};
 use crate::key::write_redis_key;
 
@@ -195,7 +195,7 @@ impl Shared {
     }
 
     fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), charge.policy_name());
+        write_redis_key(text, &self.prefix, charge.key(), charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
@@ -266,18 +266,18 @@ impl Shared {
 
     /// Returns the times of a call that is sent now.
     fn server_times(&self, clock: &ServerClock, deadline: Instant) -> ServerTimes {
-        ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now())
+        ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now().as_micros())
     }
 
     /// Returns the time of the store's own clock.
-    fn now(&self) -> u64 {
-        self.driven_time().unwrap_or_else(|| self.clock.now())
+    fn now(&self) -> Timestamp {
+        self.driven_time().map_or_else(|| self.clock.now(), Timestamp::from_micros)
     }
 
     /// Returns the time of a test's manual clock.
     #[cfg(feature = "testing")]
     fn driven_time(&self) -> Option<u64> {
-        self.driven_by.as_ref().map(Clock::now)
+        self.driven_by.as_ref().map(|clock| clock.now().as_micros())
     }
 
     #[cfg(not(feature = "testing"))]

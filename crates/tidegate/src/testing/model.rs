@@ -1,69 +1,89 @@
-//! The naive model: keeps every event, recomputes from scratch, and finds waits by trying times.
+//! The naive model: stores every event, recomputes everything, and finds waits by searching over
+//! time.
 //!
-//! It shares no arithmetic with the algorithms. All it knows of each is how many units count at a
-//! given time.
+//! It shares no arithmetic with the algorithms: for each of them it only knows how many units count
+//! at a given time.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::algorithm::{Algorithm, MAX_CLOCK_SKEW};
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::Action;
 
-/// What a limiter must answer, worked out the slow way.
+/// A slow, obviously correct implementation of all algorithms.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::testing::Model;
+/// use tidegate::{Action, Charge, Clock, ManualClock, Quota};
+///
+/// let clock = ManualClock::new();
+/// let quota = Quota::fixed_window(10, Duration::from_secs(60))?;
+/// let charge = Charge::new("user123", &quota);
+/// let decisions = Model::default().decide(Action::Acquire, &[charge], clock.now());
+/// assert_eq!(decisions[0].remaining, 9);
+/// # Ok::<(), tidegate::QuotaError>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct Model {
-    histories: HashMap<(String, String), History>,
+    logs: HashMap<(String, String), EventLog>,
 }
 
 #[derive(Debug, Default, Clone)]
-struct History {
-    /// In the order in which they happened.
+struct EventLog {
+    /// Events in chronological order.
     events: Vec<Event>,
     last_write: u64,
-    /// Of `fixed-window` and `sliding-counter`: when the window began that was current at the last
-    /// write. Its events, and those of the one before, have the beginning of their window for their
-    /// time.
+    /// For `fixed-window` and `sliding-counter`: start of the window at the last write. Events of
+    /// these algorithms have the start of their window as their time.
     window_start: u64,
 }
 
 #[derive(Debug, Clone)]
 struct Event {
     time: u64,
-    /// Negative: given back.
+    /// Spent units; negative for a refund.
     units: i128,
-    /// What was in force then; a bucket drained by it up to this event.
+    /// Quota at the time of the event, by which a bucket drained up to the event.
     quota: Quota,
-    /// Of units returned to a bucket: for how long they have drained.
-    aged: u64,
+    /// Age of the charge that a refund returns to a bucket.
+    age: u64,
 }
 
 impl Model {
-    /// The decisions for these charges at this time (microseconds).
-    pub fn decide(&mut self, action: Action, charges: &[Charge<'_>], now: u64) -> Vec<Decision> {
-        let together = charges.iter().all(|charge| {
-            let stored = self.history(charge);
+    /// Returns the decisions for these charges at this time.
+    pub fn decide(
+        &mut self,
+        action: Action,
+        charges: &[Charge<'_>],
+        now: Timestamp,
+    ) -> Vec<Decision> {
+        let now = now.as_micros();
+        let all_fit = charges.iter().all(|charge| {
+            let stored = self.event_log(charge);
             let now = stored.without_skew(charge.quota(), now);
-            let history = stored.seen_from(charge.quota(), now);
-            history.counting(charge.quota(), now) + u128::from(charge.units())
+            let log = stored.as_of(charge.quota(), now);
+            log.counted(charge.quota(), now) + u128::from(charge.cost())
                 <= u128::from(charge.quota().burst())
         });
-        charges.iter().map(|charge| self.decide_one(action, charge, now, together)).collect()
+        charges.iter().map(|charge| self.decide_one(action, charge, now, all_fit)).collect()
     }
 
-    /// Whether this charge's key could as well be forgotten.
+    /// Returns whether the count of this charge has expired.
     #[must_use]
-    pub fn nothing_counts(&self, charge: &Charge<'_>, now: u64) -> bool {
-        let stored = self.history(charge);
-        let now = stored.without_skew(charge.quota(), now);
-        stored.seen_from(charge.quota(), now).is_void(charge.quota(), now)
+    pub fn is_expired(&self, charge: &Charge<'_>, now: Timestamp) -> bool {
+        let stored = self.event_log(charge);
+        let now = stored.without_skew(charge.quota(), now.as_micros());
+        stored.as_of(charge.quota(), now).is_void(charge.quota(), now)
     }
 
-    fn history(&self, charge: &Charge<'_>) -> History {
-        let name = (charge.key().to_owned(), charge.policy_name().to_owned());
-        self.histories.get(&name).cloned().unwrap_or_default()
+    fn event_log(&self, charge: &Charge<'_>) -> EventLog {
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
+        self.logs.get(&name).cloned().unwrap_or_default()
     }
 
     fn decide_one(
@@ -71,90 +91,84 @@ impl Model {
         action: Action,
         charge: &Charge<'_>,
         now: u64,
-        together: bool,
+        all_fit: bool,
     ) -> Decision {
-        let (quota, cost) = (charge.quota(), charge.units());
-        let name = (charge.key().to_owned(), charge.policy_name().to_owned());
-        let stored = self.history(charge);
+        let (quota, cost) = (charge.quota(), charge.cost());
+        let name = (charge.key().to_owned(), charge.policy().to_owned());
+        let stored = self.event_log(charge);
         let now = stored.without_skew(quota, now);
-        let mut seen = stored.seen_from(quota, now);
+        let mut log = stored.as_of(quota, now);
         let capacity = u128::from(quota.burst());
-        let fits = seen.counting(quota, now) + u128::from(cost) <= capacity;
+        let fits = log.counted(quota, now) + u128::from(cost) <= capacity;
         let mut delay = 0;
         let mut denied = false;
         let stepped_back = stored.is_ahead_of(quota, now);
         let written = match action {
             Action::Reset => {
-                self.histories.remove(&name);
-                seen = History::default();
+                self.logs.remove(&name);
+                log = EventLog::default();
                 false
             }
             Action::Refund => {
-                let something = !seen.is_void(quota, now);
-                if something {
-                    seen.give_back(quota, now, cost, charge.charge_time());
+                let has_units = !log.is_void(quota, now);
+                if has_units {
+                    log.refund(quota, now, cost, charge.charged_at().as_micros());
                 }
-                something
+                has_units
             }
             Action::Report => {
                 denied = !fits;
-                let room = u128::from(quota.max_level()).saturating_sub(seen.recorded(quota, now));
+                let room = u128::from(quota.max_level()).saturating_sub(log.recorded(quota, now));
                 let taken = u128::from(cost).min(room);
                 if taken > 0 {
-                    seen.forget_what_is_gone(quota, now);
-                    seen.push(
-                        now,
-                        i128::try_from(taken).expect("no more than the highest level"),
-                        quota,
-                    );
+                    log.drop_expired(quota, now);
+                    log.push(now, i128::try_from(taken).expect("at most the maximum level"), quota);
                     if quota.count_denied() {
-                        seen.keep_newest(u128::from(quota.limit()));
+                        log.keep_newest(u128::from(quota.limit()));
                     }
                 }
                 taken > 0 || stepped_back
             }
             Action::ChargeUpTo => {
-                let room = capacity.saturating_sub(seen.counting(quota, now));
+                let room = capacity.saturating_sub(log.counted(quota, now));
                 let taken = u128::from(cost).min(room);
                 if taken > 0 {
-                    seen.forget_what_is_gone(quota, now);
-                    seen.push(now, i128::try_from(taken).expect("no more than the burst"), quota);
+                    log.drop_expired(quota, now);
+                    log.push(now, i128::try_from(taken).expect("no more than the burst"), quota);
                 }
                 taken > 0 || stepped_back
             }
             Action::Acquire | Action::Peek => {
                 denied = !fits;
-                let spend = cost > 0 && ((fits && together) || (denied && quota.count_denied()));
-                if fits && together && quota.algorithm() == Algorithm::LeakyBucket {
-                    delay = seen
-                        .first_time(now, |history, time| history.bucket_level(quota, time) == 0)
-                        - now;
+                let spend = cost > 0 && ((fits && all_fit) || (denied && quota.count_denied()));
+                if fits && all_fit && quota.algorithm() == Algorithm::LeakyBucket {
+                    delay =
+                        log.first_time(now, |log, time| log.bucket_level(quota, time) == 0) - now;
                 }
                 if spend {
-                    seen.forget_what_is_gone(quota, now);
-                    seen.push(now, i128::from(cost), quota);
+                    log.drop_expired(quota, now);
+                    log.push(now, i128::from(cost), quota);
                     if quota.count_denied() {
-                        seen.keep_newest(u128::from(quota.limit()));
+                        log.keep_newest(u128::from(quota.limit()));
                     }
                 }
                 action == Action::Acquire && (spend || stepped_back)
             }
         };
         if written {
-            let mut kept = seen.clone();
-            kept.forget_what_is_gone(quota, now);
-            kept.push(now, 0, quota);
-            self.histories.insert(name.clone(), kept);
+            let mut stored = log.clone();
+            stored.drop_expired(quota, now);
+            stored.push(now, 0, quota);
+            self.logs.insert(name.clone(), stored);
         }
-        // A report asks when one unit is free again.
+        // After a report, `retry_after` is the wait for one unit.
         let wanted = if action == Action::Report { 1 } else { u128::from(cost) };
-        let admits = |history: &History, time| history.counting(quota, time) + wanted <= capacity;
-        let retry_after = if denied { seen.first_time(now, admits) - now } else { 0 };
-        let reset_after =
-            seen.first_time(now, |history, time| history.counting(quota, time) == 0) - now;
-        let remaining = capacity.saturating_sub(seen.counting(quota, now));
-        if written && seen.is_void(quota, now) {
-            self.histories.remove(&name);
+        let admits = |log: &EventLog, time| log.counted(quota, time) + wanted <= capacity;
+        let retry_after = if denied { log.first_time(now, admits) - now } else { 0 };
+        let reset_after = log.first_time(now, |log, time| log.counted(quota, time) == 0) - now;
+        let remaining = capacity.saturating_sub(log.counted(quota, now));
+        if written && log.is_void(quota, now) {
+            self.logs.remove(&name);
         }
         Decision {
             allowed: !denied,
@@ -168,14 +182,14 @@ impl Model {
     }
 }
 
-impl History {
-    /// Units that count at `time`, a part of a unit as a whole one.
-    fn counting(&self, quota: &Quota, time: u64) -> u128 {
+impl EventLog {
+    /// Returns the units that count at `time`, rounded up.
+    fn counted(&self, quota: &Quota, time: u64) -> u128 {
         let window = quota.window_micros();
         let sum = |counts: &dyn Fn(&Event) -> bool| {
             let units: i128 =
                 self.events.iter().filter(|event| counts(event)).map(|event| event.units).sum();
-            u128::try_from(units).expect("never more given back than taken")
+            u128::try_from(units).expect("refunds never exceed charges")
         };
         match quota.algorithm() {
             Algorithm::SlidingLog | Algorithm::FixedWindow => {
@@ -192,24 +206,24 @@ impl History {
         }
     }
 
-    /// Units recorded at `time`, without those of the window before the current one.
+    /// Returns the units recorded at `time`, without those of the previous window.
     fn recorded(&self, quota: &Quota, time: u64) -> u128 {
         let window = quota.window_micros();
         match quota.algorithm() {
             Algorithm::SlidingCounter => self.window_counts(window, time).0,
-            _ => self.counting(quota, time),
+            _ => self.counted(quota, time),
         }
     }
 
-    /// Of a `sliding-counter`: the units of the window at `time`, and of the one before it. At a
-    /// write the events are those of two windows; when the policy's window is changed, they stay in
-    /// them.
+    /// Returns the units of a `sliding-counter` in the window at `time` and in the previous one. At
+    /// a write, all events are in one of two windows, and stay there when the window of the policy
+    /// changes.
     fn window_counts(&self, window: u64, time: u64) -> (u128, u128) {
         let sum = |is_current: bool| {
             let events =
                 self.events.iter().filter(|event| (event.time == self.window_start) == is_current);
             let units: i128 = events.map(|event| event.units).sum();
-            u128::try_from(units).expect("never more returned than taken")
+            u128::try_from(units).expect("refunds never exceed charges")
         };
         match (time - self.window_start) / window {
             0 => (sum(true), sum(false)),
@@ -218,74 +232,74 @@ impl History {
         }
     }
 
-    /// Nothing counts, nor will it. (A sliding counter may round down to nothing and still hold
-    /// some units.)
+    /// Returns whether nothing counts, now or later. A sliding counter can round down to 0 and
+    /// still hold units.
     fn is_void(&self, quota: &Quota, now: u64) -> bool {
         let window = quota.window_micros();
         match quota.algorithm() {
             Algorithm::SlidingCounter => self.window_counts(window, now) == (0, 0),
-            _ => self.counting(quota, now) == 0,
+            _ => self.counted(quota, now) == 0,
         }
     }
 
-    /// The level of a bucket in W-ths of a unit, by living through all events again.
+    /// Returns the level of a bucket in W-ths of a unit, by replaying all events.
     fn bucket_level(&self, quota: &Quota, time: u64) -> u128 {
         let mut level = 0_u128;
         let mut at = 0;
         let mut parts = quota.window_micros();
-        let mut drained = |level: u128, from: u64, to: u64, quota: &Quota| {
-            // Another window has other parts: a part of a unit becomes a whole one.
+        let mut drain = |level: u128, from: u64, to: u64, quota: &Quota| {
+            // A changed window has other parts: a fraction is rounded up to a whole unit.
             let window = u128::from(quota.window_micros());
             let before = u128::from(std::mem::replace(&mut parts, quota.window_micros()));
             let level = if before == window { level } else { level.div_ceil(before) * window };
-            let highest = u128::from(quota.max_level()) * window;
+            let max_level = u128::from(quota.max_level()) * window;
             level
-                .min(highest)
+                .min(max_level)
                 .saturating_sub(u128::from(to.saturating_sub(from)) * u128::from(quota.limit()))
         };
         for event in &self.events {
-            level = drained(level, at, event.time, &event.quota);
+            level = drain(level, at, event.time, &event.quota);
             let units = event.units.unsigned_abs() * u128::from(event.quota.window_micros());
-            let aged = u128::from(event.aged) * u128::from(event.quota.limit());
-            let returned = units.saturating_sub(aged);
+            let drained = u128::from(event.age) * u128::from(event.quota.limit());
+            let returned = units.saturating_sub(drained);
             level = if event.units < 0 { level.saturating_sub(returned) } else { level + units };
             at = event.time;
         }
-        drained(level, at, time, quota)
+        drain(level, at, time, quota)
     }
 
-    /// A bucket that was written a moment later than now: then it is that moment now.
+    /// Returns `now`, or the time of the last write of a bucket if it is later by no more than the
+    /// clock skew.
     fn without_skew(&self, quota: &Quota, now: u64) -> u64 {
         let is_bucket =
             matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
-        let skewed =
+        let is_skewed =
             is_bucket && !self.events.is_empty() && self.last_write <= now + MAX_CLOCK_SKEW;
-        if skewed { now.max(self.last_write) } else { now }
+        if is_skewed { now.max(self.last_write) } else { now }
     }
 
-    /// A stored time later than now counts as now.
-    fn seen_from(&self, quota: &Quota, now: u64) -> Self {
-        let mut seen = self.clone();
+    /// Returns the events as they count at `now`: stored times later than `now` count as `now`.
+    fn as_of(&self, quota: &Quota, now: u64) -> Self {
+        let mut log = self.clone();
         if !self.is_ahead_of(quota, now) {
-            return seen;
+            return log;
         }
         match quota.algorithm() {
             Algorithm::SlidingLog => {
-                seen.events.iter_mut().for_each(|event| event.time = event.time.min(now))
+                log.events.iter_mut().for_each(|event| event.time = event.time.min(now));
             }
-            // Counts of windows move with the current one, which begins now; a level as it was last
-            // written.
+            // The current window starts now, and the previous one moves with it.
             Algorithm::FixedWindow | Algorithm::SlidingCounter => {
                 let ahead = self.window_start - now;
-                seen.events.iter_mut().for_each(|event| event.time -= ahead);
-                seen.window_start = now;
+                log.events.iter_mut().for_each(|event| event.time -= ahead);
+                log.window_start = now;
             }
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 let ahead = self.last_write - now;
-                seen.events.iter_mut().for_each(|event| event.time -= ahead);
+                log.events.iter_mut().for_each(|event| event.time -= ahead);
             }
         }
-        seen
+        log
     }
 
     fn is_ahead_of(&self, quota: &Quota, now: u64) -> bool {
@@ -297,7 +311,7 @@ impl History {
         }
     }
 
-    /// The first time from `now` on at which the test holds, as it does from then on.
+    /// Returns the first time from `now` on at which the test holds. It must hold ever after.
     fn first_time(&self, now: u64, test: impl Fn(&Self, u64) -> bool) -> u64 {
         let mut step = 1;
         while !test(self, now + step) {
@@ -315,7 +329,7 @@ impl History {
         low
     }
 
-    /// An event of no units still is a write: a bucket has drained by this quota up to it.
+    /// Adds an event. Even an event of 0 units is a write: up to it, a bucket drains by its quota.
     fn push(&mut self, now: u64, units: i128, quota: &Quota) {
         let windowed =
             matches!(quota.algorithm(), Algorithm::FixedWindow | Algorithm::SlidingCounter);
@@ -323,14 +337,13 @@ impl History {
         if units != 0
             || matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
         {
-            self.events.push(Event { time, units, quota: quota.clone(), aged: 0 });
+            self.events.push(Event { time, units, quota: quota.clone(), age: 0 });
         }
         self.last_write = now;
     }
 
-    /// At a write, what no longer counts is forgotten for good, even if the clock should step back
-    /// later.
-    fn forget_what_is_gone(&mut self, quota: &Quota, now: u64) {
+    /// Drops expired events at a write, so that they do not return if the clock steps back.
+    fn drop_expired(&mut self, quota: &Quota, now: u64) {
         let window = quota.window_micros();
         match quota.algorithm() {
             Algorithm::SlidingLog => self.events.retain(|event| event.time + window > now),
@@ -348,7 +361,7 @@ impl History {
                     _ => self.events.clear(),
                 }
                 self.window_start += (now - start) / window * window;
-                // Nothing counts any more: aligned to the epoch again.
+                // Nothing counts any more: align the window to the epoch again.
                 if self.events.is_empty() {
                     self.window_start = now / window * window;
                 }
@@ -357,39 +370,39 @@ impl History {
         }
     }
 
-    /// Returns units of a charge made at `charged_at` (0: unknown): the oldest first that are not
-    /// older than it.
-    fn give_back(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
-        self.forget_what_is_gone(quota, now);
-        let (window, known) = (quota.window_micros(), charged_at > 0);
+    /// Returns units of a charge made at `charged_at` (0: unknown): the oldest units that are not
+    /// older than the charge.
+    fn refund(&mut self, quota: &Quota, now: u64, cost: u64, charged_at: u64) {
+        self.drop_expired(quota, now);
+        let (window, is_known) = (quota.window_micros(), charged_at > 0);
         if matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket) {
             self.push(now, -i128::from(cost), quota);
-            if let Some(event) = self.events.last_mut().filter(|_| known) {
-                event.aged = now - charged_at.min(now);
+            if let Some(event) = self.events.last_mut().filter(|_| is_known) {
+                event.age = now - charged_at.min(now);
             }
             return;
         }
-        // A window's events have the beginning of their window for their time.
-        let refundable = |event: &Event| match quota.algorithm() {
-            _ if !known => true,
+        // In a window algorithm, the time of an event is the start of its window.
+        let is_refundable = |event: &Event| match quota.algorithm() {
+            _ if !is_known => true,
             Algorithm::SlidingLog => event.time >= charged_at && charged_at + window > now,
-            // A charge of the current window, or of the one before.
+            // The charge was made in the current window, or in the previous one.
             _ if event.time == self.window_start => charged_at >= self.window_start,
             _ => charged_at < self.window_start && charged_at + window >= self.window_start,
         };
-        let refundable: Vec<bool> = self.events.iter().map(refundable).collect();
+        let refundable: Vec<bool> = self.events.iter().map(is_refundable).collect();
         let mut left = i128::from(cost);
         for (event, _) in
             self.events.iter_mut().zip(refundable).filter(|(_, refundable)| *refundable)
         {
-            let taken = event.units.min(left);
-            event.units -= taken;
-            left -= taken;
+            let returned = event.units.min(left);
+            event.units -= returned;
+            left -= returned;
         }
         self.events.retain(|event| event.units > 0);
     }
 
-    /// Of more than `units`, the oldest are forgotten.
+    /// Drops the oldest units beyond `units`.
     fn keep_newest(&mut self, units: u128) {
         let mut room = i128::try_from(units).expect("a limit");
         for event in self.events.iter_mut().rev() {

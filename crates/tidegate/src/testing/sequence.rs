@@ -1,4 +1,4 @@
-//! A sequence of steps, made from a seed.
+//! [`Sequence`]: pseudo-random steps generated from a seed.
 
 use std::fmt;
 use std::time::Duration;
@@ -13,7 +13,7 @@ const KEYS: [&str; 2] = ["user123", "{2001:db8::1}"];
 
 #[derive(Debug, Clone)]
 pub(super) struct Sequence {
-    /// Each with the limits that it has at one time or another.
+    /// Policy names, each with the quotas that it has over time.
     policies: Vec<(String, Vec<Quota>)>,
     pub(super) steps: Vec<Step>,
 }
@@ -21,28 +21,28 @@ pub(super) struct Sequence {
 #[derive(Debug, Clone)]
 pub(super) enum Step {
     Advance(Advance),
-    Back(Duration),
-    Decide(Action, Vec<Part>),
+    Rewind(Duration),
+    Decide(Action, Vec<ChargeSpec>),
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Advance {
     By(Duration),
-    /// By the last `retry_after`, or a microsecond less.
+    /// Advances by the last `retry_after`, or a microsecond less.
     RetryAfter {
         early: bool,
     },
 }
 
-/// One charge of a step.
+/// The charge of a step, as indices into the keys, policies and quotas.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Part {
+pub(super) struct ChargeSpec {
     key: usize,
     policy: usize,
     quota: usize,
     cost: u64,
-    /// A refund names the time of the charge made this number of decisions before, if any.
-    pub(super) charged: Option<usize>,
+    /// For a refund: how many decisions ago the refunded charge was made.
+    pub(super) refunded: Option<usize>,
 }
 
 impl Advance {
@@ -70,7 +70,7 @@ impl Sequence {
         sequence.with_rare_actions(seed)
     }
 
-    /// One log that grows to hundreds of requests and keeps turning over.
+    /// Generates a sequence in which one log grows to hundreds of requests while others leave it.
     pub(super) fn of_long_log(seed: u64) -> Self {
         let random = &mut Random(seed);
         let window = random.pick(&[60_000_000, 86_400_000_000, 30 * 86_400_000_000]);
@@ -85,10 +85,11 @@ impl Sequence {
         };
         let quotas = vec![quota(limit), quota(limit / 2), quota(limit * 2)];
         let mut sequence = Self { policies: vec![("long".to_owned(), quotas)], steps: Vec::new() };
-        // Only cost 1 in some, for those are packed more tightly.
+        // Some logs have only costs of 1, because those are packed more tightly.
         let costs =
             if random.one_in(2) { vec![1] } else { vec![1, 1, 1, 1, 1, 1, 1, 2, 3, limit / 10] };
-        let part = |cost: u64| vec![Part { key: 0, policy: 0, quota: 0, cost, charged: None }];
+        let spec =
+            |cost: u64| vec![ChargeSpec { key: 0, policy: 0, quota: 0, cost, refunded: None }];
         for _ in 0..2_000 {
             let cost = random.pick(&costs);
             sequence.steps.push(match random.below(1_000) {
@@ -96,66 +97,67 @@ impl Sequence {
                 60..600 => Step::Advance(Advance::By(Duration::from_micros(
                     random.below(3 * window / limit),
                 ))),
-                _ => Step::Decide(Action::Acquire, part(cost)),
+                _ => Step::Decide(Action::Acquire, spec(cost)),
             });
         }
         sequence.with_rare_actions(seed)
     }
 
-    /// Turns some acquires into takes and reports, which may cost more than could ever be admitted,
-    /// or nothing; names the charges of some refunds; and asks some peeks for nothing. Only for
-    /// even seeds, so that the odd ones go on showing what they once showed.
+    /// Replaces some acquires by partial charges and reports, whose cost may be 0 or exceed the
+    /// burst, sets the charge time of some refunds, and the cost of some peeks to 0. Only even
+    /// seeds change, so that regressions found with odd seeds stay reproducible.
     fn with_rare_actions(mut self, seed: u64) -> Self {
         let random = &mut Random(!seed);
         for step in self.steps.iter_mut().filter(|_| seed.is_multiple_of(2)) {
-            let Step::Decide(action, parts) = step else { continue };
+            let Step::Decide(action, specs) = step else { continue };
             match action {
                 Action::Acquire if random.one_in(6) => {
                     *action = if random.one_in(2) { Action::ChargeUpTo } else { Action::Report };
-                    for part in parts {
-                        let least = u64::from(*action != Action::ChargeUpTo);
-                        part.cost = random.pick(&[
-                            least,
-                            part.cost,
-                            part.cost,
-                            2 * part.cost,
+                    for spec in specs {
+                        let min_cost = u64::from(*action != Action::ChargeUpTo);
+                        spec.cost = random.pick(&[
+                            min_cost,
+                            spec.cost,
+                            spec.cost,
+                            2 * spec.cost,
                             Quota::MAX_LIMIT,
                         ]);
                     }
                 }
                 Action::Refund => {
-                    let charged = random.pick(&[0, 0, 0, 1, 1, 2, 3, 5, 10, 25]);
-                    for part in parts {
-                        part.charged = Some(charged);
+                    let refunded = random.pick(&[0, 0, 0, 1, 1, 2, 3, 5, 10, 25]);
+                    for spec in specs {
+                        spec.refunded = Some(refunded);
                     }
                 }
-                Action::Peek if random.one_in(6) => parts.iter_mut().for_each(|part| part.cost = 0),
+                Action::Peek if random.one_in(6) => specs.iter_mut().for_each(|spec| spec.cost = 0),
                 _ => {}
             }
         }
         self
     }
 
-    pub(super) fn charge(&self, part: &Part) -> Charge<'_> {
-        let (name, quotas) = &self.policies[part.policy];
-        Charge::new(KEYS[part.key], &quotas[part.quota]).policy(name).cost(part.cost)
+    pub(super) fn charge(&self, spec: &ChargeSpec) -> Charge<'_> {
+        let (name, quotas) = &self.policies[spec.policy];
+        Charge::new(KEYS[spec.key], &quotas[spec.quota]).with_policy(name).with_cost(spec.cost)
     }
 
-    /// Each count that the sequence may touch.
+    /// Returns a charge for each count that the sequence may touch.
     pub(super) fn all_charges(&self) -> impl Iterator<Item = Charge<'_>> {
         let policies = self.policies.iter();
-        policies
-            .flat_map(|(name, quotas)| KEYS.map(|key| Charge::new(key, &quotas[0]).policy(name)))
+        policies.flat_map(|(name, quotas)| {
+            KEYS.map(|key| Charge::new(key, &quotas[0]).with_policy(name))
+        })
     }
 
-    /// Each count whose policy has several windows, with each of its quotas.
+    /// Returns charges for the counts whose policy has several windows, one for each quota.
     pub(super) fn charges_of_changed_windows(&self) -> impl Iterator<Item = Charge<'_>> {
         let changes =
             |quotas: &[Quota]| quotas.iter().any(|quota| quota.window() != quotas[0].window());
         let policies = self.policies.iter().filter(move |(_, quotas)| changes(quotas));
         policies.flat_map(|(name, quotas)| {
             KEYS.into_iter().flat_map(move |key| {
-                quotas.iter().map(move |quota| Charge::new(key, quota).policy(name))
+                quotas.iter().map(move |quota| Charge::new(key, quota).with_policy(name))
             })
         })
     }
@@ -165,7 +167,7 @@ impl Sequence {
             0..10 => Step::Advance(Advance::RetryAfter { early: random.one_in(2) }),
             10..30 => {
                 let quota = &self.policies[random.index(self.policies.len())].1[0];
-                Step::Advance(Advance::By(Duration::from_micros(interesting_time(quota, random))))
+                Step::Advance(Advance::By(Duration::from_micros(edge_case_time(quota, random))))
             }
             30..33 => {
                 let quota = &self.policies[random.index(self.policies.len())].1[0];
@@ -175,12 +177,12 @@ impl Sequence {
                     quota.window_micros() * 2,
                     3_600_000_000,
                 ]);
-                Step::Back(Duration::from_micros(back))
+                Step::Rewind(Duration::from_micros(back))
             }
             33..75 => self.decide(Action::Acquire, random),
             75..85 => self.decide(Action::Peek, random),
-            85..97 => Step::Decide(Action::Refund, vec![self.part(0, random)]),
-            _ => Step::Decide(Action::Reset, vec![self.part(0, random)]),
+            85..97 => Step::Decide(Action::Refund, vec![self.spec(0, random)]),
+            _ => Step::Decide(Action::Reset, vec![self.spec(0, random)]),
         }
     }
 
@@ -189,30 +191,31 @@ impl Sequence {
         if self.policies.len() > 1 && random.one_in(3) {
             let first = random.index(self.policies.len());
             let second = (first + 1) % self.policies.len();
-            let parts = [first, second].map(|policy| Part { policy, ..self.part(key, random) });
-            // A part's numbers are those of another policy now; keep them within this one's.
-            let parts = parts.map(|part| {
-                let quotas = &self.policies[part.policy].1;
-                let quota = part.quota.min(quotas.len() - 1);
-                Part { quota, cost: part.cost.min(quotas[quota].burst()), ..part }
+            let specs =
+                [first, second].map(|policy| ChargeSpec { policy, ..self.spec(key, random) });
+            // The quota and cost were drawn for another policy: limit them to this one.
+            let specs = specs.map(|spec| {
+                let quotas = &self.policies[spec.policy].1;
+                let quota = spec.quota.min(quotas.len() - 1);
+                ChargeSpec { quota, cost: spec.cost.min(quotas[quota].burst()), ..spec }
             });
-            return Step::Decide(action, parts.to_vec());
+            return Step::Decide(action, specs.to_vec());
         }
-        Step::Decide(action, vec![self.part(key, random)])
+        Step::Decide(action, vec![self.spec(key, random)])
     }
 
-    fn part(&self, key: usize, random: &mut Random) -> Part {
+    fn spec(&self, key: usize, random: &mut Random) -> ChargeSpec {
         let policy = random.index(self.policies.len());
         let quotas = &self.policies[policy].1;
         let quota = if random.one_in(8) { random.index(quotas.len()) } else { 0 };
-        let most = quotas[quota].burst();
-        let any = 1 + random.below(most);
-        let cost = random.pick(&[1, 1, 1, 2, most / 3, most / 2, most - 1, most, any]);
-        Part { key, policy, quota, cost: cost.clamp(1, most), charged: None }
+        let max = quotas[quota].burst();
+        let any = 1 + random.below(max);
+        let cost = random.pick(&[1, 1, 1, 2, max / 3, max / 2, max - 1, max, any]);
+        ChargeSpec { key, policy, quota, cost: cost.clamp(1, max), refunded: None }
     }
 }
 
-/// A quota with numbers at the edges, and the same with a lower and a higher limit.
+/// Generates a quota with edge-case numbers, and variants with another limit or window.
 fn quotas(random: &mut Random) -> Vec<Quota> {
     let algorithm = random.pick(&Algorithm::ALL);
     let window = random.pick(&[
@@ -255,14 +258,14 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
         }
     };
     let mut quotas = vec![quota(limit, burst)];
-    // With a burst of its own a bucket would take another time to drain, and so to expire, at
-    // another limit.
+    // With a separate burst, the drain time of a bucket, and so its expiry, would depend on the
+    // limit.
     if burst == limit {
         for other in [limit.div_ceil(2), (2 * limit).min(largest)] {
             quotas.push(quota(other, other));
         }
     }
-    // Another window. (Drawn last, so that older seeds make the same quotas as ever.)
+    // Drawn last, so that the other quotas of a seed stay the same.
     if random.one_in(2) {
         let other = random.pick(&[60, 10, 3]);
         let windows = [window * other, window / other]
@@ -281,7 +284,7 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
     quotas
 }
 
-fn interesting_time(quota: &Quota, random: &mut Random) -> u64 {
+fn edge_case_time(quota: &Quota, random: &mut Random) -> u64 {
     let window = quota.window_micros();
     let unit = (window / quota.limit()).max(1);
     let any = random.below(2 * window);
@@ -311,7 +314,7 @@ impl fmt::Display for Sequence {
     }
 }
 
-/// `SplitMix64`: small, and the same on every machine.
+/// A `SplitMix64` generator: small and portable.
 struct Random(u64);
 
 impl Random {

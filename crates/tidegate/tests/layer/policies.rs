@@ -120,7 +120,8 @@ async fn a_policy_in_shadow_mode_denies_nothing_and_adds_no_headers() {
     }
     assert_eq!(asker.get("/", &ann).await.json()["policy"], "enforced");
     let quota = quota(1);
-    let shadow = limiter.peek(&Charge::new("ann", &quota).policy("shadow")).await.expect("decided");
+    let shadow =
+        limiter.peek(&Charge::new("ann", &quota).with_policy("shadow")).await.expect("decided");
     assert_eq!(shadow.remaining, 0, "requests are counted");
 }
 

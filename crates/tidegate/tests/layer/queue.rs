@@ -64,7 +64,7 @@ impl<S: Store> Queue<S> {
     async fn room(&self) -> u64 {
         let quota = quota();
         self.limiter
-            .peek(&Charge::new("all", &quota).policy("queue"))
+            .peek(&Charge::new("all", &quota).with_policy("queue"))
             .await
             .expect("decided")
             .remaining

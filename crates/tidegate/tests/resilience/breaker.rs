@@ -32,7 +32,7 @@ async fn five_failures_in_a_row_open_the_circuit_and_stop_all_calls() {
         acquire(&breaker, "u").await.expect_err("down");
     }
     store.set_fault(Fault::None);
-    acquire(&breaker, "u").await.expect("four failures are not enough");
+    let _ = acquire(&breaker, "u").await.expect("four failures are not enough");
     // Otherwise the four failures would still be among the calls of the last second.
     advance(2 * SECOND).await;
     store.set_fault(down());
@@ -129,7 +129,7 @@ async fn a_slow_store_opens_the_circuit_once_without_flapping() {
     assert_eq!((waited, breaker.states()[0].times_opened), (5, 1));
     store.set_fault(Fault::Slow(Duration::from_millis(50)));
     sleep(SECOND).await;
-    acquire(&breaker, "u").await.expect("slow, but in time");
+    let _ = acquire(&breaker, "u").await.expect("slow, but in time");
 }
 
 #[tokio::test(start_paused = true)]
@@ -141,8 +141,8 @@ async fn shards_fail_independently() {
         acquire(&breaker, "v@1").await.expect_err("down");
     }
     for _ in 0..20 {
-        acquire(&breaker, "u").await.expect("another shard");
-        acquire(&breaker, "w@65").await.expect("another shard");
+        let _ = acquire(&breaker, "u").await.expect("another shard");
+        let _ = acquire(&breaker, "w@65").await.expect("another shard");
         assert!(matches!(acquire(&breaker, "v@1").await, Err(StoreError::Open(_))));
     }
     let open: Vec<(ShardId, bool)> =
@@ -164,9 +164,9 @@ async fn requests_of_several_shards_are_all_or_nothing() {
         Quota::fixed_window(2, LONG).expect("valid"),
     );
     let charges = [
-        Charge::new("a", &wide).cost(3),
+        Charge::new("a", &wide).with_cost(3),
         Charge::new("b@1", &narrow),
-        Charge::new("c@2", &wide).cost(4),
+        Charge::new("c@2", &wide).with_cost(4),
         Charge::new("d", &wide),
     ];
     let counts = async || {
@@ -192,7 +192,7 @@ async fn requests_of_several_shards_are_all_or_nothing() {
         (vec![true; 4], vec![7, 1, 6, 9]),
         "in the order of the charges"
     );
-    breaker.decide(Action::Acquire, &charges[1]).await.expect("decided");
+    let _ = breaker.decide(Action::Acquire, &charges[1]).await.expect("decided");
     for action in [Action::Acquire, Action::Peek] {
         let denied = breaker.decide_all(action, &charges).await.expect("decided");
         assert_eq!(allowed(&denied), [true, false, true, true]);
@@ -201,7 +201,7 @@ async fn requests_of_several_shards_are_all_or_nothing() {
     }
 
     store.set_shard_fault(2, down());
-    breaker.decide(Action::Reset, &charges[1]).await.expect("reset");
+    let _ = breaker.decide(Action::Reset, &charges[1]).await.expect("reset");
     for _ in 0..5 {
         breaker.decide_all(Action::Acquire, &charges).await.expect_err("down");
         assert_eq!(counts().await, [7, 2, 6, 9], "refunded");
@@ -310,7 +310,7 @@ fn decisions_of_a_healthy_store_do_not_allocate() {
     let acquire_many = || {
         runtime.block_on(async {
             for _ in 0..100 {
-                store.decide(Action::Acquire, &charge).await.expect("decided");
+                let _ = store.decide(Action::Acquire, &charge).await.expect("decided");
             }
         });
     };

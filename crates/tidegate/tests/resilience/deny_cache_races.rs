@@ -139,7 +139,7 @@ async fn a_denial_in_flight_during_a_refund_is_not_cached() {
         tokio::pin!(in_flight);
         // The store has denied it, but its answer is delayed.
         assert!(poll_once(in_flight.as_mut()).await.is_none());
-        cache.decide(action, &charge).await.expect("refunded");
+        let _ = cache.decide(action, &charge).await.expect("refunded");
         cache.store().answers.add_permits(2);
         assert!(!in_flight.await.expect("decided").allowed);
         assert_eq!(cache.entries(), 0);
@@ -174,7 +174,7 @@ async fn a_denial_cached_during_a_refund_is_dropped() {
             assert_eq!(cache.entries(), 1);
             if !is_cancelled {
                 cache.store().refunds.add_permits(1);
-                refund.await.expect("refunded");
+                let _ = refund.await.expect("refunded");
             }
         }
         assert_eq!(cache.entries(), 0);
@@ -192,7 +192,7 @@ async fn a_bucket_request_counts_while_it_is_in_flight() {
     };
     let (answers, cache) = (Arc::clone(&store.answers), DenyCache::new(store));
     let quota = Quota::token_bucket(10, Duration::from_secs(1)).expect("valid");
-    let charge = Charge::new("u", &quota).cost(10);
+    let charge = Charge::new("u", &quota).with_cost(10);
     let ask = async || cache.decide(Action::Acquire, &charge).await.expect("decided");
     assert!(ask().await.allowed);
     assert!(!ask().await.allowed);

@@ -46,7 +46,7 @@ async fn each_charge_is_decided_by_its_failure_policy() {
     let store = Flaky::new();
     let limiter = Limiter::new(Fallback::new(store.clone()));
     let quota = Quota::sliding_log(3, LONG).expect("valid");
-    let charge = |failure| Charge::new("u", &quota).on_store_failure(failure);
+    let charge = |failure| Charge::new("u", &quota).with_on_store_failure(failure);
     let decision = limiter.acquire(&charge(OnStoreFailure::Local)).await.expect("decided");
     assert_eq!((decision.source, decision.remaining), (Source::Store, 2));
     store.set_fault(down());
@@ -93,9 +93,9 @@ async fn mixed_failure_policies_stay_all_or_nothing() {
         Quota::token_bucket(10, LONG).expect("valid"),
         Quota::fixed_window(1, LONG).expect("valid"),
     );
-    let [a, b] = [Charge::new("a", &wide).cost(4), Charge::new("b", &narrow)];
-    let allow = Charge::new("c", &wide).on_store_failure(OnStoreFailure::Allow);
-    let deny = Charge::new("d", &wide).on_store_failure(OnStoreFailure::Deny);
+    let [a, b] = [Charge::new("a", &wide).with_cost(4), Charge::new("b", &narrow)];
+    let allow = Charge::new("c", &wide).with_on_store_failure(OnStoreFailure::Allow);
+    let deny = Charge::new("d", &wide).with_on_store_failure(OnStoreFailure::Deny);
     let ask = async |charges: &[Charge<'_>]| {
         fallback.decide_all(Action::Acquire, charges).await.expect("decided")
     };
@@ -121,8 +121,8 @@ async fn errors_that_memory_does_not_help_are_returned() {
     let full = StoreError::Full { cap: 1 };
     store.set_fault(Fault::Fails(full.clone()));
     assert_eq!(fallback.decide(Action::Acquire, &charge).await, Err(full.clone()));
-    let [allow, deny] =
-        [OnStoreFailure::Allow, OnStoreFailure::Deny].map(|policy| charge.on_store_failure(policy));
+    let [allow, deny] = [OnStoreFailure::Allow, OnStoreFailure::Deny]
+        .map(|policy| charge.with_on_store_failure(policy));
     assert!(fallback.decide(Action::Acquire, &allow).await.expect("fail open or closed").allowed);
     assert!(!fallback.decide(Action::Acquire, &deny).await.expect("fail open or closed").allowed);
     let misconfigured = StoreError::Misconfigured("no".to_owned());
@@ -136,19 +136,19 @@ async fn a_refund_is_made_where_the_units_were_charged() {
     let store = Flaky::new();
     let fallback = Fallback::new(store.clone());
     let quota = Quota::sliding_log(5, LONG).expect("valid");
-    let charge = Charge::new("u", &quota).cost(2);
-    fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    let charge = Charge::new("u", &quota).with_cost(2);
+    let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
     store.set_fault(down());
     let error = Err(StoreError::Unreachable("down".to_owned()));
     assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "the store has charged them");
-    fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
     let refunded = fallback.decide(Action::Refund, &charge).await.expect("charged locally");
     assert_eq!((refunded.remaining, refunded.source), (5, Source::Local));
     assert_eq!(fallback.stats().pending_debit_units, 0);
     assert_eq!(fallback.decide(Action::Refund, &charge).await, error, "already refunded");
     assert_eq!(fallback.decide(Action::ChargeUpTo, &charge).await, error);
 
-    fallback.decide(Action::Acquire, &charge).await.expect("decided");
+    let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
     assert_eq!(
         fallback.decide(Action::Reset, &charge).await,
         error,
@@ -161,7 +161,7 @@ async fn a_refund_is_made_where_the_units_were_charged() {
         "the local count was reset"
     );
     store.set_fault(Fault::None);
-    fallback.decide(Action::Reset, &charge).await.expect("decided");
+    let _ = fallback.decide(Action::Reset, &charge).await.expect("decided");
     assert_eq!(store.remaining(&charge).await, 5);
 }
 
@@ -188,7 +188,8 @@ async fn an_instance_decides_by_its_share() {
             }
             assert!(admitted == 2 || admitted == 3, "{admitted}");
             total += admitted;
-            let costly = instance.decide(Action::Acquire, &charge.cost(7)).await.expect("decided");
+            let costly =
+                instance.decide(Action::Acquire, &charge.with_cost(7)).await.expect("decided");
             assert_eq!(
                 (costly.allowed, costly.retry_after),
                 (false, Duration::from_secs(1)),
@@ -201,7 +202,7 @@ async fn an_instance_decides_by_its_share() {
     let scarce = Quota::sliding_log(3, MINUTE).expect("valid");
     let mut admitted = Vec::new();
     for instance in &fleet {
-        let charge = Charge::new("scarce", &scarce).cost(3);
+        let charge = Charge::new("scarce", &scarce).with_cost(3);
         let decision = instance.decide(Action::Acquire, &charge).await.expect("decided");
         assert!(decision.allowed || decision.retry_after == Duration::from_secs(1));
         admitted.push(decision.allowed);
@@ -270,7 +271,7 @@ async fn only_keys_that_were_decided_locally_are_kept_in_memory() {
         fallback.decide(Action::Acquire, &Charge::new(key, &quota)).await.expect("decided")
     };
     store.set_fault(down());
-    ask("decided locally").await;
+    let _ = ask("decided locally").await;
     store.set_fault(Fault::None);
     fallback.settle().await;
     for number in 0..5_000 {
@@ -296,7 +297,7 @@ pub(crate) struct Admissions(Vec<(u64, u64, Source)>);
 impl Admissions {
     pub(crate) fn record(&mut self, at: u64, charge: &Charge<'_>, decision: &Decision) {
         if decision.allowed {
-            self.0.push((at, charge.units(), decision.source));
+            self.0.push((at, charge.cost(), decision.source));
         }
     }
 
@@ -413,9 +414,9 @@ proptest! {
                     Step::Fault(fault) => store.set_fault(fault),
                     Step::Advance(hundredths) => clock.advance(hundredths_of_a_minute(hundredths)),
                     Step::Acquire { instance, cost } => {
-                        let charge = Charge::new("u", &quota).cost(cost.min(quota.burst()));
+                        let charge = Charge::new("u", &quota).with_cost(cost.min(quota.burst()));
                         let decided = fleet[instance].decide(Action::Acquire, &charge).await;
-                        admissions.record(clock.now(), &charge, &decided.expect("decided"));
+                        admissions.record(clock.now().as_micros(), &charge, &decided.expect("decided"));
                     }
                 }
             }

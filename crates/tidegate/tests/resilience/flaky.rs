@@ -85,7 +85,7 @@ impl Flaky {
 
     /// Returns the remaining units of this charge's quota, without faults.
     pub(crate) async fn remaining(&self, charge: &Charge<'_>) -> u64 {
-        let count = self.0.memory.decide(Action::ChargeUpTo, &charge.cost(0)).await;
+        let count = self.0.memory.decide(Action::ChargeUpTo, &charge.with_cost(0)).await;
         count.expect("memory does not fail").remaining
     }
 

@@ -81,7 +81,7 @@ async fn a_hot_denied_key_causes_no_calls() {
     let redis = Redis::start();
     let limiter = cached(&redis).await;
     let quota = quota();
-    let charges = [Charge::new("hot", &quota), Charge::new("hot", &quota).policy("other")];
+    let charges = [Charge::new("hot", &quota), Charge::new("hot", &quota).with_policy("other")];
     exhaust(&limiter, &charges[0]).await;
     // Each decision of a fixed window is one GET, and no other script uses it.
     let before = calls_of(&redis, "get");
@@ -111,7 +111,7 @@ async fn a_refund_by_another_instance_takes_effect_within_a_second() {
     for action in [Action::Refund, Action::Reset, Action::Refund, Action::Reset] {
         exhaust(&limiter, &bystander).await;
         exhaust(&limiter, &charge).await;
-        other.decide(action, &charge).await.expect("refunded");
+        let _ = other.decide(action, &charge).await.expect("refunded");
         let last_denied = until_admitted(&limiter, &charge, Instant::now()).await;
         assert!(last_denied < SECOND, "{action:?}: {last_denied:?}");
         let others = limiter.peek(&bystander).await.expect("decided");
@@ -119,7 +119,7 @@ async fn a_refund_by_another_instance_takes_effect_within_a_second() {
     }
     // Several refunds in one call.
     exhaust(&limiter, &charge).await;
-    other.decide_all(Action::Refund, &[bystander, charge]).await.expect("refunded");
+    let _ = other.decide_all(Action::Refund, &[bystander, charge]).await.expect("refunded");
     assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
     assert!(until_admitted(&limiter, &bystander, Instant::now()).await < SECOND);
 }
@@ -132,7 +132,7 @@ async fn redis_6_2_and_valkey_9_publish_invalidations_as_well() {
         let quota = quota();
         let charge = Charge::new("u", &quota);
         exhaust(&limiter, &charge).await;
-        other.decide(Action::Refund, &charge).await.expect("refunded");
+        let _ = other.decide(Action::Refund, &charge).await.expect("refunded");
         assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND);
         redis.assert_every_key_expires();
     }
@@ -145,7 +145,7 @@ async fn more_invalidations_than_the_set_holds_clear_the_cache() {
     let quota = quota();
     let charge = Charge::new("u", &quota);
     exhaust(&limiter, &charge).await;
-    other.decide(Action::Refund, &charge).await.expect("refunded");
+    let _ = other.decide(Action::Refund, &charge).await.expect("refunded");
     let refunded = Instant::now();
     let names: Vec<String> = (0..1_280).map(|number| format!("other-{number}")).collect();
     let charges: Vec<Charge<'_>> = names.iter().map(|name| Charge::new(name, &quota)).collect();
@@ -216,14 +216,14 @@ async fn invalidations_are_published_only_if_there_is_a_reader() {
     let plain = Limiter::new(store(&redis).await);
     let quota = quota();
     let charge = Charge::new("u", &quota);
-    plain.acquire(&charge).await.expect("decided");
-    plain.refund(&charge).await.expect("refunded");
+    let _ = plain.acquire(&charge).await.expect("decided");
+    let _ = plain.refund(&charge).await.expect("refunded");
     assert!(!redis.query::<bool>(&["EXISTS", INVALIDATION_SET]));
     let first = poll(plain.store(), &Cursor::default()).await;
     assert_eq!(first.scope, Scope::All);
     let next = poll(plain.store(), &first.cursor).await;
     assert_eq!((&next.cursor, &next.scope), (&first.cursor, &Scope::Counts(Vec::new())));
-    plain.refund(&charge).await.expect("refunded");
+    let _ = plain.refund(&charge).await.expect("refunded");
     let next = poll(plain.store(), &next.cursor).await;
     assert!(matches!(&next.scope, Scope::Counts(counts) if counts.len() == 1), "{next:?}");
     redis.assert_every_key_expires();
@@ -246,7 +246,7 @@ async fn a_cluster_publishes_invalidations_of_all_nodes_and_of_compensations() {
     for key in ["user-0", "user-1", "user-2", "user-3", "user-4", "user-5"] {
         let charge = Charge::new(key, &quota);
         exhaust(&limiter, &charge).await;
-        other.decide(Action::Refund, &charge).await.expect("refunded");
+        let _ = other.decide(Action::Refund, &charge).await.expect("refunded");
         assert!(until_admitted(&limiter, &charge, Instant::now()).await < SECOND, "{key}");
     }
     // The first charge is spent, and refunded because the second is denied.
@@ -342,7 +342,7 @@ async fn concurrent_refunds_share_publish_calls() {
     let quota = Quota::token_bucket(1_000, LONG).expect("valid");
     // There is a reader, so each refund must be published.
     let cursor = poll(limiter.store(), &Cursor::default()).await.cursor;
-    limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
+    let _ = limiter.refund(&Charge::new("warm-up", &quota)).await.expect("refunded");
     let before = redis.calls_of("evalsha");
     let refund = |number: u32| {
         let (limiter, quota) = (limiter.clone(), quota.clone());
@@ -352,7 +352,7 @@ async fn concurrent_refunds_share_publish_calls() {
     };
     let refunds: Vec<_> = (0..200).map(refund).collect();
     for refund in refunds {
-        refund.await.expect("no panic").expect("refunded");
+        let _ = refund.await.expect("no panic").expect("refunded");
     }
     // Each refund returned after its invalidation was published.
     let next = poll(limiter.store(), &cursor).await;

@@ -58,7 +58,7 @@ async fn a_flapping_redis_admits_at_most_the_limit_and_delays_no_request() {
     let start = Instant::now();
     loop {
         until_the_store_decides(&fallback, &charge).await;
-        let count = fallback.store().decide(Action::ChargeUpTo, &charge.cost(0)).await;
+        let count = fallback.store().decide(Action::ChargeUpTo, &charge.with_cost(0)).await;
         let remaining = count.map_or(LIMIT, |count| count.remaining);
         let is_settled = fallback.stats().pending_debits == 0;
         if remaining == 0 || (is_settled && remaining <= LIMIT - admitted) {
@@ -99,7 +99,7 @@ async fn a_restarted_redis_decides_again_and_gets_the_debts() {
         sleep(Duration::from_millis(5)).await;
     }
     let count =
-        fallback.store().decide(Action::ChargeUpTo, &charge.cost(0)).await.expect("decided");
+        fallback.store().decide(Action::ChargeUpTo, &charge.with_cost(0)).await.expect("decided");
     assert!(count.remaining < 1_000 - local, "{count:?} after {local} local decisions");
     redis.assert_every_key_expires();
 }

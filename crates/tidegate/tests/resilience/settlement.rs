@@ -74,7 +74,7 @@ async fn a_request_of_a_key_in_debt_needs_room_for_the_debt() {
         let calls = store.calls();
         for action in [Action::Peek, Action::Acquire] {
             // Eight of ten units are used, although the store has only counted two.
-            let decision = fallback.decide(action, &charge.cost(3)).await.expect("decided");
+            let decision = fallback.decide(action, &charge.with_cost(3)).await.expect("decided");
             assert_eq!(
                 (decision.allowed, decision.source, decision.remaining),
                 (false, Source::Store, 2),
@@ -87,7 +87,8 @@ async fn a_request_of_a_key_in_debt_needs_room_for_the_debt() {
             (8, calls + 2),
             "a denial spends nothing"
         );
-        let decision = fallback.decide(Action::Acquire, &charge.cost(5)).await.expect("decided");
+        let decision =
+            fallback.decide(Action::Acquire, &charge.with_cost(5)).await.expect("decided");
         assert_eq!(
             (decision.allowed, decision.source),
             (false, Source::Local),
@@ -189,7 +190,7 @@ async fn a_lost_answer_is_counted_twice_at_most() {
         for round in 1..=3 {
             let calls = store.calls();
             store.set_fault(Fault::LosesAnswers);
-            admitted += 2 * admit(&fallback, &charge.cost(2), 3).await;
+            admitted += 2 * admit(&fallback, &charge.with_cost(2), 3).await;
             assert_eq!(store.calls(), calls + 1, "no further call carries a debt in doubt");
             let peeked = fallback.decide(Action::Peek, &charge).await.expect("decided");
             assert_eq!((peeked.source, peeked.remaining), (Source::Local, 40 - admitted - 1));
@@ -253,7 +254,7 @@ async fn debts_beyond_the_maximum_are_dropped_and_counted() {
     store.set_fault(down());
     for number in 0..80 {
         let key = format!("user-{number}");
-        admit(&fallback, &Charge::new(&key, &quota).cost(2), 2).await;
+        admit(&fallback, &Charge::new(&key, &quota).with_cost(2), 2).await;
     }
     let stats = fallback.stats();
     assert_eq!(
@@ -278,7 +279,7 @@ async fn many_debts_are_settled_in_batches_and_failed_ones_stay() {
     store.set_shard_fault(0, down());
     store.set_shard_fault(1, down());
     for key in &keys {
-        admit(&fallback, &Charge::new(key, &quota).cost(3), 1).await;
+        admit(&fallback, &Charge::new(key, &quota).with_cost(3), 1).await;
     }
     let calls = store.calls();
     assert_eq!(fallback.settle().await, 0);
@@ -372,12 +373,12 @@ proptest! {
             let mut since_failure = Admissions::default();
             let (mut last_failure, mut last_admitted) = (None, 0);
             for step in steps {
-                let now = clock.now();
+                let now = clock.now().as_micros();
                 match step {
                     Step::Fault(fault) => store.set_fault(fault),
                     Step::Advance(hundredths) => clock.advance(hundredths_of_a_minute(hundredths)),
                     Step::Acquire { cost, .. } => {
-                        let charge = Charge::new("u", &quota).cost(cost.min(limit));
+                        let charge = Charge::new("u", &quota).with_cost(cost.min(limit));
                         let decided = fallback.decide(Action::Acquire, &charge).await;
                         let decision = decided.expect("decided");
                         let is_stable = last_failure.is_some_and(|last| now - last >= 120_000_000);
@@ -510,12 +511,12 @@ async fn an_outage_logs_one_warning_and_one_line_at_its_end() {
     for round in 0..3 {
         store.set_fault(Fault::Fails(StoreError::Timeout(Duration::from_millis(100))));
         for _ in 0..100 {
-            fallback.decide(Action::Acquire, &charge).await.expect("decided");
+            let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
             sleep(Duration::from_millis(50)).await;
         }
         store.set_fault(Fault::None);
         sleep(Duration::from_secs(10)).await;
-        fallback.decide(Action::Acquire, &charge).await.expect("decided");
+        let _ = fallback.decide(Action::Acquire, &charge).await.expect("decided");
         let mut seen = std::mem::take(&mut *events.0.lock().expect("no panic"));
         seen.sort_unstable();
         if round == 0 {

@@ -116,7 +116,7 @@ pub(crate) async fn assert_exact_under_concurrency<S: Store>(limiter: &Limiter<S
         for task in tasks {
             admitted += task.await.expect("no panic");
         }
-        assert_eq!(admitted, 500, "{}", quota.unnamed_policy());
+        assert_eq!(admitted, 500, "{}", quota.default_policy_name());
     }
 }
 

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use super::key::EntryKey;
 use super::unrecorded::COUNTED_DENIAL_TTL;
-use crate::algorithm::{Algorithm, Verdict, mul_div_ceil};
+use crate::algorithm::{Algorithm, RawDecision, mul_div_ceil};
 use crate::charge::Charge;
+use crate::clock::micros;
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 use crate::store::shared::MAX_DENIAL_TTL;
@@ -128,7 +129,8 @@ impl DenialEntry {
         if quota.count_denied() {
             // This denial counts as well, so the wait starts again.
             let Self { remaining, retry_after, reset_after, .. } = *self;
-            let verdict = Verdict { allowed: false, remaining, retry_after, reset_after, delay: 0 };
+            let verdict =
+                RawDecision { allowed: false, remaining, retry_after, reset_after, delay: 0 };
             return verdict.into_decision(quota, Source::DenyCache);
         }
         let drain_time = if self.units == 0 {
@@ -140,7 +142,7 @@ impl DenialEntry {
         let reset_after = shift.saturating_add(self.reset_after).saturating_sub(now);
         // The units that remained at the denial have been requested since.
         let at_denial = if self.units == 0 { self.remaining } else { 0 };
-        let verdict = Verdict {
+        let verdict = RawDecision {
             allowed: false,
             remaining: remaining_now(quota, at_denial, reset_after),
             retry_after: shift.saturating_add(self.retry_after).saturating_sub(now),
@@ -163,7 +165,8 @@ impl QuotaSnapshot {
     pub(super) fn decision(self, charge: &Charge<'_>, now: u64) -> Decision {
         let reset_after = self.reset_at.saturating_sub(now);
         let remaining = remaining_now(charge.quota(), self.remaining, reset_after);
-        let verdict = Verdict { remaining, reset_after, ..Verdict::untouched(charge.quota()) };
+        let verdict =
+            RawDecision { remaining, reset_after, ..RawDecision::untouched(charge.quota()) };
         verdict.into_decision(charge.quota(), Source::DenyCache)
     }
 }
@@ -192,8 +195,4 @@ fn certain_part(wait: u64) -> u64 {
 
 fn mul_div_floor(a: u64, b: u64, m: u64) -> u64 {
     u64::try_from(u128::from(a) * u128::from(b) / u128::from(m)).unwrap_or(u64::MAX)
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }

@@ -37,7 +37,7 @@ impl HashSecret {
 
     pub(super) fn key(&self, charge: &Charge<'_>) -> EntryKey {
         let (key, policy, quota) =
-            (charge.key().as_bytes(), charge.policy_name().as_bytes(), charge.quota());
+            (charge.key().as_bytes(), charge.policy().as_bytes(), charge.quota());
         // Encoding everything into one buffer and hashing it once is the fastest way by far.
         let length = key.len() + 1 + policy.len();
         let (mut on_stack, mut on_heap) = ([0; MAX_STACK_BYTES], Vec::new());
@@ -76,7 +76,7 @@ impl HashSecret {
             for word in words {
                 hasher.write_u64(word);
             }
-            hasher.write_u64(charge.units());
+            hasher.write_u64(charge.cost());
         }
         hasher.finish128().as_u128()
     }
@@ -113,7 +113,7 @@ mod tests {
             for (key, policy) in
                 [("ab", "c"), ("a", "bc"), (&long, "c"), (&longer, "c"), (&long, &long)]
             {
-                let charge = Charge::new(key, quota).policy(policy);
+                let charge = Charge::new(key, quota).with_policy(policy);
                 let key = secret.key(&charge);
                 assert_eq!(key.count, CountId::of(&charge));
                 assert!(seen.insert(key.hash));

@@ -10,7 +10,7 @@ use super::entry::{QuotaSnapshot, RequestSnapshot, StoreDenial};
 use super::key::EntryKey;
 use super::table::{DenialTable, Lease, LookupResult, Query};
 use super::unrecorded::Unrecorded;
-use crate::algorithm::Verdict;
+use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::store::invalidation::CountId;
@@ -52,7 +52,7 @@ impl Leases {
 
 impl<S: SharedStore> Inner<S> {
     pub(super) fn now(&self) -> u64 {
-        self.store.clock().now()
+        self.store.clock().now().as_micros()
     }
 
     /// Finds a cached denial of one charge.
@@ -125,7 +125,7 @@ impl<S: SharedStore> Inner<S> {
             denial.unwrap_or_else(|| match &snapshot {
                 Some(snapshot) => snapshot[at].decision(charge, sent),
                 None => {
-                    let untouched = Verdict::untouched(charge.quota());
+                    let untouched = RawDecision::untouched(charge.quota());
                     untouched.into_decision(charge.quota(), Source::DenyCache)
                 }
             })
@@ -201,7 +201,7 @@ impl<S: SharedStore> Inner<S> {
                 let snapshot = has_snapshot
                     .then(|| Box::new(self.snapshot(leases, charges, decisions, received)));
                 let denial = StoreDenial {
-                    cost: charge.units(),
+                    cost: charge.cost(),
                     decision: *decision,
                     sent,
                     received,

@@ -88,7 +88,7 @@ impl<S: SharedStore> Inner<S> {
             }
             Scope::All => self.table.clear(),
         }
-        let max_staleness = u64::try_from(MAX_STALENESS.as_micros()).unwrap_or(0);
+        let max_staleness = crate::clock::micros(MAX_STALENESS);
         self.fresh_until.store(sent.saturating_add(max_staleness), Ordering::Release);
         Ok(())
     }

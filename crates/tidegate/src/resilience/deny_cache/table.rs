@@ -95,13 +95,13 @@ impl CacheShard {
             counted: false,
         };
         for entry in self.sets[set].iter_mut().filter(|entry| entry.key.hash == key.hash) {
-            if is_bucket && entry.cost == charge.units() {
+            if is_bucket && entry.cost == charge.cost() {
                 if entry.epoch == epoch && now < entry.expires_at() {
                     lease.bucket_entry = Some(entry.serial);
                     // With several charges, another one may deny, so this one may not be spent.
                     lease.counted = query.spends && query.request.is_none();
                     if lease.counted {
-                        entry.count_request(charge.quota(), charge.units());
+                        entry.count_request(charge.quota(), charge.cost());
                     }
                 }
             } else {
@@ -173,7 +173,7 @@ impl DenialTable {
         let (mut shard, set) = self.lock(query.key.count);
         let Some(entry) = find_entry(&mut shard.sets[set], query) else { return false };
         let is_first = entry.units == 0;
-        entry.units = entry.units.saturating_add(query.charge.units());
+        entry.units = entry.units.saturating_add(query.charge.cost());
         is_first
     }
 
@@ -188,13 +188,13 @@ impl DenialTable {
         let EntryKey { count, hash } = lease.key;
         let keeps_own = is_bucket(charge.quota());
         if lease.has_others {
-            let is_own = |entry: &DenialEntry| keeps_own && entry.cost == charge.units();
+            let is_own = |entry: &DenialEntry| keeps_own && entry.cost == charge.cost();
             self.drop_if(count, false, |entry| entry.key.hash == hash && !is_own(entry));
         }
         if let (Some(serial), false) = (lease.bucket_entry, lease.counted) {
             let (mut shard, set) = self.lock(count);
             if let Some(entry) = shard.sets[set].iter_mut().find(|entry| entry.serial == serial) {
-                entry.count_request(charge.quota(), charge.units());
+                entry.count_request(charge.quota(), charge.cost());
             }
         }
     }
@@ -299,7 +299,7 @@ impl DenialTable {
 /// Finds the entry that denies a charge: the one of the same cost, or, for a count with many costs,
 /// the one of a lower cost with the longest wait.
 fn find_entry<'a>(set: &'a mut [DenialEntry], query: &Query<'_>) -> Option<&'a mut DenialEntry> {
-    let cost = query.charge.units();
+    let cost = query.charge.cost();
     let holds = |entry: &DenialEntry| {
         entry.key.hash == query.key.hash
             && entry.cost <= cost

@@ -62,7 +62,7 @@ impl<S: SharedStore> Inner<S> {
 
     /// Records the units of cached denials. More units than the limit have no effect on a full log.
     async fn record(&self, charge: &Charge<'_>, units: u64) {
-        let charge = charge.cost(units.min(charge.quota().limit()));
+        let charge = charge.with_cost(units.min(charge.quota().limit()));
         if units > 0
             && let Err(error) = self.store.decide(Action::Report, &charge).await
         {

@@ -67,11 +67,11 @@ pub(super) struct Debt {
 impl Debt {
     /// Returns the charge that settles the debt.
     pub(super) fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota).policy(&self.policy).cost(self.units)
+        Charge::new(&self.key, &self.quota).with_policy(&self.policy).with_cost(self.units)
     }
 
     fn belongs_to(&self, charge: &Charge<'_>) -> bool {
-        *self.key == *charge.key() && *self.policy == *charge.policy_name()
+        *self.key == *charge.key() && *self.policy == *charge.policy()
     }
 }
 
@@ -164,10 +164,10 @@ impl DebtLedger {
     /// counted them as well.
     pub(super) fn add(&self, charge: &Charge<'_>, now: u64, in_doubt: bool) {
         let until = now.saturating_add(max_unit_lifetime(charge.quota()));
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         if let Some(debt) = shard.debts.find_mut(hash, |debt| debt.belongs_to(charge)) {
-            debt.units = debt.units.saturating_add(charge.units());
+            debt.units = debt.units.saturating_add(charge.cost());
             debt.until = until;
             debt.in_doubt |= in_doubt;
             debt.quota.clone_from(charge.quota());
@@ -179,14 +179,14 @@ impl DebtLedger {
         // Concurrent callers on other shards may exceed the maximum by a few keys, which is
         // harmless.
         if self.keys() >= self.max_keys {
-            self.dropped.fetch_add(charge.units(), Ordering::Relaxed);
+            self.dropped.fetch_add(charge.cost(), Ordering::Relaxed);
             return;
         }
         let debt = Debt {
             key: charge.key().into(),
-            policy: charge.policy_name().into(),
+            policy: charge.policy().into(),
             quota: charge.quota().clone(),
-            units: charge.units(),
+            units: charge.cost(),
             until,
             not_before: 0,
             last_pass: 0,
@@ -204,9 +204,9 @@ impl DebtLedger {
         let local = charges
             .iter()
             .enumerate()
-            .filter(|(_, charge)| charge.store_failure() == OnStoreFailure::Local);
+            .filter(|(_, charge)| charge.on_store_failure() == OnStoreFailure::Local);
         for (at, charge) in local {
-            let hash = self.hash(charge.key(), charge.policy_name());
+            let hash = self.hash(charge.key(), charge.policy());
             let mut shard = self.lock_of(hash);
             let found =
                 shard.debts.find_mut(hash, |debt| debt.belongs_to(charge) && debt.until > now);
@@ -256,7 +256,7 @@ impl DebtLedger {
 
     /// Removes the debt of this charge's key.
     pub(super) fn remove(&self, charge: &Charge<'_>) {
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         if let Ok(entry) = shard.debts.find_entry(hash, |debt| debt.belongs_to(charge)) {
             entry.remove();
@@ -305,12 +305,12 @@ impl DebtLedger {
     /// Subtracts the units of a charge from the debt of its key, if that has enough and is not
     /// claimed. A debt without units stays until it expires or grows again.
     fn subtract(&self, charge: &Charge<'_>) -> bool {
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         let mut shard = self.lock_of(hash);
         let LedgerShard { debts, next_expiry, .. } = &mut *shard;
         match debts.find_mut(hash, |debt| debt.belongs_to(charge)) {
-            Some(debt) if !debt.claimed && debt.units >= charge.units() => {
-                debt.units -= charge.units();
+            Some(debt) if !debt.claimed && debt.units >= charge.cost() => {
+                debt.units -= charge.cost();
                 if debt.units == 0 {
                     *next_expiry = 0;
                 }
@@ -322,10 +322,10 @@ impl DebtLedger {
 
     /// Adds back the units that [`subtract`](Self::subtract) took.
     fn restore(&self, charge: &Charge<'_>) {
-        let hash = self.hash(charge.key(), charge.policy_name());
+        let hash = self.hash(charge.key(), charge.policy());
         if let Some(debt) = self.lock_of(hash).debts.find_mut(hash, |debt| debt.belongs_to(charge))
         {
-            debt.units = debt.units.saturating_add(charge.units());
+            debt.units = debt.units.saturating_add(charge.cost());
         }
     }
 

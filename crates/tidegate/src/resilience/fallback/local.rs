@@ -64,7 +64,7 @@ impl<S: SharedStore> Inner<S> {
         }
         self.count(&decisions);
         if decisions.iter().all(|decision| decision.allowed) {
-            let now = self.local.clock().now();
+            let now = self.local.clock().now().as_micros();
             for (charge, decision) in charges.iter().zip(&decisions) {
                 if decision.source == Source::Local {
                     self.ledger.add(charge, now, in_doubt);
@@ -98,10 +98,10 @@ impl<S: SharedStore> Inner<S> {
         let mut is_denied = false;
         for (charge, share) in charges.iter().zip(&shares) {
             match share {
-                Some(share) if is_local(charge) && charge.units() <= share.burst() => {
+                Some(share) if is_local(charge) && charge.cost() <= share.burst() => {
                     local.push(charge.with_quota(share));
                 }
-                _ => is_denied |= charge.store_failure() != OnStoreFailure::Allow,
+                _ => is_denied |= charge.on_store_failure() != OnStoreFailure::Allow,
             }
         }
         let decided = match (&*local, is_denied) {
@@ -114,12 +114,12 @@ impl<S: SharedStore> Inner<S> {
         };
         let mut decided = decided.into_iter();
         let decision = |(charge, share): (&Charge<'_>, &Option<Quota>)| match (
-            charge.store_failure(),
+            charge.on_store_failure(),
             share,
         ) {
             (OnStoreFailure::Allow, _) => Ok(fixed_decision(charge, true)),
             (OnStoreFailure::Deny, _) => Ok(fixed_decision(charge, false)),
-            (OnStoreFailure::Local, Some(share)) if charge.units() <= share.burst() => {
+            (OnStoreFailure::Local, Some(share)) if charge.cost() <= share.burst() => {
                 let decision = decided.next().unwrap_or_else(|| fixed_decision(charge, false));
                 Ok(as_local(charge, decision))
             }
@@ -132,7 +132,7 @@ impl<S: SharedStore> Inner<S> {
     fn peek_unspent(&self, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let decision = self.local.decide_now(Action::Peek, charge)?;
         if decision.allowed {
-            self.local.decide_now(Action::ChargeUpTo, &charge.cost(0))
+            self.local.decide_now(Action::ChargeUpTo, &charge.with_cost(0))
         } else {
             Ok(decision)
         }
@@ -146,7 +146,8 @@ impl<S: SharedStore> Inner<S> {
     ) -> Result<Decision, StoreError> {
         let denied = as_local(charge, fixed_decision(charge, false));
         let Some(share) = share else { return Ok(denied) };
-        let count = self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(share).cost(0))?;
+        let count =
+            self.local.decide_now(Action::ChargeUpTo, &charge.with_quota(share).with_cost(0))?;
         Ok(Decision { remaining: count.remaining, reset_after: count.reset_after, ..denied })
     }
 
@@ -175,13 +176,13 @@ impl<S: SharedStore> Inner<S> {
         charges: &[Charge<'_>],
         in_doubt: bool,
     ) -> Result<Vec<Decision>, StoreError> {
-        let report = |charge: &Charge<'_>| match charge.store_failure() {
+        let report = |charge: &Charge<'_>| match charge.on_store_failure() {
             OnStoreFailure::Allow => Ok(fixed_decision(charge, true)),
             OnStoreFailure::Deny => Ok(fixed_decision(charge, false)),
             OnStoreFailure::Local => {
                 let quota = self.share(charge).unwrap_or_else(|| charge.quota().clone());
                 let decision = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
-                self.ledger.add(charge, self.local.clock().now(), in_doubt);
+                self.ledger.add(charge, self.local.clock().now().as_micros(), in_doubt);
                 Ok(as_local(charge, decision))
             }
         };
@@ -197,7 +198,7 @@ impl<S: SharedStore> Inner<S> {
 }
 
 fn is_local(charge: &Charge<'_>) -> bool {
-    charge.store_failure() == OnStoreFailure::Local
+    charge.on_store_failure() == OnStoreFailure::Local
 }
 
 /// Marks a decision of the local store. Its limit is that of the full quota, not of the share.

@@ -95,7 +95,7 @@ impl<S: SharedStore> Inner<S> {
     /// the recovery if it is not running.
     pub(super) fn on_failure(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {
         let state = &self.outage;
-        state.mark_local_decision(self.local.clock().now());
+        state.mark_local_decision(self.local.clock().now().as_micros());
         state.failed_shard.store(self.store.shard(charge).0, Ordering::Relaxed);
         let failures = state.failures.fetch_add(1, Ordering::SeqCst);
         let starts = !state.active.swap(true, Ordering::SeqCst);

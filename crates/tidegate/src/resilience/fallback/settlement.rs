@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::ledger::{Claim, Debt, DebtLedger};
 use super::{Inner, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
+use crate::clock::micros;
 use crate::random::jittered;
 use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
 
@@ -71,10 +72,10 @@ impl<S: SharedStore> Inner<S> {
         let Some(number) = self.ledger.begin_pass() else { return pass };
         let _guard = PassGuard(&self.ledger);
         for shard in DebtLedger::shards() {
-            self.ledger.drop_expired_in(shard, self.local.clock().now());
+            self.ledger.drop_expired_in(shard, self.local.clock().now().as_micros());
             // If the only shard of the store fails, no debt can be settled.
             while !pass.failed.contains(&ShardId::SINGLE) {
-                let now = self.local.clock().now();
+                let now = self.local.clock().now().as_micros();
                 let claims = self.ledger.claim_due(shard, number, MAX_CHARGES, now);
                 if claims.debts.is_empty() {
                     break;
@@ -133,7 +134,7 @@ impl<S: SharedStore> Inner<S> {
             // The counts of one cluster node are in many slots. Concurrent calls share a pipeline.
             None => join_all(charges.iter().map(|charge| self.report_one(charge))).await,
         };
-        let now = self.local.clock().now();
+        let now = self.local.clock().now().as_micros();
         let mut answered = true;
         for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(&results) {
             let left = &mut claim.debt;
@@ -147,9 +148,7 @@ impl<S: SharedStore> Inner<S> {
                     pass.settled += debt.units;
                 }
                 Err(StoreError::Unreadable(_)) => {
-                    let interval =
-                        u64::try_from(UNREADABLE_RETRY_INTERVAL.as_micros()).unwrap_or(u64::MAX);
-                    left.not_before = now.saturating_add(interval);
+                    left.not_before = now.saturating_add(micros(UNREADABLE_RETRY_INTERVAL));
                 }
                 Err(_) => answered = false,
             }

@@ -6,22 +6,22 @@ use std::time::Duration;
 use spin::mutex::{SpinMutex, SpinMutexGuard};
 
 use super::SHARDS;
+use super::fingerprint::Fingerprint;
 use super::table::Table;
-use crate::fingerprint::Fingerprint;
 
-/// Attempts to get a lock while its holder is most likely running.
-const SPIN_ATTEMPTS: u32 = 3;
-/// Attempts to get a lock, those after spinning with a yield before them, until a thread sleeps
-/// between two.
-const YIELD_ATTEMPTS: u32 = 10;
+/// Number of attempts to take a lock while its holder is most likely running.
+const SPIN_LIMIT: u32 = 3;
+/// Number of attempts, including the spins, before a thread sleeps between attempts.
+const YIELD_LIMIT: u32 = 10;
 const SLEEP_INTERVAL: Duration = Duration::from_micros(50);
 
-/// On a cache line of its own, or a lock on one shard would slow its neighbours.
+/// A table behind its lock. It has its own cache line, so that shards do not slow each other down
+/// by false sharing.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(super) struct Shard {
     table: SpinMutex<Table>,
-    /// No key of the shard expires before this time. May be too early, never too late.
+    /// Lower bound on the expiry of all keys in the shard: may be too early, never too late.
     pub(super) next_expiry: AtomicU64,
 }
 
@@ -36,19 +36,19 @@ impl Default for Shard {
 impl Shard {
     #[inline]
     pub(super) fn lock(&self) -> SpinMutexGuard<'_, Table> {
-        self.table.try_lock().unwrap_or_else(|| self.lock_soon())
+        self.table.try_lock().unwrap_or_else(|| self.lock_contended())
     }
 
     /// Critical sections last nanoseconds: spin a few times with growing gaps (each `try_lock`
-    /// takes the holder's cache line), then yield, then sleep, because a longer wait means that the
-    /// holder was preempted.
+    /// steals the holder's cache line), then yield, then sleep, because a longer wait means that
+    /// the holder was preempted.
     #[cold]
-    fn lock_soon(&self) -> SpinMutexGuard<'_, Table> {
+    fn lock_contended(&self) -> SpinMutexGuard<'_, Table> {
         let mut attempt = 0;
         loop {
             match attempt {
-                0..SPIN_ATTEMPTS => spin(attempt),
-                SPIN_ATTEMPTS..YIELD_ATTEMPTS => std::thread::yield_now(),
+                0..SPIN_LIMIT => spin(attempt),
+                SPIN_LIMIT..YIELD_LIMIT => std::thread::yield_now(),
                 _ => std::thread::sleep(SLEEP_INTERVAL),
             }
             if let Some(table) = self.table.try_lock() {
@@ -58,37 +58,38 @@ impl Shard {
         }
     }
 
-    /// Spins for the lock, and gives up where [`lock`](Self::lock) would yield: for a caller that
-    /// holds other locks.
+    /// Spins for the lock. Returns `None` where [`lock`](Self::lock) would yield, so that a caller
+    /// can release its other locks first.
     pub(super) fn try_lock_briefly(&self) -> Option<SpinMutexGuard<'_, Table>> {
         self.table.try_lock().or_else(|| {
-            (0..SPIN_ATTEMPTS).find_map(|attempt| {
+            (0..SPIN_LIMIT).find_map(|attempt| {
                 spin(attempt);
                 self.table.try_lock()
             })
         })
     }
 
-    /// How many entries there were, and how many of them have expired and are gone.
-    pub(super) fn drop_expired(&self, now: u64) -> (usize, usize) {
+    /// Removes expired entries. Returns the number of entries scanned and removed.
+    pub(super) fn remove_expired(&self, now: u64) -> (usize, usize) {
         let mut table = self.lock();
-        let seen = table.len();
-        let (dropped, next) = table.drop_expired(now);
-        self.next_expiry.store(next, Ordering::SeqCst);
-        (seen, dropped)
+        let scanned = table.len();
+        let (removed, next_expiry) = table.remove_expired(now);
+        self.next_expiry.store(next_expiry, Ordering::SeqCst);
+        (scanned, removed)
     }
 }
 
-/// Twice as long with each attempt.
+/// Spins twice as long with each attempt.
 fn spin(attempt: u32) {
     (0..16 << attempt).for_each(|_| std::hint::spin_loop());
 }
 
-pub(super) struct Locked<'a>(pub(super) Vec<(usize, SpinMutexGuard<'a, Table>)>);
+/// The locked tables of several shards, in ascending order of the shards.
+pub(super) struct LockedShards<'a>(pub(super) Vec<(usize, SpinMutexGuard<'a, Table>)>);
 
-impl Locked<'_> {
+impl LockedShards<'_> {
     pub(super) fn table(&mut self, fingerprint: Fingerprint) -> &mut Table {
-        let index = fingerprint.remainder_of(SHARDS);
+        let index = fingerprint.shard_index(SHARDS);
         let at = self.0.partition_point(|(locked, _)| *locked < index);
         &mut self.0[at].1
     }

@@ -24,7 +24,7 @@
 -- reply  the server's time in microseconds; then 1, or 0 if the deadline has passed, which ends
 --          the reply
 --        for each key of the first two forms: number of grants, units that remained before, the
---          algorithm's evidence (from which the client computes each decision), and if some were
+--          algorithm's snapshot (from which the client computes each decision), and if some were
 --          denied: their retry_after, reset_after (microseconds)
 --        for the third form, per charge: allowed (1|0), remaining, retry_after, reset_after, delay
 --          (microseconds); placeholders for a reset, whose result the client knows
@@ -113,7 +113,7 @@ local function grant(key, quota, cost, times)
   end
   reply[replied + 1], reply[replied + 2] = granted, remaining
   replied = replied + 2
-  if algorithm.evidence then replied = algorithm.evidence(state, quota, reply, replied) end
+  if algorithm.snapshot then replied = algorithm.snapshot(state, quota, reply, replied) end
   if granted > 0 then
     algorithm.spend(state, quota, granted * cost)
     algorithm.save(key, state, quota)

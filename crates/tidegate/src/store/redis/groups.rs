@@ -9,8 +9,9 @@ use super::Shared;
 use super::call::CallError;
 use super::invalidation::PendingInvalidation;
 use super::requests::{ItemDecisions, Operation, Request};
-use crate::algorithm::Verdict;
+use crate::algorithm::RawDecision;
 use crate::charge::Charge;
+use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
 use crate::store::compensation::{
     GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, scatter,
@@ -81,8 +82,9 @@ async fn decide_cross_slot(
 }
 
 fn into_decisions(decided: ItemDecisions, charges: &[Charge<'_>]) -> Vec<Decision> {
-    let into_decision =
-        |(raw, charge): (Verdict, &Charge<'_>)| raw.into_decision(charge.quota(), Source::Store);
+    let into_decision = |(raw, charge): (RawDecision, &Charge<'_>)| {
+        raw.into_decision(charge.quota(), Source::Store)
+    };
     decided.into_vec().into_iter().zip(charges).map(into_decision).collect()
 }
 
@@ -114,7 +116,7 @@ impl Groups for CrossSlotGroups<'_> {
         Ok(into_decisions(decided.map_err(CallError::into_store_error)?, charges))
     }
 
-    fn now(&self) -> u64 {
+    fn now(&self) -> Timestamp {
         self.shared.now()
     }
 

@@ -95,7 +95,7 @@ impl Shared {
 /// Microseconds without a heartbeat after which an instance is removed from a fleet of this size.
 fn silence_timeout(instances: usize) -> u64 {
     let timeout = heartbeat_interval(instances) * MAX_MISSED_HEARTBEATS;
-    u64::try_from(timeout.as_micros()).unwrap_or(u64::MAX)
+    crate::clock::micros(timeout)
 }
 
 /// Returns the version, and the list if there is one.

@@ -12,7 +12,7 @@ use redis::{Cmd, Value};
 use super::error::item_error;
 use super::script::{Script, ScriptParts};
 use super::server_clock::ServerTimes;
-use crate::algorithm::{Algorithm, Encoding, Evidence, Grants, Verdict};
+use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
 use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::{Action, StoreError};
@@ -97,15 +97,15 @@ pub(super) struct CallReply {
 pub(super) enum ItemReply {
     Grants(Grants),
     /// Decision per charge.
-    Decisions(Vec<Verdict>),
+    Decisions(Vec<RawDecision>),
     /// Error of this item; other items of the call are not affected.
     Error(String),
 }
 
 /// Decision per charge of one request.
 pub(super) enum ItemDecisions {
-    One(Verdict),
-    Many(Vec<Verdict>),
+    One(RawDecision),
+    Many(Vec<RawDecision>),
 }
 
 /// Algorithm name, in the script, of a sliding log in a sorted set.
@@ -139,14 +139,14 @@ impl ItemReply {
     ) -> Result<ItemDecisions, StoreError> {
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(ItemDecisions::One(grants.verdict(charge.quota(), charge.units(), preceding)))
+                Ok(ItemDecisions::One(grants.decision(charge.quota(), charge.cost(), preceding)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not compute the state of a key that it has deleted.
             (Self::Decisions(_), charges)
                 if request.operation == Operation::Apply(Action::Reset) =>
             {
-                let untouched = |charge: &Charge<'_>| Verdict::untouched(charge.quota());
+                let untouched = |charge: &Charge<'_>| RawDecision::untouched(charge.quota());
                 Ok(ItemDecisions::Many(charges.iter().map(untouched).collect()))
             }
             (Self::Decisions(decisions), _) => Ok(ItemDecisions::Many(decisions.clone())),
@@ -156,7 +156,7 @@ impl ItemReply {
 }
 
 impl ItemDecisions {
-    pub(super) fn into_vec(self) -> Vec<Verdict> {
+    pub(super) fn into_vec(self) -> Vec<RawDecision> {
         match self {
             Self::One(decision) => vec![decision],
             Self::Many(decisions) => decisions,
@@ -164,11 +164,11 @@ impl ItemDecisions {
     }
 
     /// Returns the decision of a request with a single charge.
-    pub(super) fn first(&self, charge: &Charge<'_>) -> Verdict {
+    pub(super) fn first(&self, charge: &Charge<'_>) -> RawDecision {
         match self {
             Self::One(decision) => *decision,
             Self::Many(decisions) => {
-                decisions.first().copied().unwrap_or(Verdict::untouched(charge.quota()))
+                decisions.first().copied().unwrap_or(RawDecision::untouched(charge.quota()))
             }
         }
     }
@@ -180,7 +180,7 @@ impl RequestKind {
             // Requests with `count_denied` are not equal: each denial changes the state for the
             // next.
             (Operation::Apply(Action::Acquire), [charge])
-                if charge.units() > 0 && !charge.quota().count_denied() =>
+                if charge.cost() > 0 && !charge.quota().count_denied() =>
             {
                 Self::Acquire
             }
@@ -235,8 +235,8 @@ impl ScriptCall {
             let start = self.keys.len();
             write_key(&mut self.keys, charge);
             let quota = self.quota_index(charge.quota());
-            let cost = charge.units().min(MAX_COST);
-            let charged_at = charge.charge_time();
+            let cost = charge.cost().min(MAX_COST);
+            let charged_at = charge.charged_at().as_micros();
             let key = start..self.keys.len();
             self.charges.push(EncodedCharge { key, quota, cost, charged_at });
         }
@@ -426,13 +426,14 @@ impl ScriptCall {
         let mut next = || integer(values.next().as_ref());
         if self.items[item].kind == RequestKind::Acquire {
             let (granted, remaining) = (first, next()?);
-            let evidence = Evidence::read(self.quotas[charges[0].quota].algorithm, &mut next)?;
+            let snapshot =
+                CounterSnapshot::read(self.quotas[charges[0].quota].algorithm, &mut next)?;
             let (retry_after, reset_after) =
                 if granted < repeats { (next()?, next()?) } else { (0, 0) };
             return Ok(ItemReply::Grants(Grants {
                 granted,
                 remaining,
-                evidence,
+                snapshot,
                 retry_after,
                 reset_after,
             }));
@@ -441,7 +442,7 @@ impl ScriptCall {
         let decisions = charges.iter().map(|_| {
             let allowed = allowed.take().map_or_else(&mut next, Ok)? == 1;
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
-            Ok(Verdict { allowed, remaining, retry_after, reset_after, delay })
+            Ok(RawDecision { allowed, remaining, retry_after, reset_after, delay })
         });
         Ok(ItemReply::Decisions(decisions.collect::<Result<_, _>>()?))
     }
@@ -501,7 +502,7 @@ mod tests {
         assert_eq!(add(&mut script_call, ACQUIRE, &[a]), 0);
         assert_eq!(add(&mut script_call, ACQUIRE, &[b]), 1);
         assert_eq!(add(&mut script_call, ACQUIRE, &[c]), 2);
-        assert_eq!(add(&mut script_call, ACQUIRE, &[a.cost(2)]), 3, "another cost");
+        assert_eq!(add(&mut script_call, ACQUIRE, &[a.with_cost(2)]), 3, "another cost");
         assert_eq!(add(&mut script_call, ACQUIRE, &[c]), 2, "equal");
         assert_eq!(add(&mut script_call, ACQUIRE, &[a, c]), 4, "a group");
         assert_eq!(add(&mut script_call, ACQUIRE, &[a, c]), 5, "groups do not share an item");

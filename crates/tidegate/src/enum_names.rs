@@ -1,6 +1,6 @@
-//! Small enums that have a name in configuration, API and documents.
+//! [`enum_names!`]: the names of enum variants in the configuration, the API and documents.
 
-/// A name that is none of those allowed.
+/// The error for a name that is not one of the allowed names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {what} {name:?}: it must be one of {allowed}")]
 pub struct UnknownName {
@@ -15,14 +15,14 @@ impl UnknownName {
     }
 }
 
-/// The names of an enum's variants: to print, and to read.
-macro_rules! named {
+/// Implements `Display`, `FromStr` and the JSON schema of an enum by the names of its variants.
+macro_rules! enum_names {
     ($type:ident, $what:literal, $($variant:ident = $name:literal),+) => {
         impl $type {
-            /// All of them.
+            /// All variants.
             pub const ALL: [Self; [$($name),+].len()] = [$(Self::$variant),+];
 
-            /// The name in configuration, API and documents.
+            /// Returns the name in the configuration, the API and documents.
             #[must_use]
             pub fn as_str(self) -> &'static str {
                 match self { $(Self::$variant => $name),+ }
@@ -30,12 +30,12 @@ macro_rules! named {
         }
 
         impl std::str::FromStr for $type {
-            type Err = $crate::named::UnknownName;
+            type Err = $crate::enum_names::UnknownName;
 
             fn from_str(name: &str) -> Result<Self, Self::Err> {
                 match name {
                     $($name => Ok(Self::$variant),)+
-                    _ => Err($crate::named::UnknownName::new($what, name, &[$($name),+])),
+                    _ => Err($crate::enum_names::UnknownName::new($what, name, &[$($name),+])),
                 }
             }
         }
@@ -62,4 +62,4 @@ macro_rules! named {
         }
     };
 }
-pub(crate) use named;
+pub(crate) use enum_names;

@@ -1,0 +1,21 @@
+//! The names in this configuration that error messages may show.
+
+use tidegate::config::Redaction;
+
+pub(super) const NAMES: Redaction = Redaction {
+    open_sections: &["listen", "client_ip", "headers", "envoy", "gateway"],
+    secret_fields: &["store", "redis", "sentinel"],
+    other_fields: &[
+        "tls",
+        "prefix",
+        "timeout",
+        "instances",
+        "max_keys",
+        "master",
+        "nodes",
+        "ca",
+        "certificate",
+        "key",
+        "client_ca",
+    ],
+};

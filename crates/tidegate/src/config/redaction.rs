@@ -1,0 +1,295 @@
+//! [`Redaction`]: which parts of a configuration an error message may show.
+//!
+//! The decision depends on the position of a line, not on its contents, so it also works for a
+//! document that does not parse. A section is a field at the left margin with everything indented
+//! below it. Sections are masked unless they are known to hold no secrets; inside an open section,
+//! everything under the name of a secret field (which may be indented wrongly) is masked too.
+
+/// Sections of this library, which hold no secrets.
+const OPEN_SECTIONS: [&str; 2] = ["attributes", "policies"];
+
+/// Usual names of fields that hold secrets.
+const SECRET_FIELDS: [&str; 7] =
+    ["auth", "token", "api_token", "admin_token", "secret", "username", "password"];
+
+pub(super) const MASK: &str = "…";
+
+/// The names in a configuration that error messages may show, besides the sections `attributes` and
+/// `policies`.
+///
+/// Error messages quote the offending line. By default only lines of `attributes` and `policies`
+/// are shown, because other sections may hold secrets, such as the password of a store.
+///
+/// ```
+/// use serde::Deserialize;
+/// use tidegate::config::{Document, Redaction};
+///
+/// #[derive(Debug, Deserialize)]
+/// #[serde(deny_unknown_fields)]
+/// struct Server {
+///     port: u16,
+/// }
+///
+/// const NAMES: Redaction = Redaction {
+///     open_sections: &["port"],
+///     secret_fields: &["redis_url"],
+///     other_fields: &[],
+/// };
+/// let document = Document::new("server.yaml", "port: http\n").with_redaction(&NAMES);
+/// let error = document.parse::<Server>().unwrap_err().to_string();
+/// assert!(error.contains("port: http"));
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Redaction {
+    /// Top-level sections without secrets, whose lines are shown. All others are masked, whatever
+    /// their name, because a misspelt section can hold a secret too.
+    pub open_sections: &'static [&'static str],
+    /// Names of fields that hold secrets, in any section.
+    pub secret_fields: &'static [&'static str],
+    /// Other field names that a masked line may show.
+    pub other_fields: &'static [&'static str],
+}
+
+impl Redaction {
+    pub(super) const DEFAULT: Self =
+        Self { open_sections: &[], secret_fields: &[], other_fields: &[] };
+
+    /// Returns whether this line, counted from 0, may hold a secret.
+    pub(super) fn may_be_secret(&self, text: &str, number: usize) -> bool {
+        let before: Vec<&str> = lines(text).take(number + 1).collect();
+        let Some(line) = before.get(number) else { return true };
+        let mut margin = indent(line) + 1;
+        for line in before
+            .iter()
+            .rev()
+            .filter(|line| !line.trim().is_empty() && !line.trim_start().starts_with('#'))
+        {
+            let at = indent(line);
+            if at >= margin {
+                continue;
+            }
+            margin = at;
+            if field_names(line).any(|field| self.is_secret_field(field)) {
+                return true;
+            }
+            if !line.starts_with([' ', '\t', '-']) {
+                return !field_names(line).next().is_some_and(|section| {
+                    self.is_open_section(section) && line.starts_with(section)
+                });
+            }
+            // The items of a list may have the same indentation as the field of the list.
+            margin = margin.max(1);
+        }
+        true
+    }
+
+    /// Returns the line with secrets masked.
+    pub(super) fn redacted_line(&self, text: &str, number: usize) -> String {
+        let line = lines(text).nth(number).unwrap_or_default();
+        if self.may_be_secret(text, number) {
+            self.masked_line(line)
+        } else {
+            without_userinfo(&line.chars().take(120).collect::<String>())
+        }
+    }
+
+    /// Returns only the field name of the line, if it is a known one.
+    fn masked_line(&self, line: &str) -> String {
+        let start = indent(line);
+        let (margin, rest) = line.split_at_checked(start).unwrap_or(("", line));
+        match rest.split_once(':') {
+            Some((field, "")) if self.is_known_name(field) => format!("{margin}{field}:"),
+            Some((field, _)) if self.is_known_name(field) => format!("{margin}{field}: {MASK}"),
+            _ => format!("{margin}{MASK}"),
+        }
+    }
+
+    /// Returns whether this is a known field name, possibly misspelt.
+    pub(super) fn is_known_name(&self, word: &str) -> bool {
+        let sections = OPEN_SECTIONS.iter().chain(self.open_sections);
+        let mut names =
+            sections.chain(&SECRET_FIELDS).chain(self.secret_fields).chain(self.other_fields);
+        names.any(|name| resembles(word, name))
+    }
+
+    fn is_secret_field(&self, field: &str) -> bool {
+        SECRET_FIELDS.iter().chain(self.secret_fields).any(|name| resembles(field, name))
+    }
+
+    fn is_open_section(&self, section: &str) -> bool {
+        OPEN_SECTIONS.iter().chain(self.open_sections).any(|name| *name == section)
+    }
+}
+
+/// Returns the lines as YAML counts them.
+pub(super) fn lines(text: &str) -> impl Iterator<Item = &str> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    // A carriage return ends a line, alone or followed by a line feed.
+    text.split('\n').flat_map(|line| line.strip_suffix('\r').unwrap_or(line).split('\r'))
+}
+
+/// Returns whether the word is the name or a likely misspelling of it.
+pub(super) fn resembles(word: &str, name: &str) -> bool {
+    let length = word.chars().count();
+    let looks_like_a_name = (3..=32).contains(&length) && word.chars().all(is_name_char);
+    word == name
+        || (looks_like_a_name && strsim::damerau_levenshtein(word, name) <= (length / 4).max(1))
+}
+
+pub(super) fn is_name_char(character: char) -> bool {
+    character.is_alphanumeric() || "_-.".contains(character)
+}
+
+/// Returns the width of the indentation, including the dashes of lists.
+fn indent(line: &str) -> usize {
+    let mut rest = line.trim_start();
+    while let Some(item) = rest.strip_prefix("- ") {
+        rest = item.trim_start();
+    }
+    line.len() - rest.len()
+}
+
+/// Returns the words before colons, except for the schemes of URLs.
+fn field_names(line: &str) -> impl Iterator<Item = &str> {
+    let colons = line.match_indices(':').filter(|(colon, _)| !line[*colon..].starts_with("://"));
+    colons.filter_map(|(colon, _)| {
+        let word = line[..colon].trim_end().trim_end_matches(['"', '\'']);
+        word.rsplit(|character| !is_name_char(character)).next().filter(|word| !word.is_empty())
+    })
+}
+
+/// Masks quoted text.
+pub(super) fn without_quoted(message: &str) -> String {
+    let mut redacted = String::with_capacity(message.len());
+    let mut quote = None;
+    let mut escaped = false;
+    for character in message.chars() {
+        match quote {
+            None => match character {
+                '"' | '`' => {
+                    quote = Some(character);
+                    redacted.push_str(MASK);
+                }
+                _ => redacted.push(character),
+            },
+            Some(end) if character == end && !escaped => quote = None,
+            Some(_) => {}
+        }
+        escaped = character == '\\' && !escaped;
+    }
+    redacted
+}
+
+/// Masks the user and password of URLs: `http://…@host`. The placeholder in our own messages stays.
+pub(super) fn without_userinfo(text: &str) -> String {
+    const PLACEHOLDER: &str = "[user:password@]";
+    text.split(PLACEHOLDER).map(mask_userinfo).collect::<Vec<_>>().join(PLACEHOLDER)
+}
+
+fn mask_userinfo(text: &str) -> String {
+    let Some(at) = text.rfind('@') else { return text.to_owned() };
+    let before = &text[..at];
+    // A password may contain any character, so mask from the first URL on, or else the last word
+    // with a colon.
+    let start = before.find("://").map(|scheme| scheme + 3).or_else(|| {
+        let word = before
+            .rfind(|c: char| c.is_whitespace() || "\"'[]{},".contains(c))
+            .map_or(0, |end| end + 1);
+        before[word..].contains(':').then_some(word)
+    });
+    match start {
+        Some(start) => format!("{}{MASK}{}", &text[..start], &text[at..]),
+        None => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The names of a server's configuration.
+    const SERVER: Redaction = Redaction {
+        open_sections: &["listen", "gateway"],
+        secret_fields: &["store", "redis", "sentinel"],
+        other_fields: &["tls", "key"],
+    };
+
+    /// Returns the line that contains `part`, with secrets masked.
+    fn line_with(text: &str, part: &str) -> String {
+        let number = lines(text).position(|line| line.contains(part)).expect("a line");
+        SERVER.redacted_line(text, number)
+    }
+
+    #[test]
+    fn lines_are_masked_by_their_position() {
+        for (text, expected) in [
+            ("auth:\n  api_tokn: S3CR3T\n", "  api_tokn: …"),
+            ("auth:\n  api-tokn: S3CR3T\n", "  api-tokn: …"),
+            ("auth:\n  bearer: S3CR3T\n", "  …"),
+            ("auth: S3CR3T\n", "auth: …"),
+            ("auth:\n  api_token:\n    - S3CR3T\n", "    - …"),
+            ("auth:\n- S3CR3T\n", "- …"),
+            ("auth:\n  api_token:\n    S3CR3T: x\n", "    …"),
+            ("auth:\n  api_token: a\n  S3CR3T\n", "  …"),
+            ("auth:\n  api_token: a\n# a comment\nS3CR3T\n", "…"),
+            ("auht:\n  api_token: S3CR3T\n", "  api_token: …"),
+            ("api_token: S3CR3T\n", "api_token: …"),
+            ("policies: []\nS3CR3T: x\n", "…"),
+            ("{policies: [], auth: {api_token: S3CR3T}}\n", "…"),
+            ("--- {auth: S3CR3T}\n", "…"),
+            ("policies: []\rauth: S3CR3T\r", "auth: …"),
+            ("policies: []\r\nauth: S3CR3T\r\n", "auth: …"),
+            ("\u{feff}auth: S3CR3T\n", "auth: …"),
+            ("store:\n  sentinel:\n    passwrd: S3CR3T\n", "    passwrd: …"),
+            ("store:\n  sentinel:\n    pwd: S3CR3T\n", "    …"),
+            ("tls:\n  key: |\n    S3CR3T\n", "    …"),
+            ("listen:\n  http: a\n  auth: {api_token: S3CR3T}\n", "  auth: …"),
+            ("listen:\n  http: a\n  auth:\n    api_token:\n      - S3CR3T\n", "      - …"),
+            ("listen: {http: a, 'api_token': S3CR3T}\n", "listen: …"),
+            ("gateway:\n  upstreams: ['http://u:S3CR3T@h']\n", "  upstreams: ['http://…@h']"),
+            (
+                "gateway:\n  upstreams: [http://u:S3CR3T/@,@h, http://i]\n",
+                "  upstreams: [http://…@h, http://i]",
+            ),
+            ("gateway:\n  upstreams: [u:S3CR3T@h]\n", "  upstreams: […@h]"),
+        ] {
+            assert_eq!(line_with(text, "S3CR3T"), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn open_sections_are_shown_in_full() {
+        for (text, part) in [
+            ("policies:\n  - name: a\n    algorithm: token_bucket\n", "token_bucket"),
+            ("policies:\n- name: a\n  on_store_failure: password\n", "password"),
+            (
+                "policies:\n- name: a\n  match: {header.authorization: 'a@b.c', path: /auth}\n",
+                "a@b.c",
+            ),
+            ("auth:\n  api_token: a\npolicies:\n  - {name: redis://h}\n", "name"),
+            ("store: {redis: 'redis://h'}\nlisten: {http: localhost}\n", "localhost"),
+        ] {
+            let line = lines(text).find(|line| line.contains(part)).expect("a line");
+            assert_eq!(line_with(text, part), line);
+        }
+    }
+
+    #[test]
+    fn quoted_text_is_masked() {
+        assert_eq!(without_quoted(r#""S3\"CR3T" is not a duration"#), "… is not a duration");
+        assert_eq!(without_quoted("unknown `S3CR3T`, or \"S3CR3T"), "unknown …, or …");
+    }
+
+    #[test]
+    fn unknown_sections_are_masked_by_default() {
+        for (text, expected) in [
+            ("store:\n  redis: S3CR3T\n", "  …"),
+            ("listen: S3CR3T\n", "…"),
+            ("policies:\n  - auth: {api_token: S3CR3T}\n", "  - auth: …"),
+            ("policies:\n  - {name: a, limit: S3CR3T}\n", "  - {name: a, limit: S3CR3T}"),
+        ] {
+            let number = lines(text).position(|line| line.contains("S3CR3T")).expect("a line");
+            assert_eq!(Redaction::DEFAULT.redacted_line(text, number), expected, "{text}");
+        }
+    }
+}

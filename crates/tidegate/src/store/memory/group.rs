@@ -1,0 +1,131 @@
+//! Decisions on several charges at once, with the shards of all keys locked.
+
+use super::context::{ChargeContext, KeyReservation};
+use super::fingerprint::Fingerprint;
+use super::shard::LockedShards;
+use super::{MemoryStore, SHARDS};
+use crate::action::Action;
+use crate::charge::Charge;
+use crate::decision::{Decision, Source};
+use crate::store::StoreError;
+
+impl MemoryStore {
+    /// Decides several charges, without `async`.
+    pub(crate) fn decide_all_now(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+    ) -> Result<Vec<Decision>, StoreError> {
+        let fingerprints: Vec<Fingerprint> =
+            charges.iter().map(|charge| Fingerprint::of(charge, self.secret)).collect();
+        let mut reservation = KeyReservation::new(self);
+        loop {
+            let mut locked = self.lock_all(&fingerprints);
+            let now = self.clock.now();
+            let context = |charge, fingerprint: Fingerprint, all_fit| {
+                let shard = self.shard(fingerprint);
+                ChargeContext { store: self, shard, action, charge, fingerprint, now, all_fit }
+            };
+            let is_all_or_nothing = matches!(action, Action::Acquire | Action::Peek);
+            let mut all_fit = true;
+            let mut new_keys = 0;
+            for (charge, &fingerprint) in charges.iter().zip(&fingerprints) {
+                let table = locked.table(fingerprint);
+                new_keys += usize::from(table.find(fingerprint).is_err());
+                all_fit &= !is_all_or_nothing || context(charge, fingerprint, true).fits(table);
+            }
+            // Reserve room for all new keys before anything is written.
+            if matches!(action, Action::Acquire | Action::ChargeUpTo | Action::Report)
+                && all_fit
+                && !reservation.reserve(new_keys)
+            {
+                drop(locked);
+                self.evict_expired(now, new_keys)?;
+                continue;
+            }
+            let pairs = charges.iter().zip(&fingerprints);
+            let decisions = pairs.map(|(charge, &fingerprint)| {
+                let table = locked.table(fingerprint);
+                let decision = context(charge, fingerprint, all_fit).apply(table, &mut reservation);
+                decision.map(|decision| decision.into_decision(charge.quota(), Source::Store))
+            });
+            let decisions: Option<Vec<Decision>> = decisions.collect();
+            if let Some(decisions) = decisions {
+                // Sweep last: a later charge relies on the entries that the first pass has seen.
+                for (_, table) in &mut locked.0 {
+                    self.sweep(table, now);
+                }
+                return Ok(decisions);
+            }
+        }
+    }
+
+    /// Locks the shards of these keys, in ascending order to avoid deadlocks.
+    fn lock_all(&self, fingerprints: &[Fingerprint]) -> LockedShards<'_> {
+        let mut indices: Vec<usize> =
+            fingerprints.iter().map(|&fingerprint| fingerprint.shard_index(SHARDS)).collect();
+        indices.sort_unstable();
+        indices.dedup();
+        loop {
+            let mut locked = Vec::with_capacity(indices.len());
+            let contended =
+                indices.iter().find(|&&index| match self.shards[index].try_lock_briefly() {
+                    Some(table) => {
+                        locked.push((index, table));
+                        false
+                    }
+                    None => true,
+                });
+            let Some(&contended) = contended else { return LockedShards(locked) };
+            // The holder was most likely preempted: wait for it without holding any lock, so that
+            // other threads can use the other shards, then start again.
+            drop(locked);
+            drop(self.shards[contended].lock());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::quota::Quota;
+
+    #[test]
+    fn decision_that_waits_for_a_shard_holds_no_other_shard() {
+        let store = MemoryStore::new();
+        let quota = Quota::fixed_window(1_000_000, Duration::from_secs(3_600)).expect("valid");
+        let keys: Vec<String> = (0..64).map(|number| format!("user-{number}")).collect();
+        let charges: Vec<Charge<'_>> = keys.iter().map(|key| Charge::new(key, &quota)).collect();
+        let shard = |charge: &Charge<'_>| Fingerprint::of(charge, store.secret).shard_index(SHARDS);
+        let last = charges.iter().map(shard).max().expect("some");
+        let (started, starts) = channel();
+        let (done, results) = channel();
+        std::thread::scope(|scope| {
+            let held = store.shards[last].lock();
+            scope.spawn(|| {
+                started.send(()).expect("a receiver");
+                store.decide_all_now(Action::Acquire, &charges).expect("decided");
+            });
+            starts.recv().expect("started");
+            let (store, charges, done) = (&store, &charges, done);
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    for charge in charges.iter().filter(|charge| shard(charge) != last) {
+                        store.decide_now(Action::Acquire, charge).expect("decided");
+                    }
+                    std::thread::yield_now();
+                }
+                done.send(()).expect("a receiver");
+            });
+            let decided = results.recv_timeout(Duration::from_secs(30));
+            drop(held);
+            decided.expect("the other shards are free");
+        });
+        assert!(charges.iter().all(|charge| {
+            store.decide_now(Action::Peek, charge).is_ok_and(|decision| decision.allowed)
+        }));
+    }
+}
