@@ -108,7 +108,7 @@ fn full_store_evicts_expired_keys_only() {
     }
     let rejected = acquire("extra", &short).expect_err("no room");
     assert_eq!(rejected, Error::Store(StoreError::Full { cap: 1_000 }));
-    assert!(rejected.to_string().contains("it holds 1000 keys"), "{rejected}");
+    assert!(rejected.to_string().contains("full (1000 keys)"), "{rejected}");
     assert!(
         !acquire("victim", &long).expect("known").allowed,
         "new keys do not evict an exhausted one"

@@ -67,12 +67,12 @@ policies:
     std::fs::write(&file, text.replace("limit: 1", "limit: none")).expect("written");
     let wrong = Policies::load(&file).expect_err("no number").to_string();
     assert!(wrong.contains("tidegate.yaml:5:") && wrong.contains("limit: none"), "{wrong}");
-    std::fs::write(&file, text.replace("listen:", "lisen:")).expect("written");
+    std::fs::write(&file, text.replace("policies:", "policis:")).expect("written");
     assert!(
         Policies::load(&file)
             .expect_err("no such field")
             .to_string()
-            .contains("did you mean `listen`?")
+            .contains("did you mean `policies`?")
     );
     assert!(
         Policies::load(folder.path().join("absent"))
