@@ -14,7 +14,7 @@ use tidegate::{
 };
 use tracing::Instrument as _;
 
-use crate::config::{Config, Envoy, Secret};
+use crate::config::{Config, EnvoyConfig, Secret};
 use crate::counts::Counts;
 use crate::hot_keys::HotKeys;
 use crate::logs::{self, TRACE};
@@ -41,7 +41,7 @@ const OWN_QUOTA: &str = "(quota)";
 pub(crate) struct Live {
     pub(crate) client_ip: ClientIp,
     pub(crate) policies: Policies,
-    pub(crate) envoy: Envoy,
+    pub(crate) envoy: EnvoyConfig,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     /// By policy and by rule: found without a lock.
     outcomes: HashMap<String, Arc<Outcomes>>,
