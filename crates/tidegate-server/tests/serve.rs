@@ -1,4 +1,4 @@
-//! `tidegate serve` over the wire: the API, policies, reload, life cycle.
+//! `tidegate serve` over the network: the API, policies, reload, startup and shutdown.
 
 mod support;
 
@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use support::{Redis, Service, raw, read_answer, request, with_free_ports};
+use support::{Redis, Service, raw, read_response, request, with_free_ports};
 
 const POLICIES: &str = "
 policies:
@@ -51,7 +51,7 @@ fn attributes(pairs: &[(&str, &str)]) -> Value {
 }
 
 #[test]
-fn the_sample_runs_without_a_file_and_tells_what_to_try() {
+fn sample_runs_and_prints_a_working_example() {
     let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let help = process.args(["config", "sample"]).output().expect("the binary runs");
     let sample = String::from_utf8(help.stdout).expect("UTF-8");
@@ -59,25 +59,27 @@ fn the_sample_runs_without_a_file_and_tells_what_to_try() {
         sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8081", "127.0.0.1:0");
     let sample = sample.replace("127.0.0.1:8082", "127.0.0.1:0");
     let service = Service::start(&sample);
-    service.until("it says what to try", |service| service.output().contains("Try it:"));
+    service.wait_until("the example is printed", |service| service.output().contains("Try it:"));
     let output = service.output();
-    let line =
-        output.lines().find(|line| line.trim_start().starts_with("curl ")).expect("a line to try");
+    let line = output
+        .lines()
+        .find(|line| line.trim_start().starts_with("curl "))
+        .expect("an example command");
     let shown = line.trim().replace(&service.http, "127.0.0.1:8080");
     assert!(
         include_str!("../../../README.md").contains(&shown),
-        "the README shows the same: {shown}"
+        "the README lacks this command: {shown}"
     );
-    let answer = Command::new("sh")
+    let response = Command::new("sh")
         .args(["-c", &line.replace("curl -i", "curl -s")])
         .output()
         .expect("curl runs");
-    let body: Value = serde_json::from_slice(&answer.stdout).expect("an answer");
+    let body: Value = serde_json::from_slice(&response.stdout).expect("a response");
     assert_eq!((&body["allowed"], &body["policy"]), (&json!(true), &json!("per-user")));
 }
 
 #[test]
-fn a_question_has_three_forms_and_the_answer_one() {
+fn acquire_accepts_three_request_forms() {
     let service = Service::start(POLICIES);
     let first = json!({
         "allowed": true, "policy": "per-user", "limit": 3, "remaining": 2, "retry_after_ms": 0,
@@ -85,18 +87,18 @@ fn a_question_has_three_forms_and_the_answer_one() {
     });
     let mut whole = first.clone();
     whole["decisions"] = json!([first]);
-    let answer = service.acquire(&json!({"policy": "per-user", "key": "u1"}));
-    assert_eq!(answer.status, 200);
-    assert_eq!(answer.header("content-type"), Some("application/json"));
-    assert_eq!(answer.json(), whole);
-    assert_eq!(answer.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
-    assert_eq!(answer.header("ratelimit"), Some(r#""per-user";r=2;t=3600"#));
-    assert_eq!(answer.header("x-ratelimit-limit"), Some("3"));
-    assert_eq!(answer.header("x-ratelimit-remaining"), Some("2"));
-    assert_eq!(answer.header("x-ratelimit-reset"), Some("3600"));
-    assert_eq!(answer.header("retry-after"), None);
+    let response = service.acquire(&json!({"policy": "per-user", "key": "u1"}));
+    assert_eq!(response.status, 200);
+    assert_eq!(response.header("content-type"), Some("application/json"));
+    assert_eq!(response.json(), whole);
+    assert_eq!(response.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
+    assert_eq!(response.header("ratelimit"), Some(r#""per-user";r=2;t=3600"#));
+    assert_eq!(response.header("x-ratelimit-limit"), Some("3"));
+    assert_eq!(response.header("x-ratelimit-remaining"), Some("2"));
+    assert_eq!(response.header("x-ratelimit-reset"), Some("3600"));
+    assert_eq!(response.header("retry-after"), None);
 
-    // The same count, by attributes.
+    // The same counter, selected by attributes.
     let by_attributes =
         attributes(&[("path", "/api/items"), ("method", "GET"), ("header.x-user-id", "u1")]);
     assert_eq!(service.acquire(&by_attributes).json()["remaining"], 1);
@@ -108,20 +110,20 @@ fn a_question_has_three_forms_and_the_answer_one() {
     let retry_ms = denied.json()["retry_after_ms"].as_u64().expect("a number");
     assert!((3_500..=3_600).contains(&retry) && retry * 1_000 >= retry_ms, "{denied:?}");
 
-    // A quota of the caller's own.
+    // A quota in the request.
     let quota = json!({"key": "u1", "quota": {"algorithm": "token-bucket", "limit": 1, "window": "60s", "burst": 2}, "cost": 2});
     assert_eq!(service.acquire(&quota).status, 200);
     assert_eq!(service.acquire(&quota).status, 429);
 }
 
 #[test]
-fn a_report_is_recorded_beyond_the_limit_and_a_refund_may_name_the_age_of_its_charge() {
+fn reports_exceed_the_limit_and_refunds_accept_an_age() {
     let service = Service::start(POLICIES);
-    let ask = |cost: u64| {
+    let send = |cost: u64| {
         let quota = json!({"algorithm": "sliding-log", "limit": 100, "window": "1h"});
         json!({"key": "u1", "quota": quota, "cost": cost}).to_string()
     };
-    let over = service.post("/v1/report", &ask(150));
+    let over = service.post("/v1/report", &send(150));
     let body = over.json();
     assert_eq!(
         (over.status, &body["allowed"], &body["remaining"]),
@@ -129,69 +131,77 @@ fn a_report_is_recorded_beyond_the_limit_and_a_refund_may_name_the_age_of_its_ch
         "{body}"
     );
     assert!(body["retry_after_ms"].as_u64().is_some_and(|wait| wait > 3_590_000), "{body}");
-    assert_eq!(service.post("/v1/acquire", &ask(1)).status, 429, "it was recorded");
+    assert_eq!(service.post("/v1/acquire", &send(1)).status, 429, "the report was recorded");
     let refund = |age: Option<u64>| {
-        let mut body: serde_json::Value = serde_json::from_str(&ask(120)).expect("JSON");
+        let mut body: serde_json::Value = serde_json::from_str(&send(120)).expect("JSON");
         if let Some(age) = age {
             body["age_ms"] = json!(age);
         }
         service.post("/v1/refund", &body.to_string())
     };
-    assert_eq!(refund(Some(3_600_000)).json()["remaining"], json!(0), "what has left the window");
+    assert_eq!(
+        refund(Some(3_600_000)).json()["remaining"],
+        json!(0),
+        "the charge has left the window"
+    );
     assert_eq!(refund(Some(60_000)).json()["remaining"], json!(70));
-    assert_eq!(refund(None).json()["remaining"], json!(100), "the oldest");
+    assert_eq!(refund(None).json()["remaining"], json!(100), "the oldest charge");
 }
 
 #[test]
-fn peek_writes_nothing_and_refund_gives_back() {
+fn peek_writes_nothing_and_refund_restores_units() {
     let service = Service::start(POLICIES);
-    let ask = json!({"policy": "per-user", "key": "u1"}).to_string();
+    let payload = json!({"policy": "per-user", "key": "u1"}).to_string();
     for _ in 0..5 {
-        let peeked = service.post("/v1/peek", &ask);
+        let peeked = service.post("/v1/peek", &payload);
         assert_eq!((peeked.status, &peeked.json()["remaining"]), (200, &json!(2)));
     }
     for _ in 0..3 {
-        assert_eq!(service.post("/v1/acquire", &ask).status, 200);
+        assert_eq!(service.post("/v1/acquire", &payload).status, 200);
     }
-    let peeked = service.post("/v1/peek", &ask);
+    let peeked = service.post("/v1/peek", &payload);
     assert_eq!((peeked.status, &peeked.json()["allowed"]), (200, &json!(false)));
-    assert_eq!(peeked.header("retry-after"), None, "a peek was not turned away");
-    let refunded = service.post("/v1/refund", &ask);
+    assert_eq!(peeked.header("retry-after"), None, "a peek is never denied");
+    let refunded = service.post("/v1/refund", &payload);
     assert_eq!((refunded.status, &refunded.json()["remaining"]), (200, &json!(1)));
-    assert_eq!(service.post("/v1/acquire", &ask).status, 200);
+    assert_eq!(service.post("/v1/acquire", &payload).status, 200);
 }
 
 #[test]
-fn policies_apply_as_they_say() {
+fn policies_apply_as_configured() {
     let service = Service::start(POLICIES);
-    // All or nothing, the most restrictive on top.
+    // All or nothing; the binding limit is reported.
     let write =
         attributes(&[("path", "/api/items"), ("method", "POST"), ("header.x-user-id", "u1")]);
-    let answer = service.acquire(&write);
-    assert_eq!(answer.json()["policy"], "writes");
-    assert_eq!(answer.json()["decisions"].as_array().map(Vec::len), Some(2));
+    let response = service.acquire(&write);
+    assert_eq!(response.json()["policy"], "writes");
+    assert_eq!(response.json()["decisions"].as_array().map(Vec::len), Some(2));
     let denied = service.acquire(&write);
     assert_eq!((denied.status, &denied.json()["policy"]), (429, &json!("writes")));
     let peeked = service.post("/v1/peek", &json!({"policy": "per-user", "key": "u1"}).to_string());
-    assert_eq!(peeked.json()["remaining"], 1, "the denied write spent nothing of the other limit");
+    assert_eq!(
+        peeked.json()["remaining"],
+        1,
+        "the denied write consumed nothing of the other limit"
+    );
     // An override by key.
     let acme = attributes(&[("path", "/api/items"), ("header.x-user-id", "acme")]);
     assert_eq!(service.acquire(&acme).json()["limit"], 1000);
-    // Shadow: counted, let through.
+    // Shadow mode: counted but allowed.
     let watched = attributes(&[("path", "/watched")]);
     assert_eq!(service.acquire(&watched).status, 200);
     let shadowed = service.acquire(&watched);
     assert_eq!((shadowed.status, &shadowed.json()["allowed"]), (200, &json!(true)));
     assert_eq!(shadowed.json()["decisions"][0]["allowed"], false);
-    assert_eq!(shadowed.json()["retry_after_ms"], 0, "it passes");
-    assert_eq!(shadowed.header("ratelimit"), None, "nothing is enforced");
-    // A missing key.
+    assert_eq!(shadowed.json()["retry_after_ms"], 0, "shadow mode never denies");
+    assert_eq!(shadowed.header("ratelimit"), None, "no policy is enforced");
+    // A missing key attribute.
     let stranger = service.acquire(&attributes(&[("path", "/members")]));
     assert_eq!((stranger.status, &stranger.json()["source"]), (429, &json!("deny")));
     assert_eq!(
         service.acquire(&attributes(&[("path", "/api/x")])).json()["policy"],
         Value::Null,
-        "skipped"
+        "missing_key: skip"
     );
     // A cost from an attribute.
     assert_eq!(service.acquire(&attributes(&[("path", "/heavy")])).json()["remaining"], 8);
@@ -199,7 +209,7 @@ fn policies_apply_as_they_say() {
         service.acquire(&attributes(&[("path", "/heavy"), ("header.x-cost", "3")])).json()["remaining"],
         5
     );
-    // No policy.
+    // No policy applies.
     let free = service.acquire(&attributes(&[("path", "/elsewhere")]));
     assert_eq!((free.status, &free.json()["decisions"]), (200, &json!([])));
     assert_eq!(free.header("ratelimit"), None);
@@ -215,35 +225,35 @@ fn policies_apply_as_they_say() {
     ] {
         assert!(metrics.contains(line), "{line} in\n{metrics}");
     }
-    assert!(!metrics.contains("acme"), "never a key as a label");
+    assert!(!metrics.contains("acme"), "a key must not be a label");
     let policies = service.admin("/v1/policies").json();
     assert_eq!(policies.as_array().map(Vec::len), Some(5));
     assert_eq!(policies[1]["algorithm"], "token-bucket");
 }
 
 #[test]
-fn a_policy_that_only_watches_turns_nobody_away_and_says_whom_it_would() {
+fn shadow_policy_never_denies_and_counts_denials() {
     let policy = "{name: watched, mode: shadow, key: [header.authorization], missing_key: deny, limit: 2, window: 1h}";
     let service = Service::start(&format!("policies:\n  - {policy}\n"));
     let long = format!("Bearer {}", "x".repeat(600));
-    let questions = [
+    let payloads = [
         json!({"attributes": {"path": "/"}}),
         json!({"attributes": {"header.authorization": long}}),
         json!({"attributes": {"header.authorization": "a"}, "cost": 3}),
         json!({"policy": "watched", "key": "a", "cost": 3}),
     ];
-    for question in &questions {
-        let answer = service.acquire(question);
+    for payload in &payloads {
+        let response = service.acquire(payload);
         assert_eq!(
-            (answer.status, &answer.json()["allowed"]),
+            (response.status, &response.json()["allowed"]),
             (200, &json!(true)),
-            "{question}: {answer:?}"
+            "{payload}: {response:?}"
         );
-        let line = &answer.json()["decisions"][0];
+        let line = &response.json()["decisions"][0];
         assert_eq!(
             (&line["policy"], &line["allowed"]),
             (&json!("watched"), &json!(false)),
-            "{question}"
+            "{payload}"
         );
     }
     let metrics = service.admin("/metrics").body;
@@ -251,20 +261,20 @@ fn a_policy_that_only_watches_turns_nobody_away_and_says_whom_it_would() {
 }
 
 #[test]
-fn names_of_headers_and_hosts_are_told_in_any_way_to_write_them() {
+fn header_and_host_names_are_normalized() {
     let policy =
         "{name: p, match: {host: '*.example.com'}, key: [header.x-user], limit: 9, window: 1h}";
     let service = Service::start(&format!("policies:\n  - {policy}\n"));
     for (left, host) in
         (0..9).rev().zip(["a.example.com", "A.EXAMPLE.com", "a.example.com:8080", "a.example.com."])
     {
-        let question = attributes(&[("host", host), ("header.X-User", "u")]);
-        assert_eq!(service.acquire(&question).json()["remaining"], left, "{host}");
+        let payload = attributes(&[("host", host), ("header.X-User", "u")]);
+        assert_eq!(service.acquire(&payload).json()["remaining"], left, "{host}");
     }
 }
 
 #[test]
-fn a_quota_of_the_callers_own_is_counted_under_one_name() {
+fn quotas_in_requests_share_one_metric_name() {
     let service = Service::start(POLICIES);
     for window in ["60s", "61s", "60s"] {
         service.acquire(&json!({"key": "k", "quota": {"limit": 1, "window": window}}));
@@ -280,7 +290,7 @@ fn a_quota_of_the_callers_own_is_counted_under_one_name() {
 }
 
 #[test]
-fn each_bad_question_gets_its_status_and_a_message_that_helps() {
+fn invalid_requests_get_a_status_and_a_helpful_message() {
     let service = Service::start(POLICIES);
     let long_key = json!({"policy": "per-user", "key": "k".repeat(513)}).to_string();
     let with = |part: &str| format!(r#"{{"policy": "per-user", "key": "u", {part}}}"#);
@@ -341,10 +351,10 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
         (format!("{}{}", " ".repeat(65 * 1024), "{}"), 413, "more than 65536 bytes"),
     ];
     for (body, status, message) in cases {
-        let answer = service.post("/v1/acquire", &body);
-        assert_eq!(answer.status, status, "{body}: {answer:?}");
-        assert_eq!(answer.header("content-type"), Some("application/problem+json"), "{body}");
-        let problem = answer.json();
+        let response = service.post("/v1/acquire", &body);
+        assert_eq!(response.status, status, "{body}: {response:?}");
+        assert_eq!(response.header("content-type"), Some("application/problem+json"), "{body}");
+        let problem = response.json();
         let detail = problem["detail"].as_str().expect("a detail");
         assert!(detail.contains(message), "{body}: {detail}");
         assert_eq!(problem["status"], status);
@@ -359,12 +369,12 @@ fn each_bad_question_gets_its_status_and_a_message_that_helps() {
     assert_eq!(
         service.acquire(&json!({"policy": "per-user", "key": "u"})).json()["remaining"],
         2,
-        "nothing was spent"
+        "no units were consumed"
     );
 }
 
 #[test]
-fn callers_send_their_own_attributes_once_they_are_declared() {
+fn clients_may_send_declared_attributes() {
     let service = Service::start(
         "attributes: [tenant, plan]
 policies:
@@ -376,7 +386,7 @@ policies:
         assert_eq!(acquire(&[("plan", "free"), ("tenant", tenant)]).status, status, "{tenant}");
     }
     assert_eq!(acquire(&[("plan", "gold"), ("tenant", "acme")]).json()["policy"], Value::Null);
-    // Clients choose the names of parameters and cookies, and a caller may pass on all of them.
+    // End users choose the names of parameters and cookies, so all names must be accepted.
     let others = [
         ("query.any thing", "x"),
         ("query.", "x"),
@@ -386,10 +396,10 @@ policies:
     ];
     assert_eq!(acquire(&others).status, 200);
     for path in ["/v1/acquire", "/v1/peek", "/v1/refund", "/v1/report"] {
-        let answer =
+        let response =
             service.post(path, &attributes(&[("plan", "free"), ("tennant", "acme")]).to_string());
-        assert_eq!(answer.status, 400, "{path}: {answer:?}");
-        let detail = &answer.json()["detail"];
+        assert_eq!(response.status, 400, "{path}: {response:?}");
+        let detail = &response.json()["detail"];
         let message = detail.as_str().expect("a detail");
         assert!(message.starts_with("attributes: unknown attribute \"tennant\""), "{message}");
         assert!(message.ends_with("(did you mean `tenant`?)"), "{message}");
@@ -397,7 +407,7 @@ policies:
 }
 
 #[test]
-fn a_question_for_the_head_alone_is_answered_without_a_body_in_both_versions_of_http() {
+fn head_requests_get_no_body_in_both_http_versions() {
     let service = Service::start(POLICIES);
     for version in ["--http1.1", "--http2-prior-knowledge"] {
         let url = format!("http://{}/openapi.json", service.http);
@@ -418,25 +428,25 @@ fn a_question_for_the_head_alone_is_answered_without_a_body_in_both_versions_of_
 }
 
 #[test]
-fn a_token_guards_the_api_and_another_the_admin_listener() {
+fn api_and_admin_have_separate_tokens() {
     let auth = "auth: {api_token: open-sesame, admin_token: hunter2}\n";
     let service = Service::start(&format!("{auth}{POLICIES}"));
     let body = br#"{"policy": "per-user", "key": "u1"}"#;
-    let ask = |token: &str| {
+    let send = |token: &str| {
         request(&service.http, "POST", "/v1/acquire", &[("Authorization", token)], body)
     };
-    let nobody = service.post("/v1/acquire", "{}");
-    assert_eq!((nobody.status, nobody.header("www-authenticate")), (401, Some("Bearer")));
-    assert_eq!(ask("Bearer wrong").status, 401);
-    service.until("it says what to try", |service| service.output().contains("Try it:"));
+    let anonymous = service.post("/v1/acquire", "{}");
+    assert_eq!((anonymous.status, anonymous.header("www-authenticate")), (401, Some("Bearer")));
+    assert_eq!(send("Bearer wrong").status, 401);
+    service.wait_until("the example is printed", |service| service.output().contains("Try it:"));
     assert!(
         service.output().contains("curl -i -H 'Authorization: Bearer TOKEN' -d "),
         "{}",
         service.output()
     );
-    assert_eq!(ask("Basic open-sesame").status, 401);
-    assert_eq!(ask("Bearer open-sesame").status, 200);
-    assert_eq!(ask("bearer open-sesame").status, 200);
+    assert_eq!(send("Basic open-sesame").status, 401);
+    assert_eq!(send("Bearer open-sesame").status, 200);
+    assert_eq!(send("bearer open-sesame").status, 200);
     for guarded in ["/metrics", "/v1/policies", "/v1/hot-keys"] {
         assert_eq!(service.admin(guarded).status, 401, "{guarded}");
         let told =
@@ -451,11 +461,11 @@ fn a_token_guards_the_api_and_another_the_admin_listener() {
 }
 
 #[test]
-fn the_admin_listener_resets_a_key_and_knows_the_hot_ones() {
+fn admin_resets_keys_and_lists_hot_keys() {
     let service = Service::start(POLICIES);
-    let ask = json!({"policy": "per-user", "key": "hot"});
+    let payload = json!({"policy": "per-user", "key": "hot"});
     for _ in 0..10 {
-        service.acquire(&ask);
+        service.acquire(&payload);
     }
     let hot = service.admin("/v1/hot-keys?limit=5").json();
     assert_eq!((&hot["denied"][0]["key"], &hot["denied"][0]["count"]), (&json!("hot"), &json!(7)));
@@ -468,23 +478,23 @@ fn the_admin_listener_resets_a_key_and_knows_the_hot_ones() {
     assert_eq!(reset(r#"{"policy": "per-usr", "key": "hot"}"#).status, 404);
     assert_eq!(reset(r#"{"policy": "per-user"}"#).status, 400);
     assert_eq!(reset(r#"{"policy": "per-user", "key": "hot"}"#).status, 204);
-    assert_eq!(service.acquire(&ask).status, 200);
+    assert_eq!(service.acquire(&payload).status, 200);
 }
 
 #[test]
-fn two_services_on_one_redis_share_their_counts() {
+fn services_on_one_redis_share_counters() {
     let redis = Redis::start();
     let config = format!("store: {{redis: '{}'}}\n{POLICIES}", redis.url());
     let services = [Service::start(&config), Service::start(&config)];
-    let ask = json!({"policy": "per-user", "key": "u1"});
+    let payload = json!({"policy": "per-user", "key": "u1"});
     let admitted =
-        (0..10).filter(|number| services[number % 2].acquire(&ask).status == 200).count();
+        (0..10).filter(|number| services[number % 2].acquire(&payload).status == 200).count();
     assert_eq!(admitted, 3);
     redis.assert_every_key_expires();
 }
 
 #[test]
-fn a_store_that_is_gone_leaves_each_policy_its_word() {
+fn store_failure_applies_each_policys_failure_mode() {
     let redis = Redis::start();
     let config = format!(
         "store: {{redis: '{}'}}
@@ -496,13 +506,13 @@ policies:
         redis.url()
     );
     let service = Service::start(&config);
-    let ask = |policy: &str| service.acquire(&json!({"policy": policy, "key": "u1"}));
-    assert_eq!(ask("local").json()["source"], "store");
+    let send = |policy: &str| service.acquire(&json!({"policy": policy, "key": "u1"}));
+    assert_eq!(send("local").json()["source"], "store");
     drop(redis);
     let sources: Vec<(u16, Value)> = ["local", "local", "local", "allow", "deny"]
         .map(|policy| {
-            let answer = ask(policy);
-            (answer.status, answer.json()["source"].clone())
+            let response = send(policy);
+            (response.status, response.json()["source"].clone())
         })
         .to_vec();
     assert_eq!(
@@ -519,10 +529,13 @@ policies:
     assert_eq!(
         (quota.status, &quota.json()["source"]),
         (200, &json!("local")),
-        "a quota of the caller's own"
+        "a quota in the request"
     );
     let refund = service.post("/v1/refund", &json!({"policy": "allow", "key": "u1"}).to_string());
-    assert_eq!(refund.status, 503, "what is in Redis cannot be given back now: {refund:?}");
+    assert_eq!(
+        refund.status, 503,
+        "units in Redis cannot be refunded during the outage: {refund:?}"
+    );
     let metrics = service.admin("/metrics").body;
     for line in [
         "tidegate_store_up 0",
@@ -542,16 +555,16 @@ policies:
 }
 
 #[test]
-fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
+fn service_starts_during_an_outage_and_uses_redis_after_it() {
     let port = std::net::TcpListener::bind("127.0.0.1:0")
         .and_then(|listener| listener.local_addr())
         .expect("a port");
     let config = format!("store: {{redis: 'redis://{port}'}}\n{POLICIES}");
     let service = Service::start(&config);
     assert!(service.output().contains("Redis is away"), "{}", service.output());
-    let ask = json!({"policy": "per-user", "key": "u1"});
-    assert_eq!(service.acquire(&ask).json()["source"], "local");
-    // Until then it assumes a fleet, unless the file has a number.
+    let payload = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&payload).json()["source"], "local");
+    // During the outage it assumes a number of instances, unless the file sets one.
     assert!(service.output().contains("store.instances is not set"), "{}", service.output());
     assert!(service.admin("/metrics").body.contains("tidegate_fleet_instances 10\n"));
     let alone =
@@ -560,17 +573,19 @@ fn it_starts_while_redis_is_away_and_uses_it_once_it_is_there() {
     assert!(alone.admin("/metrics").body.contains("tidegate_fleet_instances 1\n"));
     let _redis = Redis::try_start(Path::new("redis-server"), port.port(), &[])
         .expect("the port is still free");
-    service.until("Redis decides", |service| service.acquire(&ask).json()["source"] == "store");
-    service.until("it says so", |service| {
+    service.wait_until("Redis decides again", |service| {
+        service.acquire(&payload).json()["source"] == "store"
+    });
+    service.wait_until("the metric reports it", |service| {
         service.admin("/metrics").body.contains("tidegate_store_up 1\n")
     });
 }
 
 #[test]
-fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
+fn reload_applies_valid_files_rejects_invalid_ones_and_keeps_counters() {
     let service = Service::start(POLICIES);
-    let ask = json!({"policy": "per-user", "key": "u1"});
-    assert_eq!(service.acquire(&ask).json()["remaining"], 2);
+    let payload = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&payload).json()["remaining"], 2);
     let reloads =
         |outcome: &str| format!("tidegate_config_reloads_total{{outcome=\"{outcome}\"}} ");
     let count = |service: &Service, outcome: &str| -> u64 {
@@ -588,69 +603,76 @@ fn a_changed_file_is_taken_a_bad_one_refused_and_the_counts_stay() {
         service.admin
     );
     let raised = format!("{listen}{POLICIES}").replace("limit: 3", "limit: 10");
-    // In place, as `>` does.
+    // Written in place, as `>` does.
     std::fs::write(service.file(), &raised).expect("written");
-    service.until("the limit is raised", |service| service.acquire(&ask).json()["limit"] == 10);
-    assert!(count(&service, "taken") >= 1);
-    // A bad one: refused whole, said in the log.
+    service.wait_until("the limit is raised", |service| {
+        service.acquire(&payload).json()["limit"] == 10
+    });
+    assert!(count(&service, "success") >= 1);
+    // An invalid file is rejected as a whole and logged.
     std::fs::write(service.file(), raised.replace("window: 1h", "window: soon")).expect("written");
-    service.until("it is refused", |service| count(service, "refused") >= 1);
-    service.until("the log says why", |service| {
+    service.wait_until("the reload fails", |service| count(service, "failure") >= 1);
+    service.wait_until("the reason is logged", |service| {
         let output = service.output();
         output.contains("soon") && output.contains("tidegate.yaml:")
     });
-    assert_eq!(service.acquire(&ask).json()["limit"], 10, "the old one goes on");
-    // By a rename, as editors do.
+    assert_eq!(service.acquire(&payload).json()["limit"], 10, "the old configuration stays active");
+    // Replaced by a rename, as editors do.
     let lowered = raised.replace(
         "limit: 10\n    window: 1h\n    overrides",
         "limit: 2\n    window: 1h\n    overrides",
     );
-    let beside = service.folder().join("beside.yaml");
-    std::fs::write(&beside, &lowered).expect("written");
-    std::fs::rename(&beside, service.file()).expect("renamed");
-    service.until("the limit is lowered", |service| service.acquire(&ask).json()["limit"] == 2);
-    assert_eq!(service.acquire(&ask).status, 429, "the counts have stayed");
-    // By a signal, though nothing has changed.
-    let before = count(&service, "taken");
+    let sibling = service.folder().join("beside.yaml");
+    std::fs::write(&sibling, &lowered).expect("written");
+    std::fs::rename(&sibling, service.file()).expect("renamed");
+    service.wait_until("the limit is lowered", |service| {
+        service.acquire(&payload).json()["limit"] == 2
+    });
+    assert_eq!(service.acquire(&payload).status, 429, "the counters were kept");
+    // Reloaded by a signal, without a change.
+    let before = count(&service, "success");
     service.signal("HUP");
-    service.until("the signal is taken", |service| count(service, "taken") > before);
+    service
+        .wait_until("the signal triggers a reload", |service| count(service, "success") > before);
 }
 
-/// As Kubernetes does it: the file is a link to a link, of which one is swapped.
+/// Kubernetes mounts a file as a symlink to a symlink, and swaps one of them.
 #[test]
-fn the_swap_of_a_link_on_the_way_to_the_file_is_seen() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn swapped_symlink_on_the_path_is_noticed() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let place = |name: &str| folder.path().join(name);
     let config = with_free_ports(POLICIES);
     for (version, limit) in [("v1", "limit: 3"), ("v2", "limit: 7")] {
-        std::fs::create_dir(place(version)).expect("a folder");
+        std::fs::create_dir(place(version)).expect("a directory");
         std::fs::write(place(version).join("tidegate.yaml"), config.replace("limit: 3", limit))
             .expect("written");
     }
-    std::os::unix::fs::symlink("v1", place("..data")).expect("a link");
-    std::os::unix::fs::symlink("..data/tidegate.yaml", place("tidegate.yaml")).expect("a link");
+    std::os::unix::fs::symlink("v1", place("..data")).expect("a symlink");
+    std::os::unix::fs::symlink("..data/tidegate.yaml", place("tidegate.yaml")).expect("a symlink");
     let file = place("tidegate.yaml");
     let (temporary, data) = (place("..data_tmp"), place("..data"));
     let service = Service::start_on(folder, &file, &[]);
-    let ask = json!({"policy": "per-user", "key": "u1"});
-    assert_eq!(service.acquire(&ask).json()["limit"], 3);
-    std::os::unix::fs::symlink("v2", &temporary).expect("a link");
+    let payload = json!({"policy": "per-user", "key": "u1"});
+    assert_eq!(service.acquire(&payload).json()["limit"], 3);
+    std::os::unix::fs::symlink("v2", &temporary).expect("a symlink");
     std::fs::rename(&temporary, &data).expect("swapped");
-    service.until("the new one is taken", |service| service.acquire(&ask).json()["limit"] == 7);
+    service.wait_until("the new configuration is active", |service| {
+        service.acquire(&payload).json()["limit"] == 7
+    });
 }
 
 #[test]
-fn no_decision_is_dropped_while_it_reloads() {
+fn reload_drops_no_decision() {
     let service = Service::start("policies:\n  - {name: p, limit: 1000000, window: 1h}\n");
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
-            let mut answers = 0;
+            let mut responses = 0;
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                 assert_eq!(service.acquire(&json!({"policy": "p", "key": "u"})).status, 200);
-                answers += 1;
+                responses += 1;
             }
-            answers
+            responses
         });
         for _ in 0..10 {
             service.signal("HUP");
@@ -662,33 +684,34 @@ fn no_decision_is_dropped_while_it_reloads() {
 }
 
 #[test]
-fn on_sigterm_it_is_unready_at_once_answers_what_is_under_way_and_ends_with_0() {
+fn sigterm_drains_in_flight_requests_and_exits_with_0() {
     let mut service = Service::start(POLICIES);
-    // A request that is half sent.
+    // A partially sent request.
     let body = r#"{"policy": "per-user", "key": "u1"}"#;
-    let mut slow = TcpStream::connect(&service.http).expect("it listens");
+    let mut slow = TcpStream::connect(&service.http).expect("the service listens");
     let head =
         format!("POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n", body.len());
     slow.write_all(head.as_bytes()).expect("sent");
     slow.write_all(&body.as_bytes()[..10]).expect("sent");
-    // It has been taken up once a later one has been answered.
+    // The partial request was accepted once a later one has a response.
     service.acquire(&json!({"policy": "per-user", "key": "other"}));
     std::thread::sleep(Duration::from_millis(50));
     service.signal("TERM");
-    service.until("it is not ready", |service| service.admin("/readyz").status == 503);
+    service
+        .wait_until("the service is not ready", |service| service.admin("/readyz").status == 503);
     slow.write_all(&body.as_bytes()[10..]).expect("sent");
-    assert_eq!(read_answer(&mut slow).status, 200);
+    assert_eq!(read_response(&mut slow).status, 200);
     let start = Instant::now();
-    assert_eq!(service.ended().code(), Some(0));
+    assert_eq!(service.wait_for_exit().code(), Some(0));
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
-fn a_thousand_slow_clients_do_not_stop_the_others() {
+fn thousand_slow_clients_do_not_block_others() {
     let service = Service::start(POLICIES);
     let slow: Vec<TcpStream> = (0..1_000)
         .map(|number| {
-            let mut stream = TcpStream::connect(&service.http).expect("it listens");
+            let mut stream = TcpStream::connect(&service.http).expect("the service listens");
             let part = if number % 2 == 0 {
                 "POST /v1/acq"
             } else {
@@ -706,25 +729,25 @@ fn a_thousand_slow_clients_do_not_stop_the_others() {
         service.post("/v1/refund", &json!({"policy": "heavy", "key": "u1", "cost": 1}).to_string());
     }
     drop(slow);
-    // More than the usual 1,024 connections fit, where the system allows it.
+    // The soft limit on open files is raised to the hard limit.
     let (soft, hard) = service.file_limits();
     assert_eq!(soft, hard);
 }
 
 #[test]
-fn a_client_that_sends_no_head_is_cut_off() {
+fn client_without_a_complete_head_is_disconnected() {
     let service = Service::start(POLICIES);
-    let mut silent = TcpStream::connect(&service.http).expect("it listens");
+    let mut silent = TcpStream::connect(&service.http).expect("the service listens");
     silent.write_all(b"POST /v1/acquire HT").expect("sent");
-    silent.set_read_timeout(Some(support::PATIENCE)).expect("a timeout");
-    let mut answer = String::new();
-    let _ = std::io::Read::read_to_string(&mut silent, &mut answer);
-    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{answer}");
+    silent.set_read_timeout(Some(support::TEST_TIMEOUT)).expect("a timeout");
+    let mut response = String::new();
+    let _ = std::io::Read::read_to_string(&mut silent, &mut response);
+    assert!(response.is_empty() || response.starts_with("HTTP/1.1 4"), "{response}");
     assert_eq!(raw(&service.http, b"\0\0\0\0\r\n\r\n").status, 400);
 }
 
 #[test]
-fn no_secret_is_written_anywhere() {
+fn secrets_are_never_output() {
     let redis = Redis::start_with(&["--requirepass", "hunter2"]);
     let url = redis.url().replace("//", "//:hunter2@");
     let config = format!("store: {{redis: '{url}'}}\nauth: {{api_token: hunter2}}\n{POLICIES}");
@@ -743,7 +766,9 @@ fn no_secret_is_written_anywhere() {
     assert_eq!(failed.status, 503);
     std::fs::write(service.file(), config.replace("limit: 3", "limit: [hunter2]"))
         .expect("written");
-    service.until("it is refused", |service| service.output().contains("refused"));
+    service.wait_until("the reload fails", |service| {
+        service.output().contains("reloading the configuration failed")
+    });
     let seen = [
         service.output(),
         failed.body,
@@ -760,9 +785,9 @@ fn no_secret_is_written_anywhere() {
 }
 
 #[test]
-fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
+fn invalid_configuration_exits_with_2_and_a_helpful_message() {
     let run = |config: &str| {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = tempfile::tempdir().expect("a temporary directory");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, config).expect("written");
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
@@ -801,9 +826,9 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         assert!(error.contains(message), "{config}: {error}");
     }
     let nothing = Command::new(env!("CARGO_BIN_EXE_tidegate")).output().expect("the binary runs");
-    let told = String::from_utf8_lossy(&nothing.stderr).into_owned();
+    let help = String::from_utf8_lossy(&nothing.stderr).into_owned();
     assert_eq!(nothing.status.code(), Some(2));
-    assert!(told.contains("Usage:") && told.contains("serve") && !told.contains("error"), "{told}");
+    assert!(help.contains("Usage:") && help.contains("serve") && !help.contains("error"), "{help}");
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let output =
         command.args(["serve", "--config", "nowhere.yaml"]).output().expect("the binary runs");
@@ -811,8 +836,8 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
 }
 
 #[test]
-fn config_check_and_schema_serve_editors_and_scripts() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn config_check_and_schema_report_errors_and_fields() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     let tidegate = |arguments: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
@@ -827,7 +852,7 @@ fn config_check_and_schema_serve_editors_and_scripts() {
     let path = file.to_str().expect("UTF-8");
     let (code, text, _) = tidegate(&["config", "check", path]);
     assert_eq!(code, Some(0));
-    assert!(text.contains("good, 5 policies"), "{text}");
+    assert!(text.contains("valid, 5 policies"), "{text}");
     std::fs::write(&file, POLICIES.replace("limit: 3", "limt: 3")).expect("written");
     let (code, _, error) = tidegate(&["config", "check", path]);
     assert_eq!(code, Some(2));
@@ -843,37 +868,37 @@ fn config_check_and_schema_serve_editors_and_scripts() {
 }
 
 #[test]
-fn the_clients_address_is_the_peers_unless_a_trusted_proxy_or_the_caller_says_otherwise() {
+fn client_address_comes_from_the_peer_a_trusted_proxy_or_the_request() {
     let policy = "policies:\n  - {name: per-ip, key: [ip], limit: 1000, window: 1h}\n";
     let hot = |service: &Service| -> Vec<String> {
         let hot = service.admin("/v1/hot-keys").json();
         let keys = hot["allowed"].as_array().expect("a list").iter();
         keys.map(|entry| entry["key"].as_str().expect("a key").to_owned()).collect()
     };
-    let ask = |service: &Service, headers: &[(&str, &str)], attributes: &Value| {
+    let send = |service: &Service, headers: &[(&str, &str)], attributes: &Value| {
         let body = json!({"attributes": attributes}).to_string();
         request(&service.http, "POST", "/v1/acquire", headers, body.as_bytes())
     };
     let forwarded = [("X-Forwarded-For", "203.0.113.66, 198.51.100.7")];
     let direct = Service::start(policy);
-    ask(&direct, &forwarded, &json!({}));
-    assert_eq!(hot(&direct), ["127.0.0.1"], "nobody is believed");
-    ask(&direct, &[], &json!({"ip": "2001:db8:1:2:3::4"}));
+    send(&direct, &forwarded, &json!({}));
+    assert_eq!(hot(&direct), ["127.0.0.1"], "no proxy is trusted");
+    send(&direct, &[], &json!({"ip": "2001:db8:1:2:3::4"}));
     assert!(hot(&direct).contains(&"2001:db8:1:2::/64".to_owned()));
-    let wrong = ask(&direct, &[], &json!({"ip": "nowhere"}));
+    let wrong = send(&direct, &[], &json!({"ip": "nowhere"}));
     assert_eq!(wrong.status, 400);
     assert!(wrong.body.contains("is not an address"), "{wrong:?}");
 
     let proxied = Service::start(&format!(
         "client_ip: {{trusted_proxies: [127.0.0.0/8], ipv6_prefix: 48}}\n{policy}"
     ));
-    ask(&proxied, &forwarded, &json!({}));
-    assert_eq!(hot(&proxied), ["198.51.100.7"], "the rightmost hop that is not trusted");
-    ask(&proxied, &[("Forwarded", "for=\"[2001:db8:1:2::3]:4711\"")], &json!({}));
+    send(&proxied, &forwarded, &json!({}));
+    assert_eq!(hot(&proxied), ["198.51.100.7"], "the rightmost untrusted hop");
+    send(&proxied, &[("Forwarded", "for=\"[2001:db8:1:2::3]:4711\"")], &json!({}));
     assert!(hot(&proxied).contains(&"2001:db8:1::/48".to_owned()));
-    ask(&proxied, &[("X-Forwarded-For", "::ffff:192.0.2.1")], &json!({}));
+    send(&proxied, &[("X-Forwarded-For", "::ffff:192.0.2.1")], &json!({}));
     assert!(hot(&proxied).contains(&"192.0.2.1".to_owned()), "IPv4-mapped is IPv4");
-    let garbage = ask(&proxied, &[("X-Forwarded-For", "198.51.100.7, <script>")], &json!({}));
+    let garbage = send(&proxied, &[("X-Forwarded-For", "198.51.100.7, <script>")], &json!({}));
     assert_eq!(garbage.status, 400);
     assert!(garbage.body.contains("X-Forwarded-For"), "{garbage:?}");
 }

@@ -1,5 +1,5 @@
 //! Checks whether scripts run, and measures the latency of decisions. The store's probe charges a
-//! counter that is used for nothing else.
+//! counter that no limit uses.
 
 use std::time::{Duration, Instant};
 

@@ -5,12 +5,12 @@ use serde::Deserialize;
 
 use crate::load::Stream;
 
-/// Who decided, by the answer's own word.
+/// Source of a decision, as the response reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Source {
     Store,
-    /// As good as the store's word, by the design.
+    /// Counts as a decision of the store, by design.
     DenyCache,
     Local,
     Allow,
@@ -19,7 +19,7 @@ pub(crate) enum Source {
     None,
 }
 
-/// One request and its answer.
+/// One request and its response.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
     pub(crate) stream: usize,
@@ -29,18 +29,18 @@ pub(crate) struct Record {
     pub(crate) status: u16,
     pub(crate) allowed: bool,
     pub(crate) source: Source,
-    /// Why there is no answer, or one that could not be understood.
+    /// Reason for a missing or malformed response.
     pub(crate) trouble: Option<String>,
 }
 
-/// A request to the service without Redis, from when it should have been sent.
+/// Probe of the service without Redis, measured from its scheduled time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Probe {
     pub(crate) scheduled: Instant,
     pub(crate) answered: Instant,
 }
 
-/// An instance's metrics at a moment, each added up over its labels.
+/// Metrics of an instance at a point in time, each summed over its labels.
 #[derive(Debug)]
 pub(crate) struct Sample {
     pub(crate) at: Instant,
@@ -48,7 +48,7 @@ pub(crate) struct Sample {
     pub(crate) sums: BTreeMap<String, f64>,
 }
 
-/// All that was recorded.
+/// Record of a whole run.
 pub(crate) struct Run {
     pub(crate) streams: Vec<Stream>,
     pub(crate) records: Vec<Record>,
@@ -92,16 +92,15 @@ impl Run {
         self.records.iter().filter(move |record| self.stream(record).name == name)
     }
 
-    /// What was sent in this time.
+    /// Returns the requests sent in this period.
     pub(crate) fn sent_between(&self, from: Instant, to: Instant) -> impl Iterator<Item = &Record> {
         self.records.iter().filter(move |record| (from..to).contains(&record.sent))
     }
 
-    /// The most that were admitted in any window of this length that lies between the two moments.
+    /// Returns the maximum number of allowed requests in any window of this length within a period.
     ///
-    /// An admission happened at some time between the request and its answer. Counted are those
-    /// that surely fall into the window, so the true number may be higher, but nobody is accused of
-    /// what did not happen.
+    /// A request was allowed at some time between its send and its response. Only requests that
+    /// certainly fall into the window are counted, so there are no false accusations.
     pub(crate) fn most_admitted(
         &self,
         name: &str,
@@ -114,7 +113,7 @@ impl Run {
         let admitted: Vec<&Record> = self.of(name).filter(within).collect();
         let count = |(first, start): (usize, &&Record)| {
             let end = start.sent + window;
-            // An event exactly a window old is out.
+            // An event that is exactly one window old is outside.
             let inside = admitted[first..].iter().take_while(|record| record.sent < end);
             inside.filter(|record| record.answered < end).count()
         };
@@ -131,11 +130,10 @@ impl Run {
         Some((self.records.first()?.sent, last))
     }
 
-    /// How long an answer took, without what this machine was late by itself meanwhile: the
-    /// canary's excess over its own median, at the worst during this request. On a quiet machine
-    /// nothing is taken off.
+    /// Returns the latency of a response minus the delay of this machine: the worst excess of the
+    /// canary over its median during the request. On an idle machine nothing is subtracted.
     pub(crate) fn own_time(&self, record: &Record) -> Duration {
-        // A probe is at most a few seconds under way: those long before need no look.
+        // A probe takes a few seconds at most, older ones are skipped.
         let from = self
             .canary
             .partition_point(|probe| probe.scheduled + Duration::from_secs(6) < record.sent);
@@ -148,7 +146,7 @@ impl Run {
         record.took().saturating_sub(late.unwrap_or_default())
     }
 
-    /// The longest that this machine was late by itself, by its canary.
+    /// Returns the maximum delay of this machine, by its canary.
     pub(crate) fn lateness(&self) -> Duration {
         let late = self
             .canary
@@ -157,13 +155,13 @@ impl Run {
         late.max().unwrap_or_default()
     }
 
-    /// The longest that an answer took.
+    /// Returns the slowest response.
     pub(crate) fn slowest(&self) -> Option<(Duration, &Record)> {
         let timed = self.records.iter().map(|record| (self.own_time(record), record));
         timed.max_by_key(|(took, _)| *took)
     }
 
-    /// 99 of 100 answers to what was sent in this time were as fast as this.
+    /// Returns the 99th percentile of the latency of requests sent in this period.
     pub(crate) fn p99(&self, from: Instant, to: Instant) -> Duration {
         let mut times: Vec<Duration> =
             self.sent_between(from, to).map(|record| self.own_time(record)).collect();
@@ -174,9 +172,8 @@ impl Run {
             .unwrap_or(Duration::MAX)
     }
 
-    /// How long after this moment the last of the instances had an admission from the store, for a
-    /// request of these streams that was sent after it. A denial would prove less: it writes
-    /// nothing.
+    /// Returns the time until every instance had a request of these streams allowed by the store. A
+    /// denial would prove less, because it writes nothing.
     pub(crate) fn back_after(
         &self,
         moment: Instant,
@@ -198,11 +195,10 @@ impl Run {
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 
-    /// What was sent in this time and decided without the store, though nothing was in its way.
+    /// Returns the requests of a period that were decided without the store for no valid reason.
     ///
-    /// An instance that has admitted requests of a key itself owes them to the store for a window.
-    /// While it pays, or as long as the debt leaves no room, it goes on deciding for that key
-    /// itself.
+    /// An instance that allowed requests of a key itself has debits to settle for one window. Until
+    /// they are settled, or while they exceed the limit, it decides for that key itself.
     pub(crate) fn without_store(
         &self,
         from: Instant,
@@ -221,7 +217,7 @@ impl Run {
         self.sent_between(from, to).filter(|record| !record.by_store() && !owes(record)).collect()
     }
 
-    /// The numbers of instances that the instances knew of, as their metrics told meanwhile.
+    /// Returns all fleet sizes in the metrics of the instances.
     pub(crate) fn fleet_sizes(&self) -> BTreeSet<String> {
         self.samples
             .iter()
@@ -229,7 +225,7 @@ impl Run {
             .collect()
     }
 
-    /// How long after this moment the last of the instances first showed this in its metrics.
+    /// Returns the time until every instance showed a state in its metrics.
     pub(crate) fn shown_after(
         &self,
         moment: Instant,
@@ -289,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn admissions_count_where_they_surely_fall_into_one_window() {
+    fn only_certain_admissions_are_counted() {
         let start = Instant::now();
         let all = run(
             start,
@@ -299,17 +295,21 @@ mod tests {
         assert_eq!(
             all.most_admitted_ever("hot", MS * 100),
             3,
-            "the denied one and the one a window later are out"
+            "the denied request and the one a window later do not count"
         );
         assert_eq!(all.most_admitted_ever("hot", MS * 102), 4);
         assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
         assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
         let slow = run(start, &[(0, 1, true), (50, 150, true)], &[]);
-        assert_eq!(slow.most_admitted_ever("hot", MS * 100), 1, "it may have happened later");
+        assert_eq!(
+            slow.most_admitted_ever("hot", MS * 100),
+            1,
+            "the decision may have happened later"
+        );
     }
 
     #[test]
-    fn who_admitted_itself_decides_itself_for_a_window() {
+    fn instance_with_debits_decides_itself_for_a_window() {
         let start = Instant::now();
         let mut all =
             run(start, &[(0, 1, true), (50, 51, true), (99, 100, false), (102, 103, false)], &[]);
@@ -317,23 +317,27 @@ mod tests {
         let none = |all: &Run| all.without_store(start + MS * 10, start + MS * 200, MS * 100).len();
         assert_eq!(none(&all), 0);
         all.records[2].source = Source::Local;
-        assert_eq!(none(&all), 0, "it owes");
+        assert_eq!(none(&all), 0, "debits are pending");
         all.records[3].source = Source::Local;
-        assert_eq!(none(&all), 1, "it owes no more");
+        assert_eq!(none(&all), 1, "debits are settled");
         all.records[2].source = Source::Deny;
-        assert_eq!(none(&all), 2, "nobody owes by this word");
+        assert_eq!(none(&all), 2, "this source creates no debits");
         all.records[2].source = Source::Local;
         all.records[0].instance = 1;
-        assert_eq!(none(&all), 2, "another instance owes");
+        assert_eq!(none(&all), 2, "the debits are of another instance");
     }
 
     #[test]
-    fn only_what_the_machine_was_late_is_taken_off() {
+    fn only_the_machine_delay_is_subtracted() {
         let start = Instant::now();
         let calm: Vec<(u32, u32)> = (0..30).map(|n| (n * 10, n * 10 + 1)).collect();
         let requests = [(0, 200, false), (205, 206, false)];
         let all = run(start, &requests, &calm);
-        assert_eq!(all.own_time(&all.records[0]), MS * 200, "nothing on a quiet machine");
+        assert_eq!(
+            all.own_time(&all.records[0]),
+            MS * 200,
+            "nothing is subtracted on an idle machine"
+        );
         assert_eq!(all.slowest().map(|(took, _)| took), Some(MS * 200));
         let mut stalled = calm.clone();
         stalled[10] = (100, 171);
@@ -343,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slowest_hundredth_is_what_p99_leaves_out() {
+    fn p99_excludes_the_slowest_hundredth() {
         let start = Instant::now();
         let mut requests: Vec<(u32, u32, bool)> = (0..99).map(|n| (n, n + 2, true)).collect();
         requests.push((99, 999, true));

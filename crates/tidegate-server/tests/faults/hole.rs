@@ -1,9 +1,9 @@
 use std::process::Command;
 
-/// A network namespace at the other end of a cable, whose packets can be dropped. Needs root.
+/// Network namespace behind a veth pair, whose packets can be dropped. Needs root.
 pub(crate) struct Hole {
     pub(crate) namespace: String,
-    /// The address in there.
+    /// Address inside the namespace.
     pub(crate) inside: String,
     cable: String,
     far_end: String,
@@ -26,9 +26,8 @@ impl Hole {
         ip(&["-n", namespace, "addr", "add", &format!("{inside}/30"), "dev", far_end]);
         ip(&["link", "set", cable, "up"]);
         ip(&["-n", namespace, "link", "set", far_end, "up"]);
-        // Both ends know each other's hardware address for good. Otherwise a lost answer to the
-        // question for it would tell a client in a second or three that nobody is there, and a
-        // black hole tells nothing.
+        // Both ends have static ARP entries. Otherwise a lost ARP reply would report the host as
+        // unreachable within seconds, unlike a real black hole.
         let (near, far) = (hardware(&[], cable), hardware(&["-n", namespace], far_end));
         let forever = |address: &str, hardware: &str, device: &str| {
             ["neigh", "replace", address, "lladdr", hardware, "nud", "permanent", "dev", device]
@@ -42,7 +41,7 @@ impl Hole {
         hole
     }
 
-    /// Drops every packet, in both directions: a queue with no room.
+    /// Drops every packet in both directions, with a queue of length zero.
     pub(crate) fn open(&self) {
         run("tc", &["qdisc", "replace", "dev", &self.cable, "root", "pfifo", "limit", "0"]);
         run(
@@ -75,7 +74,7 @@ impl Drop for Hole {
     }
 }
 
-/// The hardware address of a device.
+/// Returns the hardware address of a device.
 fn hardware(place: &[&str], device: &str) -> String {
     let words: Vec<&str> = place.iter().copied().chain(["-br", "link", "show", device]).collect();
     let text = run("ip", &words);

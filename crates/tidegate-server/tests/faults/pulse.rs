@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::servers::{PATIENCE, Server};
+use crate::servers::{Server, TEST_TIMEOUT};
 
 const EVERY: Duration = Duration::from_millis(5);
 
-/// Asks servers that nobody stops whether they are there, all the time: one that stands still by
-/// itself, because it waits for a processor or a disk, makes calls miss their deadline.
+/// Pings servers that are not stopped by the test: a server that stalls, because it waits for CPU
+/// time or a disk, makes calls miss their deadline.
 pub(crate) struct Pulse {
     stop: Arc<AtomicBool>,
     watched: Vec<JoinHandle<Duration>>,
@@ -20,31 +20,33 @@ impl Pulse {
     pub(crate) fn of(servers: &[&Server]) -> Self {
         let stop = Arc::<AtomicBool>::default();
         let watch = |server: &&Server| {
-            let stream = TcpStream::connect(server.address()).expect("our own server answers");
-            stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+            let stream = TcpStream::connect(server.address()).expect("the server responds");
+            stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
             let stop = Arc::clone(&stop);
             std::thread::spawn(move || longest(stream, &stop))
         };
         Self { watched: servers.iter().map(watch).collect(), stop }
     }
 
-    /// The longest that one of them took for an answer.
+    /// Returns the slowest response of all servers.
     pub(crate) fn finish(self) -> Duration {
         self.stop.store(true, Ordering::Relaxed);
-        let longest =
-            self.watched.into_iter().map(|watched| watched.join().expect("it answers to the end"));
+        let longest = self
+            .watched
+            .into_iter()
+            .map(|watched| watched.join().expect("the server responds until the end"));
         longest.max().unwrap_or_default()
     }
 }
 
 fn longest(mut stream: TcpStream, stop: &AtomicBool) -> Duration {
-    let (mut longest, mut answer) = (Duration::ZERO, *b"+PONG\r\n");
+    let (mut longest, mut response) = (Duration::ZERO, *b"+PONG\r\n");
     while !stop.load(Ordering::Relaxed) {
         let asked = Instant::now();
         stream
             .write_all(b"PING\r\n")
-            .and_then(|()| stream.read_exact(&mut answer))
-            .expect("it is there");
+            .and_then(|()| stream.read_exact(&mut response))
+            .expect("the server responds");
         longest = longest.max(asked.elapsed());
         std::thread::sleep(EVERY);
     }

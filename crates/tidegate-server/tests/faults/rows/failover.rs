@@ -1,4 +1,4 @@
-//! Another server becomes the primary: by Sentinels, in a cluster, or behind the client's back.
+//! Another server becomes the primary: by Sentinels, in a cluster, or by hand.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use crate::cluster::Cluster;
 use crate::fleet::{Fleet, usual_streams};
 use crate::load::{Load, Stream};
 use crate::monitor::Monitor;
-use crate::row::{Row, SECOND, WARM_UP, let_pass, row};
+use crate::row::{Row, SECOND, WARM_UP, row, wait_under_load};
 use crate::sentinel::Watched;
 use crate::servers::{Launch, Server};
 
@@ -17,14 +17,14 @@ fn sentinels_promote_the_replica_of_a_stopped_primary() {
         let fleet = Fleet::start(&watched.store());
         let load = Load::start(&fleet, usual_streams());
         let monitor = Monitor::of(&watched.primary);
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         watched.primary.signal("STOP");
         let promoted = watched.promotion();
-        let_pass(2 * SECOND);
-        // The old primary wakes up and still believes that it is one.
+        wait_under_load(2 * SECOND);
+        // The old primary resumes and still believes to be the primary.
         let awake = Instant::now();
         watched.primary.signal("CONT");
-        let_pass(3 * SECOND);
+        wait_under_load(3 * SECOND);
         let run = load.finish();
 
         row.check(&run, &fleet, 2, &[&watched.replica]);
@@ -35,14 +35,14 @@ fn sentinels_promote_the_replica_of_a_stopped_primary() {
 }
 
 #[test]
-fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
+fn cluster_promotes_the_replica_of_a_stopped_primary() {
     row("Cluster failover", |row| {
         let cluster = Cluster::start();
         let fleet = Fleet::start(&cluster.store());
         let stopped = cluster.owner("{hot}");
         let replica = cluster.replica_of(stopped);
         let hit = |node: &Server| node.port == stopped.port;
-        // What is on other nodes must not notice.
+        // Keys on other nodes must not be affected.
         let mut streams: Vec<Stream> =
             usual_streams().into_iter().filter(|stream| stream.name != "quiet").collect();
         let (near, far) = (cluster.key_for("near", hit), cluster.key_for("far", |node| !hit(node)));
@@ -54,14 +54,14 @@ fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
             .collect();
         let load = Load::start(&fleet, streams);
         let monitor = Monitor::of(stopped);
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         stopped.signal("STOP");
         let gone = Instant::now();
-        let promoted = replica.until("the replica is promoted", Server::is_primary);
-        let_pass(2 * SECOND);
+        let promoted = replica.wait_until("the replica is promoted", Server::is_primary);
+        wait_under_load(2 * SECOND);
         let awake = Instant::now();
         stopped.signal("CONT");
-        let_pass(3 * SECOND);
+        wait_under_load(3 * SECOND);
         let run = load.finish();
 
         let primaries = cluster.primaries();
@@ -73,19 +73,19 @@ fn a_cluster_promotes_the_replica_of_a_stopped_primary() {
         let fallen = run.sent_between(gone, promoted).filter(|record| !record.by_store());
         let fallen = fallen.filter(|record| !here(run.stream(record))).count();
         row.require(fallen == 0, || {
-            format!("{fallen} decisions without the store for keys of nodes that live")
+            format!("{fallen} decisions without the store for keys of live nodes")
         });
         row.check_old_primary(&monitor, awake);
     });
 }
 
 #[test]
-fn a_live_connection_turns_read_only() {
+fn live_connection_turns_read_only() {
     row("READONLY on a live connection", |row| turn_read_only(row, Watched::fail_over_and_demote));
 }
 
 #[test]
-fn a_live_connection_turns_read_only_by_hand() {
+fn live_connection_turns_read_only_by_hand() {
     row("READONLY, roles swapped by hand", |row| turn_read_only(row, Watched::swap_by_hand));
 }
 
@@ -94,9 +94,9 @@ fn turn_read_only(row: &mut Row, swap: impl Fn(&Watched) -> Instant) {
     let fleet = Fleet::start(&watched.store());
     let load = Load::start(&fleet, usual_streams());
     let monitor = Monitor::of(&watched.primary);
-    let_pass(WARM_UP);
+    wait_under_load(WARM_UP);
     let swapped = swap(&watched);
-    let_pass(4 * SECOND);
+    wait_under_load(4 * SECOND);
     let run = load.finish();
 
     row.check(&run, &fleet, 2, &[&watched.replica]);
@@ -107,21 +107,21 @@ fn turn_read_only(row: &mut Row, swap: impl Fn(&Watched) -> Instant) {
 }
 
 #[test]
-fn a_single_server_is_read_only_for_a_while() {
+fn single_server_is_read_only_for_a_while() {
     row("READONLY, a single server", |row| {
         let (redis, other) = (Server::start(), Server::start());
         let fleet = Fleet::start(&redis.store());
         let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let gone = Instant::now();
         let () = redis.query(&["REPLICAOF", "127.0.0.1", &other.port.to_string()]);
-        let_pass(4 * SECOND);
+        wait_under_load(4 * SECOND);
         let back = Instant::now();
         let () = redis.query(&["REPLICAOF", "NO", "ONE"]);
-        let_pass(4 * SECOND);
+        wait_under_load(4 * SECOND);
         let run = load.finish();
 
-        // What the replica copies from its new primary is nothing: the counts are lost.
+        // The replica copies an empty primary, so the counts are lost.
         row.check(&run, &fleet, 3, &[&redis]);
         row.check_outage(&run, gone, back);
         row.within("back", run.back_after(back, |_| true), SECOND);

@@ -1,5 +1,4 @@
-//! The network between a service and its store: packets lost, connections that say nothing, answers
-//! that take their time.
+//! Network faults between a service and its store: lost packets, dead connections, high latency.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -10,7 +9,7 @@ use crate::hole::Hole;
 use crate::load::Load;
 use crate::proxy::Proxy;
 use crate::pulse::Pulse;
-use crate::row::{AT_ONCE, SECOND, WARM_UP, let_pass, row};
+use crate::row::{AT_ONCE, SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Launch, Server};
 
 #[test]
@@ -20,20 +19,20 @@ fn packets_dropped_in_a_network_namespace() {
         let redis = Launch::new().inside(&hole).start();
         let fleet = Fleet::start(&redis.store());
         let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let before = script_callers(&redis);
         hole.open();
         let cut = Instant::now();
-        let_pass(6 * SECOND);
+        wait_under_load(6 * SECOND);
         let healed = Instant::now();
         hole.close();
-        let_pass(4 * SECOND);
+        wait_under_load(4 * SECOND);
         let run = load.finish();
 
         row.check(&run, &fleet, 2, &[&redis]);
         row.check_outage(&run, cut, healed);
-        // The old connections would come back by themselves, but later: after six seconds TCP sends
-        // again every six or so.
+        // The old connections would recover as well, but later: after six seconds TCP retransmits
+        // only every six seconds or so.
         row.within("back", run.back_after(healed, |_| true), 2 * SECOND);
         let replaced = script_callers(&redis).difference(&before).count();
         row.figure("new connections", replaced);
@@ -42,17 +41,17 @@ fn packets_dropped_in_a_network_namespace() {
 }
 
 #[test]
-fn connections_that_say_nothing_any_more() {
+fn dead_connections_are_replaced() {
     row("black hole, old connections only", |row| {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
         let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let before = proxy.connections();
-        proxy.swallow_what_there_is();
+        proxy.drop_existing_connections_silently();
         let cut = Instant::now();
-        let_pass(5 * SECOND);
+        wait_under_load(5 * SECOND);
         let run = load.finish();
 
         row.store_was_late(proxy.lateness());
@@ -64,45 +63,45 @@ fn connections_that_say_nothing_any_more() {
 }
 
 #[test]
-fn answers_50_ms_later() {
+fn latency_of_50_ms() {
     row("latency +50 ms", |row| {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
         let pulse = Pulse::of(&[&redis]);
         let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let (slow, latency) = (Instant::now(), Duration::from_millis(50));
         proxy.set_latency(latency);
         let delay = proxy.round_trip();
-        let_pass(5 * SECOND);
+        wait_under_load(5 * SECOND);
         let run = load.finish();
 
         row.store_was_late(pulse.finish().max(proxy.lateness()));
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, &fleet, slow, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
-        row.insist(delay >= latency, || format!("the proxy adds only {delay:?}"));
+        row.require_always(delay >= latency, || format!("the proxy adds only {delay:?}"));
     });
 }
 
 #[test]
-fn answers_300_ms_later() {
+fn latency_of_300_ms() {
     row("latency +300 ms", |row| {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
         let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let slow = Instant::now();
         proxy.set_latency(Duration::from_millis(300));
-        let_pass(2 * SECOND);
+        wait_under_load(2 * SECOND);
         let carried = proxy.bytes();
-        let_pass(4 * SECOND);
+        wait_under_load(4 * SECOND);
         let carried = proxy.bytes() - carried;
         let fast = Instant::now();
         proxy.set_latency(Duration::ZERO);
-        let_pass(4 * SECOND);
+        wait_under_load(4 * SECOND);
         let run = load.finish();
 
         row.check(&run, &fleet, 2, &[&redis]);
@@ -120,11 +119,11 @@ fn answers_300_ms_later() {
             });
         }
         row.within("back", run.back_after(fast, |_| true), 2 * SECOND);
-        row.figure("meanwhile asked", format_args!("{} B/s", carried / 4));
+        row.figure("traffic", format_args!("{} B/s", carried / 4));
     });
 }
 
-/// Who has called scripts last, by connection.
+/// Returns the connections whose last command was a script call.
 fn script_callers(redis: &Server) -> BTreeSet<String> {
     let list: String = redis.query(&["CLIENT", "LIST"]);
     let callers = list.lines().filter(|line| line.contains(" cmd=eval"));

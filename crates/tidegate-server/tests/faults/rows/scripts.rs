@@ -1,11 +1,11 @@
-//! The store forgets the scripts.
+//! The store loses the scripts.
 
 use std::time::Instant;
 
 use crate::fleet::{Fleet, usual_streams};
 use crate::load::Load;
 use crate::pulse::Pulse;
-use crate::row::{SECOND, WARM_UP, let_pass, row};
+use crate::row::{SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Server, tell};
 
 #[test]
@@ -15,14 +15,14 @@ fn scripts_flushed_every_100_ms() {
         let fleet = Fleet::start(&redis.store());
         let pulse = Pulse::of(&[&redis]);
         let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let (mut connection, start) = (redis.connection(), Instant::now());
         let errors_before = fleet.metric("tidegate_store_errors_total");
         for turn in 0..50 {
             let () = tell(&mut connection, &["SCRIPT", "FLUSH"]);
-            let_pass((start + turn * SECOND / 10).saturating_duration_since(Instant::now()));
+            wait_under_load((start + turn * SECOND / 10).saturating_duration_since(Instant::now()));
         }
-        let_pass(SECOND);
+        wait_under_load(SECOND);
         let run = load.finish();
 
         row.store_was_late(pulse.finish());
