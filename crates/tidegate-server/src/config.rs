@@ -144,7 +144,8 @@ fn token(
     match written.value.as_deref().map(str::trim) {
         None | Some("") => Err(document.at(
             &written,
-            "this token is empty: write one (in quotes, if it starts with a special character), or remove the field",
+            "this token is empty: write one (in quotes, if it starts with a special character), \
+             or remove the field",
         )),
         Some(_) => Ok(written.value.map(Secret::new)),
     }

@@ -40,7 +40,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_STREAMS: u32 = 256;
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(30);
-/// Wait after a failed accept. The usual cause is a lack of file descriptors.
+/// Wait after a failed accept, which is usually caused by a lack of file descriptors.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
 
 /// Client side of a connection.

@@ -17,20 +17,20 @@ fn config(redis: &Redis, limit: u64) -> String {
     )
 }
 
-fn send(key: &str) -> Value {
+fn payload(key: &str) -> Value {
     json!({"policy": "p", "key": key})
 }
 
 fn reset(service: &Service, key: &str) {
     let response =
-        request(&service.admin, "POST", "/v1/reset", &[], send(key).to_string().as_bytes());
+        request(&service.admin, "POST", "/v1/reset", &[], payload(key).to_string().as_bytes());
     assert_eq!(response.status, 204, "{response:?}");
 }
 
 /// Uses up the limit, until the denial comes from the cache.
 fn exhaust(service: &Service, key: &str) {
     service.wait_until("the cache denies", |service| {
-        let response = service.acquire(&send(key));
+        let response = service.acquire(&payload(key));
         response.status == 429 && response.json()["source"] == "deny-cache"
     });
 }
@@ -39,10 +39,10 @@ fn exhaust(service: &Service, key: &str) {
 fn wait_until_allowed(service: &Service, key: &str) -> Duration {
     let (start, last) = (Instant::now(), Cell::new(Duration::ZERO));
     service.wait_until("a request is allowed", |service| {
-        let asked = start.elapsed();
-        let response = service.acquire(&send(key));
+        let elapsed = start.elapsed();
+        let response = service.acquire(&payload(key));
         if response.json()["source"] == "deny-cache" {
-            last.set(asked);
+            last.set(elapsed);
         }
         response.status == 200
     });
@@ -54,14 +54,14 @@ fn denials_come_from_the_cache_until_a_change() {
     let redis = Redis::start();
     let service = Service::start(&config(&redis, 2));
     exhaust(&service, "u1");
-    let response = service.acquire(&send("u1"));
+    let response = service.acquire(&payload("u1"));
     assert_eq!((response.status, &response.json()["source"]), (429, &json!("deny-cache")));
     let retry_after: u64 =
         response.header("retry-after").and_then(|text| text.parse().ok()).expect("seconds");
     assert!((3_590..=3_600).contains(&retry_after), "{retry_after}");
     assert_eq!(response.json()["remaining"], 0);
-    let look = service.post("/v1/peek", &send("u1").to_string());
-    assert_eq!((look.status, &look.json()["allowed"]), (200, &json!(false)));
+    let peek = service.post("/v1/peek", &payload("u1").to_string());
+    assert_eq!((peek.status, &peek.json()["allowed"]), (200, &json!(false)));
 
     let metrics = service.admin("/metrics").body;
     let value = |name: &str| {
@@ -81,15 +81,15 @@ fn denials_come_from_the_cache_until_a_change() {
             .body
             .contains("tidegate_config_reloads_total{outcome=\"success\"} 1")
     });
-    let raised = service.acquire(&send("u1"));
+    let raised = service.acquire(&payload("u1"));
     assert_eq!((raised.status, &raised.json()["source"]), (200, &json!("store")), "{raised:?}");
 
     exhaust(&service, "u1");
-    assert_eq!(service.post("/v1/refund", &send("u1").to_string()).status, 200);
-    assert_eq!(service.acquire(&send("u1")).status, 200, "a refund is seen at once");
+    assert_eq!(service.post("/v1/refund", &payload("u1").to_string()).status, 200);
+    assert_eq!(service.acquire(&payload("u1")).status, 200, "a refund is seen at once");
     exhaust(&service, "u1");
     reset(&service, "u1");
-    assert_eq!(service.acquire(&send("u1")).status, 200, "a reset is seen at once");
+    assert_eq!(service.acquire(&payload("u1")).status, 200, "a reset is seen at once");
     redis.assert_every_key_expires();
 }
 
@@ -99,7 +99,7 @@ fn refund_by_another_instance_is_noticed_within_a_second() {
     let services = [Service::start(&config(&redis, 1)), Service::start(&config(&redis, 1))];
     for _ in 0..2 {
         exhaust(&services[0], "u1");
-        assert_eq!(services[1].post("/v1/refund", &send("u1").to_string()).status, 200);
+        assert_eq!(services[1].post("/v1/refund", &payload("u1").to_string()).status, 200);
         let noticed = wait_until_allowed(&services[0], "u1");
         assert!(noticed < SECOND, "{noticed:?}");
         exhaust(&services[0], "u1");

@@ -300,7 +300,7 @@ fn missing_permissions_are_named() {
         apply(&redis, &left);
         let (report, code) = examined(&url);
         assert_eq!(code, Some(2), "{taken}: {report}");
-        let lacks = format!("this user lacks what decisions need: {}", &taken[1..]);
+        let lacks = format!("this user lacks permissions that decisions need: {}", &taken[1..]);
         assert!(
             found(&report, "acl").iter().any(|(_, message)| *message == lacks),
             "{taken}: {report}"

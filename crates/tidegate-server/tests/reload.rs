@@ -70,10 +70,10 @@ fn empty_file_is_rejected() {
         service.output()
     );
     // A signal reloads at once, with the same result.
-    let asked = Instant::now();
+    let signalled = Instant::now();
     service.signal("HUP");
     service.wait_until("the reload fails", |service| reloads(service, "failure") == 5);
-    assert!(asked.elapsed() < Duration::from_secs(5));
+    assert!(signalled.elapsed() < Duration::from_secs(5));
     fs::write(service.file(), policy(7)).expect("written");
     service.signal("HUP");
     wait_for_limit(&service, 7);
@@ -159,7 +159,7 @@ fn missing_file_is_logged_once_and_loaded_when_it_returns() {
     fs::write(root.join("real/t.yaml"), policy(4)).expect("written");
     wait_for_limit(&service, 4);
     let output = service.output();
-    assert_eq!(output.matches("refused").count(), 1, "{output}");
+    assert_eq!(output.matches("reloading the configuration failed").count(), 1, "{output}");
     assert!(output.contains("tidegate.yaml: cannot be read"), "{output}");
     fs::write(root.join("real/t.yaml"), policy(5)).expect("written");
     wait_for_limit(&service, 5);

@@ -136,7 +136,7 @@ fn failed_reloads_hide_secrets() {
         std::fs::write(service.file(), text).expect("written");
         service.signal("HUP");
         service.wait_until("the reload fails", |service| {
-            service.output().matches("refused").count() >= number
+            service.output().matches("reloading the configuration failed").count() >= number
         });
     }
     std::fs::write(service.file(), with_free_ports("policies: []\n")).expect("written");

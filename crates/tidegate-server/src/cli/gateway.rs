@@ -67,7 +67,8 @@ impl GatewayCommand {
         }
         anyhow::ensure!(
             !config.gateway.upstreams.is_empty(),
-            "there is no upstream: name one with --upstream http://127.0.0.1:3000, or under gateway.upstreams in the file"
+            "there is no upstream: name one with --upstream http://127.0.0.1:3000, or under \
+             gateway.upstreams in the file"
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
@@ -77,7 +78,9 @@ impl GatewayCommand {
         let is_text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
-            tracing::info!(http = %gateway, %admin, %upstreams, store, config = %source, "listening");
+            tracing::info!(
+                http = %gateway, %admin, %upstreams, store, config = %source, "listening"
+            );
             if is_text {
                 anstream::println!(
                     "Tidegate {} on {store}, with {source}\n\

@@ -24,7 +24,7 @@ Examples:
     tidegate serve --config tidegate.yaml --redis redis://127.0.0.1:6379
 
 Traces are sent over gRPC to the collector at OTEL_EXPORTER_OTLP_ENDPOINT.
-The file is watched: changes are applied without a restart, and an invalid file is rejected as a whole.")]
+The file is watched: changes are applied without a restart, and invalid files are rejected.")]
 pub(super) struct ServeCommand {
     /// Configuration file; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]

@@ -31,7 +31,8 @@ pub(super) fn validate(
     if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {
         return Err(document.at(
             field,
-            "listen.admin is not on loopback but auth.admin_token is not set: set a token, or listen on 127.0.0.1",
+            "listen.admin is not on loopback but auth.admin_token is not set: set a token, or \
+             listen on 127.0.0.1",
         ));
     }
     // Only addresses in the file can conflict: `gateway` does not use http and grpc, and `serve`

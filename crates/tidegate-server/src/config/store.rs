@@ -183,7 +183,8 @@ pub(super) fn validate(
                 );
             }
             long if long > MAX_TIMEOUT => {
-                let message = "store.timeout is more than 60s, longer than any request should wait: 100ms is a good start";
+                let message = "store.timeout is more than 60s, longer than any request should \
+                               wait: 100ms is a good start";
                 return Err(document.at(text, message));
             }
             timeout => timeout,

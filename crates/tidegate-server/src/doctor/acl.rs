@@ -88,7 +88,8 @@ pub(super) fn minimal_user(prefix: &str, topology: Topology) -> String {
         Topology::Cluster => " +cluster|slots +asking",
     };
     format!(
-        "ACL SETUSER tidegate on >PASSWORD resetchannels ~{}:* -@all +time +evalsha +script|load{more} {}",
+        "ACL SETUSER tidegate on >PASSWORD resetchannels ~{}:* -@all +time +evalsha \
+         +script|load{more} {}",
         escape_pattern(prefix),
         script_commands.join(" ")
     )

@@ -68,7 +68,8 @@ impl Clocks {
         let difference = last.ahead - first.ahead;
         if difference - first.uncertainty - last.uncertainty > micros(MAX_DIFFERENCE) {
             let message = format!(
-                "the clocks of {} and {} differ by {}: a failover between them shifts every window by that much",
+                "the clocks of {} and {} differ by {}: a failover between them shifts every \
+                 window by that much",
                 first.address,
                 last.address,
                 readable(difference)

@@ -51,8 +51,8 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
         }
         Some(_) => {
             let message = "if the nodes of one slot are lost, the whole cluster is unavailable";
-            let advice = "CONFIG SET cluster-require-full-coverage no on every node: then only the keys of that slot are \
-                          affected";
+            let advice = "CONFIG SET cluster-require-full-coverage no on every node: then only \
+                          the keys of that slot are affected";
             report.add(Finding::note("full-coverage", message).advice(advice));
         }
         None => report.add(Finding::unknown("full-coverage", "CONFIG GET")),

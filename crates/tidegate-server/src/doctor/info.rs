@@ -106,10 +106,11 @@ pub(super) fn bytes(count: u64) -> String {
 mod tests {
     use super::*;
 
-    const REDIS: &str = "# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\n\r\n# Replication\r\nrole:master\r\n\
-                         connected_slaves:2\r\nslave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1\r\n\
-                         slave1:ip=2001:db8::2,port=6380,state=wait_bgsave,offset=0,lag=0\r\nslave_expires:3\r\n\
-                         executable:/usr/bin/redis:server\r\n";
+    const REDIS: &str = "# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\n\r\n\
+                         # Replication\r\nrole:master\r\nconnected_slaves:2\r\n\
+                         slave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1\r\n\
+                         slave1:ip=2001:db8::2,port=6380,state=wait_bgsave,offset=0,lag=0\r\n\
+                         slave_expires:3\r\nexecutable:/usr/bin/redis:server\r\n";
 
     #[test]
     fn info_fields_are_found_by_name() {

@@ -57,7 +57,10 @@ pub(super) async fn check(
     node.add(
         report,
         if without_ttl.is_empty() {
-            Finding::ok(CHECK, format!("{extent} {checked} keys under {prefix}: each has an expiry"))
+            Finding::ok(
+                CHECK,
+                format!("{extent} {checked} keys under {prefix}: each has an expiry"),
+            )
         } else {
             let shown: Vec<String> =
                 without_ttl.iter().take(MAX_SHOWN_KEYS).map(|key| printable(key)).collect();
@@ -67,8 +70,8 @@ pub(super) async fn check(
                 shown.join(", "),
                 if without_ttl.len() > MAX_SHOWN_KEYS { ", …" } else { "" }
             );
-            let advice = "tidegate never writes such keys: find out which program does, delete them, or choose another \
-                          store.prefix";
+            let advice = "tidegate never writes such keys: find out which program does, delete \
+                          them, or choose another store.prefix";
             Finding::error(CHECK, message).advice(advice)
         },
     );

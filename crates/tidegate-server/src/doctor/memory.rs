@@ -29,10 +29,11 @@ fn check_eviction(node: &NodeUnderTest<'_>, report: &mut Report) {
         _ => String::new(),
     };
     let message = format!(
-        "maxmemory-policy is {policy}: a flood of new keys would evict counters, which resets limits{evicted}"
+        "maxmemory-policy is {policy}: a flood of new keys would evict counters, which resets \
+         limits{evicted}"
     );
-    let advice = "CONFIG SET maxmemory-policy noeviction (and in redis.conf): a full Redis is then a store failure, for \
-                  which on_store_failure applies";
+    let advice = "CONFIG SET maxmemory-policy noeviction (and in redis.conf): a full Redis is \
+                  then a store failure, for which on_store_failure applies";
     node.add(report, Finding::warning("eviction-policy", message).advice(advice));
 }
 
@@ -59,7 +60,8 @@ fn check_usage(node: &NodeUnderTest<'_>, report: &mut Report) {
         }
         (None, _) => {
             let message = format!(
-                "{} are used, and maxmemory is not set: the system may kill Redis when memory runs out",
+                "{} are used, and maxmemory is not set: the system may kill Redis when memory \
+                 runs out",
                 bytes(used)
             );
             Finding::note("memory", message).advice("set maxmemory below the machine's memory")
@@ -74,9 +76,10 @@ async fn check_lazy_freeing(node: &NodeUnderTest<'_>, report: &mut Report) {
     let finding = match node.setting("lazyfree-lazy-expire").await.as_deref() {
         Some("yes") => Finding::ok("lazy-freeing", "expired keys are freed in the background"),
         Some(_) => {
-            let message = "lazyfree-lazy-expire is off: a sliding-log of 100,000 requests that expires as a sorted set \
-                           blocks other clients for about 20 ms";
-            let advice = "CONFIG SET lazyfree-lazy-expire yes (and in redis.conf), or encoding: packed for limits above 5,000";
+            let message = "lazyfree-lazy-expire is off: a sliding-log of 100,000 requests that \
+                           expires as a sorted set blocks other clients for about 20 ms";
+            let advice = "CONFIG SET lazyfree-lazy-expire yes (and in redis.conf), or encoding: \
+                          packed for limits above 5,000";
             Finding::note("lazy-freeing", message).advice(advice)
         }
         None => return,
@@ -87,7 +90,8 @@ async fn check_lazy_freeing(node: &NodeUnderTest<'_>, report: &mut Report) {
 async fn check_persistence(node: &NodeUnderTest<'_>, report: &mut Report) {
     let has_failed = |name| node.info.text(name).is_some_and(|status| status != "ok");
     if has_failed("rdb_last_bgsave_status") || has_failed("aof_last_write_status") {
-        let message = "its last write to disk failed: by default it then rejects every write, so decisions fail";
+        let message = "its last write to disk failed: by default it then rejects every write, so \
+                       decisions fail";
         let advice = "free space on its disk, or switch persistence off: counters do not need it";
         return node.add(report, Finding::warning("persistence", message).advice(advice));
     }

@@ -25,8 +25,8 @@ pub(super) async fn check(primary: &NodeUnderTest<'_>, clocks: &mut Clocks, repo
 
 fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Report) {
     if replicas.is_empty() {
-        let message = "no replica: while this server is down, on_store_failure applies, and after a restart without data \
-                       all counters start from zero";
+        let message = "no replica: while this server is down, on_store_failure applies, and after \
+                       a restart without data all counters start from zero";
         return primary.add(report, Finding::note("replicas", message));
     }
     let behind = replicas.iter().filter(|replica| !replica.online || replica.lag > MAX_LAG);
@@ -64,14 +64,15 @@ async fn check_replica(
         Err(error) if error.to_string().contains("NOPERM") => return,
         Err(error) => {
             let message = format!(
-                "this replica is not reachable from here, so clients could not follow a failover to it: {error}"
+                "this replica is not reachable from here, so clients could not follow a failover \
+                 to it: {error}"
             );
             let finding = match primary.topology {
                 Topology::Single => Finding::note("replicas", message),
                 Topology::Sentinel | Topology::Cluster => Finding::warning("replicas", message),
             };
-            let advice = "allow connections to it, with the same user and password; see replica-announce-ip and \
-                          cluster-announce-ip";
+            let advice = "allow connections to it, with the same user and password; see \
+                          replica-announce-ip and cluster-announce-ip";
             return report.add(finding.advice(advice).on(&replica.address));
         }
     };
@@ -86,7 +87,8 @@ async fn check_replica(
         replica.info.text("maxmemory_policy").filter(|policy| *policy != "noeviction")
     {
         let message = format!(
-            "maxmemory-policy is {policy} on this replica: after a failover to it, a flood of new keys resets limits"
+            "maxmemory-policy is {policy} on this replica: after a failover to it, a flood of new \
+             keys resets limits"
         );
         let advice = "CONFIG SET maxmemory-policy noeviction (and in its redis.conf)";
         replica.add(report, Finding::warning("eviction-policy", message).advice(advice));
@@ -108,13 +110,15 @@ async fn check_split_brain(primary: &NodeUnderTest<'_>, replicas: &[Replica], re
     let online = replicas.iter().filter(|replica| replica.online).count();
     let finding = if required > online {
         let message = format!(
-            "it requires {required} replicas and has {online}: it rejects every write, so decisions fail"
+            "it requires {required} replicas and has {online}: it rejects every write, so \
+             decisions fail"
         );
         let advice = format!("connect replicas, or CONFIG SET {CHECK} {online}");
         Finding::error(CHECK, message).advice(advice)
     } else if required > 0 {
         let message = format!(
-            "{required}: without its replicas, the primary stops allowing requests after {max_lag} s"
+            "{required}: without its replicas, the primary stops allowing requests after \
+             {max_lag} s"
         );
         Finding::ok(CHECK, message)
     } else if replicas.is_empty() {
@@ -129,16 +133,17 @@ async fn check_split_brain(primary: &NodeUnderTest<'_>, replicas: &[Replica], re
 async fn split_brain_finding(primary: &NodeUnderTest<'_>, check: &'static str) -> Finding {
     let finding = match primary.topology {
         Topology::Sentinel => {
-            let message = "0: a primary that loses the sentinels keeps allowing requests of clients that still reach it, \
-                           next to the new primary: up to twice each limit";
+            let message = "0: a primary that loses the sentinels keeps allowing requests of \
+                           clients that still reach it, next to the new primary: up to twice each \
+                           limit";
             Finding::warning(check, message)
         }
         Topology::Cluster => {
             let node_timeout =
                 primary.setting("cluster-node-timeout").await.unwrap_or_else(|| "15000".to_owned());
             let message = format!(
-                "0: a primary that loses the cluster keeps allowing requests next to the new primary for \
-                 cluster-node-timeout, {node_timeout} ms"
+                "0: a primary that loses the cluster keeps allowing requests next to the new \
+                 primary for cluster-node-timeout, {node_timeout} ms"
             );
             Finding::note(check, message)
         }
@@ -149,6 +154,7 @@ async fn split_brain_finding(primary: &NodeUnderTest<'_>, check: &'static str) -
         }
     };
     finding.advice(format!(
-        "CONFIG SET {check} 1 (and in redis.conf), if the loss of a replica may stop decisions by Redis"
+        "CONFIG SET {check} 1 (and in redis.conf), if the loss of a replica may stop decisions by \
+         Redis"
     ))
 }

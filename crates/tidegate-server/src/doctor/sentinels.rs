@@ -35,6 +35,7 @@ fn sentinel_finding(reply: &Reply, address: &str) -> Finding {
     let Reply::List(monitored) = reply else {
         return Finding::unknown(CHECK, "SENTINEL MASTERS");
     };
+    // A sentinel may report the primary by host name, which then does not match.
     let entry = monitored.iter().map(pairs).find(|entry| {
         let port = value(entry, "port").unwrap_or_default();
         value(entry, "ip").is_some_and(|ip| {
@@ -61,7 +62,8 @@ fn sentinel_finding(reply: &Reply, address: &str) -> Finding {
         Finding::warning(CHECK, format!("{message}; it considers the primary down ({flags})"))
     } else if all < 3 {
         let message = format!(
-            "{message}: if one of them is lost with the primary, there is no majority for a failover"
+            "{message}: if one of them is lost with the primary, there is no majority for a \
+             failover"
         );
         Finding::warning(CHECK, message)
             .advice("run at least three sentinels, on different machines")

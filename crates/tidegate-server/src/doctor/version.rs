@@ -10,7 +10,8 @@ const MAX_CLIENTS_PERCENT: u64 = 80;
 pub(super) fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
     let info = &node.info;
     let (Some(server), Some(version)) = (info.server(), info.version()) else {
-        let advice = "for more checks, connect as another user, or grant +info +config|get +scan +pttl +acl|whoami";
+        let advice = "for more checks, connect as another user, or grant +info +config|get +scan \
+                      +pttl +acl|whoami";
         return node.add(report, Finding::unknown("version", "INFO").advice(advice));
     };
     node.add(

@@ -45,7 +45,8 @@ pub(crate) enum UpstreamError {
     #[error("the URL of an upstream must not contain a user or password")]
     Credentials,
     #[error(
-        "{0:?} is not an upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 h2c://… and h2://…"
+        "{0:?} is not an upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 \
+         h2c://… and h2://…"
     )]
     Invalid(String),
 }

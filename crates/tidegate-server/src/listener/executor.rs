@@ -86,7 +86,7 @@ impl<C: Future> Future for InlineConnection<C> {
             let new = executor.take_new_streams();
             let mut is_idle = new.is_empty();
             for mut stream in new {
-                // A no-op waker is fine: pending streams are re-polled via `FuturesUnordered` below.
+                // A no-op waker is fine: `FuturesUnordered` polls pending streams again below.
                 if stream.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
                     in_flight.push(stream);
                 }

@@ -219,8 +219,10 @@ mod tests {
             "\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\nGET /b HTTP/1.1\r\nHost: a\r\n\r\n",
             "POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\na\nbGET / HTTP/1.1\r\n\r\n",
             "POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
-            "POST / HTTP/1.1\r\ntransfer-encoding: Chunked\r\n\r\n3;x=y\r\n\n\n\n\r\nA\r\n0123456789\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
-            "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nGrpc-Status: 0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
+            "POST / HTTP/1.1\r\ntransfer-encoding: Chunked\r\n\r\n\
+             3;x=y\r\n\n\n\n\r\nA\r\n0123456789\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
+            "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n\
+             0\r\nGrpc-Status: 0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
             "GET / HTTP/1.1\r\nUpgrade: websocket\r\n\r\n\n\n\0 anything",
             "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\n\n\0 anything",
         ] {

@@ -147,14 +147,14 @@ async fn hits_of_descriptors_override_those_of_the_request() {
         (Code::Ok, 1)
     );
     for _ in 0..3 {
-        let look = client.try_send(send(vec![day(Some(0))], 5)).await.expect("a response");
-        assert_eq!(look.overall_code(), Code::Ok);
+        let peek = client.try_send(send(vec![day(Some(0))], 5)).await.expect("a response");
+        assert_eq!(peek.overall_code(), Code::Ok);
     }
     let many = client.try_send(send(vec![day(Some(9))], 0)).await.expect("a response");
     assert_eq!(left(many), (Code::OverLimit, 0), "explicit hits are recorded beyond the limit");
     for _ in 0..2 {
-        let look = client.try_send(send(vec![day(Some(0))], 5)).await.expect("a response");
-        assert_eq!(look.overall_code(), Code::OverLimit, "the limit is exceeded");
+        let peek = client.try_send(send(vec![day(Some(0))], 5)).await.expect("a response");
+        assert_eq!(peek.overall_code(), Code::OverLimit, "the limit is exceeded");
     }
     assert_eq!(
         client.try_send(send(vec![day(None)], 0)).await.expect("a response").overall_code(),
@@ -262,7 +262,7 @@ async fn invalid_requests_are_rejected() {
         (request("edge", 0), "from 1 to 100"),
         (request("edge", 101), "101 descriptors: from 1 to 100"),
     ] {
-        let status = client.try_send(bad).await.expect_err("refused");
+        let status = client.try_send(bad).await.expect_err("an error");
         assert_eq!(status.code(), GrpcCode::InvalidArgument);
         assert!(status.message().contains(message), "{status}");
     }

@@ -25,7 +25,7 @@ pub(crate) struct Record {
     pub(crate) stream: usize,
     pub(crate) instance: usize,
     pub(crate) sent: Instant,
-    pub(crate) answered: Instant,
+    pub(crate) responded: Instant,
     pub(crate) status: u16,
     pub(crate) allowed: bool,
     pub(crate) source: Source,
@@ -37,7 +37,7 @@ pub(crate) struct Record {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Probe {
     pub(crate) scheduled: Instant,
-    pub(crate) answered: Instant,
+    pub(crate) responded: Instant,
 }
 
 /// Metrics of an instance at a point in time, each summed over its labels.
@@ -63,7 +63,7 @@ impl Record {
     }
 
     fn took(&self) -> Duration {
-        self.answered - self.sent
+        self.responded - self.sent
     }
 }
 
@@ -78,7 +78,7 @@ impl Run {
         canary.sort_by_key(|probe| probe.scheduled);
         samples.sort_by_key(|sample| sample.at);
         let mut delays: Vec<Duration> =
-            canary.iter().map(|probe| probe.answered - probe.scheduled).collect();
+            canary.iter().map(|probe| probe.responded - probe.scheduled).collect();
         delays.sort_unstable();
         let usual = delays.get(delays.len() / 2).copied().unwrap_or_default();
         Self { streams, records, canary, usual, samples }
@@ -109,13 +109,13 @@ impl Run {
         to: Instant,
     ) -> usize {
         let within =
-            |record: &&Record| record.allowed && record.sent >= from && record.answered <= to;
+            |record: &&Record| record.allowed && record.sent >= from && record.responded <= to;
         let admitted: Vec<&Record> = self.of(name).filter(within).collect();
         let count = |(first, start): (usize, &&Record)| {
             let end = start.sent + window;
             // An event that is exactly one window old is outside.
             let inside = admitted[first..].iter().take_while(|record| record.sent < end);
-            inside.filter(|record| record.answered < end).count()
+            inside.filter(|record| record.responded < end).count()
         };
         admitted.iter().enumerate().map(count).max().unwrap_or(0)
     }
@@ -126,7 +126,7 @@ impl Run {
     }
 
     pub(crate) fn span(&self) -> Option<(Instant, Instant)> {
-        let last = self.records.iter().map(|record| record.answered).max()?;
+        let last = self.records.iter().map(|record| record.responded).max()?;
         Some((self.records.first()?.sent, last))
     }
 
@@ -137,11 +137,11 @@ impl Run {
         let from = self
             .canary
             .partition_point(|probe| probe.scheduled + Duration::from_secs(6) < record.sent);
-        let meanwhile =
-            self.canary[from..].iter().take_while(|probe| probe.scheduled < record.answered);
-        let overlapping = meanwhile.filter(|probe| probe.answered > record.sent);
+        let during =
+            self.canary[from..].iter().take_while(|probe| probe.scheduled < record.responded);
+        let overlapping = during.filter(|probe| probe.responded > record.sent);
         let late = overlapping
-            .map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual))
+            .map(|probe| (probe.responded - probe.scheduled).saturating_sub(self.usual))
             .max();
         record.took().saturating_sub(late.unwrap_or_default())
     }
@@ -151,7 +151,7 @@ impl Run {
         let late = self
             .canary
             .iter()
-            .map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual));
+            .map(|probe| (probe.responded - probe.scheduled).saturating_sub(self.usual));
         late.max().unwrap_or_default()
     }
 
@@ -189,7 +189,7 @@ impl Run {
                 .iter()
                 .filter(fit)
                 .filter(good)
-                .map(|record| record.answered - moment)
+                .map(|record| record.responded - moment)
                 .min()
         };
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
@@ -212,7 +212,7 @@ impl Run {
             let own =
                 |lent: &&&Record| (lent.stream, lent.instance) == (record.stream, record.instance);
             record.source == Source::Local
-                && lenders.iter().filter(own).any(|lent| lent.answered + window > record.sent)
+                && lenders.iter().filter(own).any(|lent| lent.responded + window > record.sent)
         };
         self.sent_between(from, to).filter(|record| !record.by_store() && !owes(record)).collect()
     }
@@ -265,19 +265,19 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     fn run(start: Instant, requests: &[(u32, u32, bool)], canary: &[(u32, u32)]) -> Run {
-        let record = |(sent, answered, allowed): &(u32, u32, bool)| Record {
+        let record = |(sent, responded, allowed): &(u32, u32, bool)| Record {
             stream: 0,
             instance: 0,
             sent: start + MS * *sent,
-            answered: start + MS * *answered,
+            responded: start + MS * *responded,
             status: if *allowed { 200 } else { 429 },
             allowed: *allowed,
             source: Source::Store,
             trouble: None,
         };
-        let probe = |(scheduled, answered): &(u32, u32)| Probe {
+        let probe = |(scheduled, responded): &(u32, u32)| Probe {
             scheduled: start + MS * *scheduled,
-            answered: start + MS * *answered,
+            responded: start + MS * *responded,
         };
         let (records, canary) =
             (requests.iter().map(record).collect(), canary.iter().map(probe).collect());

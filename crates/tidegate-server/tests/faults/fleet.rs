@@ -65,10 +65,10 @@ impl Fleet {
 
     /// Returns the units that the store has charged to the ledger of a key.
     pub(crate) fn charged(&self, key: &str) -> u64 {
-        let look = json!({"policy": "ledger", "key": key}).to_string();
+        let peek = json!({"policy": "ledger", "key": key}).to_string();
         let deadline = Instant::now() + Duration::from_secs(10);
         let body = loop {
-            let body = self.instances[0].post("/v1/peek", &look).json();
+            let body = self.instances[0].post("/v1/peek", &peek).json();
             // After a stall of the machine, the circuit may be open for a moment.
             if body["source"] == "store" {
                 break body;

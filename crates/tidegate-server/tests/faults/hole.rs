@@ -75,8 +75,8 @@ impl Drop for Hole {
 }
 
 /// Returns the hardware address of a device.
-fn hardware(place: &[&str], device: &str) -> String {
-    let words: Vec<&str> = place.iter().copied().chain(["-br", "link", "show", device]).collect();
+fn hardware(prefix: &[&str], device: &str) -> String {
+    let words: Vec<&str> = prefix.iter().copied().chain(["-br", "link", "show", device]).collect();
     let text = run("ip", &words);
     text.split_whitespace().nth(2).expect("name, state, address").to_owned()
 }

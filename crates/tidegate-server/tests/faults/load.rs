@@ -140,14 +140,14 @@ async fn drive(
             (Arc::clone(&pools[instance]), Arc::clone(&request), sink.clone());
         tokio::spawn(async move {
             let sent = Instant::now();
-            let said = pool.send(&request).await;
-            let answered = Instant::now();
-            let record = match said.and_then(|response| understand(&response)) {
+            let result = pool.send(&request).await;
+            let responded = Instant::now();
+            let record = match result.and_then(|response| understand(&response)) {
                 Ok((status, allowed, source)) => Record {
                     stream,
                     instance,
                     sent,
-                    answered,
+                    responded,
                     status,
                     allowed,
                     source,
@@ -157,7 +157,7 @@ async fn drive(
                     stream,
                     instance,
                     sent,
-                    answered,
+                    responded,
                     status: 0,
                     allowed: false,
                     source: Source::None,
@@ -196,7 +196,7 @@ async fn sing(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Prob
         let (pool, request, sink) = (Arc::clone(&pool), Arc::clone(&request), sink.clone());
         tokio::spawn(async move {
             if pool.send(&request).await.is_ok_and(|response| response.status == 200) {
-                let _ = sink.send(Probe { scheduled, answered: Instant::now() });
+                let _ = sink.send(Probe { scheduled, responded: Instant::now() });
             }
         });
     }
@@ -237,7 +237,7 @@ impl Pool {
     }
 
     async fn send(&self, request: &[u8]) -> Result<Response, String> {
-        let answered = tokio::time::timeout(TEST_TIMEOUT, async {
+        let response = tokio::time::timeout(TEST_TIMEOUT, async {
             let free = {
                 let mut free = self.free.lock().expect("no panic");
                 free.retain(Connection::is_fresh);
@@ -251,7 +251,7 @@ impl Pool {
             self.free.lock().expect("no panic").push(connection);
             Ok::<_, std::io::Error>(response)
         });
-        match answered.await {
+        match response.await {
             Ok(response) => response.map_err(|error| error.to_string()),
             Err(_) => Err(format!("no response within {TEST_TIMEOUT:?}")),
         }

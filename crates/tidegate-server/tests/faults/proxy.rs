@@ -63,12 +63,12 @@ impl Proxy {
     /// Measures a round trip through the proxy on a new connection.
     pub(crate) fn round_trip(&self) -> Duration {
         let mut stream = std::net::TcpStream::connect(self.address).expect("our own proxy listens");
-        let (asked, mut response) = (Instant::now(), *b"+PONG\r\n");
+        let (start, mut response) = (Instant::now(), *b"+PONG\r\n");
         stream
             .write_all(b"PING\r\n")
             .and_then(|()| stream.read_exact(&mut response))
             .expect("a response");
-        asked.elapsed()
+        start.elapsed()
     }
 
     /// Drops all data of existing connections, which stay open. New ones work.
@@ -109,14 +109,14 @@ async fn carry(
     delayed: bool,
 ) {
     let (sender, mut receiver) = mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
-    let told = Arc::clone(&state);
+    let shared = Arc::clone(&state);
     let write = async move {
         while let Some((due, bytes)) = receiver.recv().await {
             tokio::time::sleep_until(due.into()).await;
             if to.write_all(&bytes).await.is_err() {
                 return;
             }
-            told.late.fetch_max(
+            shared.late.fetch_max(
                 u64::try_from(due.elapsed().as_micros()).unwrap_or(u64::MAX),
                 Ordering::SeqCst,
             );

@@ -42,12 +42,12 @@ impl Pulse {
 fn longest(mut stream: TcpStream, stop: &AtomicBool) -> Duration {
     let (mut longest, mut response) = (Duration::ZERO, *b"+PONG\r\n");
     while !stop.load(Ordering::Relaxed) {
-        let asked = Instant::now();
+        let sent = Instant::now();
         stream
             .write_all(b"PING\r\n")
             .and_then(|()| stream.read_exact(&mut response))
             .expect("the server responds");
-        longest = longest.max(asked.elapsed());
+        longest = longest.max(sent.elapsed());
         std::thread::sleep(EVERY);
     }
     longest

@@ -147,8 +147,11 @@ impl Row {
         self.require_always(unanswered.is_empty(), || {
             format!("{} requests without an answer: {example}", unanswered.len())
         });
-        let odd = run.records.iter().filter(|record| !matches!(record.status, 200 | 429)).count();
-        self.require_always(odd == 0, || format!("{odd} responses that are neither 200 nor 429"));
+        let unexpected =
+            run.records.iter().filter(|record| !matches!(record.status, 200 | 429)).count();
+        self.require_always(unexpected == 0, || {
+            format!("{unexpected} responses that are neither 200 nor 429")
+        });
         self.late = self.late.max(run.lateness());
         self.figure("machine late", format_args!("{} ms", self.late.as_millis()));
         let slowest = run.slowest();
@@ -159,9 +162,9 @@ impl Row {
                 #[expect(clippy::cast_precision_loss, reason = "only printed")]
                 self.figure("at most", format_args!("{:.2} L", most as f64 / limit as f64));
             }
-            let told =
+            let message =
                 || format!("{name}: {most} in a window, and {limits} × {limit} is the bound");
-            self.require(most <= limits * limit, told);
+            self.require(most <= limits * limit, message);
             // If a stall of the machine made calls miss their deadline, the store did fail, and the
             // bound for failures applies.
             let fallen = run.records.iter().any(|record| !record.by_store());
@@ -201,7 +204,7 @@ impl Row {
     /// Checks that all decisions of a period were made by the failure modes of the policies.
     pub(crate) fn check_failure_modes(&mut self, run: &Run, from: Instant, to: Instant) {
         let mut wrong = String::new();
-        for record in run.sent_between(from, to).filter(|record| record.answered <= to) {
+        for record in run.sent_between(from, to).filter(|record| record.responded <= to) {
             let name = run.stream(record).name.as_str();
             let right = match name {
                 "open" => record.source == Source::Allow && record.allowed,
@@ -266,21 +269,21 @@ impl Row {
     ) {
         let others = run.without_store(from, to, WINDOW);
         self.require(others.is_empty(), || {
-            let mut told = format!("{} decisions that are not the store's", others.len());
+            let mut message = format!("{} decisions that are not the store's", others.len());
             for record in others.iter().take(5) {
-                let (name, after, took) = (&run.stream(record).name, record.sent - from, record.answered - record.sent);
+                let (name, after, took) = (&run.stream(record).name, record.sent - from, record.responded - record.sent);
                 let Record { instance, source, .. } = record;
                 let _ = write!(
-                    told,
+                    message,
                     "\n  {name} by {source:?} of instance {instance}, sent {after:?} later, took {took:?}"
                 );
             }
             for (number, service) in fleet.instances.iter().enumerate() {
                 let output = service.output();
                 let warnings = output.lines().skip_while(|line| !line.contains(" WARN "));
-                let _ = write!(told, "\n  instance {number}:\n{}", warnings.collect::<Vec<_>>().join("\n"));
+                let _ = write!(message, "\n  instance {number}:\n{}", warnings.collect::<Vec<_>>().join("\n"));
             }
-            told
+            message
         });
     }
 

@@ -198,7 +198,7 @@ impl Server {
     }
 
     pub(crate) fn query<T: redis::FromRedisValue>(&self, words: &[&str]) -> T {
-        tell(&mut self.connection(), words)
+        command(&mut self.connection(), words)
     }
 
     /// Returns a value of INFO; empty while the server does not respond. (Sentinels close the
@@ -222,8 +222,10 @@ impl Server {
 
     pub(crate) fn keys_without_expiry(&self, pattern: &str) -> Vec<String> {
         let mut connection = self.connection();
-        let keys: Vec<String> = tell(&mut connection, &["KEYS", pattern]);
-        keys.into_iter().filter(|key| tell::<i64>(&mut connection, &["PTTL", key]) == -1).collect()
+        let keys: Vec<String> = command(&mut connection, &["KEYS", pattern]);
+        keys.into_iter()
+            .filter(|key| command::<i64>(&mut connection, &["PTTL", key]) == -1)
+            .collect()
     }
 
     /// Waits until a condition holds and returns that time.
@@ -246,7 +248,7 @@ impl Drop for Server {
     }
 }
 
-pub(crate) fn tell<T: redis::FromRedisValue>(
+pub(crate) fn command<T: redis::FromRedisValue>(
     connection: &mut redis::Connection,
     words: &[&str],
 ) -> T {

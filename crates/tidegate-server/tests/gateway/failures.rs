@@ -7,14 +7,14 @@ use crate::support::{Service, TEST_TIMEOUT, read_response, request};
 use crate::upstream::{OK, Upstream};
 
 /// Returns an address without a listener.
-fn nobody() -> String {
+fn unreachable_address() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     format!("http://{}", listener.local_addr().expect("bound"))
 }
 
 #[test]
 fn unreachable_upstream_is_502_and_503_after_ejection() {
-    let gateway = Service::gateway("", &[&nobody()]);
+    let gateway = Service::gateway("", &[&unreachable_address()]);
     let mut statuses = Vec::new();
     for _ in 0..4 {
         let response = request(&gateway.http, "GET", "/", &[], b"");
@@ -29,7 +29,8 @@ fn unreachable_upstream_is_502_and_503_after_ejection() {
 #[test]
 fn unsent_request_is_retried_on_another_upstream() {
     let upstream = Upstream::answering(OK);
-    let gateway = Service::gateway("", &[&nobody(), &upstream.url(), &nobody()]);
+    let gateway =
+        Service::gateway("", &[&unreachable_address(), &upstream.url(), &unreachable_address()]);
     for number in 0..20 {
         let body = vec![b'x'; 1_000 * number];
         let response = request(&gateway.http, "POST", "/", &[], &body);
@@ -52,7 +53,7 @@ fn upstreams_take_turns() {
 #[test]
 fn turns_of_an_ejected_upstream_are_shared() {
     let (one, other) = (Upstream::answering(OK), Upstream::answering(OK));
-    let gateway = Service::gateway("", &[&one.url(), &nobody(), &other.url()]);
+    let gateway = Service::gateway("", &[&one.url(), &unreachable_address(), &other.url()]);
     let send = || assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     // Three failures within nine turns eject it.
     (0..9).for_each(|_| send());

@@ -9,8 +9,9 @@ use crate::versions::{certified, port};
 /// Runs curl thirty times and returns the statuses, or its exit codes where it failed.
 fn statuses(arguments: &[&str]) -> Vec<String> {
     let once = |_| {
-        let told = ["-s", "-m", "20", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"];
-        let output = Command::new("curl").args(told).args(arguments).output().expect("curl runs");
+        let options = ["-s", "-m", "20", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"];
+        let output =
+            Command::new("curl").args(options).args(arguments).output().expect("curl runs");
         match output.status.code() {
             Some(0) => String::from_utf8(output.stdout).expect("text"),
             failed => format!("failed: {failed:?}"),

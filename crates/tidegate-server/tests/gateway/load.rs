@@ -94,14 +94,14 @@ fn gibibyte_streams_in_constant_memory_in_both_directions() {
     assert_eq!(warm.status, 200);
     let before = gateway.memory();
     let done = AtomicBool::new(false);
-    let most = std::thread::scope(|scope| {
+    let peak = std::thread::scope(|scope| {
         let watching = scope.spawn(|| {
-            let mut most = 0;
+            let mut peak = 0;
             while !done.load(Ordering::Relaxed) {
-                most = most.max(gateway.memory());
+                peak = peak.max(gateway.memory());
                 std::thread::sleep(Duration::from_millis(5));
             }
-            most
+            peak
         });
         let start = Instant::now();
         let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
@@ -126,8 +126,8 @@ fn gibibyte_streams_in_constant_memory_in_both_directions() {
         done.store(true, Ordering::Relaxed);
         watching.join().expect("no panic")
     });
-    println!("memory: {before} KiB before, at most {most} KiB");
-    assert!(most < before + 48 * 1024, "from {before} KiB to {most} KiB");
+    println!("memory: {before} KiB before, at peak {peak} KiB");
+    assert!(peak < before + 48 * 1024, "from {before} KiB to {peak} KiB");
 }
 
 /// Chunked body of unknown length.

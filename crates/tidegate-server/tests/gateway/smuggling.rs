@@ -147,7 +147,7 @@ fn upstream_gets_the_path_that_the_policies_matched() {
     let gateway = Service::gateway(policies, &[&upstream.url()]);
     let send = |path: &str| request(&gateway.http, "GET", path, &[], b"").status;
     assert_eq!((send("/limited/a"), send("/open/../limited/a")), (200, 429));
-    for (path, told) in [
+    for (path, forwarded) in [
         ("/limited/../open", "/open"),
         ("/limited/%2e%2E/open?x=/../y", "/open?x=/../y"),
         ("/a/./b%2Fc//d/.%2e/?", "/a/b%2Fc//?"),
@@ -155,7 +155,7 @@ fn upstream_gets_the_path_that_the_policies_matched() {
     ] {
         assert_eq!(send(path), 200, "{path}");
         let head = upstream.received().pop().expect("a request").head;
-        assert_eq!(head.split(' ').nth(1), Some(told), "{path}");
+        assert_eq!(head.split(' ').nth(1), Some(forwarded), "{path}");
     }
 }
 

@@ -46,16 +46,16 @@ impl Upstream {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let upstream = Self { address, received: Arc::default(), connections: Arc::default() };
-        let (told, serve) = (upstream.clone(), Arc::new(serve));
+        let (recorder, serve) = (upstream.clone(), Arc::new(serve));
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                told.connections.fetch_add(1, Ordering::Relaxed);
-                let (told, serve) = (told.clone(), Arc::clone(&serve));
+                recorder.connections.fetch_add(1, Ordering::Relaxed);
+                let (recorder, serve) = (recorder.clone(), Arc::clone(&serve));
                 std::thread::spawn(move || {
                     let mut writer = stream.try_clone().expect("a socket");
                     let mut reader = BufReader::new(stream);
                     while let Some(request) = read_request(&mut reader) {
-                        told.received.lock().expect("no panic").push(request.clone());
+                        recorder.received.lock().expect("no panic").push(request.clone());
                         if serve(&request, &mut writer).is_err() {
                             break;
                         }

@@ -38,11 +38,11 @@ pub(crate) fn port(address: &str) -> &str {
 }
 
 fn curl(arguments: &[&str]) -> (String, String) {
-    let told = ["-s", "-m", "20", "-w", "\n%{http_version} %{http_code}"];
-    let output = Command::new("curl").args(told).args(arguments).output().expect("curl runs");
+    let options = ["-s", "-m", "20", "-w", "\n%{http_version} %{http_code}"];
+    let output = Command::new("curl").args(options).args(arguments).output().expect("curl runs");
     let text = String::from_utf8(output.stdout).expect("UTF-8");
-    let (body, told) = text.rsplit_once('\n').expect("curl's summary");
-    (body.to_owned(), told.to_owned())
+    let (body, summary) = text.rsplit_once('\n').expect("curl's summary");
+    (body.to_owned(), summary.to_owned())
 }
 
 #[test]

@@ -161,8 +161,8 @@ impl Stage {
             );
             assert_eq!(self.app.requests("/login").len(), before + 3);
         }
-        let asked = Client(40).get(address, "/chosen?policy=login&deny_status=401", &[]);
-        assert_eq!(asked.status, 200, "a query is only for the application: {asked:?}");
+        let chosen = Client(40).get(address, "/chosen?policy=login&deny_status=401", &[]);
+        assert_eq!(chosen.status, 200, "a query is only for the application: {chosen:?}");
         assert!(
             self.app.requests("/chosen")[0]
                 .starts_with("GET /chosen?policy=login&deny_status=401 ")

@@ -44,23 +44,23 @@ impl Proxy {
     pub(crate) fn start(recipe: &Recipe<'_>, app: u16, tidegate: (u16, &str)) -> Self {
         let folder = tempfile::tempdir().expect("a temporary directory");
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()));
-        let asked: u16 =
+        let tidegate_port: u16 =
             tidegate.1.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
-        let ports = [(8000, address.port()), (3000, app), (tidegate.0, asked)];
+        let ports = [(8000, address.port()), (3000, app), (tidegate.0, tidegate_port)];
         let mut all =
             recipe.files.iter().map(|file| deployed(file)).collect::<Vec<_>>().join("\u{0}");
         // In two steps, because a new port may start with the digits of one that is still to be
         // replaced.
-        let place = |number: usize| format!("\u{1}{number}\u{1}");
+        let placeholder = |number: usize| format!("\u{1}{number}\u{1}");
         for (number, (from, _)) in ports.iter().enumerate() {
             let as_envoy =
-                (format!("port_value: {from}"), format!("port_value: {}", place(number)));
-            let usual = (format!(":{from}"), format!(":{}", place(number)));
+                (format!("port_value: {from}"), format!("port_value: {}", placeholder(number)));
+            let usual = (format!(":{from}"), format!(":{}", placeholder(number)));
             let (from, to) = if all.contains(&as_envoy.0) { as_envoy } else { usual };
             all = changed(&all, &[(&from, &to)]);
         }
         for (number, (_, to)) in ports.iter().enumerate() {
-            all = all.replace(&place(number), &to.to_string());
+            all = all.replace(&placeholder(number), &to.to_string());
         }
         let all = changed(&all, recipe.changes);
         for (file, text) in recipe.files.iter().zip(all.split('\u{0}')) {
@@ -125,9 +125,9 @@ fn root() -> PathBuf {
 
 /// Returns the path where `make setup` installs a program.
 fn program(name: &str) -> PathBuf {
-    let places =
+    let directories =
         [root().join(".venv/bin"), "/usr/sbin".into(), "/usr/bin".into(), "/usr/local/sbin".into()];
-    let found = places.iter().map(|place| place.join(name)).find(|file| file.exists());
+    let found = directories.iter().map(|directory| directory.join(name)).find(|file| file.exists());
     found.unwrap_or_else(|| panic!("{name} is not installed: run `make setup`"))
 }
 

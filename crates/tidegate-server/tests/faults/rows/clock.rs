@@ -65,7 +65,7 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
         let by_new_primary = |record: &&Record| record.by_store() && record.sent >= left;
         let first = run.of(policy).find(by_new_primary).map(|record| record.sent);
         let admitted = run.of(policy).filter(by_new_primary).find(|record| record.allowed);
-        let locked = first.zip(admitted).map(|(first, admitted)| admitted.answered - first);
+        let locked = first.zip(admitted).map(|(first, admitted)| admitted.responded - first);
         longest = longest.max(locked.unwrap_or_default());
         row.require(locked.is_some(), || {
             format!("{policy}: nothing was admitted after the failover")

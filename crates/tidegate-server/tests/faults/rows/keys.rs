@@ -43,7 +43,7 @@ fn million_random_keys_in_memory() {
             .expect("a runtime");
         let mut memory = Vec::new();
         let mut cap_held = true;
-        let (mut odd, mut leaked) = (0, 0);
+        let (mut unexpected, mut leaked) = (0, 0);
         for tenth in 0..10 {
             let floods: Vec<_> = (0..CONNECTIONS)
                 .map(|n| {
@@ -51,7 +51,7 @@ fn million_random_keys_in_memory() {
                 })
                 .collect();
             for flood in floods {
-                odd += runtime.block_on(flood).expect("no panic");
+                unexpected += runtime.block_on(flood).expect("no panic");
             }
             let keys = crate::load::sums(&service.admin("/metrics").body)["tidegate_memory_keys"];
             #[expect(clippy::cast_precision_loss, reason = "small enough")]
@@ -64,14 +64,16 @@ fn million_random_keys_in_memory() {
             "memory",
             format_args!("{} MiB, then {} MiB", memory[1] / 1024, memory[9] / 1024),
         );
-        row.require_always(odd == 0, || format!("{odd} responses that are neither 200 nor 429"));
+        row.require_always(unexpected == 0, || {
+            format!("{unexpected} responses that are neither 200 nor 429")
+        });
         row.require_always(cap_held, || "more keys than the cap".to_owned());
         row.require_always(leaked == 0, || format!("the exhausted key was allowed {leaked} times"));
         // Memory is full in the second tenth at the latest. After that only some pages come and
         // go.
-        let (full, most) = (memory[1], memory[2..].iter().max().copied().unwrap_or(0));
-        row.require_always(most <= full + full / 4, || format!("memory grows: {memory:?} KiB"));
-        row.require_always(most < 128 * 1024, || format!("{most} KiB for {CAP} keys"));
+        let (full, peak) = (memory[1], memory[2..].iter().max().copied().unwrap_or(0));
+        row.require_always(peak <= full + full / 4, || format!("memory grows: {memory:?} KiB"));
+        row.require_always(peak < 128 * 1024, || format!("{peak} KiB for {CAP} keys"));
         let output = service.output();
         row.require_always(!output.contains("panicked"), || output.clone());
     });
@@ -111,12 +113,14 @@ fn other_users_after_an_outage() {
             .enable_all()
             .build()
             .expect("a runtime");
-        let odd = runtime.block_on(flood(service.http.clone(), 0, 80));
+        let unexpected = runtime.block_on(flood(service.http.clone(), 0, 80));
         let metrics = crate::load::sums(&service.admin("/metrics").body);
         let (keys, local) =
             (metrics["tidegate_memory_keys"], metrics["tidegate_fallback_decisions_total"]);
         row.figure("local", format_args!("{keys} keys after {local} local decisions"));
-        row.require_always(odd == 0, || format!("{odd} responses that are neither 200 nor 429"));
+        row.require_always(unexpected == 0, || {
+            format!("{unexpected} responses that are neither 200 nor 429")
+        });
         row.require_always(keys > 0.0 && keys <= local, || {
             format!("{keys} keys in memory after {local} local decisions")
         });
@@ -136,7 +140,7 @@ fn one_damaged_value() {
             "store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n",
             redis.store()
         ));
-        let () = crate::servers::tell(
+        let () = crate::servers::command(
             &mut redis.connection(),
             &["HSET", "rate_limit:{damaged}:api", "kind", "bucket"],
         );
@@ -187,21 +191,28 @@ fn large_idle_log() {
             end
             redis.call('ZADD', KEYS[1], string.format('%.0f', now), '0000000000100000:1')
             redis.call('PEXPIRE', KEYS[1], 3600000)";
-        let () =
-            crate::servers::tell(&mut connection, &["EVAL", fill, "1", "rate_limit:{rested}:api"]);
+        let () = crate::servers::command(
+            &mut connection,
+            &["EVAL", fill, "1", "rate_limit:{rested}:api"],
+        );
         let send = || service.post("/v1/acquire", r#"{"policy": "api", "key": "rested"}"#);
-        let (mut most, mut calls, mut members) = (0_u64, 0, 100_000_u64);
-        let mut odd = 0;
+        let (mut max_removed, mut calls, mut members) = (0_u64, 0, 100_000_u64);
+        let mut unexpected = 0;
         while members > 2_000 && calls < 2_000 {
-            odd += usize::from(send().status != 200);
+            unexpected += usize::from(send().status != 200);
             let left: u64 =
-                crate::servers::tell(&mut connection, &["ZCARD", "rate_limit:{rested}:api"]);
-            most = most.max((members + 1).saturating_sub(left));
+                crate::servers::command(&mut connection, &["ZCARD", "rate_limit:{rested}:api"]);
+            max_removed = max_removed.max((members + 1).saturating_sub(left));
             (members, calls) = (left, calls + 1);
         }
-        row.figure("removed", format_args!("at most {most} members in one of {calls} calls"));
-        row.require_always(odd == 0, || format!("{odd} responses that are not 200"));
-        row.require_always(most <= 1_001, || format!("{most} members removed in one call"));
+        row.figure(
+            "removed",
+            format_args!("at most {max_removed} members in one of {calls} calls"),
+        );
+        row.require_always(unexpected == 0, || format!("{unexpected} responses that are not 200"));
+        row.require_always(max_removed <= 1_001, || {
+            format!("{max_removed} members removed in one call")
+        });
         row.require_always(members <= 2_000, || {
             format!("{members} members are left after {calls} calls")
         });
@@ -214,7 +225,7 @@ const ROUNDS: usize = KEYS / 10 / CONNECTIONS / PIPELINED / KEYS_PER_REQUEST;
 /// Uses other keys in each round. Returns the number of responses other than 200 and 429.
 async fn flood(address: String, part: usize, rounds: usize) -> usize {
     let mut connection = Connection::open(&address).await.expect("the service listens");
-    let mut odd = 0;
+    let mut unexpected = 0;
     let mut number = (part * KEYS) as u64;
     for _ in 0..rounds {
         let mut requests = Vec::new();
@@ -230,10 +241,10 @@ async fn flood(address: String, part: usize, rounds: usize) -> usize {
         connection.send(&requests).await.expect("sent");
         for _ in 0..PIPELINED {
             let response = connection.receive().await.expect("a response");
-            odd += usize::from(!matches!(response.status, 200 | 429));
+            unexpected += usize::from(!matches!(response.status, 200 | 429));
         }
     }
-    odd
+    unexpected
 }
 
 /// Returns a different pseudo-random number for each input (the finalizer of `SplitMix64`).

@@ -96,9 +96,9 @@ fn latency_of_300_ms() {
         let slow = Instant::now();
         proxy.set_latency(Duration::from_millis(300));
         wait_under_load(2 * SECOND);
-        let carried = proxy.bytes();
+        let bytes = proxy.bytes();
         wait_under_load(4 * SECOND);
-        let carried = proxy.bytes() - carried;
+        let bytes = proxy.bytes() - bytes;
         let fast = Instant::now();
         proxy.set_latency(Duration::ZERO);
         wait_under_load(4 * SECOND);
@@ -119,7 +119,7 @@ fn latency_of_300_ms() {
             });
         }
         row.within("back", run.back_after(fast, |_| true), 2 * SECOND);
-        row.figure("traffic", format_args!("{} B/s", carried / 4));
+        row.figure("traffic", format_args!("{} B/s", bytes / 4));
     });
 }
 

@@ -8,7 +8,7 @@ use crate::check::{Run, Sample};
 use crate::fleet::{Fleet, usual_streams};
 use crate::load::Load;
 use crate::row::{Row, SECOND, WARM_UP, row, wait_under_load};
-use crate::servers::{Launch, Server, tell};
+use crate::servers::{Launch, Server, command};
 use crate::support::request;
 
 /// Password that must never be logged.
@@ -23,7 +23,7 @@ fn refuse(
     reason: &[&str],
     limits: usize,
     refuse: impl FnOnce(&mut redis::Connection),
-    mend: impl FnOnce(&mut redis::Connection),
+    repair: impl FnOnce(&mut redis::Connection),
 ) -> Run {
     let fleet = Fleet::start(store);
     let mut connection = redis.connection();
@@ -35,7 +35,7 @@ fn refuse(
     wait_under_load(4 * SECOND);
     let warnings = fleet.warnings_since(&written);
     let mended = Instant::now();
-    mend(&mut connection);
+    repair(&mut connection);
     wait_under_load(4 * SECOND);
     let run = load.finish();
 
@@ -58,16 +58,16 @@ fn refuse(
     }
     row.within("back", run.back_after(mended, |_| true), 3 * SECOND);
     row.check_store_decides(&run, &fleet, mended + 3 * SECOND, Instant::now());
-    let told = fleet.instances.iter().any(|service| service.output().contains(SECRET));
-    row.require_always(!told, || "the password is in the log".to_owned());
+    let is_logged = fleet.instances.iter().any(|service| service.output().contains(SECRET));
+    row.require_always(!is_logged, || "the password is in the log".to_owned());
     run
 }
 
 /// Writes 20 MB and sets maxmemory 10 MB below the usage, so that expiring keys free too little.
 fn fill(redis: &Server, connection: &mut redis::Connection) {
-    let () = tell(connection, &["DEBUG", "POPULATE", "20000", "junk", "1000"]);
+    let () = command(connection, &["DEBUG", "POPULATE", "20000", "junk", "1000"]);
     let used: u64 = redis.info("used_memory").parse().expect("a number");
-    let () = tell(connection, &["CONFIG", "SET", "maxmemory", &(used - 10_000_000).to_string()]);
+    let () = command(connection, &["CONFIG", "SET", "maxmemory", &(used - 10_000_000).to_string()]);
 }
 
 #[test]
@@ -78,10 +78,10 @@ fn maxmemory_reached() {
             .with("enable-debug-command", "yes")
             .start();
         let full = |connection: &mut redis::Connection| fill(&redis, connection);
-        let mend = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["CONFIG", "SET", "maxmemory", "0"]);
+        let repair = |connection: &mut redis::Connection| {
+            let () = command(connection, &["CONFIG", "SET", "maxmemory", "0"]);
         };
-        refuse(row, &redis, &redis.store(), &["oom", "memory"], 2, full, mend);
+        refuse(row, &redis, &redis.store(), &["oom", "memory"], 2, full, repair);
     });
 }
 
@@ -109,7 +109,7 @@ fn reset_on_a_full_server_reaches_other_instances() {
         fill(&redis, &mut connection);
         let response = request(&fleet.instances[0].admin, "POST", "/v1/reset", &[], key.as_bytes());
         let reset = Instant::now();
-        let () = tell(&mut connection, &["CONFIG", "SET", "maxmemory", "0"]);
+        let () = command(&mut connection, &["CONFIG", "SET", "maxmemory", "0"]);
         let admitted = redis
             .wait_until("a request is allowed", |_| other.post("/v1/acquire", &key).status == 200);
         let run = load.finish();
@@ -141,14 +141,16 @@ fn password_is_changed() {
         ]);
         let store = format!("redis: 'redis://tide:{SECRET}@127.0.0.1:{}'", redis.port);
         let revoke = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["ACL", "SETUSER", "tide", "resetpass", ">another"]);
-            let _: usize = tell(connection, &["CLIENT", "KILL", "USER", "tide"]);
+            let () = command(connection, &["ACL", "SETUSER", "tide", "resetpass", ">another"]);
+            let _: usize = command(connection, &["CLIENT", "KILL", "USER", "tide"]);
         };
-        let mend = |connection: &mut redis::Connection| {
-            let () =
-                tell(connection, &["ACL", "SETUSER", "tide", "resetpass", &format!(">{SECRET}")]);
+        let repair = |connection: &mut redis::Connection| {
+            let () = command(
+                connection,
+                &["ACL", "SETUSER", "tide", "resetpass", &format!(">{SECRET}")],
+            );
         };
-        refuse(row, &redis, &store, &["wrongpass", "password", "noauth"], 2, revoke, mend);
+        refuse(row, &redis, &store, &["wrongpass", "password", "noauth"], 2, revoke, repair);
     });
 }
 
@@ -168,12 +170,12 @@ fn permission_is_revoked_from_a_live_connection() {
         ]);
         let store = format!("redis: 'redis://tide:{SECRET}@127.0.0.1:{}'", redis.port);
         let revoke = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["ACL", "SETUSER", "tide", "-@scripting"]);
+            let () = command(connection, &["ACL", "SETUSER", "tide", "-@scripting"]);
         };
-        let mend = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["ACL", "SETUSER", "tide", "+@scripting"]);
+        let repair = |connection: &mut redis::Connection| {
+            let () = command(connection, &["ACL", "SETUSER", "tide", "+@scripting"]);
         };
-        refuse(row, &redis, &store, &["noperm", "permission"], 2, revoke, mend);
+        refuse(row, &redis, &store, &["noperm", "permission"], 2, revoke, repair);
     });
 }
 
@@ -189,17 +191,17 @@ fn server_is_loading() {
         let loader = redis.connection();
         let load = move |connection: &mut redis::Connection| {
             // 2,000 keys of 2 ms each; the connections stay.
-            let () = tell(connection, &["CONFIG", "SET", "key-load-delay", "2000"]);
+            let () = command(connection, &["CONFIG", "SET", "key-load-delay", "2000"]);
             let mut loader = loader;
             std::thread::spawn(move || {
-                let () = tell(&mut loader, &["DEBUG", "RELOAD"]);
+                let () = command(&mut loader, &["DEBUG", "RELOAD"]);
             });
         };
-        let mend = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["CONFIG", "SET", "key-load-delay", "0"]);
+        let repair = |connection: &mut redis::Connection| {
+            let () = command(connection, &["CONFIG", "SET", "key-load-delay", "0"]);
             redis.wait_until("the loading is complete", |redis| redis.info("loading") == "0");
         };
-        refuse(row, &redis, &redis.store(), &["loading"], 2, load, mend);
+        refuse(row, &redis, &redis.store(), &["loading"], 2, load, repair);
     });
 }
 
@@ -215,10 +217,10 @@ fn another_client_runs_an_endless_script() {
                 assert!(ended.is_err(), "the script was killed");
             });
         };
-        let mend = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["SCRIPT", "KILL"]);
+        let repair = |connection: &mut redis::Connection| {
+            let () = command(connection, &["SCRIPT", "KILL"]);
         };
-        refuse(row, &redis, &redis.store(), &["busy"], 2, run, mend);
+        refuse(row, &redis, &redis.store(), &["busy"], 2, run, repair);
     });
 }
 
@@ -228,11 +230,12 @@ fn too_many_clients() {
         let redis = Server::start();
         let fill = |connection: &mut redis::Connection| {
             // Only this test's own connection is left.
-            let () = tell(connection, &["CONFIG", "SET", "maxclients", "1"]);
-            let _: usize = tell(connection, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+            let () = command(connection, &["CONFIG", "SET", "maxclients", "1"]);
+            let _: usize =
+                command(connection, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
         };
-        let mend = |connection: &mut redis::Connection| {
-            let () = tell(connection, &["CONFIG", "SET", "maxclients", "1000"]);
+        let repair = |connection: &mut redis::Connection| {
+            let () = command(connection, &["CONFIG", "SET", "maxclients", "1000"]);
         };
         refuse(
             row,
@@ -241,7 +244,7 @@ fn too_many_clients() {
             &["max number of clients", "maxclients"],
             2,
             fill,
-            mend,
+            repair,
         );
     });
 }

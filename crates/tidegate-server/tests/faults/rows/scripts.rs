@@ -6,7 +6,7 @@ use crate::fleet::{Fleet, usual_streams};
 use crate::load::Load;
 use crate::pulse::Pulse;
 use crate::row::{SECOND, WARM_UP, row, wait_under_load};
-use crate::servers::{Server, tell};
+use crate::servers::{Server, command};
 
 #[test]
 fn scripts_flushed_every_100_ms() {
@@ -19,7 +19,7 @@ fn scripts_flushed_every_100_ms() {
         let (mut connection, start) = (redis.connection(), Instant::now());
         let errors_before = fleet.metric("tidegate_store_errors_total");
         for turn in 0..50 {
-            let () = tell(&mut connection, &["SCRIPT", "FLUSH"]);
+            let () = command(&mut connection, &["SCRIPT", "FLUSH"]);
             wait_under_load((start + turn * SECOND / 10).saturating_duration_since(Instant::now()));
         }
         wait_under_load(SECOND);
