@@ -24,7 +24,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// Returns the report and the exit code.
-fn examined(url: &str) -> (Value, Option<i32>) {
+fn run_checks(url: &str) -> (Value, Option<i32>) {
     report(&doctor(url, &["--json", "--probes", "20"]))
 }
 
@@ -34,7 +34,7 @@ fn report(output: &Output) -> (Value, Option<i32>) {
 }
 
 /// Returns the level and message of each finding of a check.
-fn found(report: &Value, check: &str) -> Vec<(String, String)> {
+fn findings_of(report: &Value, check: &str) -> Vec<(String, String)> {
     let findings = report["findings"]
         .as_array()
         .expect("findings")
@@ -46,7 +46,7 @@ fn found(report: &Value, check: &str) -> Vec<(String, String)> {
 
 #[track_caller]
 fn assert_found(report: &Value, check: &str, level: &str, says: &str) {
-    let findings = found(report, check);
+    let findings = findings_of(report, check);
     let right = findings.iter().any(|(found, message)| found == level && message.contains(says));
     assert!(right, "no {level} of {check} that contains {says:?} in {findings:?}");
 }
@@ -159,10 +159,10 @@ fn key_without_expiry_is_found_and_escaped() {
             .ignore();
     }
     pipeline.query::<()>(&mut redis.connection()).expect("written");
-    let (report, _) = examined(&redis.url());
+    let (report, _) = run_checks(&redis.url());
     assert_found(&report, "expiry", "ok", "keys under rate_limit: each has an expiry");
     let () = redis.query(&["SET", "rate_limit:{a\u{1b}[31mb}:p", "1"]);
-    let (report, code) = examined(&redis.url());
+    let (report, code) = run_checks(&redis.url());
     assert_eq!(code, Some(2));
     assert_found(&report, "expiry", "error", r#"have no expiry: "rate_limit:{a\u{1b}[31mb}:p""#);
 
@@ -212,7 +212,7 @@ fn unreachable_redis_is_one_line_or_one_finding() {
         error.contains("cannot be reached: 127.0.0.1:1") && output.stdout.is_empty(),
         "{error}"
     );
-    let (report, code) = examined(url);
+    let (report, code) = run_checks(url);
     assert_eq!((code, &report["verdict"]), (Some(2), &Value::from("error")));
     assert_found(&report, "connection", "error", "cannot be reached: 127.0.0.1:1");
     assert!(!report.to_string().contains("hunter2"));
@@ -258,11 +258,11 @@ fn apply(redis: &Redis, rules: &[String]) {
 #[test]
 fn recommended_user_passes_the_check_and_can_decide() {
     let redis = Redis::start();
-    let (report, _) = examined(&redis.url());
+    let (report, _) = run_checks(&redis.url());
     assert_found(&report, "acl", "note", "user default may do anything");
     apply(&redis, &advised_rules(&report));
     let url = format!("redis://tidegate:pw@127.0.0.1:{}", redis.port());
-    let (report, code) = examined(&url);
+    let (report, code) = run_checks(&url);
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "acl", "ok", "may do what decisions need");
     assert_found(&report, "scripts", "ok", "works");
@@ -290,7 +290,7 @@ fn recommended_user_passes_the_check_and_can_decide() {
 #[test]
 fn missing_permissions_are_named() {
     let redis = Redis::start();
-    let rules = advised_rules(&examined(&redis.url()).0);
+    let rules = advised_rules(&run_checks(&redis.url()).0);
     let url = format!("redis://tidegate:pw@127.0.0.1:{}", redis.port());
     let granted = || rules.iter().filter(|rule| rule.starts_with('+'));
     assert!(granted().count() >= 19, "{rules:?}");
@@ -298,11 +298,11 @@ fn missing_permissions_are_named() {
         let left: Vec<String> = rules.iter().filter(|rule| *rule != taken).cloned().collect();
         let () = redis.query(&["ACL", "DELUSER", "tidegate"]);
         apply(&redis, &left);
-        let (report, code) = examined(&url);
+        let (report, code) = run_checks(&url);
         assert_eq!(code, Some(2), "{taken}: {report}");
         let lacks = format!("this user lacks permissions that decisions need: {}", &taken[1..]);
         assert!(
-            found(&report, "acl").iter().any(|(_, message)| *message == lacks),
+            findings_of(&report, "acl").iter().any(|(_, message)| *message == lacks),
             "{taken}: {report}"
         );
         assert_eq!(advised_rules(&report), rules, "{taken}");
@@ -312,10 +312,10 @@ fn missing_permissions_are_named() {
         rules.iter().map(|rule| rule.replace("~rate_limit:*", "~other:*")).collect();
     apply(&redis, &elsewhere);
     assert_found(
-        &examined(&url).0,
+        &run_checks(&url).0,
         "acl",
         "error",
-        "lacks what decisions need: keys ~rate_limit:*",
+        "lacks permissions that decisions need: keys ~rate_limit:*",
     );
     redis.assert_every_key_expires();
 }
@@ -324,7 +324,7 @@ fn missing_permissions_are_named() {
 fn replicas_and_split_brain_protection_are_checked() {
     let primary = primary_for_replicas();
     let replica = replica_of(&primary);
-    let (report, code) = examined(&primary.url());
+    let (report, code) = run_checks(&primary.url());
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "replicas", "ok", "1 connected");
     assert_found(&report, "min-replicas-to-write", "note", "both allow requests");
@@ -336,25 +336,25 @@ fn replicas_and_split_brain_protection_are_checked() {
 
     let () = primary.query(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
     assert_found(
-        &examined(&primary.url()).0,
+        &run_checks(&primary.url()).0,
         "min-replicas-to-write",
         "ok",
         "stops allowing requests after 10 s",
     );
     let () = primary.query(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
-    let (report, code) = examined(&primary.url());
+    let (report, code) = run_checks(&primary.url());
     assert_eq!(code, Some(2));
     assert_found(&report, "min-replicas-to-write", "error", "it requires 2 replicas and has 1");
     assert_found(&report, "scripts", "error", "NOREPLICAS");
 
     let () = replica.query(&["CONFIG", "SET", "maxmemory-policy", "volatile-ttl"]);
     assert_found(
-        &examined(&primary.url()).0,
+        &run_checks(&primary.url()).0,
         "eviction-policy",
         "warning",
         "volatile-ttl on this replica",
     );
-    assert_found(&examined(&replica.url()).0, "role", "error", "it is a replica of 127.0.0.1:");
+    assert_found(&run_checks(&replica.url()).0, "role", "error", "it is a replica of 127.0.0.1:");
 }
 
 /// Sentinel process, killed at the end of the test.
@@ -447,7 +447,7 @@ fn cluster_is_checked_node_by_node() {
     let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"];
     let nodes: Vec<Redis> = (0..3).map(|_| Redis::start_with(&options)).collect();
     // A node without a cluster serves no slot.
-    let (report, code) = examined(&nodes[0].url());
+    let (report, code) = run_checks(&nodes[0].url());
     assert_eq!(code, Some(2), "{report}");
 
     let addresses: Vec<String> =
@@ -464,14 +464,14 @@ fn cluster_is_checked_node_by_node() {
         |node: &Redis| node.query::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
     wait_until("the cluster is up", || nodes.iter().all(agree));
 
-    let (report, code) = examined(&nodes[0].url());
+    let (report, code) = run_checks(&nodes[0].url());
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "topology", "ok", "a cluster of 3 primaries, all 16384 slots served");
     assert_found(&report, "full-coverage", "note", "the whole cluster is unavailable");
     assert_eq!(report["nodes"].as_array().map(Vec::len), Some(3));
     assert_eq!(report["latency_us"]["samples"], 60, "each node is probed");
     for check in ["version", "eviction-policy", "scripts", "expiry", "clock"] {
-        assert_eq!(found(&report, check).len(), 3, "{check}: {report}");
+        assert_eq!(findings_of(&report, check).len(), 3, "{check}: {report}");
     }
     let urls = nodes.iter().map(Redis::url).collect::<Vec<_>>().join(",");
     let shown = text(&doctor(&urls, &["--probes", "5"]).stdout);
@@ -487,7 +487,7 @@ fn cluster_is_checked_node_by_node() {
     for node in &nodes {
         apply(node, &advised_rules(&report));
     }
-    let (report, code) = examined(&format!("redis://tidegate:pw@{}", addresses[1]));
+    let (report, code) = run_checks(&format!("redis://tidegate:pw@{}", addresses[1]));
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "topology", "ok", "a cluster of 3 primaries");
     for node in &nodes {

@@ -33,14 +33,14 @@ const GRPC: (&str, &str) = ("content-type", "application/grpc");
 /// Maximum size of a message.
 const MAX_MESSAGE: usize = 256 * 1024;
 
-type Pieces = StreamBody<ReceiverStream<Result<Frame<Bytes>, Infallible>>>;
+type Chunks = StreamBody<ReceiverStream<Result<Frame<Bytes>, Infallible>>>;
 
 /// HTTP/2 connection.
-struct Connection(SendRequest<Pieces>);
+struct Connection(SendRequest<Chunks>);
 
 /// Request whose body is still being sent.
-struct Sending {
-    pieces: mpsc::Sender<Result<Frame<Bytes>, Infallible>>,
+struct PendingRequest {
+    chunks: mpsc::Sender<Result<Frame<Bytes>, Infallible>>,
     response: tokio::task::JoinHandle<Response>,
 }
 
@@ -65,8 +65,8 @@ impl Connection {
     }
 
     /// Sends the head at once.
-    fn begin(&self, method: Method, path: &str, headers: &[(&str, &str)]) -> Sending {
-        let (pieces, received) = mpsc::channel(1);
+    fn begin(&self, method: Method, path: &str, headers: &[(&str, &str)]) -> PendingRequest {
+        let (chunks, received) = mpsc::channel(1);
         let mut request = Request::builder().method(method).uri(format!("http://tidegate{path}"));
         for (name, value) in headers {
             request = request.header(*name, *value);
@@ -80,7 +80,7 @@ impl Connection {
             let trailers = body.trailers().cloned();
             Response { status: head.status, headers: head.headers, body: body.to_bytes(), trailers }
         });
-        Sending { pieces, response }
+        PendingRequest { chunks, response }
     }
 
     async fn call(&self, headers: &[(&str, &str)], body: &[u8]) -> Response {
@@ -90,14 +90,14 @@ impl Connection {
     }
 }
 
-impl Sending {
-    async fn send(&mut self, piece: &[u8]) {
+impl PendingRequest {
+    async fn send(&mut self, chunk: &[u8]) {
         // The response may arrive before the body is complete.
-        let _ = self.pieces.send(Ok(Frame::data(Bytes::copy_from_slice(piece)))).await;
+        let _ = self.chunks.send(Ok(Frame::data(Bytes::copy_from_slice(chunk)))).await;
     }
 
     async fn end(self) -> Response {
-        drop(self.pieces);
+        drop(self.chunks);
         tokio::time::timeout(TEST_TIMEOUT, self.response)
             .await
             .expect("no timeout")
@@ -368,7 +368,7 @@ async fn missing_message_times_out() {
         );
         assert!(started.elapsed() >= Duration::from_secs(9), "{:?}", started.elapsed());
         // The stream is reset, which also stops the sender.
-        tokio::time::timeout(TEST_TIMEOUT, late.pieces.closed())
+        tokio::time::timeout(TEST_TIMEOUT, late.chunks.closed())
             .await
             .expect("the receiver is closed");
     }

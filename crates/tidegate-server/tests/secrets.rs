@@ -11,7 +11,7 @@ use support::{Service, with_free_ports};
 const SECRET: &str = "S3CR3T";
 
 /// Invalid configurations.
-const WRONG: &[&str] = &[
+const INVALID_CONFIGS: &[&str] = &[
     "auth:\n  api_tokn: S3CR3T\n",
     "auth:\n  api-tokn: S3CR3T\n",
     "auth:\n  api_key: S3CR3T\n",
@@ -114,7 +114,7 @@ fn check_and_startup_errors_hide_secrets() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     let mut shown = String::new();
-    for text in WRONG {
+    for text in INVALID_CONFIGS {
         std::fs::write(&file, text).expect("written");
         for command in
             [["config", "check"].as_slice(), &["config", "check", "--json"], &["serve", "--config"]]
@@ -132,7 +132,7 @@ fn check_and_startup_errors_hide_secrets() {
 #[test]
 fn failed_reloads_hide_secrets() {
     let service = Service::start("policies: []\n");
-    for (number, text) in (1..).zip(WRONG) {
+    for (number, text) in (1..).zip(INVALID_CONFIGS) {
         std::fs::write(service.file(), text).expect("written");
         service.signal("HUP");
         service.wait_until("the reload fails", |service| {

@@ -179,7 +179,7 @@ fn unusable_certificates_are_reported_at_startup() {
     for (certificate, key, message) in [
         ("cert.pem", "other-key.pem", "do not match"),
         ("empty.pem", "key.pem", "cannot read a certificate"),
-        ("cert.pem", "empty.pem", "no private key"),
+        ("cert.pem", "empty.pem", "cannot read a PEM private key"),
         ("nowhere.pem", "key.pem", "nowhere.pem"),
     ] {
         let config = format!("tls: {{certificate: {certificate}, key: {key}}}\n");

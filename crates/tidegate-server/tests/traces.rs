@@ -87,7 +87,7 @@ async fn request_and_shut_down(environment: Vec<(&'static str, String)>) -> Stri
     let run = move || {
         let environment: Vec<(&str, &str)> =
             environment.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        let mut service = Service::start_in(POLICY, &environment);
+        let mut service = Service::start_with_environment(POLICY, &environment);
         let payload = json!({"policy": "p", "key": "secret-user"}).to_string();
         let sent = request(
             &service.http,
@@ -162,7 +162,7 @@ async fn decisions_join_the_trace_of_their_request() {
     request_and_shut_down(vec![endpoint.clone()]).await;
     assert_eq!(collector.parents(), [parent]);
 
-    let mut service = Service::start_in(POLICY, &[(endpoint.0, &endpoint.1)]);
+    let mut service = Service::start_with_environment(POLICY, &[(endpoint.0, &endpoint.1)]);
     send_envoy_request(&service).await;
     assert_eq!(service.acquire(&json!({"policy": "p", "key": "u"})).status, 200);
     service.signal("TERM");
@@ -185,8 +185,10 @@ async fn collector_outage_and_recovery_are_logged_once() {
         .local_addr()
         .expect("bound");
     let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", format!("http://{free}"));
-    let service =
-        Service::start_in(POLICY, &[(endpoint.0, &endpoint.1), ("OTEL_BSP_SCHEDULE_DELAY", "1")]);
+    let service = Service::start_with_environment(
+        POLICY,
+        &[(endpoint.0, &endpoint.1), ("OTEL_BSP_SCHEDULE_DELAY", "1")],
+    );
     let send_until = |what: &str, happened: &dyn Fn() -> bool| {
         service.wait_until(what, |service| {
             service.post("/v1/peek", &json!({"policy": "p", "key": "u"}).to_string());

@@ -71,7 +71,7 @@ impl ConfigCommand {
                 anstream::println!("{}: valid, {policies} policies{envoy}", file.display());
             }
             ConfigSubcommand::Schema => {
-                anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?)
+                anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?);
             }
             ConfigSubcommand::Sample => anstream::print!("{}", crate::config::SAMPLE),
         }

@@ -95,7 +95,7 @@ impl<E: SpanExporter> SpanExporter for ExportErrorLogger<E> {
         let was_failing = self.is_failing.swap(result.is_err(), Ordering::Relaxed);
         match &result {
             Err(error) if !was_failing => {
-                tracing::warn!(%error, "exporting traces failed")
+                tracing::warn!(%error, "exporting traces failed");
             }
             Ok(()) if was_failing => tracing::info!("exporting traces succeeded again"),
             _ => {}

@@ -101,7 +101,7 @@ impl Run {
     ///
     /// A request was allowed at some time between its send and its response. Only requests that
     /// certainly fall into the window are counted, so there are no false accusations.
-    pub(crate) fn most_admitted(
+    pub(crate) fn max_allowed(
         &self,
         name: &str,
         window: Duration,
@@ -120,9 +120,9 @@ impl Run {
         admitted.iter().enumerate().map(count).max().unwrap_or(0)
     }
 
-    pub(crate) fn most_admitted_ever(&self, name: &str, window: Duration) -> usize {
+    pub(crate) fn max_allowed_overall(&self, name: &str, window: Duration) -> usize {
         let Some((first, last)) = self.span() else { return 0 };
-        self.most_admitted(name, window, first, last)
+        self.max_allowed(name, window, first, last)
     }
 
     pub(crate) fn span(&self) -> Option<(Instant, Instant)> {
@@ -132,7 +132,7 @@ impl Run {
 
     /// Returns the latency of a response minus the delay of this machine: the worst excess of the
     /// canary over its median during the request. On an idle machine nothing is subtracted.
-    pub(crate) fn own_time(&self, record: &Record) -> Duration {
+    pub(crate) fn adjusted_latency(&self, record: &Record) -> Duration {
         // A probe takes a few seconds at most, older ones are skipped.
         let from = self
             .canary
@@ -147,7 +147,7 @@ impl Run {
     }
 
     /// Returns the maximum delay of this machine, by its canary.
-    pub(crate) fn lateness(&self) -> Duration {
+    pub(crate) fn max_delay(&self) -> Duration {
         let late = self
             .canary
             .iter()
@@ -157,14 +157,14 @@ impl Run {
 
     /// Returns the slowest response.
     pub(crate) fn slowest(&self) -> Option<(Duration, &Record)> {
-        let timed = self.records.iter().map(|record| (self.own_time(record), record));
+        let timed = self.records.iter().map(|record| (self.adjusted_latency(record), record));
         timed.max_by_key(|(took, _)| *took)
     }
 
     /// Returns the 99th percentile of the latency of requests sent in this period.
     pub(crate) fn p99(&self, from: Instant, to: Instant) -> Duration {
         let mut times: Vec<Duration> =
-            self.sent_between(from, to).map(|record| self.own_time(record)).collect();
+            self.sent_between(from, to).map(|record| self.adjusted_latency(record)).collect();
         times.sort_unstable();
         times
             .get((times.len() * 99).div_ceil(100).saturating_sub(1))
@@ -174,7 +174,7 @@ impl Run {
 
     /// Returns the time until every instance had a request of these streams allowed by the store. A
     /// denial would prove less, because it writes nothing.
-    pub(crate) fn back_after(
+    pub(crate) fn recovered_after(
         &self,
         moment: Instant,
         streams: impl Fn(&Stream) -> bool,
@@ -293,16 +293,16 @@ mod tests {
             &[],
         );
         assert_eq!(
-            all.most_admitted_ever("hot", MS * 100),
+            all.max_allowed_overall("hot", MS * 100),
             3,
             "the denied request and the one a window later do not count"
         );
-        assert_eq!(all.most_admitted_ever("hot", MS * 102), 4);
-        assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
-        assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
+        assert_eq!(all.max_allowed_overall("hot", MS * 102), 4);
+        assert_eq!(all.max_allowed("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
+        assert_eq!(all.max_allowed("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
         let slow = run(start, &[(0, 1, true), (50, 150, true)], &[]);
         assert_eq!(
-            slow.most_admitted_ever("hot", MS * 100),
+            slow.max_allowed_overall("hot", MS * 100),
             1,
             "the decision may have happened later"
         );
@@ -334,7 +334,7 @@ mod tests {
         let requests = [(0, 200, false), (205, 206, false)];
         let all = run(start, &requests, &calm);
         assert_eq!(
-            all.own_time(&all.records[0]),
+            all.adjusted_latency(&all.records[0]),
             MS * 200,
             "nothing is subtracted on an idle machine"
         );
@@ -342,8 +342,12 @@ mod tests {
         let mut stalled = calm.clone();
         stalled[10] = (100, 171);
         let all = run(start, &requests, &stalled);
-        assert_eq!(all.own_time(&all.records[0]), MS * 130);
-        assert_eq!(all.own_time(&all.records[1]), MS, "a stall at another time excuses nothing");
+        assert_eq!(all.adjusted_latency(&all.records[0]), MS * 130);
+        assert_eq!(
+            all.adjusted_latency(&all.records[1]),
+            MS,
+            "a stall at another time excuses nothing"
+        );
     }
 
     #[test]

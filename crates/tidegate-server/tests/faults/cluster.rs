@@ -96,7 +96,7 @@ impl Cluster {
     }
 
     /// Starts the migration of a slot: keys are served by the node that currently holds them.
-    pub(crate) fn begin_to_move(slot: u16, from: &Server, to: &Server) {
+    pub(crate) fn start_migration(slot: u16, from: &Server, to: &Server) {
         let slot = slot.to_string();
         let _: () = to.query(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &id(from)]);
         let _: () = from.query(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &id(to)]);
@@ -114,7 +114,7 @@ impl Cluster {
         panic!("keys come as fast as they are moved");
     }
 
-    pub(crate) fn end_move(&self, slot: u16, to: &Server) {
+    pub(crate) fn finish_migration(&self, slot: u16, to: &Server) {
         let (slot, id) = (slot.to_string(), id(to));
         let others = self.primaries().into_iter().filter(|node| node.port != to.port);
         for node in std::iter::once(to).chain(others) {

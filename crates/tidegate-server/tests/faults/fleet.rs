@@ -9,11 +9,11 @@ use crate::support::Service;
 pub(crate) const LIMIT: usize = 60;
 pub(crate) const WINDOW: Duration = Duration::from_secs(2);
 /// Limit smaller than the number of instances, so it cannot be divided.
-pub(crate) const FEW: usize = 2;
+pub(crate) const TINY_LIMIT: usize = 2;
 /// Timeout of a decision by Redis.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(100);
 /// Limit of two policies that one request is charged to, also on different nodes of a cluster.
-pub(crate) const PAIR: usize = 20;
+pub(crate) const PAIR_LIMIT: usize = 20;
 /// Limit that a run cannot exhaust, so the remaining units show how many were charged.
 const LEDGER: u64 = 100_000;
 
@@ -105,7 +105,7 @@ impl Fleet {
 
 /// Returns the load of every row: a key far above its limit, one with a tiny limit, some below their
 /// limits, and one per failure mode.
-pub(crate) fn usual_streams() -> Vec<Stream> {
+pub(crate) fn default_streams() -> Vec<Stream> {
     let mut streams = vec![
         Stream::policy("hot", "hot", 150),
         Stream::policy("few", "few", 20),

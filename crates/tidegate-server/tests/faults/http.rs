@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 /// The service closes connections that were idle for ten seconds, so older ones are not reused.
-const IDLE: Duration = Duration::from_secs(5);
+const MAX_IDLE: Duration = Duration::from_secs(5);
 
 /// Kept connection for sequential requests.
 pub(crate) struct Connection {
@@ -40,10 +40,10 @@ impl Connection {
     }
 
     pub(crate) fn is_fresh(&self) -> bool {
-        self.used.elapsed() < IDLE
+        self.used.elapsed() < MAX_IDLE
     }
 
-    pub(crate) async fn send(&mut self, request: &[u8]) -> io::Result<Response> {
+    pub(crate) async fn request(&mut self, request: &[u8]) -> io::Result<Response> {
         self.send(request).await?;
         self.receive().await
     }
@@ -54,7 +54,7 @@ impl Connection {
 
     pub(crate) async fn receive(&mut self) -> io::Result<Response> {
         loop {
-            if let Some((response, length)) = understand(&self.buffer)? {
+            if let Some((response, length)) = parse_response(&self.buffer)? {
                 self.buffer.drain(..length);
                 self.used = Instant::now();
                 return Ok(response);
@@ -70,7 +70,7 @@ impl Connection {
 }
 
 /// Parses the first response, if it is complete, and returns it with its length.
-fn understand(bytes: &[u8]) -> io::Result<Option<(Response, usize)>> {
+fn parse_response(bytes: &[u8]) -> io::Result<Option<(Response, usize)>> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let Some(head) = bytes.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
     let text = std::str::from_utf8(&bytes[..head]).map_err(|_| wrong("a head that is not text"))?;

@@ -13,9 +13,9 @@ use crate::fleet::Fleet;
 use crate::http::{self, Connection, Response};
 
 /// Time limit for a response.
-const TEST_TIMEOUT: Duration = Duration::from_secs(5);
-const CANARY_EVERY: Duration = Duration::from_millis(10);
-const SAMPLE_EVERY: Duration = Duration::from_millis(50);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+const CANARY_INTERVAL: Duration = Duration::from_millis(10);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Requests for one key at a fixed rate, sent to each instance in turn.
 #[derive(Debug, Clone)]
@@ -83,7 +83,7 @@ impl Load {
             ));
         }
         let (probe, canary) = mpsc::unbounded_channel();
-        runtime.spawn(sing(Pool::new(&fleet.canary.http), Arc::clone(&stop), probe));
+        runtime.spawn(run_canary(Pool::new(&fleet.canary.http), Arc::clone(&stop), probe));
         let (sample, samples) = mpsc::unbounded_channel();
         for (instance, service) in fleet.instances.iter().enumerate() {
             runtime.spawn(watch(
@@ -115,7 +115,7 @@ async fn all<T>(channel: &mut UnboundedReceiver<T>) -> Vec<T> {
             all.push(one);
         }
     };
-    tokio::time::timeout(2 * TEST_TIMEOUT, everything).await.expect("every request completes");
+    tokio::time::timeout(2 * REQUEST_TIMEOUT, everything).await.expect("every request completes");
     all
 }
 
@@ -142,7 +142,7 @@ async fn drive(
             let sent = Instant::now();
             let result = pool.send(&request).await;
             let responded = Instant::now();
-            let record = match result.and_then(|response| understand(&response)) {
+            let record = match result.and_then(|response| parse_response(&response)) {
                 Ok((status, allowed, source)) => Record {
                     stream,
                     instance,
@@ -169,7 +169,7 @@ async fn drive(
     }
 }
 
-fn understand(response: &Response) -> Result<(u16, bool, Source), String> {
+fn parse_response(response: &Response) -> Result<(u16, bool, Source), String> {
     #[derive(Deserialize)]
     struct Body {
         allowed: bool,
@@ -183,12 +183,12 @@ fn understand(response: &Response) -> Result<(u16, bool, Source), String> {
 
 /// Measures the delay of this machine: from the scheduled time of a request to the response of a
 /// service without Redis.
-async fn sing(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Probe>) {
+async fn run_canary(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Probe>) {
     let request: Arc<[u8]> =
         http::post("/v1/acquire", r#"{"policy": "canary", "key": "canary"}"#).into();
     let start = Instant::now();
     for number in 0.. {
-        let scheduled = start + CANARY_EVERY * number;
+        let scheduled = start + CANARY_INTERVAL * number;
         tokio::time::sleep_until(scheduled.into()).await;
         if stop.load(Ordering::Relaxed) {
             return;
@@ -216,7 +216,7 @@ async fn watch(
             let sums = sums(&String::from_utf8_lossy(&response.body));
             let _ = sink.send(Sample { at: Instant::now(), instance, sums });
         }
-        tokio::time::sleep(SAMPLE_EVERY).await;
+        tokio::time::sleep(SAMPLE_INTERVAL).await;
     }
 }
 
@@ -237,7 +237,7 @@ impl Pool {
     }
 
     async fn send(&self, request: &[u8]) -> Result<Response, String> {
-        let response = tokio::time::timeout(TEST_TIMEOUT, async {
+        let response = tokio::time::timeout(REQUEST_TIMEOUT, async {
             let free = {
                 let mut free = self.free.lock().expect("no panic");
                 free.retain(Connection::is_fresh);
@@ -247,13 +247,13 @@ impl Pool {
                 Some(connection) => connection,
                 None => Connection::open(&self.address).await?,
             };
-            let response = connection.send(request).await?;
+            let response = connection.request(request).await?;
             self.free.lock().expect("no panic").push(connection);
             Ok::<_, std::io::Error>(response)
         });
         match response.await {
             Ok(response) => response.map_err(|error| error.to_string()),
-            Err(_) => Err(format!("no response within {TEST_TIMEOUT:?}")),
+            Err(_) => Err(format!("no response within {REQUEST_TIMEOUT:?}")),
         }
     }
 }

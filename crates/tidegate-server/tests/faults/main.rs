@@ -16,18 +16,18 @@ mod check;
 mod cluster;
 /// The three instances, and a fourth one that measures the delay of this machine.
 mod fleet;
-/// Network namespace whose packets can be dropped.
-mod hole;
 /// HTTP/1.1 on kept connections.
 mod http;
 /// The open-loop client.
 mod load;
 /// Commands that a server executes, by MONITOR.
 mod monitor;
+/// Network namespace whose packets can be dropped.
+mod namespace;
+/// Delay of the servers themselves.
+mod ping;
 /// TCP proxy that adds latency or drops data.
 mod proxy;
-/// Delay of the servers themselves.
-mod pulse;
 /// Row of the table: figures and verdict.
 mod row;
 mod sentinel;
@@ -40,7 +40,7 @@ mod rows {
     mod keys;
     mod network;
     mod outage;
-    mod refusal;
+    mod rejection;
     mod scripts;
     mod slots;
 }

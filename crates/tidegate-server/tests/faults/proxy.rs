@@ -56,7 +56,7 @@ impl Proxy {
 
     /// Returns the maximum delay of the proxy itself, which waits for CPU time as well. The value is
     /// meaningless after the latency was lowered, because later data waits for earlier data.
-    pub(crate) fn lateness(&self) -> Duration {
+    pub(crate) fn max_delay(&self) -> Duration {
         Duration::from_micros(self.state.late.load(Ordering::SeqCst))
     }
 
@@ -94,14 +94,14 @@ async fn accept(listener: TcpListener, port: u16, state: Arc<State>) {
         let _ = (client.set_nodelay(true), server.set_nodelay(true));
         let ((from_client, to_client), (from_server, to_server)) =
             (client.into_split(), server.into_split());
-        tokio::spawn(carry(from_client, to_server, number, Arc::clone(&state), false));
-        tokio::spawn(carry(from_server, to_client, number, Arc::clone(&state), true));
+        tokio::spawn(copy_delayed(from_client, to_server, number, Arc::clone(&state), false));
+        tokio::spawn(copy_delayed(from_server, to_client, number, Arc::clone(&state), true));
     }
 }
 
 /// Copies one direction. Reads continue while earlier bytes are delayed, so that latency does not
 /// reduce throughput.
-async fn carry(
+async fn copy_delayed(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     number: usize,

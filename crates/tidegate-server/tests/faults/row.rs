@@ -5,23 +5,23 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::check::{Record, Run, Sample, Source};
-use crate::fleet::{FEW, Fleet, LIMIT, PAIR, TIMEOUT, WINDOW};
+use crate::fleet::{Fleet, LIMIT, PAIR_LIMIT, TIMEOUT, TINY_LIMIT, WINDOW};
 use crate::monitor::Monitor;
 use crate::servers::Server;
 
-static TURN: Mutex<()> = Mutex::new(());
+static ROW_LOCK: Mutex<()> = Mutex::new(());
 
 const ATTEMPTS: usize = 3;
 /// Maximum number of attempts on a machine that is never idle.
-const TIME_FOR_REPEATS: Duration = Duration::from_secs(7 * 60);
-static BEGAN: OnceLock<Instant> = OnceLock::new();
+const MAX_REPEAT_TIME: Duration = Duration::from_secs(7 * 60);
+static SUITE_START: OnceLock<Instant> = OnceLock::new();
 /// Stall of the machine that makes calls miss a deadline of 100 ms.
-const TOO_LATE: Duration = Duration::from_millis(30);
+const MAX_MACHINE_DELAY: Duration = Duration::from_millis(30);
 
 /// Maximum time of a response after the deadline.
 const GRACE: Duration = Duration::from_millis(50);
 /// Maximum time of a decision without the store.
-pub(crate) const AT_ONCE: Duration = Duration::from_millis(10);
+pub(crate) const MAX_LOCAL_LATENCY: Duration = Duration::from_millis(10);
 
 pub(crate) const SECOND: Duration = Duration::from_secs(1);
 /// Time until the hot key is exhausted and the startup has finished.
@@ -50,9 +50,9 @@ pub(crate) struct Row {
 /// missed twice on an idle one.
 pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     // A failed row does not poison the lock for the next one.
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let _preferred = Preferred::raise_priority();
-    let began = *BEGAN.get_or_init(Instant::now);
+    let _turn = ROW_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    let _preferred = PriorityBoost::raise_priority();
+    let began = *SUITE_START.get_or_init(Instant::now);
     let mut missed = false;
     for _ in 0..ATTEMPTS {
         let (started, late) = (Instant::now(), Duration::ZERO);
@@ -66,7 +66,7 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
             done: false,
         };
         measure(&mut row);
-        let quiet = row.late < TOO_LATE;
+        let quiet = row.late < MAX_MACHINE_DELAY;
         if row.failures.is_empty() || row.hard_failures > 0 || (quiet && missed) {
             return row.finish();
         }
@@ -74,18 +74,18 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
         row.done = true;
         row.write(if quiet { "missed" } else { "void" });
         println!("{}", row.failures.join("\n"));
-        if !quiet && began.elapsed() > TIME_FOR_REPEATS {
+        if !quiet && began.elapsed() > MAX_REPEAT_TIME {
             return;
         }
     }
 }
 
 /// Raises the priority of this session while it exists, so that measurements do not wait for a build.
-struct Preferred {
+struct PriorityBoost {
     before: Option<String>,
 }
 
-impl Preferred {
+impl PriorityBoost {
     const FILE: &'static str = "/proc/self/autogroup";
 
     /// Uses the kernel's autogroups, if available and permitted.
@@ -96,7 +96,7 @@ impl Preferred {
     }
 }
 
-impl Drop for Preferred {
+impl Drop for PriorityBoost {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
             let _ = std::fs::write(Self::FILE, before);
@@ -152,12 +152,12 @@ impl Row {
         self.require_always(unexpected == 0, || {
             format!("{unexpected} responses that are neither 200 nor 429")
         });
-        self.late = self.late.max(run.lateness());
+        self.late = self.late.max(run.max_delay());
         self.figure("machine late", format_args!("{} ms", self.late.as_millis()));
         let slowest = run.slowest();
         self.within("slowest", slowest.map(|(took, _)| took), TIMEOUT + GRACE);
-        for (name, limit) in [("hot", LIMIT), ("few", FEW), ("pair", PAIR)] {
-            let most = run.most_admitted_ever(name, WINDOW);
+        for (name, limit) in [("hot", LIMIT), ("few", TINY_LIMIT), ("pair", PAIR_LIMIT)] {
+            let most = run.max_allowed_overall(name, WINDOW);
             if name == "hot" {
                 #[expect(clippy::cast_precision_loss, reason = "only printed")]
                 self.figure("at most", format_args!("{:.2} L", most as f64 / limit as f64));
@@ -178,7 +178,7 @@ impl Row {
         }
         let denied = run.of("quiet").filter(|record| !record.allowed).count();
         self.require(denied == 0, || format!("{denied} denials of keys below their limit"));
-        self.check_life(fleet);
+        self.check_alive(fleet);
         for server in servers {
             let eternal = server.keys_without_expiry("rate_limit:*");
             self.require_always(eternal.is_empty(), || format!("without expiry: {eternal:?}"));
@@ -187,12 +187,12 @@ impl Row {
 
     /// Records a delay of the store that the test did not cause. Must be called before the
     /// [checks](Self::check).
-    pub(crate) fn store_was_late(&mut self, by: Duration) {
+    pub(crate) fn record_store_delay(&mut self, by: Duration) {
         self.late = self.late.max(by);
     }
 
     /// Checks that no instance panicked or exited.
-    pub(crate) fn check_life(&mut self, fleet: &Fleet) {
+    pub(crate) fn check_alive(&mut self, fleet: &Fleet) {
         for service in &fleet.instances {
             let output = service.output();
             self.require_always(!output.contains("panicked"), || format!("a panic:\n{output}"));
@@ -221,7 +221,7 @@ impl Row {
         }
         self.require(wrong.is_empty(), || format!("while the store is away:{wrong}"));
         // Only the window of the failure may also contain requests that the store had allowed.
-        let most = run.most_admitted("hot", WINDOW, from + WINDOW, to);
+        let most = run.max_allowed("hot", WINDOW, from + WINDOW, to);
         self.require(most <= LIMIT, || {
             format!("{most} in a window long after the store was gone, and {LIMIT} is the bound")
         });
@@ -232,7 +232,7 @@ impl Row {
         let open = run.shown_after(gone, Sample::breaker_is_open);
         self.within("breaker open", open, SECOND);
         let from = gone + open.unwrap_or(SECOND);
-        self.within("p99 away", Some(run.p99(from, back)), AT_ONCE);
+        self.within("p99 away", Some(run.p99(from, back)), MAX_LOCAL_LATENCY);
         self.check_failure_modes(run, from, back);
         let late = run
             .sent_between(gone + SECOND, back)

@@ -3,13 +3,13 @@ use std::time::Instant;
 use crate::servers::{Launch, Server};
 
 /// Primary and replica that Sentinels monitor.
-pub(crate) struct Watched {
+pub(crate) struct SentinelDeployment {
     pub(crate) primary: Server,
     pub(crate) replica: Server,
     sentinels: Vec<Server>,
 }
 
-impl Watched {
+impl SentinelDeployment {
     /// Starts a replica and a number of Sentinels.
     pub(crate) fn start(replica: Launch, sentinels: usize) -> Self {
         let primary = Server::start();

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::hole::Hole;
+use crate::namespace::NetworkNamespace;
 use crate::support::folder_in_memory;
 
 /// Time after which a test is considered hanging. A Sentinel that stalled for two seconds pauses for
@@ -58,9 +58,9 @@ impl Launch {
         self
     }
 
-    pub(crate) fn inside(mut self, hole: &Hole) -> Self {
-        self.namespace = Some(hole.namespace.clone());
-        self.host.clone_from(&hole.inside);
+    pub(crate) fn inside(mut self, namespace: &NetworkNamespace) -> Self {
+        self.namespace = Some(namespace.namespace.clone());
+        self.host.clone_from(&namespace.inside);
         self.with("protected-mode", "no")
     }
 
@@ -90,7 +90,7 @@ impl Launch {
             if process.try_wait().expect("our own child").is_some() {
                 return None;
             }
-            if self.responses(port) {
+            if self.responds(port) {
                 return process.try_wait().expect("our own child").is_none().then_some(process);
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -137,7 +137,7 @@ impl Launch {
         command
     }
 
-    fn responses(&self, port: u16) -> bool {
+    fn responds(&self, port: u16) -> bool {
         let send = || {
             let mut stream = TcpStream::connect((self.host.as_str(), port))?;
             stream.set_read_timeout(Some(Duration::from_secs(1)))?;
@@ -184,7 +184,7 @@ impl Server {
     }
 
     /// Restarts the server empty, on the same port.
-    pub(crate) fn start_again(&mut self) {
+    pub(crate) fn restart(&mut self) {
         self.process =
             self.launch.run(self.port, self.folder.path()).expect("the port is free again");
     }

@@ -28,7 +28,7 @@ fn unreachable_upstream_is_502_and_503_after_ejection() {
 
 #[test]
 fn unsent_request_is_retried_on_another_upstream() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("", &[&unreachable_address(), &upstream.url(), &unreachable_address()]);
     for number in 0..20 {
@@ -42,7 +42,7 @@ fn unsent_request_is_retried_on_another_upstream() {
 
 #[test]
 fn upstreams_take_turns() {
-    let (one, other) = (Upstream::answering(OK), Upstream::answering(OK));
+    let (one, other) = (Upstream::responding_with(OK), Upstream::responding_with(OK));
     let gateway = Service::gateway("", &[&one.url(), &other.url()]);
     for _ in 0..10 {
         assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
@@ -52,7 +52,7 @@ fn upstreams_take_turns() {
 
 #[test]
 fn turns_of_an_ejected_upstream_are_shared() {
-    let (one, other) = (Upstream::answering(OK), Upstream::answering(OK));
+    let (one, other) = (Upstream::responding_with(OK), Upstream::responding_with(OK));
     let gateway = Service::gateway("", &[&one.url(), &unreachable_address(), &other.url()]);
     let send = || assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     // Three failures within nine turns eject it.
@@ -133,7 +133,7 @@ fn stalled_response_is_aborted() {
 
 #[test]
 fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let config = "gateway: {idle_timeout: 600ms, header_timeout: 200ms}\n";
     let gateway = Service::gateway(config, &[&upstream.url()]);
     for _ in 0..4 {
@@ -164,7 +164,7 @@ fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
 
 #[test]
 fn client_without_a_complete_head_is_disconnected() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let start = Instant::now();
     let parts: [&[u8]; 4] =

@@ -16,7 +16,7 @@ fn upstream_gets_forwarded_headers_without_hop_by_hop_ones() {
     let response =
         b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\nConnection: X-Private\r\n\
         X-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\nSet-Cookie: c=d\r\n\r\nok";
-    let upstream = Upstream::answering(response);
+    let upstream = Upstream::responding_with(response);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let bytes = "POST /a/b?c=%20d HTTP/1.1\r\nHost: example.org\r\nX-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\n\
         X-Forwarded-Prefix: /evil\r\nConnection: close, X-Hop\r\nX-Hop: secret\r\nProxy-Authorization: secret\r\n\
@@ -60,7 +60,7 @@ fn upstream_gets_forwarded_headers_without_hop_by_hop_ones() {
 
 #[test]
 fn headers_listed_in_connection_are_dropped() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let bytes =
         b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close, X-Secret, \xff\r\nX-Secret: s\r\n\r\n";
@@ -123,7 +123,7 @@ fn responses_are_reframed_for_the_client() {
 
 #[test]
 fn rate_limit_headers_of_upstreams_are_not_mixed_with_ours() {
-    let upstream = Upstream::answering(
+    let upstream = Upstream::responding_with(
         b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nRateLimit: \"up\";r=7;t=1\r\nRateLimit-Policy: \"up\";q=9;w=1\r\n\
           RateLimit-Remaining: 7\r\nX-RateLimit-Limit: 9\r\nX-RateLimit-Used: 2\r\nRetry-After: 5\r\n\r\n",
     );
@@ -159,7 +159,7 @@ fn rate_limit_headers_of_upstreams_are_not_mixed_with_ours() {
 
 #[test]
 fn forwarded_headers_of_trusted_proxies_are_extended() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("client_ip: {trusted_proxies: [127.0.0.1]}\n", &[&upstream.url()]);
     let headers = [
@@ -176,7 +176,7 @@ fn forwarded_headers_of_trusted_proxies_are_extended() {
 
 #[test]
 fn only_allowed_requests_reach_the_upstream() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway(LIMIT, &[&upstream.url()]);
     let send = |user| request(&gateway.http, "GET", "/api/items?x=y", &[("X-User-Id", user)], b"");
     for remaining in ["2", "1", "0"] {
@@ -215,7 +215,7 @@ fn only_allowed_requests_reach_the_upstream() {
 
 #[test]
 fn body_of_a_denied_request_is_not_read() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
@@ -244,7 +244,7 @@ fn body_of_a_denied_request_is_not_read() {
 
 #[test]
 fn expect_continue_is_answered_when_the_body_is_read() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
@@ -288,7 +288,7 @@ fn policies_are_reloaded_and_shutdown_drains_in_flight_requests() {
 
 #[test]
 fn policies_that_never_match_are_logged() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let config =
         |policy: &str| with_free_ports(&format!("attributes: [tenant]\npolicies:\n  - {policy}\n"));
     let by_tenant = "{name: by-tenant, key: [tenant], limit: 1, window: 1h}";

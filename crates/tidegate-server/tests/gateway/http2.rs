@@ -4,7 +4,7 @@ use std::process::Command;
 
 use crate::support::{Service, TEST_TIMEOUT, request, with_free_ports};
 use crate::upstream::{OK, Upstream};
-use crate::versions::{certified, port};
+use crate::versions::{port, with_certificate};
 
 /// Runs curl thirty times and returns the statuses, or its exit codes where it failed.
 fn statuses(arguments: &[&str]) -> Vec<String> {
@@ -28,12 +28,13 @@ fn large_body(folder: &std::path::Path) -> String {
 
 #[test]
 fn denied_request_with_a_large_body_gets_its_response() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let policies = "policies: [{name: p, limit: 1, window: 1h}]\n";
-    let folder = certified(&format!("{policies}tls: {{certificate: cert.pem, key: key.pem}}\n"));
+    let folder =
+        with_certificate(&format!("{policies}tls: {{certificate: cert.pem, key: key.pem}}\n"));
     let ca = folder.path().join("ca.pem").display().to_string();
     let large = large_body(folder.path());
-    let gateway = Service::gateway_on(folder, &[&upstream.url()]);
+    let gateway = Service::gateway_in(folder, &[&upstream.url()]);
     assert!(
         gateway.output().contains(&format!("gateway  https://{}", gateway.http)),
         "{}",
@@ -182,7 +183,7 @@ fn stalled_client_loses_its_stream_and_releases_the_upstream() {
 
 #[test]
 fn rest_of_a_denied_body_is_not_read() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     let mut client = Frames::connect(&gateway.http, 65_535);

@@ -41,7 +41,7 @@ fn connect(address: &str) -> BufReader<TcpStream> {
 
 #[test]
 fn ten_thousand_requests_leak_no_connections() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let policy =
         "policies: [{name: p, key: [ip], algorithm: token-bucket, limit: 1000000, window: 1s}]\n";
     let gateway = Service::gateway(policy, &[&upstream.url()]);

@@ -56,7 +56,7 @@ const AMBIGUOUS: &[(&str, &[u8])] = &[
 
 #[test]
 fn ambiguous_requests_are_rejected() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let good = b"GET /good HTTP/1.1\r\nHost: h\r\n\r\n";
     for (what, bytes) in AMBIGUOUS {
@@ -91,7 +91,7 @@ fn ambiguous_requests_are_rejected() {
 
 #[test]
 fn bytes_after_a_rejected_upgrade_are_not_parsed() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let bytes =
         b"GET / HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nGET /smuggled HTTP/1.1\nHost: h\n\n";
@@ -142,7 +142,7 @@ fn upgrades_to_other_http_versions_are_not_forwarded() {
 
 #[test]
 fn upstream_gets_the_path_that_the_policies_matched() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let policies = "policies: [{name: p, match: {path: /limited/**}, limit: 1, window: 1h}]\n";
     let gateway = Service::gateway(policies, &[&upstream.url()]);
     let send = |path: &str| request(&gateway.http, "GET", path, &[], b"").status;
@@ -183,7 +183,7 @@ fn pipelined_requests_are_answered_in_order() {
 
 #[test]
 fn connect_is_rejected() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let response = raw(
         &gateway.http,

@@ -35,7 +35,7 @@ pub(crate) const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
 impl Upstream {
     /// Sends the same response to every request.
-    pub(crate) fn answering(response: &'static [u8]) -> Self {
+    pub(crate) fn responding_with(response: &'static [u8]) -> Self {
         Self::start(move |_, stream| stream.write_all(response))
     }
 

@@ -13,7 +13,7 @@ use crate::upstream::{OK, Upstream};
 const LIMIT: &str = "policies: [{name: p, limit: 3, window: 1h}]\n";
 
 /// Certificate for localhost, its key and its CA, as files.
-pub(crate) fn certified(config: &str) -> tempfile::TempDir {
+pub(crate) fn with_certificate(config: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let mut params = CertificateParams::new(Vec::<String>::new()).expect("parameters");
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -47,13 +47,13 @@ fn curl(arguments: &[&str]) -> (String, String) {
 
 #[test]
 fn clients_can_use_tls_with_both_http_versions() {
-    let upstream = Upstream::answering(OK);
-    let folder = certified(&format!(
+    let upstream = Upstream::responding_with(OK);
+    let folder = with_certificate(&format!(
         "{LIMIT}tls: {{certificate: cert.pem, key: key.pem}}\ngateway: {{upstreams: ['{}']}}\n",
         upstream.url()
     ));
     let ca = folder.path().join("ca.pem").display().to_string();
-    let gateway = Service::gateway_on(folder, &[]);
+    let gateway = Service::gateway_in(folder, &[]);
     let url = format!("https://localhost:{}/", port(&gateway.http));
     let send = |version: &str| curl(&["--cacert", &ca, version, &url]);
     assert_eq!(send("--http2"), ("ok".to_owned(), "2 200".to_owned()));
@@ -70,7 +70,7 @@ fn clients_can_use_tls_with_both_http_versions() {
 
 #[test]
 fn plaintext_http2_needs_prior_knowledge() {
-    let upstream = Upstream::answering(OK);
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let url = format!("http://{}/", gateway.http);
     assert_eq!(curl(&["--http2-prior-knowledge", &url]), ("ok".to_owned(), "2 200".to_owned()));
@@ -80,7 +80,7 @@ fn plaintext_http2_needs_prior_knowledge() {
 
 #[test]
 fn upstreams_with_valid_certificates_can_use_tls_with_both_http_versions() {
-    let folder = certified("tls: {certificate: cert.pem, key: key.pem}\n");
+    let folder = with_certificate("tls: {certificate: cert.pem, key: key.pem}\n");
     let file = folder.path().join("tidegate.yaml");
     let ca = folder.path().join("ca.pem");
     let service = Service::start_on(folder, &file, &[]);

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use crate::support::TEST_TIMEOUT;
 
-const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone";
+const RESPONSE: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone";
 
 pub(crate) struct App {
     pub(crate) port: u16,
@@ -33,7 +33,7 @@ impl App {
                     if let Some(request) = read(&stream) {
                         // Recorded before the response, because the test reads it right after that.
                         written.lock().expect("no panic").push(request);
-                        let _ = (&stream).write_all(ANSWER);
+                        let _ = (&stream).write_all(RESPONSE);
                     }
                 });
             }

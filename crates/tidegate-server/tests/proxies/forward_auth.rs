@@ -44,18 +44,18 @@ const WINDOW: Duration = Duration::from_secs(2);
 
 /// Receiver of the rate limit headers of an allowed request.
 #[derive(Clone, Copy, PartialEq)]
-enum Shown {
-    ToClient,
-    ToApp,
+enum HeaderReceiver {
+    Client,
+    App,
 }
 
-struct Stage {
+struct Setup {
     app: App,
     tidegate: Service,
     proxy: Proxy,
 }
 
-impl Stage {
+impl Setup {
     fn new(recipe: &Recipe<'_>, limits: &[(&str, &str)], more: &str) -> Self {
         let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
             .map(|address| (address, "127.0.0.1:0"));
@@ -68,7 +68,7 @@ impl Stage {
 
     /// Three requests are allowed, the fourth is denied, and one is allowed again after its
     /// `Retry-After`.
-    fn limits_each_client(&self, shown: Shown) {
+    fn limits_each_client(&self, receiver: HeaderReceiver) {
         let address = self.proxy.address;
         for attempt in 0..5 {
             let (client, path) = (Client(10 + attempt), format!("/items/{attempt}"));
@@ -85,12 +85,12 @@ impl Stage {
                 assert_eq!(response.header("retry-after"), None);
                 let (policy, left) =
                     ("\"per-client\";q=3;w=2", format!("\"per-client\";r={};t=2", 2 - number));
-                match shown {
-                    Shown::ToClient => {
+                match receiver {
+                    HeaderReceiver::Client => {
                         assert_eq!(response.header("ratelimit-policy"), Some(policy));
                         assert_eq!(response.header("ratelimit"), Some(left.as_str()));
                     }
-                    Shown::ToApp => {
+                    HeaderReceiver::App => {
                         assert!(
                             request.contains(&format!("ratelimit-policy: {policy}\r\n")),
                             "{request}"
@@ -173,8 +173,8 @@ impl Stage {
 /// Sends a token, which the application never sees, then stops Tidegate.
 fn hides_its_token_and_handles_an_outage(recipe: &Recipe<'_>, status_without_tidegate: u16) {
     let limits = [("limit: 100\n    window: 60s", "limit: 1\n    window: 1h")];
-    let Stage { app, tidegate, mut proxy } =
-        Stage::new(recipe, &limits, "auth: {api_token: change-me}");
+    let Setup { app, tidegate, mut proxy } =
+        Setup::new(recipe, &limits, "auth: {api_token: change-me}");
     let client = Client(50);
     let send =
         |proxy: &Proxy| client.get(proxy.address, "/guarded", &[("Authorization", "Bearer alice")]);
@@ -190,9 +190,9 @@ fn hides_its_token_and_handles_an_outage(recipe: &Recipe<'_>, status_without_tid
 
 #[test]
 fn nginx_limits_each_client_with_retry_after() {
-    let stage = Stage::new(&NGINX, &LIMITS, "");
-    stage.limits_each_client(Shown::ToClient);
-    stage.uses_the_original_request(&[
+    let setup = Setup::new(&NGINX, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::Client);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -202,9 +202,9 @@ fn nginx_limits_each_client_with_retry_after() {
 
 #[test]
 fn caddy_limits_each_client_with_retry_after() {
-    let stage = Stage::new(&CADDY, &LIMITS, "");
-    stage.limits_each_client(Shown::ToClient);
-    stage.uses_the_original_request(&[
+    let setup = Setup::new(&CADDY, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::Client);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -214,9 +214,9 @@ fn caddy_limits_each_client_with_retry_after() {
 
 #[test]
 fn traefik_limits_each_client_with_retry_after() {
-    let stage = Stage::new(&TRAEFIK, &LIMITS, "");
-    stage.limits_each_client(Shown::ToApp);
-    stage.uses_the_original_request(&[
+    let setup = Setup::new(&TRAEFIK, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::App);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -228,9 +228,9 @@ fn traefik_limits_each_client_with_retry_after() {
 
 #[test]
 fn haproxy_limits_each_client_with_retry_after() {
-    let stage = Stage::new(&HAPROXY, &LIMITS, "");
-    stage.limits_each_client(Shown::ToClient);
-    stage.uses_the_original_request(&[
+    let setup = Setup::new(&HAPROXY, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::Client);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -242,8 +242,8 @@ fn haproxy_limits_each_client_with_retry_after() {
 fn haproxy_denies_requests_that_tidegate_rejects() {
     let limits = [("limit: 100\n    window: 60s", "limit: 3\n    window: 1h")];
     let by_user = "  - {name: per-user, key: [header.x-user-id], limit: 1000, window: 1h}";
-    let stage = Stage::new(&HAPROXY, &limits, by_user);
-    let (address, client) = (stage.proxy.address, Client(70));
+    let setup = Setup::new(&HAPROXY, &limits, by_user);
+    let (address, client) = (setup.proxy.address, Client(70));
     // The key is too long.
     let refused = client.get(address, "/refused", &[("X-User-Id", &"k".repeat(600))]);
     assert_eq!(
@@ -266,7 +266,7 @@ fn haproxy_denies_requests_that_tidegate_rejects() {
     // The longest request that HAProxy accepts.
     assert_eq!(client.get(address, "/many", &[("Cookie", &"c".repeat(15_000))]).status, 429);
     assert_eq!(client.get(address, &format!("/{}", "p".repeat(15_000)), &[]).status, 429);
-    assert_eq!((stage.app.requests("/refused").len(), stage.app.requests("/many").len()), (0, 3));
+    assert_eq!((setup.app.requests("/refused").len(), setup.app.requests("/many").len()), (0, 3));
     assert_eq!(Client(71).get(address, "/", &[]).status, 200, "HAProxy still works");
 }
 

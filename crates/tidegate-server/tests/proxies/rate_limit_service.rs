@@ -47,7 +47,7 @@ fn start(recipe: &Recipe<'_>, app: &App, tidegate: &Service) -> Proxy {
     Proxy::start(recipe, app.port, (8081, tidegate.grpc.as_deref().expect("an address")))
 }
 
-fn wait_of(response: &Response) -> u64 {
+fn retry_after(response: &Response) -> u64 {
     assert_eq!(response.status, 429, "{response:?}");
     response.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds")
 }
@@ -77,7 +77,7 @@ fn limits_each_address(app: &App, envoy: &Proxy) {
             assert_eq!(response.header("x-ratelimit-reset"), Some("1"));
             assert_eq!(response.header("retry-after"), None);
         }
-        let wait = wait_of(&responses[3]);
+        let wait = retry_after(&responses[3]);
         assert_eq!(wait, 1);
         assert_eq!(responses[3].header("x-ratelimit-remaining"), Some("0"));
         assert_eq!(app.requests(&path).len(), 3);
@@ -110,9 +110,12 @@ fn envoy_limits_by_descriptors_and_fails_open() {
         );
         assert_eq!(response.header("x-ratelimit-limit"), Some("20, 20;w=60"));
     }
-    assert!((30..=60).contains(&wait_of(&export("silver"))));
+    assert!((30..=60).contains(&retry_after(&export("silver"))));
     let usual = Client(41).get(envoy.address, "/", &[("X-Api-Key", "silver")]);
-    assert!((30..=60).contains(&wait_of(&usual)), "the same key elsewhere, from another address");
+    assert!(
+        (30..=60).contains(&retry_after(&usual)),
+        "the same key elsewhere, from another address"
+    );
     assert_eq!(export("bronze").status, 200, "another key has its own limit");
     let gold = export("gold");
     assert_eq!(
@@ -132,9 +135,9 @@ fn envoy_limits_by_descriptors_and_fails_open() {
     // nothing.
     let login = || Client(43).post(envoy.address, "/login", &[], "name=ann");
     assert_eq!([login().status, login().status], [200, 200]);
-    assert!((30..=60).contains(&wait_of(&login())));
+    assert!((30..=60).contains(&retry_after(&login())));
     let otherwise_written = Client(43).post(envoy.address, "//x/../%6Cogin", &[], "name=ann");
-    assert!((30..=60).contains(&wait_of(&otherwise_written)));
+    assert!((30..=60).contains(&retry_after(&otherwise_written)));
     assert_eq!(Client(44).post(envoy.address, "/login", &[], "name=bob").status, 200);
     assert_eq!(app.requests("/login").len(), 3);
 
@@ -156,7 +159,7 @@ fn bytes_reported_by_envoy_exhaust_a_budget() {
     envoy.wait_until("the budget is used up", |envoy| download(envoy, "silver").status == 429);
     let passed = app.requests("/download").len();
     assert!((3..=10).contains(&passed), "{passed} responses of 4 bytes, limit 10");
-    assert!(wait_of(&download(&envoy, "silver")) > 0);
+    assert!(retry_after(&download(&envoy, "silver")) > 0);
     assert_eq!(download(&envoy, "bronze").status, 200, "another key has its own budget");
 }
 

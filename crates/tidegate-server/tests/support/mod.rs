@@ -61,7 +61,7 @@ impl Service {
     }
 
     /// Starts the service with only these environment variables.
-    pub(crate) fn start_in(config: &str, environment: &[(&str, &str)]) -> Self {
+    pub(crate) fn start_with_environment(config: &str, environment: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().expect("a temporary directory");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, with_free_ports(config)).expect("written");
@@ -73,11 +73,11 @@ impl Service {
         let folder = tempfile::tempdir().expect("a temporary directory");
         std::fs::write(folder.path().join("tidegate.yaml"), with_free_ports(config))
             .expect("written");
-        Self::gateway_on(folder, upstreams)
+        Self::gateway_in(folder, upstreams)
     }
 
     /// Starts a gateway on a directory with a tidegate.yaml and the files that it names.
-    pub(crate) fn gateway_on(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
+    pub(crate) fn gateway_in(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
         let file = folder.path().join("tidegate.yaml");
         let config = std::fs::read_to_string(&file).expect("a configuration");
         let mut arguments = if config.contains("gateway: '127.") {

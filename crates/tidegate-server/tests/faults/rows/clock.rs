@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use crate::check::Record;
-use crate::fleet::{Fleet, WINDOW, usual_streams};
+use crate::fleet::{Fleet, WINDOW, default_streams};
 use crate::load::{Load, Stream};
 use crate::monitor::Monitor;
 use crate::row::{Row, SECOND, WARM_UP, row, wait_under_load};
-use crate::sentinel::Watched;
+use crate::sentinel::SentinelDeployment;
 use crate::servers::Launch;
 
 /// Every algorithm, with traffic above its limit.
@@ -34,7 +34,7 @@ fn new_primary_is_an_hour_behind() {
 }
 
 fn fail_over_to(clock: &'static str, row: &mut Row) {
-    let watched = Watched::start(Launch::new().clock(clock), 1);
+    let watched = SentinelDeployment::start(Launch::new().clock(clock), 1);
     let difference = seconds(&watched.replica) - seconds(&watched.primary);
     let expected: i64 = clock.parse().expect("a number");
     assert!(
@@ -42,7 +42,7 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
         "the clock offset is {difference} s instead of {expected}"
     );
     let fleet = Fleet::start(&watched.store());
-    let mut streams = usual_streams();
+    let mut streams = default_streams();
     streams.extend(ALGORITHMS[1..].iter().map(|policy| Stream::policy(policy, "hot", 20)));
     let monitor = Monitor::of(&watched.primary);
     let load = Load::start(&fleet, streams);
@@ -57,7 +57,7 @@ fn fail_over_to(clock: &'static str, row: &mut Row) {
     row.check(&run, &fleet, limits, &[&watched.replica]);
     // The old primary still works, and would keep deciding for some seconds.
     let left = monitor.last_call().expect("an earlier call").max(promoted);
-    let there = run.back_after(left, |_| true).map(|time| left + time - promoted);
+    let there = run.recovered_after(left, |_| true).map(|time| left + time - promoted);
     row.within("following", there, SECOND);
     row.check_store_decides(&run, &fleet, promoted + 2 * SECOND, Instant::now());
     let mut longest = Duration::ZERO;

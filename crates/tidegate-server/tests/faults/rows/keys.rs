@@ -106,7 +106,7 @@ fn other_users_after_an_outage() {
                 "Redis decides although it was killed".to_owned()
             });
         }
-        redis.start_again();
+        redis.restart();
         service.wait_until("Redis decides", |_| (0..KEYS_PER_REQUEST).all(|n| send(n) == "store"));
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -233,7 +233,7 @@ async fn flood(address: String, part: usize, rounds: usize) -> usize {
             let mut body = r#"{"attributes": {"path": "/random""#.to_owned();
             for n in 0..KEYS_PER_REQUEST {
                 number += 1;
-                let _ = write!(body, r#", "header.k{n}": "{:016x}""#, scattered(number));
+                let _ = write!(body, r#", "header.k{n}": "{:016x}""#, mixed(number));
             }
             body.push_str("}}");
             requests.extend(http::post("/v1/acquire", &body));
@@ -248,7 +248,7 @@ async fn flood(address: String, part: usize, rounds: usize) -> usize {
 }
 
 /// Returns a different pseudo-random number for each input (the finalizer of `SplitMix64`).
-fn scattered(number: u64) -> u64 {
+fn mixed(number: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -4,28 +4,28 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use crate::check::{Run, Sample};
-use crate::fleet::{Fleet, usual_streams};
-use crate::hole::Hole;
+use crate::fleet::{Fleet, default_streams};
 use crate::load::Load;
+use crate::namespace::NetworkNamespace;
+use crate::ping::PingMonitor;
 use crate::proxy::Proxy;
-use crate::pulse::Pulse;
-use crate::row::{AT_ONCE, SECOND, WARM_UP, row, wait_under_load};
+use crate::row::{MAX_LOCAL_LATENCY, SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Launch, Server};
 
 #[test]
 fn packets_dropped_in_a_network_namespace() {
     row("black hole, in a namespace", |row| {
-        let hole = Hole::new();
-        let redis = Launch::new().inside(&hole).start();
+        let namespace = NetworkNamespace::new();
+        let redis = Launch::new().inside(&namespace).start();
         let fleet = Fleet::start(&redis.store());
-        let load = Load::start(&fleet, usual_streams());
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         let before = script_callers(&redis);
-        hole.open();
+        namespace.drop_packets();
         let cut = Instant::now();
         wait_under_load(6 * SECOND);
         let healed = Instant::now();
-        hole.close();
+        namespace.deliver_packets();
         wait_under_load(4 * SECOND);
         let run = load.finish();
 
@@ -33,7 +33,7 @@ fn packets_dropped_in_a_network_namespace() {
         row.check_outage(&run, cut, healed);
         // The old connections would recover as well, but later: after six seconds TCP retransmits
         // only every six seconds or so.
-        row.within("back", run.back_after(healed, |_| true), 2 * SECOND);
+        row.within("back", run.recovered_after(healed, |_| true), 2 * SECOND);
         let replaced = script_callers(&redis).difference(&before).count();
         row.figure("new connections", replaced);
         row.require(replaced >= 3, || format!("{replaced} new connections of three instances"));
@@ -46,7 +46,7 @@ fn dead_connections_are_replaced() {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
-        let load = Load::start(&fleet, usual_streams());
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         let before = proxy.connections();
         proxy.drop_existing_connections_silently();
@@ -54,9 +54,9 @@ fn dead_connections_are_replaced() {
         wait_under_load(5 * SECOND);
         let run = load.finish();
 
-        row.store_was_late(proxy.lateness());
+        row.record_store_delay(proxy.max_delay());
         row.check(&run, &fleet, 2, &[&redis]);
-        row.within("replaced", run.back_after(cut, |_| true), 2 * SECOND);
+        row.within("replaced", run.recovered_after(cut, |_| true), 2 * SECOND);
         row.figure("new connections", proxy.connections() - before);
         row.check_store_decides(&run, &fleet, cut + 3 * SECOND, Instant::now());
     });
@@ -68,8 +68,8 @@ fn latency_of_50_ms() {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
-        let pulse = Pulse::of(&[&redis]);
-        let load = Load::start(&fleet, usual_streams());
+        let ping_monitor = PingMonitor::of(&[&redis]);
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         let (slow, latency) = (Instant::now(), Duration::from_millis(50));
         proxy.set_latency(latency);
@@ -77,7 +77,7 @@ fn latency_of_50_ms() {
         wait_under_load(5 * SECOND);
         let run = load.finish();
 
-        row.store_was_late(pulse.finish().max(proxy.lateness()));
+        row.record_store_delay(ping_monitor.finish().max(proxy.max_delay()));
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, &fleet, slow, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
@@ -91,7 +91,7 @@ fn latency_of_300_ms() {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
-        let load = Load::start(&fleet, usual_streams());
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         let slow = Instant::now();
         proxy.set_latency(Duration::from_millis(300));
@@ -105,7 +105,7 @@ fn latency_of_300_ms() {
         let run = load.finish();
 
         row.check(&run, &fleet, 2, &[&redis]);
-        row.within("p99 after 1 s", Some(run.p99(slow + SECOND, fast)), AT_ONCE);
+        row.within("p99 after 1 s", Some(run.p99(slow + SECOND, fast)), MAX_LOCAL_LATENCY);
         row.check_failure_modes(&run, slow + SECOND, fast);
         let during = run.samples.iter().filter(|sample| (slow + SECOND..fast).contains(&sample.at));
         let closed = during.filter(|sample| !sample.breaker_is_open()).count();
@@ -118,7 +118,7 @@ fn latency_of_300_ms() {
                 format!("the breaker of instance {instance} changed {changes} times: it flaps")
             });
         }
-        row.within("back", run.back_after(fast, |_| true), 2 * SECOND);
+        row.within("back", run.recovered_after(fast, |_| true), 2 * SECOND);
         row.figure("traffic", format_args!("{} B/s", bytes / 4));
     });
 }

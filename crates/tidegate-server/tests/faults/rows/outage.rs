@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use crate::check::Sample;
-use crate::fleet::{Fleet, TIMEOUT, usual_streams};
+use crate::fleet::{Fleet, TIMEOUT, default_streams};
 use crate::load::Load;
-use crate::row::{AT_ONCE, SECOND, WARM_UP, row, wait_under_load};
+use crate::row::{MAX_LOCAL_LATENCY, SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Launch, Server};
 
 #[test]
@@ -14,7 +14,7 @@ fn redis_stopped_for_ten_seconds() {
     row("SIGSTOP Redis 10 s", |row| {
         let redis = Server::start();
         let fleet = Fleet::start(&redis.store());
-        let load = Load::start(&fleet, usual_streams());
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         redis.signal("STOP");
         let stopped = Instant::now();
@@ -26,7 +26,7 @@ fn redis_stopped_for_ten_seconds() {
 
         row.check(&run, &fleet, 2, &[&redis]);
         row.check_outage(&run, stopped, resumed);
-        row.within("back", run.back_after(resumed, |_| true), SECOND);
+        row.within("back", run.recovered_after(resumed, |_| true), SECOND);
         row.check_store_decides(&run, &fleet, resumed + 2 * SECOND, Instant::now());
         // Requests during the stop were decided without the store. The calls in its socket must not
         // be charged now.
@@ -46,22 +46,22 @@ fn redis_killed_and_restarted_empty() {
             Launch::new().with("slowlog-log-slower-than", "0").with("slowlog-max-len", "100000");
         let mut redis = logging.start();
         let fleet = Fleet::start(&redis.store());
-        let load = Load::start(&fleet, usual_streams());
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         let loads_before = fleet.metric("tidegate_redis_script_loads_total");
         redis.kill();
         let killed = Instant::now();
         wait_under_load(3 * SECOND / 2);
         let returning = Instant::now();
-        redis.start_again();
+        redis.restart();
         let returned = Instant::now();
         wait_under_load(4 * SECOND);
         let run = load.finish();
 
         row.check(&run, &fleet, 3, &[&redis]);
         row.within("breaker open", run.shown_after(killed, Sample::breaker_is_open), SECOND);
-        row.within("p99 away", Some(run.p99(killed + SECOND / 2, returning)), AT_ONCE);
-        row.within("back", run.back_after(returned, |_| true), SECOND);
+        row.within("p99 away", Some(run.p99(killed + SECOND / 2, returning)), MAX_LOCAL_LATENCY);
+        row.within("back", run.recovered_after(returned, |_| true), SECOND);
         row.check_store_decides(&run, &fleet, returned + 2 * SECOND, Instant::now());
         let seen = run.records.iter().filter(|record| {
             record.trouble.as_deref().is_some_and(|text| text.contains("NOSCRIPT"))
@@ -77,7 +77,7 @@ fn redis_killed_and_restarted_empty() {
         });
         let loads = fleet.metric("tidegate_redis_script_loads_total");
         for (before, after) in loads_before.iter().zip(&loads) {
-            #[expect(clippy::cast_precision_loss, reason = "a handful")]
+            #[expect(clippy::cast_precision_loss, reason = "small numbers")]
             let known = scripts.len() as f64;
             row.require(after - before <= known, || {
                 format!("{} loads of {known} scripts by an instance", after - before)

@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use crate::fleet::{Fleet, usual_streams};
+use crate::fleet::{Fleet, default_streams};
 use crate::load::Load;
-use crate::pulse::Pulse;
+use crate::ping::PingMonitor;
 use crate::row::{SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Server, command};
 
@@ -13,8 +13,8 @@ fn scripts_flushed_every_100_ms() {
     row("SCRIPT FLUSH every 100 ms", |row| {
         let redis = Server::start();
         let fleet = Fleet::start(&redis.store());
-        let pulse = Pulse::of(&[&redis]);
-        let load = Load::start(&fleet, usual_streams());
+        let ping_monitor = PingMonitor::of(&[&redis]);
+        let load = Load::start(&fleet, default_streams());
         wait_under_load(WARM_UP);
         let (mut connection, start) = (redis.connection(), Instant::now());
         let errors_before = fleet.metric("tidegate_store_errors_total");
@@ -25,7 +25,7 @@ fn scripts_flushed_every_100_ms() {
         wait_under_load(SECOND);
         let run = load.finish();
 
-        row.store_was_late(pulse.finish());
+        row.record_store_delay(ping_monitor.finish());
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);

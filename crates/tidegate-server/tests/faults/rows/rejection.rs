@@ -5,7 +5,7 @@ use std::time::Instant;
 use serde_json::json;
 
 use crate::check::{Run, Sample};
-use crate::fleet::{Fleet, usual_streams};
+use crate::fleet::{Fleet, default_streams};
 use crate::load::Load;
 use crate::row::{Row, SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Launch, Server, command};
@@ -16,22 +16,22 @@ const SECRET: &str = "open-sesame-4711";
 
 /// Checks a store that rejects calls for four seconds: failure modes decide, one warning names the
 /// reason, metrics show it, and the service recovers.
-fn refuse(
+fn check_rejection(
     row: &mut Row,
     redis: &Server,
     store: &str,
     reason: &[&str],
     limits: usize,
-    refuse: impl FnOnce(&mut redis::Connection),
+    check_rejection: impl FnOnce(&mut redis::Connection),
     repair: impl FnOnce(&mut redis::Connection),
 ) -> Run {
     let fleet = Fleet::start(store);
     let mut connection = redis.connection();
-    let load = Load::start(&fleet, usual_streams());
+    let load = Load::start(&fleet, default_streams());
     wait_under_load(WARM_UP);
     let written = fleet.written();
     let refused = Instant::now();
-    refuse(&mut connection);
+    check_rejection(&mut connection);
     wait_under_load(4 * SECOND);
     let warnings = fleet.warnings_since(&written);
     let mended = Instant::now();
@@ -56,7 +56,7 @@ fn refuse(
             format!("instance {instance} names the reason {clear} times: {lines:#?}")
         });
     }
-    row.within("back", run.back_after(mended, |_| true), 3 * SECOND);
+    row.within("back", run.recovered_after(mended, |_| true), 3 * SECOND);
     row.check_store_decides(&run, &fleet, mended + 3 * SECOND, Instant::now());
     let is_logged = fleet.instances.iter().any(|service| service.output().contains(SECRET));
     row.require_always(!is_logged, || "the password is in the log".to_owned());
@@ -81,7 +81,7 @@ fn maxmemory_reached() {
         let repair = |connection: &mut redis::Connection| {
             let () = command(connection, &["CONFIG", "SET", "maxmemory", "0"]);
         };
-        refuse(row, &redis, &redis.store(), &["oom", "memory"], 2, full, repair);
+        check_rejection(row, &redis, &redis.store(), &["oom", "memory"], 2, full, repair);
     });
 }
 
@@ -114,12 +114,12 @@ fn reset_on_a_full_server_reaches_other_instances() {
             .wait_until("a request is allowed", |_| other.post("/v1/acquire", &key).status == 200);
         let run = load.finish();
 
-        row.store_was_late(run.lateness());
+        row.record_store_delay(run.max_delay());
         row.require_always(response.status == 204, || {
             format!("the reset on a full server: {}", response.status)
         });
         row.within("seen by another instance", Some(admitted - reset), SECOND + SECOND / 2);
-        row.check_life(&fleet);
+        row.check_alive(&fleet);
         let eternal = redis.keys_without_expiry("rate_limit:*");
         row.require_always(eternal.is_empty(), || format!("without expiry: {eternal:?}"));
     });
@@ -150,7 +150,15 @@ fn password_is_changed() {
                 &["ACL", "SETUSER", "tide", "resetpass", &format!(">{SECRET}")],
             );
         };
-        refuse(row, &redis, &store, &["wrongpass", "password", "noauth"], 2, revoke, repair);
+        check_rejection(
+            row,
+            &redis,
+            &store,
+            &["wrongpass", "password", "noauth"],
+            2,
+            revoke,
+            repair,
+        );
     });
 }
 
@@ -175,7 +183,7 @@ fn permission_is_revoked_from_a_live_connection() {
         let repair = |connection: &mut redis::Connection| {
             let () = command(connection, &["ACL", "SETUSER", "tide", "+@scripting"]);
         };
-        refuse(row, &redis, &store, &["noperm", "permission"], 2, revoke, repair);
+        check_rejection(row, &redis, &store, &["noperm", "permission"], 2, revoke, repair);
     });
 }
 
@@ -201,7 +209,7 @@ fn server_is_loading() {
             let () = command(connection, &["CONFIG", "SET", "key-load-delay", "0"]);
             redis.wait_until("the loading is complete", |redis| redis.info("loading") == "0");
         };
-        refuse(row, &redis, &redis.store(), &["loading"], 2, load, repair);
+        check_rejection(row, &redis, &redis.store(), &["loading"], 2, load, repair);
     });
 }
 
@@ -220,7 +228,7 @@ fn another_client_runs_an_endless_script() {
         let repair = |connection: &mut redis::Connection| {
             let () = command(connection, &["SCRIPT", "KILL"]);
         };
-        refuse(row, &redis, &redis.store(), &["busy"], 2, run, repair);
+        check_rejection(row, &redis, &redis.store(), &["busy"], 2, run, repair);
     });
 }
 
@@ -237,7 +245,7 @@ fn too_many_clients() {
         let repair = |connection: &mut redis::Connection| {
             let () = command(connection, &["CONFIG", "SET", "maxclients", "1000"]);
         };
-        refuse(
+        check_rejection(
             row,
             &redis,
             &redis.store(),

@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 
 use crate::servers::{Server, TEST_TIMEOUT};
 
-const EVERY: Duration = Duration::from_millis(5);
+const PING_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Pings servers that are not stopped by the test: a server that stalls, because it waits for CPU
 /// time or a disk, makes calls miss their deadline.
-pub(crate) struct Pulse {
+pub(crate) struct PingMonitor {
     stop: Arc<AtomicBool>,
     watched: Vec<JoinHandle<Duration>>,
 }
 
-impl Pulse {
+impl PingMonitor {
     pub(crate) fn of(servers: &[&Server]) -> Self {
         let stop = Arc::<AtomicBool>::default();
         let watch = |server: &&Server| {
@@ -48,7 +48,7 @@ fn longest(mut stream: TcpStream, stop: &AtomicBool) -> Duration {
             .and_then(|()| stream.read_exact(&mut response))
             .expect("the server responds");
         longest = longest.max(sent.elapsed());
-        std::thread::sleep(EVERY);
+        std::thread::sleep(PING_INTERVAL);
     }
     longest
 }

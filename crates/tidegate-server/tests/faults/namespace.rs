@@ -1,7 +1,7 @@
 use std::process::Command;
 
 /// Network namespace behind a veth pair, whose packets can be dropped. Needs root.
-pub(crate) struct Hole {
+pub(crate) struct NetworkNamespace {
     pub(crate) namespace: String,
     /// Address inside the namespace.
     pub(crate) inside: String,
@@ -9,17 +9,17 @@ pub(crate) struct Hole {
     far_end: String,
 }
 
-impl Hole {
+impl NetworkNamespace {
     pub(crate) fn new() -> Self {
         let id = std::process::id();
         let net = format!("10.213.{}", id % 250);
-        let hole = Self {
+        let this = Self {
             namespace: format!("tidegate-{id}"),
             inside: format!("{net}.2"),
             cable: format!("tga{id}"),
             far_end: format!("tgb{id}"),
         };
-        let Self { namespace, inside, cable, far_end } = &hole;
+        let Self { namespace, inside, cable, far_end } = &this;
         ip(&["netns", "add", namespace]);
         ip(&["link", "add", cable, "type", "veth", "peer", "name", far_end, "netns", namespace]);
         ip(&["addr", "add", &format!("{net}.1/30"), "dev", cable]);
@@ -38,11 +38,11 @@ impl Hole {
         let there: Vec<&str> =
             ["-n", namespace].into_iter().chain(there.iter().map(String::as_str)).collect();
         ip(&there);
-        hole
+        this
     }
 
     /// Drops every packet in both directions, with a queue of length zero.
-    pub(crate) fn open(&self) {
+    pub(crate) fn drop_packets(&self) {
         run("tc", &["qdisc", "replace", "dev", &self.cable, "root", "pfifo", "limit", "0"]);
         run(
             "tc",
@@ -61,13 +61,13 @@ impl Hole {
         );
     }
 
-    pub(crate) fn close(&self) {
+    pub(crate) fn deliver_packets(&self) {
         run("tc", &["qdisc", "del", "dev", &self.cable, "root"]);
         run("tc", &["-n", &self.namespace, "qdisc", "del", "dev", &self.far_end, "root"]);
     }
 }
 
-impl Drop for Hole {
+impl Drop for NetworkNamespace {
     fn drop(&mut self) {
         let _ = Command::new("ip").args(["link", "del", &self.cable]).status();
         let _ = Command::new("ip").args(["netns", "del", &self.namespace]).status();
