@@ -209,7 +209,7 @@ impl Server {
             connection.set_read_timeout(Some(TEST_TIMEOUT))?;
             redis::cmd("INFO").arg("everything").query::<String>(&mut connection)
         };
-        let text = redis::Client::open(self.url()).and_then(payload).unwrap_or_default();
+        let text = redis::Client::open(self.url()).and_then(send).unwrap_or_default();
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix(name)?.strip_prefix(':').map(str::to_owned));
