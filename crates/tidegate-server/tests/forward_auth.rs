@@ -217,7 +217,8 @@ fn client_cannot_choose_its_policy_by_its_query() {
 #[test]
 fn api_token_is_required_and_never_used_as_a_key() {
     let service = Service::start(
-        "auth: {api_token: sesame}\npolicies: [{name: p, limit: 1, window: 1h, key: [header.authorization]}]\n",
+        "auth: {api_token: sesame}\npolicies: [{name: p, limit: 1, window: 1h, key: \
+         [header.authorization]}]\n",
     );
     let bearer = ("Authorization", "Bearer sesame");
     for wrong in [&[][..], &[("Authorization", "Bearer no")], &[("X-Tidegate-Token", "no"), bearer]]

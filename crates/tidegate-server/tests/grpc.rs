@@ -1,4 +1,5 @@
-//! gRPC at the level of frames: requests that no gRPC client sends, and the exact bytes of responses.
+//! gRPC at the level of frames: requests that no gRPC client sends, and the exact bytes of
+//! responses.
 
 mod support;
 

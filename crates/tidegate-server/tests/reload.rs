@@ -125,7 +125,8 @@ fn file_behind_kubernetes_symlinks_is_watched() {
 fn newly_named_file_is_watched_behind_its_symlink() {
     let rules = |limit: u64| {
         format!(
-            "domain: d\ndescriptors:\n  - key: k\n    rate_limit: {{unit: hour, requests_per_unit: {limit}}}\n"
+            "domain: d\ndescriptors:\n  - key: k\n    rate_limit: {{unit: hour, \
+             requests_per_unit: {limit}}}\n"
         )
     };
     let (service, root) = start_on_symlink(|root| {

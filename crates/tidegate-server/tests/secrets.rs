@@ -56,9 +56,12 @@ const INVALID_CONFIGS: &[&str] = &[
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: *t, limit: 1, window: 1s, cost: 2}\n",
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: *t}\n",
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: [ip, *t]}\n",
-    "auth: {api_token: &t header-S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: [*t]}\n",
-    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, match: {*t : b}}\n",
-    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, cost: {attribute: *t}}\n",
+    "auth: {api_token: &t header-S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: \
+     [*t]}\n",
+    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, match: {*t : \
+     b}}\n",
+    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, cost: \
+     {attribute: *t}}\n",
     "auth: {api_token: &t S3CR3T}\nattributes: [*t, *t]\n",
     "auth: {api_token: &t header.S3CR3T}\nattributes: [*t]\n",
     "auth: {api_token: &t S3CR3T}\nattributes: *t\n",

@@ -86,7 +86,8 @@ impl GatewayCommand {
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
                      \x20 gateway  {scheme}://{gateway}   to {upstreams}\n\
-                     \x20 admin    http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
+                     \x20 admin    http://{admin}   \
+                     (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
                     env!("CARGO_PKG_VERSION")
                 );
             }

@@ -74,15 +74,19 @@ domain: edge
 descriptors:
   - key: tenant
     descriptors:
-      - {key: user, rate_limit: {name: each-user, unit: hour, unit_multiplier: 2, requests_per_unit: 1}}
+      - key: user
+        rate_limit: {name: each-user, unit: hour, unit_multiplier: 2, requests_per_unit: 1}
   - {key: shut, shadow_mode: true, rate_limit: {unit: day, requests_per_unit: 0}}
   - {key: soft, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 5}}
   - {key: free, rate_limit: {unlimited: true}}
 ";
     let (service, _client) = start_on(FILES, rules).await;
     let rule = |name: &str, limit: u64, window_ms: u64, key: &[&str], mode: &str| {
-        json!({"name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms, "burst": limit,
-               "key": key, "mode": mode, "on_store_failure": "unavailable", "overrides": 0})
+        json!({
+            "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
+            "burst": limit, "key": key, "mode": mode, "on_store_failure": "unavailable",
+            "overrides": 0,
+        })
     };
     let mut each_user = rule("edge.tenant.user", 1, 7_200_000, &["tenant", "user"], "enforce");
     each_user["rule"] = json!("each-user");

@@ -108,10 +108,9 @@ async fn shadow_rule_never_denies_and_replaces_others() {
         "500 hits exceed the remaining 499, but in shadow mode"
     );
     let metrics = service.admin("/metrics").body;
-    assert!(
-        metrics.contains(r#"policy="edge.message_type_marketing.to_number_2061234567",outcome="shadow_denied"} 1"#),
-        "{metrics}"
-    );
+    let policy = "edge.message_type_marketing.to_number_2061234567";
+    let line = format!(r#"policy="{policy}",outcome="shadow_denied"}} 1"#);
+    assert!(metrics.contains(&line), "{metrics}");
     request.descriptors = vec![marketing];
     request.hits_addend = 100;
     let whole = client.try_send(request).await.expect("a response");

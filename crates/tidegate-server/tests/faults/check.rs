@@ -30,7 +30,7 @@ pub(crate) struct Record {
     pub(crate) allowed: bool,
     pub(crate) source: Source,
     /// Reason for a missing or malformed response.
-    pub(crate) trouble: Option<String>,
+    pub(crate) failure: Option<String>,
 }
 
 /// Probe of the service without Redis, measured from its scheduled time.
@@ -273,7 +273,7 @@ mod tests {
             status: if *allowed { 200 } else { 429 },
             allowed: *allowed,
             source: Source::Store,
-            trouble: None,
+            failure: None,
         };
         let probe = |(scheduled, responded): &(u32, u32)| Probe {
             scheduled: start + MS * *scheduled,

@@ -103,8 +103,8 @@ impl Fleet {
     }
 }
 
-/// Returns the load of every row: a key far above its limit, one with a tiny limit, some below their
-/// limits, and one per failure mode.
+/// Returns the load of every row: a key far above its limit, one with a tiny limit, some below
+/// their limits, and one per failure mode.
 pub(crate) fn default_streams() -> Vec<Stream> {
     let mut streams = vec![
         Stream::policy("hot", "hot", 150),

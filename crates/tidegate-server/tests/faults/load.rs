@@ -151,9 +151,9 @@ async fn drive(
                     status,
                     allowed,
                     source,
-                    trouble: None,
+                    failure: None,
                 },
-                Err(trouble) => Record {
+                Err(failure) => Record {
                     stream,
                     instance,
                     sent,
@@ -161,7 +161,7 @@ async fn drive(
                     status: 0,
                     allowed: false,
                     source: Source::None,
-                    trouble: Some(trouble),
+                    failure: Some(failure),
                 },
             };
             let _ = sink.send(record);

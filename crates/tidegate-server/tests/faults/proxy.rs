@@ -54,8 +54,8 @@ impl Proxy {
             .store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
     }
 
-    /// Returns the maximum delay of the proxy itself, which waits for CPU time as well. The value is
-    /// meaningless after the latency was lowered, because later data waits for earlier data.
+    /// Returns the maximum delay of the proxy itself, which waits for CPU time as well. The value
+    /// is meaningless after the latency was lowered, because later data waits for earlier data.
     pub(crate) fn max_delay(&self) -> Duration {
         Duration::from_micros(self.state.late.load(Ordering::SeqCst))
     }

@@ -46,8 +46,8 @@ pub(crate) struct Row {
 }
 
 /// Runs a row when the previous one is done. Guarantees that hold on any machine fail at once. A
-/// missed time is measured again: it proves nothing on a delayed machine, and fails the row if it is
-/// missed twice on an idle one.
+/// missed time is measured again: it proves nothing on a delayed machine, and fails the row if it
+/// is missed twice on an idle one.
 pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     // A failed row does not poison the lock for the next one.
     let _turn = ROW_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -80,7 +80,8 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
     }
 }
 
-/// Raises the priority of this session while it exists, so that measurements do not wait for a build.
+/// Raises the priority of this session while it exists, so that measurements do not wait for a
+/// build.
 struct PriorityBoost {
     before: Option<String>,
 }
@@ -137,13 +138,13 @@ impl Row {
         }
     }
 
-    /// Checks the guarantees of every row: all requests get a timely response, no key below its limit
-    /// is denied, no window exceeds `limits` times the limit, and every key has an expiry.
+    /// Checks the guarantees of every row: all requests get a timely response, no key below its
+    /// limit is denied, no window exceeds `limits` times the limit, and every key has an expiry.
     pub(crate) fn check(&mut self, run: &Run, fleet: &Fleet, limits: usize, servers: &[&Server]) {
         let unanswered: Vec<_> =
-            run.records.iter().filter(|record| record.trouble.is_some()).collect();
+            run.records.iter().filter(|record| record.failure.is_some()).collect();
         let example =
-            unanswered.first().and_then(|record| record.trouble.clone()).unwrap_or_default();
+            unanswered.first().and_then(|record| record.failure.clone()).unwrap_or_default();
         self.require_always(unanswered.is_empty(), || {
             format!("{} requests without an answer: {example}", unanswered.len())
         });
@@ -171,7 +172,8 @@ impl Row {
             let whatever = if fallen { limits.max(2) } else { limits };
             self.require_always(most <= whatever * limit, || {
                 format!(
-                    "{name}: {whatever} × {limit} is the bound on any machine; instances known: {:?}",
+                    "{name}: {whatever} × {limit} is the bound on any machine; instances known: \
+                     {:?}",
                     run.fleet_sizes()
                 )
             });
@@ -243,8 +245,8 @@ impl Row {
         });
     }
 
-    /// Checks that a resumed old primary is not used: pending calls in its socket write nothing, and no
-    /// further calls arrive.
+    /// Checks that a resumed old primary is not used: pending calls in its socket write nothing,
+    /// and no further calls arrive.
     pub(crate) fn check_old_primary(&mut self, monitor: &Monitor, awake: Instant) {
         let seen = monitor.written_after(self.started).len();
         self.require_always(seen > 0, || "the monitor of the old primary saw nothing".to_owned());
@@ -271,24 +273,30 @@ impl Row {
         self.require(others.is_empty(), || {
             let mut message = format!("{} decisions that are not the store's", others.len());
             for record in others.iter().take(5) {
-                let (name, after, took) = (&run.stream(record).name, record.sent - from, record.responded - record.sent);
+                let (name, after, took) =
+                    (&run.stream(record).name, record.sent - from, record.responded - record.sent);
                 let Record { instance, source, .. } = record;
                 let _ = write!(
                     message,
-                    "\n  {name} by {source:?} of instance {instance}, sent {after:?} later, took {took:?}"
+                    "\n  {name} by {source:?} of instance {instance}, sent {after:?} later, took \
+                     {took:?}"
                 );
             }
             for (number, service) in fleet.instances.iter().enumerate() {
                 let output = service.output();
                 let warnings = output.lines().skip_while(|line| !line.contains(" WARN "));
-                let _ = write!(message, "\n  instance {number}:\n{}", warnings.collect::<Vec<_>>().join("\n"));
+                let _ = write!(
+                    message,
+                    "\n  instance {number}:\n{}",
+                    warnings.collect::<Vec<_>>().join("\n")
+                );
             }
             message
         });
     }
 
-    /// Checks that the store charged exactly the allowed requests, except for those in flight at the
-    /// start or end of the outage. Requests sent within `away` must never be charged.
+    /// Checks that the store charged exactly the allowed requests, except for those in flight at
+    /// the start or end of the outage. Requests sent within `away` must never be charged.
     pub(crate) fn check_ledger(
         &mut self,
         run: &Run,

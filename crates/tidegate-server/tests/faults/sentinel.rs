@@ -90,8 +90,9 @@ impl SentinelDeployment {
         })
     }
 
-    /// Swaps primary and replica by hand; all connections stay open. The Sentinels are reconfigured as
-    /// their guide describes, without a failover and a newer epoch. Returns the time when all knew.
+    /// Swaps primary and replica by hand; all connections stay open. The Sentinels are reconfigured
+    /// as their guide describes, without a failover and a newer epoch. Returns the time when all
+    /// knew.
     pub(crate) fn swap_by_hand(&self) -> Instant {
         for sentinel in &self.sentinels {
             let _: () = sentinel.query(&["SENTINEL", "REMOVE", "mymaster"]);

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crate::namespace::NetworkNamespace;
 use crate::support::folder_in_memory;
 
-/// Time after which a test is considered hanging. A Sentinel that stalled for two seconds pauses for
-/// half a minute (TILT), which may happen on a busy machine.
+/// Time after which a test is considered hanging. A Sentinel that stalled for two seconds pauses
+/// for half a minute (TILT), which may happen on a busy machine.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Redis process, killed on drop.
@@ -257,8 +257,8 @@ pub(crate) fn command<T: redis::FromRedisValue>(
     command.query(connection).unwrap_or_else(|error| panic!("{words:?}: {error}"))
 }
 
-/// Returns a port that is free together with the one 10,000 above it, the cluster bus. Both are below
-/// the system's ephemeral range.
+/// Returns a port that is free together with the one 10,000 above it, the cluster bus. Both are
+/// below the system's ephemeral range.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();

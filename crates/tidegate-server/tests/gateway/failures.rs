@@ -212,7 +212,8 @@ fn forwarding_loop_is_detected() {
     let address = listener.local_addr().expect("bound").to_string();
     drop(listener);
     let config = format!(
-        "listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n"
+        "listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: \
+         '127.0.0.1:0'}}\n"
     );
     let gateway = Service::gateway(&config, &[&format!("http://{address}")]);
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 508);

@@ -14,13 +14,15 @@ policies:
 #[test]
 fn upstream_gets_forwarded_headers_without_hop_by_hop_ones() {
     let response =
-        b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\nConnection: X-Private\r\n\
-        X-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\nSet-Cookie: c=d\r\n\r\nok";
+        b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\n\
+          Connection: X-Private\r\nX-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\n\
+          Set-Cookie: c=d\r\n\r\nok";
     let upstream = Upstream::responding_with(response);
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = "POST /a/b?c=%20d HTTP/1.1\r\nHost: example.org\r\nX-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\n\
-        X-Forwarded-Prefix: /evil\r\nConnection: close, X-Hop\r\nX-Hop: secret\r\nProxy-Authorization: secret\r\n\
-        Keep-Alive: 5\r\nTE: trailers, gzip\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Length: 4\r\n\r\nbody";
+    let bytes = "POST /a/b?c=%20d HTTP/1.1\r\nHost: example.org\r\nX-Forwarded-For: 6.6.6.6\r\n\
+                 Forwarded: for=6.6.6.6\r\nX-Forwarded-Prefix: /evil\r\nConnection: close, \
+                 X-Hop\r\nX-Hop: secret\r\nProxy-Authorization: secret\r\nKeep-Alive: 5\r\nTE: \
+                 trailers, gzip\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Length: 4\r\n\r\nbody";
     let response = raw(&gateway.http, bytes.as_bytes());
     assert_eq!((response.status, response.body.as_str()), (201, "ok"));
     assert_eq!(response.header("x-own"), Some("a"));
@@ -72,14 +74,15 @@ fn headers_listed_in_connection_are_dropped() {
 fn trailers_cannot_spoof_headers() {
     let upstream = Upstream::start(|_, stream| {
         stream.write_all(
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum, keep-alive\r\n\r\n2\r\nok\r\n0\r\n\
-              X-Sum: 2\r\nKeep-Alive: 5\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum, keep-alive\r\n\r\n\
+              2\r\nok\r\n0\r\nX-Sum: 2\r\nKeep-Alive: 5\r\n\r\n",
         )
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\n\
-        Trailer: x-sum, x-forwarded-for, forwarded, connection\r\n\r\n1\r\na\r\n0\r\nX-Sum: 1\r\n\
-        X-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\nConnection: x\r\n\r\n";
+    let bytes = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nTE: trailers\r\n\
+                  Transfer-Encoding: chunked\r\nTrailer: x-sum, x-forwarded-for, forwarded, \
+                  connection\r\n\r\n1\r\na\r\n0\r\nX-Sum: 1\r\nX-Forwarded-For: 6.6.6.6\r\n\
+                  Forwarded: for=6.6.6.6\r\nConnection: x\r\n\r\n";
     let response = raw(&gateway.http, bytes);
     assert_eq!(response.status, 200);
     assert!(response.body.ends_with("0\r\nx-sum: 2\r\n\r\n"), "{response:?}");
@@ -92,7 +95,8 @@ fn responses_are_reframed_for_the_client() {
     let upstream = Upstream::start(|request, stream| {
         if request.head.starts_with("GET /both") {
             return stream.write_all(
-                b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nwhole\r\n0\r\n\r\n",
+                b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n\
+                  whole\r\n0\r\n\r\n",
             );
         }
         if request.head.starts_with("GET /stops") {
@@ -110,7 +114,8 @@ fn responses_are_reframed_for_the_client() {
     // Sequential requests on one connection, which stays open until the last response.
     client
         .write_all(
-            b"GET /both HTTP/1.1\r\nHost: h\r\n\r\nGET /old HTTP/1.1\r\nHost: h\r\n\r\nGET /stops HTTP/1.1\r\nHost: h\r\n\r\n",
+            b"GET /both HTTP/1.1\r\nHost: h\r\n\r\nGET /old HTTP/1.1\r\nHost: h\r\n\r\nGET \
+              /stops HTTP/1.1\r\nHost: h\r\n\r\n",
         )
         .expect("sent");
     let mut all = String::new();
@@ -124,8 +129,9 @@ fn responses_are_reframed_for_the_client() {
 #[test]
 fn rate_limit_headers_of_upstreams_are_not_mixed_with_ours() {
     let upstream = Upstream::responding_with(
-        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nRateLimit: \"up\";r=7;t=1\r\nRateLimit-Policy: \"up\";q=9;w=1\r\n\
-          RateLimit-Remaining: 7\r\nX-RateLimit-Limit: 9\r\nX-RateLimit-Used: 2\r\nRetry-After: 5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nRateLimit: \"up\";r=7;t=1\r\n\
+          RateLimit-Policy: \"up\";q=9;w=1\r\nRateLimit-Remaining: 7\r\nX-RateLimit-Limit: 9\r\n\
+          X-RateLimit-Used: 2\r\nRetry-After: 5\r\n\r\n",
     );
     let send = |config: &str, path: &str| {
         let gateway = Service::gateway(config, &[&upstream.url()]);
@@ -237,8 +243,8 @@ fn body_of_a_denied_request_is_not_read() {
     assert!(taken < 32 << 20, "{taken} bytes were read");
     assert_eq!(upstream.received().len(), 1);
     // With Expect, the client gets no 100 Continue.
-    let expecting =
-        b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n";
+    let expecting = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\n\
+          Content-Length: 9\r\n\r\n";
     assert_eq!(raw(&gateway.http, expecting).status, 429);
 }
 
@@ -248,7 +254,8 @@ fn expect_continue_is_answered_when_the_body_is_read() {
     let gateway = Service::gateway("", &[&upstream.url()]);
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
-    let head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n";
+    let head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\n\
+                 Content-Length: 4\r\n\r\n";
     client.write_all(head).expect("sent");
     let mut interim = [0; 25];
     std::io::Read::read_exact(&mut client, &mut interim).expect("an interim response");

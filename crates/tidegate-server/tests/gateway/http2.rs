@@ -117,8 +117,8 @@ impl Frames {
         self.0.write_all(&[&head, payload].concat()).expect("sent");
     }
 
-    /// Returns the kind, flags and payload of the next frame of a stream, and acknowledges frames of
-    /// the connection.
+    /// Returns the kind, flags and payload of the next frame of a stream, and acknowledges frames
+    /// of the connection.
     fn next(&mut self) -> (u8, u8, Vec<u8>) {
         loop {
             let mut head = [0; 9];

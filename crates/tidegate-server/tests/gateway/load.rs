@@ -132,7 +132,8 @@ fn gibibyte_streams_in_constant_memory_in_both_directions() {
 
 /// Chunked body of unknown length.
 fn upload(client: &mut TcpStream, size: usize) {
-    let head = b"PUT / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nX-Discard: y\r\nTransfer-Encoding: chunked\r\n\r\n";
+    let head = b"PUT / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nX-Discard: y\r\n\
+                 Transfer-Encoding: chunked\r\n\r\n";
     client.write_all(head).expect("sent");
     let mut chunk = format!("{:x}\r\n", 1 << 20).into_bytes();
     chunk.extend(std::iter::repeat_n(b'x', 1 << 20));
@@ -164,9 +165,13 @@ fn killed_upstream_never_causes_a_wrong_response() {
                 while !stop.load(Ordering::Relaxed) {
                     number += 1;
                     let limit = client * 1_000_000 + number;
-                    let body = json!({"key": "k", "quota": {"limit": limit, "window": "60s"}}).to_string();
+                    let body =
+                        json!({"key": "k", "quota": {"limit": limit, "window": "60s"}}).to_string();
                     let length = body.len();
-                    let text = format!("POST /v1/peek HTTP/1.1\r\nHost: h\r\nContent-Length: {length}\r\n\r\n{body}");
+                    let text = format!(
+                        "POST /v1/peek HTTP/1.1\r\nHost: h\r\nContent-Length: \
+                                        {length}\r\n\r\n{body}"
+                    );
                     match send(&mut stream, &text) {
                         Some((200, body)) => {
                             let response: Value = serde_json::from_str(&body).expect("JSON");

@@ -8,24 +8,47 @@ use crate::upstream::{OK, Upstream};
 const AMBIGUOUS: &[(&str, &[u8])] = &[
     (
         "a length and chunks",
-        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n\
+          0\r\n\r\n",
     ),
     (
         "chunks and a length",
-        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n\
+          0\r\n\r\n",
     ),
-    ("two lengths", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nContent-Length: 2\r\n\r\nabcd"),
-    ("the same length twice", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nContent-Length: 4\r\n\r\nabcd"),
+    (
+        "two lengths",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nContent-Length: 2\r\n\
+                      \r\nabcd",
+    ),
+    (
+        "the same length twice",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\
+                                Content-Length: 4\r\n\r\nabcd",
+    ),
     ("a list of lengths", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4, 4\r\n\r\nabcd"),
     ("a length with a sign", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: +4\r\n\r\nabcd"),
     ("a space before the colon", b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length : 4\r\n\r\nabcd"),
-    ("an unknown encoding", b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n"),
-    ("two encodings", b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n"),
+    (
+        "an unknown encoding",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: xchunked\r\n\r\n\
+                              0\r\n\r\n",
+    ),
+    (
+        "two encodings",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked, identity\r\n\
+                        \r\n0\r\n\r\n",
+    ),
     (
         "an encoding twice",
-        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: \
+          chunked\r\n\r\n0\r\n\r\n",
     ),
-    ("chunks in HTTP/1.0", b"POST / HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    (
+        "chunks in HTTP/1.0",
+        b"POST / HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n\
+                             0\r\n\r\n",
+    ),
     ("a bare LF behind the request line", b"GET / HTTP/1.1\nHost: h\r\n\r\n"),
     ("a bare LF behind a header", b"GET / HTTP/1.1\r\nHost: h\nX: y\r\n\r\n"),
     ("a bare LF at the end", b"GET / HTTP/1.1\r\nHost: h\r\n\n"),
@@ -41,7 +64,11 @@ const AMBIGUOUS: &[(&str, &[u8])] = &[
     ("a target with a host, and no Host", b"GET http://a/ HTTP/1.1\r\n\r\n"),
     ("a host with a user", b"GET / HTTP/1.1\r\nHost: u@h\r\n\r\n"),
     ("a target and a host with a user", b"GET http://u@h/ HTTP/1.1\r\nHost: u@h\r\n\r\n"),
-    ("two users", b"GET / HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n"),
+    (
+        "two users",
+        b"GET / HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer a\r\nAuthorization: \
+                    Bearer b\r\n\r\n",
+    ),
     ("a target for another host", b"GET http://a/ HTTP/1.1\r\nHost: b\r\n\r\n"),
     (
         "a chunk that ends with a bare LF",
@@ -51,7 +78,11 @@ const AMBIGUOUS: &[(&str, &[u8])] = &[
         "a chunk longer than its size",
         b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n",
     ),
-    ("a chunk with a sign", b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n+1\r\na\r\n0\r\n\r\n"),
+    (
+        "a chunk with a sign",
+        b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n\
+                              +1\r\na\r\n0\r\n\r\n",
+    ),
 ];
 
 #[test]
@@ -63,8 +94,8 @@ fn ambiguous_requests_are_rejected() {
         let before = upstream.received().len();
         let response = raw(&gateway.http, bytes);
         assert_eq!(response.status, 400, "{what}: {response:?}");
-        // Also after a valid request, and byte by byte, with another request behind it that must not be
-        // handled.
+        // Also after a valid request, and byte by byte, with another request behind it that must
+        // not be handled.
         let together = [good, *bytes, b"GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n"].concat();
         for piece in [together.len(), 1] {
             let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
@@ -94,7 +125,8 @@ fn bytes_after_a_rejected_upgrade_are_not_parsed() {
     let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let bytes =
-        b"GET / HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nGET /smuggled HTTP/1.1\nHost: h\n\n";
+        b"GET / HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nGET /smuggled \
+          HTTP/1.1\nHost: h\n\n";
     let response = raw(&gateway.http, bytes);
     assert_eq!((response.status, response.header("connection")), (200, Some("close")));
     assert_eq!(upstream.received().len(), 1);
@@ -122,8 +154,9 @@ fn upgrades_to_other_http_versions_are_not_forwarded() {
         "TLS/1.2",
     ] {
         let bytes = format!(
-            "GET / HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n\
-             HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            "GET / HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: \
+             {protocol}\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\nPRI * HTTP/2.0\r\n\r\n\
+             SM\r\n\r\n"
         );
         let response = raw(&gateway.http, bytes.as_bytes());
         assert_eq!(
@@ -168,9 +201,10 @@ fn pipelined_requests_are_answered_in_order() {
         )
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = b"GET /1 HTTP/1.1\r\nHost: h\r\n\r\nPOST /2 HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\r\na\nb\
-        POST /3 HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\n\r\n\n\r\n0\r\n\r\n\
-        GET /4 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n";
+    let bytes = b"GET /1 HTTP/1.1\r\nHost: h\r\n\r\nPOST /2 HTTP/1.1\r\nHost: h\r\n\
+                  Content-Length: 3\r\n\r\na\nbPOST /3 HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: \
+                  chunked\r\n\r\n3;x=y\r\n\r\n\n\r\n0\r\n\r\nGET /4 HTTP/1.1\r\nHost: h\r\n\
+                  Connection: close\r\n\r\n";
     let response = raw(&gateway.http, bytes);
     let all = response.body;
     let places: Vec<usize> =

@@ -16,7 +16,8 @@ fn echo() -> Upstream {
         assert_eq!(request.header("connection"), Some("upgrade"), "{}", request.head);
         assert_eq!(request.header("sec-websocket-key"), Some(KEY));
         let response = format!(
-            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {ACCEPT}\r\n\r\n"
+            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
+             Sec-WebSocket-Accept: {ACCEPT}\r\n\r\n"
         );
         stream.write_all(response.as_bytes())?;
         loop {
@@ -68,7 +69,8 @@ fn connect(gateway: &Service) -> TcpStream {
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     let head = format!(
-        "GET /chat HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: keep-alive, Upgrade\r\nSec-WebSocket-Key: {KEY}\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        "GET /chat HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: keep-alive, \
+         Upgrade\r\nSec-WebSocket-Key: {KEY}\r\nSec-WebSocket-Version: 13\r\n\r\n"
     );
     client.write_all(head.as_bytes()).expect("sent");
     client

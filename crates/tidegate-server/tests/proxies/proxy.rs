@@ -39,8 +39,8 @@ pub(crate) fn changed(text: &str, changes: &[(&str, &str)]) -> String {
 }
 
 impl Proxy {
-    /// Starts the proxy in front of the application. The port of Tidegate in the files (8080, or 8081
-    /// for gRPC) is replaced.
+    /// Starts the proxy in front of the application. The port of Tidegate in the files (8080, or
+    /// 8081 for gRPC) is replaced.
     pub(crate) fn start(recipe: &Recipe<'_>, app: u16, tidegate: (u16, &str)) -> Self {
         let folder = tempfile::tempdir().expect("a temporary directory");
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()));

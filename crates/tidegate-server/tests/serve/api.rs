@@ -40,7 +40,11 @@ fn acquire_accepts_three_request_forms() {
     assert!((3_500..=3_600).contains(&retry) && retry * 1_000 >= retry_ms, "{denied:?}");
 
     // A quota in the request.
-    let quota = json!({"key": "u1", "quota": {"algorithm": "token-bucket", "limit": 1, "window": "60s", "burst": 2}, "cost": 2});
+    let quota = json!({
+        "key": "u1",
+        "quota": {"algorithm": "token-bucket", "limit": 1, "window": "60s", "burst": 2},
+        "cost": 2,
+    });
     assert_eq!(service.acquire(&quota).status, 200);
     assert_eq!(service.acquire(&quota).status, 429);
 }
@@ -162,7 +166,8 @@ fn policies_apply_as_configured() {
 
 #[test]
 fn shadow_policy_never_denies_and_counts_denials() {
-    let policy = "{name: watched, mode: shadow, key: [header.authorization], missing_key: deny, limit: 2, window: 1h}";
+    let policy = "{name: watched, mode: shadow, key: [header.authorization], missing_key: deny, \
+                  limit: 2, window: 1h}";
     let service = Service::start(&format!("policies:\n  - {policy}\n"));
     let long = format!("Bearer {}", "x".repeat(600));
     let payloads = [

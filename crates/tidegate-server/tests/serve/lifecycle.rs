@@ -260,7 +260,8 @@ fn invalid_configuration_exits_with_2_and_a_helpful_message() {
         ("listen: {admin: '0.0.0.0:0'}\n", "auth.admin_token"),
         ("polices: []\n", "did you mean `policies`?"),
         (
-            "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: {redis: 'http://127.0.0.1:1'}\n",
+            "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}\nstore: \
+             {redis: 'http://127.0.0.1:1'}\n",
             "it must look like redis://",
         ),
         ("store: {redis: []}\n", "store.redis is empty"),

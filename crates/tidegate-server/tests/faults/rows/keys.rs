@@ -20,13 +20,15 @@ const PIPELINED: usize = 25;
 fn million_random_keys_in_memory() {
     row("1,000,000 random keys on memory", |row| {
         let mut config = format!(
-            "store: {{max_keys: {CAP}}}\npolicies:\n  - {{name: victim, match: {{path: /victim}}, limit: 5, window: 1h}}\n"
+            "store: {{max_keys: {CAP}}}\npolicies:\n  - {{name: victim, match: {{path: \
+             /victim}}, limit: 5, window: 1h}}\n"
         );
         for n in 0..KEYS_PER_REQUEST {
             // Half of the keys expire during the flood and free memory for others.
             let window = if n % 2 == 0 { "1h" } else { "1s" };
             let policy = format!(
-                "name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 5, window: {window}"
+                "name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 5, \
+                 window: {window}"
             );
             let _ = writeln!(config, "  - {{{policy}, on_store_failure: deny}}");
         }
@@ -90,7 +92,8 @@ fn other_users_after_an_outage() {
             format!("store: {{{}, timeout: 10s, instances: 1}}\npolicies:\n", redis.store());
         for n in 0..KEYS_PER_REQUEST {
             let policy = format!(
-                "name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 1000, window: 1h"
+                "name: random-{n}, match: {{path: /random}}, key: [header.k{n}], limit: 1000, \
+                 window: 1h"
             );
             let _ = writeln!(config, "  - {{{policy}}}");
         }
@@ -134,7 +137,8 @@ fn other_users_after_an_outage() {
 fn one_damaged_value() {
     row("a damaged value of one key", |row| {
         let redis = Server::start();
-        let policy = "{name: api, match: {path: /api}, key: [header.user], algorithm: token-bucket, limit: 100000, window: 1h}";
+        let policy = "{name: api, match: {path: /api}, key: [header.user], algorithm: \
+                      token-bucket, limit: 100000, window: 1h}";
         // The long timeout keeps a stall of the machine from failing calls.
         let service = Service::start(&format!(
             "store: {{{}, timeout: 10s}}\npolicies: [{policy}]\n",

@@ -64,7 +64,7 @@ fn redis_killed_and_restarted_empty() {
         row.within("back", run.recovered_after(returned, |_| true), SECOND);
         row.check_store_decides(&run, &fleet, returned + 2 * SECOND, Instant::now());
         let seen = run.records.iter().filter(|record| {
-            record.trouble.as_deref().is_some_and(|text| text.contains("NOSCRIPT"))
+            record.failure.as_deref().is_some_and(|text| text.contains("NOSCRIPT"))
         });
         let seen = seen.count();
         row.require_always(seen == 0, || format!("{seen} clients saw NOSCRIPT"));
