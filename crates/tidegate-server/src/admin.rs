@@ -1,4 +1,4 @@
-//! The admin listener: health, metrics, policies, hot keys, reset.
+//! Admin API: health, metrics, policies, hot keys, reset.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ use crate::envoy::rules::Limit;
 #[derive(Clone)]
 pub(crate) struct Admin {
     pub(crate) engine: Arc<Engine>,
-    /// False from the moment the process is asked to end.
+    /// False from the start of the shutdown.
     pub(crate) ready: Arc<AtomicBool>,
 }
 
@@ -48,8 +48,8 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     }
 }
 
-/// Ready to decide; and how the store does, in the detail: without it decisions still come, by each
-/// policy's word. Probes need no token; who has none where one is set sees no addresses.
+/// Reports readiness, and the state of the store as a detail: during an outage each policy's
+/// failure mode still decides. Probes need no token, but without one the addresses are hidden.
 async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     #[derive(Serialize)]
     struct Readiness {
@@ -62,25 +62,25 @@ async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     let ready = admin.ready.load(Ordering::Relaxed);
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let redis = admin.engine.backend.redis();
-    let may_see = token::check(admin.engine.active().admin_token.as_ref(), &headers).is_ok();
+    let is_authorized = token::check(admin.engine.active().admin_token.as_ref(), &headers).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
         store_up: redis.is_none_or(Redis::is_up),
-        redis: redis.filter(|_| may_see).map(RedisDetail::of),
+        redis: redis.filter(|_| is_authorized).map(RedisDetail::new),
     };
     (status, Json(body)).into_response()
 }
 
-/// How Redis does, and what stands in for it.
+/// State of Redis and of the fallback.
 #[derive(Serialize)]
 struct RedisDetail {
     nodes: Vec<NodeDetail>,
-    /// Parts of the store that are not asked because they fail, each with the last error.
+    /// Last errors of the nodes with an open circuit.
     breaker_open: Vec<String>,
-    /// Instances that share the limits while Redis is away.
+    /// Number of instances that share the limits during an outage.
     instances: usize,
-    /// Units admitted in its place, to be charged to it.
+    /// Units allowed during an outage that are still to be charged to Redis.
     owed_units: u64,
 }
 
@@ -92,7 +92,7 @@ struct NodeDetail {
 }
 
 impl RedisDetail {
-    fn of(redis: &Redis) -> Self {
+    fn new(redis: &Redis) -> Self {
         let node = |node: NodeHealth| NodeDetail {
             address: node.address,
             connected: node.connected,
@@ -128,7 +128,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         mode: &'static str,
         on_store_failure: &'static str,
         overrides: usize,
-        /// The name that ratelimit's file gives to a rule; `name` is that of its counts.
+        /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
         #[serde(skip_serializing_if = "Option::is_none")]
         rule: Option<&'a str>,
     }
@@ -162,7 +162,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             burst,
             key: rule.keys.iter().map(String::as_str).collect(),
             mode: rule.mode.as_str(),
-            // A gRPC status; then Envoy's failure_mode_deny decides.
+            // The call fails with this gRPC status, and Envoy's failure_mode_deny decides.
             on_store_failure: "unavailable",
             overrides: 0,
             rule: rule.name.as_deref(),
@@ -203,7 +203,7 @@ async fn hot_keys(
     .into_response())
 }
 
-/// Which count to forget.
+/// Counter to reset.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ResetBody {

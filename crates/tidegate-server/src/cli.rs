@@ -1,4 +1,4 @@
-//! The commands, one file each.
+//! Command line interface, one file per command.
 
 use std::process::ExitCode;
 
@@ -11,7 +11,7 @@ mod gateway;
 mod serve;
 pub(crate) mod style;
 
-/// Decides, exactly and fast, whether a request may pass now.
+/// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
 #[derive(Debug, Parser)]
 #[command(name = "tidegate", version, propagate_version = true, styles = style::HELP)]
 pub(crate) struct Arguments {
@@ -21,11 +21,11 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Serve(serve::Serve),
-    Gateway(gateway::Gateway),
-    Acquire(acquire::Acquire),
+    Serve(serve::ServeCommand),
+    Gateway(gateway::GatewayCommand),
+    Acquire(acquire::AcquireCommand),
     Config(config::ConfigCommand),
-    Doctor(doctor::Doctor),
+    Doctor(doctor::DoctorCommand),
 }
 
 impl Arguments {
@@ -40,16 +40,16 @@ impl Arguments {
     }
 }
 
-/// What is wrong with the flags, and what would be right, in one line.
+/// Formats an argument error, with its suggestion, as one line.
 pub(crate) fn one_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
-    let told = lines.filter(|line| !line.is_empty() && !line.starts_with("For more information"));
-    let told = told.collect::<Vec<_>>().join(" ");
+    let lines = lines.filter(|line| !line.is_empty() && !line.starts_with("For more information"));
+    let message = lines.collect::<Vec<_>>().join(" ");
     format!(
-        "{}error:{}{} (--help tells more)",
+        "{}error:{}{} (see --help)",
         style::ERROR,
         style::RESET,
-        told.trim_start_matches("error:")
+        message.trim_start_matches("error:")
     )
 }

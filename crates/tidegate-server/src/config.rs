@@ -1,5 +1,4 @@
-//! The configuration: raw YAML becomes a validated [`Config`], or an error that shows the place and
-//! what would be right.
+//! Configuration: parses YAML into a validated [`Config`]. Errors show the line and suggest a fix.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,7 +26,7 @@ pub(crate) use listen::Listen;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
 
-/// What `tidegate serve` runs with when no file is given.
+/// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
 
 #[derive(Debug)]
@@ -36,9 +35,9 @@ pub(crate) struct Config {
     pub(crate) store: StoreConfig,
     pub(crate) client_ip: ClientIp,
     pub(crate) policies: Policies,
-    pub(crate) envoy: Envoy,
+    pub(crate) envoy: EnvoyConfig,
     pub(crate) gateway: GatewayConfig,
-    /// The file and all that it names: what to watch.
+    /// Configuration file and all files that it names, which are watched for changes.
     pub(crate) files: Vec<PathBuf>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) x_ratelimit_headers: bool,
@@ -46,14 +45,14 @@ pub(crate) struct Config {
     pub(crate) admin_token: Option<Secret>,
 }
 
-/// Rules of envoyproxy/ratelimit, and how they count.
+/// Rules of envoyproxy/ratelimit and their default algorithm.
 #[derive(Debug)]
-pub(crate) struct Envoy {
+pub(crate) struct EnvoyConfig {
     pub(crate) rules: Rules,
     pub(crate) algorithm: Algorithm,
 }
 
-/// A text that is never printed.
+/// Text that is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Secret(String);
 
@@ -62,7 +61,7 @@ impl Secret {
         Self(text.into())
     }
 
-    /// To be handed on, never to be shown.
+    /// Returns the text, which callers must not print.
     pub(crate) fn reveal(&self) -> &str {
         &self.0
     }
@@ -75,7 +74,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Config {
-    /// Reads and validates a file.
+    /// Loads and validates a file.
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path).map_err(|error| {
             ConfigError::unreadable(&path.display().to_string(), &error.to_string())
@@ -86,27 +85,27 @@ impl Config {
         Ok(config)
     }
 
-    /// Validates a text; `name` is what errors call it.
+    /// Validates a text. Errors refer to it by `name`.
     pub(crate) fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
         Self::parse_in(Path::new(""), name, text)
     }
 
     fn parse_in(folder: &Path, name: &str, text: &str) -> Result<Self, ConfigError> {
         let document = Document::new(name, text).with_redaction(&redaction::NAMES);
-        let raw: raw::Config = document.parse()?;
+        let raw: raw::RawConfig = document.parse()?;
         validate(folder, &document, raw)
     }
 
-    /// The JSON Schema, for editors.
+    /// Returns the JSON Schema, for editors.
     pub(crate) fn schema() -> schemars::Schema {
-        schemars::schema_for!(raw::Config)
+        schemars::schema_for!(raw::RawConfig)
     }
 }
 
 fn validate(
     folder: &Path,
     document: &Document<'_>,
-    raw: raw::Config,
+    raw: raw::RawConfig,
 ) -> Result<Config, ConfigError> {
     let admin_token = token(document, raw.auth.admin_token)?;
     let api_token = token(document, raw.auth.api_token)?;
@@ -137,7 +136,7 @@ fn validate(
     })
 }
 
-/// A token that is written without a value would open what it is to guard.
+/// Validates a token. An empty one is an error, because it would disable authentication.
 fn token(
     document: &Document<'_>,
     raw: Option<Spanned<Option<String>>>,
@@ -146,40 +145,41 @@ fn token(
     match written.value.as_deref().map(str::trim) {
         None | Some("") => Err(document.error_at(
             &written,
-            "this token is empty: write one (in quotes, if it begins with a sign), or take it out",
+            "this token is empty: write one (in quotes, if it starts with a special character), \
+             or remove the field",
         )),
         Some(_) => Ok(written.value.map(Secret::new)),
     }
 }
 
-/// What listeners need, and the files that it is in.
+/// Returns the TLS settings of the listeners, and the files that they were loaded from.
 fn tls(
     document: &Document<'_>,
     folder: &Path,
-    raw: Option<raw::Tls>,
+    raw: Option<raw::RawTls>,
 ) -> Result<(Option<Arc<rustls::ServerConfig>>, Vec<PathBuf>), ConfigError> {
     let Some(raw) = raw else { return Ok((None, Vec::new())) };
-    let named = tls::Files {
+    let paths = tls::TlsFiles {
         certificate: folder.join(&raw.certificate.value),
         key: folder.join(&raw.key.value),
         client_ca: raw.client_ca.as_ref().map(|file| folder.join(&file.value)),
     };
-    let wrong =
-        |place: &Spanned<String>, error: String| document.error_at(place, &format!("tls: {error}"));
-    tls::certificates(&named.certificate).map_err(|error| wrong(&raw.certificate, error))?;
-    if let (Some(place), Some(file)) = (&raw.client_ca, &named.client_ca) {
-        tls::certificates(file).map_err(|error| wrong(place, error))?;
+    let error_at =
+        |field: &Spanned<String>, error: String| document.error_at(field, &format!("tls: {error}"));
+    tls::certificates(&paths.certificate).map_err(|error| error_at(&raw.certificate, error))?;
+    if let (Some(field), Some(file)) = (&raw.client_ca, &paths.client_ca) {
+        tls::certificates(file).map_err(|error| error_at(field, error))?;
     }
-    let loaded = tls::load(&named).map_err(|error| wrong(&raw.key, error))?;
-    let files = [named.certificate, named.key].into_iter().chain(named.client_ca).collect();
+    let loaded = tls::load(&paths).map_err(|error| error_at(&raw.key, error))?;
+    let files = [paths.certificate, paths.key].into_iter().chain(paths.client_ca).collect();
     Ok((Some(loaded), files))
 }
 
 fn envoy(
     document: &Document<'_>,
-    raw: &raw::Envoy,
+    raw: &raw::RawEnvoy,
     files: &[PathBuf],
-) -> Result<Envoy, ConfigError> {
+) -> Result<EnvoyConfig, ConfigError> {
     let algorithm =
         raw.algorithm.as_ref().map_or(Ok(Algorithm::FixedWindow), |name| named(document, name))?;
     let algorithms = raw
@@ -188,10 +188,10 @@ fn envoy(
         .map(|(rule, name)| Ok((rule.clone(), named(document, name)?)))
         .collect::<Result<BTreeMap<String, Algorithm>, ConfigError>>()?;
     let mut texts = Vec::with_capacity(files.len());
-    for (file, written) in files.iter().zip(&raw.files) {
+    for (file, field) in files.iter().zip(&raw.files) {
         let name = file.display().to_string();
         let text = std::fs::read_to_string(file).map_err(|error| {
-            document.error_at(written, &format!("{name}: cannot be read: {error}"))
+            document.error_at(field, &format!("{name}: cannot be read: {error}"))
         })?;
         texts.push((name, text));
     }
@@ -204,10 +204,10 @@ fn envoy(
         unknown
             .map_or_else(|| document.error(&message), |(_, name)| document.error_at(name, &message))
     })?;
-    Ok(Envoy { rules, algorithm })
+    Ok(EnvoyConfig { rules, algorithm })
 }
 
-fn client_ip(document: &Document<'_>, raw: &raw::ClientIp) -> Result<ClientIp, ConfigError> {
+fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {
     let network = |text: &Spanned<String>| -> Result<IpNet, ConfigError> {
         let parsed =
             text.value.parse::<IpNet>().or_else(|_| text.value.parse::<IpAddr>().map(IpNet::from));
@@ -237,7 +237,7 @@ fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
         .map_err(|error: tidegate::UnknownName| document.unknown_name_at(text, &error.to_string()))
 }
 
-/// The file that flags and environment name, if any.
+/// Returns the source of the configuration for messages: a file or the built-in sample.
 pub(crate) fn describe(path: Option<&PathBuf>) -> String {
     path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
 }

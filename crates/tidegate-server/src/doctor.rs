@@ -1,8 +1,8 @@
-//! Whether a Redis is fit to hold counts: what `tidegate doctor` tells, and what `serve` warns of
-//! at its start.
+//! Checks whether a Redis setup is fit for rate limiting: for `tidegate doctor`, and for the
+//! warnings of `serve` at startup.
 //!
-//! Each check adds [`Finding`]s to a [`Report`]. What a Redis does not let us ask is unknown: a
-//! note, never a failure. Everything here is bounded, in time and in number.
+//! Each check adds [`Finding`]s to a [`Report`]. If the Redis user lacks the permission for a
+//! check, its result is a note, never a failure. All checks are bounded in time and in number.
 
 use std::time::Duration;
 
@@ -23,24 +23,24 @@ mod replicas;
 mod sentinels;
 mod version;
 
-/// How bad a finding is. The worst is the verdict.
+/// Severity of a finding. The highest one is the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Level {
+pub(crate) enum Severity {
     Ok,
-    /// Worth knowing; nothing has to be done.
+    /// Information that needs no action.
     Note,
-    /// Works, and will not in a bad hour.
+    /// Works now, but not under load or during a failover.
     Warning,
-    /// Does not work, or limits do not hold.
+    /// Does not work, or limits are not enforced.
     Error,
 }
 
-/// What a check has found.
+/// Result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Finding {
-    pub(crate) level: Level,
-    /// A name that stays, such as `eviction-policy`.
+    pub(crate) level: Severity,
+    /// Stable name of the check, such as `eviction-policy`.
     pub(crate) check: &'static str,
     pub(crate) node: Option<String>,
     pub(crate) message: String,
@@ -49,20 +49,20 @@ pub(crate) struct Finding {
 
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Report {
-    pub(crate) verdict: Level,
-    pub(crate) nodes: Vec<Node>,
+    pub(crate) verdict: Severity,
+    pub(crate) nodes: Vec<NodeReport>,
     pub(crate) findings: Vec<Finding>,
-    /// Of all nodes together; `None` if no probe was answered.
+    /// Latency over all nodes; `None` if all probes failed.
     pub(crate) latency_us: Option<latency::Percentiles>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Node {
+pub(crate) struct NodeReport {
     pub(crate) address: String,
     pub(crate) role: Role,
-    /// Such as `Redis 7.0.15`.
+    /// Server and version, such as `Redis 7.0.15`.
     pub(crate) version: Option<String>,
-    /// How far its clock is ahead of this machine's.
+    /// Clock difference to this machine; positive if the node is ahead.
     pub(crate) clock_ahead_us: Option<i64>,
 }
 
@@ -74,44 +74,46 @@ pub(crate) enum Role {
     Sentinel,
 }
 
-/// What a Redis is examined for, and how thoroughly.
+/// Parameters of the checks.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Examination<'a> {
+pub(crate) struct CheckOptions<'a> {
     pub(crate) prefix: &'a str,
-    /// How long a decision may take: what latency is compared with.
+    /// Timeout of a decision, which latency is compared with.
     pub(crate) timeout: Duration,
-    /// Probes a node.
+    /// Number of latency probes per node.
     pub(crate) probes: usize,
-    /// Keys a node whose expiry is looked at.
-    pub(crate) keys: usize,
+    /// Maximum number of keys per node whose expiry is checked.
+    pub(crate) max_keys: usize,
 }
 
-/// A node that decides, while it is examined.
-struct Subject<'a> {
+/// Redis node that is being checked.
+struct NodeUnderTest<'a> {
     store: &'a RedisStore,
     address: &'a str,
-    /// Empty where INFO is not permitted.
+    /// Empty if INFO is not permitted.
     info: Info,
-    kind: Kind,
+    topology: Topology,
 }
 
+/// Redis deployment type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum Topology {
     Single,
     Sentinel,
     Cluster,
 }
 
-/// At the start of a service: enough to warn, and soon done.
-const AT_START: (usize, usize) = (20, 1_000);
-const TIME_AT_START: Duration = Duration::from_secs(10);
+/// Few probes and keys at startup, so that the checks finish quickly.
+const STARTUP_PROBES: usize = 20;
+const STARTUP_MAX_KEYS: usize = 1_000;
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Examines a Redis that is connected to.
-pub(crate) async fn examine(store: &RedisStore, examination: &Examination<'_>) -> Report {
+/// Runs all checks on a connected Redis.
+pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -> Report {
     let mut report = Report::default();
     let nodes = store.nodes();
     let (primaries, sentinels): (Vec<_>, Vec<_>) = nodes.iter().partition(|node| node.primary);
-    let mut kind = if sentinels.is_empty() { Kind::Single } else { Kind::Sentinel };
+    let mut topology = if sentinels.is_empty() { Topology::Single } else { Topology::Sentinel };
     let mut clocks = clock::Clocks::default();
     for (index, node) in primaries.iter().enumerate() {
         let address = node.address.as_str();
@@ -125,61 +127,74 @@ pub(crate) async fn examine(store: &RedisStore, examination: &Examination<'_>) -
             }
         };
         if info.text("redis_mode") == Some("cluster") || primaries.len() > 1 {
-            kind = Kind::Cluster;
+            topology = Topology::Cluster;
         }
-        let subject = Subject { store, address, info, kind };
+        let node_under_test = NodeUnderTest { store, address, info, topology };
         if index == 0 {
-            match kind {
-                Kind::Single => report.add(Finding::ok("topology", "a single server")),
-                Kind::Sentinel => sentinels::check(&subject, &sentinels, &mut report).await,
-                Kind::Cluster => cluster::check(&subject, primaries.len(), &mut report).await,
+            match topology {
+                Topology::Single => report.add(Finding::ok("topology", "a single server")),
+                Topology::Sentinel => {
+                    sentinels::check(&node_under_test, &sentinels, &mut report).await;
+                }
+                Topology::Cluster => {
+                    cluster::check(&node_under_test, primaries.len(), &mut report).await;
+                }
             }
         }
-        report.node(address, Role::Primary).version = subject.info.server();
-        version::check(&subject, &mut report);
-        acl::check(&subject, examination.prefix, &mut report).await;
-        memory::check(&subject, &mut report).await;
-        replicas::check(&subject, &mut clocks, &mut report).await;
-        clocks.look(&subject, &mut report).await;
-        latency::check(&subject, node.shard, examination, primaries.len(), &mut report).await;
-        keys::check(&subject, examination, &mut report).await;
+        report.node(address, Role::Primary).version = node_under_test.info.server();
+        version::check(&node_under_test, &mut report);
+        acl::check(&node_under_test, options.prefix, &mut report).await;
+        memory::check(&node_under_test, &mut report).await;
+        replicas::check(&node_under_test, &mut clocks, &mut report).await;
+        clocks.measure(&node_under_test, &mut report).await;
+        latency::check(&node_under_test, node.shard, options, primaries.len(), &mut report).await;
+        keys::check(&node_under_test, options, &mut report).await;
     }
     clocks.compare(&mut report);
     report
 }
 
-/// What is wrong with a Redis that could not be connected to, if it is a permission that lacks.
-pub(crate) fn lacks_to_connect(error: &StoreError, prefix: &str, kind: Kind) -> Option<Report> {
-    acl::lacks_to_connect(&error.to_string(), prefix, kind).map(Report::of)
+/// Returns a report if connecting failed because the user lacks a permission.
+pub(crate) fn missing_connect_permission(
+    error: &StoreError,
+    prefix: &str,
+    topology: Topology,
+) -> Option<Report> {
+    acl::missing_connect_permission(&error.to_string(), prefix, topology).map(Report::from)
 }
 
-/// Returns what a service does that starts while Redis is away.
+/// Checks the number of instances that a service assumes when it starts during an outage.
 pub(crate) fn instances(configured: Option<usize>) -> Finding {
     if let Some(instances) = configured {
         return Finding::ok(
             "instances",
-            format!("store.instances is {instances}: limits are shared by that many at least"),
+            format!("store.instances is {instances}: each limit is shared by at least that many"),
         );
     }
     let assumed = Fleet::ASSUMED_INSTANCES;
     let message = format!(
-        "store.instances is not set: an instance that starts while Redis is away assumes that {assumed} share each limit"
+        "store.instances is not set: an instance that starts while Redis is down assumes that \
+         {assumed} instances share each limit"
     );
     Finding::note("instances", message).advice("set store.instances to the number of instances")
 }
 
-/// Logs each warning and each error once.
-pub(crate) async fn warn_of(store: &RedisStore, prefix: &str, timeout: Duration) {
-    let (probes, keys) = AT_START;
-    let examination = Examination { prefix, timeout, probes, keys };
-    let Ok(report) = tokio::time::timeout(TIME_AT_START, examine(store, &examination)).await else {
-        tracing::warn!("Redis is too slow to be examined; `tidegate doctor` takes its time");
+/// Runs short checks at startup and logs each warning and each error once.
+pub(crate) async fn log_warnings(store: &RedisStore, prefix: &str, timeout: Duration) {
+    let options =
+        CheckOptions { prefix, timeout, probes: STARTUP_PROBES, max_keys: STARTUP_MAX_KEYS };
+    let checks = run_checks(store, &options);
+    let Ok(report) = tokio::time::timeout(STARTUP_TIMEOUT, checks).await else {
+        tracing::warn!(
+            "checking Redis took too long; `tidegate doctor` checks it without this time limit"
+        );
         return;
     };
-    for finding in report.findings.iter().filter(|finding| finding.level >= Level::Warning) {
+    for finding in report.findings.iter().filter(|finding| finding.level >= Severity::Warning) {
         let Finding { check, message, .. } = finding;
-        let (node, advice) = (finding.node.as_deref(), finding.advice.as_deref());
-        if finding.level == Level::Error {
+        let node = finding.node.as_deref();
+        let advice = finding.advice.as_deref();
+        if finding.level == Severity::Error {
             tracing::error!(check, node, advice, "Redis: {message}");
         } else {
             tracing::warn!(check, node, advice, "Redis: {message}");
@@ -187,8 +202,8 @@ pub(crate) async fn warn_of(store: &RedisStore, prefix: &str, timeout: Duration)
     }
 }
 
-impl Subject<'_> {
-    /// The value of a setting; `None` if it is not there or we may not ask.
+impl NodeUnderTest<'_> {
+    /// Returns the value of a setting; `None` if it does not exist or CONFIG GET is not permitted.
     async fn setting(&self, name: &str) -> Option<String> {
         let reply = self.store.ask_node(self.address, &["CONFIG", "GET", name]).await.ok()?;
         info::pairs(&reply)
@@ -197,38 +212,44 @@ impl Subject<'_> {
             .map(|(_, value)| value.to_owned())
     }
 
-    fn found(&self, report: &mut Report, finding: Finding) {
+    /// Adds a finding about this node.
+    fn add(&self, report: &mut Report, finding: Finding) {
         report.add(finding.on(self.address));
     }
 
-    fn unknown(&self, report: &mut Report, check: &'static str, asked_by: &str) {
-        let message = format!("unknown: this user may not ask by {asked_by}");
-        self.found(report, Finding::note(check, message));
+    /// Adds a note that a check was skipped for lack of a permission.
+    fn add_unknown(&self, report: &mut Report, check: &'static str, command: &str) {
+        self.add(report, Finding::unknown(check, command));
     }
 }
 
 impl Finding {
-    fn new(level: Level, check: &'static str, message: impl Into<String>) -> Self {
+    fn new(level: Severity, check: &'static str, message: impl Into<String>) -> Self {
         Self { level, check, node: None, message: message.into(), advice: None }
     }
 
     fn ok(check: &'static str, message: impl Into<String>) -> Self {
-        Self::new(Level::Ok, check, message)
+        Self::new(Severity::Ok, check, message)
     }
 
     pub(crate) fn note(check: &'static str, message: impl Into<String>) -> Self {
-        Self::new(Level::Note, check, message)
+        Self::new(Severity::Note, check, message)
     }
 
     fn warning(check: &'static str, message: impl Into<String>) -> Self {
-        Self::new(Level::Warning, check, message)
+        Self::new(Severity::Warning, check, message)
     }
 
     pub(crate) fn error(check: &'static str, message: impl Into<String>) -> Self {
-        Self::new(Level::Error, check, message)
+        Self::new(Severity::Error, check, message)
     }
 
-    /// What would be right.
+    /// Note that a check was skipped because the user may not run a command.
+    fn unknown(check: &'static str, command: &str) -> Self {
+        Self::note(check, format!("unknown: this user may not run {command}"))
+    }
+
+    /// Adds the recommended action.
     fn advice(self, advice: impl Into<String>) -> Self {
         Self { advice: Some(advice.into()), ..self }
     }
@@ -240,28 +261,29 @@ impl Finding {
 
 impl Default for Report {
     fn default() -> Self {
-        Self { verdict: Level::Ok, nodes: Vec::new(), findings: Vec::new(), latency_us: None }
+        Self { verdict: Severity::Ok, nodes: Vec::new(), findings: Vec::new(), latency_us: None }
     }
 }
 
-impl Report {
-    /// Nothing but this.
-    pub(crate) fn of(finding: Finding) -> Self {
+impl From<Finding> for Report {
+    fn from(finding: Finding) -> Self {
         let mut report = Self::default();
         report.add(finding);
         report
     }
+}
 
+impl Report {
     pub(crate) fn add(&mut self, finding: Finding) {
         self.verdict = self.verdict.max(finding.level);
         self.findings.push(finding);
     }
 
-    /// The entry of a node, new or old.
-    fn node(&mut self, address: &str, role: Role) -> &mut Node {
+    /// Returns the entry of a node, which is added if necessary.
+    fn node(&mut self, address: &str, role: Role) -> &mut NodeReport {
         let index =
             self.nodes.iter().position(|node| node.address == address).unwrap_or_else(|| {
-                self.nodes.push(Node {
+                self.nodes.push(NodeReport {
                     address: address.to_owned(),
                     role,
                     version: None,

@@ -11,7 +11,7 @@ use tidegate::{
 };
 
 use crate::backend::{Backend, StrictBackend};
-use crate::config::{Config, Envoy, Secret};
+use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Unit, override_name};
 use crate::hot_keys::HotKeys;
 use crate::logs;
@@ -32,7 +32,7 @@ type Pipeline<S> = PolicyLimiter<S, Arc<DecisionObserver>>;
 /// Configuration that a reload replaces as a whole.
 pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
-    pub(crate) envoy: Envoy,
+    pub(crate) envoy: EnvoyConfig,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) limiter: Pipeline<Arc<Backend>>,
     /// For Envoy, whose `failure_mode_deny` decides if the store fails.

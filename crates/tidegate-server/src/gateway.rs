@@ -1,6 +1,6 @@
-//! The gateway: hands requests on to upstreams and their answers back, as they come.
+//! Reverse proxy with rate limits: streams requests to upstreams and their responses back.
 //!
-//! In front stands the limit, which is asked before anything of the body is read.
+//! The rate limit is checked before any of the request body is read.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -25,21 +25,21 @@ use crate::listener::{self, Peer};
 
 mod body;
 mod client;
+mod error;
 mod head;
 mod limit;
 mod path;
-mod refusal;
 mod tunnel;
 mod upstreams;
 
-use body::{Activity, Download, Sent, Timed, Upload};
+use body::{Download, IdleTimeoutBody, IdleTimer, Upload, UpstreamRequestBody};
 use client::Clients;
+use error::ProxyError;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
-use refusal::Refusal;
 pub(crate) use upstreams::Upstream;
-use upstreams::{Speaks, Upstreams};
+use upstreams::{Protocol, Upstreams};
 
-/// What answers the gateway's listener.
+/// Returns the service of the gateway's listener.
 pub(crate) fn service(
     settings: &GatewayConfig,
     engine: &Arc<Engine>,
@@ -47,7 +47,7 @@ pub(crate) fn service(
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
     let upstreams =
-        Upstreams::new(upstreams).context("there is no upstream: --upstream names one")?;
+        Upstreams::new(upstreams).context("there is no upstream: name one with --upstream")?;
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         engine: Arc::clone(engine),
@@ -59,21 +59,21 @@ pub(crate) fn service(
     Ok(LimitedGateway::new(engine, &Gateway(Arc::new(proxy))))
 }
 
-/// Warns about policies for other front doors: one file may serve several, but a limit that never
-/// applies must not surprise.
-pub(crate) fn warn_of_unused_policies(policies: &Policies) {
+/// Warns about policies that never apply to the gateway. One file may configure several services,
+/// so these are not errors.
+pub(crate) fn warn_about_unused_policies(policies: &Policies) {
     for policy in policies.iter() {
         if let Some(attribute) = policy.non_http_attribute() {
             tracing::warn!(
                 policy = policy.name(),
                 attribute,
-                "no request to the gateway has an attribute of this policy"
+                "policy never applies: gateway requests do not have this attribute"
             );
         }
     }
 }
 
-/// The reverse proxy, as a service.
+/// Reverse proxy as a Tower service.
 #[derive(Clone)]
 pub(crate) struct Gateway(Arc<Proxy>);
 
@@ -88,7 +88,7 @@ impl Service<listener::Request> for Gateway {
 
     fn call(&mut self, request: listener::Request) -> Self::Future {
         let proxy = Arc::clone(&self.0);
-        Box::pin(async move { Ok(proxy.answer(request).await) })
+        Box::pin(async move { Ok(proxy.handle(request).await) })
     }
 }
 
@@ -101,13 +101,14 @@ struct Proxy {
 }
 
 impl Proxy {
-    async fn answer(&self, request: listener::Request) -> Response<Body> {
+    async fn handle(&self, request: listener::Request) -> Response<Body> {
         let is_http1 = request.version() < Version::HTTP_2;
-        self.forward(request).await.unwrap_or_else(|refusal| {
-            tracing::debug!(reason = refusal.reason(), "a request could not be handed on");
-            let mut response = refusal.into_response();
-            // Who sends such a thing once may be understood otherwise with what follows, too.
-            if is_http1 && matches!(refusal, Refusal::Ambiguous(_) | Refusal::Method(_)) {
+        self.forward(request).await.unwrap_or_else(|error| {
+            tracing::debug!(reason = error.reason(), "forwarding a request failed");
+            let mut response = error.into_response();
+            // Close the connection: the peer and the upstream may disagree on where the next
+            // request starts.
+            if is_http1 && matches!(error, ProxyError::Ambiguous(_) | ProxyError::Method(_)) {
                 response
                     .headers_mut()
                     .insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -116,35 +117,37 @@ impl Proxy {
         })
     }
 
-    async fn forward(&self, mut request: listener::Request) -> Result<Response<Body>, Refusal> {
-        let client_side = hyper::upgrade::on(&mut request);
+    async fn forward(&self, mut request: listener::Request) -> Result<Response<Body>, ProxyError> {
+        let client_upgrade = hyper::upgrade::on(&mut request);
         let (mut head, body) = request.into_parts();
         head::check(&head)?;
-        let peer = *head.extensions.get::<Peer>().ok_or(Refusal::Ambiguous("nobody sent it"))?;
-        let upgrade = head::upgrade(head.version, &head.headers);
-        let client_side = upgrade.is_some().then_some(client_side);
-        head::to_upstream(&mut head, peer, &self.engine.active().client_ip, upgrade);
-        let body = (!body.is_end_stream()).then(|| Timed::new(body, self.idle_timeout));
-        let answer = self.ask(head, body).await?;
-        self.hand_back(answer, client_side)
+        let peer =
+            *head.extensions.get::<Peer>().ok_or(ProxyError::Ambiguous("the peer is unknown"))?;
+        let protocol = head::upgrade(head.version, &head.headers);
+        let client_upgrade = protocol.is_some().then_some(client_upgrade);
+        head::to_upstream(&mut head, peer, &self.engine.active().client_ip, protocol);
+        let body = (!body.is_end_stream()).then(|| IdleTimeoutBody::new(body, self.idle_timeout));
+        let response = self.send(head, body).await?;
+        self.to_client(response, client_upgrade)
     }
 
-    /// Asks one upstream after the other, until one is reached.
-    async fn ask(
+    /// Sends the request to one upstream after the other, until one is reached.
+    async fn send(
         &self,
         mut head: Parts,
         mut body: Option<Upload>,
-    ) -> Result<Response<Incoming>, Refusal> {
+    ) -> Result<Response<Incoming>, ProxyError> {
         let has_body = body.is_some();
-        let mut last = Refusal::Unreachable;
+        let mut last_error = ProxyError::Unreachable;
         let mut candidates = self.upstreams.candidates().peekable();
         while let Some(upstream) = candidates.next() {
             let uri = upstream
                 .uri(&head.uri)
-                .ok_or(Refusal::Ambiguous("the request's target is no path"))?;
-            let activity = Activity::now();
-            let (sent, mut returned) = Sent::new(body.take(), activity.clone());
-            let mut request = Request::new(sent);
+                .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
+            let idle_timer = IdleTimer::start();
+            let (request_body, mut unused_body) =
+                UpstreamRequestBody::new(body.take(), idle_timer.clone());
+            let mut request = Request::new(request_body);
             *request.uri_mut() = uri;
             *request.method_mut() = head.method.clone();
             *request.headers_mut() = if candidates.peek().is_some() {
@@ -152,70 +155,78 @@ impl Proxy {
             } else {
                 std::mem::take(&mut head.headers)
             };
-            head::name_host(request.headers_mut(), upstream);
-            if upstream.speaks == Speaks::Http2 {
+            head::set_host(request.headers_mut(), upstream);
+            if upstream.protocol == Protocol::Http2 {
                 *request.version_mut() = Version::HTTP_2;
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
-            let answer = tokio::select! {
-                answer = self.clients.of(upstream.speaks).request(request) => answer.map_err(|error| {
-                    tracing::debug!(upstream = %upstream.authority, error = &error as &dyn std::error::Error, "no answer");
-                    Refusal::of(&error)
+            let client = self.clients.get(upstream.protocol);
+            let result = tokio::select! {
+                result = client.request(request) => result.map_err(|error| {
+                    tracing::debug!(
+                        upstream = %upstream.authority,
+                        error = &error as &dyn std::error::Error,
+                        "request to an upstream failed"
+                    );
+                    ProxyError::new(&error)
                 }),
-                () = activity.ceased(self.header_timeout) => Err(Refusal::NoAnswer),
+                () = idle_timer.expired(self.header_timeout) => Err(ProxyError::ResponseTimeout),
             };
-            match answer {
-                Ok(answer) => {
-                    upstream.has_answered();
-                    return Ok(answer);
+            match result {
+                Ok(response) => {
+                    upstream.record_success();
+                    return Ok(response);
                 }
-                Err(refusal) => {
-                    if refusal.is_upstreams() {
-                        self.upstreams.has_failed(upstream, refusal.reason());
+                Err(error) => {
+                    if error.is_upstream_failure() {
+                        self.upstreams.record_failure(upstream, error.reason());
                     }
-                    // Only what surely was not sent is sent to another.
-                    body = returned.try_recv().ok();
-                    if !matches!(refusal, Refusal::Unreachable | Refusal::ConnectTimeout)
+                    // Retry only a request of which nothing was sent.
+                    body = unused_body.try_recv().ok();
+                    if !matches!(error, ProxyError::Unreachable | ProxyError::ConnectTimeout)
                         || has_body != body.is_some()
                     {
-                        return Err(refusal);
+                        return Err(error);
                     }
-                    last = refusal;
+                    last_error = error;
                 }
             }
         }
-        Err(if self.upstreams.all_out() { Refusal::NoneLeft } else { last })
+        Err(if self.upstreams.all_ejected() { ProxyError::NoUpstream } else { last_error })
     }
 
-    fn hand_back(
+    fn to_client(
         &self,
-        mut answer: Response<Incoming>,
-        client_side: Option<OnUpgrade>,
-    ) -> Result<Response<Body>, Refusal> {
-        // What the upstream speaks is its affair: the client is spoken to as it speaks.
-        let version = std::mem::replace(answer.version_mut(), Version::HTTP_11);
-        if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-            head::to_client(version, answer.headers_mut());
-            if let Some(limits) = UpstreamRateLimitHeaders::take(answer.headers_mut()) {
-                answer.extensions_mut().insert(limits);
+        mut response: Response<Incoming>,
+        client_upgrade: Option<OnUpgrade>,
+    ) -> Result<Response<Body>, ProxyError> {
+        // The listener picks the version towards the client, independent of the upstream's.
+        let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
+        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            head::to_client(version, response.headers_mut());
+            if let Some(limits) = UpstreamRateLimitHeaders::take(response.headers_mut()) {
+                response.extensions_mut().insert(limits);
             }
-            let timed = |body| Body::new(Download::new(body, self.idle_timeout));
-            return Ok(
-                answer.map(|body| if body.is_end_stream() { Body::empty() } else { timed(body) })
-            );
+            return Ok(response.map(|body| {
+                if body.is_end_stream() {
+                    Body::empty()
+                } else {
+                    Body::new(Download::new(body, self.idle_timeout))
+                }
+            }));
         }
-        // An upgrade that nobody asked for.
-        let client_side = client_side.ok_or(Refusal::Broken)?;
-        let upstream_side = hyper::upgrade::on(&mut answer);
-        tokio::spawn(tunnel::carry(client_side, upstream_side, self.idle_timeout));
-        let headers = answer.headers_mut();
+        // An upgrade that the client did not request is a protocol error of the upstream.
+        let client_upgrade = client_upgrade.ok_or(ProxyError::ConnectionLost)?;
+        let upstream_upgrade = hyper::upgrade::on(&mut response);
+        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout));
+        let headers = response.headers_mut();
         let protocol = headers.get(header::UPGRADE).cloned();
         head::to_client(version, headers);
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
         if let Some(protocol) = protocol {
             headers.insert(header::UPGRADE, protocol);
         }
-        Ok(answer.map(|_| Body::empty()))
+        Ok(response.map(|_| Body::empty()))
     }
 }

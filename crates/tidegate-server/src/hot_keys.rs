@@ -1,12 +1,12 @@
-//! [`HotKeys`]: which keys were allowed and denied most in the last minutes, in bounded memory.
+//! [`HotKeys`]: the keys that were allowed and denied most in the last minutes, in bounded memory.
 //!
 //! The keys of a minute are counted by Space-Saving (Metwally, Agrawal, El Abbadi 2005): a sketch
-//! has a fixed number of entries, and a new key takes over the lightest one with its count, which
-//! is remembered as the newcomer's error. A key that makes up more than one part in
-//! [`ENTRIES_A_SKETCH`] of what its sketch sees is always in it, however many others come by.
+//! has a fixed number of entries, and a new key replaces the one with the lowest count. It inherits
+//! that count, which is also its maximum error. A key with more than one in [`SKETCH_ENTRIES`] of
+//! the decisions of a sketch is therefore always in it.
 //!
-//! It stands beside every decision, so it never waits: if a shard stays busy for longer than a
-//! moment, the record is left out. Counts are of what was recorded.
+//! Recording is part of every decision, so it never blocks: if the lock of a shard stays busy, the
+//! decision is not recorded.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -14,28 +14,26 @@ use std::hash::{BuildHasher, RandomState};
 use std::hint::spin_loop;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// 1,024 entries a minute for allowed, as many for denied. Few in each of many shards: threads
-/// seldom meet, and a sketch is so short that it needs no index: to search it takes some
-/// nanoseconds.
+/// Many shards with few entries each: threads rarely contend, and a linear search of a sketch takes
+/// only nanoseconds. There are 1,024 entries per minute for allowed and for denied keys each.
 const SHARDS: usize = 32;
-const ENTRIES_A_SKETCH: usize = 32;
-const MINUTES_KEPT: usize = 5;
-const SECONDS_A_MINUTE: u64 = 60;
-/// Longer keys and policy names are not recorded; the library takes none either.
+const SKETCH_ENTRIES: usize = 32;
+const MAX_MINUTES: usize = 5;
+const SECONDS_PER_MINUTE: u64 = 60;
+/// Longer keys and policy names are not recorded. The library rejects them as well.
 const MAX_BYTES: usize = 512;
-/// A record holds the lock for some nanoseconds: who fails so often has met a reader, or a thread
-/// put to sleep.
-const TRIES: usize = 16;
+/// Number of attempts to lock a shard. A record holds the lock for nanoseconds, so more failures
+/// mean that the holder is a reader or was preempted.
+const SPIN_LIMIT: usize = 16;
 
-/// The heaviest allowed and denied keys of the last minutes.
+/// Most frequently allowed and denied keys of the last minutes.
 pub(crate) struct HotKeys {
     shards: Box<[Shard]>,
-    /// Its seed is the process's secret: attackers choose keys, and could otherwise crowd one
-    /// shard.
+    /// Randomly seeded: attackers choose keys, and could otherwise fill a single shard.
     hasher: RandomState,
 }
 
-/// A key that came at most `count` times and at least `count - error` times.
+/// Key that was seen at most `count` times and at least `count - error` times.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct HotKey {
     pub(crate) policy: String,
@@ -44,13 +42,13 @@ pub(crate) struct HotKey {
     pub(crate) error: u64,
 }
 
-/// On cache lines of its own, or a lock on one shard would slow its neighbours.
+/// Shard on its own cache lines, to avoid false sharing between the locks.
 #[derive(Default)]
 #[repr(align(128))]
 struct Shard(Mutex<Minutes>);
 
-/// A ring: minute n is in place n mod its length, until n + length takes it over.
-type Minutes = [Minute; MINUTES_KEPT];
+/// Ring buffer: minute n is at index n modulo its length.
+type Minutes = [Minute; MAX_MINUTES];
 
 #[derive(Default)]
 struct Minute {
@@ -69,7 +67,7 @@ struct Entry {
     hash: u64,
     count: u64,
     error: u64,
-    /// The policy, then the key: one allocation, which the next key inherits.
+    /// Policy and key in one allocation, which is reused for the next key.
     name: String,
     policy_bytes: usize,
 }
@@ -79,21 +77,20 @@ impl HotKeys {
         Self { shards: (0..SHARDS).map(|_| Shard::default()).collect(), hasher: RandomState::new() }
     }
 
-    /// Counts a decision, at a time on any clock that goes forward. Answers whether it was
-    /// recorded, not left out.
+    /// Counts a decision at a time of any monotonic clock. Returns false if it was not recorded.
     pub(crate) fn record(&self, now_seconds: u64, policy: &str, key: &str, allowed: bool) -> bool {
         if policy.len() > MAX_BYTES || key.len() > MAX_BYTES {
             return false;
         }
         let hash = self.hasher.hash_one((policy, key));
-        let Some(mut minutes) = self.shard(hash).lock_unless_busy() else { return false };
-        let Some(minute) = minute_now(&mut minutes, now_seconds) else { return false };
+        let Some(mut minutes) = self.shard(hash).try_lock() else { return false };
+        let Some(minute) = minute_at(&mut minutes, now_seconds) else { return false };
         let sketch = if allowed { &mut minute.allowed } else { &mut minute.denied };
         sketch.add(hash, policy, key);
         true
     }
 
-    /// The heaviest `limit` keys over the kept minutes, by how often each surely came.
+    /// Returns the `limit` most frequent keys of the last minutes, by their guaranteed count.
     pub(crate) fn heaviest(&self, now_seconds: u64, allowed: bool, limit: usize) -> Vec<HotKey> {
         let mut keys: Vec<HotKey> = Vec::new();
         for shard in &self.shards {
@@ -121,8 +118,9 @@ impl Shard {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_unless_busy(&self) -> Option<MutexGuard<'_, Minutes>> {
-        for _ in 0..TRIES {
+    /// Locks the shard, or gives `None` after a short spin.
+    fn try_lock(&self) -> Option<MutexGuard<'_, Minutes>> {
+        for _ in 0..SPIN_LIMIT {
             match self.0.try_lock() {
                 Ok(minutes) => return Some(minutes),
                 Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
@@ -133,31 +131,32 @@ impl Shard {
     }
 }
 
-/// `None`: the time is so old that its place in the ring belongs to a later minute.
-fn minute_now(minutes: &mut Minutes, now_seconds: u64) -> Option<&mut Minute> {
-    let number = now_seconds / SECONDS_A_MINUTE;
-    let minute = &mut minutes[(number % MINUTES_KEPT as u64) as usize];
+/// Returns the current minute; `None` if its slot already belongs to a later minute.
+fn minute_at(minutes: &mut Minutes, now_seconds: u64) -> Option<&mut Minute> {
+    let number = now_seconds / SECONDS_PER_MINUTE;
+    let minute = &mut minutes[(number % MAX_MINUTES as u64) as usize];
     if minute.number < number {
         *minute = Minute { number, ..Minute::default() };
     }
     (minute.number == number).then_some(minute)
 }
 
-/// The counts of a shard's keys over the kept minutes.
+/// Returns the total counts of a shard's keys over the last minutes.
 fn totals(minutes: &Minutes, now_seconds: u64, allowed: bool) -> Vec<HotKey> {
-    let oldest = (now_seconds / SECONDS_A_MINUTE).saturating_sub(MINUTES_KEPT as u64 - 1);
-    let kept = minutes.iter().filter(|minute| minute.number >= oldest);
-    let sketches = kept.map(|minute| if allowed { &minute.allowed } else { &minute.denied });
-    // A key that a minute's sketch does not hold may have come as often as its lightest entry:
-    // without this doubt, the sum could be less than what came.
-    let doubt: u64 = sketches.clone().map(Sketch::lightest_count).sum();
+    let oldest = (now_seconds / SECONDS_PER_MINUTE).saturating_sub(MAX_MINUTES as u64 - 1);
+    let recent = minutes.iter().filter(|minute| minute.number >= oldest);
+    let sketches = recent.map(|minute| if allowed { &minute.allowed } else { &minute.denied });
+    // A key that is missing in a sketch may have been seen as often as its lowest count. Starting
+    // with the sum of these keeps each total an upper bound.
+    let max_missed: u64 = sketches.clone().map(Sketch::max_missed).sum();
     let mut totals: HashMap<(&str, &str), (u64, u64)> = HashMap::new();
     for sketch in sketches {
-        let resolved_doubt = sketch.lightest_count();
+        let missed_here = sketch.max_missed();
         for entry in &sketch.entries {
-            let (count, error) = totals.entry(entry.policy_and_key()).or_insert((doubt, doubt));
-            *count = *count - resolved_doubt + entry.count;
-            *error = *error - resolved_doubt + entry.error;
+            let (count, error) =
+                totals.entry(entry.policy_and_key()).or_insert((max_missed, max_missed));
+            *count = *count - missed_here + entry.count;
+            *error = *error - missed_here + entry.error;
         }
     }
     totals
@@ -173,23 +172,23 @@ fn totals(minutes: &Minutes, now_seconds: u64, allowed: bool) -> Vec<HotKey> {
 
 impl Sketch {
     fn add(&mut self, hash: u64, policy: &str, key: &str) {
-        let is_it =
+        let is_same =
             |entry: &&mut Entry| entry.hash == hash && entry.policy_and_key() == (policy, key);
-        if let Some(entry) = self.entries.iter_mut().find(is_it) {
+        if let Some(entry) = self.entries.iter_mut().find(is_same) {
             entry.count += 1;
             return;
         }
-        if self.entries.len() < ENTRIES_A_SKETCH {
+        if self.entries.len() < SKETCH_ENTRIES {
             self.entries.push(Entry::default());
         }
         if let Some(lightest) = self.entries.iter_mut().min_by_key(|entry| entry.count) {
-            lightest.pass_to(hash, policy, key);
+            lightest.replace(hash, policy, key);
         }
     }
 
-    /// A key that is not here has come so often at most.
-    fn lightest_count(&self) -> u64 {
-        let is_full = self.entries.len() == ENTRIES_A_SKETCH;
+    /// Returns the maximum number of times that a key without an entry was seen.
+    fn max_missed(&self) -> u64 {
+        let is_full = self.entries.len() == SKETCH_ENTRIES;
         self.entries.iter().map(|entry| entry.count).min().filter(|_| is_full).unwrap_or(0)
     }
 }
@@ -199,8 +198,8 @@ impl Entry {
         self.name.split_at(self.policy_bytes)
     }
 
-    /// The newcomer may have come before, up to as often as the one it replaces.
-    fn pass_to(&mut self, hash: u64, policy: &str, key: &str) {
+    /// Replaces the key. The new one may have been seen before, up to as often as the old one.
+    fn replace(&mut self, hash: u64, policy: &str, key: &str) {
         self.hash = hash;
         self.error = self.count;
         self.count += 1;
@@ -228,7 +227,7 @@ mod tests {
         }
     }
 
-    /// A different key for each number, without an order that a sketch could profit from.
+    /// Returns a different key for each number, in random order.
     fn random_key(number: u64) -> String {
         let mixed = number
             .wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -238,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn few_keys_are_counted_exactly_and_the_heaviest_comes_first() {
+    fn few_keys_are_counted_exactly_and_sorted_by_count() {
         let hot_keys = HotKeys::new();
         for number in 1..=100_u64 {
             record_times(&hot_keys, NOW, &format!("user{number}"), number);
@@ -252,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn allowed_and_denied_are_counted_apart() {
+    fn allowed_and_denied_are_counted_separately() {
         let hot_keys = HotKeys::new();
         record_times(&hot_keys, NOW, "both", 2);
         hot_keys.record(NOW, "per-user", "both", false);
@@ -261,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_one_of_its_policy_however_the_two_are_split() {
+    fn policy_and_key_are_distinguished() {
         let hot_keys = HotKeys::new();
         for (policy, key) in [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("ab", "c")] {
             hot_keys.record(NOW, policy, key, true);
@@ -273,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heavy_key_among_100_000_random_ones_is_found_within_its_error() {
+    fn heavy_key_among_100_000_random_ones_is_found_within_its_error() {
         let hot_keys = HotKeys::new();
         let mut heavy = 0;
         for number in 0..100_000 {
@@ -289,29 +288,29 @@ mod tests {
     }
 
     #[test]
-    fn every_count_is_within_its_error_over_several_minutes_of_crowding() {
+    fn every_count_is_within_its_error_with_full_sketches() {
         let hot_keys = HotKeys::new();
-        let mut came: HashMap<String, u64> = HashMap::new();
+        let mut actual: HashMap<String, u64> = HashMap::new();
         for number in 0..60_000_u64 {
-            // A quarter of the traffic is keys that come again, some more often than others.
-            let again = format!("again{}", (number * number / 7) % (1 + number % 997));
-            let key = if number % 4 == 0 { again } else { random_key(number) };
+            // A quarter of the traffic is recurring keys, with different frequencies.
+            let recurring = format!("recurring{}", (number * number / 7) % (1 + number % 997));
+            let key = if number % 4 == 0 { recurring } else { random_key(number) };
             record_times(&hot_keys, NOW + number / 240, &key, 1);
-            *came.entry(key).or_default() += 1;
+            *actual.entry(key).or_default() += 1;
         }
         let hottest = hot_keys.heaviest(NOW + 249, true, usize::MAX);
         assert!(hottest.len() > 1_000);
         for hot in &hottest {
             assert!(
-                (hot.count - hot.error..=hot.count).contains(&came[&hot.key]),
+                (hot.count - hot.error..=hot.count).contains(&actual[&hot.key]),
                 "{} times {hot:?}",
-                came[&hot.key]
+                actual[&hot.key]
             );
         }
     }
 
     #[test]
-    fn the_number_of_entries_and_their_bytes_are_bounded() {
+    fn number_and_size_of_entries_are_bounded() {
         let hot_keys = HotKeys::new();
         for number in 0..50_000 {
             let length = usize::try_from(number % 512).expect("small");
@@ -325,8 +324,8 @@ mod tests {
         for minute in hot_keys.shards.iter().flat_map(|shard| std::mem::take(&mut *shard.lock())) {
             for sketch in [minute.allowed, minute.denied] {
                 assert!(
-                    sketch.entries.len() <= ENTRIES_A_SKETCH
-                        && sketch.entries.capacity() <= ENTRIES_A_SKETCH
+                    sketch.entries.len() <= SKETCH_ENTRIES
+                        && sketch.entries.capacity() <= SKETCH_ENTRIES
                 );
                 assert!(sketch.entries.iter().all(|entry| entry.name.capacity() <= 2 * MAX_BYTES));
             }
@@ -334,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_left_out() {
+    fn long_keys_and_policies_are_not_recorded() {
         let hot_keys = HotKeys::new();
         assert!(hot_keys.record(NOW, &"p".repeat(512), &"k".repeat(512), true));
         assert!(!hot_keys.record(NOW, "p", &"k".repeat(513), true));
@@ -343,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn minutes_add_up_and_old_ones_fall_out() {
+    fn minutes_add_up_and_old_ones_expire() {
         let hot_keys = HotKeys::new();
         let start = NOW - NOW % 60;
         for minute in 0..5 {
@@ -358,19 +357,19 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_whose_time_is_a_little_late_counts_in_its_own_minute() {
+    fn late_records_count_in_their_own_minute() {
         let hot_keys = HotKeys::new();
         record_times(&hot_keys, NOW + 60, "k", 1);
         record_times(&hot_keys, NOW, "k", 1);
         assert_eq!(hot_keys.heaviest(NOW + 60, true, 10), [hot("k", 2)]);
         assert!(
             !hot_keys.record(NOW - 4 * 60, "per-user", "k", true),
-            "its place belongs to a later minute"
+            "its slot belongs to a later minute"
         );
     }
 
     #[test]
-    fn a_busy_shard_never_makes_a_decision_wait() {
+    fn busy_shard_never_blocks_a_decision() {
         let hot_keys = HotKeys::new();
         let busy: Vec<_> = hot_keys.shards.iter().map(Shard::lock).collect();
         assert!(!hot_keys.record(NOW, "per-user", "k", true));
@@ -379,26 +378,27 @@ mod tests {
     }
 
     #[test]
-    fn what_many_threads_record_is_counted_exactly() {
-        const OWN: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    fn concurrent_records_are_counted_exactly() {
+        const KEYS: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
         let hot_keys = HotKeys::new();
-        let recorded = |key| u64::from(hot_keys.record(NOW, "per-user", key, true));
-        let work = |own| {
-            let (mut of_own, mut of_shared) = (0, 0);
+        let record = |key| u64::from(hot_keys.record(NOW, "per-user", key, true));
+        let work = |key| {
+            let mut own_count = 0;
+            let mut shared_count = 0;
             for round in 0..5_000 {
-                of_own += recorded(own);
-                of_shared += recorded("shared");
+                own_count += record(key);
+                shared_count += record("shared");
                 if round % 1_000 == 0 {
                     hot_keys.heaviest(NOW, true, 10);
                 }
             }
-            (hot(own, of_own), of_shared)
+            (hot(key, own_count), shared_count)
         };
-        let (mut expected, of_shared): (Vec<HotKey>, Vec<u64>) = std::thread::scope(|scope| {
-            let threads = OWN.map(|own| scope.spawn(move || work(own)));
+        let (mut expected, shared_counts): (Vec<HotKey>, Vec<u64>) = std::thread::scope(|scope| {
+            let threads = KEYS.map(|key| scope.spawn(move || work(key)));
             threads.into_iter().map(|thread| thread.join().expect("no panic")).unzip()
         });
-        expected.push(hot("shared", of_shared.iter().sum()));
+        expected.push(hot("shared", shared_counts.iter().sum()));
         expected.retain(|hot| hot.count > 0);
         expected.sort_by(|one, other| one.rank().cmp(&other.rank()));
         assert_eq!(hot_keys.heaviest(NOW, true, 100), expected);

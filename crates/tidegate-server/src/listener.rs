@@ -1,5 +1,4 @@
-//! A listener that hostile clients cannot wear out: bounded in connections, header time and
-//! streams; ends gracefully.
+//! HTTP listener with bounded connections, header time and streams, and graceful shutdown.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -20,49 +19,53 @@ use tokio_rustls::TlsAcceptor;
 use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
 
-use crate::logs::Seldom;
+use crate::logs::LogThrottle;
 
+mod executor;
 mod framing;
-mod incoming;
-mod streams;
-mod taking;
-mod wire;
+mod guarded_stream;
+mod lingering;
+mod stall;
 
-pub(crate) use incoming::Incoming;
-use incoming::Lingering;
-use streams::Streams;
-pub(crate) use taking::Taking;
-use wire::Wire;
+use executor::StreamExecutor;
+use guarded_stream::GuardedStream;
+pub(crate) use lingering::Incoming;
+use lingering::LingeringService;
+pub(crate) use stall::WriteProgress;
 
-/// Connections at a time; more wait to be accepted.
+/// Maximum number of open connections; further clients wait in the accept queue.
 const MAX_CONNECTIONS: usize = 16_384;
-/// For the head of a request to come, also the first after a pause.
-const HEADER_TIME: Duration = Duration::from_secs(10);
+/// Time limit for a complete request head, also on an idle keep-alive connection.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_STREAMS: u32 = 256;
+const MAX_HEADER_BYTES: u32 = 64 * 1024;
+const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(30);
+/// Wait after a failed accept, which is usually caused by a lack of file descriptors.
+const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
 
-/// The other end of the connection.
+/// Client side of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
     pub(crate) address: SocketAddr,
-    /// By TLS.
-    pub(crate) secured: bool,
+    /// Whether the connection uses TLS.
+    pub(crate) tls: bool,
 }
 
-/// How a listener behaves.
+/// Behaviour of one listener.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Manner {
-    /// What is under way at the end may take so long.
-    pub(crate) drain: Duration,
-    /// A client that takes nothing of what it is sent is cut off.
-    pub(crate) write_time: Duration,
-    /// Requests that another server could read otherwise are refused.
-    pub(crate) strict: bool,
-    /// Answers take little of a processor: those of one connection need no tasks of their own.
-    pub(crate) light: bool,
+pub(crate) struct ListenerConfig {
+    /// Time that in-flight requests have to complete during shutdown.
+    pub(crate) drain_timeout: Duration,
+    /// Maximum time a client may go without reading any of its response.
+    pub(crate) write_timeout: Duration,
+    /// Rejects requests that another server could parse differently (request smuggling).
+    pub(crate) reject_ambiguous: bool,
+    /// Runs HTTP/2 streams on the connection's task. Suits handlers that need little CPU time.
+    pub(crate) inline_streams: bool,
 }
 
-/// A service of Tower's, which finds the [`Peer`] among a request's extensions.
-pub(crate) fn told_the_peer<S, B>(
+/// Wraps a Tower service so that every request carries its [`Peer`] as an extension.
+pub(crate) fn with_peer<S, B>(
     service: &S,
     peer: Peer,
 ) -> TowerToHyperService<MapRequest<S, impl FnMut(Request) -> Request + Clone + use<S, B>>>
@@ -75,14 +78,14 @@ where
     }))
 }
 
-/// Serves until `stop` says so, then answers what is under way. `service` makes one for each
+/// Serves until `stop` turns true, then drains in-flight requests. `service` is called once per
 /// connection.
 pub(crate) async fn serve<S, B>(
     listener: TcpListener,
     service: impl Fn(Peer) -> S,
     tls: impl Fn() -> Option<Arc<ServerConfig>>,
     mut stop: watch::Receiver<bool>,
-    manner: Manner,
+    config: ListenerConfig,
 ) where
     S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
     S::Future: Send,
@@ -91,41 +94,41 @@ pub(crate) async fn serve<S, B>(
     B::Error: Into<axum::BoxError>,
 {
     let graceful = GracefulShutdown::new();
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let accepted = tokio::select! {
-            accepted = accept(&listener, &places) => accepted,
+            accepted = accept(&listener, &connections) => accepted,
             _ = stop.wait_for(|stop| *stop) => break,
         };
-        let Some((stream, address, place)) = accepted else { continue };
+        let Some((stream, address, permit)) = accepted else { continue };
         let _ = stream.set_nodelay(true);
-        let (tls, watcher) = (tls(), graceful.watcher());
-        let peer = Peer { address, secured: tls.is_some() };
-        let service = service(peer);
+        let tls = tls();
+        let watcher = graceful.watcher();
+        let service = service(Peer { address, tls: tls.is_some() });
         tokio::spawn(async move {
-            // A connection that breaks is the client's affair.
+            // Connection errors are the client's, so they are not logged.
             match tls {
-                None => answer(stream, place, service, watcher, manner).await,
-                Some(config) => {
-                    let handshake = TlsAcceptor::from(config).accept(stream);
-                    if let Ok(Ok(stream)) = tokio::time::timeout(HEADER_TIME, handshake).await {
-                        answer(stream, place, service, watcher, manner).await;
+                None => serve_connection(stream, permit, service, watcher, config).await,
+                Some(tls) => {
+                    let handshake = TlsAcceptor::from(tls).accept(stream);
+                    if let Ok(Ok(stream)) = tokio::time::timeout(HEADER_TIMEOUT, handshake).await {
+                        serve_connection(stream, permit, service, watcher, config).await;
                     }
                 }
             }
         });
     }
     drop(listener);
-    let _ = tokio::time::timeout(manner.drain, graceful.shutdown()).await;
+    let _ = tokio::time::timeout(config.drain_timeout, graceful.shutdown()).await;
 }
 
-/// Answers what comes on one connection, HTTP/1.1 or HTTP/2.
-async fn answer<I, S, B>(
+/// Serves one HTTP/1.1 or HTTP/2 connection until it closes.
+async fn serve_connection<I, S, B>(
     stream: I,
-    place: OwnedSemaphorePermit,
+    permit: OwnedSemaphorePermit,
     service: S,
     watcher: Watcher,
-    manner: Manner,
+    config: ListenerConfig,
 ) where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
@@ -134,45 +137,52 @@ async fn answer<I, S, B>(
     B::Data: Send,
     B::Error: Into<axum::BoxError>,
 {
-    let stream = Wire::new(stream, place, HEADER_TIME, manner);
-    let streams =
-        if manner.light { Streams::together() } else { Streams::Apart(manner.write_time) };
-    let mut builder = auto::Builder::new(streams.clone());
+    let stream = GuardedStream::new(stream, permit, HEADER_TIMEOUT, config);
+    let executor = if config.inline_streams {
+        StreamExecutor::inline()
+    } else {
+        StreamExecutor::Spawn { write_timeout: config.write_timeout }
+    };
+    let mut builder = auto::Builder::new(executor.clone());
     builder
         .http1()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIME)
-        .max_buf_size(64 * 1024);
-    // A small answer is sooner copied behind its head than told to the system in two pieces.
-    builder.http1().writev(!manner.light);
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(MAX_HEADER_BYTES as usize);
+    // For small responses, copying the body behind the head is cheaper than a vectored write.
+    builder.http1().writev(!config.inline_streams);
     builder
         .http2()
         .timer(TokioTimer::new())
         .max_concurrent_streams(MAX_STREAMS)
-        .max_header_list_size(64 * 1024);
-    builder.http2().keep_alive_interval(Duration::from_secs(30)).keep_alive_timeout(HEADER_TIME);
-    let service = Lingering(service);
+        .max_header_list_size(MAX_HEADER_BYTES)
+        .keep_alive_interval(HTTP2_PING_INTERVAL)
+        .keep_alive_timeout(HEADER_TIMEOUT);
+    let service = LingeringService(service);
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-    let _ = streams.answer(watcher.watch(connection)).await;
+    let _ = executor.drive(watcher.watch(connection)).await;
 }
 
 pub(crate) type Request = hyper::Request<Incoming>;
 
 async fn accept(
     listener: &TcpListener,
-    places: &Arc<Semaphore>,
+    connections: &Arc<Semaphore>,
 ) -> Option<(tokio::net::TcpStream, SocketAddr, OwnedSemaphorePermit)> {
-    let place = Arc::clone(places).acquire_owned().await.ok()?;
+    let permit = Arc::clone(connections).acquire_owned().await.ok()?;
     match listener.accept().await {
-        Ok((stream, peer)) => Some((stream, peer, place)),
+        Ok((stream, address)) => Some((stream, address, permit)),
         Err(error) => {
-            // Out of file descriptors, most likely: it passes.
-            static FAILURES: Seldom = Seldom::new();
-            if let Some(untold) = FAILURES.to_tell(Instant::now()) {
-                tracing::warn!(%error, untold, "a connection could not be accepted; told once a minute");
+            static THROTTLE: LogThrottle = LogThrottle::new();
+            if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
+                tracing::warn!(
+                    %error,
+                    suppressed,
+                    "accepting a connection failed (logged once per minute)"
+                );
             }
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            tokio::time::sleep(ACCEPT_BACKOFF).await;
             None
         }
     }

@@ -8,10 +8,10 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, filter::Targets};
 
-mod seldom;
+mod throttle;
 mod traces;
 
-pub(crate) use seldom::{Seldom, store_failed};
+pub(crate) use throttle::{LogThrottle, store_failed};
 pub(crate) use traces::{TRACE, Traces, continue_trace};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -20,7 +20,8 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-/// Starts both. Called inside the runtime, which the exporter of traces sends by.
+/// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
+/// runs on.
 pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
     let filter = EnvFilter::try_from_env("TIDEGATE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
@@ -37,7 +38,7 @@ pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
     });
     tracing_subscriber::registry().with(lines).with(layer).init();
     if provider.is_some() {
-        traces::warn_of_protocol();
+        traces::warn_about_protocol();
     }
     Ok(Traces(provider))
 }

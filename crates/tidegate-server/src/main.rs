@@ -1,4 +1,4 @@
-//! The `tidegate` binary: parse, dispatch, exit code.
+//! Entry point of the `tidegate` binary: argument parsing, dispatch and exit code.
 
 use std::process::ExitCode;
 
@@ -11,6 +11,7 @@ mod backend;
 mod cli;
 mod config;
 mod doctor;
+mod duration;
 mod engine;
 mod envoy;
 mod gateway;
@@ -23,16 +24,16 @@ mod reload;
 mod serve;
 mod tls;
 
-/// A request is many small allocations; this one serves them fastest of those compared.
+/// Fastest of the allocators that were benchmarked: a request makes many small allocations.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let arguments = match cli::Arguments::try_parse() {
         Ok(arguments) => arguments,
-        // Help and the version are no errors, and have their own form.
+        // `--help` and `--version` are reported as errors by clap, but print to stdout.
         Err(error) if !error.use_stderr() => error.exit(),
-        // Nothing was asked for: what there is.
+        // Without a subcommand, the help text explains more than one error line.
         Err(error) if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
             return ExitCode::from(2);
@@ -44,10 +45,10 @@ fn main() -> ExitCode {
     };
     match arguments.run() {
         Ok(code) => code,
-        // Who reads our output has had enough, as `head` does: no error of ours.
+        // A closed pipe (`… | head`) is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // One line, whatever the causes are.
+            // The alternate form prints the whole chain of causes on one line.
             anstream::eprintln!("{}error:{} {error:#}", cli::style::ERROR, cli::style::RESET);
             ExitCode::from(2)
         }

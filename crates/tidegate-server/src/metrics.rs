@@ -1,7 +1,6 @@
-//! Counters of what was decided, in atomics of our own, written out in Prometheus's classic text
-//! format.
+//! Metrics in Prometheus's text format, kept in plain atomics.
 //!
-//! Never a key as a label: their number has no bound.
+//! A key is never a label, because the number of keys is unbounded.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,39 +11,40 @@ use std::time::Duration;
 use tidegate::{Source, StoreError};
 
 use crate::backend::{Backend, Redis};
+use crate::duration;
 
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
-    /// By policy, for all that there were since the start: a reload loses no counts.
+    /// Outcomes of every policy since the start, so that a reload resets no counter.
     outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
-    /// How many of those requests with limits of their own have named.
+    /// Number of names in `outcomes` that stem from limit overrides in requests.
     override_names: AtomicUsize,
     sources: [AtomicU64; SOURCES.len()],
     pub(crate) decision_seconds: Histogram,
     pub(crate) store_seconds: Histogram,
     store_errors: [AtomicU64; ERROR_KINDS.len()],
-    reloads_taken: AtomicU64,
-    reloads_refused: AtomicU64,
+    reload_successes: AtomicU64,
+    reload_failures: AtomicU64,
 }
 
-/// What a policy's decisions came to.
+/// Decisions of one policy, by outcome.
 #[derive(Debug, Default)]
 pub(crate) struct Outcomes {
     allowed: AtomicU64,
     denied: AtomicU64,
     shadow_denied: AtomicU64,
     missing_key: AtomicU64,
-    /// Those that the store did not make, by who did.
+    /// Decisions of a fallback, by source.
     fallback: [AtomicU64; FALLBACKS.len()],
 }
 
-/// The most policies and rules with counters of their own that requests can name.
+/// Maximum number of policy names, including those that requests create by matching rules.
 const MAX_NAMES: usize = 2_000;
-/// The same for limits that requests bring themselves, for which nothing is configured.
+/// Maximum number of names that stem from limit overrides in requests.
 const MAX_OVERRIDE_NAMES: usize = 200;
 const SOURCES: [Source; 5] =
     [Source::Store, Source::DenyCache, Source::Local, Source::Allow, Source::Deny];
-/// Who decides while the store cannot.
+/// Sources of decisions during an outage of the store.
 const FALLBACKS: [Source; 3] = [Source::Local, Source::Allow, Source::Deny];
 const ERROR_KINDS: [&str; 5] = ["full", "timeout", "unreachable", "refused", "misconfigured"];
 
@@ -71,23 +71,22 @@ impl Outcomes {
 }
 
 impl Metrics {
-    /// The counters of this policy.
+    /// Returns the counters of a policy.
     pub(crate) fn outcomes(&self, policy: &str) -> Arc<Outcomes> {
         let mut all = self.outcomes.write().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(all.entry(policy.to_owned()).or_default())
     }
 
-    /// The counters of a rule, or of limits that requests bring themselves, by the name that its
-    /// metrics have. That may hold what requests say: once there are too many names, they are
-    /// counted together under `common`.
+    /// Returns the counters of a rule, or of a limit override, by its metric name. The name may
+    /// contain values of requests, so once there are too many names, `common` is used instead.
     pub(crate) fn envoy_outcomes(
         &self,
         metric: &str,
         common: &str,
-        is_of_a_rule: bool,
+        is_rule: bool,
     ) -> Arc<Outcomes> {
         let known = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
-        let has_room = if is_of_a_rule {
+        let has_room = if is_rule {
             known.len() < MAX_NAMES
         } else {
             self.override_names.load(Ordering::Relaxed) < MAX_OVERRIDE_NAMES
@@ -97,7 +96,7 @@ impl Metrics {
             return Arc::clone(outcomes);
         }
         drop(known);
-        self.override_names.fetch_add(usize::from(!is_of_a_rule), Ordering::Relaxed);
+        self.override_names.fetch_add(usize::from(!is_rule), Ordering::Relaxed);
         self.outcomes(name)
     }
 
@@ -107,8 +106,8 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn count_store_call(&self, took: Duration, error: Option<&StoreError>) {
-        self.store_seconds.observe(took);
+    pub(crate) fn count_store_call(&self, duration: Duration, error: Option<&StoreError>) {
+        self.store_seconds.observe(duration);
         if let Some(error) = error {
             let kind = match error {
                 StoreError::Full { .. } => 0,
@@ -121,12 +120,12 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn count_reload(&self, taken: bool) {
-        let counter = if taken { &self.reloads_taken } else { &self.reloads_refused };
+    pub(crate) fn count_reload(&self, success: bool) {
+        let counter = if success { &self.reload_successes } else { &self.reload_failures };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The classic text format, version 0.0.4.
+    /// Returns all metrics in the text format, version 0.0.4.
     pub(crate) fn text(&self, backend: &Backend) -> String {
         let mut text = String::with_capacity(8 * 1024);
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -160,7 +159,7 @@ impl Metrics {
             &mut text,
             "tidegate_fallback_decisions_total",
             "counter",
-            "Decisions in the store's place, by policy.",
+            "Decisions of the fallback during an outage of the store, by policy and source.",
         );
         for (policy, outcomes) in
             self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
@@ -175,7 +174,7 @@ impl Metrics {
                 );
             }
         }
-        head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by who decided.");
+        head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by source.");
         for (source, counter) in SOURCES.iter().zip(&self.sources) {
             let _ = writeln!(
                 text,
@@ -186,26 +185,26 @@ impl Metrics {
         self.decision_seconds.write(
             &mut text,
             "tidegate_decision_seconds",
-            "Time to decide a request.",
+            "Duration of a decision.",
         );
         self.store_seconds.write(
             &mut text,
             "tidegate_store_seconds",
-            "Time of a call to the store.",
+            "Duration of a call to the store.",
         );
         head(
             &mut text,
             "tidegate_store_errors_total",
             "counter",
-            "Calls that the store could not decide, by kind.",
+            "Failed calls to the store, by kind of error.",
         );
         for (kind, counter) in ERROR_KINDS.iter().zip(&self.store_errors) {
             let _ =
                 writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
         }
-        head(&mut text, "tidegate_memory_keys", "gauge", "Keys held in this process's memory.");
+        head(&mut text, "tidegate_memory_keys", "gauge", "Keys in the memory of this process.");
         let _ = writeln!(text, "tidegate_memory_keys {}", backend.memory_keys());
-        head(&mut text, "tidegate_store_up", "gauge", "Whether the store decides.");
+        head(&mut text, "tidegate_store_up", "gauge", "Whether the store is available.");
         let _ = writeln!(
             text,
             "tidegate_store_up {}",
@@ -221,7 +220,7 @@ impl Metrics {
             "Reloads of the configuration, by outcome.",
         );
         for (outcome, counter) in
-            [("taken", &self.reloads_taken), ("refused", &self.reloads_refused)]
+            [("success", &self.reload_successes), ("failure", &self.reload_failures)]
         {
             let _ = writeln!(
                 text,
@@ -229,77 +228,78 @@ impl Metrics {
                 load(counter)
             );
         }
-        head(&mut text, "tidegate_build_info", "gauge", "The version that is running.");
+        head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
         text
     }
 }
 
-/// How Redis does, and what stands in for it.
+/// Writes the metrics of Redis and of the fallback.
 fn write_redis(text: &mut String, redis: &Redis) {
-    let (parts, fallback, store) =
-        (redis.breaker().states(), redis.fallback().stats(), redis.store());
+    let parts = redis.breaker().states();
+    let fallback = redis.fallback().stats();
+    let store = redis.store();
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
     let numbers = [
         (
             "tidegate_store_breaker_open",
             "gauge",
-            "Parts of the store (nodes of a cluster) that are not asked because they fail.",
+            "Nodes with an open circuit.",
             count(parts.iter().filter(|part| part.open).count()),
         ),
         (
             "tidegate_store_breaker_opened_total",
             "counter",
-            "How often a part of the store was given up for a while.",
+            "Number of times that the circuit of a node opened.",
             parts.iter().map(|part| part.times_opened).sum(),
         ),
         (
             "tidegate_deny_cache_entries",
             "gauge",
-            "Denials by the store that are remembered, some of which may have expired.",
+            "Entries of the deny cache, some of which may have expired.",
             count(redis.deny_cache().entries()),
         ),
         (
             "tidegate_fleet_instances",
             "gauge",
-            "Instances that share the limits while the store is away.",
+            "Instances that share the limits during an outage of the store.",
             count(redis.fallback().fleet().size()),
         ),
         (
-            "tidegate_owed_units",
+            "tidegate_pending_debit_units",
             "gauge",
-            "Units admitted in the store's place, to be charged to it.",
+            "Units allowed during an outage that are still to be charged to the store.",
             fallback.pending_debit_units,
         ),
         (
-            "tidegate_repaid_units_total",
+            "tidegate_settled_debit_units_total",
             "counter",
-            "Units charged to the store afterwards.",
+            "Units allowed during an outage that were charged to the store afterwards.",
             fallback.settled_debit_units,
         ),
         (
-            "tidegate_dropped_units_total",
+            "tidegate_dropped_debit_units_total",
             "counter",
-            "Units admitted in the store's place that were too many to be charged to it.",
+            "Units allowed during an outage that exceeded the limit on pending debits.",
             fallback.dropped_debit_units,
         ),
         (
             "tidegate_redis_script_loads_total",
             "counter",
-            "Scripts sent to Redis.",
+            "Scripts loaded into Redis.",
             store.script_loads(),
         ),
         (
             "tidegate_redis_reconnects_total",
             "counter",
-            "Connections to Redis made anew.",
+            "Reconnections to Redis.",
             store.reconnects(),
         ),
         (
             "tidegate_redis_redirects_total",
             "counter",
-            "Calls that a cluster sent on to another node.",
+            "Calls that a cluster redirected to another node.",
             store.redirects(),
         ),
     ];
@@ -313,18 +313,19 @@ fn head(text: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-/// A label's value may hold anything but these three as they are.
+/// Escapes the value of a label.
 fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// How long things took, in buckets from 10 µs to 1 s.
+/// Histogram of durations, in buckets from 10 µs to 1 s.
 #[derive(Debug, Default)]
 pub(crate) struct Histogram {
     buckets: [AtomicU64; BOUNDS.len() + 1],
     nanos: AtomicU64,
 }
 
+/// Upper bounds of the buckets, in microseconds and as labels in seconds.
 const BOUNDS: [(u64, &str); 16] = [
     (10, "1e-05"),
     (25, "2.5e-05"),
@@ -345,11 +346,11 @@ const BOUNDS: [(u64, &str); 16] = [
 ];
 
 impl Histogram {
-    pub(crate) fn observe(&self, took: Duration) {
-        let micros = u64::try_from(took.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
+    pub(crate) fn observe(&self, duration: Duration) {
+        let micros = duration::micros_rounded_up(duration);
         let bucket = BOUNDS.partition_point(|(bound, _)| *bound < micros);
         self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
-        self.nanos.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(0), Ordering::Relaxed);
+        self.nanos.fetch_add(duration::nanos(duration), Ordering::Relaxed);
     }
 
     fn write(&self, text: &mut String, name: &str, help: &str) {
@@ -371,7 +372,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_add_up_and_a_bound_belongs_to_its_bucket() {
+    fn buckets_are_cumulative_and_include_their_bound() {
         let histogram = Histogram::default();
         for micros in [1, 10, 11, 1_000_000, 1_000_001] {
             histogram.observe(Duration::from_micros(micros));
@@ -392,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policys_name_cannot_break_out_of_its_label() {
+    fn policy_names_are_escaped_in_labels() {
         let metrics = Metrics::default();
         metrics.outcomes("a\"} 1\nb\\").count(true, false);
         let backend = memory();

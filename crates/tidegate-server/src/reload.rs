@@ -1,9 +1,8 @@
-//! Takes a changed configuration without a restart: on a change of its files, and on SIGHUP.
+//! Reloads the configuration without a restart: when its files change, and on SIGHUP.
 //!
-//! Folders are watched, not files: editors and Kubernetes replace a file (or a link on the way to
-//! it), and a watch on the file itself would go on looking at the old one. A file that has just
-//! changed may be half written: it is read once two looks at it have found the same. Who sends a
-//! signal is done writing.
+//! Directories are watched, not files: editors and Kubernetes replace a file (or a symlink on the
+//! way to it), and a watch on the file itself would keep following the old one. A changed file may
+//! be half written, so it is loaded once two snapshots are equal; SIGHUP loads at once.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,95 +17,102 @@ use tokio::sync::mpsc;
 
 use crate::config::{Config, ConfigError};
 use crate::engine::Engine;
-use crate::serve::Fixed;
+use crate::serve::RestartOnlyConfig;
 
 mod links;
 
-/// Between the two looks.
-const SETTLE: Duration = Duration::from_millis(250);
+/// Time between two snapshots that must be equal before a changed file is loaded.
+const DEBOUNCE: Duration = Duration::from_millis(250);
 
-/// With a file its folder may be gone, and nothing be left that tells of its return.
-const LOOK_FOR_THE_LOST: Duration = Duration::from_secs(1);
+/// Poll interval while a file is missing. Its directory may be missing as well, and then no event
+/// reports its return.
+const MISSING_FILE_POLL: Duration = Duration::from_secs(1);
 
-/// Watches until the process ends.
+/// Maximum number of loads in a row when each names other files than the one before.
+const MAX_LOADS: usize = 3;
+
+/// Starts watching until the process ends.
 pub(crate) fn watch(
     file: PathBuf,
     files: Vec<PathBuf>,
-    fixed: Fixed,
+    restart_only: RestartOnlyConfig,
     warn: fn(&Policies),
     engine: Arc<Engine>,
 ) -> anyhow::Result<()> {
-    let (changed, changes) = mpsc::channel(1);
-    let notice = move |event: notify::Result<notify::Event>| {
-        // A read, such as our own, is no change.
+    let (sender, changes) = mpsc::channel(1);
+    let on_event = move |event: notify::Result<notify::Event>| {
+        // Reading a file, as this process does, is not a change.
         if !event.is_ok_and(|event| event.kind.is_access()) {
-            // Full: a change is under way already.
-            let _ = changed.try_send(());
+            // A full channel means that a change is already pending.
+            let _ = sender.try_send(());
         }
     };
-    let watcher = notify::recommended_watcher(notice).context("the file cannot be watched")?;
-    let mut watched =
-        Watched { watcher, warn, file, files, folders: BTreeSet::new(), last: Vec::new() };
-    watched.watch_folders();
+    let watcher =
+        notify::recommended_watcher(on_event).context("cannot watch the configuration file")?;
+    let mut watcher =
+        ConfigWatcher { watcher, warn, file, files, folders: BTreeSet::new(), loaded: Vec::new() };
+    watcher.watch_folders();
     let hangup = signal(SignalKind::hangup())?;
-    // Before anybody knows that we listen, and may change them.
-    watched.last = contents(look(&watched.files));
-    tokio::spawn(watched.follow(hangup, changes, fixed, engine));
+    // Taken before the addresses are announced, because the files may change right after that.
+    watcher.loaded = contents(snapshot(&watcher.files));
+    tokio::spawn(watcher.run(hangup, changes, restart_only, engine));
     Ok(())
 }
 
-/// The configuration and all files that it names.
-struct Watched {
+/// Watcher of the configuration file and all files that it names.
+struct ConfigWatcher {
     watcher: RecommendedWatcher,
     warn: fn(&Policies),
     file: PathBuf,
     files: Vec<PathBuf>,
     folders: BTreeSet<PathBuf>,
-    /// As they were before they were loaded: what changes meanwhile is still to be taken.
-    last: Vec<Option<Vec<u8>>>,
+    /// Contents just before the last load: a change during the load differs from them.
+    loaded: Vec<Option<Vec<u8>>>,
 }
 
-impl Watched {
-    async fn follow(
+impl ConfigWatcher {
+    async fn run(
         mut self,
         mut hangup: Signal,
         mut changes: mpsc::Receiver<()>,
-        fixed: Fixed,
+        restart_only: RestartOnlyConfig,
         engine: Arc<Engine>,
     ) {
-        let mut settling = None;
+        let mut pending = None;
         loop {
-            let pause = if settling.is_some() { SETTLE } else { LOOK_FOR_THE_LOST };
-            let lost = self.last.contains(&None);
-            let due = tokio::select! {
+            let interval = if pending.is_some() { DEBOUNCE } else { MISSING_FILE_POLL };
+            let is_missing = self.loaded.contains(&None);
+            let is_due = tokio::select! {
                 _ = hangup.recv() => true,
-                Some(()) = changes.recv(), if settling.is_none() => {
-                    settling = Some(look(&self.files));
+                Some(()) = changes.recv(), if pending.is_none() => {
+                    pending = Some(snapshot(&self.files));
                     false
                 }
-                () = tokio::time::sleep(pause), if settling.is_some() || lost => {
-                    let found = look(&self.files);
-                    let changed = contents(found.clone()) != self.last;
-                    let settled = settling.as_ref() == Some(&found);
-                    settling = changed.then_some(found);
-                    changed && settled
+                () = tokio::time::sleep(interval), if pending.is_some() || is_missing => {
+                    let current = snapshot(&self.files);
+                    let has_changed = contents(current.clone()) != self.loaded;
+                    let is_stable = pending.as_ref() == Some(&current);
+                    pending = has_changed.then_some(current);
+                    has_changed && is_stable
                 }
             };
-            if due {
-                settling = None;
-                self.take(&fixed, &engine);
+            if is_due {
+                pending = None;
+                self.reload(&restart_only, &engine);
             }
-            // A link may lead elsewhere now, and a folder be another of the same name.
+            // A symlink may have a new target, and a directory may have been replaced.
             self.watch_folders();
         }
     }
 
-    /// Whole or not at all.
-    fn take(&mut self, fixed: &Fixed, engine: &Engine) {
+    /// Applies the new configuration as a whole, or keeps the current one.
+    fn reload(&mut self, restart_only: &RestartOnlyConfig, engine: &Engine) {
         match self.load() {
             Ok(config) => {
-                if let Some(part) = fixed.differs(&config) {
-                    tracing::warn!("{part} has changed, which takes a restart; the rest is taken");
+                if let Some(section) = restart_only.changed_section(&config) {
+                    tracing::warn!(
+                        "changes in {section} need a restart, all other changes are applied"
+                    );
                 }
                 (self.warn)(&config.policies);
                 engine.reload(config);
@@ -115,20 +121,24 @@ impl Watched {
             }
             Err(error) => {
                 engine.metrics.count_reload(false);
-                tracing::error!(error = %error.line(), "configuration refused, the old one goes on");
+                tracing::error!(
+                    error = %error.line(),
+                    "reloading the configuration failed, keeping the current one"
+                );
             }
         }
     }
 
-    /// Once more if it names other files than before: they are watched before they are read.
+    /// Loads the configuration, again if it names other files than before: files must be watched
+    /// before they are read.
     fn load(&mut self) -> Result<Config, ConfigError> {
-        let mut tries = 0;
+        let mut loads = 0;
         loop {
-            tries += 1;
+            loads += 1;
             self.watch_folders();
-            self.last = contents(look(&self.files));
+            self.loaded = contents(snapshot(&self.files));
             let config = Config::load(&self.file)?;
-            if config.files == self.files || tries == 3 {
+            if config.files == self.files || loads == MAX_LOADS {
                 return Ok(config);
             }
             self.files.clone_from(&config.files);
@@ -138,31 +148,35 @@ impl Watched {
     fn watch_folders(&mut self) {
         let folders: BTreeSet<PathBuf> =
             self.files.iter().flat_map(|file| links::folders(file)).collect();
-        for left in self.folders.difference(&folders) {
-            // With a folder its watch is gone.
-            let _ = self.watcher.unwatch(left);
+        for unused in self.folders.difference(&folders) {
+            // Fails if the directory was removed, because its watch is gone with it.
+            let _ = self.watcher.unwatch(unused);
         }
         for folder in &folders {
             let watched = self.watcher.watch(folder, RecursiveMode::NonRecursive);
             if let Some(error) = watched.err().filter(|_| !self.folders.contains(folder)) {
-                tracing::warn!(folder = %folder.display(), %error, "not watched: changes there take a SIGHUP");
+                tracing::warn!(
+                    folder = %folder.display(),
+                    %error,
+                    "watching a directory failed, changes in it need a SIGHUP"
+                );
             }
         }
         self.folders = folders;
     }
 }
 
-/// A file as it is found, if it is there.
-type Look = Option<(SystemTime, Vec<u8>)>;
+/// Modification time and contents of a file, if it exists.
+type FileSnapshot = Option<(SystemTime, Vec<u8>)>;
 
-fn look(files: &[PathBuf]) -> Vec<Look> {
+fn snapshot(files: &[PathBuf]) -> Vec<FileSnapshot> {
     let read = |file: &Path| {
         std::io::Result::Ok((std::fs::metadata(file)?.modified()?, std::fs::read(file)?))
     };
     files.iter().map(|file| read(file).ok()).collect()
 }
 
-/// Without the times: a file that was only touched says what it said.
-fn contents(looks: Vec<Look>) -> Vec<Option<Vec<u8>>> {
-    looks.into_iter().map(|look| look.map(|(_, content)| content)).collect()
+/// Drops the modification times: a file that was only touched has not changed.
+fn contents(snapshots: Vec<FileSnapshot>) -> Vec<Option<Vec<u8>>> {
+    snapshots.into_iter().map(|snapshot| snapshot.map(|(_, content)| content)).collect()
 }

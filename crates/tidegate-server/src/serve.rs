@@ -1,4 +1,4 @@
-//! `tidegate serve` and `tidegate gateway`: wires the parts together, reloads, and drains.
+//! `tidegate serve` and `tidegate gateway`: startup, signal handling, drain and shutdown.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -18,24 +18,29 @@ use crate::admin::{self, Admin};
 use crate::config::{Config, GatewayConfig, Listen, RedisConfig, StoreConfig};
 use crate::engine::Engine;
 use crate::envoy::Envoy;
-use crate::listener::{self, Manner};
+use crate::listener::{self, ListenerConfig};
 use crate::{api, doctor, gateway, reload};
 
-/// What is under way when the process is asked to end gets this long; then it ends all the same.
-const DRAIN: Duration = Duration::from_secs(8);
+/// Time that in-flight requests have to complete after SIGTERM or SIGINT.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(8);
+/// The admin listener shuts down after all others and has only short requests.
+const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for settling pending debits during shutdown.
+const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Maximum time an API client may go without reading any of its response.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Wait between two checks for a connection to Redis at startup.
+const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A client of the API that takes nothing of its answer is cut off.
-const WRITE_TIME: Duration = Duration::from_secs(30);
-
-/// What a running service cannot change without a restart.
-pub(crate) struct Fixed {
+/// Settings that only take effect after a restart.
+pub(crate) struct RestartOnlyConfig {
     listen: Listen,
     store: StoreConfig,
     gateway: GatewayConfig,
 }
 
-impl Fixed {
-    fn of(config: &Config) -> Self {
+impl RestartOnlyConfig {
+    fn new(config: &Config) -> Self {
         Self {
             listen: config.listen.clone(),
             store: config.store.clone(),
@@ -43,8 +48,8 @@ impl Fixed {
         }
     }
 
-    /// Says what a new configuration would change in vain.
-    pub(crate) fn differs(&self, config: &Config) -> Option<&'static str> {
+    /// Returns the first section that differs in the new configuration.
+    pub(crate) fn changed_section(&self, config: &Config) -> Option<&'static str> {
         if self.listen != config.listen {
             return Some("listen");
         }
@@ -55,7 +60,7 @@ impl Fixed {
     }
 }
 
-/// Runs the API until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
+/// Runs the API until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
 pub(crate) async fn serve(
     config: Config,
     file: Option<PathBuf>,
@@ -69,8 +74,8 @@ pub(crate) async fn serve(
     let service = Service::start(config, file, |_| ()).await?;
     listen.admin = service.admin_address;
 
-    let (engine, stopped) = (&service.engine, &service.stopped);
-    let manner = Manner { drain: DRAIN, write_time: WRITE_TIME, strict: false, light: true };
+    let engine = &service.engine;
+    let stopped = &service.stopped;
     let http = {
         let engine = Arc::clone(engine);
         move |peer| api::service(&engine, peer)
@@ -78,25 +83,25 @@ pub(crate) async fn serve(
     let http = tokio::spawn(listener::serve(
         http_listener,
         http,
-        secured(engine),
+        current_tls(engine),
         stopped.clone(),
-        manner,
+        api_listener_config(DRAIN_TIMEOUT),
     ));
     let grpc = Envoy::new(Arc::clone(engine)).await?;
     let grpc = move |_| grpc.service();
     let grpc = tokio::spawn(listener::serve(
         grpc_listener,
         grpc,
-        secured(engine),
+        current_tls(engine),
         stopped.clone(),
-        manner,
+        api_listener_config(DRAIN_TIMEOUT),
     ));
     announce(&listen);
     service.run(signals, [http, grpc]).await;
     Ok(())
 }
 
-/// Runs the gateway until SIGTERM or SIGINT. `announce` is told the addresses once they are bound.
+/// Runs the gateway until SIGTERM or SIGINT. Calls `announce` with the bound addresses.
 pub(crate) async fn gateway(
     config: Config,
     file: Option<PathBuf>,
@@ -107,21 +112,37 @@ pub(crate) async fn gateway(
     let mut listen = config.listen.clone();
     listen.gateway = listener.local_addr()?;
     let settings = config.gateway.clone();
-    let service = Service::start(config, file, gateway::warn_of_unused_policies).await?;
+    let service = Service::start(config, file, gateway::warn_about_unused_policies).await?;
     listen.admin = service.admin_address;
 
-    let manner =
-        Manner { drain: DRAIN, write_time: settings.idle_timeout, strict: true, light: false };
     let gateway = gateway::service(&settings, &service.engine)?;
-    let gateway = move |peer| listener::told_the_peer(&gateway, peer);
-    let (tls, stopped) = (secured(&service.engine), service.stopped.clone());
-    let gateway = tokio::spawn(listener::serve(listener, gateway, tls, stopped, manner));
+    let gateway = tokio::spawn(listener::serve(
+        listener,
+        move |peer| listener::with_peer(&gateway, peer),
+        current_tls(&service.engine),
+        service.stopped.clone(),
+        ListenerConfig {
+            drain_timeout: DRAIN_TIMEOUT,
+            write_timeout: settings.idle_timeout,
+            reject_ambiguous: true,
+            inline_streams: false,
+        },
+    ));
     announce(&listen);
     service.run(signals, [gateway]).await;
     Ok(())
 }
 
-/// Asked for before anything else: a signal that comes early is not lost.
+fn api_listener_config(drain_timeout: Duration) -> ListenerConfig {
+    ListenerConfig {
+        drain_timeout,
+        write_timeout: WRITE_TIMEOUT,
+        reject_ambiguous: false,
+        inline_streams: true,
+    }
+}
+
+/// Signal handlers, installed before anything else so that an early signal is not lost.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -136,7 +157,7 @@ impl Signals {
     }
 }
 
-/// What every front door stands on: the engine, its configuration, the admin listener.
+/// Parts that every listener needs: the engine, its configuration and the admin listener.
 struct Service {
     engine: Arc<Engine>,
     ready: Arc<AtomicBool>,
@@ -148,7 +169,7 @@ struct Service {
 }
 
 impl Service {
-    /// Starts the engine; `warn` is called with the policies now and after each reload.
+    /// Starts the engine. `warn` is called with the policies now and after each reload.
     async fn start(
         config: Config,
         file: Option<PathBuf>,
@@ -161,78 +182,76 @@ impl Service {
         let admin_address = admin_listener.local_addr()?;
         let engine = Arc::new(Engine::start(config).await.context("store")?);
         if let StoreConfig::Redis(config) = &store {
-            tokio::spawn(examine(Arc::clone(&engine), RedisConfig::clone(config)));
+            tokio::spawn(check_redis(Arc::clone(&engine), RedisConfig::clone(config)));
         }
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
         if let Some(file) = file {
-            // As the file says it: what flags say instead is no change of the file.
-            let fixed = Fixed::of(&Config::load(&file)?);
-            reload::watch(file, files, fixed, warn, Arc::clone(&engine))?;
+            // Compared with the file alone: command line flags are not a change of the file.
+            let restart_only = RestartOnlyConfig::new(&Config::load(&file)?);
+            reload::watch(file, files, restart_only, warn, Arc::clone(&engine))?;
         }
-        // The admin listener answers as long as anything is under way: it says that we are not
-        // ready any more.
+        // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);
-        let admin = admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
-        let router = move |peer| listener::told_the_peer(&admin, peer);
-        let manner = Manner {
-            drain: Duration::from_secs(1),
-            write_time: WRITE_TIME,
-            strict: false,
-            light: true,
-        };
-        let admin =
-            tokio::spawn(listener::serve(admin_listener, router, || None, admin_stopped, manner));
+        let router =
+            admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
+        let admin = tokio::spawn(listener::serve(
+            admin_listener,
+            move |peer| listener::with_peer(&router, peer),
+            || None,
+            admin_stopped,
+            api_listener_config(ADMIN_DRAIN_TIMEOUT),
+        ));
         Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })
     }
 
-    /// Until a signal comes; then all that is under way is answered.
-    async fn run(self, mut signals: Signals, doors: impl IntoIterator<Item = JoinHandle<()>>) {
+    /// Waits for a signal, then drains the listeners and shuts down.
+    async fn run(self, mut signals: Signals, listeners: impl IntoIterator<Item = JoinHandle<()>>) {
         tokio::select! {
             _ = signals.terminate.recv() => {}
             _ = signals.interrupt.recv() => {}
         }
         self.ready.store(false, Ordering::Relaxed);
-        tracing::info!("asked to end: answering what is under way");
+        tracing::info!("shutting down, draining in-flight requests");
         let _ = self.stop.send(true);
-        for door in doors {
-            let _ = door.await;
+        for listener in listeners {
+            let _ = listener.await;
         }
         if let Some(redis) = self.engine.backend.redis() {
-            // What was admitted in its place is not forgotten with this process.
-            // On the heap: with all the stores within, it is a deep type.
-            let repay = Box::pin(redis.fallback().settle());
-            let _ = tokio::time::timeout(Duration::from_millis(500), repay).await;
+            // Debits of requests admitted during an outage would be lost with this process. The
+            // future is boxed because its type nests all stores.
+            let settle = Box::pin(redis.fallback().settle());
+            let _ = tokio::time::timeout(SETTLE_TIMEOUT, settle).await;
         }
         let _ = self.admin_stop.send(true);
         let _ = self.admin.await;
-        tracing::info!("ended");
+        tracing::info!("stopped");
     }
 }
 
-/// Warns of what is wrong with Redis, as soon as it is there.
-async fn examine(engine: Arc<Engine>, config: RedisConfig) {
+/// Logs warnings about the setup of Redis once it is connected.
+async fn check_redis(engine: Arc<Engine>, config: RedisConfig) {
     let Some(redis) = engine.backend.redis() else { return };
     while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        tokio::time::sleep(STARTUP_POLL_INTERVAL).await;
     }
-    doctor::warn_of(redis.store(), config.prefix(), config.timeout()).await;
+    doctor::log_warnings(redis.store(), config.prefix(), config.timeout()).await;
 }
 
-/// Every connection is a file. Many systems start a process with 1,024 of them, and let it ask for
-/// more.
+/// Raises the soft limit on open files to the hard limit. Every connection needs a file descriptor,
+/// and many systems start a process with a soft limit of 1,024.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| limit.maximum.is_none_or(|maximum| current < maximum))
         && let Err(error) =
             setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
     {
-        tracing::warn!(%error, limit = limit.current, "the limit on open files stays as it is");
+        tracing::warn!(%error, limit = limit.current, "raising the limit on open files failed");
     }
 }
 
-/// TLS as it is configured now: certificates are taken anew without a restart.
-fn secured(
+/// Returns a source of the current TLS settings: a reload replaces certificates without a restart.
+fn current_tls(
     engine: &Arc<Engine>,
 ) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
     let engine = Arc::clone(engine);
@@ -243,7 +262,7 @@ async fn bind(address: SocketAddr, field: &str) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.with_context(|| format!("{field}: cannot listen on {address}"))
 }
 
-/// The configuration from a file, or the built-in sample.
+/// Loads the configuration from a file, or the built-in sample.
 pub(crate) fn configuration(file: Option<&Path>) -> Result<Config, crate::config::ConfigError> {
     match file {
         Some(file) => Config::load(file),

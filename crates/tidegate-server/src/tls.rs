@@ -1,4 +1,4 @@
-//! TLS to clients: certificates from PEM files, clients' own certificates if they are asked for.
+//! TLS towards clients: server certificates from PEM files, optional client certificates.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,17 +8,17 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
-/// Where the certificates are.
+/// PEM files of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Files {
+pub(crate) struct TlsFiles {
     pub(crate) certificate: PathBuf,
     pub(crate) key: PathBuf,
-    /// Clients must show a certificate that one of these has signed.
+    /// CAs that must have signed the certificate of every client.
     pub(crate) client_ca: Option<PathBuf>,
 }
 
-/// What a listener needs, or what is wrong with which file.
-pub(crate) fn load(files: &Files) -> Result<Arc<ServerConfig>, String> {
+/// Loads the TLS settings of a listener. The error names the file.
+pub(crate) fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
@@ -38,33 +38,35 @@ pub(crate) fn load(files: &Files) -> Result<Arc<ServerConfig>, String> {
         }
     };
     let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| {
-        format!("{}: no private key in PEM can be read: {error}", shown(&files.key))
+        format!("{}: cannot read a PEM private key: {error}", shown(&files.key))
     })?;
     let mut config =
         builder.with_single_cert(certificates(&files.certificate)?, key).map_err(|error| {
-            format!(
-                "{} and {} do not go together: {error}",
-                shown(&files.certificate),
-                shown(&files.key)
-            )
+            format!("{} and {} do not match: {error}", shown(&files.certificate), shown(&files.key))
         })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
 
-/// The name of a file, if it can be one: somebody may write the key itself in its place.
+/// Returns the path for error messages, unless it does not look like one: the field may hold the
+/// key itself by mistake, which must not be printed.
 pub(crate) fn shown(file: &Path) -> String {
     let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let like_a_file =
+    let is_like_a_path =
         name.contains('.') && !name.contains(|character: char| character.is_whitespace());
-    if file.exists() || like_a_file { file.display().to_string() } else { "this file".to_owned() }
+    if file.exists() || is_like_a_path {
+        file.display().to_string()
+    } else {
+        "this file".to_owned()
+    }
 }
 
+/// Reads all certificates of a PEM file, at least one.
 pub(crate) fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let unreadable = |error: &dyn std::fmt::Display| {
-        format!("{}: no certificate can be read: {error}", shown(file))
+        format!("{}: cannot read a certificate: {error}", shown(file))
     };
     let found = CertificateDer::pem_file_iter(file).map_err(|error| unreadable(&error))?;
     let found = found.collect::<Result<Vec<_>, _>>().map_err(|error| unreadable(&error))?;
-    if found.is_empty() { Err(unreadable(&"there is none in PEM form")) } else { Ok(found) }
+    if found.is_empty() { Err(unreadable(&"the file has none in PEM form")) } else { Ok(found) }
 }

@@ -1,4 +1,4 @@
-//! `tidegate acquire`, the real binary driven from outside.
+//! `tidegate acquire` as a process.
 
 #[path = "../../tidegate/tests/support/server.rs"]
 mod server;
@@ -19,7 +19,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// The JSON lines of an output.
+/// Parses the JSON lines of an output.
 fn bodies(output: &Output) -> Vec<Value> {
     text(&output.stdout)
         .lines()
@@ -28,11 +28,11 @@ fn bodies(output: &Output) -> Vec<Value> {
 }
 
 #[test]
-fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
+fn text_output_shows_outcome_remaining_units_and_times() {
     let output =
         tidegate(&["acquire", "user123", "--limit", "2", "--window", "1d", "--count", "3"]);
-    let expected = "allowed  1 of 2 left, all back in 1d\n\
-                    allowed  0 of 2 left, all back in 1d\n\
+    let expected = "allowed  1 of 2 left, resets in 1d\n\
+                    allowed  0 of 2 left, resets in 1d\n\
                     denied   0 of 2 left, retry in 1d\n";
     assert_eq!(text(&output.stdout), expected);
     assert_eq!(output.status.code(), Some(1), "one was denied");
@@ -49,26 +49,26 @@ fn people_read_what_was_decided_what_is_left_and_when_to_come_again() {
         "2",
     ];
     let output = tidegate(&queue);
-    assert!(text(&output.stdout).contains("wait 50d for its turn"), "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("delay of 50d"), "{}", text(&output.stdout));
     assert_eq!(output.status.code(), Some(0), "all were allowed");
 }
 
 #[test]
-fn finished_work_is_reported_beyond_the_limit() {
+fn reports_are_charged_beyond_the_limit() {
     let output = tidegate(&[
         "acquire", "u", "--limit", "1000", "--window", "1d", "--cost", "600", "--count", "3",
         "--report",
     ]);
     let lines = text(&output.stdout);
     let lines: Vec<&str> = lines.lines().collect();
-    assert_eq!(lines[0], "allowed  400 of 1000 left, all back in 1d");
-    assert!(lines[1].starts_with("over     0 of 1000 left, one is free in "), "{lines:?}");
-    assert!(lines[2].starts_with("over     0 of 1000 left, one is free in "), "{lines:?}");
+    assert_eq!(lines[0], "allowed  400 of 1000 left, resets in 1d");
+    assert!(lines[1].starts_with("over     0 of 1000 left, 1 available in "), "{lines:?}");
+    assert!(lines[2].starts_with("over     0 of 1000 left, 1 available in "), "{lines:?}");
     assert_eq!(output.status.code(), Some(1));
 }
 
 #[test]
-fn machines_read_the_body_of_the_api() {
+fn json_output_matches_the_api() {
     let arguments = [
         "acquire", "user123", "--limit", "5", "--window", LONG, "--cost", "3", "--count", "2",
         "--json",
@@ -88,7 +88,7 @@ fn machines_read_the_body_of_the_api() {
 }
 
 #[test]
-fn flags_can_come_from_the_environment() {
+fn flags_are_read_from_the_environment() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.args(["acquire", "user123"]).env_clear();
     command.envs([
@@ -103,7 +103,7 @@ fn flags_can_come_from_the_environment() {
 }
 
 #[test]
-fn each_mistake_gets_exit_code_2_and_a_line_that_says_what_would_be_right() {
+fn mistakes_exit_with_2_and_one_helpful_line() {
     let quota = ["--limit", "5", "--window", "60s"];
     let long_key = "k".repeat(513);
     let cases: [(&[&str], &str); 15] = [
@@ -156,7 +156,7 @@ fn each_mistake_gets_exit_code_2_and_a_line_that_says_what_would_be_right() {
 }
 
 #[test]
-fn a_redis_that_cannot_be_reached_is_an_error_without_its_password() {
+fn unreachable_redis_is_an_error_without_its_password() {
     let url = "redis://default:hunter2@127.0.0.1:1";
     let output = tidegate(&["acquire", "u", "--limit", "5", "--window", "60s", "--redis", url]);
     let error = text(&output.stderr);
@@ -176,10 +176,10 @@ fn help_shows_examples_and_hides_secrets() {
     assert!(!help.contains("hunter2"), "{help}");
 }
 
-/// Eight processes, each asking over and over, on one Redis: exactly the limit is admitted in all,
-/// in every algorithm.
+/// Eight processes in a loop on one Redis are allowed exactly the limit in total, with every
+/// algorithm.
 #[test]
-fn several_processes_on_one_redis_admit_exactly_the_limit() {
+fn processes_on_one_redis_are_allowed_exactly_the_limit() {
     let redis = Redis::start();
     let url = redis.url();
     let kinds = [

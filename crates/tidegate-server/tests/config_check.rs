@@ -1,4 +1,4 @@
-//! `tidegate config check` and `config schema`, for scripts and for people who ask how.
+//! `tidegate config check` and `config schema`: JSON output and help.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,13 +15,13 @@ fn tidegate(arguments: &[&str]) -> (Option<i32>, String) {
 
 fn check(file: &Path, text: &str) -> (Option<i32>, Value) {
     std::fs::write(file, text).expect("written");
-    let (code, answer) = tidegate(&["config", "check", "--json", file.to_str().expect("UTF-8")]);
-    (code, serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}")))
+    let (code, response) = tidegate(&["config", "check", "--json", file.to_str().expect("UTF-8")]);
+    (code, serde_json::from_str(&response).unwrap_or_else(|error| panic!("{error}: {response}")))
 }
 
 #[test]
-fn a_script_is_told_in_json() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn check_prints_json() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     let good = json!({"file": file, "good": true, "policies": 1, "envoy_rules": 0});
     assert_eq!(check(&file, "policies:\n  - {name: a, limit: 1, window: 1s}\n"), (Some(0), good));
@@ -41,7 +41,7 @@ fn a_script_is_told_in_json() {
 }
 
 #[test]
-fn the_help_of_each_has_an_example() {
+fn help_of_each_subcommand_has_an_example() {
     for command in ["check", "schema", "sample"] {
         let (code, help) = tidegate(&["config", command, "--help"]);
         assert_eq!(code, Some(0));

@@ -1,12 +1,12 @@
-//! Dependencies are permissive, come from the registry, and need no more than a C compiler to
-//! build.
+//! Checks that all dependencies have permissive licences, come from the registry, and need only a C
+//! compiler.
 
 use std::process::Command;
 
 use serde_json::Value;
 
 #[test]
-fn every_dependency_is_permissive_and_builds_without_cmake() {
+fn dependencies_are_permissive_and_build_without_cmake() {
     let deny = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../deny.toml"))
         .expect("deny.toml");
     let list = |start: &str| {

@@ -1,4 +1,4 @@
-//! `tidegate doctor`, the real binary on real servers.
+//! `tidegate doctor` as a process, on real servers.
 
 mod support;
 
@@ -7,14 +7,14 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use support::{PATIENCE, Redis, Service};
+use support::{Redis, Service, TEST_TIMEOUT};
 
 fn tidegate(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.args(arguments).stdin(Stdio::null()).env_clear().output().expect("the binary runs")
 }
 
-/// With a timeout that a busy machine keeps, too.
+/// Uses a timeout that is long enough for a busy machine.
 fn doctor(url: &str, more: &[&str]) -> Output {
     tidegate(&[&["doctor", "--redis", url, "--timeout", "5s"], more].concat())
 }
@@ -23,8 +23,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// The report and the exit code.
-fn examined(url: &str) -> (Value, Option<i32>) {
+/// Returns the report and the exit code.
+fn run_checks(url: &str) -> (Value, Option<i32>) {
     report(&doctor(url, &["--json", "--probes", "20"]))
 }
 
@@ -33,8 +33,8 @@ fn report(output: &Output) -> (Value, Option<i32>) {
     (json.unwrap_or_else(|error| panic!("{error}: {output:?}")), output.status.code())
 }
 
-/// The findings of one check: level and message.
-fn found(report: &Value, check: &str) -> Vec<(String, String)> {
+/// Returns the level and message of each finding of a check.
+fn findings_of(report: &Value, check: &str) -> Vec<(String, String)> {
     let findings = report["findings"]
         .as_array()
         .expect("findings")
@@ -46,24 +46,24 @@ fn found(report: &Value, check: &str) -> Vec<(String, String)> {
 
 #[track_caller]
 fn assert_found(report: &Value, check: &str, level: &str, says: &str) {
-    let findings = found(report, check);
+    let findings = findings_of(report, check);
     let right = findings.iter().any(|(found, message)| found == level && message.contains(says));
-    assert!(right, "no {level} of {check} that says {says:?} in {findings:?}");
+    assert!(right, "no {level} of {check} that contains {says:?} in {findings:?}");
 }
 
-/// Asks again until it is so.
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "waited in vain until {what}");
+/// Waits until a condition holds.
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !condition() {
+        assert!(Instant::now() < deadline, "timeout while waiting until {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// A replica that is in step.
+/// Starts a replica and waits until it is in sync.
 fn replica_of(primary: &Redis) -> Redis {
     let replica = Redis::start_with(&["--replicaof", "127.0.0.1", &primary.port().to_string()]);
-    until("the replica is in step", || {
+    wait_until("the replica is in sync", || {
         primary.query::<String>(&["INFO", "replication"]).contains("state=online")
     });
     replica
@@ -74,7 +74,7 @@ fn primary_for_replicas() -> Redis {
 }
 
 #[test]
-fn a_good_server_is_fit_and_each_check_has_its_line() {
+fn healthy_server_is_fit_and_each_check_has_a_line() {
     let redis = Redis::start();
     let output = doctor(&redis.url(), &[]);
     let shown = text(&output.stdout);
@@ -106,7 +106,7 @@ fn a_good_server_is_fit_and_each_check_has_its_line() {
 }
 
 #[test]
-fn machines_read_one_object() {
+fn json_output_is_one_object() {
     let redis = Redis::start();
     let output = doctor(&redis.url(), &["--json", "--probes", "50"]);
     assert_eq!(text(&output.stdout).lines().count(), 1);
@@ -134,7 +134,7 @@ fn machines_read_one_object() {
 }
 
 #[test]
-fn an_eviction_policy_that_would_reset_limits_is_a_warning() {
+fn evicting_policy_is_a_warning() {
     let redis = Redis::start_with(&["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"]);
     let output = doctor(&redis.url(), &["--probes", "20"]);
     let shown = text(&output.stdout);
@@ -146,7 +146,7 @@ fn an_eviction_policy_that_would_reset_limits_is_a_warning() {
 }
 
 #[test]
-fn a_key_without_expiry_is_found_among_many_and_shown_without_its_tricks() {
+fn key_without_expiry_is_found_and_escaped() {
     let redis = Redis::start();
     let mut pipeline = redis::pipe();
     for number in 0..5_000 {
@@ -159,15 +159,15 @@ fn a_key_without_expiry_is_found_among_many_and_shown_without_its_tricks() {
             .ignore();
     }
     pipeline.query::<()>(&mut redis.connection()).expect("written");
-    let (report, _) = examined(&redis.url());
+    let (report, _) = run_checks(&redis.url());
     assert_found(&report, "expiry", "ok", "keys under rate_limit: each has an expiry");
     let () = redis.query(&["SET", "rate_limit:{a\u{1b}[31mb}:p", "1"]);
-    let (report, code) = examined(&redis.url());
+    let (report, code) = run_checks(&redis.url());
     assert_eq!(code, Some(2));
     assert_found(&report, "expiry", "error", r#"have no expiry: "rate_limit:{a\u{1b}[31mb}:p""#);
 
-    // It is not ours under another prefix, stars or not.
-    let folder = tempfile::tempdir().expect("a folder");
+    // With another prefix the key is not ours, even if the prefix contains wildcards.
+    let folder = tempfile::tempdir().expect("a directory");
     let file = folder.path().join("tidegate.yaml");
     let config =
         format!("store: {{redis: '{}', prefix: 'r*', timeout: 2s}}\npolicies: []\n", redis.url());
@@ -176,7 +176,7 @@ fn a_key_without_expiry_is_found_among_many_and_shown_without_its_tricks() {
         tidegate(&["doctor", "--config", &file.display().to_string(), "--json", "--probes", "5"]);
     let (report, code) = self::report(&output);
     assert_eq!(code, Some(0), "{report}");
-    assert_found(&report, "latency", "ok", "a decision may take 2s");
+    assert_found(&report, "latency", "ok", "the timeout is 2s");
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn secrets_are_never_printed() {
 }
 
 #[test]
-fn a_redis_that_is_not_there_is_one_line_or_one_finding() {
+fn unreachable_redis_is_one_line_or_one_finding() {
     let url = "redis://user:hunter2@127.0.0.1:1";
     let output = doctor(url, &[]);
     let error = text(&output.stderr);
@@ -212,21 +212,21 @@ fn a_redis_that_is_not_there_is_one_line_or_one_finding() {
         error.contains("cannot be reached: 127.0.0.1:1") && output.stdout.is_empty(),
         "{error}"
     );
-    let (report, code) = examined(url);
+    let (report, code) = run_checks(url);
     assert_eq!((code, &report["verdict"]), (Some(2), &Value::from("error")));
     assert_found(&report, "connection", "error", "cannot be reached: 127.0.0.1:1");
     assert!(!report.to_string().contains("hunter2"));
 }
 
 #[test]
-fn without_a_redis_there_is_nothing_to_examine() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn without_redis_there_is_nothing_to_check() {
+    let folder = tempfile::tempdir().expect("a directory");
     let file = folder.path().join("tidegate.yaml");
     std::fs::write(&file, "policies: []\n").expect("written");
     let output = tidegate(&["doctor", "--config", &file.display().to_string()]);
     assert_eq!(output.status.code(), Some(0));
     assert!(
-        text(&output.stdout).contains("there is no Redis to examine"),
+        text(&output.stdout).contains("there is no Redis to check"),
         "{}",
         text(&output.stdout)
     );
@@ -239,11 +239,11 @@ fn without_a_redis_there_is_nothing_to_examine() {
     );
 }
 
-/// The rules that the doctor itself advises, for a user `tidegate` with the password `pw`.
+/// Returns the ACL rules that the doctor recommends, for a user `tidegate` with the password `pw`.
 fn advised_rules(report: &Value) -> Vec<String> {
     let findings = report["findings"].as_array().expect("findings");
     let acl =
-        findings.iter().find(|finding| finding["check"] == "acl").expect("the ACL is looked at");
+        findings.iter().find(|finding| finding["check"] == "acl").expect("a finding about the ACL");
     let advice = acl["advice"].as_str().expect("an advice").replace("PASSWORD", "pw");
     let line = advice.split_once("ACL SETUSER").expect("a line").1;
     line.split_whitespace().map(str::to_owned).collect()
@@ -256,18 +256,18 @@ fn apply(redis: &Redis, rules: &[String]) {
 }
 
 #[test]
-fn the_user_that_it_advises_passes_and_decides() {
+fn recommended_user_passes_the_check_and_can_decide() {
     let redis = Redis::start();
-    let (report, _) = examined(&redis.url());
+    let (report, _) = run_checks(&redis.url());
     assert_found(&report, "acl", "note", "user default may do anything");
     apply(&redis, &advised_rules(&report));
     let url = format!("redis://tidegate:pw@127.0.0.1:{}", redis.port());
-    let (report, code) = examined(&url);
+    let (report, code) = run_checks(&url);
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "acl", "ok", "may do what decisions need");
     assert_found(&report, "scripts", "ok", "works");
     for check in ["version", "eviction-policy", "replicas", "expiry"] {
-        assert_found(&report, check, "note", "unknown: this user may not ask by ");
+        assert_found(&report, check, "note", "unknown: this user may not run ");
     }
     for (algorithm, encoding) in [
         ("sliding-log", "--encoding=sorted-set"),
@@ -277,8 +277,7 @@ fn the_user_that_it_advises_passes_and_decides() {
         ("token-bucket", "--json"),
         ("leaky-bucket", "--json"),
     ] {
-        // Three are allowed, with a cost to them, and the rest denied: every way through the
-        // script.
+        // Three requests are allowed and the rest denied, to cover every path of the script.
         let more = [
             "--limit", "9", "--window", "1h", "--cost", "3", "--count", "5", "--redis", &url,
             encoding,
@@ -289,9 +288,9 @@ fn the_user_that_it_advises_passes_and_decides() {
 }
 
 #[test]
-fn each_permission_that_is_missing_is_named() {
+fn missing_permissions_are_named() {
     let redis = Redis::start();
-    let rules = advised_rules(&examined(&redis.url()).0);
+    let rules = advised_rules(&run_checks(&redis.url()).0);
     let url = format!("redis://tidegate:pw@127.0.0.1:{}", redis.port());
     let granted = || rules.iter().filter(|rule| rule.starts_with('+'));
     assert!(granted().count() >= 19, "{rules:?}");
@@ -299,11 +298,11 @@ fn each_permission_that_is_missing_is_named() {
         let left: Vec<String> = rules.iter().filter(|rule| *rule != taken).cloned().collect();
         let () = redis.query(&["ACL", "DELUSER", "tidegate"]);
         apply(&redis, &left);
-        let (report, code) = examined(&url);
+        let (report, code) = run_checks(&url);
         assert_eq!(code, Some(2), "{taken}: {report}");
-        let lacks = format!("this user lacks what decisions need: {}", &taken[1..]);
+        let lacks = format!("this user lacks permissions that decisions need: {}", &taken[1..]);
         assert!(
-            found(&report, "acl").iter().any(|(_, message)| *message == lacks),
+            findings_of(&report, "acl").iter().any(|(_, message)| *message == lacks),
             "{taken}: {report}"
         );
         assert_eq!(advised_rules(&report), rules, "{taken}");
@@ -313,22 +312,22 @@ fn each_permission_that_is_missing_is_named() {
         rules.iter().map(|rule| rule.replace("~rate_limit:*", "~other:*")).collect();
     apply(&redis, &elsewhere);
     assert_found(
-        &examined(&url).0,
+        &run_checks(&url).0,
         "acl",
         "error",
-        "lacks what decisions need: keys ~rate_limit:*",
+        "lacks permissions that decisions need: keys ~rate_limit:*",
     );
     redis.assert_every_key_expires();
 }
 
 #[test]
-fn replicas_and_what_a_split_brain_costs() {
+fn replicas_and_split_brain_protection_are_checked() {
     let primary = primary_for_replicas();
     let replica = replica_of(&primary);
-    let (report, code) = examined(&primary.url());
+    let (report, code) = run_checks(&primary.url());
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "replicas", "ok", "1 connected");
-    assert_found(&report, "min-replicas-to-write", "note", "both grant");
+    assert_found(&report, "min-replicas-to-write", "note", "both allow requests");
     let nodes = report["nodes"].as_array().expect("nodes");
     assert!(
         nodes.iter().any(|node| node["role"] == "replica" && node["clock_ahead_us"].is_i64()),
@@ -337,28 +336,28 @@ fn replicas_and_what_a_split_brain_costs() {
 
     let () = primary.query(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
     assert_found(
-        &examined(&primary.url()).0,
+        &run_checks(&primary.url()).0,
         "min-replicas-to-write",
         "ok",
-        "stops granting after 10 s",
+        "stops allowing requests after 10 s",
     );
     let () = primary.query(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
-    let (report, code) = examined(&primary.url());
+    let (report, code) = run_checks(&primary.url());
     assert_eq!(code, Some(2));
-    assert_found(&report, "min-replicas-to-write", "error", "it asks for 2 replicas and has 1");
+    assert_found(&report, "min-replicas-to-write", "error", "it requires 2 replicas and has 1");
     assert_found(&report, "scripts", "error", "NOREPLICAS");
 
     let () = replica.query(&["CONFIG", "SET", "maxmemory-policy", "volatile-ttl"]);
     assert_found(
-        &examined(&primary.url()).0,
+        &run_checks(&primary.url()).0,
         "eviction-policy",
         "warning",
         "volatile-ttl on this replica",
     );
-    assert_found(&examined(&replica.url()).0, "role", "error", "it is a replica of 127.0.0.1:");
+    assert_found(&run_checks(&replica.url()).0, "role", "error", "it is a replica of 127.0.0.1:");
 }
 
-/// Ended with the test.
+/// Sentinel process, killed at the end of the test.
 struct Sentinel {
     process: Child,
     port: u16,
@@ -378,7 +377,7 @@ fn sentinel_of(primary: &Redis) -> Sentinel {
         .local_addr()
         .expect("bound")
         .port();
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a directory");
     let file = folder.path().join("sentinel.conf");
     let config = format!(
         "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor mymaster 127.0.0.1 {} 1\n",
@@ -395,16 +394,16 @@ fn sentinel_of(primary: &Redis) -> Sentinel {
         .stderr(Stdio::null());
     let sentinel =
         Sentinel { process: command.spawn().expect("redis-server starts"), port, _folder: folder };
-    until("the sentinel listens", || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok());
+    wait_until("the sentinel listens", || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok());
     sentinel
 }
 
 #[test]
-fn sentinels_that_could_not_agree_are_a_warning() {
+fn sentinels_without_a_majority_are_a_warning() {
     let primary = primary_for_replicas();
     let replica = replica_of(&primary);
     let sentinel = sentinel_of(&primary);
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a directory");
     let file = folder.path().join("tidegate.yaml");
     let nodes = format!("['redis://127.0.0.1:{}', 'redis://127.0.0.1:1']", sentinel.port);
     let examined_as = |user: &str| {
@@ -428,13 +427,13 @@ fn sentinels_that_could_not_agree_are_a_warning() {
         &report,
         "sentinels",
         "warning",
-        "it knows of 1 sentinels, quorum 1: if one of them is lost",
+        "it knows 1 sentinels, quorum 1: if one of them is lost",
     );
-    assert_found(&report, "sentinels", "warning", "this sentinel does not answer: ");
-    assert_found(&report, "min-replicas-to-write", "warning", "goes on granting");
+    assert_found(&report, "sentinels", "warning", "this sentinel does not respond: ");
+    assert_found(&report, "min-replicas-to-write", "warning", "keeps allowing requests");
     assert_found(&report, "scripts", "ok", "works");
 
-    // The user that it advises is enough here, too.
+    // The recommended user is sufficient here as well.
     for server in [&primary, &replica] {
         apply(server, &advised_rules(&report));
     }
@@ -444,11 +443,11 @@ fn sentinels_that_could_not_agree_are_a_warning() {
 }
 
 #[test]
-fn a_cluster_is_examined_node_by_node() {
+fn cluster_is_checked_node_by_node() {
     let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"];
     let nodes: Vec<Redis> = (0..3).map(|_| Redis::start_with(&options)).collect();
-    // A node that is alone in its cluster serves no slot.
-    let (report, code) = examined(&nodes[0].url());
+    // A node without a cluster serves no slot.
+    let (report, code) = run_checks(&nodes[0].url());
     assert_eq!(code, Some(2), "{report}");
 
     let addresses: Vec<String> =
@@ -463,16 +462,16 @@ fn a_cluster_is_examined_node_by_node() {
     assert!(created.status.success(), "{created:?}");
     let agree =
         |node: &Redis| node.query::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
-    until("the cluster is up", || nodes.iter().all(agree));
+    wait_until("the cluster is up", || nodes.iter().all(agree));
 
-    let (report, code) = examined(&nodes[0].url());
+    let (report, code) = run_checks(&nodes[0].url());
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "topology", "ok", "a cluster of 3 primaries, all 16384 slots served");
-    assert_found(&report, "full-coverage", "note", "the whole cluster refuses");
+    assert_found(&report, "full-coverage", "note", "the whole cluster is unavailable");
     assert_eq!(report["nodes"].as_array().map(Vec::len), Some(3));
     assert_eq!(report["latency_us"]["samples"], 60, "each node is probed");
     for check in ["version", "eviction-policy", "scripts", "expiry", "clock"] {
-        assert_eq!(found(&report, check).len(), 3, "{check}: {report}");
+        assert_eq!(findings_of(&report, check).len(), 3, "{check}: {report}");
     }
     let urls = nodes.iter().map(Redis::url).collect::<Vec<_>>().join(",");
     let shown = text(&doctor(&urls, &["--probes", "5"]).stdout);
@@ -484,11 +483,11 @@ fn a_cluster_is_examined_node_by_node() {
         );
     }
 
-    // The user that it advises is enough on a cluster, too.
+    // The recommended user is sufficient for a cluster as well.
     for node in &nodes {
         apply(node, &advised_rules(&report));
     }
-    let (report, code) = examined(&format!("redis://tidegate:pw@{}", addresses[1]));
+    let (report, code) = run_checks(&format!("redis://tidegate:pw@{}", addresses[1]));
     assert_eq!(code, Some(0), "{report}");
     assert_found(&report, "topology", "ok", "a cluster of 3 primaries");
     for node in &nodes {
@@ -497,14 +496,15 @@ fn a_cluster_is_examined_node_by_node() {
 }
 
 #[test]
-fn a_service_warns_at_its_start_once() {
+fn service_logs_warnings_once_at_startup() {
     let redis = Redis::start_with(&["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lfu"]);
     let service = Service::start(&format!(
         "store: {{redis: '{}', timeout: 5s}}\npolicies: []\n",
         redis.url()
     ));
-    service
-        .until("it warns", |service| service.output().contains("maxmemory-policy is allkeys-lfu"));
+    service.wait_until("the warning is logged", |service| {
+        service.output().contains("maxmemory-policy is allkeys-lfu")
+    });
     let output = service.output();
     let warnings: Vec<&str> = output.lines().filter(|line| line.contains("check=")).collect();
     assert_eq!(warnings.len(), 1, "{output}");

@@ -1,19 +1,19 @@
-//! `/v1/forward-auth` over the wire, asked as proxies ask.
+//! `/v1/forward-auth` over the network, with the requests that proxies send.
 
 mod support;
 
-use support::{Answer, Redis, Service, request};
+use support::{Redis, Response, Service, request};
 
 type Header = (&'static str, &'static str);
 
 const GET: Header = ("X-Forwarded-Method", "GET");
 
-fn ask(service: &Service, question: &str, headers: &[(&str, &str)]) -> Answer {
-    request(&service.http, "GET", &format!("/v1/forward-auth{question}"), headers, b"")
+fn send(service: &Service, query: &str, headers: &[(&str, &str)]) -> Response {
+    request(&service.http, "GET", &format!("/v1/forward-auth{query}"), headers, b"")
 }
 
-fn statuses(service: &Service, question: &str, headers: &[(&str, &str)], times: usize) -> Vec<u16> {
-    (0..times).map(|_| ask(service, question, headers).status).collect()
+fn statuses(service: &Service, query: &str, headers: &[(&str, &str)], times: usize) -> Vec<u16> {
+    (0..times).map(|_| send(service, query, headers).status).collect()
 }
 
 fn one_policy(policy: &str) -> Service {
@@ -21,9 +21,9 @@ fn one_policy(policy: &str) -> Service {
 }
 
 #[test]
-fn what_passes_gets_200_and_what_does_not_429_with_its_wait() {
+fn allowed_requests_get_200_and_denied_ones_429_with_retry_after() {
     let service = Service::start("policies: [{name: all, limit: 2, window: 1h}]");
-    let first = ask(&service, "", &[]);
+    let first = send(&service, "", &[]);
     assert_eq!((first.status, first.body.as_str()), (200, ""));
     assert_eq!(first.header("ratelimit-policy"), Some("\"all\";q=2;w=3600"));
     assert_eq!(first.header("ratelimit"), Some("\"all\";r=1;t=3600"));
@@ -31,7 +31,7 @@ fn what_passes_gets_200_and_what_does_not_429_with_its_wait() {
     assert_eq!(first.header("retry-after"), None);
     assert_eq!(request(&service.http, "HEAD", "/v1/forward-auth", &[], b"").status, 200);
 
-    let denied = ask(&service, "", &[]);
+    let denied = send(&service, "", &[]);
     assert_eq!(denied.status, 429);
     assert_eq!(denied.header("content-type"), Some("application/problem+json"));
     assert_eq!(denied.header("retry-after"), Some("3600"));
@@ -42,11 +42,11 @@ fn what_passes_gets_200_and_what_does_not_429_with_its_wait() {
 }
 
 #[test]
-fn a_denial_has_the_status_that_the_proxy_can_take() {
+fn denials_use_the_status_that_the_proxy_requests() {
     let service = Service::start("policies: [{name: all, limit: 1, window: 1h}]");
-    assert_eq!(ask(&service, "", &[]).status, 200);
+    assert_eq!(send(&service, "", &[]).status, 200);
     for (status, title) in [(401, "Unauthorized"), (403, "Forbidden"), (429, "Too Many Requests")] {
-        let denied = ask(&service, &format!("?deny_status={status}"), &[]);
+        let denied = send(&service, &format!("?deny_status={status}"), &[]);
         assert_eq!(denied.status, status);
         assert_eq!(denied.json()["title"], title);
         assert!(denied.header("retry-after").is_some());
@@ -54,26 +54,26 @@ fn a_denial_has_the_status_that_the_proxy_can_take() {
 }
 
 #[test]
-fn questions_that_are_none_are_refused_and_spend_nothing() {
+fn invalid_queries_are_rejected_and_consume_nothing() {
     let service = Service::start("policies: [{name: all, limit: 1, window: 1h}]");
-    for (question, status, reason) in [
+    for (query, status, reason) in [
         ("?deny_status=500", 400, "`401`, `403`, `429`"),
         ("?deny_status=", 400, "deny_status"),
         ("?deny-status=403", 400, "unknown field `deny-status`"),
         ("?policy=all&policy=all", 400, "duplicate field"),
         ("?policy=al", 404, "did you mean \\\"all\\\"?"),
     ] {
-        let answer = ask(&service, question, &[]);
-        assert_eq!(answer.status, status, "{question}");
-        assert!(answer.body.contains(reason), "{question}: {}", answer.body);
-        assert_eq!(answer.header("content-type"), Some("application/problem+json"), "{question}");
+        let response = send(&service, query, &[]);
+        assert_eq!(response.status, status, "{query}");
+        assert!(response.body.contains(reason), "{query}: {}", response.body);
+        assert_eq!(response.header("content-type"), Some("application/problem+json"), "{query}");
     }
     assert_eq!(request(&service.http, "POST", "/v1/forward-auth", &[], b"").status, 405);
-    assert_eq!(ask(&service, "", &[]).status, 200);
+    assert_eq!(send(&service, "", &[]).status, 200);
 }
 
 #[test]
-fn each_attribute_of_the_held_back_request_can_be_the_key() {
+fn every_attribute_of_the_original_request_can_be_the_key() {
     let cases: [(&str, Header, Header); 9] = [
         ("header.x-user-id", ("X-User-Id", "u1"), ("X-User-Id", "u2")),
         ("cookie.sid", ("Cookie", "a=b; sid=1"), ("Cookie", "a=b; sid=2")),
@@ -100,28 +100,28 @@ fn each_attribute_of_the_held_back_request_can_be_the_key() {
     for (attribute, one, other) in cases {
         let service = one_policy(&format!("key: [{attribute}], missing_key: deny"));
         assert_eq!(statuses(&service, "", &[one], 2), [200, 429], "{attribute}: {one:?}");
-        assert_eq!(ask(&service, "", &[other]).status, 200, "{attribute}: {other:?}");
-        assert_eq!(ask(&service, "", &[]).status, 429, "{attribute} is missing");
+        assert_eq!(send(&service, "", &[other]).status, 200, "{attribute}: {other:?}");
+        assert_eq!(send(&service, "", &[]).status, 429, "{attribute} is missing");
     }
 }
 
 #[test]
-fn policies_match_the_held_back_request_and_not_the_question() {
+fn policies_match_the_original_request() {
     let service = one_policy("match: {path: /login, method: POST, host: example.com}");
     let login = |method, uri, host| {
         [("X-Forwarded-Method", method), ("X-Forwarded-Uri", uri), ("X-Forwarded-Host", host)]
     };
-    assert_eq!(ask(&service, "", &login("POST", "//login/?x=1", "Example.com:443")).status, 200);
-    assert_eq!(ask(&service, "", &login("POST", "/login", "example.com")).status, 429);
+    assert_eq!(send(&service, "", &login("POST", "//login/?x=1", "Example.com:443")).status, 200);
+    assert_eq!(send(&service, "", &login("POST", "/login", "example.com")).status, 429);
     let others = [
         login("GET", "/login", "example.com"),
         login("POST", "/", "example.com"),
         login("POST", "/login", "b.example"),
     ];
     for other in others {
-        let answer = ask(&service, "", &other);
+        let response = send(&service, "", &other);
         assert_eq!(
-            (answer.status, answer.header("ratelimit")),
+            (response.status, response.header("ratelimit")),
             (200, None),
             "no policy applies to {other:?}"
         );
@@ -129,7 +129,7 @@ fn policies_match_the_held_back_request_and_not_the_question() {
 }
 
 #[test]
-fn a_chosen_policy_is_applied_alone_whatever_it_matches() {
+fn named_policy_is_applied_alone_regardless_of_its_match() {
     let service = Service::start(
         "policies:
   - {name: every, limit: 1000, window: 1h}
@@ -138,100 +138,105 @@ fn a_chosen_policy_is_applied_alone_whatever_it_matches() {
 ",
     );
     let user = [("X-User-Id", "u1"), ("X-Forwarded-Uri", "/elsewhere")];
-    let first = ask(&service, "?policy=login", &user);
+    let first = send(&service, "?policy=login", &user);
     assert_eq!(
         (first.status, first.header("ratelimit-policy")),
         (200, Some("\"login\";q=2;w=3600"))
     );
     assert_eq!(statuses(&service, "?policy=login&deny_status=403", &user, 2), [200, 403]);
-    assert_eq!(ask(&service, "?policy=login", &[("X-User-Id", "u2")]).status, 200);
-    let keyless = ask(&service, "?policy=login", &[]);
+    assert_eq!(send(&service, "?policy=login", &[("X-User-Id", "u2")]).status, 200);
+    let keyless = send(&service, "?policy=login", &[]);
     assert_eq!((keyless.status, keyless.header("ratelimit")), (200, None), "missing_key: skip");
-    assert_eq!(ask(&service, "?policy=strict", &[]).status, 429, "missing_key: deny");
+    assert_eq!(send(&service, "?policy=strict", &[]).status, 429, "missing_key: deny");
     assert_eq!(
-        ask(&service, "", &user).header("ratelimit"),
+        send(&service, "", &user).header("ratelimit"),
         Some("\"every\";r=999;t=3600, \"strict\";r=1;t=3600")
     );
 }
 
 #[test]
-fn addresses_are_believed_from_trusted_proxies_alone() {
+fn only_trusted_proxies_may_forward_addresses() {
     let policy = "policies: [{name: p, limit: 1, window: 1h, key: [ip]}]";
     let from = |address| [("X-Forwarded-For", address)];
     let trusting =
         Service::start(&format!("client_ip: {{trusted_proxies: [127.0.0.1/32]}}\n{policy}"));
     assert_eq!(statuses(&trusting, "", &from("192.0.2.1"), 2), [200, 429]);
-    assert_eq!(ask(&trusting, "", &from("192.0.2.2")).status, 200);
+    assert_eq!(send(&trusting, "", &from("192.0.2.2")).status, 200);
     assert_eq!(
-        ask(&trusting, "", &from("192.0.2.3, 192.0.2.1")).status,
+        send(&trusting, "", &from("192.0.2.3, 192.0.2.1")).status,
         429,
-        "the nearest hop counts"
+        "the rightmost hop counts"
     );
-    assert_eq!(ask(&trusting, "", &from("nonsense")).status, 400);
-    let doubting = Service::start(policy);
-    assert_eq!(ask(&doubting, "", &from("192.0.2.1")).status, 200);
-    assert_eq!(ask(&doubting, "", &from("192.0.2.2")).status, 429, "both are the proxy's");
+    assert_eq!(send(&trusting, "", &from("nonsense")).status, 400);
+    let distrusting = Service::start(policy);
+    assert_eq!(send(&distrusting, "", &from("192.0.2.1")).status, 200);
+    assert_eq!(
+        send(&distrusting, "", &from("192.0.2.2")).status,
+        429,
+        "both have the address of the proxy"
+    );
 }
 
-/// nginx hands on all headers of the client. One that its configuration does not know of must not
-/// win.
+/// nginx forwards all headers of the client. A header that its configuration does not set must not
+/// override the others.
 #[test]
-fn a_client_cannot_speak_for_the_proxy() {
+fn client_cannot_spoof_proxy_headers() {
     let service = one_policy("match: {path: /login}");
     let honest = ("X-Original-URI", "/login");
-    assert_eq!(ask(&service, "", &[honest]).status, 200);
-    assert_eq!(ask(&service, "", &[honest]).status, 429);
+    assert_eq!(send(&service, "", &[honest]).status, 200);
+    assert_eq!(send(&service, "", &[honest]).status, 429);
     for spoofed in [
         ("X-Forwarded-Uri", "/harmless"),
         ("X-Original-URL", "http://a/harmless"),
         ("X-Original-URI", "/b"),
     ] {
-        let answer = ask(&service, "", &[honest, spoofed]);
-        assert_eq!(answer.status, 400, "{spoofed:?}");
-        assert!(answer.body.contains("differ"), "{}", answer.body);
+        let response = send(&service, "", &[honest, spoofed]);
+        assert_eq!(response.status, 400, "{spoofed:?}");
+        assert!(response.body.contains("differ"), "{}", response.body);
     }
 }
 
-/// Caddy rewrites `uri /v1/forward-auth` with the client's query behind it; with `uri
-/// /v1/forward-auth?` it does not.
+/// With `uri /v1/forward-auth` Caddy appends the client's query; with `uri /v1/forward-auth?` it
+/// does not.
 #[test]
-fn a_client_cannot_choose_its_policy_by_its_own_query() {
+fn client_cannot_choose_its_policy_by_its_query() {
     let service = Service::start("policies: [{name: lenient, limit: 1000, window: 1h}]");
     for query in ["policy=lenient", "x=1"] {
-        let answer =
-            ask(&service, &format!("?{query}"), &[("X-Forwarded-Uri", &format!("/a?{query}"))]);
-        assert_eq!(answer.status, 400);
-        assert!(answer.body.contains("uri /v1/forward-auth?"), "{}", answer.body);
+        let response =
+            send(&service, &format!("?{query}"), &[("X-Forwarded-Uri", &format!("/a?{query}"))]);
+        assert_eq!(response.status, 400);
+        assert!(response.body.contains("uri /v1/forward-auth?"), "{}", response.body);
     }
     assert_eq!(
-        ask(&service, "?policy=lenient", &[("X-Forwarded-Uri", "/a?policy=strict")]).status,
+        send(&service, "?policy=lenient", &[("X-Forwarded-Uri", "/a?policy=strict")]).status,
         200
     );
-    assert_eq!(ask(&service, "?", &[("X-Forwarded-Uri", "/a?")]).status, 200);
+    assert_eq!(send(&service, "?", &[("X-Forwarded-Uri", "/a?")]).status, 200);
 }
 
 #[test]
-fn a_token_is_asked_for_and_never_becomes_a_key() {
+fn api_token_is_required_and_never_used_as_a_key() {
     let service = Service::start(
-        "auth: {api_token: sesame}\npolicies: [{name: p, limit: 1, window: 1h, key: [header.authorization]}]\n",
+        "auth: {api_token: sesame}\npolicies: [{name: p, limit: 1, window: 1h, key: \
+         [header.authorization]}]\n",
     );
     let bearer = ("Authorization", "Bearer sesame");
     for wrong in [&[][..], &[("Authorization", "Bearer no")], &[("X-Tidegate-Token", "no"), bearer]]
     {
-        let answer = ask(&service, "", wrong);
-        assert_eq!(answer.status, 401, "{wrong:?}");
-        assert_eq!(answer.header("content-type"), Some("application/problem+json"));
+        let response = send(&service, "", wrong);
+        assert_eq!(response.status, 401, "{wrong:?}");
+        assert_eq!(response.header("content-type"), Some("application/problem+json"));
     }
-    assert_eq!(statuses(&service, "", &[bearer], 2), [200, 200], "ours is nobody's key");
-    // The other header leaves the client's own in its place.
+    assert_eq!(statuses(&service, "", &[bearer], 2), [200, 200], "our token is not used as a key");
+    // A token in the other header leaves the client's own Authorization in place.
     let token = ("X-Tidegate-Token", "sesame");
     assert_eq!(statuses(&service, "", &[token, ("Authorization", "Bearer alice")], 2), [200, 429]);
-    assert_eq!(ask(&service, "", &[token, ("Authorization", "Bearer bob")]).status, 200);
+    assert_eq!(send(&service, "", &[token, ("Authorization", "Bearer bob")]).status, 200);
     assert!(!service.admin("/v1/hot-keys").body.contains("sesame"));
 }
 
 #[test]
-fn when_the_store_is_gone_each_policy_says_what_then() {
+fn store_failure_applies_each_policys_mode() {
     let redis = Redis::start();
     let service = Service::start(&format!(
         "store: {{redis: '{}'}}
@@ -243,6 +248,8 @@ policies:
     ));
     assert_eq!(statuses(&service, "?policy=open", &[], 2), [200, 429]);
     drop(redis);
-    service.until("the store is gone", |service| ask(service, "?policy=open", &[]).status == 200);
-    assert_eq!(ask(&service, "?policy=shut", &[]).status, 429);
+    service.wait_until("the outage is noticed", |service| {
+        send(service, "?policy=open", &[]).status == 200
+    });
+    assert_eq!(send(&service, "?policy=shut", &[]).status, 429);
 }

@@ -1,5 +1,5 @@
-//! gRPC frame by frame: what a client of gRPC would never send, and how each answer looks on the
-//! wire.
+//! gRPC at the level of frames: requests that no gRPC client sends, and the exact bytes of
+//! responses.
 
 mod support;
 
@@ -21,7 +21,7 @@ use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
-use support::{PATIENCE, Service, with_free_ports};
+use support::{Service, TEST_TIMEOUT, with_free_ports};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -31,22 +31,22 @@ use tonic::Code as GrpcCode;
 
 const PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 const GRPC: (&str, &str) = ("content-type", "application/grpc");
-/// What one message may have.
+/// Maximum size of a message.
 const MAX_MESSAGE: usize = 256 * 1024;
 
-type Pieces = StreamBody<ReceiverStream<Result<Frame<Bytes>, Infallible>>>;
+type Chunks = StreamBody<ReceiverStream<Result<Frame<Bytes>, Infallible>>>;
 
-/// A connection of HTTP/2.
-struct Connection(SendRequest<Pieces>);
+/// HTTP/2 connection.
+struct Connection(SendRequest<Chunks>);
 
-/// A request whose body is still being sent.
-struct Sending {
-    pieces: mpsc::Sender<Result<Frame<Bytes>, Infallible>>,
-    answer: tokio::task::JoinHandle<Answer>,
+/// Request whose body is still being sent.
+struct PendingRequest {
+    chunks: mpsc::Sender<Result<Frame<Bytes>, Infallible>>,
+    response: tokio::task::JoinHandle<Response>,
 }
 
 #[derive(Debug)]
-struct Answer {
+struct Response {
     status: StatusCode,
     headers: HeaderMap,
     body: Bytes,
@@ -65,9 +65,9 @@ impl Connection {
         Self(sender)
     }
 
-    /// The head goes out at once.
-    fn begin(&self, method: Method, path: &str, headers: &[(&str, &str)]) -> Sending {
-        let (pieces, received) = mpsc::channel(1);
+    /// Sends the head at once.
+    fn begin(&self, method: Method, path: &str, headers: &[(&str, &str)]) -> PendingRequest {
+        let (chunks, received) = mpsc::channel(1);
         let mut request = Request::builder().method(method).uri(format!("http://tidegate{path}"));
         for (name, value) in headers {
             request = request.header(*name, *value);
@@ -75,36 +75,39 @@ impl Connection {
         let request =
             request.body(StreamBody::new(ReceiverStream::new(received))).expect("a request");
         let mut sender = self.0.clone();
-        let answer = tokio::spawn(async move {
-            let (head, body) = sender.send_request(request).await.expect("an answer").into_parts();
-            let body = body.collect().await.expect("all of it");
+        let response = tokio::spawn(async move {
+            let (head, body) = sender.send_request(request).await.expect("a response").into_parts();
+            let body = body.collect().await.expect("the whole body");
             let trailers = body.trailers().cloned();
-            Answer { status: head.status, headers: head.headers, body: body.to_bytes(), trailers }
+            Response { status: head.status, headers: head.headers, body: body.to_bytes(), trailers }
         });
-        Sending { pieces, answer }
+        PendingRequest { chunks, response }
     }
 
-    async fn call(&self, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+    async fn call(&self, headers: &[(&str, &str)], body: &[u8]) -> Response {
         let mut sending = self.begin(Method::POST, PATH, headers);
         sending.send(body).await;
         sending.end().await
     }
 }
 
-impl Sending {
-    async fn send(&mut self, piece: &[u8]) {
-        // The answer may be there before the body is.
-        let _ = self.pieces.send(Ok(Frame::data(Bytes::copy_from_slice(piece)))).await;
+impl PendingRequest {
+    async fn send(&mut self, chunk: &[u8]) {
+        // The response may arrive before the body is complete.
+        let _ = self.chunks.send(Ok(Frame::data(Bytes::copy_from_slice(chunk)))).await;
     }
 
-    async fn end(self) -> Answer {
-        drop(self.pieces);
-        tokio::time::timeout(PATIENCE, self.answer).await.expect("in time").expect("no panic")
+    async fn end(self) -> Response {
+        drop(self.chunks);
+        tokio::time::timeout(TEST_TIMEOUT, self.response)
+            .await
+            .expect("no timeout")
+            .expect("no panic")
     }
 }
 
-impl Answer {
-    /// Of an error, which is all head.
+impl Response {
+    /// Returns the status of an error response, which consists of headers only.
     fn error(&self) -> (GrpcCode, String) {
         assert_eq!(
             (self.status, self.body.len(), &self.trailers),
@@ -113,11 +116,11 @@ impl Answer {
         );
         assert_eq!(self.headers["content-type"], "application/grpc");
         let status = tonic::Status::from_header_map(&self.headers)
-            .unwrap_or_else(|| panic!("a status: {self:?}"));
+            .unwrap_or_else(|| panic!("no status: {self:?}"));
         (status.code(), status.message().to_owned())
     }
 
-    /// Of a call that went well, which ends with its status.
+    /// Returns the message of a successful call, which ends with its status in the trailers.
     fn message(&self) -> RateLimitResponse {
         assert_eq!(
             (self.status, &self.headers["content-type"]),
@@ -128,12 +131,14 @@ impl Answer {
         assert_eq!((trailers.len(), &trailers["grpc-status"]), (1, &"0".parse().expect("ascii")));
         let (prefix, message) = self.body.split_at(5);
         assert_eq!(prefix, &framed(0, message)[..5]);
-        RateLimitResponse::decode(message).expect("an answer")
+        RateLimitResponse::decode(message).expect("a response")
     }
 }
 
 async fn connect(service: &Service) -> TcpStream {
-    TcpStream::connect(service.grpc.as_deref().expect("an address")).await.expect("it listens")
+    TcpStream::connect(service.grpc.as_deref().expect("an address"))
+        .await
+        .expect("the service listens")
 }
 
 fn framed(flag: u8, message: &[u8]) -> Vec<u8> {
@@ -141,8 +146,8 @@ fn framed(flag: u8, message: &[u8]) -> Vec<u8> {
     [&[flag], &length[..], message].concat()
 }
 
-/// A question that nothing limits.
-fn question(value: &str) -> Vec<u8> {
+/// Request that no rule limits.
+fn payload(value: &str) -> Vec<u8> {
     let entries = vec![Entry { key: "user".to_owned(), value: value.to_owned() }];
     let descriptors = vec![RateLimitDescriptor { entries, ..RateLimitDescriptor::default() }];
     framed(
@@ -153,21 +158,21 @@ fn question(value: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn an_answer_is_one_message_and_a_status() {
+async fn response_is_one_message_and_a_status() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
     for content_type in
         ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"]
     {
-        let answer = connection.call(&[("content-type", content_type)], &question("x")).await;
-        assert_eq!(answer.message().overall_code(), Code::Ok);
-        assert_eq!(answer.message().statuses.len(), 1);
+        let response = connection.call(&[("content-type", content_type)], &payload("x")).await;
+        assert_eq!(response.message().overall_code(), Code::Ok);
+        assert_eq!(response.message().statuses.len(), 1);
     }
 }
 
 #[tokio::test]
-async fn an_answer_is_the_same_over_tls() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+async fn response_is_the_same_over_tls() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let own = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
     let write =
         |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
@@ -189,15 +194,15 @@ async fn an_answer_is_the_same_over_tls() {
         .connect(name, connect(&service).await)
         .await
         .expect("TLS");
-    let answer = Connection::over(stream).await.call(&[GRPC], &question("x")).await;
-    assert_eq!(answer.message().overall_code(), Code::Ok);
+    let response = Connection::over(stream).await.call(&[GRPC], &payload("x")).await;
+    assert_eq!(response.message().overall_code(), Code::Ok);
 }
 
 #[tokio::test]
-async fn what_is_no_message_is_an_error_and_the_connection_goes_on() {
+async fn malformed_message_is_an_error_and_keeps_the_connection() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
-    let whole = question("x");
+    let whole = payload("x");
     let too_large = framed(0, &vec![0; MAX_MESSAGE + 1]);
     for (body, code, words) in [
         (framed(1, &whole[5..]), GrpcCode::Internal, "compressed"),
@@ -221,49 +226,50 @@ async fn what_is_no_message_is_an_error_and_the_connection_goes_on() {
 }
 
 #[tokio::test]
-async fn the_first_of_several_messages_counts() {
+async fn first_of_several_messages_counts() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
     let nonsense = framed(0, &RateLimitRequest::default().encode_to_vec());
-    let both = [question("x"), nonsense.clone()].concat();
+    let both = [payload("x"), nonsense.clone()].concat();
     assert_eq!(connection.call(&[GRPC], &both).await.message().overall_code(), Code::Ok);
-    let both = [nonsense, question("x")].concat();
+    let both = [nonsense, payload("x")].concat();
     assert_eq!(connection.call(&[GRPC], &both).await.error().0, GrpcCode::InvalidArgument);
 }
 
 #[tokio::test]
-async fn a_message_may_come_byte_by_byte_and_be_as_large_as_allowed() {
+async fn message_may_arrive_byte_by_byte_up_to_the_maximum_size() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
     let mut sending = connection.begin(Method::POST, PATH, &[GRPC]);
-    for byte in question("x") {
+    for byte in payload("x") {
         sending.send(&[byte]).await;
     }
     assert_eq!(sending.end().await.message().overall_code(), Code::Ok);
-    let around = question("").len() - 5;
-    let mut largest = question(&"x".repeat(MAX_MESSAGE - around));
+    let around = payload("").len() - 5;
+    let mut largest = payload(&"x".repeat(MAX_MESSAGE - around));
     while largest.len() - 5 > MAX_MESSAGE {
-        largest = question(&"x".repeat(MAX_MESSAGE - around - (largest.len() - 5 - MAX_MESSAGE)));
+        largest = payload(&"x".repeat(MAX_MESSAGE - around - (largest.len() - 5 - MAX_MESSAGE)));
     }
     assert_eq!(largest.len() - 5, MAX_MESSAGE);
     assert_eq!(connection.call(&[GRPC], &largest).await.message().overall_code(), Code::Ok);
 }
 
 #[tokio::test]
-async fn compression_is_refused_with_what_is_accepted_instead() {
+async fn compression_is_rejected_with_the_accepted_encodings() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
-    let answer = connection.call(&[GRPC, ("grpc-encoding", "gzip")], &framed(1, b"anything")).await;
-    let (code, message) = answer.error();
+    let response =
+        connection.call(&[GRPC, ("grpc-encoding", "gzip")], &framed(1, b"anything")).await;
+    let (code, message) = response.error();
     assert_eq!(code, GrpcCode::Unimplemented);
     assert!(message.contains("gzip"), "{message}");
-    assert_eq!(answer.headers["grpc-accept-encoding"], "identity");
-    let plain = connection.call(&[GRPC, ("grpc-encoding", "identity")], &question("x")).await;
+    assert_eq!(response.headers["grpc-accept-encoding"], "identity");
+    let plain = connection.call(&[GRPC, ("grpc-encoding", "identity")], &payload("x")).await;
     assert_eq!(plain.message().overall_code(), Code::Ok);
 }
 
 #[tokio::test]
-async fn what_is_no_call_is_refused_in_the_words_of_http() {
+async fn non_grpc_requests_get_http_errors() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
     let got = connection.begin(Method::GET, PATH, &[GRPC]).end().await;
@@ -278,9 +284,9 @@ async fn what_is_no_call_is_refused_in_the_words_of_http() {
         None,
     ] {
         let headers: Vec<_> = content_type.iter().map(|value| ("content-type", *value)).collect();
-        let answer = connection.call(&headers, &question("x")).await;
+        let response = connection.call(&headers, &payload("x")).await;
         assert_eq!(
-            (answer.status, answer.body.len()),
+            (response.status, response.body.len()),
             (StatusCode::UNSUPPORTED_MEDIA_TYPE, 0),
             "{content_type:?}"
         );
@@ -290,79 +296,83 @@ async fn what_is_no_call_is_refused_in_the_words_of_http() {
         "/envoy.service.ratelimit.v3.RateLimitService/Other",
         "/envoy.service.ratelimit.v2.Other/Call",
     ] {
-        let answer = connection.begin(Method::POST, path, &[GRPC]).end().await;
-        assert_eq!(answer.error().0, GrpcCode::Unimplemented, "{path}");
+        let response = connection.begin(Method::POST, path, &[GRPC]).end().await;
+        assert_eq!(response.error().0, GrpcCode::Unimplemented, "{path}");
     }
 }
 
 #[tokio::test]
-async fn an_error_is_written_in_ascii() {
+async fn error_messages_are_ascii() {
     let service = Service::start("auth: {api_token: open-sesame}\n");
     let connection = Connection::open(&service).await;
-    let answer = connection.call(&[GRPC], &question("x")).await;
+    let response = connection.call(&[GRPC], &payload("x")).await;
     let words = "a bearer token is required: Authorization: Bearer …".to_owned();
-    assert_eq!(answer.error(), (GrpcCode::Unauthenticated, words));
-    let on_the_wire = answer.headers["grpc-message"].to_str().expect("ASCII");
+    assert_eq!(response.error(), (GrpcCode::Unauthenticated, words));
+    let on_the_wire = response.headers["grpc-message"].to_str().expect("ASCII");
     assert!(on_the_wire.ends_with("Bearer%20%E2%80%A6"), "{on_the_wire}");
-    // Nobody without the token makes it read a message.
+    // Without the token, no message is read.
     let sending = connection.begin(Method::POST, PATH, &[GRPC]);
-    let early =
-        tokio::time::timeout(PATIENCE, sending.answer).await.expect("in time").expect("no panic");
+    let early = tokio::time::timeout(TEST_TIMEOUT, sending.response)
+        .await
+        .expect("no timeout")
+        .expect("no panic");
     assert_eq!(early.error().0, GrpcCode::Unauthenticated);
     let right =
-        connection.call(&[GRPC, ("authorization", "Bearer open-sesame")], &question("x")).await;
+        connection.call(&[GRPC, ("authorization", "Bearer open-sesame")], &payload("x")).await;
     assert_eq!(right.message().overall_code(), Code::Ok);
 }
 
 #[tokio::test]
-async fn who_is_slow_to_ask_holds_nobody_up_and_is_answered_at_the_end() {
+async fn slow_request_blocks_no_other_and_is_drained() {
     let mut service = Service::start("");
     let connection = Connection::open(&service).await;
-    let (head, tail) = (&question("x")[..9], &question("x")[9..]);
+    let (head, tail) = (&payload("x")[..9], &payload("x")[9..]);
     let mut slow = connection.begin(Method::POST, PATH, &[GRPC]);
     slow.send(head).await;
     for _ in 0..3 {
         assert_eq!(
-            connection.call(&[GRPC], &question("y")).await.message().overall_code(),
+            connection.call(&[GRPC], &payload("y")).await.message().overall_code(),
             Code::Ok
         );
     }
     let mut given_up = connection.begin(Method::POST, PATH, &[GRPC]);
     given_up.send(head).await;
-    given_up.answer.abort();
+    given_up.response.abort();
     drop(given_up);
-    assert_eq!(connection.call(&[GRPC], &question("y")).await.message().overall_code(), Code::Ok);
-    assert!(!slow.answer.is_finished());
+    assert_eq!(connection.call(&[GRPC], &payload("y")).await.message().overall_code(), Code::Ok);
+    assert!(!slow.response.is_finished());
     service.signal("TERM");
-    service.until("it was asked to end", |service| service.output().contains("asked to end"));
+    service.wait_until("the shutdown starts", |service| service.output().contains("shutting down"));
     slow.send(tail).await;
     assert_eq!(slow.end().await.message().overall_code(), Code::Ok);
-    assert!(service.ended().success());
+    assert!(service.wait_for_exit().success());
 }
 
 #[tokio::test]
-async fn a_message_that_never_comes_is_not_waited_for() {
+async fn missing_message_times_out() {
     let service = Service::start("");
     let connection = Connection::open(&service).await;
     let started = Instant::now();
     let mut nothing = connection.begin(Method::POST, PATH, &[GRPC]);
     let mut half = connection.begin(Method::POST, PATH, &[GRPC]);
-    half.send(&question("x")[..9]).await;
+    half.send(&payload("x")[..9]).await;
     let health = connection.begin(Method::POST, "/grpc.health.v1.Health/Check", &[GRPC]);
     for late in [&mut nothing, &mut half] {
-        let answer = tokio::time::timeout(PATIENCE, &mut late.answer)
+        let response = tokio::time::timeout(TEST_TIMEOUT, &mut late.response)
             .await
-            .expect("in time")
+            .expect("no timeout")
             .expect("no panic");
-        let (code, message) = answer.error();
+        let (code, message) = response.error();
         assert_eq!(
             (code, message.as_str()),
             (GrpcCode::DeadlineExceeded, "the message did not come within 10 seconds")
         );
         assert!(started.elapsed() >= Duration::from_secs(9), "{:?}", started.elapsed());
-        // The stream is reset, and with it who sends.
-        tokio::time::timeout(PATIENCE, late.pieces.closed()).await.expect("nobody reads any more");
+        // The stream is reset, which also stops the sender.
+        tokio::time::timeout(TEST_TIMEOUT, late.chunks.closed())
+            .await
+            .expect("the receiver is closed");
     }
-    assert_eq!(health.answer.await.expect("no panic").error().0, GrpcCode::DeadlineExceeded);
-    assert_eq!(connection.call(&[GRPC], &question("x")).await.message().overall_code(), Code::Ok);
+    assert_eq!(health.response.await.expect("no panic").error().0, GrpcCode::DeadlineExceeded);
+    assert_eq!(connection.call(&[GRPC], &payload("x")).await.message().overall_code(), Code::Ok);
 }

@@ -1,4 +1,4 @@
-//! What the README shows works as shown.
+//! Runs the commands of the README and compares their output.
 
 #[path = "../../tidegate/tests/support/server.rs"]
 mod server;
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use server::Redis;
 
-/// The commands of the README's console blocks, each with the output shown below it.
+/// Returns the commands of the README's console blocks, each with the output below it.
 fn shown(readme: &str) -> Vec<(String, String)> {
     let mut commands: Vec<(String, String)> = Vec::new();
     let mut inside = false;
@@ -16,7 +16,7 @@ fn shown(readme: &str) -> Vec<(String, String)> {
             _ if line.starts_with("```") => inside = line == "```console",
             Some(command) if inside => commands.push((command.to_owned(), String::new())),
             _ if inside => {
-                let (_, output) = commands.last_mut().expect("an output follows a command");
+                let (_, output) = commands.last_mut().expect("a command before the output");
                 output.push_str(line);
                 output.push('\n');
             }
@@ -27,13 +27,13 @@ fn shown(readme: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn the_readmes_commands_print_what_it_shows() {
+fn readme_commands_print_the_shown_output() {
     let redis = Redis::start();
     let readme = include_str!("../../../README.md");
     let commands = shown(readme);
-    assert!(commands.len() >= 3, "the README shows some commands");
+    assert!(commands.len() >= 3, "the README has too few commands");
     for (command, expected) in commands {
-        // The binary that was just built, and a Redis of our own, stand in for what the reader has.
+        // Use the binary that was just built and a temporary Redis.
         let line = command
             .replace("cargo run --release --quiet --", env!("CARGO_BIN_EXE_tidegate"))
             .replace("redis://127.0.0.1:6379", &redis.url());

@@ -1,5 +1,4 @@
-//! A secret planted at every place of a configuration that is wrong: no error shows it, at whatever
-//! door it comes out.
+//! Plants a secret in invalid configurations and checks that no error message shows it.
 
 mod support;
 
@@ -11,8 +10,8 @@ use support::{Service, with_free_ports};
 
 const SECRET: &str = "S3CR3T";
 
-/// Each is refused.
-const WRONG: &[&str] = &[
+/// Invalid configurations.
+const INVALID_CONFIGS: &[&str] = &[
     "auth:\n  api_tokn: S3CR3T\n",
     "auth:\n  api-tokn: S3CR3T\n",
     "auth:\n  api_key: S3CR3T\n",
@@ -57,9 +56,12 @@ const WRONG: &[&str] = &[
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: *t, limit: 1, window: 1s, cost: 2}\n",
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: *t}\n",
     "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: [ip, *t]}\n",
-    "auth: {api_token: &t header-S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: [*t]}\n",
-    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, match: {*t : b}}\n",
-    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, cost: {attribute: *t}}\n",
+    "auth: {api_token: &t header-S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, key: \
+     [*t]}\n",
+    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, match: {*t : \
+     b}}\n",
+    "auth: {api_token: &t S3CR3T}\npolicies:\n  - {name: a, limit: 1, window: 1s, cost: \
+     {attribute: *t}}\n",
     "auth: {api_token: &t S3CR3T}\nattributes: [*t, *t]\n",
     "auth: {api_token: &t header.S3CR3T}\nattributes: [*t]\n",
     "auth: {api_token: &t S3CR3T}\nattributes: *t\n",
@@ -101,7 +103,7 @@ const WRONG: &[&str] = &[
     "listen: {http: 'http://u:S3CR3T@h'}\n",
 ];
 
-fn said(command: &[&str], file: &Path) -> (Option<i32>, String) {
+fn output_of(command: &[&str], file: &Path) -> (Option<i32>, String) {
     let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     let output = process.args(command).arg(file).env_clear().output().expect("the binary runs");
     let text = [output.stdout, output.stderr]
@@ -111,16 +113,16 @@ fn said(command: &[&str], file: &Path) -> (Option<i32>, String) {
 }
 
 #[test]
-fn no_check_and_no_start_shows_a_secret() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn check_and_startup_errors_hide_secrets() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     let mut shown = String::new();
-    for text in WRONG {
+    for text in INVALID_CONFIGS {
         std::fs::write(&file, text).expect("written");
         for command in
             [["config", "check"].as_slice(), &["config", "check", "--json"], &["serve", "--config"]]
         {
-            let (code, output) = said(command, &file);
+            let (code, output) = output_of(command, &file);
             assert_eq!(code, Some(2), "{command:?} of {text}\n{output}");
             if output.contains(SECRET) {
                 let _ = writeln!(shown, "{command:?} of {text}\n{output}");
@@ -131,25 +133,25 @@ fn no_check_and_no_start_shows_a_secret() {
 }
 
 #[test]
-fn no_refused_reload_shows_a_secret() {
+fn failed_reloads_hide_secrets() {
     let service = Service::start("policies: []\n");
-    for (number, text) in (1..).zip(WRONG) {
+    for (number, text) in (1..).zip(INVALID_CONFIGS) {
         std::fs::write(service.file(), text).expect("written");
         service.signal("HUP");
-        service.until("it is refused", |service| {
-            service.output().matches("refused").count() >= number
+        service.wait_until("the reload fails", |service| {
+            service.output().matches("reloading the configuration failed").count() >= number
         });
     }
     std::fs::write(service.file(), with_free_ports("policies: []\n")).expect("written");
     service.signal("HUP");
-    service.until("a good one is taken", |service| service.output().contains("reloaded"));
+    service.wait_until("a valid file is loaded", |service| service.output().contains("reloaded"));
     let output = service.output();
     assert!(!output.contains(SECRET), "{output}");
 }
 
 #[test]
-fn what_is_no_secret_is_shown_in_full() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn errors_show_lines_without_secrets() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     for (text, line) in [
         (
@@ -161,7 +163,7 @@ fn what_is_no_secret_is_shown_in_full() {
         ("auth:\n  admin_tokn: S3CR3T\n", "  admin_tokn: …"),
     ] {
         std::fs::write(&file, text).expect("written");
-        let (code, output) = said(&["config", "check"], &file);
+        let (code, output) = output_of(&["config", "check"], &file);
         assert_eq!(code, Some(2));
         assert!(output.contains(line) && !output.contains(SECRET), "{output}");
     }

@@ -1,4 +1,4 @@
-//! What other tools say of us: promtool of the metrics, schemathesis of the API, curl of our TLS.
+//! Checks with external tools: promtool (metrics), schemathesis (API), curl (TLS).
 
 mod support;
 
@@ -18,8 +18,8 @@ fn run(program: impl AsRef<Path>, arguments: &[&str], input: &str) -> Output {
     use std::io::Write;
     use std::process::Stdio;
     let program = program.as_ref();
-    // What a program leaves behind goes with this folder.
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    // Files that the program leaves behind are removed with this directory.
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let mut child = Command::new(program)
         .args(arguments)
         .current_dir(folder.path())
@@ -30,11 +30,16 @@ fn run(program: impl AsRef<Path>, arguments: &[&str], input: &str) -> Output {
         .unwrap_or_else(|error| {
             panic!("{} cannot be started ({error}): `make setup` installs it", program.display())
         });
-    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("it reads");
-    child.wait_with_output().expect("it ends")
+    child
+        .stdin
+        .take()
+        .expect("piped")
+        .write_all(input.as_bytes())
+        .expect("the program reads its input");
+    child.wait_with_output().expect("the program exits")
 }
 
-fn told(output: &Output) -> String {
+fn text(output: &Output) -> String {
     format!(
         "{}{}",
         String::from_utf8_lossy(&output.stdout),
@@ -43,32 +48,32 @@ fn told(output: &Output) -> String {
 }
 
 #[test]
-fn promtool_finds_nothing_wrong_with_the_metrics() {
+fn promtool_accepts_the_metrics() {
     let service = Service::start(POLICY);
     service.acquire(&json!({"policy": "per-user", "key": "u1"}));
     let metrics = service.admin("/metrics");
     assert_eq!(metrics.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     let output = run("promtool", &["check", "metrics"], &metrics.body);
-    assert!(output.status.success() && told(&output).is_empty(), "{}", told(&output));
+    assert!(output.status.success() && text(&output).is_empty(), "{}", text(&output));
 }
 
 #[test]
-fn schemathesis_finds_the_api_as_its_description_says() {
+fn schemathesis_confirms_the_openapi_description() {
     let service = Service::start(POLICY);
     let program =
         PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/schemathesis"));
     let location = format!("http://{}/openapi.json", service.http);
-    // A body may fit the schema and still be no question (a policy without a key): that it is
-    // refused is right.
+    // A body may match the schema and still be invalid (a policy without a key), so a rejection is
+    // fine.
     let checks = ["--exclude-checks", "positive_data_acceptance"];
     let phases = ["--phases", "coverage,fuzzing", "-n", "60", "--seed", "1", "--no-color"];
     let arguments: Vec<&str> = ["run", &location].into_iter().chain(phases).chain(checks).collect();
     let output = run(program, &arguments, "");
-    assert!(output.status.success(), "{}", told(&output));
-    assert!(told(&output).contains("Tested: 5"), "{}", told(&output));
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(text(&output).contains("Tested: 5"), "{}", text(&output));
 }
 
-/// A certificate authority, and what it has signed.
+/// Certificate authority.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -85,7 +90,7 @@ impl Authority {
         std::fs::write(file, self.0.pem()).expect("written");
     }
 
-    /// A certificate for 127.0.0.1 and its key.
+    /// Writes a certificate for 127.0.0.1 and its key.
     fn sign(&self, certificate: &Path, key_file: &Path) {
         let key = KeyPair::generate().expect("a key");
         let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).expect("a name");
@@ -100,8 +105,8 @@ fn curl(arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn tls_is_spoken_and_new_certificates_are_taken_without_a_restart() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn tls_works_and_new_certificates_are_reloaded() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
     let first = Authority::new();
     first.write(file("ca.pem").as_ref());
@@ -112,34 +117,30 @@ fn tls_is_spoken_and_new_certificates_are_taken_without_a_restart() {
     let yaml = file("tidegate.yaml");
     let service = Service::start_on(folder, yaml.as_ref(), &[]);
     let url = format!("https://{}/v1/acquire", service.http);
-    let ask =
+    let send =
         |ca: &str| curl(&["--cacert", ca, "-d", r#"{"policy": "per-user", "key": "u"}"#, &url]);
-    assert!(told(&ask(&ca)).contains(r#""allowed":true"#), "{}", told(&ask(&ca)));
+    assert!(text(&send(&ca)).contains(r#""allowed":true"#), "{}", text(&send(&ca)));
     let grpc = format!("https://{}/", service.grpc.as_deref().expect("an address"));
     let version =
         curl(&["--cacert", &ca, "--http2", "-o", "/dev/null", "-w", "%{http_version}", &grpc]);
-    assert_eq!(told(&version), "2", "gRPC is offered by ALPN");
+    assert_eq!(text(&version), "2", "gRPC is offered by ALPN");
     assert!(
         !curl(&["--cacert", &ca, &url.replace("https", "http")]).status.success(),
-        "nothing is said in the clear"
+        "plain HTTP is rejected"
     );
 
     let second = Authority::new();
     second.write(ca.as_ref());
-    assert!(!ask(&ca).status.success(), "signed by another");
-    // Between the two writes they do not go together: that one is refused, and the next taken.
+    assert!(!send(&ca).status.success(), "signed by another CA");
+    // Between the two writes the files do not match, so that reload fails and the next succeeds.
     second.sign(certificate.as_ref(), key.as_ref());
-    service.until("the new certificate is taken", |_| ask(&ca).status.success());
-    assert_eq!(
-        service.admin("/readyz").status,
-        200,
-        "the admin listener stays in the clear, on loopback"
-    );
+    service.wait_until("the new certificate is active", |_| send(&ca).status.success());
+    assert_eq!(service.admin("/readyz").status, 200, "the admin listener on loopback has no TLS");
 }
 
 #[test]
-fn clients_without_the_right_certificate_are_turned_away() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn clients_without_a_valid_certificate_are_rejected() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
     let (ours, other) = (Authority::new(), Authority::new());
     ours.write(file("ca.pem").as_ref());
@@ -155,30 +156,30 @@ fn clients_without_the_right_certificate_are_turned_away() {
     let yaml = file("tidegate.yaml");
     let service = Service::start_on(folder, yaml.as_ref(), &[]);
     let url = format!("https://{}/v1/acquire", service.http);
-    let ask = |more: &[&str]| {
+    let send = |more: &[&str]| {
         curl(
             &[&["--cacert", ca, "-d", r#"{"policy": "per-user", "key": "u"}"#, &url], more]
                 .concat(),
         )
     };
-    assert!(!ask(&[]).status.success());
-    assert!(!ask(&["--cert", stranger, "--key", stranger_key]).status.success());
-    let known = ask(&["--cert", client, "--key", client_key]);
-    assert!(told(&known).contains(r#""allowed":true"#), "{}", told(&known));
+    assert!(!send(&[]).status.success());
+    assert!(!send(&["--cert", stranger, "--key", stranger_key]).status.success());
+    let known = send(&["--cert", client, "--key", client_key]);
+    assert!(text(&known).contains(r#""allowed":true"#), "{}", text(&known));
 }
 
 #[test]
-fn a_certificate_that_cannot_be_used_is_said_at_the_start() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn unusable_certificates_are_reported_at_startup() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = |name: &str| folder.path().join(name);
     let authority = Authority::new();
     authority.sign(&file("cert.pem"), &file("key.pem"));
     authority.sign(&file("other.pem"), &file("other-key.pem"));
     std::fs::write(file("empty.pem"), "").expect("written");
     for (certificate, key, message) in [
-        ("cert.pem", "other-key.pem", "do not go together"),
-        ("empty.pem", "key.pem", "no certificate can be read"),
-        ("cert.pem", "empty.pem", "no private key"),
+        ("cert.pem", "other-key.pem", "do not match"),
+        ("empty.pem", "key.pem", "cannot read a certificate"),
+        ("cert.pem", "empty.pem", "cannot read a PEM private key"),
         ("nowhere.pem", "key.pem", "nowhere.pem"),
     ] {
         let config = format!("tls: {{certificate: {certificate}, key: {key}}}\n");
@@ -190,6 +191,6 @@ fn a_certificate_that_cannot_be_used_is_said_at_the_start() {
             "",
         );
         assert_eq!(output.status.code(), Some(2));
-        assert!(told(&output).contains(message), "{}", told(&output));
+        assert!(text(&output).contains(message), "{}", text(&output));
     }
 }

@@ -1,4 +1,4 @@
-//! `tidegate acquire`: decide from a shell.
+//! `tidegate acquire`: decisions from a shell.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -15,26 +15,26 @@ use crate::api::json;
 use crate::config::RedisConfig;
 use tidegate::config::duration::{self, readable};
 
-/// Decide from a shell whether a request may pass now.
+/// Decide from a shell whether a request is allowed now.
 ///
-/// Prints one line a decision. Exit code: 0 if all were allowed, 1 if any was denied, 2 on an
-/// error. Without --redis the counts live in memory, only as long as the command runs.
+/// Prints one line per decision. Exit code: 0 if all were allowed, 1 if any was denied, 2 on an
+/// error. Without --redis, counters live in memory and are lost when the command ends.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   Five requests against a limit of three, in memory:
     tidegate acquire user123 --limit 3 --window 60s --count 5
 
-  A nightly job that may run once an hour, whichever machine starts it first:
+  A job that may run once per hour, on whichever machine starts it first:
     tidegate acquire nightly-report --limit 1 --window 1h --redis redis://127.0.0.1:6379 && ./report
 
-  A token bucket with room for bursts, as JSON:
+  A token bucket that allows bursts, as JSON:
     tidegate acquire user123 --algorithm token-bucket --limit 10 --window 1s --burst 50 --json
 
-  Work that is done already, such as 1200 bytes sent, against 1000 an hour:
+  Usage that has already happened, such as 1200 bytes sent, against 1000 per hour:
     tidegate acquire user123 --limit 1000 --window 1h --cost 1200 --report")]
-pub(super) struct Acquire {
-    /// Whose count it is: a user, an address, a job
+pub(super) struct AcquireCommand {
+    /// Key to count by: a user, an address, a job
     #[arg(value_name = "KEY")]
     key: String,
 
@@ -42,51 +42,57 @@ pub(super) struct Acquire {
     #[arg(long, value_name = "N", env = "TIDEGATE_LIMIT")]
     limit: u64,
 
-    /// The window, such as 500ms, 60s, 5m, 1h, 30d
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d
     #[arg(long, value_name = "DURATION", env = "TIDEGATE_WINDOW", value_parser = duration::parse)]
     window: Duration,
 
-    /// How units are counted
+    /// Rate limit algorithm
     #[arg(
         long, value_name = "ALGORITHM", env = "TIDEGATE_ALGORITHM", default_value = "sliding-log",
         value_parser = PossibleValuesParser::new(Algorithm::ALL.map(Algorithm::as_str))
     )]
     algorithm: String,
 
-    /// How Redis keeps a sliding-log
+    /// Encoding of a sliding-log in Redis
     #[arg(
         long, value_name = "ENCODING", env = "TIDEGATE_ENCODING",
         value_parser = PossibleValuesParser::new(Encoding::ALL.map(Encoding::as_str))
     )]
     encoding: Option<String>,
 
-    /// What a token-bucket or leaky-bucket holds [default: the limit]
+    /// Capacity of a token-bucket or leaky-bucket [default: the limit]
     #[arg(long, value_name = "B", env = "TIDEGATE_BURST")]
     burst: Option<u64>,
 
-    /// Units that each request takes
+    /// Units that each request costs
     #[arg(long, value_name = "C", env = "TIDEGATE_COST", default_value_t = 1)]
     cost: u64,
 
-    /// Count under this policy's name [default: the algorithm and the window]
+    /// Policy name to count under [default: the algorithm and the window]
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
     policy: Option<String>,
 
-    /// Share the counts through this Redis: redis://[user:password@]host[:port][/database]
-    /// (rediss:// for TLS; nodes of a cluster with commas between them)
+    /// Share counters through this Redis: redis://[user:password@]host[:port][/database]
+    /// (rediss:// for TLS; nodes of a cluster separated by commas)
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
-    /// How long Redis may take to decide
-    #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "1s", value_parser = duration::parse)]
+    /// Timeout of a decision by Redis
+    #[arg(
+        long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", default_value = "1s",
+        value_parser = duration::parse
+    )]
     timeout: Duration,
 
-    /// How many decisions to ask for, one after the other
-    #[arg(long, value_name = "N", env = "TIDEGATE_COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Number of decisions, one after the other
+    #[arg(
+        long, value_name = "N", env = "TIDEGATE_COUNT", default_value_t = 1,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
     count: u64,
 
-    /// Record units that were used already: charges even beyond the limit. The exit code is 1 if
-    /// they did not fit
+    /// Record usage that has already happened: charge it even if it exceeds the limit. The exit
+    /// code is 1 if it does
     #[arg(long, env = "TIDEGATE_REPORT", value_parser = FalseyValueParser::new())]
     report: bool,
 
@@ -95,7 +101,7 @@ pub(super) struct Acquire {
     json: bool,
 }
 
-impl Acquire {
+impl AcquireCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let quota = self.quota()?;
         let mut charge = Charge::new(&self.key, &quota).with_cost(self.cost);
@@ -107,7 +113,7 @@ impl Acquire {
             match &self.redis {
                 None => self.decide(&Limiter::new(MemoryStore::new()), &charge).await,
                 Some(url) => {
-                    let store = RedisConfig::at(url)
+                    let store = RedisConfig::new(url)
                         .with_timeout(self.timeout)
                         .builder()
                         .connect()
@@ -153,12 +159,12 @@ impl Acquire {
     }
 }
 
-/// For people: what was decided, what is left of `all` that there can be, and when to come again.
-fn line(action: Action, decision: &Decision, all: u64) -> String {
-    let left = format!("{} of {all} left", decision.remaining);
+/// Formats a decision as one line: the outcome, the remaining units, and the times to wait.
+fn line(action: Action, decision: &Decision, capacity: u64) -> String {
+    let left = format!("{} of {capacity} left", decision.remaining);
     if action == Action::Report && !decision.allowed {
         let retry = readable(decision.retry_after);
-        return format!("{}over{}     {left}, one is free in {retry}", style::DENIED, style::RESET);
+        return format!("{}over{}     {left}, 1 available in {retry}", style::DENIED, style::RESET);
     }
     if !decision.allowed {
         let retry = readable(decision.retry_after);
@@ -166,8 +172,8 @@ fn line(action: Action, decision: &Decision, all: u64) -> String {
     }
     let delay = match decision.delay {
         Duration::ZERO => String::new(),
-        delay => format!(", wait {} for its turn", readable(delay)),
+        delay => format!(", delay of {}", readable(delay)),
     };
     let reset = readable(decision.reset_after);
-    format!("{}allowed{}  {left}{delay}, all back in {reset}", style::ALLOWED, style::RESET)
+    format!("{}allowed{}  {left}{delay}, resets in {reset}", style::ALLOWED, style::RESET)
 }

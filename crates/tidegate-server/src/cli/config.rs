@@ -1,4 +1,4 @@
-//! `tidegate config`: validate a file, or describe one to an editor.
+//! `tidegate config`: validates a file, and prints the JSON Schema or a sample.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::config::Config;
 
-/// Check a configuration, or print its JSON Schema or a sample.
+/// Check a configuration file, or print its JSON Schema or a sample.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -17,24 +17,25 @@ Examples:
   tidegate config check tidegate.yaml")]
 pub(super) struct ConfigCommand {
     #[command(subcommand)]
-    command: Command,
+    command: ConfigSubcommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
-    /// Validate a file; exit code 0 if it is good, 2 if not
+enum ConfigSubcommand {
+    /// Validate a file; exit code 0 if it is valid, 2 if not
     #[command(after_help = "\
 Examples:
   tidegate config check tidegate.yaml
   tidegate config check --json tidegate.yaml | jq .line
 
-Nothing that may be a secret is shown of the file, and no server is asked.")]
+Secrets in the file are never printed, and no server is contacted.")]
     Check {
-        /// The file
+        /// Configuration file
         #[arg(value_name = "FILE")]
         file: PathBuf,
 
-        /// One object of JSON: file, good, and either what there is or line, column and message
+        /// Print one JSON object: file and good, then the number of policies and rules, or line,
+        /// column and message
         #[arg(long)]
         json: bool,
     },
@@ -56,33 +57,34 @@ Examples:
 impl ConfigCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
-            Command::Check { file, json: true } => return Ok(check_for_machines(&file)),
-            Command::Check { file, json: false } => {
+            ConfigSubcommand::Check { file, json: true } => return Ok(check_as_json(&file)),
+            ConfigSubcommand::Check { file, json: false } => {
                 let config = Config::load(&file)?;
-                let (policies, rules) = (config.policies.iter().count(), &config.envoy.rules);
+                let policies = config.policies.iter().count();
+                let rules = &config.envoy.rules;
                 let envoy = match rules.rules().count() {
                     0 => String::new(),
                     count => {
                         format!(", {count} rules for Envoy in {} domains", rules.domains().count())
                     }
                 };
-                anstream::println!("{}: good, {policies} policies{envoy}", file.display());
+                anstream::println!("{}: valid, {policies} policies{envoy}", file.display());
             }
-            Command::Schema => {
-                anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?)
+            ConfigSubcommand::Schema => {
+                anstream::println!("{}", serde_json::to_string_pretty(&Config::schema())?);
             }
-            Command::Sample => anstream::print!("{}", crate::config::SAMPLE),
+            ConfigSubcommand::Sample => anstream::print!("{}", crate::config::SAMPLE),
         }
         Ok(ExitCode::SUCCESS)
     }
 }
 
-fn check_for_machines(file: &Path) -> ExitCode {
+fn check_as_json(file: &Path) -> ExitCode {
     let name = file.display().to_string();
-    let (answer, code) = match Config::load(file) {
+    let (result, code) = match Config::load(file) {
         Ok(config) => {
-            let (policies, rules) =
-                (config.policies.iter().count(), config.envoy.rules.rules().count());
+            let policies = config.policies.iter().count();
+            let rules = config.envoy.rules.rules().count();
             (
                 json!({"file": name, "good": true, "policies": policies, "envoy_rules": rules}),
                 ExitCode::SUCCESS,
@@ -90,12 +92,16 @@ fn check_for_machines(file: &Path) -> ExitCode {
         }
         Err(error) => {
             let (line, column) = error.position().unzip();
-            let answer = json!({
-                "file": error.file(), "good": false, "line": line, "column": column, "message": error.message(),
+            let result = json!({
+                "file": error.file(),
+                "good": false,
+                "line": line,
+                "column": column,
+                "message": error.message(),
             });
-            (answer, ExitCode::from(2))
+            (result, ExitCode::from(2))
         }
     };
-    anstream::println!("{answer}");
+    anstream::println!("{result}");
     code
 }

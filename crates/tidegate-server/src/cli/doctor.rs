@@ -1,4 +1,4 @@
-//! `tidegate doctor`: is this Redis fit to hold counts?
+//! `tidegate doctor`: checks whether a Redis setup is fit for rate limiting.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -12,15 +12,15 @@ use clap::builder::styling::Style;
 
 use super::style;
 use crate::config::{Config, RedisConfig, StoreConfig};
-use crate::doctor::{self, Examination, Finding, Level, Report};
+use crate::doctor::{self, CheckOptions, Finding, Report, Severity};
 use tidegate::config::duration;
 
-/// Examine a Redis: is it fit to hold counts?
+/// Check whether a Redis setup is fit for rate limiting.
 ///
-/// Looks at its version, topology, replicas, eviction policy, memory, ACL, clock, scripts, latency,
-/// and keys without expiry, and says what would be right. It leaves nothing there but scripts in
-/// the cache and a key that expires within seconds. Exit code: 0 if all is well (notes are no
-/// worry), 1 on warnings, 2 on errors, such as a Redis that cannot be reached.
+/// Checks its version, topology, replicas, eviction policy, memory, ACL, clock, scripts, latency,
+/// and keys without expiry, and recommends changes. It leaves nothing behind except cached scripts
+/// and a key that expires within seconds. Exit code: 0 if there are only notes or nothing to
+/// report, 1 on warnings, 2 on errors, such as an unreachable Redis.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -33,24 +33,27 @@ Examples:
 
   In a pipeline, as one JSON object: verdict, nodes, findings, latency_us:
     tidegate doctor --config tidegate.yaml --json")]
-pub(super) struct Doctor {
-    /// The configuration, of which the store is examined; see `tidegate config`
+pub(super) struct DoctorCommand {
+    /// Configuration file whose store is checked; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Examine this Redis, whatever the file says; nodes of a cluster with commas between them
+    /// Redis to check, overrides the file; nodes of a cluster separated by commas
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
-    /// How long a decision may take, which latency is compared with [default: the file's, or 100ms]
+    /// Timeout of a decision, which latency is compared with [default: the file's, or 100ms]
     #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", value_parser = duration::parse)]
     timeout: Option<Duration>,
 
-    /// How many decisions to measure, a node
-    #[arg(long, value_name = "N", env = "TIDEGATE_PROBES", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    /// Number of decisions to measure per node
+    #[arg(
+        long, value_name = "N", env = "TIDEGATE_PROBES", default_value_t = 300,
+        value_parser = clap::value_parser!(u32).range(1..=100_000)
+    )]
     probes: u32,
 
-    /// How many keys to look at, a node
+    /// Maximum number of keys to check per node
     #[arg(long, value_name = "N", env = "TIDEGATE_KEYS", default_value_t = 10_000)]
     keys: u32,
 
@@ -59,20 +62,21 @@ pub(super) struct Doctor {
     json: bool,
 }
 
-impl Doctor {
+impl DoctorCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let store = match &self.config {
             Some(file) => Config::load(file)?.store,
             None if self.redis.is_none() => {
-                bail!("which Redis? Give --redis URL, or --config FILE that has one")
+                bail!("no Redis to check: give --redis URL, or --config FILE with one")
             }
             None => StoreConfig::Memory { max_keys: 0 },
         };
-        let report = match self.redis.as_ref().map_or(store.clone(), |urls| store.on_redis(urls)) {
+        let report = match self.redis.as_ref().map_or(store.clone(), |urls| store.with_redis(urls))
+        {
             StoreConfig::Memory { .. } => {
                 let message =
-                    "there is no Redis to examine: this configuration keeps its counts in memory";
-                Report::of(Finding::note("store", message))
+                    "there is no Redis to check: this configuration keeps its counters in memory";
+                Report::from(Finding::note("store", message))
             }
             StoreConfig::Redis(redis) => {
                 let redis = match self.timeout {
@@ -80,7 +84,7 @@ impl Doctor {
                     None => *redis,
                 };
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-                runtime.block_on(self.examine(&redis))?
+                runtime.block_on(self.check(&redis))?
             }
         };
         let mut output = anstream::stdout().lock();
@@ -91,35 +95,36 @@ impl Doctor {
         }
         output.flush()?;
         Ok(match report.verdict {
-            Level::Ok | Level::Note => ExitCode::SUCCESS,
-            Level::Warning => ExitCode::from(1),
-            Level::Error => ExitCode::from(2),
+            Severity::Ok | Severity::Note => ExitCode::SUCCESS,
+            Severity::Warning => ExitCode::from(1),
+            Severity::Error => ExitCode::from(2),
         })
     }
 
-    async fn examine(&self, redis: &RedisConfig) -> anyhow::Result<Report> {
+    async fn check(&self, redis: &RedisConfig) -> anyhow::Result<Report> {
         let store = match redis.builder().connect().await {
             Ok(store) => store,
             Err(error) => {
-                let lacks = doctor::lacks_to_connect(&error, redis.prefix(), redis.kind());
-                return match lacks {
+                let missing_permission =
+                    doctor::missing_connect_permission(&error, redis.prefix(), redis.topology());
+                return match missing_permission {
                     Some(report) => Ok(report),
-                    // For machines a finding like any other; for people one line.
+                    // JSON output reports the error as a finding; text output as one line.
                     None if self.json => {
-                        Ok(Report::of(Finding::error("connection", error.to_string())))
+                        Ok(Report::from(Finding::error("connection", error.to_string())))
                     }
                     None => Err(error.into()),
                 };
             }
         };
-        let examination = Examination {
+        let options = CheckOptions {
             prefix: redis.prefix(),
             timeout: redis.timeout(),
             probes: usize::try_from(self.probes)?,
-            keys: usize::try_from(self.keys)?,
+            max_keys: usize::try_from(self.keys)?,
         };
-        let mut report = doctor::examine(&store, &examination).await;
-        // Without a file, only a Redis is examined, not a service.
+        let mut report = doctor::run_checks(&store, &options).await;
+        // Without a file, there are no settings of a service to check.
         if self.config.is_some() {
             report.add(doctor::instances(redis.instances));
         }
@@ -127,8 +132,8 @@ impl Doctor {
     }
 }
 
-/// For people: a line a finding, and one below it with what would be right; by nodes, if there are
-/// several.
+/// Formats a report as text: one line per finding with its advice below, grouped by node if there
+/// are several.
 fn text(report: &Report) -> String {
     let mut nodes: Vec<&str> = Vec::new();
     for node in report.findings.iter().filter_map(|finding| finding.node.as_deref()) {
@@ -136,13 +141,14 @@ fn text(report: &Report) -> String {
             nodes.push(node);
         }
     }
-    let of = |node| report.findings.iter().filter(move |finding| finding.node.as_deref() == node);
-    let mut lines: Vec<String> = of(None).flat_map(lines).collect();
+    let findings_of =
+        |node| report.findings.iter().filter(move |finding| finding.node.as_deref() == node);
+    let mut lines: Vec<String> = findings_of(None).flat_map(lines).collect();
     for node in &nodes {
         if nodes.len() > 1 {
             lines.push(format!("{}{node}{}", style::HEADING, style::RESET));
         }
-        lines.extend(of(Some(node)).flat_map(self::lines));
+        lines.extend(findings_of(Some(node)).flat_map(self::lines));
     }
     lines.push(verdict(report));
     lines.join("\n") + "\n"
@@ -150,40 +156,40 @@ fn text(report: &Report) -> String {
 
 fn lines(finding: &Finding) -> impl Iterator<Item = String> + use<> {
     let (style, name) = styled(finding.level);
-    let (reset, check) = (style::RESET, finding.check);
-    let found = format!("{style}{name:<7}{reset}  {check:<21}  {}", finding.message);
+    let reset = style::RESET;
+    let message = format!("{style}{name:<7}{reset}  {:<21}  {}", finding.check, finding.message);
     let advice =
         finding.advice.as_ref().map(|advice| format!("{:<32}{}→ {advice}{reset}", "", style::NOTE));
-    std::iter::once(found).chain(advice)
+    std::iter::once(message).chain(advice)
 }
 
-fn styled(level: Level) -> (Style, &'static str) {
+fn styled(level: Severity) -> (Style, &'static str) {
     match level {
-        Level::Ok => (style::ALLOWED, "ok"),
-        Level::Note => (style::NOTE, "note"),
-        Level::Warning => (style::WARNING, "warning"),
-        Level::Error => (style::ERROR, "error"),
+        Severity::Ok => (style::ALLOWED, "ok"),
+        Severity::Note => (style::NOTE, "note"),
+        Severity::Warning => (style::WARNING, "warning"),
+        Severity::Error => (style::ERROR, "error"),
     }
 }
 
-/// Such as `fit, with 2 notes` and `not fit: 1 error, 1 warning`.
+/// Formats the verdict, such as `fit, with 2 notes` or `not fit: 1 error, 1 warning`.
 fn verdict(report: &Report) -> String {
     let count = |level, name: &str| {
         let count = report.findings.iter().filter(|finding| finding.level == level).count();
         (count > 0).then(|| format!("{count} {name}{}", if count == 1 { "" } else { "s" }))
     };
     let counts = [
-        count(Level::Error, "error"),
-        count(Level::Warning, "warning"),
-        count(Level::Note, "note"),
+        count(Severity::Error, "error"),
+        count(Severity::Warning, "warning"),
+        count(Severity::Note, "note"),
     ];
     let counts = counts.into_iter().flatten().collect::<Vec<_>>().join(", ");
     let (style, _) = styled(report.verdict);
     let verdict = match report.verdict {
-        Level::Ok => "fit".to_owned(),
-        Level::Note => format!("fit, with {counts}"),
-        Level::Warning => format!("fit for good days only: {counts}"),
-        Level::Error => format!("not fit: {counts}"),
+        Severity::Ok => "fit".to_owned(),
+        Severity::Note => format!("fit, with {counts}"),
+        Severity::Warning => format!("fit, but not resilient: {counts}"),
+        Severity::Error => format!("not fit: {counts}"),
     };
     format!("{style}{verdict}{}", style::RESET)
 }

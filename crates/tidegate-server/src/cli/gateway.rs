@@ -1,4 +1,4 @@
-//! `tidegate gateway`: the service as a reverse proxy.
+//! `tidegate gateway`: runs the reverse proxy.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -12,9 +12,9 @@ use crate::gateway::Upstream;
 use crate::logs::{self, LogFormat};
 use crate::serve;
 
-/// Run a reverse proxy in front of upstreams that lets through what the policies allow.
+/// Run a reverse proxy that forwards the requests that the policies allow.
 ///
-/// Without --config it runs a built-in sample on memory.
+/// Without --config it runs a built-in sample with counters in memory.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -22,39 +22,39 @@ Examples:
     tidegate gateway --upstream http://127.0.0.1:3000
     curl -i http://127.0.0.1:8000/
 
-  In front of several, with policies of your own, counts shared through Redis:
+  In front of several, with your own policies and counters shared through Redis:
     tidegate gateway --upstream http://10.0.0.1:3000 --upstream http://10.0.0.2:3000 \\
       --config tidegate.yaml --redis redis://127.0.0.1:6379
 
-  HTTP/2 to the upstream, for gRPC: h2c://HOST:PORT in the clear, h2://HOST:PORT over TLS.")]
-pub(super) struct Gateway {
-    /// Where requests are handed on to, whatever the file says; several take turns
+  HTTP/2 to the upstream, for gRPC: h2c://HOST:PORT in plain text, h2://HOST:PORT over TLS.")]
+pub(super) struct GatewayCommand {
+    /// URL to forward requests to, overrides the file; several are used in turns
     #[arg(long = "upstream", value_name = "URL", env = "TIDEGATE_UPSTREAM", value_delimiter = ',')]
     upstreams: Vec<String>,
 
-    /// Where requests come in, whatever the file says; 127.0.0.1:8000 by default
+    /// Address to listen on, overrides the file; 127.0.0.1:8000 by default
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_LISTEN")]
     listen: Option<SocketAddr>,
 
-    /// The configuration; see `tidegate config`
+    /// Configuration file; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share the counts through this Redis, whatever the file says; nodes of a cluster with commas
-    /// between them
+    /// Share counters through this Redis, overrides the file; nodes of a cluster separated by
+    /// commas
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
-    /// How logs are written
+    /// Format of the logs
     #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
     log_format: LogFormat,
 }
 
-impl Gateway {
+impl GatewayCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
         if let Some(url) = &self.redis {
-            config.store = config.store.on_redis(url);
+            config.store = config.store.with_redis(url);
         }
         if let Some(address) = self.listen {
             config.listen.gateway = address;
@@ -67,23 +67,27 @@ impl Gateway {
         }
         anyhow::ensure!(
             !config.gateway.upstreams.is_empty(),
-            "there is no upstream: name one by --upstream http://127.0.0.1:3000, or under gateway.upstreams in the file"
+            "there is no upstream: name one with --upstream http://127.0.0.1:3000, or under \
+             gateway.upstreams in the file"
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
         let store =
             if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let text = self.log_format == LogFormat::Text;
+        let is_text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
-            tracing::info!(http = %gateway, %admin, %upstreams, store, config = %source, "listening");
-            if text {
+            tracing::info!(
+                http = %gateway, %admin, %upstreams, store, config = %source, "listening"
+            );
+            if is_text {
                 anstream::println!(
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
                      \x20 gateway  {scheme}://{gateway}   to {upstreams}\n\
-                     \x20 admin    http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
+                     \x20 admin    http://{admin}   \
+                     (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
                     env!("CARGO_PKG_VERSION")
                 );
             }
@@ -92,7 +96,7 @@ impl Gateway {
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
         runtime.block_on(serve::gateway(config, self.config.clone(), announce))?;
         drop(traces);
-        // What is still asleep somewhere, such as a watch on a file, must not hold up the end.
+        // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();
         Ok(ExitCode::SUCCESS)
     }

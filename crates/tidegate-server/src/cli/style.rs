@@ -1,4 +1,4 @@
-//! Colours, which `anstream` leaves out when the output is no terminal.
+//! Colours of the output. `anstream` removes them if the output is not a terminal.
 
 use clap::builder::styling::{AnsiColor, Reset, Style, Styles};
 

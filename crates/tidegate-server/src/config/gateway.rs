@@ -1,4 +1,4 @@
-//! `gateway:`, where requests are handed on to.
+//! The `gateway` section: upstreams and their timeouts.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tidegate::config::Document;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GatewayConfig {
-    /// Each is a good URL.
+    /// Valid URLs of the upstreams.
     pub(crate) upstreams: Vec<String>,
     pub(crate) ca: Option<PathBuf>,
     pub(crate) connect_timeout: Duration,
@@ -22,14 +22,14 @@ pub(crate) struct GatewayConfig {
 pub(super) fn validate(
     document: &Document<'_>,
     folder: &Path,
-    raw: &raw::Gateway,
+    raw: &raw::RawGateway,
 ) -> Result<GatewayConfig, ConfigError> {
     for text in &raw.upstreams {
         text.value
             .parse::<Upstream>()
             .map_err(|error| document.error_at(text, &error.to_string()))?;
     }
-    let time = |text: &Option<Spanned<String>>, default: u64| {
+    let timeout = |text: &Option<Spanned<String>>, default: u64| {
         text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
     };
     let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
@@ -40,8 +40,8 @@ pub(super) fn validate(
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),
         ca,
-        connect_timeout: time(&raw.connect_timeout, 2)?,
-        header_timeout: time(&raw.header_timeout, 30)?,
-        idle_timeout: time(&raw.idle_timeout, 60)?,
+        connect_timeout: timeout(&raw.connect_timeout, 2)?,
+        header_timeout: timeout(&raw.header_timeout, 30)?,
+        idle_timeout: timeout(&raw.idle_timeout, 60)?,
     })
 }

@@ -1,4 +1,4 @@
-//! Addresses to listen on.
+//! The `listen` section: addresses of the listeners.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -15,11 +15,11 @@ pub(crate) struct Listen {
     pub(crate) gateway: SocketAddr,
 }
 
-/// `guarded`: the admin listener asks for a token.
+/// Validates the addresses. The admin listener may only leave loopback with a token.
 pub(super) fn validate(
     document: &Document<'_>,
-    raw: &raw::Listen,
-    guarded: bool,
+    raw: &raw::RawListen,
+    has_admin_token: bool,
 ) -> Result<Listen, ConfigError> {
     let listen = Listen {
         http: address(document, raw.http.as_ref(), 8080)?,
@@ -27,38 +27,42 @@ pub(super) fn validate(
         admin: address(document, raw.admin.as_ref(), 8082)?,
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
     };
-    if let Some(place) = raw.admin.as_ref().filter(|_| !guarded && !listen.admin.ip().is_loopback())
-    {
+    let is_exposed = !has_admin_token && !listen.admin.ip().is_loopback();
+    if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {
         return Err(document.error_at(
-            place,
-            "listen.admin is beyond loopback but auth.admin_token is not set: set a token, or listen on 127.0.0.1",
+            field,
+            "listen.admin is not on loopback but auth.admin_token is not set: set a token, or \
+             listen on 127.0.0.1",
         ));
     }
-    // Only what is written: `gateway` goes without http and grpc, `serve` without gateway.
-    for (name, (one, here), (_, there)) in [
+    // Only addresses in the file can conflict: `gateway` does not use http and grpc, and `serve`
+    // does not use gateway.
+    for (name, (field, address), (_, other)) in [
         ("grpc", (&raw.grpc, listen.grpc), (&raw.http, listen.http)),
         ("admin", (&raw.admin, listen.admin), (&raw.http, listen.http)),
         ("admin", (&raw.admin, listen.admin), (&raw.grpc, listen.grpc)),
         ("admin", (&raw.admin, listen.admin), (&raw.gateway, listen.gateway)),
     ]
     .into_iter()
-    .filter(|(_, _, (other, _))| other.is_some())
+    .filter(|(_, _, (field, _))| field.is_some())
     {
-        if let Some(place) = one.as_ref().filter(|_| collide(here, there)) {
+        if let Some(field) = field.as_ref().filter(|_| conflicts(address, other)) {
             return Err(document.error_at(
-                place,
-                &format!("listen.{name}: {there} is taken already: each listener needs its own"),
+                field,
+                &format!("listen.{name}: {other} is already in use: each listener needs its own"),
             ));
         }
     }
     Ok(listen)
 }
 
-/// Port 0 is any that is free.
-fn collide(one: SocketAddr, other: SocketAddr) -> bool {
-    let all = |address: SocketAddr| address.ip().is_unspecified();
-    let alike = one.is_ipv4() == other.is_ipv4() && (all(one) || all(other));
-    one.port() != 0 && one.port() == other.port() && (one.ip() == other.ip() || alike)
+/// Returns whether two listeners cannot both bind. Port 0 is any free port.
+fn conflicts(address: SocketAddr, other: SocketAddr) -> bool {
+    let has_wildcard = address.is_ipv4() == other.is_ipv4()
+        && (address.ip().is_unspecified() || other.ip().is_unspecified());
+    address.port() != 0
+        && address.port() == other.port()
+        && (address.ip() == other.ip() || has_wildcard)
 }
 
 fn address(
@@ -67,11 +71,11 @@ fn address(
     port: u16,
 ) -> Result<SocketAddr, ConfigError> {
     let Some(text) = raw else { return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)) };
-    let wrong = || {
-        format!(
+    text.value.parse().map_err(|_| {
+        let message = format!(
             "{:?} is not an address: write it like 127.0.0.1:{port} or [::1]:{port}",
             text.value
-        )
-    };
-    text.value.parse().map_err(|_| document.error_at(text, &wrong()))
+        );
+        document.error_at(text, &message)
+    })
 }

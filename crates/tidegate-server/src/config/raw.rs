@@ -1,5 +1,4 @@
-//! The configuration as it is written, field by field. What the fields mean is decided in
-//! `config.rs`.
+//! Configuration as it is written in the file. `config.rs` validates it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,16 +12,17 @@ use tidegate::config::{Bounded, OneOrMany, RawPolicy};
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Config {
-    pub(super) listen: Listen,
-    pub(super) store: Store,
-    pub(super) client_ip: ClientIp,
-    pub(super) auth: Auth,
-    pub(super) tls: Option<Tls>,
-    pub(super) headers: Headers,
-    pub(super) envoy: Envoy,
-    pub(super) gateway: Gateway,
-    /// Attributes that callers of the API send beside the built-in ones, such as tenant. Any other
+#[schemars(rename = "Config")]
+pub(super) struct RawConfig {
+    pub(super) listen: RawListen,
+    pub(super) store: RawStore,
+    pub(super) client_ip: RawClientIp,
+    pub(super) auth: RawAuth,
+    pub(super) tls: Option<RawTls>,
+    pub(super) headers: RawHeaders,
+    pub(super) envoy: RawEnvoy,
+    pub(super) gateway: RawGateway,
+    /// Attributes that API clients send in addition to the built-in ones, such as tenant. Any other
     /// name is an error.
     #[schemars(
         with = "BTreeSet<String>",
@@ -31,125 +31,133 @@ pub(super) struct Config {
         ))
     )]
     pub(super) attributes: Vec<Spanned<String>>,
-    /// What is limited: every policy that applies to a request must allow it.
+    /// Rate limit policies. Every policy that applies to a request must allow it.
     pub(super) policies: Vec<RawPolicy>,
 }
 
 /// Addresses to listen on.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Listen {
-    /// The HTTP API; 127.0.0.1:8080 by default.
+#[schemars(rename = "Listen")]
+pub(super) struct RawListen {
+    /// HTTP API; 127.0.0.1:8080 by default.
     #[schemars(with = "Option<String>")]
     pub(super) http: Option<Spanned<String>>,
     /// Envoy's rate limit service; 127.0.0.1:8081 by default.
     #[schemars(with = "Option<String>")]
     pub(super) grpc: Option<Spanned<String>>,
-    /// Metrics and health; 127.0.0.1:8082 by default. Beyond loopback only with `auth.admin_token`.
+    /// Metrics and health; 127.0.0.1:8082 by default. Other than loopback only with
+    /// `auth.admin_token`.
     #[schemars(with = "Option<String>")]
     pub(super) admin: Option<Spanned<String>>,
-    /// Of `tidegate gateway`: where requests come in; 127.0.0.1:8000 by default.
+    /// Requests of `tidegate gateway`; 127.0.0.1:8000 by default.
     #[schemars(with = "Option<String>")]
     pub(super) gateway: Option<Spanned<String>>,
 }
 
-/// Where counts live. Without `redis` or `sentinel`: in memory.
+/// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Store {
+#[schemars(rename = "Store")]
+pub(super) struct RawStore {
     /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some
     /// nodes for a cluster.
-    #[serde(deserialize_with = "given")]
+    #[serde(deserialize_with = "present")]
     #[schemars(with = "Option<OneOrMany>")]
     pub(super) redis: Option<Spanned<Option<OneOrMany>>>,
-    #[schemars(with = "Option<Sentinel>")]
-    pub(super) sentinel: Option<Spanned<Sentinel>>,
-    /// Certificates for `rediss://`; without them the system's are trusted, and none is shown.
-    #[schemars(with = "Option<StoreTls>")]
-    pub(super) tls: Option<Spanned<StoreTls>>,
-    /// What every key in Redis begins with; `rate_limit` by default.
+    #[schemars(with = "Option<RawSentinel>")]
+    pub(super) sentinel: Option<Spanned<RawSentinel>>,
+    /// Certificates for `rediss://`. By default the system's roots are trusted, and no client
+    /// certificate is sent.
+    #[schemars(with = "Option<RawStoreTls>")]
+    pub(super) tls: Option<Spanned<RawStoreTls>>,
+    /// Prefix of every key in Redis; `rate_limit` by default.
     #[schemars(with = "Option<String>")]
     pub(super) prefix: Option<Spanned<String>>,
-    /// How long Redis may take to decide; 100ms by default.
+    /// Timeout of a decision by Redis; 100ms by default.
     #[schemars(with = "Option<String>")]
     pub(super) timeout: Option<Spanned<String>>,
-    /// Minimum number of instances of Tidegate. While Redis is away, each takes its share of the
-    /// limits. The instances know their number through Redis; this is for those that start while it
-    /// is away. Not set: such an instance assumes 10.
+    /// Minimum number of instances of Tidegate. During an outage of Redis, each instance enforces
+    /// its share of the limits. Instances learn their number through Redis; this setting is for
+    /// those that start during an outage, which otherwise assume 10.
     pub(super) instances: Option<Bounded<1, 10_000>>,
-    /// The cap on keys in memory; 10,000,000 by default.
+    /// Maximum number of keys in memory; 10,000,000 by default.
     pub(super) max_keys: Option<Bounded<1, 1_000_000_000_000>>,
 }
 
-/// Redis behind Sentinels: the primary that they know by a name.
+/// Redis behind Sentinels.
 #[derive(serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Sentinel {
-    /// The name of the primary, as in `sentinel monitor NAME …`.
+#[schemars(rename = "Sentinel")]
+pub(super) struct RawSentinel {
+    /// Name of the primary, as in `sentinel monitor NAME …`.
     pub(super) master: String,
-    /// The Sentinels, `redis://[user:password@]host[:port]`.
+    /// Sentinels, `redis://[user:password@]host[:port]`.
     #[schemars(with = "Vec<String>")]
     pub(super) nodes: Spanned<Vec<String>>,
-    /// For the servers that hold the counts, if not the same as for the Sentinels.
+    /// User on the Redis servers, if it differs from the one on the Sentinels.
     #[schemars(with = "Option<String>")]
     pub(super) username: Option<Spanned<String>>,
-    /// For the servers that hold the counts, if not the same as for the Sentinels.
-    #[serde(default, deserialize_with = "given")]
+    /// Password on the Redis servers, if it differs from the one on the Sentinels.
+    #[serde(default, deserialize_with = "present")]
     #[schemars(with = "Option<String>")]
     pub(super) password: Option<Spanned<Option<String>>>,
 }
 
-/// TLS to Redis. Files are from the folder of this one.
+/// TLS towards Redis. Paths are relative to the directory of this file.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(super) struct StoreTls {
-    /// Who signs the servers' certificates, in PEM; the system's roots by default.
+#[schemars(rename = "StoreTls")]
+pub(super) struct RawStoreTls {
+    /// CA of the servers' certificates, in PEM; the system's roots by default.
     #[schemars(with = "Option<String>")]
     pub(super) ca: Option<Spanned<String>>,
-    /// The certificate to show, in PEM; with `key`.
+    /// Client certificate, in PEM; requires `key`.
     #[schemars(with = "Option<String>")]
     pub(super) certificate: Option<Spanned<String>>,
-    /// Its private key, in PEM.
+    /// Private key of the client certificate, in PEM.
     #[schemars(with = "Option<String>")]
     pub(super) key: Option<Spanned<String>>,
 }
 
-impl fmt::Debug for Store {
+impl fmt::Debug for RawStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Store").finish_non_exhaustive()
     }
 }
 
-/// Which address a request comes from, where the caller does not say it.
+/// Detection of the client's address, where the caller does not send it.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct ClientIp {
-    /// Networks whose `X-Forwarded-For` (or `Forwarded`) is believed. They must set that header
-    /// themselves: one that they only pass on is the client's own. None: the peer's address.
+#[schemars(rename = "ClientIp")]
+pub(super) struct RawClientIp {
+    /// Networks whose `X-Forwarded-For` (or `Forwarded`) is trusted. These proxies must set the
+    /// header themselves: one that they only pass on comes from the client. Without any, the peer's
+    /// address is used.
     #[schemars(with = "Vec<String>")]
     pub(super) trusted_proxies: Vec<Spanned<String>>,
-    /// IPv6 clients count together by this many bits; 64 by default.
+    /// Prefix length by which IPv6 clients are grouped; 64 by default.
     pub(super) ipv6_prefix: Option<Bounded<1, 128>>,
 }
 
-/// Who may ask.
+/// Authentication of API and admin clients.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Auth {
-    /// Callers of the API, over HTTP and gRPC, must send it as a bearer token (`authorization:
-    /// Bearer …`).
-    #[serde(deserialize_with = "given")]
+#[schemars(rename = "Auth")]
+pub(super) struct RawAuth {
+    /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`).
+    #[serde(deserialize_with = "present")]
     #[schemars(with = "Option<String>")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
-    /// Callers of the admin listener must send it as a bearer token (but for /healthz and /readyz).
-    #[serde(deserialize_with = "given")]
+    /// Bearer token for the admin listener; /healthz and /readyz work without it.
+    #[serde(deserialize_with = "present")]
     #[schemars(with = "Option<String>")]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
 }
 
-/// A field that is there without a value is not the same as one that is not there: `!word` and
-/// `&word` have none.
-fn given<'de, D, T>(deserializer: D) -> Result<Option<Spanned<Option<T>>>, D::Error>
+/// Deserializes a field so that a missing value differs from a missing field: in YAML, `!word` and
+/// `&word` have no value.
+fn present<'de, D, T>(deserializer: D) -> Result<Option<Spanned<Option<T>>>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
@@ -157,37 +165,40 @@ where
     Spanned::deserialize(deserializer).map(Some)
 }
 
-impl fmt::Debug for Auth {
+impl fmt::Debug for RawAuth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Auth").finish_non_exhaustive()
     }
 }
 
-/// TLS on http, grpc and gateway. Files are from the folder of this one, and taken anew when they
-/// change.
+/// TLS on http, grpc and gateway. Paths are relative to the directory of this file. Changed files
+/// are reloaded.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Tls {
-    /// The certificate, and those that lead to its root, in PEM.
+#[schemars(rename = "Tls")]
+pub(super) struct RawTls {
+    /// Certificate chain, in PEM.
     #[schemars(with = "String")]
     pub(super) certificate: Spanned<String>,
-    /// Its private key, in PEM.
+    /// Private key, in PEM.
     #[schemars(with = "String")]
     pub(super) key: Spanned<String>,
-    /// If given, clients must show a certificate that one of these has signed.
+    /// CA that must have signed the certificate of every client, in PEM. By default clients need no
+    /// certificate.
     #[schemars(with = "Option<String>")]
     pub(super) client_ca: Option<Spanned<String>>,
 }
 
-/// Which headers answers have.
+/// Headers of responses.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Headers {
-    /// The older `X-RateLimit-Limit`, `-Remaining` and `-Reset`, beside `RateLimit`.
+#[schemars(rename = "Headers")]
+pub(super) struct RawHeaders {
+    /// Also send the older `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
     pub(super) x_ratelimit: bool,
 }
 
-impl Default for Headers {
+impl Default for RawHeaders {
     fn default() -> Self {
         Self { x_ratelimit: true }
     }
@@ -196,37 +207,40 @@ impl Default for Headers {
 /// Rules of envoyproxy/ratelimit, for Envoy's rate limit service.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Envoy {
-    /// Its YAML files, unmodified; from the folder of this file.
+#[schemars(rename = "Envoy")]
+pub(super) struct RawEnvoy {
+    /// YAML files of envoyproxy/ratelimit, unmodified. Paths are relative to the directory of this
+    /// file.
     #[schemars(with = "Vec<String>")]
     pub(super) files: Vec<Spanned<String>>,
-    /// How their rules count; fixed-window by default.
+    /// Algorithm of the rules; fixed-window by default.
     #[schemars(with = "Option<Algorithm>")]
     pub(super) algorithm: Option<Spanned<String>>,
-    /// The same for single rules, by their names.
+    /// Algorithms of single rules, by the name of the rule.
     #[schemars(with = "BTreeMap<String, Algorithm>")]
     pub(super) algorithms: BTreeMap<String, Spanned<String>>,
 }
 
-/// Where `tidegate gateway` hands requests on to.
+/// Upstreams of `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-pub(super) struct Gateway {
-    /// `http://HOST[:PORT][/BASE]` or `https://…`, which are spoken to in HTTP/1.1; in HTTP/2 with
-    /// `h2c://` and `h2://`. Several take turns.
+#[schemars(rename = "Gateway")]
+pub(super) struct RawGateway {
+    /// `http://HOST[:PORT][/BASE]` or `https://…` for HTTP/1.1, `h2c://…` or `h2://…` for HTTP/2.
+    /// Several are used in turns.
     #[schemars(with = "Vec<String>")]
     pub(super) upstreams: Vec<Spanned<String>>,
-    /// Who signs the upstreams' certificates, in PEM; the system's roots by default. From the
-    /// folder of this file.
+    /// CA of the upstreams' certificates, in PEM; the system's roots by default. The path is
+    /// relative to the directory of this file.
     #[schemars(with = "Option<String>")]
     pub(super) ca: Option<Spanned<String>>,
-    /// How long a connection to an upstream may take, with TLS; 2s by default.
+    /// Timeout for connecting to an upstream, including TLS; 2s by default.
     #[schemars(with = "Option<String>")]
     pub(super) connect_timeout: Option<Spanned<String>>,
-    /// How long an upstream may take to begin its answer; 30s by default.
+    /// Timeout for the response head of an upstream; 30s by default.
     #[schemars(with = "Option<String>")]
     pub(super) header_timeout: Option<Spanned<String>>,
-    /// How long a body or an upgraded connection may stand still; 60s by default.
+    /// Idle timeout of bodies and upgraded connections; 60s by default.
     #[schemars(with = "Option<String>")]
     pub(super) idle_timeout: Option<Spanned<String>>,
 }

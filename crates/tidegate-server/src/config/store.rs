@@ -1,4 +1,4 @@
-//! Where counts live: which servers, and how they are reached.
+//! The `store` section: servers that hold the counters, and the connection settings.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
 use super::{ConfigError, Secret, duration, raw};
-use crate::doctor::Kind;
+use crate::doctor::Topology;
 use crate::tls;
 use tidegate::config::{Document, OneOrMany};
 
@@ -24,14 +24,16 @@ pub(crate) struct RedisConfig {
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
-    /// Minimum number of instances that share the limits while Redis is away. `None`: not set, and
-    /// assumed until the instances have agreed on their number.
+    /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
+    /// default is assumed until the instances have agreed on their number.
     pub(crate) instances: Option<usize>,
-    /// The cap on keys in memory while Redis is away.
+    /// Maximum number of keys in memory during an outage of Redis.
     pub(crate) max_keys: usize,
 }
 
-const MAX_KEYS: usize = 10_000_000;
+const DEFAULT_MAX_KEYS: usize = 10_000_000;
+const DEFAULT_PREFIX: &str = "rate_limit";
+const DEFAULT_TIMEOUT: Duration = Duration::from_millis(100);
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,28 +43,28 @@ enum Servers {
     Sentinel { master: String, nodes: Vec<Secret>, credentials: Option<(Option<String>, Secret)> },
 }
 
-/// In PEM.
+/// TLS towards Redis; all texts are PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RedisTls {
     ca: Option<String>,
-    /// A certificate and its key.
+    /// Client certificate and its key.
     identity: Option<(String, Secret)>,
 }
 
 impl StoreConfig {
-    /// The servers that a flag names instead of the file's; everything else stays.
-    pub(crate) fn on_redis(self, urls: &str) -> Self {
+    /// Replaces the servers with those of a flag and keeps all other settings.
+    pub(crate) fn with_redis(self, urls: &str) -> Self {
         let redis = match self {
             Self::Redis(redis) => *redis,
-            Self::Memory { .. } => RedisConfig::at(urls),
+            Self::Memory { .. } => RedisConfig::new(urls),
         };
-        Self::Redis(Box::new(RedisConfig { servers: Servers::of_urls(urls), ..redis }))
+        Self::Redis(Box::new(RedisConfig { servers: Servers::parse(urls), ..redis }))
     }
 }
 
 impl Servers {
-    /// One URL, or several of a cluster with commas between them.
-    fn of_urls(urls: &str) -> Self {
+    /// Parses one URL, or several of a cluster separated by commas.
+    fn parse(urls: &str) -> Self {
         let list: Vec<Secret> = urls.split(',').map(|url| Secret::new(url.trim())).collect();
         match <[Secret; 1]>::try_from(list) {
             Ok([url]) => Self::One(url),
@@ -72,15 +74,15 @@ impl Servers {
 }
 
 impl RedisConfig {
-    /// With the usual options.
-    pub(crate) fn at(urls: &str) -> Self {
+    /// Returns the default settings for these servers.
+    pub(crate) fn new(urls: &str) -> Self {
         Self {
-            servers: Servers::of_urls(urls),
-            prefix: "rate_limit".to_owned(),
-            timeout: Duration::from_millis(100),
+            servers: Servers::parse(urls),
+            prefix: DEFAULT_PREFIX.to_owned(),
+            timeout: DEFAULT_TIMEOUT,
             tls: None,
             instances: None,
-            max_keys: MAX_KEYS,
+            max_keys: DEFAULT_MAX_KEYS,
         }
     }
 
@@ -88,26 +90,27 @@ impl RedisConfig {
         Self { timeout, ..self }
     }
 
-    /// What every key begins with.
+    /// Returns the prefix of every key.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }
 
-    /// How long a decision may take.
+    /// Returns the timeout of a decision.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// As far as the addresses tell: a cluster may be named by one of its nodes.
-    pub(crate) fn kind(&self) -> Kind {
+    /// Returns the topology by the configured addresses. A cluster that is configured by a single
+    /// node counts as a single server here.
+    pub(crate) fn topology(&self) -> Topology {
         match &self.servers {
-            Servers::One(_) => Kind::Single,
-            Servers::Cluster(_) => Kind::Cluster,
-            Servers::Sentinel { .. } => Kind::Sentinel,
+            Servers::One(_) => Topology::Single,
+            Servers::Cluster(_) => Topology::Cluster,
+            Servers::Sentinel { .. } => Topology::Sentinel,
         }
     }
 
-    /// A store that is not connected yet.
+    /// Returns the builder of the store.
     pub(crate) fn builder(&self) -> Builder {
         let mut builder = match &self.servers {
             Servers::One(url) => RedisStore::builder(url.reveal()),
@@ -136,19 +139,20 @@ impl RedisConfig {
     }
 }
 
-/// The store, and the files that it names.
+/// Validates the section, and returns the store and the files that it names.
 pub(super) fn validate(
     document: &Document<'_>,
     folder: &Path,
-    raw: raw::Store,
+    raw: raw::RawStore,
 ) -> Result<(StoreConfig, Vec<PathBuf>), ConfigError> {
-    let max_keys =
-        raw.max_keys.map_or(MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
+    let max_keys = raw
+        .max_keys
+        .map_or(DEFAULT_MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
     let (servers, urls) = match (raw.redis, raw.sentinel) {
         (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
         (Some(_), Some(sentinel)) => {
             return Err(document
-                .error_at(&sentinel, "store has both redis and sentinel: take one of them out"));
+                .error_at(&sentinel, "store has both redis and sentinel: remove one of them"));
         }
         (Some(redis), None) => {
             let place = place_of(&redis);
@@ -156,7 +160,7 @@ pub(super) fn validate(
                 Some(OneOrMany::One(url)) => Servers::One(Secret::new(url)),
                 several => {
                     let urls = several.map_or_else(Vec::new, |urls| urls.texts().to_vec());
-                    Servers::Cluster(some(
+                    Servers::Cluster(non_empty(
                         document,
                         &place,
                         urls,
@@ -170,14 +174,15 @@ pub(super) fn validate(
         (None, Some(sentinel)) => sentinels(document, sentinel.value)?,
     };
     let timeout = match &raw.timeout {
-        None => Duration::from_millis(100),
+        None => DEFAULT_TIMEOUT,
         Some(text) => match duration(document, text)? {
             Duration::ZERO => {
                 return Err(document
                     .error_at(text, "store.timeout must be more than 0: 100ms is a good start"));
             }
             long if long > MAX_TIMEOUT => {
-                let message = "store.timeout is more than 60s, for which no request waits: 100ms is a good start";
+                let message = "store.timeout is more than 60s, longer than any request should \
+                               wait: 100ms is a good start";
                 return Err(document.error_at(text, message));
             }
             timeout => timeout,
@@ -189,7 +194,7 @@ pub(super) fn validate(
         prefix: raw
             .prefix
             .as_ref()
-            .map_or_else(|| "rate_limit".to_owned(), |prefix| prefix.value.clone()),
+            .map_or_else(|| DEFAULT_PREFIX.to_owned(), |prefix| prefix.value.clone()),
         timeout,
         tls,
         instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
@@ -205,10 +210,10 @@ pub(super) fn validate(
     Ok((StoreConfig::Redis(Box::new(redis)), files))
 }
 
-/// Sentinels, and where their addresses stand.
+/// Returns the sentinels and the position of their addresses.
 fn sentinels(
     document: &Document<'_>,
-    raw: raw::Sentinel,
+    raw: raw::RawSentinel,
 ) -> Result<(Servers, Spanned<()>), ConfigError> {
     let place = place_of(&raw.nodes);
     let credentials = match (raw.username, raw.password) {
@@ -219,7 +224,7 @@ fn sentinels(
         (_, Some(password)) if password.value.is_none() => {
             return Err(document.error_at(
                 &password,
-                "this password is empty: write it in quotes, if it begins with a sign",
+                "this password is empty: write it in quotes, if it starts with a special character",
             ));
         }
         (user, password) => {
@@ -227,28 +232,34 @@ fn sentinels(
             password.map(|password| (user.map(|user| user.value), password))
         }
     };
-    let nodes =
-        some(document, &place, raw.nodes.value, "store.sentinel.nodes", "redis://10.0.0.1:26379")?;
+    let nodes = non_empty(
+        document,
+        &place,
+        raw.nodes.value,
+        "store.sentinel.nodes",
+        "redis://10.0.0.1:26379",
+    )?;
     Ok((Servers::Sentinel { master: raw.master, nodes, credentials }, place))
 }
 
-fn some(
+/// Rejects an empty list of addresses.
+fn non_empty(
     document: &Document<'_>,
     place: &Spanned<()>,
     urls: Vec<String>,
     field: &str,
-    such_as: &str,
+    example: &str,
 ) -> Result<Vec<Secret>, ConfigError> {
     if urls.is_empty() {
         return Err(document.error_at(
             place,
-            &format!("{field} is empty: write at least one address, such as {such_as}"),
+            &format!("{field} is empty: write at least one address, such as {example}"),
         ));
     }
     Ok(urls.into_iter().map(Secret::new).collect())
 }
 
-/// Where a value stands, without the value.
+/// Returns the position of a value, without the value.
 fn place_of<T>(value: &Spanned<T>) -> Spanned<()> {
     Spanned { value: (), referenced: value.referenced, defined: value.defined }
 }
@@ -256,7 +267,7 @@ fn place_of<T>(value: &Spanned<T>) -> Spanned<()> {
 fn tls(
     document: &Document<'_>,
     folder: &Path,
-    raw: Option<Spanned<raw::StoreTls>>,
+    raw: Option<Spanned<raw::RawStoreTls>>,
 ) -> Result<(Option<RedisTls>, Vec<PathBuf>), ConfigError> {
     let Some(raw) = raw else { return Ok((None, Vec::new())) };
     let mut files = Vec::new();

@@ -3,13 +3,13 @@ use proptest::prelude::*;
 use super::*;
 
 #[test]
-fn the_sample_is_valid() {
+fn sample_is_valid() {
     let config = Config::parse("sample.yaml", SAMPLE).expect("valid");
     assert!(config.policies.iter().count() > 0);
 }
 
 #[test]
-fn what_the_documents_show_is_valid() {
+fn examples_in_the_documents_are_valid() {
     for document in [
         include_str!("../../../../docs/configuration.md"),
         include_str!("../../../../docs/redis.md"),
@@ -23,10 +23,10 @@ fn what_the_documents_show_is_valid() {
             .collect();
         assert!(!blocks.is_empty());
         for block in blocks {
-            // Files that they name are the reader's own.
+            // The files that the examples name do not exist here.
             let block = block.replace("files: [ratelimit.yaml]", "files: []");
             match Config::parse("the document", &block) {
-                Err(error) if error.to_string().contains(".pem: no certificate can be read") => {}
+                Err(error) if error.to_string().contains(".pem: cannot read a certificate") => {}
                 Err(error) if error.to_string().contains(".pem: cannot be read") => {}
                 result => assert!(result.is_ok(), "{block}\n{}", result.expect_err("wrong")),
             }
@@ -35,7 +35,7 @@ fn what_the_documents_show_is_valid() {
 }
 
 #[test]
-fn a_truncated_file_never_panics_and_never_half_loads() {
+fn truncated_file_never_panics() {
     let policies = Config::parse("sample.yaml", SAMPLE).expect("valid").policies.iter().count();
     for end in (0..SAMPLE.len()).filter(|end| SAMPLE.is_char_boundary(*end)) {
         if let Ok(config) = Config::parse("sample.yaml", &SAMPLE[..end]) {
@@ -49,7 +49,7 @@ fn error(text: &str) -> String {
 }
 
 #[test]
-fn an_error_shows_file_line_field_and_the_nearest_right_name() {
+fn error_shows_the_line_and_suggests_the_nearest_name() {
     let text = error("policies:\n  - name: a\n    limt: 5\n    window: 60s\n");
     assert!(text.starts_with("tidegate.yaml:3:5: unknown field `limt`"), "{text}");
     assert!(text.contains("did you mean `limit`?"), "{text}");
@@ -57,7 +57,7 @@ fn an_error_shows_file_line_field_and_the_nearest_right_name() {
 }
 
 #[test]
-fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
+fn validation_errors_show_their_position() {
     let policy =
         |lines: &str| format!("policies:\n  - name: a\n    limit: 5\n    window: 60s\n{lines}");
     for (text, place, message) in [
@@ -87,7 +87,7 @@ fn what_parses_but_cannot_work_is_shown_in_its_place_too() {
 }
 
 #[test]
-fn every_wrong_number_says_which_would_be_right() {
+fn errors_of_numbers_show_the_valid_range() {
     for number in ["-1", "1.5", "1e3", "null", "many", "99999999999999999999999", "0", "[1]"] {
         let text =
             error(&format!("policies:\n  - name: a\n    limit: {number}\n    window: 60s\n"));
@@ -98,9 +98,9 @@ fn every_wrong_number_says_which_would_be_right() {
     assert!(prefix.contains("1:26: ipv6_prefix: must be a whole number from 1 to 128"), "{prefix}");
 }
 
-/// Of a policy: `rest` begins at line 5.
 #[test]
-fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
+fn errors_in_policies_show_their_position() {
+    // Each text starts at line 5 of the file.
     for (rest, place, message) in [
         ("cost: 0", "5:11:", "cost 0 takes nothing"),
         (
@@ -155,7 +155,7 @@ fn what_is_wrong_with_a_policy_is_shown_in_its_line() {
 }
 
 #[test]
-fn what_is_wrong_elsewhere_is_shown_in_its_line() {
+fn errors_in_other_sections_show_their_position() {
     for (text, place, message) in [
         ("store:\n  redis: ''\n", "2:10:", "it must look like redis://[user:password@]host"),
         ("store:\n  redis:\n", "2:8:", "store.redis is empty"),
@@ -184,21 +184,21 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
         (
             "listen:\n  http: 127.0.0.1:9\n  grpc: 127.0.0.1:9\n",
             "3:9:",
-            "127.0.0.1:9 is taken already",
+            "127.0.0.1:9 is already in use",
         ),
         (
             "listen:\n  http: 0.0.0.0:9\n  admin: 127.0.0.1:9\n",
             "3:10:",
-            "0.0.0.0:9 is taken already",
+            "0.0.0.0:9 is already in use",
         ),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
         ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
         (
             "tls:\n  certificate: nowhere.pem\n  key: key.pem\n",
             "2:16:",
-            "nowhere.pem: no certificate can be read",
+            "nowhere.pem: cannot read a certificate",
         ),
-        ("gateway:\n  ca: nowhere.pem\n", "2:7:", "nowhere.pem: no certificate can be read"),
+        ("gateway:\n  ca: nowhere.pem\n", "2:7:", "nowhere.pem: cannot read a certificate"),
         ("auth: {api_token: ''}\n", "1:19:", "this token is empty"),
         ("auth:\n  admin_token:\n", "2:14:", "this token is empty"),
         ("auth: {api_token: a, api_token: b}\n", "1:22:", "`api_token` is there twice"),
@@ -227,7 +227,7 @@ fn what_is_wrong_elsewhere_is_shown_in_its_line() {
 }
 
 #[test]
-fn nothing_is_no_configuration() {
+fn empty_files_are_rejected() {
     for text in [
         "",
         "\n",
@@ -247,7 +247,7 @@ fn nothing_is_no_configuration() {
 }
 
 #[test]
-fn the_schema_knows_names_and_bounds() {
+fn schema_lists_names_and_bounds() {
     let schema = serde_json::to_value(Config::schema()).expect("JSON");
     let policy = &schema["$defs"]["Policy"]["properties"];
     for (field, name) in [
@@ -271,12 +271,12 @@ fn the_schema_knows_names_and_bounds() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_a_config_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+    fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         let _ = Config::parse("any", &String::from_utf8_lossy(&bytes));
     }
 
     #[test]
-    fn any_change_to_a_good_file_is_a_config_or_an_error(at in 0..SAMPLE.len(), text in "[ -~\n]{0,6}") {
+    fn random_insertions_never_panic(at in 0..SAMPLE.len(), text in "[ -~\n]{0,6}") {
         prop_assume!(SAMPLE.is_char_boundary(at));
         let _ = Config::parse("any", &format!("{}{text}{}", &SAMPLE[..at], &SAMPLE[at..]));
     }

@@ -1,24 +1,24 @@
-//! Whether this user may do what decisions need, and no more.
+//! Checks whether the user has the permissions that decisions need, and no more.
 //!
-//! Found out by trying, each command in a form that changes nothing: before Redis 7 there is no
-//! other way, and later only for administrators.
+//! Each command is tried in a form that changes nothing. Redis before version 7 offers no other
+//! way, and later versions only offer one to administrators.
 
 use tidegate::store::redis::Reply;
 
 use super::info::pairs;
-use super::keys::literally;
-use super::{Finding, Kind, Report, Subject};
+use super::keys::escape_pattern;
+use super::{Finding, NodeUnderTest, Report, Topology};
 
 const CHECK: &str = "acl";
 
-/// What the scripts call, beside TIME, each with arguments that do nothing to a key that is a short
-/// text.
-const BY_SCRIPTS: [(&str, &[&str]); 17] = [
+/// Commands that the scripts call, besides TIME. With these arguments each of them leaves a short
+/// string unchanged or fails.
+const SCRIPT_COMMANDS: [(&str, &[&str]); 17] = [
     ("GET", &[]),
     ("GETRANGE", &["0", "0"]),
     ("SETRANGE", &["0", ""]),
     ("HMGET", &["field"]),
-    // Of another type: it is refused.
+    // Fails, because the key has another type.
     ("HSET", &["field", "value"]),
     ("ZADD", &["XX", "0", "member"]),
     ("ZCARD", &[]),
@@ -29,148 +29,161 @@ const BY_SCRIPTS: [(&str, &[&str]); 17] = [
     ("ZREMRANGEBYRANK", &["0", "0"]),
     ("ZREMRANGEBYSCORE", &["0", "0"]),
     ("PTTL", &[]),
-    // Long past: the key goes, which is what comes next anyway.
+    // In the past: deletes the key, as the next command would.
     ("PEXPIREAT", &["1"]),
     ("UNLINK", &[]),
     ("SET", &["", "PX", "1", "XX"]),
 ];
 const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
-pub(super) async fn check(subject: &Subject<'_>, prefix: &str, report: &mut Report) {
-    let missing = missing(subject, prefix).await;
+pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
+    let missing = missing_permissions(node, prefix).await;
     if !missing.is_empty() {
-        return subject.found(report, lacks(&missing.join(", "), prefix, subject.kind));
+        return node.add(report, missing_finding(&missing.join(", "), prefix, node.topology));
     }
-    let Ok(Reply::Text(user)) = subject.store.ask_node(subject.address, &["ACL", "WHOAMI"]).await
-    else {
-        return subject.found(
-            report,
-            Finding::ok(CHECK, "this user may do what decisions need, and not even ask who it is"),
-        );
+    let Ok(Reply::Text(user)) = node.store.ask_node(node.address, &["ACL", "WHOAMI"]).await else {
+        return node.add(report, Finding::ok(CHECK, "this user may do what decisions need"));
     };
-    let rules = subject.store.ask_node(subject.address, &["ACL", "GETUSER", &user]).await;
+    let rules = node.store.ask_node(node.address, &["ACL", "GETUSER", &user]).await;
     let user = user.escape_debug();
-    subject.found(
+    node.add(
         report,
-        match rules.as_ref().map(may_do_anything) {
+        match rules.as_ref().map(is_unrestricted) {
             Ok(Some(true)) => {
-                let message = format!("user {user} may do anything, and needs very little");
-                Finding::note(CHECK, message).advice(advice(prefix, subject.kind))
+                let message =
+                    format!("user {user} may do anything, but needs only a few permissions");
+                Finding::note(CHECK, message).advice(advice(prefix, node.topology))
             }
             _ => Finding::ok(CHECK, format!("user {user} may do what decisions need")),
         },
     );
 }
 
-/// For a user who cannot even connect for want of a permission. `None`: that is not what the error
-/// says.
-pub(super) fn lacks_to_connect(error: &str, prefix: &str, kind: Kind) -> Option<Finding> {
+/// Returns a finding if the error is a missing permission while connecting.
+pub(super) fn missing_connect_permission(
+    error: &str,
+    prefix: &str,
+    topology: Topology,
+) -> Option<Finding> {
     let command = error.split_once("NOPERM")?.1.split('\'').nth(1)?;
-    Some(lacks(command, prefix, kind))
+    Some(missing_finding(command, prefix, topology))
 }
 
-fn lacks(missing: &str, prefix: &str, kind: Kind) -> Finding {
-    let message = format!("this user lacks what decisions need: {missing}");
-    Finding::error(CHECK, message).advice(advice(prefix, kind))
+fn missing_finding(missing: &str, prefix: &str, topology: Topology) -> Finding {
+    let message = format!("this user lacks permissions that decisions need: {missing}");
+    Finding::error(CHECK, message).advice(advice(prefix, topology))
 }
 
-fn advice(prefix: &str, kind: Kind) -> String {
-    format!("the smallest that works: {}", smallest(prefix, kind))
+fn advice(prefix: &str, topology: Topology) -> String {
+    format!("the minimal user: {}", minimal_user(prefix, topology))
 }
 
-/// The rules of a user for decisions, and nothing else.
-pub(super) fn smallest(prefix: &str, kind: Kind) -> String {
-    let by_scripts: Vec<String> =
-        BY_SCRIPTS.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
-    let more = match kind {
-        Kind::Single => "",
-        Kind::Sentinel => " +role",
-        Kind::Cluster => " +cluster|slots +asking",
+/// Returns the command that creates a user with exactly the permissions that decisions need.
+pub(super) fn minimal_user(prefix: &str, topology: Topology) -> String {
+    let script_commands: Vec<String> =
+        SCRIPT_COMMANDS.iter().map(|(name, _)| format!("+{}", name.to_lowercase())).collect();
+    let more = match topology {
+        Topology::Single => "",
+        Topology::Sentinel => " +role",
+        Topology::Cluster => " +cluster|slots +asking",
     };
     format!(
-        "ACL SETUSER tidegate on >PASSWORD resetchannels ~{}:* -@all +time +evalsha +script|load{more} {}",
-        literally(prefix),
-        by_scripts.join(" ")
+        "ACL SETUSER tidegate on >PASSWORD resetchannels ~{}:* -@all +time +evalsha \
+         +script|load{more} {}",
+        escape_pattern(prefix),
+        script_commands.join(" ")
     )
 }
 
-/// The commands that are refused, in small letters, and `keys …` if it is the keys that are.
-async fn missing(subject: &Subject<'_>, prefix: &str) -> Vec<String> {
-    // No user's key has a tag that begins with a bare percent sign.
-    let key = format!("{prefix}:{{%doctor}}");
-    let mut missing = Vec::new();
-    let mut told = |command: &str, reply: &Reply| {
+/// Permissions that the user was found to lack.
+struct Missing<'a> {
+    prefix: &'a str,
+    /// Commands in lower case, or `keys …` if the user may not access the keys.
+    permissions: Vec<String>,
+}
+
+impl Missing<'_> {
+    /// Records a permission if the reply to the command says that it is missing.
+    fn record(&mut self, command: &str, reply: &Reply) {
         if let Reply::Error(error) = reply
-            && let Some(lacks) = lacking(command, error, prefix)
-            && !missing.contains(&lacks)
+            && let Some(permission) = missing_permission(command, error, self.prefix)
+            && !self.permissions.contains(&permission)
         {
-            missing.push(lacks);
+            self.permissions.push(permission);
         }
-    };
-    let mut plain: Vec<(&str, Vec<&str>)> = vec![
+    }
+}
+
+/// Returns the commands that are not permitted, in lower case, and `keys …` if the user may not
+/// access the keys.
+async fn missing_permissions(node: &NodeUnderTest<'_>, prefix: &str) -> Vec<String> {
+    // No user's key has a hash tag that starts with a bare percent sign.
+    let key = format!("{prefix}:{{%doctor}}");
+    let mut missing = Missing { prefix, permissions: Vec::new() };
+    let mut commands: Vec<(&str, Vec<&str>)> = vec![
         ("time", vec!["TIME"]),
         ("evalsha", vec!["EVALSHA", NO_SUCH_SCRIPT, "1", &key]),
         ("script|load", vec!["SCRIPT", "LOAD", "return 1"]),
     ];
-    match subject.kind {
-        Kind::Single => {}
-        Kind::Sentinel => plain.push(("role", vec!["ROLE"])),
-        // The second takes back what the first does to the connection.
-        Kind::Cluster => plain.extend([
+    match node.topology {
+        Topology::Single => {}
+        Topology::Sentinel => commands.push(("role", vec!["ROLE"])),
+        // TIME after ASKING clears the state that ASKING leaves on the connection.
+        Topology::Cluster => commands.extend([
             ("cluster|slots", vec!["CLUSTER", "SLOTS"]),
             ("asking", vec!["ASKING"]),
             ("time", vec!["TIME"]),
         ]),
     }
-    // A text with an end: what is meant for other types is then refused, and whatever happens the
-    // key goes by itself.
-    plain.push(("set", vec!["SET", &key, "", "PX", "10000"]));
-    let questions: Vec<&[&str]> = plain.iter().map(|(_, words)| words.as_slice()).collect();
-    let Ok(replies) = subject.store.ask_node_all(subject.address, &questions).await else {
-        return missing;
+    // A string with a TTL: commands for other types fail on it, and it expires in any case.
+    commands.push(("set", vec!["SET", &key, "", "PX", "10000"]));
+    let requests: Vec<&[&str]> = commands.iter().map(|(_, words)| words.as_slice()).collect();
+    let Ok(replies) = node.store.ask_node_all(node.address, &requests).await else {
+        return missing.permissions;
     };
-    for ((command, _), reply) in plain.iter().zip(&replies) {
-        told(command, reply);
+    for ((command, _), reply) in commands.iter().zip(&replies) {
+        missing.record(command, reply);
     }
-    // Without that key, or on a node that sends us elsewhere, HSET would make one without an
-    // expiry.
-    let guarded = match replies.last() {
+    // If the key does not exist, HSET would create one without a TTL. A node that redirects us
+    // does not run HSET at all.
+    let is_guarded = match replies.last() {
         Some(Reply::Text(_)) => true,
         Some(Reply::Error(error)) => error.starts_with("MOVED"),
         _ => false,
     };
-    let tries: Vec<(&str, Vec<&str>)> = BY_SCRIPTS
+    let script_commands: Vec<(&str, Vec<&str>)> = SCRIPT_COMMANDS
         .iter()
-        .filter(|(name, _)| guarded || *name != "HSET")
+        .filter(|(name, _)| is_guarded || *name != "HSET")
         .map(|(name, arguments)| {
             (*name, [*name, &key].into_iter().chain(arguments.iter().copied()).collect())
         })
         .collect();
-    let questions: Vec<&[&str]> = tries.iter().map(|(_, words)| words.as_slice()).collect();
-    if let Ok(replies) = subject.store.ask_node_all(subject.address, &questions).await {
-        for ((command, _), reply) in tries.iter().zip(&replies) {
-            told(&command.to_lowercase(), reply);
+    let requests: Vec<&[&str]> =
+        script_commands.iter().map(|(_, words)| words.as_slice()).collect();
+    if let Ok(replies) = node.store.ask_node_all(node.address, &requests).await {
+        for ((command, _), reply) in script_commands.iter().zip(&replies) {
+            missing.record(&command.to_lowercase(), reply);
         }
     }
-    missing
+    missing.permissions
 }
 
-/// What an error says is lacking, if that is what it says.
-fn lacking(command: &str, error: &str, prefix: &str) -> Option<String> {
+/// Returns the missing permission that an error reports, if any.
+fn missing_permission(command: &str, error: &str, prefix: &str) -> Option<String> {
     if error.starts_with("NOPERM") {
-        let keys = !error.contains("to run the") && error.contains("key");
-        return Some(if keys {
-            format!("keys ~{}:*", literally(prefix))
+        let is_about_keys = !error.contains("to run the") && error.contains("key");
+        return Some(if is_about_keys {
+            format!("keys ~{}:*", escape_pattern(prefix))
         } else {
             command.to_owned()
         });
     }
-    // Renamed or taken out.
+    // The command was renamed or disabled.
     error.starts_with("ERR unknown command").then(|| command.to_owned())
 }
 
-/// From ACL GETUSER; `None` if it does not tell.
-fn may_do_anything(reply: &Reply) -> Option<bool> {
+/// Parses the reply of ACL GETUSER; `None` if it lists no commands.
+fn is_unrestricted(reply: &Reply) -> Option<bool> {
     let rules = pairs(reply);
     let commands = rules.iter().find(|(name, _)| *name == "commands")?.1;
     Some(commands.split(' ').any(|rule| rule == "+@all"))
@@ -183,8 +196,8 @@ mod tests {
 
     use super::*;
 
-    /// The names of the commands in `call('NAME'` and `read('NAME'`.
-    fn called(script: &str) -> BTreeSet<String> {
+    /// Returns the commands in `call('NAME'` and `read('NAME'`.
+    fn called_commands(script: &str) -> BTreeSet<String> {
         let calls = script.split("call(").chain(script.split("read(")).skip(1);
         let name =
             |rest: &str| rest.strip_prefix('\'')?.split_once('\'').map(|(name, _)| name.to_owned());
@@ -192,34 +205,35 @@ mod tests {
     }
 
     #[test]
-    fn the_list_is_what_the_scripts_call() {
+    fn list_contains_exactly_the_commands_of_the_scripts() {
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tidegate/src");
         let mut found = BTreeSet::new();
         for folder in ["algorithm", "store/redis"] {
-            for entry in std::fs::read_dir(sources.join(folder)).expect("a folder") {
+            for entry in std::fs::read_dir(sources.join(folder)).expect("a directory") {
                 let file = entry.expect("a file").path();
                 if file.extension().is_some_and(|extension| extension == "lua") {
-                    found.extend(called(&std::fs::read_to_string(file).expect("a script")));
+                    let script = std::fs::read_to_string(file).expect("a script");
+                    found.extend(called_commands(&script));
                 }
             }
         }
         let listed =
-            BY_SCRIPTS.iter().map(|(name, _)| (*name).to_owned()).chain(["TIME".to_owned()]);
+            SCRIPT_COMMANDS.iter().map(|(name, _)| (*name).to_owned()).chain(["TIME".to_owned()]);
         assert_eq!(found, listed.collect());
     }
 
     #[test]
-    fn the_guide_has_the_smallest_lines() {
+    fn guide_lists_the_minimal_users() {
         let guide = include_str!("../../../../docs/redis.md");
-        for kind in [Kind::Single, Kind::Sentinel, Kind::Cluster] {
-            let line = smallest("rate_limit", kind);
+        for topology in [Topology::Single, Topology::Sentinel, Topology::Cluster] {
+            let line = minimal_user("rate_limit", topology);
             assert!(guide.contains(&line), "docs/redis.md lacks: {line}");
         }
     }
 
     #[test]
-    fn what_is_lacking_is_named() {
-        let lacks = |error: &str| lacking("hset", error, "rate_limit");
+    fn missing_permissions_are_parsed_from_errors() {
+        let lacks = |error: &str| missing_permission("hset", error, "rate_limit");
         assert_eq!(
             lacks("NOPERM this user has no permissions to run the 'hset' command").as_deref(),
             Some("hset")

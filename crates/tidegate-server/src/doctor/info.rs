@@ -1,17 +1,17 @@
-//! What servers say of themselves, read.
+//! Parsers for INFO and other replies of servers.
 
 use tidegate::store::redis::Reply;
 
-/// The reply of INFO: lines of `name:value` under headings.
+/// Parsed reply of INFO: lines of `name:value` under headings.
 #[derive(Debug, Default)]
 pub(super) struct Info(Vec<(String, String)>);
 
-/// A replica as its primary knows it.
+/// Replica as its primary reports it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Replica {
     pub(super) address: String,
     pub(super) online: bool,
-    /// Seconds since it was last heard of.
+    /// Seconds since its last acknowledgement.
     pub(super) lag: u64,
 }
 
@@ -36,7 +36,7 @@ impl Info {
         self.text(name)?.parse().ok()
     }
 
-    /// Kind and version for people.
+    /// Returns the server and its version in readable form.
     pub(super) fn server(&self) -> Option<String> {
         match self.text("valkey_version") {
             Some(version) => Some(format!("Valkey {version}")),
@@ -44,40 +44,42 @@ impl Info {
         }
     }
 
-    /// Major and minor version of the Redis that it is, or is compatible with.
+    /// Returns the major and minor version of Redis, or of the Redis that it is compatible with.
     pub(super) fn version(&self) -> Option<(u32, u32)> {
         let mut numbers = self.text("redis_version")?.split('.').map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
-    /// From lines such as `slave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1`.
+    /// Returns the connected replicas.
     pub(super) fn replicas(&self) -> Vec<Replica> {
-        let numbered = |name: &str| {
+        let is_replica = |name: &str| {
             name.strip_prefix("slave")
                 .is_some_and(|number| !number.is_empty() && number.parse::<u32>().is_ok())
         };
-        let replica = |text: &str| {
-            let field = |name: &str| {
-                text.split(',').find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
-            };
-            let (host, port) = (field("ip")?, field("port")?);
-            let address = if host.contains(':') {
-                format!("[{host}]:{port}")
-            } else {
-                format!("{host}:{port}")
-            };
-            let lag = field("lag").and_then(|lag| lag.parse().ok()).unwrap_or(0);
-            Some(Replica { address, online: field("state") == Some("online"), lag })
-        };
         self.0
             .iter()
-            .filter(|(name, _)| numbered(name))
-            .filter_map(|(_, text)| replica(text))
+            .filter(|(name, _)| is_replica(name))
+            .filter_map(|(_, value)| Replica::parse(value))
             .collect()
     }
 }
 
-/// A list of names and values, as CONFIG GET, ACL GETUSER and SENTINEL MASTERS answer with.
+impl Replica {
+    /// Parses a value such as `ip=10.0.0.2,port=6379,state=online,offset=14,lag=1`.
+    fn parse(text: &str) -> Option<Self> {
+        let field = |name: &str| {
+            text.split(',').find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
+        };
+        let host = field("ip")?;
+        let port = field("port")?;
+        let address =
+            if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let lag = field("lag").and_then(|lag| lag.parse().ok()).unwrap_or(0);
+        Some(Self { address, online: field("state") == Some("online"), lag })
+    }
+}
+
+/// Returns the names and values in a reply of CONFIG GET, ACL GETUSER or SENTINEL MASTERS.
 pub(super) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
     let Reply::List(parts) = reply else { return Vec::new() };
     let (pairs, _) = parts.as_chunks::<2>();
@@ -88,7 +90,7 @@ fn text(reply: &Reply) -> Option<&str> {
     if let Reply::Text(text) = reply { Some(text) } else { None }
 }
 
-/// Bytes for people.
+/// Formats a number of bytes in readable form.
 pub(super) fn bytes(count: u64) -> String {
     let mut size = (count, "B");
     for unit in ["KiB", "MiB", "GiB", "TiB"] {
@@ -104,13 +106,14 @@ pub(super) fn bytes(count: u64) -> String {
 mod tests {
     use super::*;
 
-    const REDIS: &str = "# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\n\r\n# Replication\r\nrole:master\r\n\
-                         connected_slaves:2\r\nslave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1\r\n\
-                         slave1:ip=2001:db8::2,port=6380,state=wait_bgsave,offset=0,lag=0\r\nslave_expires:3\r\n\
-                         executable:/usr/bin/redis:server\r\n";
+    const REDIS: &str = "# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\n\r\n\
+                         # Replication\r\nrole:master\r\nconnected_slaves:2\r\n\
+                         slave0:ip=10.0.0.2,port=6379,state=online,offset=14,lag=1\r\n\
+                         slave1:ip=2001:db8::2,port=6380,state=wait_bgsave,offset=0,lag=0\r\n\
+                         slave_expires:3\r\nexecutable:/usr/bin/redis:server\r\n";
 
     #[test]
-    fn info_is_read_by_names() {
+    fn info_fields_are_found_by_name() {
         let info = Info::parse(REDIS);
         assert_eq!(info.server().as_deref(), Some("Redis 7.0.15"));
         assert_eq!(info.version(), Some((7, 0)));
@@ -121,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_found_with_their_state() {
+    fn replicas_are_parsed_with_their_state() {
         let replica =
             |address: &str, online, lag| Replica { address: address.to_owned(), online, lag };
         let expected = [replica("10.0.0.2:6379", true, 1), replica("[2001:db8::2]:6380", false, 0)];
@@ -129,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_valkey_is_one_and_tells_which_redis_it_is_like() {
+    fn valkey_is_recognized_with_its_compatible_redis_version() {
         let info =
             Info::parse("redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.0\r\n");
         assert_eq!(info.server().as_deref(), Some("Valkey 9.1.0"));
@@ -137,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_nothing() {
+    fn malformed_info_is_ignored() {
         for text in
             ["", "no colon", "slave0:ip=", "slave0:port=6379", ":\r\n::", "redis_version:seven"]
         {

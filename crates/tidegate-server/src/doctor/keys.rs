@@ -1,80 +1,84 @@
-//! Whether a key of ours has no expiry: it would never go, and whatever counts in it might stay
+//! Checks for keys of ours without a TTL. Such a key is never removed, and its limit might stay
 //! exhausted.
 
 use std::time::{Duration, Instant};
 
 use tidegate::store::redis::Reply;
 
-use super::{Examination, Finding, Report, Subject};
+use super::{CheckOptions, Finding, NodeUnderTest, Report};
 
 const CHECK: &str = "expiry";
-/// How many keys Redis walks in one step, and how many steps: it may hold a lot that is not ours.
-const STEP: &str = "500";
-const MOST_STEPS: usize = 1_000;
-const MOST_TIME: Duration = Duration::from_secs(3);
-/// How many are named, and how much of each.
-const NAMED: usize = 3;
-const LONGEST_NAME: usize = 100;
+/// Keys per SCAN call. Both limits matter because Redis may hold many keys that are not ours.
+const SCAN_COUNT: &str = "500";
+const MAX_SCANS: usize = 1_000;
+const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
+/// Maximum number of keys in a finding, and maximum length of each.
+const MAX_SHOWN_KEYS: usize = 3;
+const MAX_SHOWN_CHARS: usize = 100;
 
 pub(super) async fn check(
-    subject: &Subject<'_>,
-    examination: &Examination<'_>,
+    node: &NodeUnderTest<'_>,
+    options: &CheckOptions<'_>,
     report: &mut Report,
 ) {
-    let pattern = format!("{}:*", literally(examination.prefix));
-    let deadline = Instant::now() + MOST_TIME;
-    let (mut cursor, mut looked_at, mut all) = ("0".to_owned(), 0_usize, false);
-    let mut without: Vec<String> = Vec::new();
-    for _ in 0..MOST_STEPS {
-        let scan = ["SCAN", &cursor, "MATCH", &pattern, "COUNT", STEP];
-        let Ok(reply) = subject.store.ask_node(subject.address, &scan).await else { break };
-        let Some((next, keys)) = scanned(reply) else {
-            return subject.unknown(report, CHECK, "SCAN");
+    let pattern = format!("{}:*", escape_pattern(options.prefix));
+    let deadline = Instant::now() + SCAN_TIMEOUT;
+    let mut cursor = "0".to_owned();
+    let mut checked = 0_usize;
+    let mut is_complete = false;
+    let mut without_ttl: Vec<String> = Vec::new();
+    for _ in 0..MAX_SCANS {
+        let scan = ["SCAN", &cursor, "MATCH", &pattern, "COUNT", SCAN_COUNT];
+        let Ok(reply) = node.store.ask_node(node.address, &scan).await else { break };
+        let Some((next, keys)) = parse_scan(reply) else {
+            return node.add_unknown(report, CHECK, "SCAN");
         };
-        let questions: Vec<[&str; 2]> = keys.iter().map(|key| ["PTTL", key]).collect();
-        let questions: Vec<&[&str]> = questions.iter().map(|words| &words[..]).collect();
-        let Ok(answers) = subject.store.ask_node_all(subject.address, &questions).await else {
-            break;
-        };
-        if answers.iter().any(|answer| matches!(answer, Reply::Error(_))) {
-            return subject.unknown(report, CHECK, "PTTL");
+        let requests: Vec<[&str; 2]> = keys.iter().map(|key| ["PTTL", key]).collect();
+        let requests: Vec<&[&str]> = requests.iter().map(|words| &words[..]).collect();
+        let Ok(replies) = node.store.ask_node_all(node.address, &requests).await else { break };
+        if replies.iter().any(|reply| matches!(reply, Reply::Error(_))) {
+            return node.add_unknown(report, CHECK, "PTTL");
         }
-        looked_at += keys.len();
-        let endless =
-            keys.into_iter().zip(answers).filter(|(_, answer)| *answer == Reply::Integer(-1));
-        without.extend(endless.map(|(key, _)| key));
-        all = next == "0";
-        if all || looked_at >= examination.keys || Instant::now() > deadline {
+        checked += keys.len();
+        let persistent =
+            keys.into_iter().zip(replies).filter(|(_, ttl)| *ttl == Reply::Integer(-1));
+        without_ttl.extend(persistent.map(|(key, _)| key));
+        is_complete = next == "0";
+        if is_complete || checked >= options.max_keys || Instant::now() > deadline {
             break;
         }
         cursor = next;
     }
-    // A walk may come by a key twice.
-    without.sort_unstable();
-    without.dedup();
-    let extent = if all { "all" } else { "the first" };
-    let prefix = examination.prefix.escape_debug();
-    subject.found(
+    // SCAN may return a key twice.
+    without_ttl.sort_unstable();
+    without_ttl.dedup();
+    let extent = if is_complete { "all" } else { "the first" };
+    let prefix = options.prefix.escape_debug();
+    node.add(
         report,
-        if without.is_empty() {
-            Finding::ok(CHECK, format!("{extent} {looked_at} keys under {prefix}: each has an expiry"))
+        if without_ttl.is_empty() {
+            Finding::ok(
+                CHECK,
+                format!("{extent} {checked} keys under {prefix}: each has an expiry"),
+            )
         } else {
-            let names: Vec<String> = without.iter().take(NAMED).map(|key| name(key)).collect();
+            let shown: Vec<String> =
+                without_ttl.iter().take(MAX_SHOWN_KEYS).map(|key| printable(key)).collect();
             let message = format!(
-                "{} of {extent} {looked_at} keys under {prefix}: have no expiry: {}{}",
-                without.len(),
-                names.join(", "),
-                if without.len() > NAMED { ", …" } else { "" }
+                "{} of {extent} {checked} keys under {prefix}: have no expiry: {}{}",
+                without_ttl.len(),
+                shown.join(", "),
+                if without_ttl.len() > MAX_SHOWN_KEYS { ", …" } else { "" }
             );
-            let advice =
-                "tidegate never writes such keys: find out who does, delete them, or choose another store.prefix";
+            let advice = "tidegate never writes such keys: find out which program does, delete \
+                          them, or choose another store.prefix";
             Finding::error(CHECK, message).advice(advice)
         },
     );
 }
 
-/// The next cursor, and the keys that were found.
-fn scanned(reply: Reply) -> Option<(String, Vec<String>)> {
+/// Returns the next cursor and the keys of a SCAN reply.
+fn parse_scan(reply: Reply) -> Option<(String, Vec<String>)> {
     let Reply::List(parts) = reply else { return None };
     let [Reply::Text(cursor), Reply::List(keys)] = <[Reply; 2]>::try_from(parts).ok()? else {
         return None;
@@ -83,8 +87,8 @@ fn scanned(reply: Reply) -> Option<(String, Vec<String>)> {
     Some((cursor, keys.into_iter().filter_map(text).collect()))
 }
 
-/// A text as a pattern that matches just it.
-pub(super) fn literally(text: &str) -> String {
+/// Escapes a text for a pattern that matches exactly this text.
+pub(super) fn escape_pattern(text: &str) -> String {
     let mut pattern = String::with_capacity(text.len());
     for character in text.chars() {
         if "*?[\\".contains(character) {
@@ -95,9 +99,10 @@ pub(super) fn literally(text: &str) -> String {
     pattern
 }
 
-/// Users choose parts of keys: nothing in one may play tricks with a terminal.
-fn name(key: &str) -> String {
-    let shown: String = key.chars().take(LONGEST_NAME).collect();
+/// Returns a key for a terminal: shortened, and with control characters escaped, because clients
+/// choose parts of keys.
+fn printable(key: &str) -> String {
+    let shown: String = key.chars().take(MAX_SHOWN_CHARS).collect();
     format!("\"{}\"{}", shown.escape_debug(), if shown.len() < key.len() { "…" } else { "" })
 }
 
@@ -106,14 +111,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_with_stars_matches_only_itself() {
-        assert_eq!(literally("rate_limit"), "rate_limit");
-        assert_eq!(literally("a*b?[c]\\"), "a\\*b\\?\\[c]\\\\");
+    fn wildcards_in_a_prefix_are_escaped() {
+        assert_eq!(escape_pattern("rate_limit"), "rate_limit");
+        assert_eq!(escape_pattern("a*b?[c]\\"), "a\\*b\\?\\[c]\\\\");
     }
 
     #[test]
-    fn what_users_chose_is_shown_without_its_tricks() {
-        assert_eq!(name("a\u{1b}[31m\"b"), r#""a\u{1b}[31m\"b""#);
-        assert_eq!(name(&"é".repeat(101)), format!("\"{}\"…", "é".repeat(100)));
+    fn control_characters_in_keys_are_escaped() {
+        assert_eq!(printable("a\u{1b}[31m\"b"), r#""a\u{1b}[31m\"b""#);
+        assert_eq!(printable(&"é".repeat(101)), format!("\"{}\"…", "é".repeat(100)));
     }
 }

@@ -1,138 +1,160 @@
-//! Who would take a primary's place, and what is lost when that happens.
+//! Checks the replicas of a primary, and the effects of a failover to one of them.
 
 use tidegate::store::redis::Reply;
 
 use super::clock::Clocks;
 use super::info::{Info, Replica};
-use super::{Finding, Kind, Report, Role, Subject};
+use super::{Finding, NodeUnderTest, Report, Role, Topology};
 
-/// Seconds. A replica reports once a second.
-const LONG_LAG: u64 = 10;
-/// The most replicas of one primary that are looked at.
-const MOST: usize = 16;
+/// Maximum lag in seconds. A replica acknowledges once per second.
+const MAX_LAG: u64 = 10;
+/// Maximum number of replicas per primary that are checked.
+const MAX_REPLICAS: usize = 16;
 
-pub(super) async fn check(subject: &Subject<'_>, clocks: &mut Clocks, report: &mut Report) {
-    if subject.info.is_empty() {
-        return subject.unknown(report, "replicas", "INFO");
+pub(super) async fn check(primary: &NodeUnderTest<'_>, clocks: &mut Clocks, report: &mut Report) {
+    if primary.info.is_empty() {
+        return primary.add_unknown(report, "replicas", "INFO");
     }
-    let replicas = subject.info.replicas();
-    connected(subject, &replicas, report);
-    for replica in replicas.iter().take(MOST) {
-        reachable(subject, replica, clocks, report).await;
+    let replicas = primary.info.replicas();
+    check_lag(primary, &replicas, report);
+    for replica in replicas.iter().take(MAX_REPLICAS) {
+        check_replica(primary, replica, clocks, report).await;
     }
-    split_brain(subject, &replicas, report).await;
+    check_split_brain(primary, &replicas, report).await;
 }
 
-fn connected(subject: &Subject<'_>, replicas: &[Replica], report: &mut Report) {
+fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Report) {
     if replicas.is_empty() {
-        let message = "no replica: while this server is away, decisions come from on_store_failure, and a server that \
-                       comes back empty starts every count anew";
-        return subject.found(report, Finding::note("replicas", message));
+        let message = "no replica: while this server is down, on_store_failure applies, and after \
+                       a restart without data all counters start from zero";
+        return primary.add(report, Finding::note("replicas", message));
     }
-    let behind = replicas.iter().filter(|replica| !replica.online || replica.lag > LONG_LAG);
+    let behind = replicas.iter().filter(|replica| !replica.online || replica.lag > MAX_LAG);
     let behind: Vec<&str> = behind.map(|replica| replica.address.as_str()).collect();
     let lag = replicas.iter().map(|replica| replica.lag).max().unwrap_or(0);
     let count = replicas.len();
-    subject.found(
+    primary.add(
         report,
         if behind.is_empty() {
-            Finding::ok("replicas", format!("{count} connected, last heard of {lag} s ago at most"))
+            Finding::ok("replicas", format!("{count} connected, maximum lag {lag} s"))
         } else {
             let message = format!(
-                "{} of {count} not in step: a failover to one loses counts: {}",
+                "{} of {count} not in sync, so a failover to one of them loses counts: {}",
                 behind.len(),
                 behind.join(", ")
             );
             Finding::warning("replicas", message)
-                .advice("look at its log and at the network between them")
+                .advice("check its log and the network between them")
         },
     );
 }
 
-/// It is to take over: then it has to be reached from here, and must be as fit.
-async fn reachable(
-    subject: &Subject<'_>,
+/// Checks a replica as a future primary: it must be reachable from here and configured alike.
+async fn check_replica(
+    primary: &NodeUnderTest<'_>,
     replica: &Replica,
     clocks: &mut Clocks,
     report: &mut Report,
 ) {
     let node = report.node(&replica.address, Role::Replica);
-    let info = match subject.store.ask_node(&replica.address, &["INFO"]).await {
+    let info = match primary.store.ask_node(&replica.address, &["INFO"]).await {
         Ok(Reply::Text(text)) => Info::parse(&text),
-        // It answers; it just does not tell.
+        // The replica is reachable, but INFO is not permitted.
         Ok(_) => return,
         Err(error) if error.to_string().contains("NOPERM") => return,
         Err(error) => {
             let message = format!(
-                "this replica cannot be asked from here, so a failover to it would not be followed: {error}"
+                "this replica is not reachable from here, so clients could not follow a failover \
+                 to it: {error}"
             );
-            let finding = match subject.kind {
-                Kind::Single => Finding::note("replicas", message),
-                Kind::Sentinel | Kind::Cluster => Finding::warning("replicas", message),
+            let finding = match primary.topology {
+                Topology::Single => Finding::note("replicas", message),
+                Topology::Sentinel | Topology::Cluster => Finding::warning("replicas", message),
             };
-            let advice = "open the way to it; same user and password; see replica-announce-ip and cluster-announce-ip";
+            let advice = "allow connections to it, with the same user and password; see \
+                          replica-announce-ip and cluster-announce-ip";
             return report.add(finding.advice(advice).on(&replica.address));
         }
     };
     node.version = info.server();
-    let replica =
-        Subject { store: subject.store, address: &replica.address, info, kind: subject.kind };
+    let replica = NodeUnderTest {
+        store: primary.store,
+        address: &replica.address,
+        info,
+        topology: primary.topology,
+    };
     if let Some(policy) =
         replica.info.text("maxmemory_policy").filter(|policy| *policy != "noeviction")
     {
         let message = format!(
-            "maxmemory-policy is {policy} on this replica: once it is the primary, a flood of new keys resets limits"
+            "maxmemory-policy is {policy} on this replica: after a failover to it, a flood of new \
+             keys resets limits"
         );
         let advice = "CONFIG SET maxmemory-policy noeviction (and in its redis.conf)";
-        replica.found(report, Finding::warning("eviction-policy", message).advice(advice));
+        replica.add(report, Finding::warning("eviction-policy", message).advice(advice));
     }
-    clocks.look(&replica, report).await;
+    clocks.measure(&replica, report).await;
 }
 
-/// A primary that is cut off from its replicas goes on granting, while another takes its place.
-async fn split_brain(subject: &Subject<'_>, replicas: &[Replica], report: &mut Report) {
+/// Checks `min-replicas-to-write`: without it, an isolated primary keeps allowing requests next to
+/// the new one.
+async fn check_split_brain(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Report) {
     const CHECK: &str = "min-replicas-to-write";
-    let Some(wanted) = subject.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok())
+    let Some(required) = primary.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok())
     else {
-        return subject.unknown(report, CHECK, "CONFIG GET");
+        return primary.add_unknown(report, CHECK, "CONFIG GET");
     };
-    let lag = subject.setting("min-replicas-max-lag").await.unwrap_or_else(|| "10".to_owned());
-    // So it is switched off, too.
-    let wanted = if lag == "0" { 0 } else { wanted };
-    let in_step = replicas.iter().filter(|replica| replica.online).count();
-    subject.found(
-        report,
-        if wanted > in_step {
+    let max_lag = primary.setting("min-replicas-max-lag").await.unwrap_or_else(|| "10".to_owned());
+    // A maximum lag of 0 disables the requirement.
+    let required = if max_lag == "0" { 0 } else { required };
+    let online = replicas.iter().filter(|replica| replica.online).count();
+    let finding = if required > online {
+        let message = format!(
+            "it requires {required} replicas and has {online}: it rejects every write, so \
+             decisions fail"
+        );
+        let advice = format!("connect replicas, or CONFIG SET {CHECK} {online}");
+        Finding::error(CHECK, message).advice(advice)
+    } else if required > 0 {
+        let message = format!(
+            "{required}: without its replicas, the primary stops allowing requests after \
+             {max_lag} s"
+        );
+        Finding::ok(CHECK, message)
+    } else if replicas.is_empty() {
+        Finding::ok(CHECK, "0, and it has no replica")
+    } else {
+        split_brain_finding(primary, CHECK).await
+    };
+    primary.add(report, finding);
+}
+
+/// Describes the risk of a primary with replicas that does not require them for writes.
+async fn split_brain_finding(primary: &NodeUnderTest<'_>, check: &'static str) -> Finding {
+    let finding = match primary.topology {
+        Topology::Sentinel => {
+            let message = "0: a primary that loses the sentinels keeps allowing requests of \
+                           clients that still reach it, next to the new primary: up to twice each \
+                           limit";
+            Finding::warning(check, message)
+        }
+        Topology::Cluster => {
+            let node_timeout =
+                primary.setting("cluster-node-timeout").await.unwrap_or_else(|| "15000".to_owned());
+            let message = format!(
+                "0: a primary that loses the cluster keeps allowing requests next to the new \
+                 primary for cluster-node-timeout, {node_timeout} ms"
+            );
+            Finding::note(check, message)
+        }
+        Topology::Single => {
             let message =
-                format!("it asks for {wanted} replicas and has {in_step}: it refuses every write, and cannot decide");
-            Finding::error(CHECK, message).advice(format!("connect replicas, or CONFIG SET {CHECK} {in_step}"))
-        } else if wanted > 0 {
-            Finding::ok(CHECK, format!("{wanted}: cut off from its replicas, it stops granting after {lag} s"))
-        } else if replicas.is_empty() {
-            Finding::ok(CHECK, "0, as it has no replica")
-        } else {
-            let advice =
-                format!("CONFIG SET {CHECK} 1 (and in redis.conf), if a lost replica may stop decisions by Redis");
-            match subject.kind {
-                Kind::Sentinel => {
-                    let message = "0: a primary that is cut off from the sentinels goes on granting to those who still \
-                                   reach it, for as long as that lasts, beside the new one: up to twice each limit";
-                    Finding::warning(CHECK, message).advice(advice)
-                }
-                Kind::Cluster => {
-                    let node_timeout =
-                        subject.setting("cluster-node-timeout").await.unwrap_or_else(|| "15000".to_owned());
-                    let message = format!(
-                        "0: a primary that is cut off from the cluster goes on granting beside the new one for \
-                         cluster-node-timeout, {node_timeout} ms"
-                    );
-                    Finding::note(CHECK, message).advice(advice)
-                }
-                Kind::Single => {
-                    let message = "0: if a replica is promoted while this server still runs, both grant";
-                    Finding::note(CHECK, message).advice(advice)
-                }
-            }
-        },
-    );
+                "0: if a replica is promoted while this server still runs, both allow requests";
+            Finding::note(check, message)
+        }
+    };
+    finding.advice(format!(
+        "CONFIG SET {check} 1 (and in redis.conf), if the loss of a replica may stop decisions by \
+         Redis"
+    ))
 }

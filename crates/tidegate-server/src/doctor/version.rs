@@ -1,23 +1,22 @@
-//! Which server it is, whether it writes, and whether more can connect.
+//! Checks the version and the role of a server, and its number of clients.
 
-use super::{Finding, Report, Subject};
+use super::{Finding, NodeUnderTest, Report};
 
-/// The scripts set a value and its expiry in one command, `SET … PXAT`, which came with this
-/// version.
-const OLDEST: (u32, u32) = (6, 2);
-/// Of `maxclients`, in percent.
-const MANY_CLIENTS: u64 = 80;
+/// Oldest supported version: the first one with `SET … PXAT`, which the scripts use.
+const MIN_VERSION: (u32, u32) = (6, 2);
+/// Share of `maxclients` that causes a warning, in percent.
+const MAX_CLIENTS_PERCENT: u64 = 80;
 
-pub(super) fn check(subject: &Subject<'_>, report: &mut Report) {
-    let info = &subject.info;
+pub(super) fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
+    let info = &node.info;
     let (Some(server), Some(version)) = (info.server(), info.version()) else {
-        let finding = Finding::note("version", "unknown: this user may not ask by INFO");
-        let advice = "to see more, examine as another user, or grant +info +config|get +scan +pttl +acl|whoami";
-        return subject.found(report, finding.advice(advice));
+        let advice = "for more checks, connect as another user, or grant +info +config|get +scan \
+                      +pttl +acl|whoami";
+        return node.add(report, Finding::unknown("version", "INFO").advice(advice));
     };
-    subject.found(
+    node.add(
         report,
-        if version < OLDEST {
+        if version < MIN_VERSION {
             let message = format!("{server} is too old: the scripts need Redis 6.2 or Valkey");
             Finding::error("version", message).advice("upgrade Redis")
         } else {
@@ -29,17 +28,18 @@ pub(super) fn check(subject: &Subject<'_>, report: &mut Report) {
         let primary = primary.map_or_else(String::new, |(host, port)| format!(" of {host}:{port}"));
         let finding = Finding::error(
             "role",
-            format!("it is a replica{primary}: it does not write, so it cannot decide"),
+            format!("it is a replica{primary}: it rejects writes, so decisions fail"),
         );
-        subject.found(report, finding.advice("give the primary's address, or the sentinels'"));
+        let advice = "configure the address of the primary, or those of the sentinels";
+        node.add(report, finding.advice(advice));
     }
-    if let (Some(clients), Some(most)) =
+    if let (Some(clients), Some(max)) =
         (info.number("connected_clients"), info.number("maxclients"))
     {
-        let message = format!("{clients} of at most {most} clients are connected");
-        subject.found(
+        let message = format!("{clients} of at most {max} clients are connected");
+        node.add(
             report,
-            if clients.saturating_mul(100) >= most.saturating_mul(MANY_CLIENTS) {
+            if clients.saturating_mul(100) >= max.saturating_mul(MAX_CLIENTS_PERCENT) {
                 let advice =
                     "raise `maxclients`: each instance of tidegate needs a connection to each node";
                 Finding::warning("connections", message).advice(advice)

@@ -1,5 +1,4 @@
-//! Bodies on their way through: frame by frame, never gathered; cut off where nothing comes any
-//! more.
+//! Streaming bodies with idle timeouts. Frames are forwarded as they arrive and never buffered.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,49 +13,53 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 
 use super::head;
-use crate::listener::{self, Taking};
+use crate::duration;
+use crate::listener::{self, WriteProgress};
 
-/// A client of HTTP/2 that takes so much within its time goes on being served.
-const PIECE: usize = 16 * 1024;
-/// Who takes a piece in a small part of that time gets a larger one: many small ones take longer.
-const LARGEST_PIECE: usize = 256 * 1024;
+/// Initial chunk size towards HTTP/2 clients. A client that consumes one chunk within the idle
+/// timeout is not stalled.
+const MIN_CHUNK: usize = 16 * 1024;
+/// Chunk size limit for fast clients: larger chunks mean fewer wake-ups.
+const MAX_CHUNK: usize = 256 * 1024;
 
-/// When the last byte moved; shared by those who move bytes and who watches over them.
+/// Timer that expires when no bytes moved for a while. Clones share their state.
 #[derive(Debug, Clone)]
-pub(super) struct Activity {
+pub(super) struct IdleTimer {
     start: Instant,
-    moved: Arc<Moved>,
+    state: Arc<IdleState>,
 }
 
 #[derive(Debug, Default)]
-struct Moved {
-    /// In milliseconds since the start.
-    last: AtomicU64,
-    /// It is the client's turn to send: who waits for the upstream does not count this time.
-    is_clients_turn: AtomicBool,
+struct IdleState {
+    /// Milliseconds from the start to the last activity.
+    last_activity: AtomicU64,
+    /// Whether the proxy is waiting for the client's body. That time does not count against the
+    /// upstream.
+    waits_for_client: AtomicBool,
 }
 
-impl Activity {
-    pub(super) fn now() -> Self {
-        Self { start: Instant::now(), moved: Arc::default() }
+impl IdleTimer {
+    pub(super) fn start() -> Self {
+        Self { start: Instant::now(), state: Arc::default() }
     }
 
-    pub(super) fn note(&self) {
-        let passed = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.moved.last.store(passed, Ordering::Relaxed);
-        self.moved.is_clients_turn.store(false, Ordering::Relaxed);
+    /// Records that bytes moved.
+    pub(super) fn reset(&self) {
+        let elapsed = duration::millis(self.start.elapsed());
+        self.state.last_activity.store(elapsed, Ordering::Relaxed);
+        self.state.waits_for_client.store(false, Ordering::Relaxed);
     }
 
-    /// Ends when nothing has moved for so long.
-    pub(super) async fn ceased(&self, patience: Duration) {
+    /// Completes when no bytes have moved for `timeout`.
+    pub(super) async fn expired(&self, timeout: Duration) {
         loop {
-            let end = self.start
-                + Duration::from_millis(self.moved.last.load(Ordering::Relaxed))
-                + patience;
-            if Instant::now() < end {
-                tokio::time::sleep_until(end).await;
-            } else if self.moved.is_clients_turn.load(Ordering::Relaxed) {
-                tokio::time::sleep(patience).await;
+            let deadline = self.start
+                + Duration::from_millis(self.state.last_activity.load(Ordering::Relaxed))
+                + timeout;
+            if Instant::now() < deadline {
+                tokio::time::sleep_until(deadline).await;
+            } else if self.state.waits_for_client.load(Ordering::Relaxed) {
+                tokio::time::sleep(timeout).await;
             } else {
                 return;
             }
@@ -64,31 +67,31 @@ impl Activity {
     }
 }
 
-/// The body has stopped on its way.
+/// Error of a body that stalled for longer than the idle timeout.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing came for {0:?}")]
+#[error("no data received for {0:?}")]
 pub(super) struct Stalled(Duration);
 
-/// A body that fails when no frame has come for a while.
+/// Body that fails when no frame arrives within the idle timeout.
 #[derive(Debug)]
-pub(super) struct Timed<B> {
+pub(super) struct IdleTimeoutBody<B> {
     body: B,
-    patience: Duration,
-    /// Made when it first has to wait; most bodies never do.
-    alarm: Option<Pin<Box<Sleep>>>,
+    timeout: Duration,
+    /// Created on the first wait: most bodies never need a timer.
+    timer: Option<Pin<Box<Sleep>>>,
     is_waiting: bool,
 }
 
-/// The body of a request.
-pub(super) type Upload = Timed<listener::Incoming>;
+/// Body of a client's request.
+pub(super) type Upload = IdleTimeoutBody<listener::Incoming>;
 
-impl<B> Timed<B> {
-    pub(super) fn new(body: B, patience: Duration) -> Self {
-        Self { body, patience, alarm: None, is_waiting: false }
+impl<B> IdleTimeoutBody<B> {
+    pub(super) fn new(body: B, timeout: Duration) -> Self {
+        Self { body, timeout, timer: None, is_waiting: false }
     }
 }
 
-impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for Timed<B> {
+impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTimeoutBody<B> {
     type Data = Bytes;
     type Error = axum::BoxError;
 
@@ -99,18 +102,20 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for Timed<
         let this = self.get_mut();
         if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
             this.is_waiting = false;
-            let passed = |mut frame: Frame<Bytes>| {
+            let with_clean_trailers = |mut frame: Frame<Bytes>| {
                 let _ = frame.trailers_mut().map(head::clean_trailers);
                 frame
             };
-            return Poll::Ready(frame.map(|frame| frame.map(passed).map_err(Into::into)));
+            return Poll::Ready(
+                frame.map(|frame| frame.map(with_clean_trailers).map_err(Into::into)),
+            );
         }
-        let alarm = this.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep(this.patience)));
+        let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(this.timeout)));
         if !this.is_waiting {
-            alarm.as_mut().reset(Instant::now() + this.patience);
+            timer.as_mut().reset(Instant::now() + this.timeout);
             this.is_waiting = true;
         }
-        alarm.as_mut().poll(cx).map(|()| Some(Err(Stalled(this.patience).into())))
+        timer.as_mut().poll(cx).map(|()| Some(Err(Stalled(this.timeout).into())))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -122,23 +127,24 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for Timed<
     }
 }
 
-/// The body of an answer, in pieces where it can be seen whether the client takes them.
+/// Body of an upstream's response. Towards HTTP/2 clients it is cut into chunks, so that
+/// [`WriteProgress`] can detect a stalled client.
 #[derive(Debug)]
 pub(super) struct Download {
-    body: Timed<Incoming>,
-    /// Of a frame that was too long.
+    body: IdleTimeoutBody<Incoming>,
+    /// Rest of a frame that was larger than a chunk.
     rest: Bytes,
-    piece: usize,
-    taking: Option<Arc<Taking>>,
+    chunk_size: usize,
+    progress: Option<Arc<WriteProgress>>,
 }
 
 impl Download {
-    pub(super) fn new(body: Incoming, patience: Duration) -> Self {
+    pub(super) fn new(body: Incoming, timeout: Duration) -> Self {
         Self {
-            body: Timed::new(body, patience),
+            body: IdleTimeoutBody::new(body, timeout),
             rest: Bytes::new(),
-            piece: PIECE,
-            taking: Taking::current(),
+            chunk_size: MIN_CHUNK,
+            progress: WriteProgress::current(),
         }
     }
 }
@@ -152,10 +158,10 @@ impl Body for Download {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
-        let Some(taking) = &this.taking else { return Pin::new(&mut this.body).poll_frame(cx) };
-        if let Some(waited) = taking.is_taken() {
-            let is_soon = waited < this.body.patience / 8;
-            this.piece = if is_soon { LARGEST_PIECE.min(this.piece * 2) } else { PIECE };
+        let Some(progress) = &this.progress else { return Pin::new(&mut this.body).poll_frame(cx) };
+        if let Some(took) = progress.mark_consumed() {
+            let is_fast = took < this.body.timeout / 8;
+            this.chunk_size = if is_fast { MAX_CHUNK.min(this.chunk_size * 2) } else { MIN_CHUNK };
         }
         let mut data = std::mem::take(&mut this.rest);
         if data.is_empty() {
@@ -166,8 +172,8 @@ impl Body for Download {
                 None => return Poll::Ready(None),
             }
         }
-        this.rest = data.split_off(data.len().min(this.piece));
-        taking.is_sent();
+        this.rest = data.split_off(data.len().min(this.chunk_size));
+        progress.mark_sent();
         Poll::Ready(Some(Ok(Frame::data(data))))
     }
 
@@ -186,27 +192,29 @@ impl Body for Download {
     }
 }
 
-/// The body of a request to an upstream. If nothing of it was asked for, it comes back, for another
-/// upstream.
+/// Body of a request to an upstream. If it is dropped before the first poll, it is handed back for
+/// a retry with another upstream.
 #[derive(Debug)]
-pub(super) struct Sent {
-    /// None: there is no body.
+pub(super) struct UpstreamRequestBody {
+    /// `None` if the request has no body.
     body: Option<Upload>,
-    activity: Activity,
-    back: Option<oneshot::Sender<Upload>>,
+    idle_timer: IdleTimer,
+    /// `None` after the first poll.
+    unused: Option<oneshot::Sender<Upload>>,
 }
 
-impl Sent {
+impl UpstreamRequestBody {
+    /// Returns the body, and the receiver that gets the client's body back if it was not used.
     pub(super) fn new(
         body: Option<Upload>,
-        activity: Activity,
+        idle_timer: IdleTimer,
     ) -> (Self, oneshot::Receiver<Upload>) {
-        let (back, returned) = oneshot::channel();
-        (Self { body, activity, back: Some(back) }, returned)
+        let (sender, receiver) = oneshot::channel();
+        (Self { body, idle_timer, unused: Some(sender) }, receiver)
     }
 }
 
-impl Body for Sent {
+impl Body for UpstreamRequestBody {
     type Data = Bytes;
     type Error = axum::BoxError;
 
@@ -215,12 +223,12 @@ impl Body for Sent {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
-        this.back = None;
+        this.unused = None;
         let Some(body) = &mut this.body else { return Poll::Ready(None) };
         let polled = Pin::new(body).poll_frame(cx);
         match &polled {
-            Poll::Ready(_) => this.activity.note(),
-            Poll::Pending => this.activity.moved.is_clients_turn.store(true, Ordering::Relaxed),
+            Poll::Ready(_) => this.idle_timer.reset(),
+            Poll::Pending => this.idle_timer.state.waits_for_client.store(true, Ordering::Relaxed),
         }
         polled
     }
@@ -234,11 +242,11 @@ impl Body for Sent {
     }
 }
 
-impl Drop for Sent {
+impl Drop for UpstreamRequestBody {
     fn drop(&mut self) {
-        if let (Some(body), Some(back)) = (self.body.take(), self.back.take()) {
-            // Nobody may wait for it any more.
-            let _ = back.send(body);
+        if let (Some(body), Some(unused)) = (self.body.take(), self.unused.take()) {
+            // The receiver is gone if the request was cancelled.
+            let _ = unused.send(body);
         }
     }
 }

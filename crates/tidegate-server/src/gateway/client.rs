@@ -1,5 +1,4 @@
-//! Connections to upstreams: kept and used again, made within a time, over TLS where the URL says
-//! so.
+//! Pooled connections to upstreams, with a connect timeout and optional TLS.
 
 use std::path::Path;
 use std::pin::Pin;
@@ -15,56 +14,60 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{ClientConfig, RootCertStore};
 use tokio::net::TcpStream;
 
-use super::body::Sent;
-use super::upstreams::Speaks;
+use super::body::UpstreamRequestBody;
+use super::upstreams::Protocol;
 
-/// A connection that is not used is closed before most servers would: one that is closed under a
-/// request fails it.
-const IDLE_CONNECTION: Duration = Duration::from_secs(4);
-const IDLE_CONNECTIONS: usize = 1024;
+/// Idle connections are closed before most servers close them: a request that meets a connection
+/// closed by the server fails.
+const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+const MAX_IDLE_CONNECTIONS: usize = 1024;
+const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
 
-/// The two ways to speak to upstreams.
+/// One HTTP client per protocol.
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
-    http1: Client<Patient, Sent>,
-    http2: Client<Patient, Sent>,
+    http1: Client<TimeoutConnector, UpstreamRequestBody>,
+    http2: Client<TimeoutConnector, UpstreamRequestBody>,
 }
 
 impl Clients {
     pub(super) fn new(tls_config: ClientConfig, connect_timeout: Duration) -> Self {
-        let connector = || {
-            let mut tcp = HttpConnector::new();
-            tcp.enforce_http(false);
-            tcp.set_nodelay(true);
-            tcp
-        };
+        let mut tcp = HttpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
         let tls = |tls| HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http();
-        let http1 = tls(tls_config.clone()).enable_http1().wrap_connector(connector());
-        let http2 = tls(tls_config).enable_http2().wrap_connector(connector());
-        let patient = |connector| Patient { connector, patience: connect_timeout };
+        let http1 = TimeoutConnector {
+            connector: tls(tls_config.clone()).enable_http1().wrap_connector(tcp.clone()),
+            timeout: connect_timeout,
+        };
+        let http2 = TimeoutConnector {
+            connector: tls(tls_config).enable_http2().wrap_connector(tcp),
+            timeout: connect_timeout,
+        };
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new());
         builder
-            .pool_idle_timeout(IDLE_CONNECTION)
-            .pool_max_idle_per_host(IDLE_CONNECTIONS)
+            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
+            .pool_max_idle_per_host(MAX_IDLE_CONNECTIONS)
             .set_host(false);
-        let http1 = builder.build(patient(http1));
+        let http1 = builder.build(http1);
         builder
             .http2_only(true)
-            .http2_keep_alive_interval(Duration::from_secs(20))
+            .http2_keep_alive_interval(HTTP2_PING_INTERVAL)
             .http2_adaptive_window(true);
-        Self { http1, http2: builder.build(patient(http2)) }
+        Self { http1, http2: builder.build(http2) }
     }
 
-    pub(super) fn of(&self, speaks: Speaks) -> &Client<Patient, Sent> {
-        match speaks {
-            Speaks::Http1 => &self.http1,
-            Speaks::Http2 => &self.http2,
+    pub(super) fn get(&self, protocol: Protocol) -> &Client<TimeoutConnector, UpstreamRequestBody> {
+        match protocol {
+            Protocol::Http1 => &self.http1,
+            Protocol::Http2 => &self.http2,
         }
     }
 }
 
-/// TLS to upstreams: signed by one of `ca`, or by one that the system trusts.
+/// Returns the TLS settings towards upstreams. Their certificates must be signed by one of `ca`, or
+/// by a root that the system trusts.
 pub(crate) fn tls(ca: Option<&Path>) -> Result<ClientConfig, String> {
     let mut roots = RootCertStore::empty();
     match ca {
@@ -86,14 +89,14 @@ pub(crate) fn tls(ca: Option<&Path>) -> Result<ClientConfig, String> {
         .with_no_client_auth())
 }
 
-/// A connector that gives up after a while, in the middle of a TLS handshake as well.
+/// Connector with a timeout that includes the TLS handshake.
 #[derive(Debug, Clone)]
-pub(super) struct Patient {
+pub(super) struct TimeoutConnector {
     connector: HttpsConnector<HttpConnector>,
-    patience: Duration,
+    timeout: Duration,
 }
 
-impl tower::Service<Uri> for Patient {
+impl tower::Service<Uri> for TimeoutConnector {
     type Response = MaybeHttpsStream<TokioIo<TcpStream>>;
     type Error = axum::BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
@@ -103,10 +106,10 @@ impl tower::Service<Uri> for Patient {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let (connecting, patience) =
-            (tower::Service::call(&mut self.connector, uri), self.patience);
+        let connecting = tower::Service::call(&mut self.connector, uri);
+        let timeout = self.timeout;
         Box::pin(async move {
-            match tokio::time::timeout(patience, connecting).await {
+            match tokio::time::timeout(timeout, connecting).await {
                 Ok(result) => result,
                 Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
             }

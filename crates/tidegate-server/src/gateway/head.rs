@@ -1,20 +1,20 @@
-//! The head of a request and of its answer, as the next hop may see them.
+//! Request and response heads: validation, hop-by-hop headers and `X-Forwarded-*`.
 
 use http::request::Parts;
 use http::uri::Authority;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Version, header};
 use tidegate::ClientIp;
 
-use super::refusal::Refusal;
-use super::upstreams::{Speaks, Upstream};
+use super::error::ProxyError;
+use super::upstreams::{Protocol, Upstream};
 use crate::listener::Peer;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 
-/// What concerns only this connection (RFC 9110, 7.6.1), whether or not `Connection` names it.
-/// `Trailer` stays: what it announces passes.
+/// Hop-by-hop headers (RFC 9110, 7.6.1), removed whether or not `Connection` lists them. `Trailer`
+/// is kept because trailers are forwarded.
 const HOP_BY_HOP: [HeaderName; 8] = [
     header::CONNECTION,
     HeaderName::from_static("proxy-connection"),
@@ -26,58 +26,64 @@ const HOP_BY_HOP: [HeaderName; 8] = [
     header::PROXY_AUTHORIZATION,
 ];
 
-/// What would be another message, or tell of another client, if it were read in the trailers.
-const NOT_IN_TRAILERS: [HeaderName; 4] =
+/// Headers removed from trailers: a server that merges trailers into the head would see another
+/// message or another client.
+const FORBIDDEN_TRAILERS: [HeaderName; 4] =
     [header::CONTENT_LENGTH, header::HOST, header::AUTHORIZATION, header::FORWARDED];
 
-/// Ways to go on with HTTP, past all limits.
-const HTTP_AGAIN: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
+/// Upgrades that continue with HTTP. Requests on such a connection would bypass all limits.
+const HTTP_UPGRADES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
 
 const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 
-/// Nobody has so many gateways in a row.
+/// Number of passes through a gateway, by `Via`, after which a request is considered looping.
 const MAX_PASSES: usize = 8;
 
-/// Refuses what two servers could read in two ways. What concerns the bytes on the wire, `wire.rs`
-/// has refused before.
-pub(super) fn check(head: &Parts) -> Result<(), Refusal> {
+/// Rejects requests that two servers could understand differently. `listener/framing.rs` has
+/// already rejected ambiguous framing.
+pub(super) fn check(head: &Parts) -> Result<(), ProxyError> {
     if head.method == Method::CONNECT {
-        return Err(Refusal::Method(
-            "this is a gateway to its upstreams, and opens no tunnels to elsewhere",
-        ));
+        return Err(ProxyError::Method("CONNECT is not supported: this gateway opens no tunnels"));
     }
-    if lists(&head.headers, &header::VIA).filter(|hop| hop.ends_with(b" tidegate")).count()
+    if elements(&head.headers, &header::VIA).filter(|hop| hop.ends_with(b" tidegate")).count()
         >= MAX_PASSES
     {
-        return Err(Refusal::Loop);
+        return Err(ProxyError::Loop);
     }
-    let mut hosts = head.headers.get_all(header::HOST).iter();
-    let host = hosts.next();
-    if hosts.next().is_some() {
-        return Err(Refusal::Ambiguous("there is more than one Host"));
+    check_host(head)?;
+    if is_repeated(&head.headers, &header::CONTENT_LENGTH) {
+        return Err(ProxyError::Ambiguous("there is more than one Content-Length"));
     }
-    let named: Option<Authority> = host.and_then(|host| Authority::try_from(host.as_bytes()).ok());
-    if host.is_some() && named.is_none() {
-        return Err(Refusal::Ambiguous("the Host is not the name of a host"));
+    // Policies and the upstream could see different users.
+    if is_repeated(&head.headers, &header::AUTHORIZATION) {
+        return Err(ProxyError::Ambiguous("there is more than one Authorization"));
+    }
+    Ok(())
+}
+
+/// Rejects requests whose host is missing, repeated or contradictory.
+fn check_host(head: &Parts) -> Result<(), ProxyError> {
+    if is_repeated(&head.headers, &header::HOST) {
+        return Err(ProxyError::Ambiguous("there is more than one Host"));
+    }
+    let value = head.headers.get(header::HOST);
+    let host: Option<Authority> = value.and_then(|host| Authority::try_from(host.as_bytes()).ok());
+    if value.is_some() && host.is_none() {
+        return Err(ProxyError::Ambiguous("the Host is not a valid host name"));
     }
     let has_user = |authority: &Authority| authority.as_str().contains('@');
-    match (head.uri.authority(), named) {
+    match (head.uri.authority(), host) {
         (_, None) if head.version == Version::HTTP_11 => {
-            Err(Refusal::Ambiguous("there is no Host"))
+            Err(ProxyError::Ambiguous("there is no Host"))
         }
-        (_, Some(host)) if has_user(&host) => Err(Refusal::Ambiguous("the Host has a user")),
+        (_, Some(host)) if has_user(&host) => {
+            Err(ProxyError::Ambiguous("the Host contains a user name"))
+        }
         (Some(target), Some(host)) if *target != host => {
-            Err(Refusal::Ambiguous("the Host is another than that of the request's target"))
+            Err(ProxyError::Ambiguous("the Host differs from the host of the request target"))
         }
         (Some(target), _) if has_user(target) => {
-            Err(Refusal::Ambiguous("the request's target has a user"))
-        }
-        _ if is_repeated(&head.headers, &header::CONTENT_LENGTH) => {
-            Err(Refusal::Ambiguous("there is more than one Content-Length"))
-        }
-        // Policies would see another user than the upstream does.
-        _ if is_repeated(&head.headers, &header::AUTHORIZATION) => {
-            Err(Refusal::Ambiguous("there is more than one Authorization"))
+            Err(ProxyError::Ambiguous("the request target contains a user name"))
         }
         _ => Ok(()),
     }
@@ -87,25 +93,25 @@ fn is_repeated(headers: &HeaderMap, name: &HeaderName) -> bool {
     headers.get_all(name).iter().nth(1).is_some()
 }
 
-/// What the client asks to go over to, if it asks for an upgrade that we grant: one to WebSocket,
-/// for example, but not to another HTTP, whose requests nobody would look at.
+/// Returns the requested upgrade if it is forwarded: WebSocket, for example, but no HTTP version,
+/// because its requests would not be limited.
 pub(super) fn upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderValue> {
-    let asked = version == Version::HTTP_11
-        && names(headers).any(|name| name.eq_ignore_ascii_case(b"upgrade"));
+    let is_requested = version == Version::HTTP_11
+        && connection_options(headers).any(|name| name.eq_ignore_ascii_case(b"upgrade"));
     let is_http = |protocol: &[u8]| {
         let name = protocol.split(|byte| *byte == b'/').next().unwrap_or_default().trim_ascii();
-        HTTP_AGAIN.iter().any(|http| name.eq_ignore_ascii_case(http))
+        HTTP_UPGRADES.iter().any(|http| name.eq_ignore_ascii_case(http))
     };
-    if !asked
+    if !is_requested
         || is_repeated(headers, &header::UPGRADE)
-        || lists(headers, &header::UPGRADE).any(is_http)
+        || elements(headers, &header::UPGRADE).any(is_http)
     {
         return None;
     }
     headers.get(header::UPGRADE).cloned()
 }
 
-/// The request as the upstream gets it, but for its target and its Host.
+/// Rewrites the request head for an upstream, except for its target and its Host.
 pub(super) fn to_upstream(
     head: &mut Parts,
     peer: Peer,
@@ -114,30 +120,29 @@ pub(super) fn to_upstream(
 ) {
     let host = head.headers.get(header::HOST).cloned();
     let host = host.or_else(|| HeaderValue::from_str(head.uri.authority()?.as_str()).ok());
-    let takes_trailers =
-        lists(&head.headers, &header::TE).any(|value| value.eq_ignore_ascii_case(b"trailers"));
+    let accepts_trailers =
+        elements(&head.headers, &header::TE).any(|value| value.eq_ignore_ascii_case(b"trailers"));
     let headers = &mut head.headers;
     remove_hop_by_hop(headers);
-    // The client is sent its 100 as soon as the body is wanted.
+    // hyper sends `100 Continue` itself when the body is first polled.
     headers.remove(header::EXPECT);
     headers.remove(HTTP2_SETTINGS);
-    if takes_trailers {
+    if accepts_trailers {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
     if let Some(protocol) = upgrade {
         headers.insert(header::UPGRADE, protocol);
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
-    forwarded(headers, peer, client_ip, host.as_ref());
+    set_forwarded(headers, peer, client_ip, host.as_ref());
     if let Some(host) = host {
         headers.insert(header::HOST, host);
     }
     headers.append(header::VIA, via(head.version));
 }
 
-/// Who has asked, over what, for which host. What an untrusted peer says of it is its own word, and
-/// dropped.
-fn forwarded(
+/// Sets `X-Forwarded-For`, `-Proto` and `-Host`. Values from an untrusted peer are dropped first.
+fn set_forwarded(
     headers: &mut HeaderMap,
     peer: Peer,
     client_ip: &ClientIp,
@@ -148,7 +153,7 @@ fn forwarded(
         headers.remove(header::FORWARDED);
         remove_x_forwarded(headers);
     }
-    let mut chain = lists(headers, &X_FORWARDED_FOR).collect::<Vec<_>>().join(&b", "[..]);
+    let mut chain = elements(headers, &X_FORWARDED_FOR).collect::<Vec<_>>().join(&b", "[..]);
     if !chain.is_empty() {
         chain.extend_from_slice(b", ");
     }
@@ -156,7 +161,7 @@ fn forwarded(
     if let Ok(chain) = HeaderValue::try_from(chain) {
         headers.insert(X_FORWARDED_FOR, chain);
     }
-    let scheme = HeaderValue::from_static(if peer.secured { "https" } else { "http" });
+    let scheme = HeaderValue::from_static(if peer.tls { "https" } else { "http" });
     headers.entry(X_FORWARDED_PROTO).or_insert(scheme);
     if let Some(host) = host {
         headers.entry(X_FORWARDED_HOST).or_insert_with(|| host.clone());
@@ -164,26 +169,26 @@ fn forwarded(
 }
 
 fn remove_x_forwarded(headers: &mut HeaderMap) {
-    let said = |name: &&HeaderName| name.as_str().starts_with("x-forwarded-");
-    let said: Vec<HeaderName> = headers.keys().filter(said).cloned().collect();
-    for name in said {
+    let is_forwarded = |name: &&HeaderName| name.as_str().starts_with("x-forwarded-");
+    let names: Vec<HeaderName> = headers.keys().filter(is_forwarded).cloned().collect();
+    for name in names {
         headers.remove(name);
     }
 }
 
-/// What may come behind a body, either way: nothing that belongs before it.
+/// Removes trailers, in either direction, that are only valid in a head.
 pub(super) fn clean_trailers(trailers: &mut HeaderMap) {
     remove_hop_by_hop(trailers);
     remove_x_forwarded(trailers);
-    for name in NOT_IN_TRAILERS {
+    for name in FORBIDDEN_TRAILERS {
         trailers.remove(name);
     }
 }
 
-/// The Host that this upstream is told: the client's. HTTP/2 has it in the target, and that is the
-/// upstream's own.
-pub(super) fn name_host(headers: &mut HeaderMap, upstream: &Upstream) {
-    if upstream.speaks == Speaks::Http2 {
+/// Sets the Host for an upstream: the client's for HTTP/1.1. HTTP/2 sends the upstream's own host
+/// in the target instead.
+pub(super) fn set_host(headers: &mut HeaderMap, upstream: &Upstream) {
+    if upstream.protocol == Protocol::Http2 {
         headers.remove(header::HOST);
     } else if !headers.contains_key(header::HOST)
         && let Ok(host) = HeaderValue::from_str(upstream.authority.as_str())
@@ -192,14 +197,14 @@ pub(super) fn name_host(headers: &mut HeaderMap, upstream: &Upstream) {
     }
 }
 
-/// The answer as the client gets it.
+/// Rewrites the response head for the client.
 pub(super) fn to_client(version: Version, headers: &mut HeaderMap) {
-    // The length beside an encoding is none (RFC 9112, 6.3).
+    // Transfer-Encoding overrides Content-Length (RFC 9112, 6.3).
     if headers.contains_key(header::TRANSFER_ENCODING) {
         headers.remove(header::CONTENT_LENGTH);
     }
     remove_hop_by_hop(headers);
-    // Those of the limits follow: the table grows once, not one by one.
+    // The rate limit headers follow: one reservation avoids repeated growth.
     headers.reserve(8);
     headers.append(header::VIA, via(version));
 }
@@ -213,24 +218,24 @@ fn via(version: Version) -> HeaderValue {
 }
 
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = names(headers)
+    let listed: Vec<HeaderName> = connection_options(headers)
         .filter_map(|name| HeaderName::try_from(name).ok())
-        // Without these a request would be another one.
+        // Removing these would change the meaning of the request.
         .filter(|name| ![header::HOST, header::CONTENT_LENGTH].contains(name))
         .collect();
-    for name in named.iter().chain(&HOP_BY_HOP) {
+    for name in listed.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
     }
 }
 
-/// The headers that `Connection` names.
-fn names(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
-    lists(headers, &header::CONNECTION)
+/// Returns the header names that `Connection` lists.
+fn connection_options(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    elements(headers, &header::CONNECTION)
 }
 
-/// The elements of a header that is a list. Bytes, for one that is no text says nothing of the
+/// Returns the elements of a list header as bytes, so that an invalid element does not hide the
 /// others.
-fn lists<'h>(headers: &'h HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'h [u8]> {
+fn elements<'h>(headers: &'h HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'h [u8]> {
     let elements = headers
         .get_all(name)
         .into_iter()

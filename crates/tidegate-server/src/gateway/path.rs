@@ -1,25 +1,24 @@
-//! The path as it is forwarded: what the policies have matched.
+//! Path normalization: the upstream gets the path that the policies matched.
 //!
-//! They look at a path without its dot segments. An application that looks at the beginning alone
-//! would be told of another place by `/limited/../open`, and one that resolves them by
-//! `/open/../limited`.
+//! Policies match a path without its dot segments. If `/limited/../open` were forwarded as it is,
+//! an application that only checks the prefix would see another resource than the policies.
 
 use std::borrow::Cow;
 
 use http::Uri;
 use http::uri::PathAndQuery;
 
-/// The target without dot segments in its path, `%2e` for a dot or not; all other bytes stay as
-/// they came.
-pub(super) fn forwarded(uri: &Uri) -> Option<PathAndQuery> {
+/// Returns the target without dot segments in its path, also if they are written with `%2e`. All
+/// other bytes are unchanged.
+pub(super) fn normalized(uri: &Uri) -> Option<PathAndQuery> {
     let Some(whole) = uri.path_and_query() else { return Some(PathAndQuery::from_static("/")) };
-    match resolved(whole.path()) {
+    match resolve_dots(whole.path()) {
         Cow::Borrowed(_) => Some(whole.clone()),
         Cow::Owned(path) => format!("{path}{}", &whole.as_str()[whole.path().len()..]).parse().ok(),
     }
 }
 
-fn resolved(path: &str) -> Cow<'_, str> {
+fn resolve_dots(path: &str) -> Cow<'_, str> {
     if !path.starts_with('/') || !path.split('/').any(|segment| dots(segment) > 0) {
         return Cow::Borrowed(path);
     }
@@ -32,19 +31,19 @@ fn resolved(path: &str) -> Cow<'_, str> {
             continue;
         }
         if dots == 2 {
-            // Empty segments are none to policies: two dots lead back over the last that is one.
+            // Policies ignore empty segments, so `..` removes the last one that is not empty.
             let last = kept.iter().rposition(|segment| !segment.is_empty());
             kept.truncate(last.unwrap_or(0));
         }
         if segments.peek().is_none() {
-            // `/a/.` is the folder `/a/`.
+            // `/a/.` names the directory `/a/`.
             kept.push("");
         }
     }
     Cow::Owned(format!("/{}", kept.join("/")))
 }
 
-/// 1 or 2 if the segment is so many dots, otherwise 0.
+/// Returns the number of dots of a segment `.` or `..`, and 0 for any other segment.
 fn dots(segment: &str) -> usize {
     let mut rest = segment.as_bytes();
     let mut count = 0;
@@ -66,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dot_segments_are_resolved_and_the_rest_stays() {
+    fn only_dot_segments_are_resolved() {
         for (path, expected) in [
             ("/a/b", "/a/b"),
             ("/a//b/", "/a//b/"),
@@ -80,10 +79,10 @@ mod tests {
             ("/a//../b", "/b"),
             ("*", "*"),
         ] {
-            assert_eq!(resolved(path), expected, "{path}");
+            assert_eq!(resolve_dots(path), expected, "{path}");
         }
         let forward =
-            |uri: &str| forwarded(&uri.parse().expect("a URI")).expect("a path").to_string();
+            |uri: &str| normalized(&uri.parse().expect("a URI")).expect("a path").to_string();
         assert_eq!(forward("/a/../b?c=/../d&%2e"), "/b?c=/../d&%2e");
         assert_eq!(forward("/a/../b?"), "/b?");
         assert_eq!(forward("http://h"), "/");
@@ -91,8 +90,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_forwarded_is_what_was_matched(path in r"/(/|\.|%2e|%2E|a|b|%2F|%|2e){0,16}") {
-            let forwarded = resolved(&path);
+        fn forwarded_path_is_the_matched_path(path in r"/(/|\.|%2e|%2E|a|b|%2F|%|2e){0,16}") {
+            let forwarded = resolve_dots(&path);
             prop_assert_eq!(normalize_path(&forwarded), normalize_path(&path));
             prop_assert!(!forwarded.split('/').any(|segment| dots(segment) > 0), "{}", forwarded);
         }

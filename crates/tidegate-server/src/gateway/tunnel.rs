@@ -1,5 +1,5 @@
-//! After an upgrade, such as to WebSocket: bytes both ways, until one side ends it or both fall
-//! silent.
+//! Tunnel after an upgrade, such as to WebSocket: copies bytes in both directions until one side
+//! closes or the idle timeout expires.
 
 use std::io;
 use std::pin::Pin;
@@ -10,28 +10,29 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::body::Activity;
+use super::body::IdleTimer;
 
-/// Carries bytes between the two sides once both have gone over.
-pub(super) async fn carry(client: OnUpgrade, upstream: OnUpgrade, patience: Duration) {
+/// Runs the tunnel once both sides have completed the upgrade.
+pub(super) async fn run(client: OnUpgrade, upstream: OnUpgrade, idle_timeout: Duration) {
     let (Ok(client), Ok(upstream)) = tokio::join!(client, upstream) else { return };
-    let activity = Activity::now();
-    let mut client = Noted { stream: TokioIo::new(client), activity: activity.clone() };
-    let mut upstream = Noted { stream: TokioIo::new(upstream), activity: activity.clone() };
+    let idle_timer = IdleTimer::start();
+    let mut client = TrackedStream { stream: TokioIo::new(client), idle_timer: idle_timer.clone() };
+    let mut upstream =
+        TrackedStream { stream: TokioIo::new(upstream), idle_timer: idle_timer.clone() };
     tokio::select! {
-        // Who broke off is no affair of ours.
+        // A connection error of either side simply ends the tunnel.
         _ = tokio::io::copy_bidirectional(&mut client, &mut upstream) => {}
-        () = activity.ceased(patience) => tracing::debug!("an upgraded connection fell silent and is closed"),
+        () = idle_timer.expired(idle_timeout) => tracing::debug!("idle upgraded connection closed"),
     }
 }
 
-/// Notes when something was read.
-struct Noted<S> {
+/// Stream that resets the idle timer on every read.
+struct TrackedStream<S> {
     stream: S,
-    activity: Activity,
+    idle_timer: IdleTimer,
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for TrackedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -39,13 +40,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Noted<S> {
     ) -> Poll<io::Result<()>> {
         let polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
         if polled.is_ready() {
-            self.activity.note();
+            self.idle_timer.reset();
         }
         polled
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Noted<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for TrackedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! Which upstream takes a request: in turns, but for those that have failed several times in a row.
+//! Round-robin choice of upstreams, with ejection of those that fail several times in a row.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -8,44 +8,47 @@ use http::uri::{Authority, Scheme};
 use siphasher::sip::SipHasher13;
 
 use super::path;
+use crate::duration;
 
-/// So many failures in a row, and an upstream is left out.
-const FAILURES: u32 = 3;
-/// For about so long; then one more failure leaves it out again.
-const LEFT_OUT: Duration = Duration::from_secs(5);
-/// A request goes to so many upstreams at most.
-const TRIES: usize = 3;
+/// Number of consecutive failures that eject an upstream.
+const MAX_FAILURES: u32 = 3;
+/// Duration of an ejection, before jitter. After that, a single failure ejects it again.
+const EJECTION_TIME: Duration = Duration::from_secs(5);
+/// Maximum number of upstreams tried for one request.
+const MAX_TRIES: usize = 3;
 
-/// A server that requests are handed on to.
+/// Server that requests are forwarded to.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     pub(super) scheme: Scheme,
     pub(super) authority: Authority,
-    /// What every path begins with; empty or without a slash at its end.
+    /// Prefix of every path; empty or without a trailing slash.
     base: String,
-    pub(super) speaks: Speaks,
+    pub(super) protocol: Protocol,
+    /// Number of consecutive failures.
     failures: AtomicU32,
-    /// In milliseconds since the start of the gateway.
-    out_until: AtomicU64,
+    /// End of the ejection, in milliseconds since the start of the gateway.
+    ejected_until: AtomicU64,
 }
 
-/// What an upstream is spoken to in.
+/// HTTP version towards an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Speaks {
+pub(super) enum Protocol {
     Http1,
     Http2,
 }
 
-/// Why a text names no upstream.
+/// Reason why an upstream's URL is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum UpstreamError {
-    /// The text is not shown: it may hold a password.
-    #[error("an upstream has no user and password in its URL")]
+    /// The URL is not printed: it may hold a password.
+    #[error("the URL of an upstream must not contain a user or password")]
     Credentials,
     #[error(
-        "{0:?} is no upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 h2c://… and h2://…"
+        "{0:?} is not an upstream: write it like http://127.0.0.1:3000, https://…, or for HTTP/2 \
+         h2c://… and h2://…"
     )]
-    Wrong(String),
+    Invalid(String),
 }
 
 impl std::str::FromStr for Upstream {
@@ -55,43 +58,49 @@ impl std::str::FromStr for Upstream {
         if text.contains('@') {
             return Err(UpstreamError::Credentials);
         }
-        let wrong = || UpstreamError::Wrong(text.chars().take(100).collect());
-        let uri: Uri = text.parse().map_err(|_| wrong())?;
-        let (scheme, speaks) = match uri.scheme_str() {
-            Some("http") => (Scheme::HTTP, Speaks::Http1),
-            Some("https") => (Scheme::HTTPS, Speaks::Http1),
-            Some("h2c") => (Scheme::HTTP, Speaks::Http2),
-            Some("h2") => (Scheme::HTTPS, Speaks::Http2),
-            _ => return Err(wrong()),
+        let invalid = || UpstreamError::Invalid(text.chars().take(100).collect());
+        let uri: Uri = text.parse().map_err(|_| invalid())?;
+        let (scheme, protocol) = match uri.scheme_str() {
+            Some("http") => (Scheme::HTTP, Protocol::Http1),
+            Some("https") => (Scheme::HTTPS, Protocol::Http1),
+            Some("h2c") => (Scheme::HTTP, Protocol::Http2),
+            Some("h2") => (Scheme::HTTPS, Protocol::Http2),
+            _ => return Err(invalid()),
         };
         let authority = uri
             .authority()
             .filter(|authority| !authority.host().is_empty())
-            .ok_or_else(wrong)?
+            .ok_or_else(invalid)?
             .clone();
         if uri.query().is_some() {
-            return Err(wrong());
+            return Err(invalid());
         }
-        let base = uri.path().trim_end_matches('/').to_owned();
-        let (failures, out_until) = (AtomicU32::new(0), AtomicU64::new(0));
-        Ok(Self { scheme, authority, base, speaks, failures, out_until })
+        Ok(Self {
+            scheme,
+            authority,
+            base: uri.path().trim_end_matches('/').to_owned(),
+            protocol,
+            failures: AtomicU32::new(0),
+            ejected_until: AtomicU64::new(0),
+        })
     }
 }
 
 impl Upstream {
-    pub(super) fn has_answered(&self) {
-        // Nearly always nothing to write, and a line of memory that all cores may share.
+    /// Resets the failure count and ends an ejection.
+    pub(super) fn record_success(&self) {
+        // The load avoids a write to a cache line that all cores share.
         if self.failures.load(Ordering::Relaxed) > 0
-            && self.failures.swap(0, Ordering::Relaxed) >= FAILURES
+            && self.failures.swap(0, Ordering::Relaxed) >= MAX_FAILURES
         {
-            self.out_until.store(0, Ordering::Relaxed);
-            tracing::info!(upstream = %self.authority, "an upstream answers again");
+            self.ejected_until.store(0, Ordering::Relaxed);
+            tracing::info!(upstream = %self.authority, "upstream recovered");
         }
     }
 
-    /// Where this request goes there.
+    /// Returns the URI of a request at this upstream.
     pub(super) fn uri(&self, request: &Uri) -> Option<Uri> {
-        let path = path::forwarded(request)?;
+        let path = path::normalized(request)?;
         let path = if self.base.is_empty() {
             path
         } else {
@@ -103,67 +112,71 @@ impl Upstream {
         parts.path_and_query = Some(path);
         Uri::from_parts(parts).ok()
     }
+
+    fn is_ejected(&self, now: u64) -> bool {
+        self.ejected_until.load(Ordering::Relaxed) > now
+    }
 }
 
-/// All upstreams, and whose turn it is.
+/// All upstreams and the round-robin counter.
 #[derive(Debug)]
 pub(crate) struct Upstreams {
     all: Vec<Upstream>,
-    turn: AtomicUsize,
+    next: AtomicUsize,
     start: Instant,
 }
 
 impl Upstreams {
-    /// At least one.
+    /// Returns `None` without any upstream.
     pub(crate) fn new(all: Vec<Upstream>) -> Option<Self> {
-        (!all.is_empty()).then(|| Self { all, turn: AtomicUsize::new(0), start: Instant::now() })
+        (!all.is_empty()).then(|| Self { all, next: AtomicUsize::new(0), start: Instant::now() })
     }
 
-    /// Whom to try for one request, one after the other: those that do well, in turns, so that all
-    /// of them share the turns of one that is left out. If none does, all: an answer that an
-    /// upstream could not be reached takes as long as to try, and the first that is back is found
-    /// at once.
+    /// Returns the upstreams to try for one request, in order. Ejected ones are skipped, and the
+    /// others share their turns. If all are ejected, all are tried, so that the first one to
+    /// recover is found at once.
     pub(super) fn candidates(&self) -> impl Iterator<Item = &Upstream> {
         let now = self.now();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let is_in = move |upstream: &&Upstream| upstream.out_until.load(Ordering::Relaxed) <= now;
-        let all_out = !self.all.iter().any(|upstream| is_in(&upstream));
-        let taking_part = self.all.iter().filter(move |upstream| all_out || is_in(upstream));
-        let count = taking_part.clone().count();
-        taking_part.cycle().skip(turn % count.max(1)).take(count.min(TRIES))
+        let turn = self.next.fetch_add(1, Ordering::Relaxed);
+        let all_ejected = self.all.iter().all(|upstream| upstream.is_ejected(now));
+        let eligible =
+            self.all.iter().filter(move |upstream| all_ejected || !upstream.is_ejected(now));
+        let count = eligible.clone().count();
+        eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES))
     }
 
-    /// Whether every upstream is left out.
-    pub(super) fn all_out(&self) -> bool {
+    /// Returns whether every upstream is ejected.
+    pub(super) fn all_ejected(&self) -> bool {
         let now = self.now();
-        self.all.iter().all(|upstream| upstream.out_until.load(Ordering::Relaxed) > now)
+        self.all.iter().all(|upstream| upstream.is_ejected(now))
     }
 
-    pub(super) fn has_failed(&self, upstream: &Upstream, reason: &str) {
+    /// Counts a failure and ejects the upstream after too many in a row.
+    pub(super) fn record_failure(&self, upstream: &Upstream, reason: &str) {
         let failures = upstream.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1);
-        if failures >= FAILURES {
+        if failures >= MAX_FAILURES {
             let now = self.now();
-            let before =
-                upstream.out_until.swap(now + jittered(LEFT_OUT, now, failures), Ordering::Relaxed);
-            if before == 0 {
-                tracing::warn!(upstream = %upstream.authority, reason, "an upstream is left out for some seconds");
+            let until = now + jittered(EJECTION_TIME, now, failures);
+            if upstream.ejected_until.swap(until, Ordering::Relaxed) == 0 {
+                tracing::warn!(upstream = %upstream.authority, reason, "upstream ejected");
             }
         }
     }
 
+    /// Returns the milliseconds since the start.
     fn now(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX)
+        duration::millis(self.start.elapsed())
     }
 }
 
-/// From 80 % to 120 % of it, in milliseconds: gateways that saw the same failure do not come back
-/// together.
+/// Returns 80 % to 120 % of a duration, in milliseconds, so that gateways that saw the same failure
+/// do not retry at the same time.
 fn jittered(duration: Duration, now: u64, failures: u32) -> u64 {
     use std::hash::Hasher as _;
     let mut hasher = SipHasher13::new_with_keys(now, u64::from(std::process::id()));
     hasher.write_u32(failures);
-    let whole = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
-    whole * 4 / 5 + hasher.finish() % (whole * 2 / 5)
+    let millis = duration::millis(duration);
+    millis * 4 / 5 + hasher.finish() % (millis * 2 / 5)
 }
 
 #[cfg(test)]
@@ -180,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn each_upstream_has_its_turn_and_the_next_ones_stand_by() {
+    fn upstreams_take_turns_and_the_others_follow_in_order() {
         let three = upstreams(&["http://a", "http://b", "http://c"]);
         assert_eq!(next(&three), ["a", "b", "c"]);
         assert_eq!(next(&three), ["b", "c", "a"]);
@@ -189,32 +202,32 @@ mod tests {
     }
 
     #[test]
-    fn failures_in_a_row_leave_an_upstream_out_and_an_answer_takes_it_back() {
+    fn consecutive_failures_eject_an_upstream_and_a_success_restores_it() {
         let two = upstreams(&["http://a", "http://b"]);
-        for _ in 0..FAILURES - 1 {
-            two.has_failed(&two.all[0], "refused");
+        for _ in 0..MAX_FAILURES - 1 {
+            two.record_failure(&two.all[0], "refused");
         }
-        two.all[0].has_answered();
-        two.has_failed(&two.all[0], "refused");
-        assert_eq!(next(&two), ["a", "b"], "not in a row");
-        for _ in 0..FAILURES {
-            two.has_failed(&two.all[0], "refused");
+        two.all[0].record_success();
+        two.record_failure(&two.all[0], "refused");
+        assert_eq!(next(&two), ["a", "b"], "the failures are not consecutive");
+        for _ in 0..MAX_FAILURES {
+            two.record_failure(&two.all[0], "refused");
         }
         assert_eq!((next(&two), next(&two)), (vec!["b"], vec!["b"]));
-        for _ in 0..FAILURES {
-            two.has_failed(&two.all[1], "refused");
+        for _ in 0..MAX_FAILURES {
+            two.record_failure(&two.all[1], "refused");
         }
-        assert!(two.all_out());
-        assert_eq!(next(&two).len(), 2, "all are tried if none is left");
-        two.all[1].has_answered();
+        assert!(two.all_ejected());
+        assert_eq!(next(&two).len(), 2, "all are tried if all are ejected");
+        two.all[1].record_success();
         assert_eq!(next(&two), ["b"]);
     }
 
     #[test]
-    fn the_turns_of_one_that_is_left_out_are_spread() {
+    fn other_upstreams_share_the_turns_of_an_ejected_one() {
         let three = upstreams(&["http://a", "http://b", "http://c"]);
-        for _ in 0..FAILURES {
-            three.has_failed(&three.all[1], "refused");
+        for _ in 0..MAX_FAILURES {
+            three.record_failure(&three.all[1], "refused");
         }
         let turns: Vec<&str> = (0..6).map(|_| next(&three)[0]).collect();
         assert_eq!(
@@ -226,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_are_read_whole_or_not_at_all() {
+    fn urls_are_parsed_strictly() {
         let uri = |upstream: &str, request: &str| {
             let upstream: Upstream = upstream.parse().expect("valid");
             upstream.uri(&request.parse().expect("a URI")).expect("a URI").to_string()
@@ -237,7 +250,7 @@ mod tests {
         assert_eq!(uri("h2://a", "http://other/x"), "https://a/x");
         assert_eq!(uri("http://[::1]:80", "/"), "http://[::1]:80/");
         for wrong in ["", "a", "a:80", "ftp://a", "http://", "http://a?b=c", "/x", "http://a b"] {
-            assert!(matches!(wrong.parse::<Upstream>(), Err(UpstreamError::Wrong(_))), "{wrong}");
+            assert!(matches!(wrong.parse::<Upstream>(), Err(UpstreamError::Invalid(_))), "{wrong}");
         }
         assert_eq!(
             "http://u:secret@a".parse::<Upstream>().expect_err("wrong"),

@@ -12,11 +12,11 @@ use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
-/// Spans of this target are traces. They are below the level of logs, so that without a collector
-/// they cost nothing.
+/// Target of the spans that are exported. Their level is below the log level, so they cost nothing
+/// without a collector.
 pub(crate) const TRACE: &str = "tidegate::trace";
 
-/// Ends the traces in order when it is dropped: what is gathered is sent.
+/// Guard that flushes and shuts down the trace exporter on drop.
 pub(crate) struct Traces(pub(super) Option<SdkTracerProvider>);
 
 impl Drop for Traces {
@@ -27,18 +27,18 @@ impl Drop for Traces {
     }
 }
 
-/// Called inside the runtime, which the exporter sends by.
+/// Returns the trace provider, if tracing is enabled. Must be called inside the Tokio runtime.
 pub(super) fn provider() -> anyhow::Result<Option<SdkTracerProvider>> {
-    if !are_asked_for() {
+    if !is_enabled() {
         return Ok(None);
     }
     let exporter = opentelemetry_otlp::SpanExporter::builder().with_tonic().build()?;
-    let exporter = Telling { exporter, is_failing: AtomicBool::new(false) };
+    let exporter = ExportErrorLogger { exporter, is_failing: AtomicBool::new(false) };
     Ok(Some(SdkTracerProvider::builder().with_batch_exporter(exporter).build()))
 }
 
-/// As the specification says: an endpoint is set, and nothing switches them off.
-fn are_asked_for() -> bool {
+/// Returns whether an endpoint is set and nothing disables tracing, as OpenTelemetry specifies.
+fn is_enabled() -> bool {
     let is =
         |name: &str, value: &str| variable(name).is_some_and(|set| set.eq_ignore_ascii_case(value));
     let endpoint = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
@@ -47,14 +47,13 @@ fn are_asked_for() -> bool {
         && !is("OTEL_TRACES_EXPORTER", "none")
 }
 
-/// Says so if another protocol is asked for than the one that there is. Called once logs are
-/// written.
-pub(super) fn warn_of_protocol() {
+/// Warns if an unsupported protocol is configured. Called after logging has started.
+pub(super) fn warn_about_protocol() {
     let names = ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"];
     let set = names.into_iter().find_map(|name| Some((name, variable(name)?)));
     if let Some((name, protocol)) = set.filter(|(_, protocol)| protocol != "grpc") {
         tracing::warn!(
-            "{name} is {protocol:?}: traces are sent by grpc, which is the only protocol supported"
+            "{name} is {protocol:?}, but only grpc is supported: traces are sent over grpc"
         );
     }
 }
@@ -63,18 +62,17 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Makes a span that has not begun part of the trace that a request belongs to, if its head says so
-/// (W3C `traceparent`).
+/// Sets the trace of a request (W3C `traceparent`) as the parent of a span that has not started.
 pub(crate) fn continue_trace(span: &tracing::Span, head: &HeaderMap) {
-    let parent = TraceContextPropagator::new().extract(&Fields(head));
+    let parent = TraceContextPropagator::new().extract(&HeaderExtractor(head));
     if parent.span().span_context().is_valid() {
         let _ = span.set_parent(parent);
     }
 }
 
-struct Fields<'a>(&'a HeaderMap);
+struct HeaderExtractor<'a>(&'a HeaderMap);
 
-impl Extractor for Fields<'_> {
+impl Extractor for HeaderExtractor<'_> {
     fn get(&self, key: &str) -> Option<&str> {
         self.0.get(key)?.to_str().ok()
     }
@@ -84,25 +82,25 @@ impl Extractor for Fields<'_> {
     }
 }
 
-/// Says once that traces cannot be sent, and once that they can again.
+/// Exporter wrapper that logs the first failure and the recovery.
 #[derive(Debug)]
-struct Telling<E> {
+struct ExportErrorLogger<E> {
     exporter: E,
     is_failing: AtomicBool,
 }
 
-impl<E: SpanExporter> SpanExporter for Telling<E> {
+impl<E: SpanExporter> SpanExporter for ExportErrorLogger<E> {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
-        let sent = self.exporter.export(batch).await;
-        let was_failing = self.is_failing.swap(sent.is_err(), Ordering::Relaxed);
-        match &sent {
+        let result = self.exporter.export(batch).await;
+        let was_failing = self.is_failing.swap(result.is_err(), Ordering::Relaxed);
+        match &result {
             Err(error) if !was_failing => {
-                tracing::warn!(%error, "traces cannot be sent to the collector")
+                tracing::warn!(%error, "exporting traces failed");
             }
-            Ok(()) if was_failing => tracing::info!("traces are sent to the collector again"),
+            Ok(()) if was_failing => tracing::info!("exporting traces succeeded again"),
             _ => {}
         }
-        sent
+        result
     }
 
     fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {

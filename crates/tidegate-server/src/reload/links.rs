@@ -1,44 +1,44 @@
-//! Which folders a change of a file can be seen in, if there are links on the way to it.
+//! Directories to watch for changes of a file, including those of symlinks on its path.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-/// Links that lead in a circle lead nowhere.
+/// Maximum number of symlinks to follow; more are treated as a cycle.
 const MAX_LINKS: usize = 40;
 
-/// The folder of the file and of each link on the way to it.
+/// Returns the directories of the file and of each symlink on the way to it.
 pub(super) fn folders(file: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
-    let mut next = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
+    let mut path = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
     for _ in 0..MAX_LINKS {
-        let (folder, there) = first_link(&next);
+        let (folder, resolved) = first_link(&path);
         found.insert(folder);
-        match there {
-            Some(there) => next = there,
+        match resolved {
+            Some(resolved) => path = resolved,
             None => break,
         }
     }
     found
 }
 
-/// The folder of the first link on a path, and the path with that link followed; without any, the
-/// folder of the file.
+/// Returns the directory of the first symlink on a path, and the path with that link resolved.
+/// Without a symlink, returns the directory of the file.
 fn first_link(path: &Path) -> (PathBuf, Option<PathBuf>) {
     let mut folder = PathBuf::new();
     let mut parts = path.components();
     while let Some(part) = parts.next() {
         if part == Component::ParentDir {
-            // What stands before it is no link: those are followed first.
+            // `folder` contains no symlink, because those are resolved first.
             folder.pop();
             continue;
         }
-        let here = folder.join(part);
-        if let Ok(target) = std::fs::read_link(&here) {
-            let there = folder.join(target).join(parts.as_path());
-            // By its parts, because a join with nothing leaves a slash at the end.
-            return (folder, Some(there.components().collect()));
+        let prefix = folder.join(part);
+        if let Ok(target) = std::fs::read_link(&prefix) {
+            let resolved = folder.join(target).join(parts.as_path());
+            // Collecting the components removes the trailing slash of a join with an empty path.
+            return (folder, Some(resolved.components().collect()));
         }
-        folder = here;
+        folder = prefix;
     }
     folder.pop();
     (folder, None)
@@ -51,22 +51,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_folder_on_the_way_to_a_file_is_found() {
-        let root = tempfile::tempdir().expect("a temporary folder");
-        let root = root.path().canonicalize().expect("it is there");
-        let place = |name: &str| root.join(name);
+    fn finds_the_directory_of_every_symlink_on_the_path() {
+        let root = tempfile::tempdir().expect("a temporary directory");
+        let root = root.path().canonicalize().expect("the directory exists");
         for folder in ["etc", "etc/..1", "real", "real/deep"] {
-            std::fs::create_dir(place(folder)).expect("a folder");
+            std::fs::create_dir(root.join(folder)).expect("a directory");
         }
-        std::fs::write(place("real/plain.yaml"), "").expect("written");
-        symlink("..1", place("etc/..data")).expect("a link");
-        symlink("..data/t.yaml", place("etc/t.yaml")).expect("a link");
-        symlink("../../real/plain.yaml", place("etc/..1/t.yaml")).expect("a link");
-        symlink("circle", place("circle")).expect("a link");
+        std::fs::write(root.join("real/plain.yaml"), "").expect("a written file");
+        symlink("..1", root.join("etc/..data")).expect("a symlink");
+        symlink("..data/t.yaml", root.join("etc/t.yaml")).expect("a symlink");
+        symlink("../../real/plain.yaml", root.join("etc/..1/t.yaml")).expect("a symlink");
+        symlink("circle", root.join("circle")).expect("a symlink");
         let found = |name: &str| {
             let under_root =
                 |folder: PathBuf| Some(folder.strip_prefix(&root).ok()?.display().to_string());
-            folders(&place(name)).into_iter().filter_map(under_root).collect::<Vec<_>>()
+            folders(&root.join(name)).into_iter().filter_map(under_root).collect::<Vec<_>>()
         };
         assert_eq!(found("real/plain.yaml"), ["real"]);
         assert_eq!(found("real/nowhere.yaml"), ["real"]);

@@ -20,7 +20,7 @@ pub(crate) struct Process {
 
 impl Process {
     pub(crate) async fn serve(config: String) -> Self {
-        Self::start(move |environment| Service::start_in(&config, environment)).await
+        Self::start(move |environment| Service::start_with_environment(&config, environment)).await
     }
 
     async fn start(start: impl FnOnce(&[(&str, &str)]) -> Service + Send + 'static) -> Self {
@@ -35,7 +35,7 @@ impl Process {
         let (service, (keys, metrics)) = tokio::task::spawn_blocking(move || {
             let recorded = read_admin(&self.service);
             self.service.signal("TERM");
-            assert_eq!(self.service.ended().code(), Some(0));
+            assert_eq!(self.service.wait_for_exit().code(), Some(0));
             (self.collector, recorded)
         })
         .await
@@ -174,7 +174,7 @@ impl Gateway {
         let upstream = serve_app(Router::new().fallback(async || "ok")).await;
         let config = config(cases);
         let start = move |environment: &[(&str, &str)]| {
-            Service::gateway_in(&config, &[&format!("http://{upstream}")], environment)
+            Service::gateway_with_env(&config, &[&format!("http://{upstream}")], environment)
         };
         Self(Process::start(start).await)
     }

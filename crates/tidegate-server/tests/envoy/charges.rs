@@ -1,4 +1,4 @@
-//! What a request takes, gives back, and leaves alone.
+//! Charges, refunds and peeks of requests.
 
 use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
@@ -22,10 +22,10 @@ fn hits(descriptor: RateLimitDescriptor, hits: u64) -> RateLimitDescriptor {
     RateLimitDescriptor { hits_addend: Some(hits), ..descriptor }
 }
 
-/// How much of 10 is left to this user. To ask for 0 spends nothing.
+/// Returns how many of 10 units a user has left. A request for 0 hits consumes nothing.
 async fn left(client: &mut Client, user: &str) -> u64 {
     let status =
-        client.ask_all(vec![hits(descriptor(&[("user", user)]), 0)]).await.statuses.remove(0);
+        client.send_all(vec![hits(descriptor(&[("user", user)]), 0)]).await.statuses.remove(0);
     u64::from(status.limit_remaining)
 }
 
@@ -44,103 +44,103 @@ async fn on_memory_and_on_redis_with(rules: &str, check: impl AsyncFn(Client)) {
 }
 
 #[tokio::test]
-async fn a_denied_request_spends_nothing_whatever_denies_it() {
+async fn denied_request_consumes_nothing() {
     on_memory_and_on_redis(async |mut client| {
         for key in ["once", "soft"] {
-            assert_eq!(client.ask(&[(key, "x")]).await.code(), Code::Ok);
+            assert_eq!(client.send(&[(key, "x")]).await.code(), Code::Ok);
         }
         let once = descriptor(&[("once", "x")]);
         for (denying, what) in [
             (vec![descriptor(&[("shut", "x")])], "a limit of 0"),
-            (
-                vec![with_limit(descriptor(&[("any", "x")]), 0)],
-                "a limit of 0 that the request brings",
-            ),
-            (vec![once], "what is used up"),
-            (vec![hits(descriptor(&[("user", "other")]), 11)], "more than could ever pass"),
+            (vec![with_limit(descriptor(&[("any", "x")]), 0)], "a limit of 0 in the request"),
+            (vec![once], "an exhausted limit"),
+            (vec![hits(descriptor(&[("user", "other")]), 11)], "more hits than the limit"),
             (
                 vec![descriptor(&[("soft", "x")]), descriptor(&[("soft-shut", "x")])],
-                "all that are in quota mode",
+                "all rules in quota mode",
             ),
-            (vec![descriptor(&[("once", "y")]), descriptor(&[("once", "y")])], "the same twice"),
+            (
+                vec![descriptor(&[("once", "y")]), descriptor(&[("once", "y")])],
+                "the same descriptor twice",
+            ),
         ] {
             for turned in [false, true] {
                 let mut all = [&[descriptor(&[("user", "u")])], &denying[..]].concat();
                 if turned {
                     all.reverse();
                 }
-                assert_eq!(client.ask_all(all).await.overall_code(), Code::OverLimit, "{what}");
+                assert_eq!(client.send_all(all).await.overall_code(), Code::OverLimit, "{what}");
                 assert_eq!(left(&mut client, "u").await, 10, "{what}");
             }
         }
         assert_eq!(
-            client.ask(&[("once", "y")]).await.code(),
+            client.send(&[("once", "y")]).await.code(),
             Code::Ok,
-            "the first of two was returned"
+            "the first charge was refunded"
         );
     })
     .await;
 }
 
 #[tokio::test]
-async fn what_denies_nothing_keeps_nobody_from_spending() {
+async fn rules_that_never_deny_do_not_block_charges() {
     on_memory_and_on_redis(async |mut client| {
-        assert_eq!(client.ask(&[("soft", "x")]).await.code(), Code::Ok);
-        for beside in [
+        assert_eq!(client.send(&[("soft", "x")]).await.code(), Code::Ok);
+        for sibling in [
             vec![descriptor(&[("on-trial", "x")])],
             vec![hits(descriptor(&[("on-trial", "x")]), 0)],
-            vec![descriptor(&[("nobody", "limits")])],
+            vec![descriptor(&[("unlimited", "value")])],
             vec![descriptor(&[("soft", "x")]), descriptor(&[("soft", "another")])],
         ] {
             let before = left(&mut client, "u").await;
             let response =
-                client.ask_all([&beside[..], &[descriptor(&[("user", "u")])]].concat()).await;
-            assert_eq!(response.overall_code(), Code::Ok, "{beside:?}");
-            assert_eq!(left(&mut client, "u").await, before - 1, "{beside:?}");
+                client.send_all([&sibling[..], &[descriptor(&[("user", "u")])]].concat()).await;
+            assert_eq!(response.overall_code(), Code::Ok, "{sibling:?}");
+            assert_eq!(left(&mut client, "u").await, before - 1, "{sibling:?}");
         }
     })
     .await;
 }
 
 #[tokio::test]
-async fn hits_below_zero_are_given_back() {
+async fn negative_hits_are_refunded() {
     on_memory_and_on_redis(async |mut client| {
         let user = descriptor(&[("user", "u")]);
         let back = |descriptor: RateLimitDescriptor| RateLimitDescriptor {
             is_negative_hits: true,
             ..descriptor
         };
-        assert_eq!(client.ask_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
-        assert_eq!(client.ask_all(vec![user.clone()]).await.overall_code(), Code::OverLimit);
+        assert_eq!(client.send_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
+        assert_eq!(client.send_all(vec![user.clone()]).await.overall_code(), Code::OverLimit);
         let request = RateLimitRequest {
             domain: "edge".to_owned(),
             descriptors: vec![back(user.clone())],
             hits_addend: 2,
         };
-        let given = client.try_ask(request).await.expect("an answer");
+        let given = client.try_send(request).await.expect("a response");
         assert_eq!(
             (given.overall_code(), given.statuses[0].limit_remaining),
             (Code::Ok, 2),
-            "the request's hits"
+            "the hits of the request"
         );
-        let given = client.ask_all(vec![back(hits(user.clone(), 3))]).await;
+        let given = client.send_all(vec![back(hits(user.clone(), 3))]).await;
         assert_eq!(
             (given.overall_code(), given.statuses[0].limit_remaining),
             (Code::Ok, 5),
-            "the descriptor's own"
+            "the hits of the descriptor"
         );
-        let given = client.ask_all(vec![back(hits(user.clone(), 1_000))]).await;
+        let given = client.send_all(vec![back(hits(user.clone(), 1_000))]).await;
         assert_eq!(
             (given.overall_code(), given.statuses[0].limit_remaining),
             (Code::Ok, 10),
             "never more than the limit"
         );
-        assert_eq!(client.ask_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
+        assert_eq!(client.send_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
         for nothing in [hits(user, 0), descriptor(&[("shut", "x")])] {
             assert_eq!(
-                client.ask_all(vec![back(nothing)]).await.overall_code(),
+                client.send_all(vec![back(nothing)]).await.overall_code(),
                 Code::Ok,
-                "it never denies"
+                "a refund is never denied"
             );
         }
     })
@@ -148,17 +148,17 @@ async fn hits_below_zero_are_given_back() {
 }
 
 #[tokio::test]
-async fn a_limit_of_0_has_its_name_and_is_counted() {
+async fn limit_of_0_has_a_name_and_is_counted() {
     let (service, mut client) = start_on(FILES, RULES).await;
-    let shut = client.ask(&[("shut", "x")]).await;
+    let shut = client.send(&[("shut", "x")]).await;
     let limit = shut.current_limit.clone().expect("its limit");
     assert_eq!(
         (limit.name.as_str(), limit.requests_per_unit, limit.unit()),
         ("shut-out", 0, Unit::Year)
     );
     assert_eq!((shut.code(), shut.limit_remaining), (Code::OverLimit, 0));
-    assert_eq!(client.ask(&[("on-trial", "x")]).await.code(), Code::Ok);
-    client.ask_all(vec![hits(descriptor(&[("shut", "x")]), 0)]).await;
+    assert_eq!(client.send(&[("on-trial", "x")]).await.code(), Code::Ok);
+    client.send_all(vec![hits(descriptor(&[("shut", "x")]), 0)]).await;
     let metrics = service.admin("/metrics").body;
     for line in [
         r#"tidegate_decisions_total{policy="edge.shut",outcome="denied"} 1"#,
@@ -169,20 +169,20 @@ async fn a_limit_of_0_has_its_name_and_is_counted() {
 }
 
 #[tokio::test]
-async fn a_window_may_be_several_units_long() {
+async fn windows_may_span_several_units() {
     let limit = "{unit: second, unit_multiplier: 30000000, requests_per_unit: 1}";
     let rules = format!("domain: edge\ndescriptors: [{{key: long, rate_limit: {limit}}}]");
     let (_service, mut client) = start_on(FILES, &rules).await;
-    let first = client.ask(&[("long", "x")]).await;
+    let first = client.send(&[("long", "x")]).await;
     assert_eq!(first.code(), Code::Ok);
     assert!(first.duration_until_reset.expect("a time").seconds > 2);
-    assert_eq!(client.ask(&[("long", "x")]).await.code(), Code::OverLimit);
+    assert_eq!(client.send(&[("long", "x")]).await.code(), Code::OverLimit);
 }
 
-/// On the wire a report of finished work (`apply_on_stream_done`) is a call with a number of hits,
-/// whose answer Envoy ignores.
+/// On the wire, a report at the end of a stream (`apply_on_stream_done`) is a call with a number of
+/// hits, whose response Envoy ignores.
 #[tokio::test]
-async fn a_budget_of_reported_units_runs_out() {
+async fn reported_units_exhaust_a_budget() {
     const BUDGET: &str = "
 domain: edge
 descriptors:
@@ -197,15 +197,15 @@ descriptors:
         };
         let mut passed = 0;
         for _ in 0..20 {
-            // Is it over already? If not, the request passes, and 300 bytes are reported when it is
-            // done.
-            if client.ask_all(vec![hits(bytes(), 0)]).await.overall_code() == Code::Ok {
+            // If the budget is not exhausted, the request is allowed, and 300 bytes are reported
+            // at its end.
+            if client.send_all(vec![hits(bytes(), 0)]).await.overall_code() == Code::Ok {
                 passed += 1;
-                client.try_ask(report(bytes(), 300)).await.expect("an answer");
+                client.try_send(report(bytes(), 300)).await.expect("a response");
             }
         }
         assert_eq!(passed, 4, "900, then 1200: over");
-        let status = client.ask_all(vec![bytes()]).await.statuses.remove(0);
+        let status = client.send_all(vec![bytes()]).await.statuses.remove(0);
         assert_eq!(
             (status.code(), status.limit_remaining),
             (Code::OverLimit, 0),
@@ -217,29 +217,29 @@ descriptors:
 }
 
 #[tokio::test]
-async fn explicit_hits_are_recorded_even_if_they_do_not_fit_and_plain_calls_are_not() {
+async fn explicit_hits_are_recorded_beyond_the_limit() {
     on_memory_and_on_redis(async |mut client| {
         let user = || descriptor(&[("user", "over")]);
-        assert_eq!(client.ask_all(vec![hits(user(), 8)]).await.overall_code(), Code::Ok);
-        let over = client.ask_all(vec![hits(user(), 3)]).await;
+        assert_eq!(client.send_all(vec![hits(user(), 8)]).await.overall_code(), Code::Ok);
+        let over = client.send_all(vec![hits(user(), 3)]).await;
         assert_eq!((over.overall_code(), over.statuses[0].limit_remaining), (Code::OverLimit, 0));
-        // Recorded: 11 of 10. To ask for 0 is denied only now that the limit is exceeded.
-        assert_eq!(client.ask_all(vec![hits(user(), 0)]).await.overall_code(), Code::OverLimit);
+        // Recorded: 11 of 10. A request for 0 is denied only when the limit is exceeded.
+        assert_eq!(client.send_all(vec![hits(user(), 0)]).await.overall_code(), Code::OverLimit);
         let plain = || descriptor(&[("user", "plain")]);
-        assert_eq!(client.ask_all(vec![hits(plain(), 10)]).await.overall_code(), Code::Ok);
+        assert_eq!(client.send_all(vec![hits(plain(), 10)]).await.overall_code(), Code::Ok);
         for _ in 0..3 {
-            assert_eq!(client.ask_all(vec![plain()]).await.overall_code(), Code::OverLimit);
+            assert_eq!(client.send_all(vec![plain()]).await.overall_code(), Code::OverLimit);
         }
         assert_eq!(
-            client.ask_all(vec![hits(plain(), 0)]).await.overall_code(),
+            client.send_all(vec![hits(plain(), 0)]).await.overall_code(),
             Code::Ok,
             "10 of 10 is not exceeded"
         );
         // The overdraft is bounded at ten times the limit.
-        client.ask_all(vec![hits(plain(), 1_000_000)]).await;
+        client.send_all(vec![hits(plain(), 1_000_000)]).await;
         let back = RateLimitDescriptor { is_negative_hits: true, ..hits(plain(), 91) };
         assert_eq!(
-            client.ask_all(vec![back]).await.statuses[0].limit_remaining,
+            client.send_all(vec![back]).await.statuses[0].limit_remaining,
             1,
             "100 were recorded"
         );

@@ -1,4 +1,4 @@
-//! Envoy's rate limit service over the wire, asked by a real gRPC client.
+//! Envoy's rate limit service over the network, called by a real gRPC client.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -6,11 +6,11 @@ mod support;
 #[path = "../../src/envoy/proto.rs"]
 mod proto;
 
-/// What a request takes, gives back, and leaves alone.
+/// Charges, refunds and peeks of requests.
 mod charges;
-/// What an operator sees: names in metrics, logs, the admin listener.
+/// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
-/// ratelimit's files, descriptors and hits.
+/// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 
 use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
@@ -28,9 +28,9 @@ use tonic::transport::Channel;
 const RULES: &str = include_str!("../data/envoy-ratelimit.yaml");
 const FILES: &str = "envoy: {files: [ratelimit.yaml]}\n";
 
-/// The service with ratelimit's sample file beside its configuration, and a client.
+/// Starts the service with the sample rules of ratelimit, and a client.
 async fn start(config: &str) -> (Service, Client) {
-    // Its rules count by windows of the clock: none must end in the middle of a test.
+    // The rules use fixed windows of the clock, none of which may end during a test.
     let now = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .expect("after 1970")
@@ -41,9 +41,9 @@ async fn start(config: &str) -> (Service, Client) {
     start_on(config, RULES).await
 }
 
-/// The same with these rules.
+/// Starts the service with these rules.
 async fn start_on(config: &str, rules: &str) -> (Service, Client) {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a temporary directory");
     std::fs::write(folder.path().join("ratelimit.yaml"), rules).expect("written");
     let file = folder.path().join("tidegate.yaml");
     std::fs::write(&file, with_free_ports(config)).expect("written");
@@ -55,27 +55,27 @@ async fn start_on(config: &str, rules: &str) -> (Service, Client) {
 struct Client(RateLimitServiceClient<Channel>);
 
 impl Client {
-    async fn try_ask(&mut self, request: RateLimitRequest) -> Result<RateLimitResponse, Status> {
+    async fn try_send(&mut self, request: RateLimitRequest) -> Result<RateLimitResponse, Status> {
         self.0.should_rate_limit(request).await.map(tonic::Response::into_inner)
     }
 
-    /// One descriptor of the domain `edge`.
-    async fn ask(&mut self, entries: &[(&str, &str)]) -> DescriptorStatus {
-        let mut response = self.ask_all(vec![descriptor(entries)]).await;
+    /// Sends one descriptor of the domain `edge`.
+    async fn send(&mut self, entries: &[(&str, &str)]) -> DescriptorStatus {
+        let mut response = self.send_all(vec![descriptor(entries)]).await;
         assert_eq!(response.statuses.len(), 1);
         assert_eq!(response.overall_code, response.statuses[0].code);
         response.statuses.remove(0)
     }
 
-    async fn ask_all(&mut self, descriptors: Vec<RateLimitDescriptor>) -> RateLimitResponse {
+    async fn send_all(&mut self, descriptors: Vec<RateLimitDescriptor>) -> RateLimitResponse {
         let request = RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 };
-        self.try_ask(request).await.expect("an answer")
+        self.try_send(request).await.expect("a response")
     }
 }
 
 async fn channel(service: &Service) -> Channel {
     let address = format!("http://{}", service.grpc.as_deref().expect("an address"));
-    Channel::from_shared(address).expect("an address").connect().await.expect("it listens")
+    Channel::from_shared(address).expect("an address").connect().await.expect("the service listens")
 }
 
 fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
@@ -87,7 +87,7 @@ fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
     }
 }
 
-/// Which brings its own limit, by the hour.
+/// Adds a limit per hour to a descriptor.
 fn with_limit(descriptor: RateLimitDescriptor, requests_per_unit: u32) -> RateLimitDescriptor {
     let limit = RateLimitOverride { requests_per_unit, unit: RateLimitUnit::Hour.into() };
     RateLimitDescriptor { limit: Some(limit), ..descriptor }

@@ -1,4 +1,4 @@
-//! What an operator sees: names in metrics, logs, the admin listener.
+//! Metrics, logs and the admin API, as an operator sees them.
 
 use serde_json::{Value, json};
 use tonic::Code as GrpcCode;
@@ -8,7 +8,7 @@ use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use super::support::{Redis, Service, request};
 use super::{Client, FILES, descriptor, start, start_on, with_limit};
 
-/// Each policy that decisions are counted by.
+/// Returns the policies in the decision metrics.
 fn labels(metrics: &str) -> Vec<&str> {
     let counts = metrics.lines().filter(|line| line.starts_with("tidegate_decisions_total{"));
     counts
@@ -18,13 +18,13 @@ fn labels(metrics: &str) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_limit_in_a_request_makes_no_label_of_a_value_and_few_of_keys() {
+async fn limits_in_requests_create_few_labels() {
     let (service, mut client) = start(FILES).await;
     let before = labels(&service.admin("/metrics").body).len();
     for number in 0..50 {
         let address = format!("10.1.0.{number}");
-        let asked = with_limit(descriptor(&[("client_address", &address), ("path", "/x")]), 5);
-        assert_eq!(client.ask_all(vec![asked]).await.overall_code(), Code::Ok);
+        let request = with_limit(descriptor(&[("client_address", &address), ("path", "/x")]), 5);
+        assert_eq!(client.send_all(vec![request]).await.overall_code(), Code::Ok);
     }
     let metrics = service.admin("/metrics").body;
     assert_eq!(labels(&metrics).len(), before + 1, "{metrics}");
@@ -35,7 +35,7 @@ async fn a_limit_in_a_request_makes_no_label_of_a_value_and_few_of_keys() {
     for hundred in 0..10 {
         let each = (0..100)
             .map(|number| with_limit(descriptor(&[(&format!("key-{hundred}-{number}"), "x")]), 5));
-        assert_eq!(client.ask_all(each.collect()).await.overall_code(), Code::Ok);
+        assert_eq!(client.send_all(each.collect()).await.overall_code(), Code::Ok);
     }
     let metrics = service.admin("/metrics").body;
     assert!(labels(&metrics).len() <= before + 201, "{}", labels(&metrics).len());
@@ -46,25 +46,25 @@ async fn a_limit_in_a_request_makes_no_label_of_a_value_and_few_of_keys() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_gone_is_told_once_and_not_with_each_request() {
+async fn store_failures_are_logged_once_per_minute() {
     let redis = Redis::start();
     let policy = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
     let (service, mut client) =
         start(&format!("store: {{redis: '{}'}}\n{FILES}{policy}", redis.url())).await;
-    assert_eq!(client.ask(&[("path", "/x")]).await.code(), Code::Ok);
+    assert_eq!(client.send(&[("path", "/x")]).await.code(), Code::Ok);
     drop(redis);
     let descriptors = vec![descriptor(&[("path", "/x")])];
-    let asked = RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 };
+    let request = RateLimitRequest { domain: "edge".to_owned(), descriptors, hits_addend: 0 };
     for _ in 0..30 {
         assert_eq!(
-            client.try_ask(asked.clone()).await.expect_err("nobody decides").code(),
+            client.try_send(request.clone()).await.expect_err("the store is down").code(),
             GrpcCode::Unavailable
         );
         let refund = service.post("/v1/refund", &json!({"policy": "p", "key": "k"}).to_string());
         assert_eq!(refund.status, 503, "{refund:?}");
     }
     let output = service.output();
-    assert_eq!(output.matches("the store could not decide").count(), 1, "{output}");
+    assert_eq!(output.matches("the store failed to decide a request").count(), 1, "{output}");
 }
 
 #[tokio::test]
@@ -74,15 +74,19 @@ domain: edge
 descriptors:
   - key: tenant
     descriptors:
-      - {key: user, rate_limit: {name: each-user, unit: hour, unit_multiplier: 2, requests_per_unit: 1}}
+      - key: user
+        rate_limit: {name: each-user, unit: hour, unit_multiplier: 2, requests_per_unit: 1}
   - {key: shut, shadow_mode: true, rate_limit: {unit: day, requests_per_unit: 0}}
   - {key: soft, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 5}}
   - {key: free, rate_limit: {unlimited: true}}
 ";
     let (service, _client) = start_on(FILES, rules).await;
     let rule = |name: &str, limit: u64, window_ms: u64, key: &[&str], mode: &str| {
-        json!({"name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms, "burst": limit,
-               "key": key, "mode": mode, "on_store_failure": "unavailable", "overrides": 0})
+        json!({
+            "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
+            "burst": limit, "key": key, "mode": mode, "on_store_failure": "unavailable",
+            "overrides": 0,
+        })
     };
     let mut each_user = rule("edge.tenant.user", 1, 7_200_000, &["tenant", "user"], "enforce");
     each_user["rule"] = json!("each-user");
@@ -94,22 +98,22 @@ descriptors:
 }
 
 #[tokio::test]
-async fn what_is_hot_can_be_reset_as_it_is_shown() {
+async fn hot_keys_can_be_reset_by_their_listed_name() {
     let redis = Redis::start();
     for store in [String::new(), format!("store: {{redis: '{}'}}\n", redis.url())] {
         let (service, mut client) = start(&format!("{store}{FILES}")).await;
-        reset_what_is_hot(&service, &mut client).await;
+        reset_hot_keys(&service, &mut client).await;
     }
 }
 
-async fn reset_what_is_hot(service: &Service, client: &mut Client) {
-    let asked = [
+async fn reset_hot_keys(service: &Service, client: &mut Client) {
+    let requests = [
         vec![descriptor(&[("path", "/api/x")])],
         vec![with_limit(descriptor(&[("client", "x|y")]), 1)],
     ];
-    for asked in &asked {
-        assert_eq!(client.ask_all(asked.clone()).await.overall_code(), Code::Ok);
-        assert_eq!(client.ask_all(asked.clone()).await.overall_code(), Code::OverLimit);
+    for request in &requests {
+        assert_eq!(client.send_all(request.clone()).await.overall_code(), Code::Ok);
+        assert_eq!(client.send_all(request.clone()).await.overall_code(), Code::OverLimit);
     }
     let hot = service.admin("/v1/hot-keys").json();
     let denied = hot["denied"].as_array().expect("a list");
@@ -121,13 +125,13 @@ async fn reset_what_is_hot(service: &Service, client: &mut Client) {
     for hot in denied {
         assert_eq!(reset(&hot["policy"], &hot["key"]), 204, "{hot}");
     }
-    for asked in asked {
-        assert_eq!(client.ask_all(asked).await.overall_code(), Code::Ok);
+    for request in requests {
+        assert_eq!(client.send_all(request).await.overall_code(), Code::Ok);
     }
     let shut = "203.0.113.66";
-    assert_eq!(client.ask(&[("remote_address", shut)]).await.code(), Code::OverLimit);
+    assert_eq!(client.send(&[("remote_address", shut)]).await.code(), Code::OverLimit);
     let (rule, key) =
         (format!("edge.remote_address_{shut}"), format!("edge|remote_address={shut}"));
-    assert_eq!(reset(&json!(rule), &json!(key)), 204, "there is nothing to forget");
-    assert_eq!(reset(&json!("edge.nobody"), &json!("edge|nobody=x")), 404);
+    assert_eq!(reset(&json!(rule), &json!(key)), 204, "the counter was already reset");
+    assert_eq!(reset(&json!("edge.unknown"), &json!("edge|unknown=x")), 404);
 }

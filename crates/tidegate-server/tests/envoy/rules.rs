@@ -1,4 +1,4 @@
-//! ratelimit's files, descriptors and hits.
+//! Rules, descriptors and hits of envoyproxy/ratelimit.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{
 };
 use super::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::proto::envoy::r#type::v3::RateLimitUnit;
-use super::support::{PATIENCE, Redis};
+use super::support::{Redis, TEST_TIMEOUT};
 use super::{FILES, RULES, channel, descriptor, start};
 
 #[tokio::test]
-async fn each_rule_of_the_sample_applies_as_ratelimit_would() {
+async fn sample_rules_apply_as_in_ratelimit() {
     let (_service, mut client) = start(FILES).await;
     let limit = |status: &DescriptorStatus| {
         status
@@ -23,8 +23,8 @@ async fn each_rule_of_the_sample_applies_as_ratelimit_would() {
             .as_ref()
             .map(|limit| (limit.requests_per_unit, limit.unit(), limit.name.clone()))
     };
-    // The key alone, a count for each value.
-    let status = client.ask(&[("remote_address", "198.51.100.1")]).await;
+    // A rule with a key only has one counter per value.
+    let status = client.send(&[("remote_address", "198.51.100.1")]).await;
     assert_eq!(
         (status.code(), limit(&status)),
         (Code::Ok, Some((10, Unit::Second, String::new())))
@@ -35,97 +35,96 @@ async fn each_rule_of_the_sample_applies_as_ratelimit_would() {
         Some((1, 0))
     );
     // A limit of 0.
-    let never = client.ask(&[("remote_address", "203.0.113.66")]).await;
+    let never = client.send(&[("remote_address", "203.0.113.66")]).await;
     assert_eq!((never.code(), never.limit_remaining), (Code::OverLimit, 0));
-    // Unlimited, and a value without a limit, which does not fall back to the key alone.
-    let unlimited = client.ask(&[("remote_address", "203.0.113.1")]).await;
+    // Unlimited, and a value without a limit, which does not fall back to the key-only rule.
+    let unlimited = client.send(&[("remote_address", "203.0.113.1")]).await;
     assert_eq!(
         (unlimited.code(), limit(&unlimited), unlimited.limit_remaining),
         (Code::Ok, None, u32::MAX)
     );
-    let unseen = client.ask(&[("remote_address", "203.0.113.2")]).await;
+    let unseen = client.send(&[("remote_address", "203.0.113.2")]).await;
     assert_eq!((unseen.code(), limit(&unseen)), (Code::Ok, None));
-    // Nested: depth equals the number of entries.
-    let outer = client.ask(&[("message_type", "marketing")]).await;
+    // Nested rules: the depth equals the number of entries.
+    let outer = client.send(&[("message_type", "marketing")]).await;
     assert_eq!(limit(&outer), Some((100, Unit::Minute, "marketing".to_owned())));
-    let inner = client.ask(&[("message_type", "marketing"), ("to_number", "1")]).await;
+    let inner = client.send(&[("message_type", "marketing"), ("to_number", "1")]).await;
     assert_eq!(limit(&inner), Some((5, Unit::Day, "marketing-to-one".to_owned())));
     let too_deep =
-        client.ask(&[("message_type", "marketing"), ("to_number", "1"), ("x", "y")]).await;
+        client.send(&[("message_type", "marketing"), ("to_number", "1"), ("x", "y")]).await;
     assert_eq!((too_deep.code(), limit(&too_deep)), (Code::Ok, None));
-    let no_way_back = client.ask(&[("message_type", "marketing"), ("language", "en")]).await;
+    let no_way_back = client.send(&[("message_type", "marketing"), ("language", "en")]).await;
     assert_eq!(
         limit(&no_way_back),
         None,
-        "the exact value has no language, and there is no turning back"
+        "the rule of the exact value has no nested language, and there is no backtracking"
     );
     assert_eq!(
-        limit(&client.ask(&[("message_type", "x"), ("language", "en")]).await).map(|l| l.0),
+        limit(&client.send(&[("message_type", "x"), ("language", "en")]).await).map(|l| l.0),
         Some(7)
     );
-    // Wildcards in the order of the file, before the key alone.
+    // Wildcards are tried in the order of the file, before the key-only rule.
     for (path, requests) in
         [("/api/v2/x", 2), ("/api/x", 1), ("/users/7/orders/8/pay", 3), ("/other", 60)]
     {
         assert_eq!(
-            limit(&client.ask(&[("path", path)]).await).map(|l| l.0),
+            limit(&client.send(&[("path", path)]).await).map(|l| l.0),
             Some(requests),
             "{path}"
         );
     }
-    assert_eq!(client.ask(&[("path", "/api/x")]).await.code(), Code::OverLimit);
+    assert_eq!(client.send(&[("path", "/api/x")]).await.code(), Code::OverLimit);
     assert_eq!(
-        client.ask(&[("path", "/api/y")]).await.code(),
+        client.send(&[("path", "/api/y")]).await.code(),
         Code::Ok,
-        "each value has a count of its own"
+        "each value has its own counter"
     );
-    // One count for all that match.
-    let first = client.ask(&[("file", "files/a")]).await;
-    let second = client.ask(&[("file", "files/b")]).await;
+    // All matching values share one counter.
+    let first = client.send(&[("file", "files/a")]).await;
+    let second = client.send(&[("file", "files/b")]).await;
     assert_eq!((first.limit_remaining, second.limit_remaining), (999, 998));
-    // Nothing matches.
-    let nothing = client.ask(&[("nobody", "knows")]).await;
+    // No rule matches.
+    let nothing = client.send(&[("unknown", "value")]).await;
     assert_eq!((nothing.code(), limit(&nothing)), (Code::Ok, None));
 }
 
 #[tokio::test]
-async fn a_rule_in_shadow_mode_never_denies_and_replaces_others() {
+async fn shadow_rule_never_denies_and_replaces_others() {
     let (service, mut client) = start(FILES).await;
     let vip = descriptor(&[("message_type", "marketing"), ("to_number", "2061234567")]);
     let marketing = descriptor(&[("message_type", "marketing")]);
-    let both = client.ask_all(vec![marketing.clone(), vip.clone()]).await;
-    assert_eq!(both.statuses[0].current_limit, None, "replaced by the other");
+    let both = client.send_all(vec![marketing.clone(), vip.clone()]).await;
+    assert_eq!(both.statuses[0].current_limit, None, "replaced by the other rule");
     assert_eq!(
         both.statuses[1].current_limit.as_ref().map(|limit| limit.requests_per_unit),
         Some(500)
     );
     let mut request =
         RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![vip], hits_addend: 500 };
-    let over = client.try_ask(request.clone()).await.expect("an answer");
+    let over = client.try_send(request.clone()).await.expect("a response");
     assert_eq!(
         (over.overall_code(), over.statuses[0].code()),
         (Code::Ok, Code::Ok),
-        "499 are left of 500, but in shadow"
+        "500 hits exceed the remaining 499, but in shadow mode"
     );
     let metrics = service.admin("/metrics").body;
-    assert!(
-        metrics.contains(r#"policy="edge.message_type_marketing.to_number_2061234567",outcome="shadow_denied"} 1"#),
-        "{metrics}"
-    );
+    let policy = "edge.message_type_marketing.to_number_2061234567";
+    let line = format!(r#"policy="{policy}",outcome="shadow_denied"}} 1"#);
+    assert!(metrics.contains(&line), "{metrics}");
     request.descriptors = vec![marketing];
     request.hits_addend = 100;
-    let whole = client.try_ask(request).await.expect("an answer");
-    assert_eq!(whole.statuses[0].limit_remaining, 0, "what was replaced was not counted");
+    let whole = client.try_send(request).await.expect("a response");
+    assert_eq!(whole.statuses[0].limit_remaining, 0, "the replaced rule was not charged");
 }
 
 #[tokio::test]
-async fn hits_are_the_requests_or_the_descriptors_own_and_0_is_a_look() {
+async fn hits_of_descriptors_override_those_of_the_request() {
     let (_service, mut client) = start(FILES).await;
     let day = |hits: Option<u64>| RateLimitDescriptor {
         hits_addend: hits,
         ..descriptor(&[("message_type", "marketing"), ("to_number", "7")])
     };
-    let ask = |descriptors, hits_addend| RateLimitRequest {
+    let send = |descriptors, hits_addend| RateLimitRequest {
         domain: "edge".to_owned(),
         descriptors,
         hits_addend,
@@ -134,43 +133,43 @@ async fn hits_are_the_requests_or_the_descriptors_own_and_0_is_a_look() {
         (response.overall_code(), response.statuses[0].limit_remaining)
     };
     assert_eq!(
-        left(client.try_ask(ask(vec![day(None)], 0)).await.expect("an answer")),
+        left(client.try_send(send(vec![day(None)], 0)).await.expect("a response")),
         (Code::Ok, 4),
         "0 means 1"
     );
     assert_eq!(
-        left(client.try_ask(ask(vec![day(None)], 2)).await.expect("an answer")),
+        left(client.try_send(send(vec![day(None)], 2)).await.expect("a response")),
         (Code::Ok, 2)
     );
     assert_eq!(
-        left(client.try_ask(ask(vec![day(Some(1))], 5)).await.expect("an answer")),
+        left(client.try_send(send(vec![day(Some(1))], 5)).await.expect("a response")),
         (Code::Ok, 1)
     );
     for _ in 0..3 {
-        let look = client.try_ask(ask(vec![day(Some(0))], 5)).await.expect("an answer");
-        assert_eq!(look.overall_code(), Code::Ok);
+        let peek = client.try_send(send(vec![day(Some(0))], 5)).await.expect("a response");
+        assert_eq!(peek.overall_code(), Code::Ok);
     }
-    let many = client.try_ask(ask(vec![day(Some(9))], 0)).await.expect("an answer");
-    assert_eq!(left(many), (Code::OverLimit, 0), "recorded all the same: it may be finished work");
+    let many = client.try_send(send(vec![day(Some(9))], 0)).await.expect("a response");
+    assert_eq!(left(many), (Code::OverLimit, 0), "explicit hits are recorded beyond the limit");
     for _ in 0..2 {
-        let look = client.try_ask(ask(vec![day(Some(0))], 5)).await.expect("an answer");
-        assert_eq!(look.overall_code(), Code::OverLimit, "the limit is exceeded");
+        let peek = client.try_send(send(vec![day(Some(0))], 5)).await.expect("a response");
+        assert_eq!(peek.overall_code(), Code::OverLimit, "the limit is exceeded");
     }
     assert_eq!(
-        client.try_ask(ask(vec![day(None)], 0)).await.expect("an answer").overall_code(),
+        client.try_send(send(vec![day(None)], 0)).await.expect("a response").overall_code(),
         Code::OverLimit
     );
 }
 
 #[tokio::test]
-async fn several_descriptors_are_all_or_nothing_each_with_its_status() {
+async fn several_descriptors_are_charged_all_or_nothing() {
     let (_service, mut client) = start(FILES).await;
     let narrow = descriptor(&[("path", "/api/x")]);
     let wide = descriptor(&[("message_type", "marketing")]);
-    let first = client.ask_all(vec![wide.clone(), narrow.clone()]).await;
+    let first = client.send_all(vec![wide.clone(), narrow.clone()]).await;
     assert_eq!(first.overall_code(), Code::Ok);
     for _ in 0..5 {
-        let denied = client.ask_all(vec![wide.clone(), narrow.clone()]).await;
+        let denied = client.send_all(vec![wide.clone(), narrow.clone()]).await;
         assert_eq!(denied.overall_code(), Code::OverLimit);
         assert_eq!(
             denied.statuses.iter().map(DescriptorStatus::code).collect::<Vec<_>>(),
@@ -185,36 +184,36 @@ async fn several_descriptors_are_all_or_nothing_each_with_its_status() {
         );
         assert!((1..=60).contains(&wait));
     }
-    let after = client.ask_all(vec![wide.clone()]).await;
+    let after = client.send_all(vec![wide.clone()]).await;
     assert_eq!(
         after.statuses[0].limit_remaining, 98,
-        "the denied ones spent nothing of the wide limit"
+        "denied requests consumed nothing of the wide limit"
     );
-    let twice = client.ask_all(vec![wide.clone(), wide]).await;
+    let twice = client.send_all(vec![wide.clone(), wide]).await;
     assert_eq!(twice.statuses[1].limit_remaining, 96, "the same descriptor twice counts twice");
 }
 
 #[tokio::test]
-async fn a_descriptors_own_limit_is_honoured() {
+async fn limits_in_descriptors_are_applied() {
     let (_service, mut client) = start(FILES).await;
     let own = RateLimitDescriptor {
         limit: Some(RateLimitOverride { requests_per_unit: 2, unit: RateLimitUnit::Hour.into() }),
         ..descriptor(&[("remote_address", "203.0.113.66")])
     };
     for expected in [Code::Ok, Code::Ok, Code::OverLimit] {
-        assert_eq!(client.ask_all(vec![own.clone()]).await.overall_code(), expected);
+        assert_eq!(client.send_all(vec![own.clone()]).await.overall_code(), expected);
     }
     let none = RateLimitDescriptor { limit: Some(RateLimitOverride::default()), ..own };
     let request =
         RateLimitRequest { domain: "edge".to_owned(), descriptors: vec![none], hits_addend: 0 };
     assert_eq!(
-        client.try_ask(request).await.expect_err("no unit").code(),
+        client.try_send(request).await.expect_err("no unit").code(),
         GrpcCode::InvalidArgument
     );
 }
 
 #[tokio::test]
-async fn our_own_configuration_chooses_algorithms_and_adds_policies() {
+async fn configuration_sets_algorithms_and_adds_policies() {
     let config = "
 envoy:
   files: [ratelimit.yaml]
@@ -229,28 +228,28 @@ policies:
   - {name: api-only, limit: 1, window: 1h}
 ";
     let (service, mut client) = start(config).await;
-    client.ask(&[("message_type", "marketing")]).await;
-    let bucket = client.ask(&[("message_type", "marketing")]).await;
+    client.send(&[("message_type", "marketing")]).await;
+    let bucket = client.send(&[("message_type", "marketing")]).await;
     assert_eq!(
         bucket.duration_until_reset.map(|duration| duration.seconds),
         Some(2),
-        "0.6 s a token, rounded up"
+        "0.6 s per token, rounded up"
     );
-    let log = client.ask(&[("message_type", "marketing"), ("to_number", "7")]).await;
+    let log = client.send(&[("message_type", "marketing"), ("to_number", "7")]).await;
     assert_eq!(log.duration_until_reset.map(|duration| duration.seconds), Some(86_400));
     for expected in [Code::Ok, Code::Ok, Code::OverLimit] {
-        assert_eq!(client.ask(&[("tenant-id", "acme")]).await.code(), expected);
+        assert_eq!(client.send(&[("tenant-id", "acme")]).await.code(), expected);
     }
     let metrics = service.admin("/metrics").body;
     assert!(metrics.contains(r#"policy="tenants",outcome="denied"} 1"#), "{metrics}");
     assert!(
         metrics.contains(r#"policy="api-only",outcome="allowed"} 0"#),
-        "it does not speak of descriptors: {metrics}"
+        "the policy has no descriptor attribute: {metrics}"
     );
 }
 
 #[tokio::test]
-async fn a_request_that_makes_no_sense_is_refused() {
+async fn invalid_requests_are_rejected() {
     let (_service, mut client) = start(FILES).await;
     let request = |domain: &str, count: usize| RateLimitRequest {
         domain: domain.to_owned(),
@@ -262,12 +261,12 @@ async fn a_request_that_makes_no_sense_is_refused() {
         (request("edge", 0), "from 1 to 100"),
         (request("edge", 101), "101 descriptors: from 1 to 100"),
     ] {
-        let status = client.try_ask(bad).await.expect_err("refused");
+        let status = client.try_send(bad).await.expect_err("an error");
         assert_eq!(status.code(), GrpcCode::InvalidArgument);
         assert!(status.message().contains(message), "{status}");
     }
     assert!(
-        client.try_ask(request("elsewhere", 100)).await.is_ok(),
+        client.try_send(request("elsewhere", 100)).await.is_ok(),
         "an unknown domain has no limits"
     );
     let huge = RateLimitRequest {
@@ -275,23 +274,23 @@ async fn a_request_that_makes_no_sense_is_refused() {
         descriptors: vec![descriptor(&[("path", &"x".repeat(300 * 1024))])],
         hits_addend: 0,
     };
-    assert_eq!(client.try_ask(huge).await.expect_err("too large").code(), GrpcCode::OutOfRange);
+    assert_eq!(client.try_send(huge).await.expect_err("too large").code(), GrpcCode::OutOfRange);
     let long = descriptor(&[("remote_address", &"x\n{}".repeat(1_000))]);
     assert_eq!(
-        client.ask_all(vec![long]).await.overall_code(),
+        client.send_all(vec![long]).await.overall_code(),
         Code::Ok,
-        "a long or odd value is still a value"
+        "long and unusual values are accepted"
     );
 }
 
-/// Never UNKNOWN in a status: then Envoy's `failure_mode_deny` decides.
+/// The status is never UNKNOWN, so that Envoy's `failure_mode_deny` decides.
 #[tokio::test]
-async fn the_token_of_the_api_guards_grpc_as_well() {
+async fn api_token_protects_grpc() {
     let (_service, mut client) = start("auth: {api_token: open-sesame}\n").await;
-    let mut ask = async |token: Option<&str>| {
+    let mut send = async |token: Option<&str>| {
         let mut request = tonic::Request::new(RateLimitRequest {
             domain: "edge".to_owned(),
-            descriptors: vec![descriptor(&[("nobody", "limits")])],
+            descriptors: vec![descriptor(&[("unlimited", "value")])],
             hits_addend: 0,
         });
         if let Some(token) = token {
@@ -299,17 +298,17 @@ async fn the_token_of_the_api_guards_grpc_as_well() {
         }
         client.0.should_rate_limit(request).await.map_err(|status| status.code())
     };
-    assert_eq!(ask(None).await.err(), Some(GrpcCode::Unauthenticated));
-    assert_eq!(ask(Some("Bearer wrong")).await.err(), Some(GrpcCode::Unauthenticated));
-    assert!(ask(Some("Bearer open-sesame")).await.is_ok());
+    assert_eq!(send(None).await.err(), Some(GrpcCode::Unauthenticated));
+    assert_eq!(send(Some("Bearer wrong")).await.err(), Some(GrpcCode::Unauthenticated));
+    assert!(send(Some("Bearer open-sesame")).await.is_ok());
 }
 
 #[tokio::test]
-async fn a_store_that_is_gone_is_unavailable() {
+async fn store_failure_is_unavailable() {
     let redis = Redis::start();
     let (_service, mut client) =
         start(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url())).await;
-    assert_eq!(client.ask(&[("path", "/x")]).await.code(), Code::Ok);
+    assert_eq!(client.send(&[("path", "/x")]).await.code(), Code::Ok);
     redis.assert_every_key_expires();
     drop(redis);
     let request = RateLimitRequest {
@@ -318,20 +317,20 @@ async fn a_store_that_is_gone_is_unavailable() {
         hits_addend: 0,
     };
     assert_eq!(
-        client.try_ask(request).await.expect_err("nobody can decide").code(),
+        client.try_send(request).await.expect_err("the store is down").code(),
         GrpcCode::Unavailable
     );
 }
 
 #[tokio::test]
-async fn a_changed_rules_file_is_taken_and_a_bad_one_refused() {
+async fn changed_rules_are_reloaded_and_invalid_ones_rejected() {
     let (service, mut client) = start(FILES).await;
     let rules = service.folder().join("ratelimit.yaml");
     std::fs::write(&rules, RULES.replace("requests_per_unit: 60\n", "requests_per_unit: 77\n"))
         .expect("written");
-    let deadline = std::time::Instant::now() + PATIENCE;
+    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     loop {
-        let status = client.ask(&[("path", "/other")]).await;
+        let status = client.send(&[("path", "/other")]).await;
         if status.current_limit.map(|limit| limit.requests_per_unit) == Some(77) {
             break;
         }
@@ -339,18 +338,20 @@ async fn a_changed_rules_file_is_taken_and_a_bad_one_refused() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     std::fs::write(&rules, RULES.replace("unit: week", "unit: fortnight")).expect("written");
-    service.until("it is refused", |service| service.output().contains("refused"));
+    service.wait_until("the reload fails", |service| {
+        service.output().contains("reloading the configuration failed")
+    });
     assert!(service.output().contains("ratelimit.yaml:"), "{}", service.output());
-    let status = client.ask(&[("path", "/other")]).await;
+    let status = client.send(&[("path", "/other")]).await;
     assert_eq!(
         status.current_limit.map(|limit| limit.requests_per_unit),
         Some(77),
-        "the old one goes on"
+        "the old configuration stays active"
     );
 }
 
 #[tokio::test]
-async fn health_and_reflection_answer() {
+async fn health_and_reflection_work() {
     use tonic_health::pb::health_client::HealthClient;
     use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
     use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
@@ -362,7 +363,7 @@ async fn health_and_reflection_answer() {
     let mut health = HealthClient::new(channel(&service).await);
     for name in ["", "envoy.service.ratelimit.v3.RateLimitService"] {
         let request = HealthCheckRequest { service: name.to_owned() };
-        let status = health.check(request).await.expect("an answer").into_inner().status();
+        let status = health.check(request).await.expect("a response").into_inner().status();
         assert_eq!(status, ServingStatus::Serving, "{name}");
     }
     let mut reflection = ServerReflectionClient::new(channel(&service).await);
@@ -372,14 +373,14 @@ async fn health_and_reflection_answer() {
             String::new(),
         )),
     };
-    let mut answers = reflection
+    let mut responses = reflection
         .server_reflection_info(tokio_stream::once(request))
         .await
-        .expect("an answer")
+        .expect("a response")
         .into_inner();
-    let answer = answers.message().await.expect("a message").expect("one message");
+    let response = responses.message().await.expect("a message").expect("one message");
     let Some(server_reflection_response::MessageResponse::ListServicesResponse(services)) =
-        answer.message_response
+        response.message_response
     else {
         panic!("a list of services");
     };

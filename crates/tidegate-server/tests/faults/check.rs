@@ -5,12 +5,12 @@ use serde::Deserialize;
 
 use crate::load::Stream;
 
-/// Who decided, by the answer's own word.
+/// Source of a decision, as the response reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Source {
     Store,
-    /// As good as the store's word, by the design.
+    /// Counts as a decision of the store, by design.
     DenyCache,
     Local,
     Allow,
@@ -19,28 +19,28 @@ pub(crate) enum Source {
     None,
 }
 
-/// One request and its answer.
+/// One request and its response.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
     pub(crate) stream: usize,
     pub(crate) instance: usize,
     pub(crate) sent: Instant,
-    pub(crate) answered: Instant,
+    pub(crate) responded: Instant,
     pub(crate) status: u16,
     pub(crate) allowed: bool,
     pub(crate) source: Source,
-    /// Why there is no answer, or one that could not be understood.
-    pub(crate) trouble: Option<String>,
+    /// Reason for a missing or malformed response.
+    pub(crate) failure: Option<String>,
 }
 
-/// A request to the service without Redis, from when it should have been sent.
+/// Probe of the service without Redis, measured from its scheduled time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Probe {
     pub(crate) scheduled: Instant,
-    pub(crate) answered: Instant,
+    pub(crate) responded: Instant,
 }
 
-/// An instance's metrics at a moment, each added up over its labels.
+/// Metrics of an instance at a point in time, each summed over its labels.
 #[derive(Debug)]
 pub(crate) struct Sample {
     pub(crate) at: Instant,
@@ -48,7 +48,7 @@ pub(crate) struct Sample {
     pub(crate) sums: BTreeMap<String, f64>,
 }
 
-/// All that was recorded.
+/// Record of a whole run.
 pub(crate) struct Run {
     pub(crate) streams: Vec<Stream>,
     pub(crate) records: Vec<Record>,
@@ -63,7 +63,7 @@ impl Record {
     }
 
     fn took(&self) -> Duration {
-        self.answered - self.sent
+        self.responded - self.sent
     }
 }
 
@@ -78,7 +78,7 @@ impl Run {
         canary.sort_by_key(|probe| probe.scheduled);
         samples.sort_by_key(|sample| sample.at);
         let mut delays: Vec<Duration> =
-            canary.iter().map(|probe| probe.answered - probe.scheduled).collect();
+            canary.iter().map(|probe| probe.responded - probe.scheduled).collect();
         delays.sort_unstable();
         let usual = delays.get(delays.len() / 2).copied().unwrap_or_default();
         Self { streams, records, canary, usual, samples }
@@ -92,17 +92,16 @@ impl Run {
         self.records.iter().filter(move |record| self.stream(record).name == name)
     }
 
-    /// What was sent in this time.
+    /// Returns the requests sent in this period.
     pub(crate) fn sent_between(&self, from: Instant, to: Instant) -> impl Iterator<Item = &Record> {
         self.records.iter().filter(move |record| (from..to).contains(&record.sent))
     }
 
-    /// The most that were admitted in any window of this length that lies between the two moments.
+    /// Returns the maximum number of allowed requests in any window of this length within a period.
     ///
-    /// An admission happened at some time between the request and its answer. Counted are those
-    /// that surely fall into the window, so the true number may be higher, but nobody is accused of
-    /// what did not happen.
-    pub(crate) fn most_admitted(
+    /// A request was allowed at some time between its send and its response. Only requests that
+    /// certainly fall into the window are counted, so there are no false accusations.
+    pub(crate) fn max_allowed(
         &self,
         name: &str,
         window: Duration,
@@ -110,63 +109,62 @@ impl Run {
         to: Instant,
     ) -> usize {
         let within =
-            |record: &&Record| record.allowed && record.sent >= from && record.answered <= to;
+            |record: &&Record| record.allowed && record.sent >= from && record.responded <= to;
         let admitted: Vec<&Record> = self.of(name).filter(within).collect();
         let count = |(first, start): (usize, &&Record)| {
             let end = start.sent + window;
-            // An event exactly a window old is out.
+            // An event that is exactly one window old is outside.
             let inside = admitted[first..].iter().take_while(|record| record.sent < end);
-            inside.filter(|record| record.answered < end).count()
+            inside.filter(|record| record.responded < end).count()
         };
         admitted.iter().enumerate().map(count).max().unwrap_or(0)
     }
 
-    pub(crate) fn most_admitted_ever(&self, name: &str, window: Duration) -> usize {
+    pub(crate) fn max_allowed_overall(&self, name: &str, window: Duration) -> usize {
         let Some((first, last)) = self.span() else { return 0 };
-        self.most_admitted(name, window, first, last)
+        self.max_allowed(name, window, first, last)
     }
 
     pub(crate) fn span(&self) -> Option<(Instant, Instant)> {
-        let last = self.records.iter().map(|record| record.answered).max()?;
+        let last = self.records.iter().map(|record| record.responded).max()?;
         Some((self.records.first()?.sent, last))
     }
 
-    /// How long an answer took, without what this machine was late by itself meanwhile: the
-    /// canary's excess over its own median, at the worst during this request. On a quiet machine
-    /// nothing is taken off.
-    pub(crate) fn own_time(&self, record: &Record) -> Duration {
-        // A probe is at most a few seconds under way: those long before need no look.
+    /// Returns the latency of a response minus the delay of this machine: the worst excess of the
+    /// canary over its median during the request. On an idle machine nothing is subtracted.
+    pub(crate) fn adjusted_latency(&self, record: &Record) -> Duration {
+        // A probe takes a few seconds at most, older ones are skipped.
         let from = self
             .canary
             .partition_point(|probe| probe.scheduled + Duration::from_secs(6) < record.sent);
-        let meanwhile =
-            self.canary[from..].iter().take_while(|probe| probe.scheduled < record.answered);
-        let overlapping = meanwhile.filter(|probe| probe.answered > record.sent);
+        let during =
+            self.canary[from..].iter().take_while(|probe| probe.scheduled < record.responded);
+        let overlapping = during.filter(|probe| probe.responded > record.sent);
         let late = overlapping
-            .map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual))
+            .map(|probe| (probe.responded - probe.scheduled).saturating_sub(self.usual))
             .max();
         record.took().saturating_sub(late.unwrap_or_default())
     }
 
-    /// The longest that this machine was late by itself, by its canary.
-    pub(crate) fn lateness(&self) -> Duration {
+    /// Returns the maximum delay of this machine, by its canary.
+    pub(crate) fn max_delay(&self) -> Duration {
         let late = self
             .canary
             .iter()
-            .map(|probe| (probe.answered - probe.scheduled).saturating_sub(self.usual));
+            .map(|probe| (probe.responded - probe.scheduled).saturating_sub(self.usual));
         late.max().unwrap_or_default()
     }
 
-    /// The longest that an answer took.
+    /// Returns the slowest response.
     pub(crate) fn slowest(&self) -> Option<(Duration, &Record)> {
-        let timed = self.records.iter().map(|record| (self.own_time(record), record));
+        let timed = self.records.iter().map(|record| (self.adjusted_latency(record), record));
         timed.max_by_key(|(took, _)| *took)
     }
 
-    /// 99 of 100 answers to what was sent in this time were as fast as this.
+    /// Returns the 99th percentile of the latency of requests sent in this period.
     pub(crate) fn p99(&self, from: Instant, to: Instant) -> Duration {
         let mut times: Vec<Duration> =
-            self.sent_between(from, to).map(|record| self.own_time(record)).collect();
+            self.sent_between(from, to).map(|record| self.adjusted_latency(record)).collect();
         times.sort_unstable();
         times
             .get((times.len() * 99).div_ceil(100).saturating_sub(1))
@@ -174,10 +172,9 @@ impl Run {
             .unwrap_or(Duration::MAX)
     }
 
-    /// How long after this moment the last of the instances had an admission from the store, for a
-    /// request of these streams that was sent after it. A denial would prove less: it writes
-    /// nothing.
-    pub(crate) fn back_after(
+    /// Returns the time until every instance had a request of these streams allowed by the store. A
+    /// denial would prove less, because it writes nothing.
+    pub(crate) fn recovered_after(
         &self,
         moment: Instant,
         streams: impl Fn(&Stream) -> bool,
@@ -192,17 +189,16 @@ impl Run {
                 .iter()
                 .filter(fit)
                 .filter(good)
-                .map(|record| record.answered - moment)
+                .map(|record| record.responded - moment)
                 .min()
         };
         (0..instances).map(first).collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 
-    /// What was sent in this time and decided without the store, though nothing was in its way.
+    /// Returns the requests of a period that were decided without the store for no valid reason.
     ///
-    /// An instance that has admitted requests of a key itself owes them to the store for a window.
-    /// While it pays, or as long as the debt leaves no room, it goes on deciding for that key
-    /// itself.
+    /// An instance that allowed requests of a key itself has debits to settle for one window. Until
+    /// they are settled, or while they exceed the limit, it decides for that key itself.
     pub(crate) fn without_store(
         &self,
         from: Instant,
@@ -216,12 +212,12 @@ impl Run {
             let own =
                 |lent: &&&Record| (lent.stream, lent.instance) == (record.stream, record.instance);
             record.source == Source::Local
-                && lenders.iter().filter(own).any(|lent| lent.answered + window > record.sent)
+                && lenders.iter().filter(own).any(|lent| lent.responded + window > record.sent)
         };
         self.sent_between(from, to).filter(|record| !record.by_store() && !owes(record)).collect()
     }
 
-    /// The numbers of instances that the instances knew of, as their metrics told meanwhile.
+    /// Returns all fleet sizes in the metrics of the instances.
     pub(crate) fn fleet_sizes(&self) -> BTreeSet<String> {
         self.samples
             .iter()
@@ -229,7 +225,7 @@ impl Run {
             .collect()
     }
 
-    /// How long after this moment the last of the instances first showed this in its metrics.
+    /// Returns the time until every instance showed a state in its metrics.
     pub(crate) fn shown_after(
         &self,
         moment: Instant,
@@ -269,19 +265,19 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     fn run(start: Instant, requests: &[(u32, u32, bool)], canary: &[(u32, u32)]) -> Run {
-        let record = |(sent, answered, allowed): &(u32, u32, bool)| Record {
+        let record = |(sent, responded, allowed): &(u32, u32, bool)| Record {
             stream: 0,
             instance: 0,
             sent: start + MS * *sent,
-            answered: start + MS * *answered,
+            responded: start + MS * *responded,
             status: if *allowed { 200 } else { 429 },
             allowed: *allowed,
             source: Source::Store,
-            trouble: None,
+            failure: None,
         };
-        let probe = |(scheduled, answered): &(u32, u32)| Probe {
+        let probe = |(scheduled, responded): &(u32, u32)| Probe {
             scheduled: start + MS * *scheduled,
-            answered: start + MS * *answered,
+            responded: start + MS * *responded,
         };
         let (records, canary) =
             (requests.iter().map(record).collect(), canary.iter().map(probe).collect());
@@ -289,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn admissions_count_where_they_surely_fall_into_one_window() {
+    fn only_certain_admissions_are_counted() {
         let start = Instant::now();
         let all = run(
             start,
@@ -297,19 +293,23 @@ mod tests {
             &[],
         );
         assert_eq!(
-            all.most_admitted_ever("hot", MS * 100),
+            all.max_allowed_overall("hot", MS * 100),
             3,
-            "the denied one and the one a window later are out"
+            "the denied request and the one a window later do not count"
         );
-        assert_eq!(all.most_admitted_ever("hot", MS * 102), 4);
-        assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
-        assert_eq!(all.most_admitted("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
+        assert_eq!(all.max_allowed_overall("hot", MS * 102), 4);
+        assert_eq!(all.max_allowed("hot", MS * 100, start + MS * 5, start + MS * 200), 3);
+        assert_eq!(all.max_allowed("hot", MS * 100, start + MS * 5, start + MS * 100), 2);
         let slow = run(start, &[(0, 1, true), (50, 150, true)], &[]);
-        assert_eq!(slow.most_admitted_ever("hot", MS * 100), 1, "it may have happened later");
+        assert_eq!(
+            slow.max_allowed_overall("hot", MS * 100),
+            1,
+            "the decision may have happened later"
+        );
     }
 
     #[test]
-    fn who_admitted_itself_decides_itself_for_a_window() {
+    fn instance_with_debits_decides_itself_for_a_window() {
         let start = Instant::now();
         let mut all =
             run(start, &[(0, 1, true), (50, 51, true), (99, 100, false), (102, 103, false)], &[]);
@@ -317,33 +317,41 @@ mod tests {
         let none = |all: &Run| all.without_store(start + MS * 10, start + MS * 200, MS * 100).len();
         assert_eq!(none(&all), 0);
         all.records[2].source = Source::Local;
-        assert_eq!(none(&all), 0, "it owes");
+        assert_eq!(none(&all), 0, "debits are pending");
         all.records[3].source = Source::Local;
-        assert_eq!(none(&all), 1, "it owes no more");
+        assert_eq!(none(&all), 1, "debits are settled");
         all.records[2].source = Source::Deny;
-        assert_eq!(none(&all), 2, "nobody owes by this word");
+        assert_eq!(none(&all), 2, "this source creates no debits");
         all.records[2].source = Source::Local;
         all.records[0].instance = 1;
-        assert_eq!(none(&all), 2, "another instance owes");
+        assert_eq!(none(&all), 2, "the debits are of another instance");
     }
 
     #[test]
-    fn only_what_the_machine_was_late_is_taken_off() {
+    fn only_the_machine_delay_is_subtracted() {
         let start = Instant::now();
         let calm: Vec<(u32, u32)> = (0..30).map(|n| (n * 10, n * 10 + 1)).collect();
         let requests = [(0, 200, false), (205, 206, false)];
         let all = run(start, &requests, &calm);
-        assert_eq!(all.own_time(&all.records[0]), MS * 200, "nothing on a quiet machine");
+        assert_eq!(
+            all.adjusted_latency(&all.records[0]),
+            MS * 200,
+            "nothing is subtracted on an idle machine"
+        );
         assert_eq!(all.slowest().map(|(took, _)| took), Some(MS * 200));
         let mut stalled = calm.clone();
         stalled[10] = (100, 171);
         let all = run(start, &requests, &stalled);
-        assert_eq!(all.own_time(&all.records[0]), MS * 130);
-        assert_eq!(all.own_time(&all.records[1]), MS, "a stall at another time excuses nothing");
+        assert_eq!(all.adjusted_latency(&all.records[0]), MS * 130);
+        assert_eq!(
+            all.adjusted_latency(&all.records[1]),
+            MS,
+            "a stall at another time excuses nothing"
+        );
     }
 
     #[test]
-    fn the_slowest_hundredth_is_what_p99_leaves_out() {
+    fn p99_excludes_the_slowest_hundredth() {
         let start = Instant::now();
         let mut requests: Vec<(u32, u32, bool)> = (0..99).map(|n| (n, n + 2, true)).collect();
         requests.push((99, 999, true));

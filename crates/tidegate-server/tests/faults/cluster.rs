@@ -2,12 +2,12 @@ use std::process::Command;
 
 use crate::servers::{Launch, Server};
 
-/// Three primaries and their replicas.
+/// Cluster of three primaries and their replicas.
 pub(crate) struct Cluster {
     pub(crate) nodes: Vec<Server>,
 }
 
-/// A line of CLUSTER NODES.
+/// Line of CLUSTER NODES.
 struct Line {
     port: u16,
     primary: bool,
@@ -20,7 +20,7 @@ impl Cluster {
         let launch = Launch::new()
             .with("cluster-enabled", "yes")
             .with("cluster-node-timeout", "1000")
-            // The nodes that live go on, so that one sees that the service goes on with them too.
+            // The remaining nodes stay available, to show that the service keeps using them.
             .with("cluster-require-full-coverage", "no");
         let nodes: Vec<Server> = (0..6).map(|_| launch.clone().start()).collect();
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port));
@@ -33,7 +33,7 @@ impl Cluster {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
         let cluster = Self { nodes };
         for node in &cluster.nodes {
-            node.until("the cluster is whole", |node| {
+            node.wait_until("the cluster is whole", |node| {
                 let facts: String = node.query(&["CLUSTER", "INFO"]);
                 let follows = node.is_primary() || node.info("master_link_status") == "up";
                 facts.contains("cluster_state:ok")
@@ -42,14 +42,14 @@ impl Cluster {
             });
         }
         for node in &cluster.nodes {
-            node.until("every node knows the replicas", |node| {
+            node.wait_until("every node knows the replicas", |node| {
                 lines(node).iter().filter(|line| line.primary).count() == 3
             });
         }
         cluster
     }
 
-    /// As a store in a configuration.
+    /// Returns the store section of a configuration.
     pub(crate) fn store(&self) -> String {
         let urls: Vec<String> = self.nodes.iter().map(|node| format!("'{}'", node.url())).collect();
         format!("redis: [{}]", urls.join(", "))
@@ -66,7 +66,7 @@ impl Cluster {
         self.nodes.iter().filter(primary).collect()
     }
 
-    /// The primary that a key lives on.
+    /// Returns the primary of a key.
     pub(crate) fn owner(&self, key: &str) -> &Server {
         let slot = self.slot(key);
         let owns =
@@ -86,36 +86,35 @@ impl Cluster {
         self.nodes.iter().find(|node| node.port == port).expect("one of ours")
     }
 
-    /// `base`, or with a number, so that it lives on this node, or does not.
+    /// Returns `base`, with a number if needed, so that its node fits.
     pub(crate) fn key_for(&self, base: &str, fits: impl Fn(&Server) -> bool) -> String {
         let candidates = (0..1000).map(|n| format!("{base}-{n}"));
         candidates
             .into_iter()
             .find(|key| fits(self.owner(key)))
-            .expect("a thousand names fall anywhere")
+            .expect("a matching name within a thousand")
     }
 
-    /// From now on the slot is on its way: what is still here is answered here, what is not yet,
-    /// there.
-    pub(crate) fn begin_to_move(slot: u16, from: &Server, to: &Server) {
+    /// Starts the migration of a slot: keys are served by the node that currently holds them.
+    pub(crate) fn start_migration(slot: u16, from: &Server, to: &Server) {
         let slot = slot.to_string();
         let _: () = to.query(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &id(from)]);
         let _: () = from.query(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &id(to)]);
     }
 
-    /// Moves the keys that are there, one by one. How many there were.
+    /// Moves the keys of a slot one by one and returns their number.
     pub(crate) fn move_keys(slot: u16, from: &Server, to: &Server) -> usize {
         let (slot, port) = (slot.to_string(), to.port.to_string());
         for moved in 0..1000 {
             let keys: Vec<String> = from.query(&["CLUSTER", "GETKEYSINSLOT", &slot, "1"]);
             let Some(key) = keys.first() else { return moved };
-            // It may have expired meanwhile: NOKEY.
+            // The key may have expired (NOKEY).
             let _: String = from.query(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
         }
         panic!("keys come as fast as they are moved");
     }
 
-    pub(crate) fn end_move(&self, slot: u16, to: &Server) {
+    pub(crate) fn finish_migration(&self, slot: u16, to: &Server) {
         let (slot, id) = (slot.to_string(), id(to));
         let others = self.primaries().into_iter().filter(|node| node.port != to.port);
         for node in std::iter::once(to).chain(others) {
@@ -133,7 +132,7 @@ fn lines(node: &Server) -> Vec<Line> {
     let line = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let port = words.get(1)?.split('@').next()?.rsplit(':').next()?.parse().ok()?;
-        // Slots on their way are in brackets.
+        // Migrating slots are in brackets.
         let slots = words.get(8..)?.iter().filter(|slots| !slots.starts_with('['));
         let range = |slots: &&str| {
             let (first, last) = slots.split_once('-').unwrap_or((*slots, *slots));

@@ -5,17 +5,16 @@ use serde_json::json;
 use crate::load::{Stream, sums};
 use crate::support::Service;
 
-/// The limit of the key that is asked for far above it, and of its window.
+/// Limit and window of the hot key, whose traffic is far above its limit.
 pub(crate) const LIMIT: usize = 60;
 pub(crate) const WINDOW: Duration = Duration::from_secs(2);
-/// A limit smaller than the number of instances: it has no shares.
-pub(crate) const FEW: usize = 2;
-/// How long Redis may take to decide.
+/// Limit smaller than the number of instances, so it cannot be divided.
+pub(crate) const TINY_LIMIT: usize = 2;
+/// Timeout of a decision by Redis.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(100);
-/// The limit of two policies that one request is charged to, and of two on different nodes of a
-/// cluster.
-pub(crate) const PAIR: usize = 20;
-/// Far more than a run can spend: what is left tells what was charged.
+/// Limit of two policies that one request is charged to, also on different nodes of a cluster.
+pub(crate) const PAIR_LIMIT: usize = 20;
+/// Limit that a run cannot exhaust, so the remaining units show how many were charged.
 const LEDGER: u64 = 100_000;
 
 const POLICIES: &str = "
@@ -37,18 +36,18 @@ policies:
   - {name: canary, match: {path: /canary}, limit: 1000000, window: 10s}
 ";
 
-/// Three instances on one store, and a fourth one without.
+/// Three instances on one store, and a fourth one without a store.
 pub(crate) struct Fleet {
     pub(crate) instances: Vec<Service>,
     pub(crate) canary: Service,
 }
 
-/// How many instances share a store.
+/// Number of instances that share a store.
 pub(crate) const INSTANCES: usize = 3;
 
 impl Fleet {
-    /// On a store that is described like this: `redis: redis://…`. They have all heard of each
-    /// other: before that, an instance without its store would take more than its share.
+    /// Starts instances on a store such as `redis: redis://…` and waits until all know each other.
+    /// Before that, an instance without its store would use more than its share.
     pub(crate) fn start(store: &str) -> Self {
         let config = format!("store: {{{store}, timeout: 100ms}}\n{POLICIES}");
         let canary = Service::start(POLICIES);
@@ -58,35 +57,35 @@ impl Fleet {
         #[expect(clippy::cast_precision_loss, reason = "three")]
         let all_there = |size: &f64| (size - INSTANCES as f64).abs() < 0.5;
         while !fleet.metric("tidegate_fleet_instances").iter().all(all_there) {
-            assert!(Instant::now() < deadline, "the instances do not hear of each other");
+            assert!(Instant::now() < deadline, "the instances do not discover each other");
             std::thread::sleep(Duration::from_millis(20));
         }
         fleet
     }
 
-    /// How much the store has charged to the ledger of this key.
+    /// Returns the units that the store has charged to the ledger of a key.
     pub(crate) fn charged(&self, key: &str) -> u64 {
-        let look = json!({"policy": "ledger", "key": key}).to_string();
+        let peek = json!({"policy": "ledger", "key": key}).to_string();
         let deadline = Instant::now() + Duration::from_secs(10);
         let body = loop {
-            let body = self.instances[0].post("/v1/peek", &look).json();
-            // On a machine that stood still just now, the breaker may be open for a moment.
+            let body = self.instances[0].post("/v1/peek", &peek).json();
+            // After a stall of the machine, the circuit may be open for a moment.
             if body["source"] == "store" {
                 break body;
             }
             assert!(Instant::now() < deadline, "the store is not back: {body}");
             std::thread::sleep(Duration::from_millis(50));
         };
-        // A look tells what would be left after it.
+        // A peek reports the units that would remain after it.
         LEDGER - 1 - body["remaining"].as_u64().expect("a number")
     }
 
-    /// What each instance has written, so far.
+    /// Returns the length of each instance's output.
     pub(crate) fn written(&self) -> Vec<usize> {
         self.instances.iter().map(|service| service.output().len()).collect()
     }
 
-    /// The warnings and errors that each instance has written since.
+    /// Returns the warnings and errors that each instance has logged since.
     pub(crate) fn warnings_since(&self, written: &[usize]) -> Vec<Vec<String>> {
         let bad = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
         let since = |(service, from): (&Service, &usize)| {
@@ -95,7 +94,7 @@ impl Fleet {
         self.instances.iter().zip(written).map(since).collect()
     }
 
-    /// A metric of each instance, added up over its labels.
+    /// Returns a metric of each instance, summed over its labels.
     pub(crate) fn metric(&self, name: &str) -> Vec<f64> {
         let value = |service: &Service| {
             sums(&service.admin("/metrics").body).get(name).copied().unwrap_or(0.0)
@@ -104,9 +103,9 @@ impl Fleet {
     }
 }
 
-/// What is asked in every row: a key far above its limit, one with a tiny limit, some that stay
-/// below, one for each failure mode.
-pub(crate) fn usual_streams() -> Vec<Stream> {
+/// Returns the load of every row: a key far above its limit, one with a tiny limit, some below
+/// their limits, and one per failure mode.
+pub(crate) fn default_streams() -> Vec<Stream> {
     let mut streams = vec![
         Stream::policy("hot", "hot", 150),
         Stream::policy("few", "few", 20),

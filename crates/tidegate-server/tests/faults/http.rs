@@ -4,14 +4,13 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// The service closes a connection that was idle for ten seconds. One that is used before is never
-/// caught by that.
-const IDLE: Duration = Duration::from_secs(5);
+/// The service closes connections that were idle for ten seconds, so older ones are not reused.
+const MAX_IDLE: Duration = Duration::from_secs(5);
 
-/// A kept connection, for one request after the other.
+/// Kept connection for sequential requests.
 pub(crate) struct Connection {
     stream: TcpStream,
-    /// Read, but not yet understood.
+    /// Received bytes that are not parsed yet.
     buffer: Vec<u8>,
     used: Instant,
 }
@@ -41,10 +40,10 @@ impl Connection {
     }
 
     pub(crate) fn is_fresh(&self) -> bool {
-        self.used.elapsed() < IDLE
+        self.used.elapsed() < MAX_IDLE
     }
 
-    pub(crate) async fn ask(&mut self, request: &[u8]) -> io::Result<Response> {
+    pub(crate) async fn request(&mut self, request: &[u8]) -> io::Result<Response> {
         self.send(request).await?;
         self.receive().await
     }
@@ -55,7 +54,7 @@ impl Connection {
 
     pub(crate) async fn receive(&mut self) -> io::Result<Response> {
         loop {
-            if let Some((response, length)) = understand(&self.buffer)? {
+            if let Some((response, length)) = parse_response(&self.buffer)? {
                 self.buffer.drain(..length);
                 self.used = Instant::now();
                 return Ok(response);
@@ -63,18 +62,18 @@ impl Connection {
             if self.stream.read_buf(&mut self.buffer).await? == 0 {
                 return Err(io::Error::new(
                     io::ErrorKind::UnexpectedEof,
-                    "closed in the middle of an answer",
+                    "closed in the middle of a response",
                 ));
             }
         }
     }
 }
 
-/// The first response in these bytes and its length, if it is there as a whole.
-fn understand(bytes: &[u8]) -> io::Result<Option<(Response, usize)>> {
+/// Parses the first response, if it is complete, and returns it with its length.
+fn parse_response(bytes: &[u8]) -> io::Result<Option<(Response, usize)>> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let Some(head) = bytes.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
-    let text = std::str::from_utf8(&bytes[..head]).map_err(|_| wrong("a head that is no text"))?;
+    let text = std::str::from_utf8(&bytes[..head]).map_err(|_| wrong("a head that is not text"))?;
     let status =
         text.get(9..12).and_then(|digits| digits.parse().ok()).ok_or_else(|| wrong("no status"))?;
     let length = text.lines().find_map(|line| {

@@ -12,12 +12,12 @@ use crate::check::{Probe, Record, Run, Sample, Source};
 use crate::fleet::Fleet;
 use crate::http::{self, Connection, Response};
 
-/// Whoever has no answer by then gets none.
-const PATIENCE: Duration = Duration::from_secs(5);
-const CANARY_EVERY: Duration = Duration::from_millis(10);
-const SAMPLE_EVERY: Duration = Duration::from_millis(50);
+/// Time limit for a response.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+const CANARY_INTERVAL: Duration = Duration::from_millis(10);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Questions about one key, at a fixed rate, in turn to each instance.
+/// Requests for one key at a fixed rate, sent to each instance in turn.
 #[derive(Debug, Clone)]
 pub(crate) struct Stream {
     pub(crate) name: String,
@@ -27,14 +27,14 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// The stream has the policy's name.
+    /// Creates a stream with the name of its policy.
     pub(crate) fn policy(policy: &str, key: &str, per_second: u32) -> Self {
         let body = json!({"policy": policy, "key": key}).to_string();
         Self { name: policy.to_owned(), key: key.to_owned(), body, per_second }
     }
 
-    /// For every policy that applies to this path, by the attribute `header.user` and, if there is
-    /// one, `header.team`.
+    /// Creates a stream for all policies of a path, with the attribute `header.user` and, if any,
+    /// `header.team`.
     pub(crate) fn path(name: &str, user: &str, team: &str, per_second: u32) -> Self {
         let attributes =
             json!({"path": format!("/{name}"), "header.user": user, "header.team": team});
@@ -43,7 +43,7 @@ impl Stream {
     }
 }
 
-/// Requests by the clock, whatever becomes of them.
+/// Open-loop load: requests are sent on schedule, regardless of responses.
 pub(crate) struct Load {
     runtime: Runtime,
     stop: Arc<AtomicBool>,
@@ -53,7 +53,7 @@ pub(crate) struct Load {
     samples: UnboundedReceiver<Sample>,
 }
 
-/// Connections to one address; a request takes one that is free, or opens another.
+/// Connection pool for one address.
 struct Pool {
     address: String,
     free: Mutex<Vec<Connection>>,
@@ -83,7 +83,7 @@ impl Load {
             ));
         }
         let (probe, canary) = mpsc::unbounded_channel();
-        runtime.spawn(sing(Pool::new(&fleet.canary.http), Arc::clone(&stop), probe));
+        runtime.spawn(run_canary(Pool::new(&fleet.canary.http), Arc::clone(&stop), probe));
         let (sample, samples) = mpsc::unbounded_channel();
         for (instance, service) in fleet.instances.iter().enumerate() {
             runtime.spawn(watch(
@@ -96,10 +96,10 @@ impl Load {
         Self { runtime, stop, streams, records, canary, samples }
     }
 
-    /// Lets what is under way end, and hands out all that was recorded.
+    /// Waits for in-flight requests and returns the record of the run.
     pub(crate) fn finish(mut self) -> Run {
         self.stop.store(true, Ordering::Relaxed);
-        // The channels close when the last request has its answer or has given up.
+        // The channels close when the last request has a response or a timeout.
         let records = self.runtime.block_on(all(&mut self.records));
         let canary = self.runtime.block_on(all(&mut self.canary));
         let samples = self.runtime.block_on(all(&mut self.samples));
@@ -115,11 +115,11 @@ async fn all<T>(channel: &mut UnboundedReceiver<T>) -> Vec<T> {
             all.push(one);
         }
     };
-    tokio::time::timeout(2 * PATIENCE, everything).await.expect("every request ends");
+    tokio::time::timeout(2 * REQUEST_TIMEOUT, everything).await.expect("every request completes");
     all
 }
 
-/// One stream: a request is sent when its time has come, not when the last one was answered.
+/// Runs one stream: requests are sent on schedule, not after the previous response.
 async fn drive(
     stream: usize,
     request: Arc<[u8]>,
@@ -128,7 +128,7 @@ async fn drive(
     stop: Arc<AtomicBool>,
     sink: UnboundedSender<Record>,
 ) {
-    // Streams of one rate must not send all at one moment.
+    // Streams of the same rate are staggered.
     let start = Instant::now() + period * u32::try_from(stream % 16).expect("small") / 16;
     for (number, instance) in (0..).zip((0..pools.len()).cycle().skip(stream)) {
         let scheduled = start + period * number;
@@ -140,28 +140,28 @@ async fn drive(
             (Arc::clone(&pools[instance]), Arc::clone(&request), sink.clone());
         tokio::spawn(async move {
             let sent = Instant::now();
-            let said = pool.ask(&request).await;
-            let answered = Instant::now();
-            let record = match said.and_then(|response| understand(&response)) {
+            let result = pool.send(&request).await;
+            let responded = Instant::now();
+            let record = match result.and_then(|response| parse_response(&response)) {
                 Ok((status, allowed, source)) => Record {
                     stream,
                     instance,
                     sent,
-                    answered,
+                    responded,
                     status,
                     allowed,
                     source,
-                    trouble: None,
+                    failure: None,
                 },
-                Err(trouble) => Record {
+                Err(failure) => Record {
                     stream,
                     instance,
                     sent,
-                    answered,
+                    responded,
                     status: 0,
                     allowed: false,
                     source: Source::None,
-                    trouble: Some(trouble),
+                    failure: Some(failure),
                 },
             };
             let _ = sink.send(record);
@@ -169,7 +169,7 @@ async fn drive(
     }
 }
 
-fn understand(response: &Response) -> Result<(u16, bool, Source), String> {
+fn parse_response(response: &Response) -> Result<(u16, bool, Source), String> {
     #[derive(Deserialize)]
     struct Body {
         allowed: bool,
@@ -181,28 +181,28 @@ fn understand(response: &Response) -> Result<(u16, bool, Source), String> {
     }
 }
 
-/// How late the machine is by itself: from when a request should have been sent to the answer of a
+/// Measures the delay of this machine: from the scheduled time of a request to the response of a
 /// service without Redis.
-async fn sing(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Probe>) {
+async fn run_canary(pool: Arc<Pool>, stop: Arc<AtomicBool>, sink: UnboundedSender<Probe>) {
     let request: Arc<[u8]> =
         http::post("/v1/acquire", r#"{"policy": "canary", "key": "canary"}"#).into();
     let start = Instant::now();
     for number in 0.. {
-        let scheduled = start + CANARY_EVERY * number;
+        let scheduled = start + CANARY_INTERVAL * number;
         tokio::time::sleep_until(scheduled.into()).await;
         if stop.load(Ordering::Relaxed) {
             return;
         }
         let (pool, request, sink) = (Arc::clone(&pool), Arc::clone(&request), sink.clone());
         tokio::spawn(async move {
-            if pool.ask(&request).await.is_ok_and(|response| response.status == 200) {
-                let _ = sink.send(Probe { scheduled, answered: Instant::now() });
+            if pool.send(&request).await.is_ok_and(|response| response.status == 200) {
+                let _ = sink.send(Probe { scheduled, responded: Instant::now() });
             }
         });
     }
 }
 
-/// What an instance says of itself, every now and then.
+/// Samples the metrics of an instance.
 async fn watch(
     instance: usize,
     admin: String,
@@ -212,15 +212,15 @@ async fn watch(
     let pool = Pool::new(&admin);
     let request = http::get("/metrics");
     while !stop.load(Ordering::Relaxed) {
-        if let Ok(response) = pool.ask(&request).await {
+        if let Ok(response) = pool.send(&request).await {
             let sums = sums(&String::from_utf8_lossy(&response.body));
             let _ = sink.send(Sample { at: Instant::now(), instance, sums });
         }
-        tokio::time::sleep(SAMPLE_EVERY).await;
+        tokio::time::sleep(SAMPLE_INTERVAL).await;
     }
 }
 
-/// Each metric's samples, added up over their labels.
+/// Parses metrics, summed over their labels.
 pub(crate) fn sums(text: &str) -> BTreeMap<String, f64> {
     let mut sums = BTreeMap::new();
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.contains("_bucket{")) {
@@ -236,8 +236,8 @@ impl Pool {
         Arc::new(Self { address: address.to_owned(), free: Mutex::default() })
     }
 
-    async fn ask(&self, request: &[u8]) -> Result<Response, String> {
-        let answered = tokio::time::timeout(PATIENCE, async {
+    async fn send(&self, request: &[u8]) -> Result<Response, String> {
+        let response = tokio::time::timeout(REQUEST_TIMEOUT, async {
             let free = {
                 let mut free = self.free.lock().expect("no panic");
                 free.retain(Connection::is_fresh);
@@ -247,13 +247,13 @@ impl Pool {
                 Some(connection) => connection,
                 None => Connection::open(&self.address).await?,
             };
-            let response = connection.ask(request).await?;
+            let response = connection.request(request).await?;
             self.free.lock().expect("no panic").push(connection);
             Ok::<_, std::io::Error>(response)
         });
-        match answered.await {
+        match response.await {
             Ok(response) => response.map_err(|error| error.to_string()),
-            Err(_) => Err(format!("no answer within {PATIENCE:?}")),
+            Err(_) => Err(format!("no response within {REQUEST_TIMEOUT:?}")),
         }
     }
 }

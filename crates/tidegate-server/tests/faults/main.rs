@@ -1,34 +1,34 @@
 //! The fault suite: real services, real Redis servers, and everything that can go wrong with them.
 //!
-//! Three `tidegate serve` share a store that is stopped, killed, moved, cut off or turned against
-//! them, while an open-loop client asks at a fixed rate and writes down every answer with its
-//! times. A checker computes from that record what the design promises. `make test-faults` runs it
-//! and prints a table; docs/faults.md tells what each row shows.
+//! Three `tidegate serve` share a store that is stopped, killed, moved, isolated or misconfigured,
+//! while an open-loop client sends requests at a fixed rate and records every response with its
+//! times. A checker verifies the guarantees of the design with that record. `make test-faults` runs
+//! the suite and prints a table; docs/faults.md explains each row.
 //!
-//! Rows take their turn: two at once on a small machine would measure each other.
+//! Rows run one after the other, because concurrent rows would disturb each other's times.
 
 #[path = "../support/mod.rs"]
 mod support;
 
-/// The record of a run, and what it shows.
+/// Record of a run and its checks.
 mod check;
-/// The other nodes of a store: replicas with Sentinels, a cluster.
+/// Stores with several nodes: replicas with Sentinels, a cluster.
 mod cluster;
-/// The three instances, and a fourth one that tells how late this machine is by itself.
+/// The three instances, and a fourth one that measures the delay of this machine.
 mod fleet;
-/// A network namespace whose packets can be dropped.
-mod hole;
 /// HTTP/1.1 on kept connections.
 mod http;
 /// The open-loop client.
 mod load;
-/// What a server executes, as it tells it.
+/// Commands that a server executes, by MONITOR.
 mod monitor;
-/// A TCP proxy that adds latency, or swallows.
+/// Network namespace whose packets can be dropped.
+mod namespace;
+/// Delay of the servers themselves.
+mod ping;
+/// TCP proxy that adds latency or drops data.
 mod proxy;
-/// How late the servers are by themselves.
-mod pulse;
-/// A row of the table: its turn, its figures, its verdict.
+/// Row of the table: figures and verdict.
 mod row;
 mod sentinel;
 /// Redis processes.
@@ -40,7 +40,7 @@ mod rows {
     mod keys;
     mod network;
     mod outage;
-    mod refusal;
+    mod rejection;
     mod scripts;
     mod slots;
 }

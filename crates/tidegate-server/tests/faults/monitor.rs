@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::servers::Server;
 
-/// Commands that read: a script may use these where it must not write.
+/// Read commands, which a script may use where it must not write.
 const READS: [&str; 18] = [
     "time",
     "get",
@@ -27,10 +27,10 @@ const READS: [&str; 18] = [
     "pttl",
 ];
 
-/// Keys that count for nobody.
+/// Keys without counters.
 const OTHERS: [&str; 2] = ["{%alive}", "{%news}"];
 
-/// All that a server executes from now on, by its MONITOR.
+/// Commands that a server executes from now on, by MONITOR.
 pub(crate) struct Monitor {
     lines: Arc<Mutex<Vec<(Instant, String)>>>,
 }
@@ -38,20 +38,20 @@ pub(crate) struct Monitor {
 impl Monitor {
     pub(crate) fn of(server: &Server) -> Self {
         let mut stream =
-            TcpStream::connect(("127.0.0.1", server.port)).expect("our own server listens");
+            TcpStream::connect(("127.0.0.1", server.port)).expect("the server listens");
         stream.write_all(b"MONITOR\r\n").expect("sent");
         let mut reader = BufReader::new(stream);
         let mut line = String::new();
-        reader.read_line(&mut line).expect("an answer");
+        reader.read_line(&mut line).expect("a response");
         assert_eq!(line, "+OK\r\n");
         let lines = Arc::new(Mutex::new(Vec::new()));
         let sink = Arc::clone(&lines);
         let start = (Instant::now(), SystemTime::now());
-        // Ends with the server.
+        // Ends when the server closes the connection.
         std::thread::spawn(move || {
             for line in reader.lines().map_while(Result::ok) {
-                // Not when it came: a server that is stopped may have something to tell when it
-                // wakes up, from before.
+                // The time of the server, because a resumed server may still deliver earlier
+                // commands.
                 let at = executed(&line, start).unwrap_or_else(Instant::now);
                 sink.lock().expect("no panic").push((at, line));
             }
@@ -59,8 +59,7 @@ impl Monitor {
         Self { lines }
     }
 
-    /// What scripts wrote after this moment, but for signs of life and news, which count for
-    /// nobody.
+    /// Returns the writes of scripts after this moment, except for heartbeats and invalidations.
     pub(crate) fn written_after(&self, moment: Instant) -> Vec<String> {
         let lines = self.lines.lock().expect("no panic");
         let after = lines.iter().filter(|(at, _)| *at >= moment).map(|(_, line)| line);
@@ -69,14 +68,14 @@ impl Monitor {
         counts.filter(|line| !READS.contains(&command(line).as_str())).cloned().collect()
     }
 
-    /// When each call of a script was executed.
+    /// Returns the times of all script calls.
     fn calls(&self) -> Vec<Instant> {
         let lines = self.lines.lock().expect("no panic");
         let is_call = |line: &str| matches!(command(line).as_str(), "evalsha" | "eval" | "fcall");
         lines.iter().filter(|(_, line)| is_call(line)).map(|(at, _)| *at).collect()
     }
 
-    /// Calls of scripts that were executed after this moment.
+    /// Returns the number of script calls after this moment.
     pub(crate) fn calls_after(&self, moment: Instant) -> usize {
         self.calls().iter().filter(|at| **at >= moment).count()
     }
@@ -86,7 +85,7 @@ impl Monitor {
     }
 }
 
-/// When a line was executed, by the server's clock, which is this machine's.
+/// Returns the execution time of a line, by the clock of the server, which is this machine's.
 fn executed(line: &str, (start, then): (Instant, SystemTime)) -> Option<Instant> {
     let seconds: f64 = line.trim_start_matches('+').split(' ').next()?.parse().ok()?;
     let since_start = Duration::try_from_secs_f64(seconds)
@@ -95,7 +94,7 @@ fn executed(line: &str, (start, then): (Instant, SystemTime)) -> Option<Instant>
     Some(start + since_start.unwrap_or_default())
 }
 
-/// `1700000000.123456 [0 lua] "ZADD" …` is a zadd.
+/// Returns the command of a line: `zadd` for `1700000000.123456 [0 lua] "ZADD" …`.
 fn command(line: &str) -> String {
     let word = line.split_once("] \"").and_then(|(_, rest)| rest.split('"').next());
     word.unwrap_or_default().to_ascii_lowercase()

@@ -10,8 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
-/// Stands between a client and a server: answers come later by a settable time, or connections say
-/// nothing any more.
+/// Proxy between a client and a server that delays responses or silently drops all data.
 pub(crate) struct Proxy {
     _runtime: Runtime,
     pub(crate) address: SocketAddr,
@@ -22,11 +21,11 @@ pub(crate) struct Proxy {
 struct State {
     /// Microseconds.
     latency: AtomicU64,
-    /// What comes on connections with a smaller number is swallowed, in both directions.
+    /// Data on connections with a smaller number is dropped in both directions.
     swallow_below: AtomicUsize,
     connections: AtomicUsize,
     bytes: AtomicU64,
-    /// Microseconds that a piece was written after its time, at the worst.
+    /// Maximum delay of a write after its scheduled time, in microseconds.
     late: AtomicU64,
 }
 
@@ -43,47 +42,46 @@ impl Proxy {
         Self { _runtime: runtime, address, state }
     }
 
-    /// As a store in a configuration.
+    /// Returns the store section of a configuration.
     pub(crate) fn store(&self) -> String {
         format!("redis: 'redis://{}'", self.address)
     }
 
-    /// From now on, what the server says arrives later by this.
+    /// Sets the latency of data from the server.
     pub(crate) fn set_latency(&self, latency: Duration) {
         self.state
             .latency
             .store(u64::try_from(latency.as_micros()).expect("not that long"), Ordering::SeqCst);
     }
 
-    /// How late it was by itself, at the worst: it waits for a processor like everybody else.
-    /// (After a latency that was lowered this says nothing: what comes later waits for what came
-    /// before.)
-    pub(crate) fn lateness(&self) -> Duration {
+    /// Returns the maximum delay of the proxy itself, which waits for CPU time as well. The value
+    /// is meaningless after the latency was lowered, because later data waits for earlier data.
+    pub(crate) fn max_delay(&self) -> Duration {
         Duration::from_micros(self.state.late.load(Ordering::SeqCst))
     }
 
-    /// How long a server's answer takes through it, on a connection of its own.
+    /// Measures a round trip through the proxy on a new connection.
     pub(crate) fn round_trip(&self) -> Duration {
         let mut stream = std::net::TcpStream::connect(self.address).expect("our own proxy listens");
-        let (asked, mut answer) = (Instant::now(), *b"+PONG\r\n");
+        let (start, mut response) = (Instant::now(), *b"+PONG\r\n");
         stream
             .write_all(b"PING\r\n")
-            .and_then(|()| stream.read_exact(&mut answer))
-            .expect("an answer");
-        asked.elapsed()
+            .and_then(|()| stream.read_exact(&mut response))
+            .expect("a response");
+        start.elapsed()
     }
 
-    /// Every connection that there is says nothing any more, and looks alive. New ones work.
-    pub(crate) fn swallow_what_there_is(&self) {
+    /// Drops all data of existing connections, which stay open. New ones work.
+    pub(crate) fn drop_existing_connections_silently(&self) {
         self.state.swallow_below.store(self.connections(), Ordering::SeqCst);
     }
 
-    /// How many there have been.
+    /// Returns the number of connections so far.
     pub(crate) fn connections(&self) -> usize {
         self.state.connections.load(Ordering::SeqCst)
     }
 
-    /// How many have passed, in both directions.
+    /// Returns the number of bytes in both directions.
     pub(crate) fn bytes(&self) -> u64 {
         self.state.bytes.load(Ordering::SeqCst)
     }
@@ -96,14 +94,14 @@ async fn accept(listener: TcpListener, port: u16, state: Arc<State>) {
         let _ = (client.set_nodelay(true), server.set_nodelay(true));
         let ((from_client, to_client), (from_server, to_server)) =
             (client.into_split(), server.into_split());
-        tokio::spawn(carry(from_client, to_server, number, Arc::clone(&state), false));
-        tokio::spawn(carry(from_server, to_client, number, Arc::clone(&state), true));
+        tokio::spawn(copy_delayed(from_client, to_server, number, Arc::clone(&state), false));
+        tokio::spawn(copy_delayed(from_server, to_client, number, Arc::clone(&state), true));
     }
 }
 
-/// One direction. Reading goes on while earlier bytes wait for their time, so latency does not
-/// become throughput.
-async fn carry(
+/// Copies one direction. Reads continue while earlier bytes are delayed, so that latency does not
+/// reduce throughput.
+async fn copy_delayed(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     number: usize,
@@ -111,14 +109,14 @@ async fn carry(
     delayed: bool,
 ) {
     let (sender, mut receiver) = mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
-    let told = Arc::clone(&state);
+    let shared = Arc::clone(&state);
     let write = async move {
         while let Some((due, bytes)) = receiver.recv().await {
             tokio::time::sleep_until(due.into()).await;
             if to.write_all(&bytes).await.is_err() {
                 return;
             }
-            told.late.fetch_max(
+            shared.late.fetch_max(
                 u64::try_from(due.elapsed().as_micros()).unwrap_or(u64::MAX),
                 Ordering::SeqCst,
             );

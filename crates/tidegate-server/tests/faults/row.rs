@@ -5,55 +5,54 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::check::{Record, Run, Sample, Source};
-use crate::fleet::{FEW, Fleet, LIMIT, PAIR, TIMEOUT, WINDOW};
+use crate::fleet::{Fleet, LIMIT, PAIR_LIMIT, TIMEOUT, TINY_LIMIT, WINDOW};
 use crate::monitor::Monitor;
 use crate::servers::Server;
 
-static TURN: Mutex<()> = Mutex::new(());
+static ROW_LOCK: Mutex<()> = Mutex::new(());
 
 const ATTEMPTS: usize = 3;
-/// On a machine that is never quiet, rows are not measured again for ever.
-const TIME_FOR_REPEATS: Duration = Duration::from_secs(7 * 60);
-static BEGAN: OnceLock<Instant> = OnceLock::new();
-/// A machine that stands still for so long makes calls miss a deadline of 100 ms that would have
-/// kept it.
-const TOO_LATE: Duration = Duration::from_millis(30);
+/// Maximum number of attempts on a machine that is never idle.
+const MAX_REPEAT_TIME: Duration = Duration::from_secs(7 * 60);
+static SUITE_START: OnceLock<Instant> = OnceLock::new();
+/// Stall of the machine that makes calls miss a deadline of 100 ms.
+const MAX_MACHINE_DELAY: Duration = Duration::from_millis(30);
 
-/// No answer may be later than the deadline and this.
+/// Maximum time of a response after the deadline.
 const GRACE: Duration = Duration::from_millis(50);
-/// Once decisions come without the store, they come at once.
-pub(crate) const AT_ONCE: Duration = Duration::from_millis(10);
+/// Maximum time of a decision without the store.
+pub(crate) const MAX_LOCAL_LATENCY: Duration = Duration::from_millis(10);
 
 pub(crate) const SECOND: Duration = Duration::from_secs(1);
-/// Until the hot key is exhausted, and what comes first at each start has come.
+/// Time until the hot key is exhausted and the startup has finished.
 pub(crate) const WARM_UP: Duration = Duration::from_secs(3);
 
-/// The load goes on meanwhile.
-pub(crate) fn let_pass(time: Duration) {
+/// Waits while the load continues.
+pub(crate) fn wait_under_load(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// A row of the table. It gathers what holds and what does not, and says all of it at its end.
+/// Row of the table. Collects all failures and reports them at the end.
 pub(crate) struct Row {
     name: &'static str,
     started: Instant,
     figures: Vec<String>,
     failures: Vec<String>,
-    /// Of these, how many no machine excuses, however late.
-    inexcusable: usize,
-    /// The longest that the machine was late by itself, or a server of the store.
+    /// Number of failures that no delay of the machine excuses.
+    hard_failures: usize,
+    /// Maximum delay of the machine or of a server of the store.
     late: Duration,
     done: bool,
 }
 
-/// Measures a row when its turn has come. What must hold on any machine fails at once. A time that
-/// is missed is measured again: on a machine that was late itself it proves nothing; on a quiet one
-/// it is missed, and missed twice it has failed.
+/// Runs a row when the previous one is done. Guarantees that hold on any machine fail at once. A
+/// missed time is measured again: it proves nothing on a delayed machine, and fails the row if it
+/// is missed twice on an idle one.
 pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
-    // A row that failed does not stop the next one.
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let _preferred = Preferred::before_others();
-    let began = *BEGAN.get_or_init(Instant::now);
+    // A failed row does not poison the lock for the next one.
+    let _turn = ROW_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    let _preferred = PriorityBoost::raise_priority();
+    let began = *SUITE_START.get_or_init(Instant::now);
     let mut missed = false;
     for _ in 0..ATTEMPTS {
         let (started, late) = (Instant::now(), Duration::ZERO);
@@ -62,43 +61,43 @@ pub(crate) fn row(name: &'static str, measure: impl Fn(&mut Row)) {
             started,
             figures: Vec::new(),
             failures: Vec::new(),
-            inexcusable: 0,
+            hard_failures: 0,
             late,
             done: false,
         };
         measure(&mut row);
-        let quiet = row.late < TOO_LATE;
-        if row.failures.is_empty() || row.inexcusable > 0 || (quiet && missed) {
+        let quiet = row.late < MAX_MACHINE_DELAY;
+        if row.failures.is_empty() || row.hard_failures > 0 || (quiet && missed) {
             return row.finish();
         }
         missed |= quiet;
         row.done = true;
         row.write(if quiet { "missed" } else { "void" });
         println!("{}", row.failures.join("\n"));
-        if !quiet && began.elapsed() > TIME_FOR_REPEATS {
+        if !quiet && began.elapsed() > MAX_REPEAT_TIME {
             return;
         }
     }
 }
 
-/// While it lives, what this session runs goes before what other sessions run: who measures must
-/// not wait for a build.
-struct Preferred {
+/// Raises the priority of this session while it exists, so that measurements do not wait for a
+/// build.
+struct PriorityBoost {
     before: Option<String>,
 }
 
-impl Preferred {
+impl PriorityBoost {
     const FILE: &'static str = "/proc/self/autogroup";
 
-    /// Where the kernel has groups by session, and lets us; otherwise as it is.
-    fn before_others() -> Self {
+    /// Uses the kernel's autogroups, if available and permitted.
+    fn raise_priority() -> Self {
         let text = std::fs::read_to_string(Self::FILE).unwrap_or_default();
         let before = text.trim().rsplit(' ').next().map(str::to_owned);
         Self { before: before.filter(|_| std::fs::write(Self::FILE, "-15").is_ok()) }
     }
 }
 
-impl Drop for Preferred {
+impl Drop for PriorityBoost {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
             let _ = std::fs::write(Self::FILE, before);
@@ -107,7 +106,7 @@ impl Drop for Preferred {
 }
 
 impl Row {
-    /// Something measured, for the table.
+    /// Adds a measured value to the table.
     pub(crate) fn figure(&mut self, what: &str, value: impl std::fmt::Display) {
         self.figures.push(format!("{what} {value}"));
     }
@@ -118,97 +117,101 @@ impl Row {
         }
     }
 
-    /// As [`Self::require`], whatever the machine does meanwhile.
-    pub(crate) fn insist(&mut self, holds: bool, otherwise: impl FnOnce() -> String) {
-        self.inexcusable += usize::from(!holds);
+    /// Like [`Self::require`], but a delay of the machine is no excuse.
+    pub(crate) fn require_always(&mut self, holds: bool, otherwise: impl FnOnce() -> String) {
+        self.hard_failures += usize::from(!holds);
         self.require(holds, otherwise);
     }
 
-    /// A time that was measured, and its bound.
+    /// Checks a measured time against its bound.
     pub(crate) fn within(&mut self, what: &str, measured: Option<Duration>, bound: Duration) {
         match measured {
             Some(time) => {
                 self.figure(what, format_args!("{:.1} ms", time.as_secs_f64() * 1e3));
                 self.require(time <= bound, || {
-                    format!("{what}: {time:?}, and at most {bound:?} is promised")
+                    format!("{what}: {time:?}, the guarantee is at most {bound:?}")
                 });
             }
-            None => self.failures.push(format!("{what}: never, and at most {bound:?} is promised")),
+            None => {
+                self.failures.push(format!("{what}: never, the guarantee is at most {bound:?}"))
+            }
         }
     }
 
-    /// What must hold whatever happens: all answered, in time, by instances that live; nobody below
-    /// a limit denied; no more admitted than `limits` times the limit in any window; every key with
-    /// an expiry.
+    /// Checks the guarantees of every row: all requests get a timely response, no key below its
+    /// limit is denied, no window exceeds `limits` times the limit, and every key has an expiry.
     pub(crate) fn check(&mut self, run: &Run, fleet: &Fleet, limits: usize, servers: &[&Server]) {
         let unanswered: Vec<_> =
-            run.records.iter().filter(|record| record.trouble.is_some()).collect();
+            run.records.iter().filter(|record| record.failure.is_some()).collect();
         let example =
-            unanswered.first().and_then(|record| record.trouble.clone()).unwrap_or_default();
-        self.insist(unanswered.is_empty(), || {
+            unanswered.first().and_then(|record| record.failure.clone()).unwrap_or_default();
+        self.require_always(unanswered.is_empty(), || {
             format!("{} requests without an answer: {example}", unanswered.len())
         });
-        let odd = run.records.iter().filter(|record| !matches!(record.status, 200 | 429)).count();
-        self.insist(odd == 0, || format!("{odd} answers that are neither 200 nor 429"));
-        self.late = self.late.max(run.lateness());
+        let unexpected =
+            run.records.iter().filter(|record| !matches!(record.status, 200 | 429)).count();
+        self.require_always(unexpected == 0, || {
+            format!("{unexpected} responses that are neither 200 nor 429")
+        });
+        self.late = self.late.max(run.max_delay());
         self.figure("machine late", format_args!("{} ms", self.late.as_millis()));
         let slowest = run.slowest();
         self.within("slowest", slowest.map(|(took, _)| took), TIMEOUT + GRACE);
-        for (name, limit) in [("hot", LIMIT), ("few", FEW), ("pair", PAIR)] {
-            let most = run.most_admitted_ever(name, WINDOW);
+        for (name, limit) in [("hot", LIMIT), ("few", TINY_LIMIT), ("pair", PAIR_LIMIT)] {
+            let most = run.max_allowed_overall(name, WINDOW);
             if name == "hot" {
-                #[expect(clippy::cast_precision_loss, reason = "for the eye")]
+                #[expect(clippy::cast_precision_loss, reason = "only printed")]
                 self.figure("at most", format_args!("{:.2} L", most as f64 / limit as f64));
             }
-            let told =
+            let message =
                 || format!("{name}: {most} in a window, and {limits} × {limit} is the bound");
-            self.require(most <= limits * limit, told);
-            // Where a machine that stood still made calls miss their deadline, there was a failure
-            // of the store after all, and the bound of that holds.
+            self.require(most <= limits * limit, message);
+            // If a stall of the machine made calls miss their deadline, the store did fail, and the
+            // bound for failures applies.
             let fallen = run.records.iter().any(|record| !record.by_store());
             let whatever = if fallen { limits.max(2) } else { limits };
-            self.insist(most <= whatever * limit, || {
+            self.require_always(most <= whatever * limit, || {
                 format!(
-                    "{name}: {whatever} × {limit} is the bound on any machine; instances known: {:?}",
+                    "{name}: {whatever} × {limit} is the bound on any machine; instances known: \
+                     {:?}",
                     run.fleet_sizes()
                 )
             });
         }
         let denied = run.of("quiet").filter(|record| !record.allowed).count();
         self.require(denied == 0, || format!("{denied} denials of keys below their limit"));
-        self.check_life(fleet);
+        self.check_alive(fleet);
         for server in servers {
             let eternal = server.keys_without_expiry("rate_limit:*");
-            self.insist(eternal.is_empty(), || format!("without expiry: {eternal:?}"));
+            self.require_always(eternal.is_empty(), || format!("without expiry: {eternal:?}"));
         }
     }
 
-    /// The store was late by itself, without our doing. To be told before the
+    /// Records a delay of the store that the test did not cause. Must be called before the
     /// [checks](Self::check).
-    pub(crate) fn store_was_late(&mut self, by: Duration) {
+    pub(crate) fn record_store_delay(&mut self, by: Duration) {
         self.late = self.late.max(by);
     }
 
-    /// No panic, no exit.
-    pub(crate) fn check_life(&mut self, fleet: &Fleet) {
+    /// Checks that no instance panicked or exited.
+    pub(crate) fn check_alive(&mut self, fleet: &Fleet) {
         for service in &fleet.instances {
             let output = service.output();
-            self.insist(!output.contains("panicked"), || format!("a panic:\n{output}"));
-            assert!(service.memory() > 0, "it runs");
+            self.require_always(!output.contains("panicked"), || format!("a panic:\n{output}"));
+            assert!(service.memory() > 0, "the instance runs");
             assert_eq!(service.admin("/healthz").status, 200);
         }
     }
 
-    /// From one moment to the other, nobody was decided by the store, everybody by its policy's
-    /// word.
+    /// Checks that all decisions of a period were made by the failure modes of the policies.
     pub(crate) fn check_failure_modes(&mut self, run: &Run, from: Instant, to: Instant) {
         let mut wrong = String::new();
-        for record in run.sent_between(from, to).filter(|record| record.answered <= to) {
+        for record in run.sent_between(from, to).filter(|record| record.responded <= to) {
             let name = run.stream(record).name.as_str();
             let right = match name {
                 "open" => record.source == Source::Allow && record.allowed,
                 "ledger" => record.source == Source::Deny && !record.allowed,
-                // A denial that the store has made holds, as long as it is not missed.
+                // Denials of the store stay valid in the deny cache.
                 _ => {
                     record.source == Source::Local
                         || (record.source == Source::DenyCache && !record.allowed)
@@ -219,38 +222,37 @@ impl Row {
             }
         }
         self.require(wrong.is_empty(), || format!("while the store is away:{wrong}"));
-        // In the window in which it fails, what the store had admitted comes on top; then no more.
-        let most = run.most_admitted("hot", WINDOW, from + WINDOW, to);
+        // Only the window of the failure may also contain requests that the store had allowed.
+        let most = run.max_allowed("hot", WINDOW, from + WINDOW, to);
         self.require(most <= LIMIT, || {
             format!("{most} in a window long after the store was gone, and {LIMIT} is the bound")
         });
     }
 
-    /// The store does not answer from one moment to the other: the breaker opens, then every
-    /// decision comes at once.
+    /// Checks an outage: the circuit opens, and then every decision is fast.
     pub(crate) fn check_outage(&mut self, run: &Run, gone: Instant, back: Instant) {
         let open = run.shown_after(gone, Sample::breaker_is_open);
         self.within("breaker open", open, SECOND);
         let from = gone + open.unwrap_or(SECOND);
-        self.within("p99 away", Some(run.p99(from, back)), AT_ONCE);
+        self.within("p99 away", Some(run.p99(from, back)), MAX_LOCAL_LATENCY);
         self.check_failure_modes(run, from, back);
         let late = run
             .sent_between(gone + SECOND, back)
             .filter(|record| record.source == Source::DenyCache)
             .count();
         self.require(late == 0, || {
-            format!("{late} denials from the cache, long after it could be told of a refund")
+            format!("{late} denials from the cache, long after its entries became stale")
         });
     }
 
-    /// An old primary that is awake again is left alone: what lay in its socket writes nothing, and
-    /// no more calls come.
+    /// Checks that a resumed old primary is not used: pending calls in its socket write nothing,
+    /// and no further calls arrive.
     pub(crate) fn check_old_primary(&mut self, monitor: &Monitor, awake: Instant) {
         let seen = monitor.written_after(self.started).len();
-        self.insist(seen > 0, || "the old primary was not listened to".to_owned());
+        self.require_always(seen > 0, || "the monitor of the old primary saw nothing".to_owned());
         let written = monitor.written_after(awake);
         self.figure("written to the old primary", written.len());
-        self.insist(written.is_empty(), || {
+        self.require_always(written.is_empty(), || {
             format!("{} writes to the old primary: {}", written.len(), written[0])
         });
         let calls = monitor.calls_after(awake + SECOND / 2);
@@ -259,8 +261,7 @@ impl Row {
         });
     }
 
-    /// The store decided everything that was sent in this time, but for keys that owe it what they
-    /// were admitted without it.
+    /// Checks that the store decided all requests of a period, except for keys with pending debits.
     pub(crate) fn check_store_decides(
         &mut self,
         run: &Run,
@@ -270,27 +271,32 @@ impl Row {
     ) {
         let others = run.without_store(from, to, WINDOW);
         self.require(others.is_empty(), || {
-            let mut told = format!("{} decisions that are not the store's", others.len());
+            let mut message = format!("{} decisions that are not the store's", others.len());
             for record in others.iter().take(5) {
-                let (name, after, took) = (&run.stream(record).name, record.sent - from, record.answered - record.sent);
+                let (name, after, took) =
+                    (&run.stream(record).name, record.sent - from, record.responded - record.sent);
                 let Record { instance, source, .. } = record;
                 let _ = write!(
-                    told,
-                    "\n  {name} by {source:?} of instance {instance}, sent {after:?} later, took {took:?}"
+                    message,
+                    "\n  {name} by {source:?} of instance {instance}, sent {after:?} later, took \
+                     {took:?}"
                 );
             }
             for (number, service) in fleet.instances.iter().enumerate() {
                 let output = service.output();
                 let warnings = output.lines().skip_while(|line| !line.contains(" WARN "));
-                let _ = write!(told, "\n  instance {number}:\n{}", warnings.collect::<Vec<_>>().join("\n"));
+                let _ = write!(
+                    message,
+                    "\n  instance {number}:\n{}",
+                    warnings.collect::<Vec<_>>().join("\n")
+                );
             }
-            told
+            message
         });
     }
 
-    /// What the store charged is what it told, but for requests of which nobody can know: those
-    /// under way when it went away or came back. `away`: requests sent in this time must not have
-    /// been charged, now or later.
+    /// Checks that the store charged exactly the allowed requests, except for those in flight at
+    /// the start or end of the outage. Requests sent within `away` must never be charged.
     pub(crate) fn check_ledger(
         &mut self,
         run: &Run,
@@ -302,13 +308,13 @@ impl Row {
         let unanswered =
             run.of("ledger").filter(|record| !record.by_store() && unknown(record.sent)).count()
                 as u64;
-        self.figure("charged", format_args!("{charged} of {admitted} told"));
-        self.insist((admitted..=admitted + unanswered).contains(&charged), || {
-            format!("{charged} charged, {admitted} told, {unanswered} of which nobody can know")
+        self.figure("charged", format_args!("{charged} of {admitted} reported"));
+        self.require_always((admitted..=admitted + unanswered).contains(&charged), || {
+            format!("{charged} charged, {admitted} reported, {unanswered} unknown")
         });
     }
 
-    /// Writes the row's line, and fails if something did not hold.
+    /// Prints the row, and panics if it has failures.
     fn finish(mut self) {
         self.done = true;
         self.write(if self.failures.is_empty() { "ok" } else { "FAILED" });

@@ -2,19 +2,21 @@ use std::time::Instant;
 
 use crate::servers::{Launch, Server};
 
-/// A primary and a replica that Sentinels watch.
-pub(crate) struct Watched {
+/// Primary and replica that Sentinels monitor.
+pub(crate) struct SentinelDeployment {
     pub(crate) primary: Server,
     pub(crate) replica: Server,
     sentinels: Vec<Server>,
 }
 
-impl Watched {
-    /// The replica is started like this, and so many Sentinels look after both.
+impl SentinelDeployment {
+    /// Starts a replica and a number of Sentinels.
     pub(crate) fn start(replica: Launch, sentinels: usize) -> Self {
         let primary = Server::start();
         let replica = replica.replica_of(&primary).start();
-        replica.until("the replica follows", |replica| replica.info("master_link_status") == "up");
+        replica.wait_until("the replica follows", |replica| {
+            replica.info("master_link_status") == "up"
+        });
         let quorum = sentinels / 2 + 1;
         let lines = format!(
             "sentinel monitor mymaster 127.0.0.1 {} {quorum}\n\
@@ -25,14 +27,14 @@ impl Watched {
         let sentinels: Vec<Server> =
             (0..sentinels).map(|_| Launch::new().sentinel(&lines).start()).collect();
         let watched = Self { primary, replica, sentinels };
-        watched.until_all_know_each_other();
+        watched.wait_for_discovery();
         watched
     }
 
-    fn until_all_know_each_other(&self) {
+    fn wait_for_discovery(&self) {
         let others = (self.sentinels.len() - 1).to_string();
         for sentinel in &self.sentinels {
-            sentinel.until("the Sentinels know each other and the replica", |sentinel| {
+            sentinel.wait_until("the Sentinels know each other and the replica", |sentinel| {
                 let facts: Vec<String> = sentinel.query(&["SENTINEL", "MASTER", "mymaster"]);
                 let fact = |name: &str| {
                     facts.iter().position(|fact| fact == name).map(|at| facts[at + 1].clone())
@@ -43,32 +45,32 @@ impl Watched {
         }
     }
 
-    /// As a store in a configuration.
+    /// Returns the store section of a configuration.
     pub(crate) fn store(&self) -> String {
         let nodes: Vec<String> =
             self.sentinels.iter().map(|sentinel| format!("'{}'", sentinel.url())).collect();
         format!("sentinel: {{master: mymaster, nodes: [{}]}}", nodes.join(", "))
     }
 
-    /// Asks for a failover, and waits until the replica is the primary. The moment when who asks
-    /// the Sentinels could know.
+    /// Triggers a failover and waits until the replica is the primary. Returns the time when the
+    /// Sentinels reported it.
     pub(crate) fn fail_over(&self) -> Instant {
-        self.ask_for_failover();
+        self.trigger_failover();
         self.promotion()
     }
 
-    /// The same, but the old primary follows the new one at once. Its connections stay, and hear
+    /// Triggers a failover and demotes the old primary at once. Its connections stay open and get
     /// `READONLY`.
     pub(crate) fn fail_over_and_demote(&self) -> Instant {
-        self.ask_for_failover();
-        self.replica.until("the replica is promoted", Server::is_primary);
+        self.trigger_failover();
+        self.replica.wait_until("the replica is promoted", Server::is_primary);
         let _: () = self.primary.query(&["REPLICAOF", "127.0.0.1", &self.replica.port.to_string()]);
         self.promotion()
     }
 
-    fn ask_for_failover(&self) {
-        // As long as it has not looked at the replica closely, it finds none that is fit.
-        self.sentinels[0].until("the Sentinel begins", |sentinel| {
+    fn trigger_failover(&self) {
+        // A Sentinel needs INFO of the replica before it can promote it.
+        self.sentinels[0].wait_until("the failover starts", |sentinel| {
             let begun: redis::RedisResult<()> = redis::cmd("SENTINEL")
                 .arg(&["FAILOVER", "mymaster"])
                 .query(&mut sentinel.connection());
@@ -76,10 +78,9 @@ impl Watched {
         });
     }
 
-    /// Waits until the replica is the primary, and one of the Sentinels says so: who asks them
-    /// could know. That moment.
+    /// Waits until the replica is the primary and a Sentinel reports it. Returns that time.
     pub(crate) fn promotion(&self) -> Instant {
-        self.replica.until("the replica is promoted", |replica| {
+        self.replica.wait_until("the replica is promoted", |replica| {
             let names = |sentinel: &Server| {
                 let (_, port): (String, u16) =
                     sentinel.query(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster"]);
@@ -89,9 +90,9 @@ impl Watched {
         })
     }
 
-    /// Makes the replica the primary and the primary its replica by hand, without a word to their
-    /// clients: every connection stays. The Sentinels are told to watch the other one now, as their
-    /// guide says; no failover, so no newer epoch. The moment when all knew.
+    /// Swaps primary and replica by hand; all connections stay open. The Sentinels are reconfigured
+    /// as their guide describes, without a failover and a newer epoch. Returns the time when all
+    /// knew.
     pub(crate) fn swap_by_hand(&self) -> Instant {
         for sentinel in &self.sentinels {
             let _: () = sentinel.query(&["SENTINEL", "REMOVE", "mymaster"]);

@@ -5,14 +5,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::hole::Hole;
+use crate::namespace::NetworkNamespace;
 use crate::support::folder_in_memory;
 
-/// What takes this long hangs. A Sentinel that finds that it stood still itself for two seconds
-/// does nothing for half a minute (TILT), and on a busy machine it may.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+/// Time after which a test is considered hanging. A Sentinel that stalled for two seconds pauses
+/// for half a minute (TILT), which may happen on a busy machine.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// A Redis process, ended by its id.
+/// Redis process, killed on drop.
 pub(crate) struct Server {
     process: Child,
     pub(crate) port: u16,
@@ -20,15 +20,15 @@ pub(crate) struct Server {
     folder: tempfile::TempDir,
 }
 
-/// How a server is to be started.
+/// Options of a server.
 #[derive(Clone)]
 pub(crate) struct Launch {
     host: String,
     options: Vec<String>,
-    /// Seconds that its clock is off, with a sign.
+    /// Clock offset in seconds, with a sign.
     clock: Option<&'static str>,
     namespace: Option<String>,
-    /// The lines of a Sentinel's file.
+    /// Lines of a Sentinel's configuration file.
     sentinel: Option<String>,
 }
 
@@ -52,15 +52,15 @@ impl Launch {
         self.with("replicaof", &format!("127.0.0.1 {}", primary.port))
     }
 
-    /// With a clock that is off by so many seconds.
+    /// Sets the clock offset in seconds.
     pub(crate) fn clock(mut self, seconds: &'static str) -> Self {
         self.clock = Some(seconds);
         self
     }
 
-    pub(crate) fn inside(mut self, hole: &Hole) -> Self {
-        self.namespace = Some(hole.namespace.clone());
-        self.host.clone_from(&hole.inside);
+    pub(crate) fn inside(mut self, namespace: &NetworkNamespace) -> Self {
+        self.namespace = Some(namespace.namespace.clone());
+        self.host.clone_from(&namespace.inside);
         self.with("protected-mode", "no")
     }
 
@@ -70,27 +70,27 @@ impl Launch {
     }
 
     pub(crate) fn start(self) -> Server {
-        // Another program may take the port between our look and the server's start.
+        // Another program may take the port before the server starts.
         for _ in 0..5 {
             let (port, folder) = (free_port(), folder_in_memory());
             if let Some(process) = self.run(port, folder.path()) {
                 return Server { process, port, launch: self, folder };
             }
         }
-        panic!("redis-server did not start in five tries");
+        panic!("redis-server did not start in five attempts");
     }
 
-    /// The running server, once it answers; `None` if it ended.
+    /// Waits until the server responds; `None` if it exited.
     fn run(&self, port: u16, folder: &Path) -> Option<Child> {
         let mut process = self.command(port, folder).spawn().unwrap_or_else(|error| {
             panic!("redis-server cannot be started ({error}): install it with `make setup`");
         });
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < deadline {
             if process.try_wait().expect("our own child").is_some() {
                 return None;
             }
-            if self.answers(port) {
+            if self.responds(port) {
                 return process.try_wait().expect("our own child").is_none().then_some(process);
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -121,9 +121,9 @@ impl Launch {
             .arg(folder)
             .args(&self.options);
         if let Some(seconds) = self.clock {
-            // The tool of the same name hangs with Debian's Redis: its library asks for memory
-            // while jemalloc, which Redis uses, asks it for the time. So the C library's own malloc
-            // goes first.
+            // The `faketime` tool hangs with Debian's Redis: its library allocates memory while
+            // jemalloc, which Redis uses, asks it for the time. Preloading the C library's malloc
+            // avoids that.
             let library = faketime();
             let c = library
                 .parent()
@@ -137,15 +137,15 @@ impl Launch {
         command
     }
 
-    fn answers(&self, port: u16) -> bool {
-        let ask = || {
+    fn responds(&self, port: u16) -> bool {
+        let send = || {
             let mut stream = TcpStream::connect((self.host.as_str(), port))?;
             stream.set_read_timeout(Some(Duration::from_secs(1)))?;
             stream.write_all(b"PING\r\n")?;
             let mut line = String::new();
             BufReader::new(stream).read_line(&mut line)
         };
-        ask().is_ok_and(|read| read > 0)
+        send().is_ok_and(|read| read > 0)
     }
 }
 
@@ -162,7 +162,7 @@ impl Server {
         (&self.launch.host, self.port)
     }
 
-    /// As a store in a configuration.
+    /// Returns the store section of a configuration.
     pub(crate) fn store(&self) -> String {
         format!("redis: '{}'", self.url())
     }
@@ -177,14 +177,14 @@ impl Server {
         assert!(sent.expect("kill runs").success());
     }
 
-    /// Without a warning to anybody.
+    /// Kills the server without a shutdown.
     pub(crate) fn kill(&mut self) {
         self.process.kill().expect("our own child");
         self.process.wait().expect("our own child");
     }
 
-    /// Again on the same port, with nothing in it.
-    pub(crate) fn start_again(&mut self) {
+    /// Restarts the server empty, on the same port.
+    pub(crate) fn restart(&mut self) {
         self.process =
             self.launch.run(self.port, self.folder.path()).expect("the port is free again");
     }
@@ -192,24 +192,24 @@ impl Server {
     pub(crate) fn connection(&self) -> redis::Connection {
         let client = redis::Client::open(self.url()).expect("a URL");
         let connection =
-            client.get_connection_with_timeout(PATIENCE).expect("our own server answers");
-        connection.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+            client.get_connection_with_timeout(TEST_TIMEOUT).expect("the server responds");
+        connection.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         connection
     }
 
     pub(crate) fn query<T: redis::FromRedisValue>(&self, words: &[&str]) -> T {
-        tell(&mut self.connection(), words)
+        command(&mut self.connection(), words)
     }
 
-    /// The value of a line of INFO; empty while it does not answer. (Sentinels close the
-    /// connections of whom they promote.)
+    /// Returns a value of INFO; empty while the server does not respond. (Sentinels close the
+    /// connections of a promoted replica.)
     pub(crate) fn info(&self, name: &str) -> String {
-        let ask = |client: redis::Client| {
-            let mut connection = client.get_connection_with_timeout(PATIENCE)?;
-            connection.set_read_timeout(Some(PATIENCE))?;
+        let send = |client: redis::Client| {
+            let mut connection = client.get_connection_with_timeout(TEST_TIMEOUT)?;
+            connection.set_read_timeout(Some(TEST_TIMEOUT))?;
             redis::cmd("INFO").arg("everything").query::<String>(&mut connection)
         };
-        let text = redis::Client::open(self.url()).and_then(ask).unwrap_or_default();
+        let text = redis::Client::open(self.url()).and_then(send).unwrap_or_default();
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix(name)?.strip_prefix(':').map(str::to_owned));
@@ -222,18 +222,20 @@ impl Server {
 
     pub(crate) fn keys_without_expiry(&self, pattern: &str) -> Vec<String> {
         let mut connection = self.connection();
-        let keys: Vec<String> = tell(&mut connection, &["KEYS", pattern]);
-        keys.into_iter().filter(|key| tell::<i64>(&mut connection, &["PTTL", key]) == -1).collect()
+        let keys: Vec<String> = command(&mut connection, &["KEYS", pattern]);
+        keys.into_iter()
+            .filter(|key| command::<i64>(&mut connection, &["PTTL", key]) == -1)
+            .collect()
     }
 
-    /// Waits for something that happens by itself, looking often. The moment when it was seen.
-    pub(crate) fn until(&self, what: &str, happened: impl Fn(&Self) -> bool) -> Instant {
-        let deadline = Instant::now() + PATIENCE;
+    /// Waits until a condition holds and returns that time.
+    pub(crate) fn wait_until(&self, what: &str, happened: impl Fn(&Self) -> bool) -> Instant {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             if happened(self) {
                 return Instant::now();
             }
-            assert!(Instant::now() < deadline, "waited in vain until {what}");
+            assert!(Instant::now() < deadline, "timeout while waiting until {what}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -246,7 +248,7 @@ impl Drop for Server {
     }
 }
 
-pub(crate) fn tell<T: redis::FromRedisValue>(
+pub(crate) fn command<T: redis::FromRedisValue>(
     connection: &mut redis::Connection,
     words: &[&str],
 ) -> T {
@@ -255,8 +257,8 @@ pub(crate) fn tell<T: redis::FromRedisValue>(
     command.query(connection).unwrap_or_else(|error| panic!("{words:?}: {error}"))
 }
 
-/// A port that is free, and so is the one 10,000 above it, where a cluster's nodes talk. Both are
-/// below those that the system hands out by itself.
+/// Returns a port that is free together with the one 10,000 above it, the cluster bus. Both are
+/// below the system's ephemeral range.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
@@ -271,7 +273,7 @@ fn free_port() -> u16 {
 }
 
 fn faketime() -> PathBuf {
-    let folders = std::fs::read_dir("/usr/lib").expect("a folder").flatten();
+    let folders = std::fs::read_dir("/usr/lib").expect("a directory").flatten();
     let library = folders
         .map(|folder| folder.path().join("faketime/libfaketime.so.1"))
         .find(|file| file.exists());

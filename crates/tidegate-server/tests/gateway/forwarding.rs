@@ -3,7 +3,7 @@ use std::net::TcpStream;
 
 use serde_json::json;
 
-use crate::support::{PATIENCE, Service, raw, read_answer, request, with_free_ports};
+use crate::support::{Service, TEST_TIMEOUT, raw, read_response, request, with_free_ports};
 use crate::upstream::{OK, Upstream};
 
 const LIMIT: &str = "
@@ -12,21 +12,23 @@ policies:
 ";
 
 #[test]
-fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
-    let answer =
-        b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\nConnection: X-Private\r\n\
-        X-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\nSet-Cookie: c=d\r\n\r\nok";
-    let upstream = Upstream::answering(answer);
+fn upstream_gets_forwarded_headers_without_hop_by_hop_ones() {
+    let response =
+        b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\nX-Own: a\r\nKeep-Alive: timeout=5\r\n\
+          Connection: X-Private\r\nX-Private: secret\r\nVia: 1.0 cache\r\nSet-Cookie: a=b\r\n\
+          Set-Cookie: c=d\r\n\r\nok";
+    let upstream = Upstream::responding_with(response);
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = "POST /a/b?c=%20d HTTP/1.1\r\nHost: example.org\r\nX-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\n\
-        X-Forwarded-Prefix: /evil\r\nConnection: close, X-Hop\r\nX-Hop: secret\r\nProxy-Authorization: secret\r\n\
-        Keep-Alive: 5\r\nTE: trailers, gzip\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Length: 4\r\n\r\nbody";
-    let answer = raw(&gateway.http, bytes.as_bytes());
-    assert_eq!((answer.status, answer.body.as_str()), (201, "ok"));
-    assert_eq!(answer.header("x-own"), Some("a"));
-    assert_eq!((answer.header("x-private"), answer.header("keep-alive")), (None, None));
-    assert_eq!(answer.headers.iter().filter(|(name, _)| name == "set-cookie").count(), 2);
-    let via: Vec<&str> = answer
+    let bytes = "POST /a/b?c=%20d HTTP/1.1\r\nHost: example.org\r\nX-Forwarded-For: 6.6.6.6\r\n\
+                 Forwarded: for=6.6.6.6\r\nX-Forwarded-Prefix: /evil\r\nConnection: close, \
+                 X-Hop\r\nX-Hop: secret\r\nProxy-Authorization: secret\r\nKeep-Alive: 5\r\nTE: \
+                 trailers, gzip\r\nX-Twice: 1\r\nX-Twice: 2\r\nContent-Length: 4\r\n\r\nbody";
+    let response = raw(&gateway.http, bytes.as_bytes());
+    assert_eq!((response.status, response.body.as_str()), (201, "ok"));
+    assert_eq!(response.header("x-own"), Some("a"));
+    assert_eq!((response.header("x-private"), response.header("keep-alive")), (None, None));
+    assert_eq!(response.headers.iter().filter(|(name, _)| name == "set-cookie").count(), 2);
+    let via: Vec<&str> = response
         .headers
         .iter()
         .filter(|(name, _)| name == "via")
@@ -59,8 +61,8 @@ fn the_upstream_is_told_who_asks_and_nothing_that_was_for_us_alone() {
 }
 
 #[test]
-fn what_connection_names_is_dropped_whatever_else_it_names() {
-    let upstream = Upstream::answering(OK);
+fn headers_listed_in_connection_are_dropped() {
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let bytes =
         b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close, X-Secret, \xff\r\nX-Secret: s\r\n\r\n";
@@ -69,30 +71,32 @@ fn what_connection_names_is_dropped_whatever_else_it_names() {
 }
 
 #[test]
-fn trailers_tell_of_no_other_client() {
+fn trailers_cannot_spoof_headers() {
     let upstream = Upstream::start(|_, stream| {
         stream.write_all(
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum, keep-alive\r\n\r\n2\r\nok\r\n0\r\n\
-              X-Sum: 2\r\nKeep-Alive: 5\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum, keep-alive\r\n\r\n\
+              2\r\nok\r\n0\r\nX-Sum: 2\r\nKeep-Alive: 5\r\n\r\n",
         )
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let bytes = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\n\
-        Trailer: x-sum, x-forwarded-for, forwarded, connection\r\n\r\n1\r\na\r\n0\r\nX-Sum: 1\r\n\
-        X-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\nConnection: x\r\n\r\n";
-    let answer = raw(&gateway.http, bytes);
-    assert_eq!(answer.status, 200);
-    assert!(answer.body.ends_with("0\r\nx-sum: 2\r\n\r\n"), "{answer:?}");
+    let bytes = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nTE: trailers\r\n\
+                  Transfer-Encoding: chunked\r\nTrailer: x-sum, x-forwarded-for, forwarded, \
+                  connection\r\n\r\n1\r\na\r\n0\r\nX-Sum: 1\r\nX-Forwarded-For: 6.6.6.6\r\n\
+                  Forwarded: for=6.6.6.6\r\nConnection: x\r\n\r\n";
+    let response = raw(&gateway.http, bytes);
+    assert_eq!(response.status, 200);
+    assert!(response.body.ends_with("0\r\nx-sum: 2\r\n\r\n"), "{response:?}");
     let trailers = upstream.received().remove(0).trailers;
     assert_eq!(trailers.to_ascii_lowercase(), "x-sum: 1\r\n\r\n");
 }
 
 #[test]
-fn an_answer_is_framed_by_us_whatever_the_upstream_speaks() {
+fn responses_are_reframed_for_the_client() {
     let upstream = Upstream::start(|request, stream| {
         if request.head.starts_with("GET /both") {
             return stream.write_all(
-                b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nwhole\r\n0\r\n\r\n",
+                b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n\
+                  whole\r\n0\r\n\r\n",
             );
         }
         if request.head.starts_with("GET /stops") {
@@ -105,12 +109,13 @@ fn an_answer_is_framed_by_us_whatever_the_upstream_speaks() {
         Err(std::io::ErrorKind::BrokenPipe.into())
     });
     let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
-    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    // One after the other on one connection, which lasts; the last is cut off where it is seen.
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+    client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+    // Sequential requests on one connection, which stays open until the last response.
     client
         .write_all(
-            b"GET /both HTTP/1.1\r\nHost: h\r\n\r\nGET /old HTTP/1.1\r\nHost: h\r\n\r\nGET /stops HTTP/1.1\r\nHost: h\r\n\r\n",
+            b"GET /both HTTP/1.1\r\nHost: h\r\n\r\nGET /old HTTP/1.1\r\nHost: h\r\n\r\nGET \
+              /stops HTTP/1.1\r\nHost: h\r\n\r\n",
         )
         .expect("sent");
     let mut all = String::new();
@@ -122,15 +127,16 @@ fn an_answer_is_framed_by_us_whatever_the_upstream_speaks() {
 }
 
 #[test]
-fn the_limits_of_an_upstream_are_not_mixed_with_ours() {
-    let upstream = Upstream::answering(
-        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nRateLimit: \"up\";r=7;t=1\r\nRateLimit-Policy: \"up\";q=9;w=1\r\n\
-          RateLimit-Remaining: 7\r\nX-RateLimit-Limit: 9\r\nX-RateLimit-Used: 2\r\nRetry-After: 5\r\n\r\n",
+fn rate_limit_headers_of_upstreams_are_not_mixed_with_ours() {
+    let upstream = Upstream::responding_with(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nRateLimit: \"up\";r=7;t=1\r\n\
+          RateLimit-Policy: \"up\";q=9;w=1\r\nRateLimit-Remaining: 7\r\nX-RateLimit-Limit: 9\r\n\
+          X-RateLimit-Used: 2\r\nRetry-After: 5\r\n\r\n",
     );
-    let ask = |config: &str, path: &str| {
+    let send = |config: &str, path: &str| {
         let gateway = Service::gateway(config, &[&upstream.url()]);
-        let answer = request(&gateway.http, "GET", path, &[("X-User-Id", "u1")], b"");
-        let limits = answer
+        let response = request(&gateway.http, "GET", path, &[("X-User-Id", "u1")], b"");
+        let limits = response
             .headers
             .into_iter()
             .filter(|(name, _)| name.contains("ratelimit") || name == "retry-after");
@@ -151,15 +157,15 @@ fn the_limits_of_an_upstream_are_not_mixed_with_ours() {
             .map(str::to_owned)
             .collect::<std::collections::BTreeSet<_>>()
     };
-    assert_eq!(ask(LIMIT, "/api/x"), set(&[&ours, &our_x]));
-    assert_eq!(ask(LIMIT, "/other"), set(&[&theirs, &their_x]));
+    assert_eq!(send(LIMIT, "/api/x"), set(&[&ours, &our_x]));
+    assert_eq!(send(LIMIT, "/other"), set(&[&theirs, &their_x]));
     let without_x = format!("{LIMIT}headers: {{x_ratelimit: false}}\n");
-    assert_eq!(ask(&without_x, "/api/x"), set(&[&ours, &their_x]));
+    assert_eq!(send(&without_x, "/api/x"), set(&[&ours, &their_x]));
 }
 
 #[test]
-fn a_trusted_proxy_is_believed_and_added_to() {
-    let upstream = Upstream::answering(OK);
+fn forwarded_headers_of_trusted_proxies_are_extended() {
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("client_ip: {trusted_proxies: [127.0.0.1]}\n", &[&upstream.url()]);
     let headers = [
@@ -175,17 +181,17 @@ fn a_trusted_proxy_is_believed_and_added_to() {
 }
 
 #[test]
-fn what_the_policies_allow_passes_and_the_rest_never_gets_there() {
-    let upstream = Upstream::answering(OK);
+fn only_allowed_requests_reach_the_upstream() {
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway(LIMIT, &[&upstream.url()]);
-    let ask = |user| request(&gateway.http, "GET", "/api/items?x=y", &[("X-User-Id", user)], b"");
+    let send = |user| request(&gateway.http, "GET", "/api/items?x=y", &[("X-User-Id", user)], b"");
     for remaining in ["2", "1", "0"] {
-        let answer = ask("u1");
-        assert_eq!((answer.status, answer.body.as_str()), (200, "ok"));
-        assert_eq!(answer.header("x-ratelimit-remaining"), Some(remaining));
-        assert_eq!(answer.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
+        let response = send("u1");
+        assert_eq!((response.status, response.body.as_str()), (200, "ok"));
+        assert_eq!(response.header("x-ratelimit-remaining"), Some(remaining));
+        assert_eq!(response.header("ratelimit-policy"), Some(r#""per-user";q=3;w=3600"#));
     }
-    let denied = ask("u1");
+    let denied = send("u1");
     assert_eq!(
         (denied.status, denied.header("content-type")),
         (429, Some("application/problem+json"))
@@ -193,9 +199,9 @@ fn what_the_policies_allow_passes_and_the_rest_never_gets_there() {
     assert_eq!(denied.json()["status"], 429);
     let wait: u64 = denied.header("retry-after").expect("a wait").parse().expect("seconds");
     assert!((3_500..=3_600).contains(&wait));
-    assert_eq!(ask("u2").status, 200);
-    assert_eq!(upstream.received().len(), 4, "denied requests do not get there");
-    // Not limited, and another way to write the path does not get around it.
+    assert_eq!(send("u2").status, 200);
+    assert_eq!(upstream.received().len(), 4, "denied requests do not reach the upstream");
+    // Other paths are not limited, and other spellings of the path do not bypass the limit.
     assert_eq!(
         request(&gateway.http, "GET", "/", &[("X-User-Id", "u1")], b"").header("ratelimit"),
         None
@@ -214,52 +220,53 @@ fn what_the_policies_allow_passes_and_the_rest_never_gets_there() {
 }
 
 #[test]
-fn the_body_of_a_denied_request_is_not_read() {
-    let upstream = Upstream::answering(OK);
+fn body_of_a_denied_request_is_not_read() {
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
-    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    client.set_write_timeout(Some(PATIENCE)).expect("a timeout");
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+    client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+    client.set_write_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     client
         .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1073741824\r\n\r\n")
         .expect("sent");
-    // More than one packet is on its way when the answer comes, and yet the answer is read.
+    // The response is read although body packets are still in flight.
     let _ = client.write_all(&vec![0; 100_000]);
-    let answer = read_answer(&mut client);
-    assert_eq!((answer.status, answer.header("connection")), (429, Some("close")));
+    let response = read_response(&mut client);
+    assert_eq!((response.status, response.header("connection")), (429, Some("close")));
     let piece = vec![0; 64 * 1024];
     let mut taken = 0;
     while taken < 1 << 30 && client.write_all(&piece).is_ok() {
         taken += piece.len();
     }
-    assert!(taken < 32 << 20, "{taken} bytes were taken");
+    assert!(taken < 32 << 20, "{taken} bytes were read");
     assert_eq!(upstream.received().len(), 1);
-    // Who asks first is not even told to send.
-    let expecting =
-        b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n";
+    // With Expect, the client gets no 100 Continue.
+    let expecting = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\n\
+          Content-Length: 9\r\n\r\n";
     assert_eq!(raw(&gateway.http, expecting).status, 429);
 }
 
 #[test]
-fn a_client_that_expects_100_gets_it_when_its_body_is_wanted() {
-    let upstream = Upstream::answering(OK);
+fn expect_continue_is_answered_when_the_body_is_read() {
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    let head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n";
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+    client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+    let head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nExpect: 100-continue\r\n\
+                 Content-Length: 4\r\n\r\n";
     client.write_all(head).expect("sent");
     let mut interim = [0; 25];
-    std::io::Read::read_exact(&mut client, &mut interim).expect("an interim answer");
+    std::io::Read::read_exact(&mut client, &mut interim).expect("an interim response");
     assert_eq!(&interim, b"HTTP/1.1 100 Continue\r\n\r\n");
     client.write_all(b"body").expect("sent");
-    assert_eq!(read_answer(&mut client).status, 200);
+    assert_eq!(read_response(&mut client).status, 200);
     assert_eq!(upstream.received()[0].body, b"body");
 }
 
 #[test]
-fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_end() {
+fn policies_are_reloaded_and_shutdown_drains_in_flight_requests() {
     let upstream = Upstream::start(|request, stream| {
         if request.head.starts_with("GET /slow") {
             std::thread::sleep(std::time::Duration::from_millis(300));
@@ -268,34 +275,33 @@ fn policies_change_without_a_restart_and_what_is_under_way_is_answered_at_the_en
     });
     let mut gateway =
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
-    let ask = |gateway: &Service| request(&gateway.http, "GET", "/", &[], b"");
-    assert_eq!((ask(&gateway).status, ask(&gateway).status), (200, 429));
+    let send = |gateway: &Service| request(&gateway.http, "GET", "/", &[], b"");
+    assert_eq!((send(&gateway).status, send(&gateway).status), (200, 429));
     let text = std::fs::read_to_string(gateway.file()).expect("the file");
     std::fs::write(gateway.file(), text.replace("limit: 1", "limit: 1000")).expect("written");
-    gateway.until("the new limit holds", |gateway| ask(gateway).status == 200);
-    assert!(!gateway.output().contains("takes a restart"), "{}", gateway.output());
+    gateway.wait_until("the new limit holds", |gateway| send(gateway).status == 200);
+    assert!(!gateway.output().contains("need a restart"), "{}", gateway.output());
 
-    let mut slow = TcpStream::connect(&gateway.http).expect("it listens");
+    let mut slow = TcpStream::connect(&gateway.http).expect("the service listens");
     slow.write_all(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
-    gateway.until("it is under way", |_| {
+    gateway.wait_until("the request is in flight", |_| {
         upstream.received().iter().any(|r| r.head.starts_with("GET /slow"))
     });
     gateway.signal("TERM");
-    let answer = read_answer(&mut slow);
-    assert_eq!((answer.status, answer.body.as_str()), (200, "ok"));
-    assert_eq!(gateway.ended().code(), Some(0));
+    let response = read_response(&mut slow);
+    assert_eq!((response.status, response.body.as_str()), (200, "ok"));
+    assert_eq!(gateway.wait_for_exit().code(), Some(0));
 }
 
 #[test]
-fn policies_that_no_request_to_the_gateway_can_match_are_logged() {
-    let upstream = Upstream::answering(OK);
+fn policies_that_never_match_are_logged() {
+    let upstream = Upstream::responding_with(OK);
     let config =
         |policy: &str| with_free_ports(&format!("attributes: [tenant]\npolicies:\n  - {policy}\n"));
     let by_tenant = "{name: by-tenant, key: [tenant], limit: 1, window: 1h}";
     let gateway = Service::gateway(&config(by_tenant), &[&upstream.url()]);
     let warned = |name: &str| {
-        let is_warning =
-            |line: &str| line.contains("no request to the gateway") && line.contains(name);
+        let is_warning = |line: &str| line.contains("policy never applies") && line.contains(name);
         gateway.output().lines().filter(|line| is_warning(line)).count()
     };
     assert_eq!(warned("by-tenant"), 1, "{}", gateway.output());
@@ -304,10 +310,10 @@ fn policies_that_no_request_to_the_gateway_can_match_are_logged() {
         config("{name: edge, match: {domain: edge}, limit: 1, window: 1h}"),
     )
     .expect("written");
-    gateway.until("the new policy is logged", |_| warned("edge") == 1);
+    gateway.wait_until("the new policy is logged", |_| warned("edge") == 1);
     std::fs::write(gateway.file(), config("{name: by-ip, key: [ip], limit: 1, window: 1h}"))
         .expect("written");
-    gateway.until("the limit applies", |gateway| {
+    gateway.wait_until("the limit applies", |gateway| {
         request(&gateway.http, "GET", "/", &[], b"").header("ratelimit-policy").is_some()
     });
     assert_eq!((warned("by-tenant"), warned("by-ip")), (1, 0), "{}", gateway.output());

@@ -2,15 +2,16 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::process::Command;
 
-use crate::support::{PATIENCE, Service, request, with_free_ports};
+use crate::support::{Service, TEST_TIMEOUT, request, with_free_ports};
 use crate::upstream::{OK, Upstream};
-use crate::versions::{certified, port};
+use crate::versions::{port, with_certificate};
 
-/// The statuses that curl tells of, thirty times; its own number where it has failed.
+/// Runs curl thirty times and returns the statuses, or its exit codes where it failed.
 fn statuses(arguments: &[&str]) -> Vec<String> {
     let once = |_| {
-        let told = ["-s", "-m", "20", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"];
-        let output = Command::new("curl").args(told).args(arguments).output().expect("curl runs");
+        let options = ["-s", "-m", "20", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"];
+        let output =
+            Command::new("curl").args(options).args(arguments).output().expect("curl runs");
         match output.status.code() {
             Some(0) => String::from_utf8(output.stdout).expect("text"),
             failed => format!("failed: {failed:?}"),
@@ -26,13 +27,14 @@ fn large_body(folder: &std::path::Path) -> String {
 }
 
 #[test]
-fn a_denied_request_hears_its_answer_however_large_its_body() {
-    let upstream = Upstream::answering(OK);
+fn denied_request_with_a_large_body_gets_its_response() {
+    let upstream = Upstream::responding_with(OK);
     let policies = "policies: [{name: p, limit: 1, window: 1h}]\n";
-    let folder = certified(&format!("{policies}tls: {{certificate: cert.pem, key: key.pem}}\n"));
+    let folder =
+        with_certificate(&format!("{policies}tls: {{certificate: cert.pem, key: key.pem}}\n"));
     let ca = folder.path().join("ca.pem").display().to_string();
     let large = large_body(folder.path());
-    let gateway = Service::gateway_on(folder, &[&upstream.url()]);
+    let gateway = Service::gateway_in(folder, &[&upstream.url()]);
     assert!(
         gateway.output().contains(&format!("gateway  https://{}", gateway.http)),
         "{}",
@@ -57,14 +59,14 @@ fn a_denied_request_hears_its_answer_however_large_its_body() {
 }
 
 #[test]
-fn the_service_is_heard_though_it_reads_no_body() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn error_responses_arrive_although_the_body_is_not_read() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let large = large_body(folder.path());
     let file = folder.path().join("tidegate.yaml");
     std::fs::write(&file, with_free_ports("auth: {api_token: right}\n")).expect("written");
     let service = Service::start_on(folder, &file, &[]);
     let url = |path: &str| format!("http://{}{path}", service.http);
-    let ask = |body: &str, path: &str| {
+    let send = |body: &str, path: &str| {
         statuses(&[
             "--http2-prior-knowledge",
             "-H",
@@ -75,13 +77,13 @@ fn the_service_is_heard_though_it_reads_no_body() {
         ])
     };
     for body in ["{}", &large] {
-        assert_eq!(ask(body, "/v1/acquire"), ["2 401"; 30]);
-        assert_eq!(ask(body, "/nowhere"), ["2 404"; 30]);
-        assert_eq!(ask(body, "/openapi.json"), ["2 405"; 30]);
+        assert_eq!(send(body, "/v1/acquire"), ["2 401"; 30]);
+        assert_eq!(send(body, "/nowhere"), ["2 404"; 30]);
+        assert_eq!(send(body, "/openapi.json"), ["2 405"; 30]);
     }
 }
 
-/// A client that speaks frames.
+/// HTTP/2 client at the level of frames.
 struct Frames(TcpStream);
 
 const DATA: u8 = 0;
@@ -94,15 +96,15 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
 
-/// In HPACK: `:method: GET` or `POST`, `:scheme: http`, `:path: /`, `:authority: h`.
+/// HPACK encoding of `:method: GET` or `POST`, `:scheme: http`, `:path: /`, `:authority: h`.
 const GET: &[u8] = b"\x82\x86\x84\x41\x01h";
 const POST: &[u8] = b"\x83\x86\x84\x41\x01h";
 
 impl Frames {
-    /// It lets streams be sent so many bytes until it says more.
+    /// Connects with an initial flow control window for streams.
     fn connect(address: &str, window: u32) -> Self {
-        let stream = TcpStream::connect(address).expect("it listens");
-        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let stream = TcpStream::connect(address).expect("the service listens");
+        stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         let mut frames = Self(stream);
         frames.0.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").expect("sent");
         frames.send(SETTINGS, 0, 0, &[&[0, 4][..], &window.to_be_bytes()].concat());
@@ -115,8 +117,8 @@ impl Frames {
         self.0.write_all(&[&head, payload].concat()).expect("sent");
     }
 
-    /// The next frame of a stream: its kind, flags and payload. What concerns the connection is
-    /// answered.
+    /// Returns the kind, flags and payload of the next frame of a stream, and acknowledges frames
+    /// of the connection.
     fn next(&mut self) -> (u8, u8, Vec<u8>) {
         loop {
             let mut head = [0; 9];
@@ -137,7 +139,7 @@ impl Frames {
 }
 
 #[test]
-fn a_client_that_takes_nothing_of_its_answer_loses_its_stream_and_the_upstream_is_let_go() {
+fn stalled_client_loses_its_stream_and_releases_the_upstream() {
     let upstream = Upstream::start(|request, stream| {
         if request.head.starts_with("POST") {
             return stream.write_all(OK);
@@ -154,8 +156,10 @@ fn a_client_that_takes_nothing_of_its_answer_loses_its_stream_and_the_upstream_i
     client.send(HEADERS, END_HEADERS | END_STREAM, 1, GET);
     assert_eq!(client.next().0, HEADERS);
     assert_eq!(client.next().0, RST_STREAM);
-    gateway.until("the upstream is let go", |gateway| gateway.open_files() <= before + 1);
-    // One that takes little, but goes on, is served; and the connection is as good as before.
+    gateway.wait_until("the upstream connection is closed", |gateway| {
+        gateway.open_files() <= before + 1
+    });
+    // A slow client that keeps reading is served, on the same connection.
     client.send(HEADERS, END_HEADERS | END_STREAM, 3, POST);
     assert_eq!(client.next().0, HEADERS);
     client.send(HEADERS, END_HEADERS | END_STREAM, 5, GET);
@@ -178,15 +182,15 @@ fn a_client_that_takes_nothing_of_its_answer_loses_its_stream_and_the_upstream_i
 }
 
 #[test]
-fn the_rest_of_a_denied_body_is_not_read() {
-    let upstream = Upstream::answering(OK);
+fn rest_of_a_denied_body_is_not_read() {
+    let upstream = Upstream::responding_with(OK);
     let gateway =
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     let mut client = Frames::connect(&gateway.http, 65_535);
     client.send(HEADERS, END_HEADERS | END_STREAM, 1, POST);
     assert_eq!((client.next().0, client.next().0), (HEADERS, DATA));
     client.send(HEADERS, END_HEADERS, 3, POST);
-    // As much as it may send without being granted more.
+    // Send the whole initial flow control window.
     for _ in 0..60 {
         client.send(DATA, 0, 3, &[0; 16_384]);
     }
@@ -194,7 +198,7 @@ fn the_rest_of_a_denied_body_is_not_read() {
     let (kind, flags, body) = client.next();
     assert_eq!((kind, flags & END_STREAM), (DATA, END_STREAM));
     assert!(String::from_utf8_lossy(&body).contains("429"));
-    // Nothing is granted; after a while the stream ends, and not before, without an error.
+    // The window is not extended; after a while the stream ends without an error.
     assert_eq!(client.next(), (RST_STREAM, 0, vec![0; 4]));
     assert_eq!(upstream.received().len(), 1);
 }

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::support::{PATIENCE, Service, read_answer};
+use crate::support::{Service, TEST_TIMEOUT, read_response};
 use crate::upstream::{OK, Upstream};
 
-/// One request on a kept connection: its status and its body.
-fn ask(stream: &mut BufReader<TcpStream>, text: &str) -> Option<(u16, String)> {
+/// Sends one request on a kept connection and returns the status and body.
+fn send(stream: &mut BufReader<TcpStream>, text: &str) -> Option<(u16, String)> {
     stream.get_mut().write_all(text.as_bytes()).ok()?;
     let (mut status, mut length, mut line) = (None, 0, String::new());
     loop {
@@ -33,15 +33,15 @@ fn ask(stream: &mut BufReader<TcpStream>, text: &str) -> Option<(u16, String)> {
 }
 
 fn connect(address: &str) -> BufReader<TcpStream> {
-    let stream = TcpStream::connect(address).expect("it listens");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    let stream = TcpStream::connect(address).expect("the service listens");
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     stream.set_nodelay(true).expect("a socket");
     BufReader::new(stream)
 }
 
 #[test]
-fn ten_thousand_requests_on_kept_connections_leak_none() {
-    let upstream = Upstream::answering(OK);
+fn ten_thousand_requests_leak_no_connections() {
+    let upstream = Upstream::responding_with(OK);
     let policy =
         "policies: [{name: p, key: [ip], algorithm: token-bucket, limit: 1000000, window: 1s}]\n";
     let gateway = Service::gateway(policy, &[&upstream.url()]);
@@ -51,8 +51,8 @@ fn ten_thousand_requests_on_kept_connections_leak_none() {
             scope.spawn(|| {
                 let mut stream = connect(&gateway.http);
                 for _ in 0..2_500 {
-                    let answer = ask(&mut stream, "GET / HTTP/1.1\r\nHost: h\r\n\r\n");
-                    assert_eq!(answer, Some((200, "ok".to_owned())));
+                    let response = send(&mut stream, "GET / HTTP/1.1\r\nHost: h\r\n\r\n");
+                    assert_eq!(response, Some((200, "ok".to_owned())));
                 }
             });
         }
@@ -63,14 +63,14 @@ fn ten_thousand_requests_on_kept_connections_leak_none() {
         "{} connections were made for 4 at a time",
         upstream.connections()
     );
-    // Those to the upstream are kept for a while, and then closed.
-    gateway.until("all connections are closed", |gateway| gateway.open_files() <= before);
+    // Connections to the upstream are pooled for a while, and then closed.
+    gateway.wait_until("all connections are closed", |gateway| gateway.open_files() <= before);
 }
 
 const GIBIBYTE: usize = 1 << 30;
 
 #[test]
-fn a_gibibyte_streams_through_in_constant_memory_both_ways() {
+fn gibibyte_streams_in_constant_memory_in_both_directions() {
     let size = GIBIBYTE;
     let upstream = Upstream::start(move |request, stream| {
         if request.head.starts_with("GET") {
@@ -86,25 +86,25 @@ fn a_gibibyte_streams_through_in_constant_memory_both_ways() {
         stream.write_all(OK)
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    let warm = read_answer(&mut {
-        let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+    let warm = read_response(&mut {
+        let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
         client.write_all(b"PUT / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n").expect("sent");
         client
     });
     assert_eq!(warm.status, 200);
     let before = gateway.memory();
     let done = AtomicBool::new(false);
-    let most = std::thread::scope(|scope| {
+    let peak = std::thread::scope(|scope| {
         let watching = scope.spawn(|| {
-            let mut most = 0;
+            let mut peak = 0;
             while !done.load(Ordering::Relaxed) {
-                most = most.max(gateway.memory());
+                peak = peak.max(gateway.memory());
                 std::thread::sleep(Duration::from_millis(5));
             }
-            most
+            peak
         });
         let start = Instant::now();
-        let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+        let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
         client.write_all(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n").expect("sent");
         let mut piece = vec![0; 1 << 20];
         let mut got = 0;
@@ -118,21 +118,22 @@ fn a_gibibyte_streams_through_in_constant_memory_both_ways() {
         println!("{} MiB down in {:?}", size >> 20, start.elapsed());
 
         let start = Instant::now();
-        let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+        let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
         upload(&mut client, size);
-        assert_eq!(read_answer(&mut client).status, 200);
+        assert_eq!(read_response(&mut client).status, 200);
         assert_eq!(upstream.received().last().map(|request| request.length), Some(size as u64));
         println!("{} MiB up in {:?}", size >> 20, start.elapsed());
         done.store(true, Ordering::Relaxed);
         watching.join().expect("no panic")
     });
-    println!("memory: {before} KiB before, at most {most} KiB");
-    assert!(most < before + 48 * 1024, "from {before} KiB to {most} KiB");
+    println!("memory: {before} KiB before, at peak {peak} KiB");
+    assert!(peak < before + 48 * 1024, "from {before} KiB to {peak} KiB");
 }
 
-/// In chunks: nobody knows the length before.
+/// Chunked body of unknown length.
 fn upload(client: &mut TcpStream, size: usize) {
-    let head = b"PUT / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nX-Discard: y\r\nTransfer-Encoding: chunked\r\n\r\n";
+    let head = b"PUT / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nX-Discard: y\r\n\
+                 Transfer-Encoding: chunked\r\n\r\n";
     client.write_all(head).expect("sent");
     let mut chunk = format!("{:x}\r\n", 1 << 20).into_bytes();
     chunk.extend(std::iter::repeat_n(b'x', 1 << 20));
@@ -143,10 +144,10 @@ fn upload(client: &mut TcpStream, size: usize) {
     client.write_all(b"0\r\n\r\n").expect("sent");
 }
 
-/// Two real services as upstreams. One is killed and started again, several times, while clients
-/// ask questions whose answers tell them apart.
+/// Two real services as upstreams. One is killed and restarted several times, while clients send
+/// requests with distinguishable responses.
 #[test]
-fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
+fn killed_upstream_never_causes_a_wrong_response() {
     let steady = Service::start("");
     let mut mortal = Service::start("");
     let port = mortal.http.clone();
@@ -164,19 +165,23 @@ fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
                 while !stop.load(Ordering::Relaxed) {
                     number += 1;
                     let limit = client * 1_000_000 + number;
-                    let body = json!({"key": "k", "quota": {"limit": limit, "window": "60s"}}).to_string();
+                    let body =
+                        json!({"key": "k", "quota": {"limit": limit, "window": "60s"}}).to_string();
                     let length = body.len();
-                    let text = format!("POST /v1/peek HTTP/1.1\r\nHost: h\r\nContent-Length: {length}\r\n\r\n{body}");
-                    match ask(&mut stream, &text) {
+                    let text = format!(
+                        "POST /v1/peek HTTP/1.1\r\nHost: h\r\nContent-Length: \
+                                        {length}\r\n\r\n{body}"
+                    );
+                    match send(&mut stream, &text) {
                         Some((200, body)) => {
-                            let answer: Value = serde_json::from_str(&body).expect("JSON");
-                            assert_eq!(answer["limit"], limit, "the answer to another question");
+                            let response: Value = serde_json::from_str(&body).expect("JSON");
+                            assert_eq!(response["limit"], limit, "the response to another request");
                             right.fetch_add(1, Ordering::Relaxed);
                         }
                         Some((502..=504, _)) => {
                             failed.fetch_add(1, Ordering::Relaxed);
                         }
-                        // An answer that broke off on its way.
+                        // An incomplete response.
                         None => {
                             failed.fetch_add(1, Ordering::Relaxed);
                             stream = connect(&gateway.http);
@@ -188,14 +193,14 @@ fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
         }
         let progress = |count: usize| {
             let goal = right.load(Ordering::Relaxed) + count;
-            gateway.until("requests are answered", |_| right.load(Ordering::Relaxed) >= goal);
+            gateway.wait_until("requests succeed", |_| right.load(Ordering::Relaxed) >= goal);
         };
         let listen =
             format!("listen: {{http: '{port}', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n");
         for _ in 0..3 {
             progress(200);
             mortal.signal("KILL");
-            mortal.ended();
+            mortal.wait_for_exit();
             progress(200);
             mortal = Service::start(&listen);
             progress(200);
@@ -204,7 +209,7 @@ fn an_upstream_that_is_killed_and_comes_back_never_causes_a_wrong_answer() {
     });
     let (right, failed) = (right.into_inner(), failed.into_inner());
     println!("{right} right, {failed} failed");
-    // What was under way when it was killed, and what met a connection that was not yet seen to be
-    // closed: four clients, three times.
+    // Requests that were in flight at the kill, and those that met a closed pooled connection: four
+    // clients, three times.
     assert!(failed <= 24, "{failed} failed, {right} right");
 }

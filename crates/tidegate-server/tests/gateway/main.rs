@@ -1,21 +1,21 @@
-//! `tidegate gateway` over the wire, in front of real servers.
+//! `tidegate gateway` over the network, in front of real servers.
 
 #[path = "../support/mod.rs"]
 mod support;
 
-/// What the client and the upstream see of each other.
+/// Slow, stalled and unreachable peers.
+mod failures;
+/// Headers, bodies and policies of forwarded requests.
 mod forwarding;
-/// Streams of HTTP/2: answered before they are read, and not taken.
+/// HTTP/2 streams: early responses and stalled clients.
 mod http2;
-/// A large body, many requests, a long life.
+/// Large bodies, many requests, killed upstreams.
 mod load;
-/// Requests that could be read in two ways, byte by byte.
+/// Ambiguous requests, at the level of bytes.
 mod smuggling;
-/// Who is slow, silent or gone.
-mod trouble;
-/// An upstream whose bytes can be looked at.
+/// Upstream that records the received bytes.
 mod upstream;
-/// TLS and HTTP/2, on both sides.
+/// TLS and HTTP/2 on both sides.
 mod versions;
-/// After an upgrade.
+/// Upgraded connections.
 mod websocket;

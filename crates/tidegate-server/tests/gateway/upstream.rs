@@ -1,20 +1,19 @@
-//! An upstream of HTTP/1.1 by hand: it writes down the bytes that it gets, and answers what a
-//! closure says.
+//! HTTP/1.1 upstream that records the received bytes and responds by a closure.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A request as it came.
+/// Received request.
 #[derive(Debug, Clone)]
 pub(crate) struct Received {
-    /// With its line breaks, to the empty line.
+    /// Request head including line breaks, up to the empty line.
     pub(crate) head: String,
-    /// Not kept, but counted, where the request has `X-Discard`.
+    /// Body. With `X-Discard` it is only counted, not kept.
     pub(crate) body: Vec<u8>,
     pub(crate) length: u64,
-    /// With the empty line.
+    /// Trailers including the empty line.
     pub(crate) trailers: String,
 }
 
@@ -35,28 +34,28 @@ pub(crate) struct Upstream {
 pub(crate) const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
 impl Upstream {
-    /// Answers every request so.
-    pub(crate) fn answering(answer: &'static [u8]) -> Self {
-        Self::start(move |_, stream| stream.write_all(answer))
+    /// Sends the same response to every request.
+    pub(crate) fn responding_with(response: &'static [u8]) -> Self {
+        Self::start(move |_, stream| stream.write_all(response))
     }
 
-    /// `serve` is called with each request, and writes its answer.
+    /// Calls `serve` with each request to write the response.
     pub(crate) fn start(
         serve: impl Fn(&Received, &mut TcpStream) -> std::io::Result<()> + Send + Sync + 'static,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let upstream = Self { address, received: Arc::default(), connections: Arc::default() };
-        let (told, serve) = (upstream.clone(), Arc::new(serve));
+        let (recorder, serve) = (upstream.clone(), Arc::new(serve));
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
-                told.connections.fetch_add(1, Ordering::Relaxed);
-                let (told, serve) = (told.clone(), Arc::clone(&serve));
+                recorder.connections.fetch_add(1, Ordering::Relaxed);
+                let (recorder, serve) = (recorder.clone(), Arc::clone(&serve));
                 std::thread::spawn(move || {
                     let mut writer = stream.try_clone().expect("a socket");
                     let mut reader = BufReader::new(stream);
                     while let Some(request) = read_request(&mut reader) {
-                        told.received.lock().expect("no panic").push(request.clone());
+                        recorder.received.lock().expect("no panic").push(request.clone());
                         if serve(&request, &mut writer).is_err() {
                             break;
                         }
@@ -75,14 +74,14 @@ impl Upstream {
         self.received.lock().expect("no panic").clone()
     }
 
-    /// How many have been made.
+    /// Returns the number of accepted connections.
     pub(crate) fn connections(&self) -> usize {
         self.connections.load(Ordering::Relaxed)
     }
 }
 
-/// Strictly: what it does not understand, it panics about, and the test sees what was received
-/// until then.
+/// Parses strictly: panics on anything unexpected, and the test sees the requests received until
+/// then.
 fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Received> {
     let mut head = String::new();
     while !head.ends_with("\r\n\r\n") {

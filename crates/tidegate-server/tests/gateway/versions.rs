@@ -12,13 +12,13 @@ use crate::upstream::{OK, Upstream};
 
 const LIMIT: &str = "policies: [{name: p, limit: 3, window: 1h}]\n";
 
-/// A certificate for localhost, its key and who signed it, as files.
-pub(crate) fn certified(config: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+/// Certificate for localhost, its key and its CA, as files.
+pub(crate) fn with_certificate(config: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let mut params = CertificateParams::new(Vec::<String>::new()).expect("parameters");
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.distinguished_name = DistinguishedName::new();
-    params.distinguished_name.push(DnType::CommonName, "the signer");
+    params.distinguished_name.push(DnType::CommonName, "test CA");
     let ca =
         CertifiedIssuer::self_signed(params, KeyPair::generate().expect("a key")).expect("a CA");
     let key = KeyPair::generate().expect("a key");
@@ -38,28 +38,28 @@ pub(crate) fn port(address: &str) -> &str {
 }
 
 fn curl(arguments: &[&str]) -> (String, String) {
-    let told = ["-s", "-m", "20", "-w", "\n%{http_version} %{http_code}"];
-    let output = Command::new("curl").args(told).args(arguments).output().expect("curl runs");
+    let options = ["-s", "-m", "20", "-w", "\n%{http_version} %{http_code}"];
+    let output = Command::new("curl").args(options).args(arguments).output().expect("curl runs");
     let text = String::from_utf8(output.stdout).expect("UTF-8");
-    let (body, told) = text.rsplit_once('\n').expect("what is told");
-    (body.to_owned(), told.to_owned())
+    let (body, summary) = text.rsplit_once('\n').expect("curl's summary");
+    (body.to_owned(), summary.to_owned())
 }
 
 #[test]
-fn clients_are_spoken_to_over_tls_in_both_versions() {
-    let upstream = Upstream::answering(OK);
-    let folder = certified(&format!(
+fn clients_can_use_tls_with_both_http_versions() {
+    let upstream = Upstream::responding_with(OK);
+    let folder = with_certificate(&format!(
         "{LIMIT}tls: {{certificate: cert.pem, key: key.pem}}\ngateway: {{upstreams: ['{}']}}\n",
         upstream.url()
     ));
     let ca = folder.path().join("ca.pem").display().to_string();
-    let gateway = Service::gateway_on(folder, &[]);
+    let gateway = Service::gateway_in(folder, &[]);
     let url = format!("https://localhost:{}/", port(&gateway.http));
-    let ask = |version: &str| curl(&["--cacert", &ca, version, &url]);
-    assert_eq!(ask("--http2"), ("ok".to_owned(), "2 200".to_owned()));
-    assert_eq!(ask("--http1.1"), ("ok".to_owned(), "1.1 200".to_owned()));
+    let send = |version: &str| curl(&["--cacert", &ca, version, &url]);
+    assert_eq!(send("--http2"), ("ok".to_owned(), "2 200".to_owned()));
+    assert_eq!(send("--http1.1"), ("ok".to_owned(), "1.1 200".to_owned()));
     assert_eq!(curl(&["--cacert", &ca, "--http2", "-d", "body", &url]).1, "2 200");
-    assert_eq!(ask("--http2").1, "2 429");
+    assert_eq!(send("--http2").1, "2 429");
     let received = upstream.received();
     let host = format!("localhost:{}", port(&gateway.http));
     assert_eq!(received[0].header("host"), Some(host.as_str()));
@@ -69,62 +69,62 @@ fn clients_are_spoken_to_over_tls_in_both_versions() {
 }
 
 #[test]
-fn http2_in_the_clear_is_spoken_by_prior_knowledge() {
-    let upstream = Upstream::answering(OK);
+fn plaintext_http2_needs_prior_knowledge() {
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let url = format!("http://{}/", gateway.http);
     assert_eq!(curl(&["--http2-prior-knowledge", &url]), ("ok".to_owned(), "2 200".to_owned()));
-    // Asked to change over in the middle of HTTP/1.1, we stay there.
+    // An upgrade from HTTP/1.1 to HTTP/2 is ignored.
     assert_eq!(curl(&["--http2", &url]), ("ok".to_owned(), "1.1 200".to_owned()));
 }
 
 #[test]
-fn upstreams_are_spoken_to_over_tls_in_both_versions_if_their_certificate_is_good() {
-    let folder = certified("tls: {certificate: cert.pem, key: key.pem}\n");
+fn upstreams_with_valid_certificates_can_use_tls_with_both_http_versions() {
+    let folder = with_certificate("tls: {certificate: cert.pem, key: key.pem}\n");
     let file = folder.path().join("tidegate.yaml");
     let ca = folder.path().join("ca.pem");
     let service = Service::start_on(folder, &file, &[]);
-    let question = json!({"key": "k", "quota": {"limit": 7, "window": "60s"}}).to_string();
+    let payload = json!({"key": "k", "quota": {"limit": 7, "window": "60s"}}).to_string();
     for scheme in ["https", "h2"] {
         let upstream = format!("{scheme}://localhost:{}", port(&service.http));
         let gateway =
             Service::gateway(&format!("gateway: {{ca: {}}}\n", ca.display()), &[&upstream]);
-        let answer = gateway.post("/v1/peek", &question);
+        let response = gateway.post("/v1/peek", &payload);
         assert_eq!(
-            (answer.status, &answer.json()["limit"]),
+            (response.status, &response.json()["limit"]),
             (200, &json!(7)),
-            "{scheme}: {answer:?}"
+            "{scheme}: {response:?}"
         );
         let via = if scheme == "h2" { "2 tidegate" } else { "1.1 tidegate" };
-        assert_eq!(answer.header("via"), Some(via));
-        // Signed by nobody that is trusted.
+        assert_eq!(response.header("via"), Some(via));
+        // Signed by an untrusted CA.
         let gateway = Service::gateway("", &[&upstream]);
-        assert_eq!(gateway.post("/v1/peek", &question).status, 502);
+        assert_eq!(gateway.post("/v1/peek", &payload).status, 502);
     }
 }
 
 #[tokio::test]
-async fn grpc_passes_with_its_trailers_and_is_limited() {
+async fn grpc_is_forwarded_with_trailers_and_limited() {
     let service = Service::start("");
-    let upstream = format!("h2c://{}", service.grpc.as_deref().expect("it listens"));
+    let upstream = format!("h2c://{}", service.grpc.as_deref().expect("the service listens"));
     let gateway = Service::gateway(LIMIT, &[&upstream]);
     let endpoint =
         tonic::transport::Endpoint::from_shared(format!("http://{}", gateway.http)).expect("a URL");
     let mut client = HealthClient::new(endpoint.connect().await.expect("connected"));
-    let ask = |service: &str| HealthCheckRequest { service: service.to_owned() };
-    let answer = client.check(ask("")).await.expect("an answer").into_inner();
-    assert_eq!(answer.status, 1, "serving");
-    // A stream that stays open: its first message comes at once.
-    let mut watched = client.watch(ask("")).await.expect("a stream").into_inner();
+    let send = |service: &str| HealthCheckRequest { service: service.to_owned() };
+    let response = client.check(send("")).await.expect("a response").into_inner();
+    assert_eq!(response.status, 1, "serving");
+    // The first message of an open stream arrives at once.
+    let mut watched = client.watch(send("")).await.expect("a stream").into_inner();
     assert_eq!(watched.message().await.expect("a message").expect("one").status, 1);
-    let unknown = client.check(ask("unknown")).await.expect_err("not known");
+    let unknown = client.check(send("unknown")).await.expect_err("not known");
     assert_eq!(unknown.code(), tonic::Code::NotFound);
-    let denied = client.check(ask("")).await.expect_err("denied");
+    let denied = client.check(send("")).await.expect_err("denied");
     assert_eq!(denied.code(), tonic::Code::ResourceExhausted);
 }
 
 #[test]
-fn json_of_the_service_passes_unchanged() {
+fn json_responses_are_forwarded_unchanged() {
     let service = Service::start("");
     let gateway = Service::gateway("", &[&format!("http://{}", service.http)]);
     let (direct, through) = (

@@ -2,23 +2,24 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use crate::support::{PATIENCE, Service, read_answer};
+use crate::support::{Service, TEST_TIMEOUT, read_response};
 use crate::upstream::Upstream;
 
-/// The key and its answer of RFC 6455, 1.3.
+/// Sample key and accept value of RFC 6455, 1.3.
 const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
 const ACCEPT: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
 
-/// An upstream that sends back each message.
+/// Upstream that echoes each message.
 fn echo() -> Upstream {
     Upstream::start(|request, stream| {
         assert_eq!(request.header("upgrade"), Some("websocket"), "{}", request.head);
         assert_eq!(request.header("connection"), Some("upgrade"), "{}", request.head);
         assert_eq!(request.header("sec-websocket-key"), Some(KEY));
-        let answer = format!(
-            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {ACCEPT}\r\n\r\n"
+        let response = format!(
+            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
+             Sec-WebSocket-Accept: {ACCEPT}\r\n\r\n"
         );
-        stream.write_all(answer.as_bytes())?;
+        stream.write_all(response.as_bytes())?;
         loop {
             let message = read_frame(stream)?;
             write_frame(stream, &message, None)?;
@@ -65,10 +66,11 @@ fn read_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
 }
 
 fn connect(gateway: &Service) -> TcpStream {
-    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+    client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     let head = format!(
-        "GET /chat HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: keep-alive, Upgrade\r\nSec-WebSocket-Key: {KEY}\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        "GET /chat HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: keep-alive, \
+         Upgrade\r\nSec-WebSocket-Key: {KEY}\r\nSec-WebSocket-Version: 13\r\n\r\n"
     );
     client.write_all(head.as_bytes()).expect("sent");
     client
@@ -85,7 +87,7 @@ fn read_head(client: &mut TcpStream) -> String {
 }
 
 #[test]
-fn a_websocket_passes_in_both_directions_and_counts_once() {
+fn websocket_works_in_both_directions_and_counts_once() {
     let upstream = echo();
     let gateway =
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
@@ -97,7 +99,7 @@ fn a_websocket_passes_in_both_directions_and_counts_once() {
         assert!(head.contains(line), "{line} in {head}");
     }
     assert!(head.contains(&ACCEPT.to_ascii_lowercase()), "{head}");
-    // With bytes that would be refused in a head, and more than fits into any buffer.
+    // The message has bytes that are invalid in a head, and exceeds any buffer.
     for message in [&b"hello"[..], b"\n\0\r\n \r\n", &vec![7; 3_000_000]] {
         let mut sender = client.try_clone().expect("a socket");
         let sent = message.to_vec();
@@ -106,24 +108,24 @@ fn a_websocket_passes_in_both_directions_and_counts_once() {
         assert!(read_frame(&mut client).expect("an echo") == message);
         sending.join().expect("no panic").expect("sent");
     }
-    // The next one is one too many, and the connection cannot be used to get around it.
+    // The next request is denied, and the upgraded connection cannot be used to bypass the limit.
     let mut second = connect(&gateway);
-    let denied = read_answer(&mut second);
+    let denied = read_response(&mut second);
     assert_eq!((denied.status, denied.header("connection")), (429, Some("close")));
-    // The end of one side is the end of the other.
+    // When one side closes, the other one is closed, too.
     client.shutdown(std::net::Shutdown::Both).expect("closed");
     drop(client);
-    gateway.until("both sides are closed", |gateway| gateway.open_files() <= before);
+    gateway.wait_until("both sides are closed", |gateway| gateway.open_files() <= before);
 }
 
 #[test]
-fn an_upgraded_connection_that_falls_silent_is_closed() {
+fn idle_upgraded_connection_is_closed() {
     let upstream = echo();
     let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
     let mut client = connect(&gateway);
     read_head(&mut client);
     let start = Instant::now();
-    // As long as something moves, it stays.
+    // The connection stays open while there is traffic.
     while start.elapsed() < Duration::from_millis(1_500) {
         write_frame(&mut client, b"tick", Some([9; 4])).expect("sent");
         assert_eq!(read_frame(&mut client).expect("an echo"), b"tick");

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use crate::support::PATIENCE;
+use crate::support::TEST_TIMEOUT;
 
-const ANSWER: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone";
+const RESPONSE: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone";
 
 pub(crate) struct App {
     pub(crate) port: u16,
@@ -29,11 +29,11 @@ impl App {
                 }
                 let written = Arc::clone(&written);
                 std::thread::spawn(move || {
-                    // A proxy may open a connection ahead of its use, and close it.
+                    // A proxy may open a connection in advance and close it unused.
                     if let Some(request) = read(&stream) {
-                        // Before the answer: who has that may look.
+                        // Recorded before the response, because the test reads it right after that.
                         written.lock().expect("no panic").push(request);
-                        let _ = (&stream).write_all(ANSWER);
+                        let _ = (&stream).write_all(RESPONSE);
                     }
                 });
             }
@@ -41,7 +41,7 @@ impl App {
         Self { port, requests, ending, accepting: Some(accepting) }
     }
 
-    /// What has reached it under this path: heads with names in lower case, and bodies.
+    /// Returns the requests for this path: heads with lower case names, and bodies.
     pub(crate) fn requests(&self, path: &str) -> Vec<String> {
         let is_there =
             |request: &&String| request.split(' ').nth(1).is_some_and(|uri| uri.starts_with(path));
@@ -58,7 +58,7 @@ impl Drop for App {
 }
 
 fn read(stream: &TcpStream) -> Option<String> {
-    stream.set_read_timeout(Some(PATIENCE)).ok()?;
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).ok()?;
     let mut reader = BufReader::new(stream);
     let mut request = String::new();
     let mut length = 0;

@@ -4,15 +4,15 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 use tokio::net::TcpSocket;
 
-use crate::support::{Answer, PATIENCE, read_answer};
+use crate::support::{Response, TEST_TIMEOUT, read_response};
 
-/// The client at 127.0.0.`0`.
+/// Client with the address 127.0.0.`0`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Client(pub(crate) u8);
 
 impl Client {
-    pub(crate) fn get(self, proxy: SocketAddr, path: &str, headers: &[(&str, &str)]) -> Answer {
-        self.send(proxy, "GET", path, headers, "").expect("it listens")
+    pub(crate) fn get(self, proxy: SocketAddr, path: &str, headers: &[(&str, &str)]) -> Response {
+        self.send(proxy, "GET", path, headers, "").expect("the service listens")
     }
 
     pub(crate) fn post(
@@ -21,8 +21,8 @@ impl Client {
         path: &str,
         headers: &[(&str, &str)],
         body: &str,
-    ) -> Answer {
-        self.send(proxy, "POST", path, headers, body).expect("it listens")
+    ) -> Response {
+        self.send(proxy, "POST", path, headers, body).expect("the service listens")
     }
 
     pub(crate) fn send(
@@ -32,8 +32,8 @@ impl Client {
         path: &str,
         headers: &[(&str, &str)],
         body: &str,
-    ) -> io::Result<Answer> {
-        // std cannot choose the address that a connection comes from.
+    ) -> io::Result<Response> {
+        // std cannot bind the source address of a connection.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
         let stream = runtime.block_on(async {
             let socket = TcpSocket::new_v4()?;
@@ -42,7 +42,7 @@ impl Client {
         });
         let mut stream = stream?;
         stream.set_nonblocking(false)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TEST_TIMEOUT))?;
         let mut request =
             format!("{method} {path} HTTP/1.1\r\nHost: example.com\r\nConnection: close\r\n");
         for (name, value) in headers {
@@ -50,6 +50,6 @@ impl Client {
         }
         let _ = write!(request, "Content-Length: {}\r\n\r\n{body}", body.len());
         stream.write_all(request.as_bytes())?;
-        Ok(read_answer(&mut stream))
+        Ok(read_response(&mut stream))
     }
 }

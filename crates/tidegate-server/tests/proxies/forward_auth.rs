@@ -5,7 +5,7 @@ use crate::client::Client;
 use crate::proxy::{Proxy, Recipe, changed, deployed};
 use crate::support::Service;
 
-// A proxy that gives up on Tidegate soon is right to; here the machine may be busy.
+// A short timeout for Tidegate is right in production, but the test machine may be busy.
 const NGINX: Recipe<'static> = Recipe {
     program: "nginx",
     arguments: &["-p", ".", "-e", "error.log", "-c", "nginx.conf", "-g", "daemon off;"],
@@ -35,27 +35,27 @@ const HAPROXY: Recipe<'static> = Recipe {
     environment: &[],
 };
 
-/// Three in two seconds for each client; and two in an hour at the login, which no test waits for.
+/// Three requests in two seconds per client, and two per hour for logins, which no test waits for.
 const LIMITS: [(&str, &str); 2] = [
     ("limit: 100\n    window: 60s", "limit: 3\n    window: 2s"),
     ("limit: 5\n    window: 60s", "limit: 2\n    window: 1h"),
 ];
 const WINDOW: Duration = Duration::from_secs(2);
 
-/// Who gets to see what is left of a limit when a request passes.
+/// Receiver of the rate limit headers of an allowed request.
 #[derive(Clone, Copy, PartialEq)]
-enum Shown {
-    ToClient,
-    ToApp,
+enum HeaderReceiver {
+    Client,
+    App,
 }
 
-struct Stage {
+struct Setup {
     app: App,
     tidegate: Service,
     proxy: Proxy,
 }
 
-impl Stage {
+impl Setup {
     fn new(recipe: &Recipe<'_>, limits: &[(&str, &str)], more: &str) -> Self {
         let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
             .map(|address| (address, "127.0.0.1:0"));
@@ -66,31 +66,31 @@ impl Stage {
         Self { app, tidegate, proxy }
     }
 
-    /// The first three pass, the fourth does not, and after the wait that it was told one passes
-    /// again.
-    fn limits_each_client(&self, shown: Shown) {
+    /// Three requests are allowed, the fourth is denied, and one is allowed again after its
+    /// `Retry-After`.
+    fn limits_each_client(&self, receiver: HeaderReceiver) {
         let address = self.proxy.address;
         for attempt in 0..5 {
             let (client, path) = (Client(10 + attempt), format!("/items/{attempt}"));
             let start = Instant::now();
-            let answers: Vec<_> = (0..4).map(|_| client.get(address, &path, &[])).collect();
+            let responses: Vec<_> = (0..4).map(|_| client.get(address, &path, &[])).collect();
             if start.elapsed() >= WINDOW {
-                // The machine was busy, and the first of them no longer counts.
+                // The machine was busy, and the first request has left the window.
                 continue;
             }
             let reached = self.app.requests(&path);
             assert_eq!(reached.len(), 3, "the application saw {reached:?}");
-            for (number, (answer, request)) in answers.iter().zip(&reached).enumerate() {
-                assert_eq!(answer.status, 200, "{answer:?}");
-                assert_eq!(answer.header("retry-after"), None);
+            for (number, (response, request)) in responses.iter().zip(&reached).enumerate() {
+                assert_eq!(response.status, 200, "{response:?}");
+                assert_eq!(response.header("retry-after"), None);
                 let (policy, left) =
                     ("\"per-client\";q=3;w=2", format!("\"per-client\";r={};t=2", 2 - number));
-                match shown {
-                    Shown::ToClient => {
-                        assert_eq!(answer.header("ratelimit-policy"), Some(policy));
-                        assert_eq!(answer.header("ratelimit"), Some(left.as_str()));
+                match receiver {
+                    HeaderReceiver::Client => {
+                        assert_eq!(response.header("ratelimit-policy"), Some(policy));
+                        assert_eq!(response.header("ratelimit"), Some(left.as_str()));
                     }
-                    Shown::ToApp => {
+                    HeaderReceiver::App => {
                         assert!(
                             request.contains(&format!("ratelimit-policy: {policy}\r\n")),
                             "{request}"
@@ -99,7 +99,7 @@ impl Stage {
                     }
                 }
             }
-            let denied = &answers[3];
+            let denied = &responses[3];
             assert_eq!(denied.status, 429, "{denied:?}");
             assert_eq!(denied.header("content-type"), Some("application/problem+json"));
             assert_eq!(denied.header("ratelimit-policy"), Some("\"per-client\";q=3;w=2"));
@@ -115,7 +115,7 @@ impl Stage {
                 .expect("a wait in seconds");
             assert!((1..=2).contains(&wait), "{wait}");
             let other = Client(20 + attempt).get(address, "/", &[]);
-            assert_eq!(other.status, 200, "another client is not concerned: {other:?}");
+            assert_eq!(other.status, 200, "another client is not affected: {other:?}");
             std::thread::sleep(Duration::from_secs(wait));
             assert_eq!(client.get(address, "/", &[]).status, 200, "it waited {wait} s");
             return;
@@ -123,8 +123,8 @@ impl Stage {
         panic!("four requests took longer than {WINDOW:?}, five times");
     }
 
-    /// Its method, path, body and address are the client's, whatever else it says of them.
-    fn asks_about_the_real_request(&self, spoofed: &[(&str, &str)]) {
+    /// Method, path, body and address of the client are used, and spoofed headers are ignored.
+    fn uses_the_original_request(&self, spoofed: &[(&str, &str)]) {
         let address = self.proxy.address;
         for (number, headers) in [&[][..], spoofed].into_iter().enumerate() {
             let client = Client(30 + u8::try_from(number).expect("two"));
@@ -152,7 +152,7 @@ impl Stage {
             assert_eq!(
                 client.get(address, "/login", &[]).status,
                 200,
-                "only POST is limited so, and a denial is free"
+                "only POST has this limit, and denials cost nothing"
             );
             let reached = self.app.requests("/login?next=/");
             assert!(
@@ -161,8 +161,8 @@ impl Stage {
             );
             assert_eq!(self.app.requests("/login").len(), before + 3);
         }
-        let asked = Client(40).get(address, "/chosen?policy=login&deny_status=401", &[]);
-        assert_eq!(asked.status, 200, "a query is the application's affair: {asked:?}");
+        let chosen = Client(40).get(address, "/chosen?policy=login&deny_status=401", &[]);
+        assert_eq!(chosen.status, 200, "a query is only for the application: {chosen:?}");
         assert!(
             self.app.requests("/chosen")[0]
                 .starts_with("GET /chosen?policy=login&deny_status=401 ")
@@ -170,30 +170,29 @@ impl Stage {
     }
 }
 
-/// With a token, which the application never sees; then without Tidegate.
-fn guards_its_token_and_then_is_left_alone(recipe: &Recipe<'_>, status_without_tidegate: u16) {
+/// Sends a token, which the application never sees, then stops Tidegate.
+fn hides_its_token_and_handles_an_outage(recipe: &Recipe<'_>, status_without_tidegate: u16) {
     let limits = [("limit: 100\n    window: 60s", "limit: 1\n    window: 1h")];
-    let Stage { app, tidegate, mut proxy } =
-        Stage::new(recipe, &limits, "auth: {api_token: change-me}");
+    let Setup { app, tidegate, mut proxy } =
+        Setup::new(recipe, &limits, "auth: {api_token: change-me}");
     let client = Client(50);
-    let ask =
+    let send =
         |proxy: &Proxy| client.get(proxy.address, "/guarded", &[("Authorization", "Bearer alice")]);
-    assert_eq!([ask(&proxy).status, ask(&proxy).status], [200, 429]);
+    assert_eq!([send(&proxy).status, send(&proxy).status], [200, 429]);
     let reached = app.requests("/guarded");
     assert_eq!(reached.len(), 1);
     assert!(reached[0].contains("authorization: Bearer alice\r\n"), "{reached:?}");
     assert!(!reached[0].contains("change-me"), "{reached:?}");
     drop(tidegate);
-    proxy.until("it notices that nobody decides", |proxy| {
-        ask(proxy).status == status_without_tidegate
-    });
+    proxy
+        .wait_until("the outage is noticed", |proxy| send(proxy).status == status_without_tidegate);
 }
 
 #[test]
-fn nginx_limits_each_client_and_tells_when_to_come_again() {
-    let stage = Stage::new(&NGINX, &LIMITS, "");
-    stage.limits_each_client(Shown::ToClient);
-    stage.asks_about_the_real_request(&[
+fn nginx_limits_each_client_with_retry_after() {
+    let setup = Setup::new(&NGINX, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::Client);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -202,10 +201,10 @@ fn nginx_limits_each_client_and_tells_when_to_come_again() {
 }
 
 #[test]
-fn caddy_limits_each_client_and_tells_when_to_come_again() {
-    let stage = Stage::new(&CADDY, &LIMITS, "");
-    stage.limits_each_client(Shown::ToClient);
-    stage.asks_about_the_real_request(&[
+fn caddy_limits_each_client_with_retry_after() {
+    let setup = Setup::new(&CADDY, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::Client);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -214,10 +213,10 @@ fn caddy_limits_each_client_and_tells_when_to_come_again() {
 }
 
 #[test]
-fn traefik_limits_each_client_and_tells_when_to_come_again() {
-    let stage = Stage::new(&TRAEFIK, &LIMITS, "");
-    stage.limits_each_client(Shown::ToApp);
-    stage.asks_about_the_real_request(&[
+fn traefik_limits_each_client_with_retry_after() {
+    let setup = Setup::new(&TRAEFIK, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::App);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -228,10 +227,10 @@ fn traefik_limits_each_client_and_tells_when_to_come_again() {
 }
 
 #[test]
-fn haproxy_limits_each_client_and_tells_when_to_come_again() {
-    let stage = Stage::new(&HAPROXY, &LIMITS, "");
-    stage.limits_each_client(Shown::ToClient);
-    stage.asks_about_the_real_request(&[
+fn haproxy_limits_each_client_with_retry_after() {
+    let setup = Setup::new(&HAPROXY, &LIMITS, "");
+    setup.limits_each_client(HeaderReceiver::Client);
+    setup.uses_the_original_request(&[
         ("X-Forwarded-Method", "GET"),
         ("X-Forwarded-Uri", "/"),
         ("X-Original-Method", "GET"),
@@ -240,20 +239,23 @@ fn haproxy_limits_each_client_and_tells_when_to_come_again() {
 }
 
 #[test]
-fn haproxy_lets_nobody_pass_by_a_question_that_is_refused() {
+fn haproxy_denies_requests_that_tidegate_rejects() {
     let limits = [("limit: 100\n    window: 60s", "limit: 3\n    window: 1h")];
     let by_user = "  - {name: per-user, key: [header.x-user-id], limit: 1000, window: 1h}";
-    let stage = Stage::new(&HAPROXY, &limits, by_user);
-    let (address, client) = (stage.proxy.address, Client(70));
-    // No key is so long.
+    let setup = Setup::new(&HAPROXY, &limits, by_user);
+    let (address, client) = (setup.proxy.address, Client(70));
+    // The key is too long.
     let refused = client.get(address, "/refused", &[("X-User-Id", &"k".repeat(600))]);
     assert_eq!(
         (refused.status, refused.header("content-type")),
         (400, Some("application/problem+json"))
     );
-    assert_eq!(client.send(address, "OPTIONS", "*", &[], "").expect("it listens").status, 400);
-    // So many headers: more than Tidegate takes, and than HAProxy's client survives; of one name,
-    // or of many.
+    assert_eq!(
+        client.send(address, "OPTIONS", "*", &[], "").expect("the service listens").status,
+        400
+    );
+    // More headers than Tidegate accepts, and than HAProxy's client can handle; with one name or
+    // with many.
     let names: Vec<String> = (0..97).map(|number| format!("X-{number}")).collect();
     let many: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "y")).collect();
     let statuses: Vec<u16> = (0..3).map(|_| client.get(address, "/many", &many).status).collect();
@@ -261,30 +263,30 @@ fn haproxy_lets_nobody_pass_by_a_question_that_is_refused() {
     assert_eq!(client.get(address, "/many", &many).status, 429);
     assert_eq!(client.get(address, "/many", &[("X-User-Id", "u"); 90]).status, 429);
     assert_eq!(client.get(address, "/many", &[("Cookie", "a=b"); 90]).status, 429);
-    // As long as HAProxy takes it.
+    // The longest request that HAProxy accepts.
     assert_eq!(client.get(address, "/many", &[("Cookie", &"c".repeat(15_000))]).status, 429);
     assert_eq!(client.get(address, &format!("/{}", "p".repeat(15_000)), &[]).status, 429);
-    assert_eq!((stage.app.requests("/refused").len(), stage.app.requests("/many").len()), (0, 3));
-    assert_eq!(Client(71).get(address, "/", &[]).status, 200, "it is still there");
+    assert_eq!((setup.app.requests("/refused").len(), setup.app.requests("/many").len()), (0, 3));
+    assert_eq!(Client(71).get(address, "/", &[]).status, 200, "HAProxy still works");
 }
 
 #[test]
-fn nginx_sends_a_token_and_lets_pass_without_tidegate() {
+fn nginx_sends_a_token_and_fails_open() {
     let token = ("# proxy_set_header X-Tidegate-Token", "proxy_set_header X-Tidegate-Token");
     let recipe = Recipe { changes: &[NGINX.changes[0], token], ..NGINX };
-    guards_its_token_and_then_is_left_alone(&recipe, 200);
+    hides_its_token_and_handles_an_outage(&recipe, 200);
 }
 
 #[test]
-fn caddy_sends_a_token_and_lets_nobody_pass_without_tidegate() {
+fn caddy_sends_a_token_and_fails_closed() {
     let token = ("# header_up X-Tidegate-Token", "header_up X-Tidegate-Token");
     let recipe =
         Recipe { changes: &[token], environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..CADDY };
-    guards_its_token_and_then_is_left_alone(&recipe, 502);
+    hides_its_token_and_handles_an_outage(&recipe, 502);
 }
 
 #[test]
-fn traefik_sends_a_token_and_lets_nobody_pass_without_tidegate() {
+fn traefik_sends_a_token_and_fails_closed() {
     let token = [
         (
             "middlewares: [no-original, tidegate]",
@@ -294,22 +296,22 @@ fn traefik_sends_a_token_and_lets_nobody_pass_without_tidegate() {
         ("# no-token:", "no-token:"),
     ];
     let recipe = Recipe { changes: &token, ..TRAEFIK };
-    guards_its_token_and_then_is_left_alone(&recipe, 500);
+    hides_its_token_and_handles_an_outage(&recipe, 500);
 }
 
 #[test]
-fn haproxy_sends_a_token_and_lets_pass_without_tidegate() {
+fn haproxy_sends_a_token_and_fails_open() {
     let recipe = Recipe { environment: &[("TIDEGATE_API_TOKEN", "change-me")], ..HAPROXY };
-    guards_its_token_and_then_is_left_alone(&recipe, 200);
+    hides_its_token_and_handles_an_outage(&recipe, 200);
 }
 
 #[test]
-fn haproxy_can_let_nobody_pass_without_tidegate() {
+fn haproxy_can_fail_closed() {
     let deny = ("# http-request deny deny_status 503", "http-request deny deny_status 503");
     let recipe = Recipe {
         changes: &[HAPROXY.changes[0], deny],
         environment: &[("TIDEGATE_API_TOKEN", "change-me")],
         ..HAPROXY
     };
-    guards_its_token_and_then_is_left_alone(&recipe, 503);
+    hides_its_token_and_handles_an_outage(&recipe, 503);
 }

@@ -1,19 +1,19 @@
-//! The proxies that people run, each with its files of `deploy/`, between a client, the real
-//! service and an application.
+//! Popular proxies with their files of `deploy/`, between a client, the real service and an
+//! application.
 //!
-//! `make setup` installs them. Only addresses, limits and what a test is about are replaced in the
+//! `make setup` installs them. Only addresses, limits and settings under test are replaced in the
 //! files.
 
 #[path = "../support/mod.rs"]
 mod support;
 
-/// The application behind the proxy: it writes down what reaches it.
+/// Application behind the proxy that records its requests.
 mod app;
-/// One of several clients, by its address.
+/// Clients with different addresses.
 mod client;
-/// The four that ask `/v1/forward-auth`.
+/// The four proxies that use `/v1/forward-auth`.
 mod forward_auth;
-/// A proxy's files and process.
+/// Files and process of a proxy.
 mod proxy;
-/// Envoy, which asks the rate limit service.
+/// Envoy with the rate limit service.
 mod rate_limit_service;

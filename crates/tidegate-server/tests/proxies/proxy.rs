@@ -6,15 +6,14 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::client::Client;
-use crate::support::PATIENCE;
+use crate::support::TEST_TIMEOUT;
 
-/// How a proxy of `deploy/` is started, in a folder with its files.
+/// Files and command line of a proxy of `deploy/`.
 pub(crate) struct Recipe<'a> {
     pub(crate) program: &'static str,
     pub(crate) arguments: &'static [&'static str],
     pub(crate) files: &'static [&'static str],
-    /// What has to be different in a test, besides ports: text of the files, and what to write
-    /// instead.
+    /// Replacements in the files for the test, besides ports.
     pub(crate) changes: &'a [(&'a str, &'a str)],
     pub(crate) environment: &'a [(&'a str, &'a str)],
 }
@@ -25,13 +24,13 @@ pub(crate) struct Proxy {
     folder: tempfile::TempDir,
 }
 
-/// A file of `deploy/`.
+/// Reads a file of `deploy/`.
 pub(crate) fn deployed(file: &str) -> String {
     let path = root().join("deploy").join(file);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The text with each of these changes, which must be one.
+/// Applies replacements, each of which must match.
 pub(crate) fn changed(text: &str, changes: &[(&str, &str)]) -> String {
     changes.iter().fold(text.to_owned(), |text, (from, to)| {
         assert!(text.contains(from), "{from:?} is not in\n{text}");
@@ -40,27 +39,28 @@ pub(crate) fn changed(text: &str, changes: &[(&str, &str)]) -> String {
 }
 
 impl Proxy {
-    /// In front of the application, with Tidegate at another port than the files say (8080, or 8081
-    /// for gRPC).
+    /// Starts the proxy in front of the application. The port of Tidegate in the files (8080, or
+    /// 8081 for gRPC) is replaced.
     pub(crate) fn start(recipe: &Recipe<'_>, app: u16, tidegate: (u16, &str)) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = tempfile::tempdir().expect("a temporary directory");
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()));
-        let asked: u16 =
+        let tidegate_port: u16 =
             tidegate.1.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
-        let ports = [(8000, address.port()), (3000, app), (tidegate.0, asked)];
+        let ports = [(8000, address.port()), (3000, app), (tidegate.0, tidegate_port)];
         let mut all =
             recipe.files.iter().map(|file| deployed(file)).collect::<Vec<_>>().join("\u{0}");
-        // In two steps: a port that is written in may begin with one that is still to be changed.
-        let place = |number: usize| format!("\u{1}{number}\u{1}");
+        // In two steps, because a new port may start with the digits of one that is still to be
+        // replaced.
+        let placeholder = |number: usize| format!("\u{1}{number}\u{1}");
         for (number, (from, _)) in ports.iter().enumerate() {
             let as_envoy =
-                (format!("port_value: {from}"), format!("port_value: {}", place(number)));
-            let usual = (format!(":{from}"), format!(":{}", place(number)));
+                (format!("port_value: {from}"), format!("port_value: {}", placeholder(number)));
+            let usual = (format!(":{from}"), format!(":{}", placeholder(number)));
             let (from, to) = if all.contains(&as_envoy.0) { as_envoy } else { usual };
             all = changed(&all, &[(&from, &to)]);
         }
         for (number, (_, to)) in ports.iter().enumerate() {
-            all = all.replace(&place(number), &to.to_string());
+            all = all.replace(&placeholder(number), &to.to_string());
         }
         let all = changed(&all, recipe.changes);
         for (file, text) in recipe.files.iter().zip(all.split('\u{0}')) {
@@ -83,27 +83,31 @@ impl Proxy {
             });
         let mut proxy = Self { address, process, folder };
         let has_decided = |proxy: &Self| {
-            let answer = Client(99).send(proxy.address, "GET", "/ready", &[], "");
-            answer.is_ok_and(|answer| [200, 429].contains(&answer.status))
+            let response = Client(99).send(proxy.address, "GET", "/ready", &[], "");
+            response.is_ok_and(|response| [200, 429].contains(&response.status))
         };
-        proxy.until("it asks Tidegate", has_decided);
+        proxy.wait_until("the proxy uses Tidegate", has_decided);
         proxy
     }
 
-    pub(crate) fn until(&mut self, what: &str, happened: impl Fn(&Self) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+    pub(crate) fn wait_until(&mut self, what: &str, happened: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while !happened(self) {
             let ended = self.process.try_wait().expect("our own child");
             let log = || fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
-            assert!(ended.is_none(), "it ended ({ended:?}) and wrote:\n{}", log());
-            assert!(Instant::now() < deadline, "waited in vain until {what}; it wrote:\n{}", log());
+            assert!(ended.is_none(), "the proxy exited ({ended:?}); output:\n{}", log());
+            assert!(
+                Instant::now() < deadline,
+                "timeout while waiting until {what}; output:\n{}",
+                log()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 }
 
 impl Drop for Proxy {
-    /// Asked first: nginx ends its workers then.
+    /// Sends SIGTERM first, so that nginx stops its workers.
     fn drop(&mut self) {
         let _ = Command::new("kill").arg(self.process.id().to_string()).status();
         let deadline = Instant::now() + Duration::from_secs(3);
@@ -119,15 +123,15 @@ fn root() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// Where `make setup` puts it.
+/// Returns the path where `make setup` installs a program.
 fn program(name: &str) -> PathBuf {
-    let places =
+    let directories =
         [root().join(".venv/bin"), "/usr/sbin".into(), "/usr/bin".into(), "/usr/local/sbin".into()];
-    let found = places.iter().map(|place| place.join(name)).find(|file| file.exists());
-    found.unwrap_or_else(|| panic!("{name} is not there: `make setup` installs it"))
+    let found = directories.iter().map(|directory| directory.join(name)).find(|file| file.exists());
+    found.unwrap_or_else(|| panic!("{name} is not installed: run `make setup`"))
 }
 
-/// Out of the range from which the system takes ports for connections, and each given once.
+/// Returns a different port each time, outside the system's ephemeral range.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let start = u16::try_from(std::process::id() % 90).expect("small") * 100;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use crate::app::App;
 use crate::client::Client;
 use crate::proxy::{Proxy, Recipe, changed, deployed};
-use crate::support::{Answer, Service};
+use crate::support::{Response, Service};
 
 const ENVOY: Recipe<'static> = Recipe {
     program: "envoy",
@@ -18,12 +18,12 @@ const ENVOY: Recipe<'static> = Recipe {
         "warning",
     ],
     files: &["envoy/envoy.yaml"],
-    // To give up on Tidegate so soon is right; here the machine may be busy.
+    // A short timeout for Tidegate is right in production, but the test machine may be busy.
     changes: &[("0.25s", "10s")],
     environment: &[],
 };
 
-/// Three in a second for each address; two in a minute at the login; ten bytes in an hour.
+/// Three requests per second and address, two per minute for logins, ten bytes per hour.
 const LIMITS: [(&str, &str); 3] = [
     ("hour, requests_per_unit: 100000000}", "hour, requests_per_unit: 10}"),
     ("minute, requests_per_unit: 100}", "second, requests_per_unit: 3}"),
@@ -32,7 +32,7 @@ const LIMITS: [(&str, &str); 3] = [
 const WINDOW: Duration = Duration::from_secs(1);
 
 fn tidegate(more: &str) -> Service {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
         .map(|address| (address, "127.0.0.1:0"));
     let config = changed(&deployed("envoy/tidegate.yaml"), &free);
@@ -47,44 +47,44 @@ fn start(recipe: &Recipe<'_>, app: &App, tidegate: &Service) -> Proxy {
     Proxy::start(recipe, app.port, (8081, tidegate.grpc.as_deref().expect("an address")))
 }
 
-fn wait_of(answer: &Answer) -> u64 {
-    assert_eq!(answer.status, 429, "{answer:?}");
-    answer.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds")
+fn retry_after(response: &Response) -> u64 {
+    assert_eq!(response.status, 429, "{response:?}");
+    response.header("retry-after").and_then(|wait| wait.parse().ok()).expect("a wait in seconds")
 }
 
-/// The first three of an address pass, the fourth does not, and after the wait that it was told one
-/// passes again.
+/// Three requests of an address are allowed, the fourth is denied, and one is allowed again after
+/// its `Retry-After`.
 fn limits_each_address(app: &App, envoy: &Proxy) {
     for attempt in 0..8 {
         let (client, path) = (Client(10 + attempt), format!("/items/{attempt}"));
         let start = Instant::now();
-        // What a client says of its address is not believed.
-        let ask = |hop: usize| {
+        // An address in a header of the client is ignored.
+        let send = |hop: usize| {
             client.get(envoy.address, &path, &[("X-Forwarded-For", &format!("192.0.2.{hop}"))])
         };
-        let answers: Vec<_> = (0..4).map(ask).collect();
+        let responses: Vec<_> = (0..4).map(send).collect();
         if start.elapsed() >= WINDOW {
-            // The machine was busy, and the first of them no longer counts.
+            // The machine was busy, and the first request has left the window.
             continue;
         }
-        for (number, answer) in answers.iter().take(3).enumerate() {
-            assert_eq!(answer.status, 200, "{answer:?}");
-            assert_eq!(answer.header("x-ratelimit-limit"), Some("3, 3;w=1"));
+        for (number, response) in responses.iter().take(3).enumerate() {
+            assert_eq!(response.status, 200, "{response:?}");
+            assert_eq!(response.header("x-ratelimit-limit"), Some("3, 3;w=1"));
             assert_eq!(
-                answer.header("x-ratelimit-remaining"),
+                response.header("x-ratelimit-remaining"),
                 Some((2 - number).to_string().as_str())
             );
-            assert_eq!(answer.header("x-ratelimit-reset"), Some("1"));
-            assert_eq!(answer.header("retry-after"), None);
+            assert_eq!(response.header("x-ratelimit-reset"), Some("1"));
+            assert_eq!(response.header("retry-after"), None);
         }
-        let wait = wait_of(&answers[3]);
+        let wait = retry_after(&responses[3]);
         assert_eq!(wait, 1);
-        assert_eq!(answers[3].header("x-ratelimit-remaining"), Some("0"));
+        assert_eq!(responses[3].header("x-ratelimit-remaining"), Some("0"));
         assert_eq!(app.requests(&path).len(), 3);
         assert_eq!(
             Client(20 + attempt).get(envoy.address, "/", &[]).status,
             200,
-            "another address is not concerned"
+            "another address is not affected"
         );
         std::thread::sleep(Duration::from_secs(wait));
         assert_eq!(client.get(envoy.address, "/", &[]).status, 200, "it waited {wait} s");
@@ -94,31 +94,34 @@ fn limits_each_address(app: &App, envoy: &Proxy) {
 }
 
 #[test]
-fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
+fn envoy_limits_by_descriptors_and_fails_open() {
     let (app, tidegate) = (App::start(), tidegate(""));
     let mut envoy = start(&ENVOY, &app, &tidegate);
     limits_each_address(&app, &envoy);
 
-    // By API key, 20 a minute: an export has a hits_addend of 10.
+    // 20 per minute and API key: an export has a hits_addend of 10.
     let export = |key: &str| Client(40).get(envoy.address, "/export", &[("X-Api-Key", key)]);
     for left in ["10", "0"] {
-        let answer = export("silver");
+        let response = export("silver");
         assert_eq!(
-            (answer.status, answer.header("x-ratelimit-remaining")),
+            (response.status, response.header("x-ratelimit-remaining")),
             (200, Some(left)),
-            "{answer:?}"
+            "{response:?}"
         );
-        assert_eq!(answer.header("x-ratelimit-limit"), Some("20, 20;w=60"));
+        assert_eq!(response.header("x-ratelimit-limit"), Some("20, 20;w=60"));
     }
-    assert!((30..=60).contains(&wait_of(&export("silver"))));
+    assert!((30..=60).contains(&retry_after(&export("silver"))));
     let usual = Client(41).get(envoy.address, "/", &[("X-Api-Key", "silver")]);
-    assert!((30..=60).contains(&wait_of(&usual)), "the same key elsewhere, from another address");
+    assert!(
+        (30..=60).contains(&retry_after(&usual)),
+        "the same key elsewhere, from another address"
+    );
     assert_eq!(export("bronze").status, 200, "another key has its own limit");
     let gold = export("gold");
     assert_eq!(
         gold.header("x-ratelimit-limit"),
         Some("1000, 1000;w=60"),
-        "and this one a greater: {gold:?}"
+        "this key has a greater limit: {gold:?}"
     );
     assert_eq!(gold.header("x-ratelimit-remaining"), Some("990"));
     let free = Client(42).get(envoy.address, "/export", &[]);
@@ -128,41 +131,40 @@ fn envoy_limits_by_descriptors_and_lets_pass_without_tidegate() {
         "no key, no descriptor"
     );
 
-    // By method, path and address at once. The limit of the address itself needs no wait: a denial
-    // spends nothing of it.
+    // By method, path and address. There is no wait for the limit of the address: denials cost
+    // nothing.
     let login = || Client(43).post(envoy.address, "/login", &[], "name=ann");
     assert_eq!([login().status, login().status], [200, 200]);
-    assert!((30..=60).contains(&wait_of(&login())));
+    assert!((30..=60).contains(&retry_after(&login())));
     let otherwise_written = Client(43).post(envoy.address, "//x/../%6Cogin", &[], "name=ann");
-    assert!((30..=60).contains(&wait_of(&otherwise_written)));
+    assert!((30..=60).contains(&retry_after(&otherwise_written)));
     assert_eq!(Client(44).post(envoy.address, "/login", &[], "name=bob").status, 200);
     assert_eq!(app.requests("/login").len(), 3);
 
     drop(tidegate);
-    let ask = |envoy: &Proxy| Client(40).get(envoy.address, "/export", &[("X-Api-Key", "silver")]);
-    envoy.until("failure_mode_deny: false lets pass", |envoy| ask(envoy).status == 200);
-    assert_eq!(ask(&envoy).header("x-ratelimit-limit"), None);
+    let send = |envoy: &Proxy| Client(40).get(envoy.address, "/export", &[("X-Api-Key", "silver")]);
+    envoy.wait_until("failure_mode_deny: false allows requests", |envoy| send(envoy).status == 200);
+    assert_eq!(send(&envoy).header("x-ratelimit-limit"), None);
 }
 
-/// Envoy reports the bytes of each answer when its stream is done, and ignores what it is answered.
+/// Envoy reports the bytes of each response at the end of the stream, and ignores our response.
 #[test]
-fn a_budget_of_bytes_that_envoy_reports_runs_out() {
+fn bytes_reported_by_envoy_exhaust_a_budget() {
     let (app, tidegate) = (App::start(), tidegate(""));
     let mut envoy = start(&ENVOY, &app, &tidegate);
     let download = |envoy: &Proxy, key: &str| {
         Client(60).get(envoy.address, "/download", &[("X-Api-Key", key)])
     };
-    // Each answer has four bytes: 4, 8, 12 of 10. A request may overtake the report of the one
-    // before it.
-    envoy.until("the budget is used up", |envoy| download(envoy, "silver").status == 429);
+    // Each response has four bytes: 4, 8, 12 of 10. A request may overtake the previous report.
+    envoy.wait_until("the budget is used up", |envoy| download(envoy, "silver").status == 429);
     let passed = app.requests("/download").len();
-    assert!((3..=10).contains(&passed), "{passed} answers of 4 bytes, against 10");
-    assert!(wait_of(&download(&envoy, "silver")) > 0);
+    assert!((3..=10).contains(&passed), "{passed} responses of 4 bytes, limit 10");
+    assert!(retry_after(&download(&envoy, "silver")) > 0);
     assert_eq!(download(&envoy, "bronze").status, 200, "another key has its own budget");
 }
 
 #[test]
-fn envoy_sends_a_token_and_can_let_nobody_pass_without_tidegate() {
+fn envoy_sends_a_token_and_can_fail_closed() {
     let (app, tidegate) = (App::start(), tidegate("auth: {api_token: change-me}"));
     let changes = [
         ("failure_mode_deny: false", "failure_mode_deny: true"),
@@ -174,6 +176,6 @@ fn envoy_sends_a_token_and_can_let_nobody_pass_without_tidegate() {
         |envoy: &Proxy| Client(50).get(envoy.address, "/export", &[("X-Api-Key", "silver")]).status;
     assert_eq!([export(&envoy), export(&envoy), export(&envoy)], [200, 200, 429]);
     drop(tidegate);
-    envoy.until("failure_mode_deny: true lets nobody pass", |envoy| export(envoy) == 500);
+    envoy.wait_until("failure_mode_deny: true denies requests", |envoy| export(envoy) == 500);
     assert_eq!(app.requests("/export").len(), 2);
 }

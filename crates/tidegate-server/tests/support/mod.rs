@@ -1,4 +1,4 @@
-//! The real service for tests: started on free ports, asked over the wire, ended by its process id.
+//! Runs the real service for tests: on free ports, called over the network, killed by process id.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -17,8 +17,8 @@ mod server;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use server::{Redis, folder_in_memory};
 
-/// What takes this long hangs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// Time after which a test is considered hanging.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(crate) struct Service {
     process: Child,
@@ -29,15 +29,15 @@ pub(crate) struct Service {
     folder: tempfile::TempDir,
 }
 
-/// An answer over HTTP.
+/// HTTP response.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: String,
 }
 
-impl Answer {
+impl Response {
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
@@ -48,36 +48,36 @@ impl Answer {
 }
 
 impl Service {
-    /// With these policies and other parts of a configuration, on free loopback ports.
+    /// Starts the service with a configuration, on free loopback ports.
     pub(crate) fn start(config: &str) -> Self {
         Self::start_with(config, &[])
     }
 
     pub(crate) fn start_with(config: &str, arguments: &[&str]) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = tempfile::tempdir().expect("a temporary directory");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, with_free_ports(config)).expect("written");
         Self::start_on(folder, &file, arguments)
     }
 
-    /// With these variables in its environment, which has no others.
-    pub(crate) fn start_in(config: &str, environment: &[(&str, &str)]) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+    /// Starts the service with only these environment variables.
+    pub(crate) fn start_with_environment(config: &str, environment: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary directory");
         let file = folder.path().join("tidegate.yaml");
         std::fs::write(&file, with_free_ports(config)).expect("written");
         Self::launch("serve", folder, &file, &[], environment)
     }
 
-    /// As a gateway; its address stands under `http`.
+    /// Starts a gateway. Its address is in `http`.
     pub(crate) fn gateway(config: &str, upstreams: &[&str]) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = tempfile::tempdir().expect("a temporary directory");
         std::fs::write(folder.path().join("tidegate.yaml"), with_free_ports(config))
             .expect("written");
-        Self::gateway_on(folder, upstreams)
+        Self::gateway_in(folder, upstreams)
     }
 
-    /// As a gateway with these variables in its environment.
-    pub(crate) fn gateway_in(
+    /// Starts a gateway with these variables in its environment, which has no others.
+    pub(crate) fn gateway_with_env(
         config: &str,
         upstreams: &[&str],
         environment: &[(&str, &str)],
@@ -90,8 +90,8 @@ impl Service {
         Self::launch("gateway", folder, &file, &arguments, environment)
     }
 
-    /// The same, on a folder with a tidegate.yaml and what it names.
-    pub(crate) fn gateway_on(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
+    /// Starts a gateway on a directory with a tidegate.yaml and the files that it names.
+    pub(crate) fn gateway_in(folder: tempfile::TempDir, upstreams: &[&str]) -> Self {
         let file = folder.path().join("tidegate.yaml");
         let config = std::fs::read_to_string(&file).expect("a configuration");
         let mut arguments = if config.contains("gateway: '127.") {
@@ -135,7 +135,7 @@ impl Service {
             let (_, rest) = output.split_once(&text).or_else(|| output.split_once(&json))?;
             Some(format!("127.0.0.1:{}", rest.split(|c: char| !c.is_ascii_digit()).next()?))
         };
-        service.until("it listens", |service| service.output().contains("listening"));
+        service.wait_until("the service listens", |service| service.output().contains("listening"));
         let text = service.output();
         service.http = address(&text, "http").expect("an address for http");
         service.grpc = address(&text, "grpc");
@@ -151,33 +151,33 @@ impl Service {
         self.folder.path().join("tidegate.yaml")
     }
 
-    /// All that it has written so far.
+    /// Returns its output so far.
     pub(crate) fn output(&self) -> String {
         self.output.lock().expect("no panic").clone()
     }
 
-    /// Waits for something that the service does by itself.
-    pub(crate) fn until(&self, what: &str, happened: impl Fn(&Self) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+    /// Waits until a condition holds.
+    pub(crate) fn wait_until(&self, what: &str, happened: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while !happened(self) {
             assert!(
                 Instant::now() < deadline,
-                "waited in vain until {what}; it wrote:\n{}",
+                "timeout while waiting until {what}; output:\n{}",
                 self.output()
             );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    pub(crate) fn acquire(&self, body: &Value) -> Answer {
+    pub(crate) fn acquire(&self, body: &Value) -> Response {
         self.post("/v1/acquire", &body.to_string())
     }
 
-    pub(crate) fn post(&self, path: &str, body: &str) -> Answer {
+    pub(crate) fn post(&self, path: &str, body: &str) -> Response {
         request(&self.http, "POST", path, &[], body.as_bytes())
     }
 
-    pub(crate) fn admin(&self, path: &str) -> Answer {
+    pub(crate) fn admin(&self, path: &str) -> Response {
         request(&self.admin, "GET", path, &[], b"")
     }
 
@@ -189,37 +189,43 @@ impl Service {
         assert!(sent.expect("kill runs").success());
     }
 
-    /// Waits for its end.
-    pub(crate) fn ended(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
+    /// Waits until the process exits.
+    pub(crate) fn wait_for_exit(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             if let Some(status) = self.process.try_wait().expect("our own child") {
                 return status;
             }
-            assert!(Instant::now() < deadline, "it does not end; it wrote:\n{}", self.output());
+            assert!(
+                Instant::now() < deadline,
+                "the process does not exit; output:\n{}",
+                self.output()
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// How many files it may have open: the limit, and the most that it may ask for.
+    /// Returns the soft and the hard limit on open files.
     pub(crate) fn file_limits(&self) -> (String, String) {
         let limits = std::fs::read_to_string(format!("/proc/{}/limits", self.process.id()))
-            .expect("it runs");
+            .expect("the process runs");
         let line =
             limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("its limit");
         let mut words = line.split_whitespace().map(str::to_owned);
         (words.next().expect("soft"), words.next().expect("hard"))
     }
 
-    /// How many files it has open.
+    /// Returns the number of open files.
     pub(crate) fn open_files(&self) -> usize {
-        std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).expect("it runs").count()
+        std::fs::read_dir(format!("/proc/{}/fd", self.process.id()))
+            .expect("the process runs")
+            .count()
     }
 
-    /// Resident memory in KiB.
+    /// Returns the resident memory in KiB.
     pub(crate) fn memory(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
-            .expect("it runs");
+            .expect("the process runs");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
         line.trim().trim_end_matches(" kB").parse().expect("a number")
     }
@@ -232,7 +238,7 @@ impl Drop for Service {
     }
 }
 
-/// Listens on any free port, wherever the configuration does not say otherwise.
+/// Adds free ports to a configuration without a `listen` section.
 pub(crate) fn with_free_ports(config: &str) -> String {
     if config.contains("listen:") {
         return config.to_owned();
@@ -250,14 +256,14 @@ fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {
     });
 }
 
-/// One request on a connection of its own.
+/// Sends one request on a new connection.
 pub(crate) fn request(
     address: &str,
     method: &str,
     path: &str,
     headers: &[(&str, &str)],
     body: &[u8],
-) -> Answer {
+) -> Response {
     let mut text = format!("{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n");
     for (name, value) in headers {
         let _ = write!(text, "{name}: {value}\r\n");
@@ -268,33 +274,34 @@ pub(crate) fn request(
     raw(address, &bytes)
 }
 
-/// Sends these bytes and reads the answer.
-pub(crate) fn raw(address: &str, bytes: &[u8]) -> Answer {
-    let mut stream = TcpStream::connect(address).expect("it listens");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    // It may answer, and close, before it has read all.
+/// Sends bytes and reads the response.
+pub(crate) fn raw(address: &str, bytes: &[u8]) -> Response {
+    let mut stream = TcpStream::connect(address).expect("the service listens");
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+    // The service may respond and close the connection before it has read everything.
     let _ = stream.write_all(bytes);
-    read_answer(&mut stream)
+    read_response(&mut stream)
 }
 
-pub(crate) fn read_answer(stream: &mut TcpStream) -> Answer {
+pub(crate) fn read_response(stream: &mut TcpStream) -> Response {
     let mut all = Vec::new();
     let mut buffer = [0; 8192];
     loop {
         match stream.read(&mut buffer) {
             Ok(0) => break,
             Ok(length) => all.extend_from_slice(&buffer[..length]),
-            Err(error) if all.is_empty() => panic!("no answer: {error}"),
+            Err(error) if all.is_empty() => panic!("no response: {error}"),
             Err(_) => break,
         }
     }
     let text = String::from_utf8_lossy(&all).into_owned();
-    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {text:?}"));
+    let (head, body) =
+        text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no response head in {text:?}"));
     let mut lines = head.lines();
     let status =
         lines.next().and_then(|line| line.split(' ').nth(1)?.parse().ok()).expect("a status");
     let header = |line: &str| {
         line.split_once(": ").map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()))
     };
-    Answer { status, headers: lines.filter_map(header).collect(), body: body.to_owned() }
+    Response { status, headers: lines.filter_map(header).collect(), body: body.to_owned() }
 }

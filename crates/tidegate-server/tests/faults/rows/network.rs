@@ -1,40 +1,39 @@
-//! The network between a service and its store: packets lost, connections that say nothing, answers
-//! that take their time.
+//! Network faults between a service and its store: lost packets, dead connections, high latency.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use crate::check::{Run, Sample};
-use crate::fleet::{Fleet, usual_streams};
-use crate::hole::Hole;
+use crate::fleet::{Fleet, default_streams};
 use crate::load::Load;
+use crate::namespace::NetworkNamespace;
+use crate::ping::PingMonitor;
 use crate::proxy::Proxy;
-use crate::pulse::Pulse;
-use crate::row::{AT_ONCE, SECOND, WARM_UP, let_pass, row};
+use crate::row::{MAX_LOCAL_LATENCY, SECOND, WARM_UP, row, wait_under_load};
 use crate::servers::{Launch, Server};
 
 #[test]
 fn packets_dropped_in_a_network_namespace() {
     row("black hole, in a namespace", |row| {
-        let hole = Hole::new();
-        let redis = Launch::new().inside(&hole).start();
+        let namespace = NetworkNamespace::new();
+        let redis = Launch::new().inside(&namespace).start();
         let fleet = Fleet::start(&redis.store());
-        let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        let load = Load::start(&fleet, default_streams());
+        wait_under_load(WARM_UP);
         let before = script_callers(&redis);
-        hole.open();
+        namespace.drop_packets();
         let cut = Instant::now();
-        let_pass(6 * SECOND);
+        wait_under_load(6 * SECOND);
         let healed = Instant::now();
-        hole.close();
-        let_pass(4 * SECOND);
+        namespace.deliver_packets();
+        wait_under_load(4 * SECOND);
         let run = load.finish();
 
         row.check(&run, &fleet, 2, &[&redis]);
         row.check_outage(&run, cut, healed);
-        // The old connections would come back by themselves, but later: after six seconds TCP sends
-        // again every six or so.
-        row.within("back", run.back_after(healed, |_| true), 2 * SECOND);
+        // The old connections would recover as well, but later: after six seconds TCP retransmits
+        // only every six seconds or so.
+        row.within("back", run.recovered_after(healed, |_| true), 2 * SECOND);
         let replaced = script_callers(&redis).difference(&before).count();
         row.figure("new connections", replaced);
         row.require(replaced >= 3, || format!("{replaced} new connections of three instances"));
@@ -42,71 +41,71 @@ fn packets_dropped_in_a_network_namespace() {
 }
 
 #[test]
-fn connections_that_say_nothing_any_more() {
+fn dead_connections_are_replaced() {
     row("black hole, old connections only", |row| {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
-        let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        let load = Load::start(&fleet, default_streams());
+        wait_under_load(WARM_UP);
         let before = proxy.connections();
-        proxy.swallow_what_there_is();
+        proxy.drop_existing_connections_silently();
         let cut = Instant::now();
-        let_pass(5 * SECOND);
+        wait_under_load(5 * SECOND);
         let run = load.finish();
 
-        row.store_was_late(proxy.lateness());
+        row.record_store_delay(proxy.max_delay());
         row.check(&run, &fleet, 2, &[&redis]);
-        row.within("replaced", run.back_after(cut, |_| true), 2 * SECOND);
+        row.within("replaced", run.recovered_after(cut, |_| true), 2 * SECOND);
         row.figure("new connections", proxy.connections() - before);
         row.check_store_decides(&run, &fleet, cut + 3 * SECOND, Instant::now());
     });
 }
 
 #[test]
-fn answers_50_ms_later() {
+fn latency_of_50_ms() {
     row("latency +50 ms", |row| {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
-        let pulse = Pulse::of(&[&redis]);
-        let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        let ping_monitor = PingMonitor::of(&[&redis]);
+        let load = Load::start(&fleet, default_streams());
+        wait_under_load(WARM_UP);
         let (slow, latency) = (Instant::now(), Duration::from_millis(50));
         proxy.set_latency(latency);
         let delay = proxy.round_trip();
-        let_pass(5 * SECOND);
+        wait_under_load(5 * SECOND);
         let run = load.finish();
 
-        row.store_was_late(pulse.finish().max(proxy.lateness()));
+        row.record_store_delay(ping_monitor.finish().max(proxy.max_delay()));
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, &fleet, slow, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
-        row.insist(delay >= latency, || format!("the proxy adds only {delay:?}"));
+        row.require_always(delay >= latency, || format!("the proxy adds only {delay:?}"));
     });
 }
 
 #[test]
-fn answers_300_ms_later() {
+fn latency_of_300_ms() {
     row("latency +300 ms", |row| {
         let redis = Server::start();
         let proxy = Proxy::to(redis.port);
         let fleet = Fleet::start(&proxy.store());
-        let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        let load = Load::start(&fleet, default_streams());
+        wait_under_load(WARM_UP);
         let slow = Instant::now();
         proxy.set_latency(Duration::from_millis(300));
-        let_pass(2 * SECOND);
-        let carried = proxy.bytes();
-        let_pass(4 * SECOND);
-        let carried = proxy.bytes() - carried;
+        wait_under_load(2 * SECOND);
+        let bytes = proxy.bytes();
+        wait_under_load(4 * SECOND);
+        let bytes = proxy.bytes() - bytes;
         let fast = Instant::now();
         proxy.set_latency(Duration::ZERO);
-        let_pass(4 * SECOND);
+        wait_under_load(4 * SECOND);
         let run = load.finish();
 
         row.check(&run, &fleet, 2, &[&redis]);
-        row.within("p99 after 1 s", Some(run.p99(slow + SECOND, fast)), AT_ONCE);
+        row.within("p99 after 1 s", Some(run.p99(slow + SECOND, fast)), MAX_LOCAL_LATENCY);
         row.check_failure_modes(&run, slow + SECOND, fast);
         let during = run.samples.iter().filter(|sample| (slow + SECOND..fast).contains(&sample.at));
         let closed = during.filter(|sample| !sample.breaker_is_open()).count();
@@ -119,12 +118,12 @@ fn answers_300_ms_later() {
                 format!("the breaker of instance {instance} changed {changes} times: it flaps")
             });
         }
-        row.within("back", run.back_after(fast, |_| true), 2 * SECOND);
-        row.figure("meanwhile asked", format_args!("{} B/s", carried / 4));
+        row.within("back", run.recovered_after(fast, |_| true), 2 * SECOND);
+        row.figure("traffic", format_args!("{} B/s", bytes / 4));
     });
 }
 
-/// Who has called scripts last, by connection.
+/// Returns the connections whose last command was a script call.
 fn script_callers(redis: &Server) -> BTreeSet<String> {
     let list: String = redis.query(&["CLIENT", "LIST"]);
     let callers = list.lines().filter(|line| line.contains(" cmd=eval"));

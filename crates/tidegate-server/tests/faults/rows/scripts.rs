@@ -1,31 +1,31 @@
-//! The store forgets the scripts.
+//! The store loses the scripts.
 
 use std::time::Instant;
 
-use crate::fleet::{Fleet, usual_streams};
+use crate::fleet::{Fleet, default_streams};
 use crate::load::Load;
-use crate::pulse::Pulse;
-use crate::row::{SECOND, WARM_UP, let_pass, row};
-use crate::servers::{Server, tell};
+use crate::ping::PingMonitor;
+use crate::row::{SECOND, WARM_UP, row, wait_under_load};
+use crate::servers::{Server, command};
 
 #[test]
 fn scripts_flushed_every_100_ms() {
     row("SCRIPT FLUSH every 100 ms", |row| {
         let redis = Server::start();
         let fleet = Fleet::start(&redis.store());
-        let pulse = Pulse::of(&[&redis]);
-        let load = Load::start(&fleet, usual_streams());
-        let_pass(WARM_UP);
+        let ping_monitor = PingMonitor::of(&[&redis]);
+        let load = Load::start(&fleet, default_streams());
+        wait_under_load(WARM_UP);
         let (mut connection, start) = (redis.connection(), Instant::now());
         let errors_before = fleet.metric("tidegate_store_errors_total");
         for turn in 0..50 {
-            let () = tell(&mut connection, &["SCRIPT", "FLUSH"]);
-            let_pass((start + turn * SECOND / 10).saturating_duration_since(Instant::now()));
+            let () = command(&mut connection, &["SCRIPT", "FLUSH"]);
+            wait_under_load((start + turn * SECOND / 10).saturating_duration_since(Instant::now()));
         }
-        let_pass(SECOND);
+        wait_under_load(SECOND);
         let run = load.finish();
 
-        row.store_was_late(pulse.finish());
+        row.record_store_delay(ping_monitor.finish());
         row.check(&run, &fleet, 1, &[&redis]);
         row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);

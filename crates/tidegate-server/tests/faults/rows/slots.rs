@@ -1,15 +1,15 @@
-//! A slot of the cluster moves to another node, with the hottest key in it.
+//! The slot of the hottest key moves to another node of the cluster.
 
 use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
-use crate::fleet::{Fleet, PAIR, WINDOW, usual_streams};
+use crate::fleet::{Fleet, PAIR_LIMIT, WINDOW, default_streams};
 use crate::load::{Load, Stream};
-use crate::pulse::Pulse;
-use crate::row::{SECOND, WARM_UP, let_pass, row};
+use crate::ping::PingMonitor;
+use crate::row::{SECOND, WARM_UP, row, wait_under_load};
 
 #[test]
-fn the_hot_slot_moves_under_load() {
+fn hot_slot_moves_under_load() {
     row("slot migration of the hot key", |row| {
         let cluster = Cluster::start();
         let fleet = Fleet::start(&cluster.store());
@@ -19,37 +19,37 @@ fn the_hot_slot_moves_under_load() {
             .iter()
             .find(|node| node.port != home.port)
             .expect("three primaries");
-        let mut streams = usual_streams();
-        // One request charged to keys on two nodes, one of which moves.
+        let mut streams = default_streams();
+        // One request is charged to keys on two nodes, one of which moves.
         let team = cluster.key_for("team", |node| node.port != home.port);
         streams.push(Stream::path("across", "hot", &team, 20));
-        let pulse = Pulse::of(&cluster.primaries());
+        let ping_monitor = PingMonitor::of(&cluster.primaries());
         let load = Load::start(&fleet, streams);
-        let_pass(WARM_UP);
+        wait_under_load(WARM_UP);
         let start = Instant::now();
         let mut moved = 0;
         for (from, to) in [(home, away), (away, home), (home, away)] {
-            // Each state lasts long enough to be met by hundreds of requests.
-            Cluster::begin_to_move(slot, from, to);
-            let_pass(Duration::from_millis(300));
+            // Each state lasts for hundreds of requests.
+            Cluster::start_migration(slot, from, to);
+            wait_under_load(Duration::from_millis(300));
             moved += Cluster::move_keys(slot, from, to);
-            let_pass(Duration::from_millis(500));
+            wait_under_load(Duration::from_millis(500));
             moved += Cluster::move_keys(slot, from, to);
-            cluster.end_move(slot, to);
-            let_pass(SECOND);
+            cluster.finish_migration(slot, to);
+            wait_under_load(SECOND);
         }
         let run = load.finish();
 
-        row.store_was_late(pulse.finish());
+        row.record_store_delay(ping_monitor.finish());
         let primaries = cluster.primaries();
         row.check(&run, &fleet, 1, &primaries);
         row.check_store_decides(&run, &fleet, start, Instant::now());
         row.check_ledger(&run, fleet.charged("hot"), None);
-        let across = run.most_admitted_ever("across", WINDOW);
-        row.insist(across <= PAIR, || {
-            format!("{across} admitted across slots, and {PAIR} is the limit")
+        let across = run.max_allowed_overall("across", WINDOW);
+        row.require_always(across <= PAIR_LIMIT, || {
+            format!("{across} allowed across slots, the limit is {PAIR_LIMIT}")
         });
         row.figure("keys moved", moved);
-        row.insist(moved >= 9, || format!("only {moved} keys were there to move"));
+        row.require_always(moved >= 9, || format!("only {moved} keys were there to move"));
     });
 }

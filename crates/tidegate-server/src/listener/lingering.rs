@@ -1,4 +1,4 @@
-//! The body of a request, which may be answered before it was read.
+//! Request bodies that may still be arriving after the response was sent.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -13,17 +13,16 @@ use tokio::runtime::Handle;
 
 use super::Request;
 
-/// A client of HTTP/2 that is answered in the middle of its body may send on for so long, and so
-/// much is read. If its stream ended at once, some (curl 7.88) would tell of that instead of the
-/// answer. Flow control lets in no more than its window.
-const LINGER: Duration = Duration::from_secs(1);
-const LINGER_BYTES: usize = 64 * 1024;
+/// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
+/// report a reset stream instead of the response they received.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+const MAX_LINGER_BYTES: usize = 64 * 1024;
 
-/// The body of a request. Left unread, it lingers where HTTP/2 needs that; for HTTP/1.1 `wire.rs`
-/// does the same.
+/// Body of a request. On drop, the unread rest of an HTTP/2 body is discarded for up to
+/// [`LINGER_TIMEOUT`]; for HTTP/1.1, `guarded_stream.rs` does this.
 #[derive(Debug)]
 pub(crate) struct Incoming {
-    /// Always there until it is dropped.
+    /// `None` only during drop.
     body: Option<hyper::body::Incoming>,
     lingers: bool,
 }
@@ -58,17 +57,18 @@ impl Drop for Incoming {
             return;
         };
         let mut rest = Box::pin(discard(body));
-        // Often the end is there already, and nobody has looked.
-        let is_over = rest.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
-        if let (false, Ok(runtime)) = (is_over, Handle::try_current()) {
-            runtime.spawn(async move { tokio::time::timeout(LINGER, rest).await });
+        // The end has often arrived already. Then no task is needed.
+        let is_complete = rest.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
+        if let (false, Ok(runtime)) = (is_complete, Handle::try_current()) {
+            runtime.spawn(async move { tokio::time::timeout(LINGER_TIMEOUT, rest).await });
         }
     }
 }
 
-/// Reads on to the end, if that is near, and then only keeps the stream.
+/// Reads up to [`MAX_LINGER_BYTES`]. After that it only keeps the stream open, and flow control
+/// stops the client.
 async fn discard(mut body: hyper::body::Incoming) {
-    let mut left = LINGER_BYTES;
+    let mut left = MAX_LINGER_BYTES;
     while let Some(Ok(frame)) = body.frame().await {
         left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
         if left == 0 && !body.is_end_stream() {
@@ -77,11 +77,11 @@ async fn discard(mut body: hyper::body::Incoming) {
     }
 }
 
-/// A service that gets such bodies.
-pub(super) struct Lingering<S>(pub(super) S);
+/// Service wrapper that turns hyper's bodies into lingering ones.
+pub(super) struct LingeringService<S>(pub(super) S);
 
 impl<S: HyperService<Request>> HyperService<hyper::Request<hyper::body::Incoming>>
-    for Lingering<S>
+    for LingeringService<S>
 {
     type Response = S::Response;
     type Error = S::Error;

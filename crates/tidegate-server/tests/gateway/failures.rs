@@ -3,45 +3,46 @@ use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::support::{PATIENCE, Service, read_answer, request};
+use crate::support::{Service, TEST_TIMEOUT, read_response, request};
 use crate::upstream::{OK, Upstream};
 
-/// An address where nobody listens.
-fn nobody() -> String {
+/// Returns an address without a listener.
+fn unreachable_address() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     format!("http://{}", listener.local_addr().expect("bound"))
 }
 
 #[test]
-fn an_upstream_that_is_not_there_is_502_and_after_a_while_503() {
-    let gateway = Service::gateway("", &[&nobody()]);
+fn unreachable_upstream_is_502_and_503_after_ejection() {
+    let gateway = Service::gateway("", &[&unreachable_address()]);
     let mut statuses = Vec::new();
     for _ in 0..4 {
-        let answer = request(&gateway.http, "GET", "/", &[], b"");
-        assert_eq!(answer.header("content-type"), Some("application/problem+json"));
-        assert_eq!(answer.json()["status"], answer.status);
-        statuses.push((answer.status, answer.header("retry-after").is_some()));
+        let response = request(&gateway.http, "GET", "/", &[], b"");
+        assert_eq!(response.header("content-type"), Some("application/problem+json"));
+        assert_eq!(response.json()["status"], response.status);
+        statuses.push((response.status, response.header("retry-after").is_some()));
     }
     assert_eq!(statuses[..2], [(502, false); 2]);
     assert_eq!(statuses[3], (503, true));
 }
 
 #[test]
-fn what_did_not_get_to_one_upstream_gets_to_another_body_and_all() {
-    let upstream = Upstream::answering(OK);
-    let gateway = Service::gateway("", &[&nobody(), &upstream.url(), &nobody()]);
+fn unsent_request_is_retried_on_another_upstream() {
+    let upstream = Upstream::responding_with(OK);
+    let gateway =
+        Service::gateway("", &[&unreachable_address(), &upstream.url(), &unreachable_address()]);
     for number in 0..20 {
         let body = vec![b'x'; 1_000 * number];
-        let answer = request(&gateway.http, "POST", "/", &[], &body);
-        assert_eq!(answer.status, 200, "{answer:?}");
+        let response = request(&gateway.http, "POST", "/", &[], &body);
+        assert_eq!(response.status, 200, "{response:?}");
         assert!(upstream.received()[number].body == body);
     }
-    assert!(gateway.output().contains("is left out"), "{}", gateway.output());
+    assert!(gateway.output().contains("upstream ejected"), "{}", gateway.output());
 }
 
 #[test]
-fn several_upstreams_take_turns() {
-    let (one, other) = (Upstream::answering(OK), Upstream::answering(OK));
+fn upstreams_take_turns() {
+    let (one, other) = (Upstream::responding_with(OK), Upstream::responding_with(OK));
     let gateway = Service::gateway("", &[&one.url(), &other.url()]);
     for _ in 0..10 {
         assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
@@ -50,31 +51,31 @@ fn several_upstreams_take_turns() {
 }
 
 #[test]
-fn the_turns_of_an_upstream_that_is_left_out_are_spread_over_the_others() {
-    let (one, other) = (Upstream::answering(OK), Upstream::answering(OK));
-    let gateway = Service::gateway("", &[&one.url(), &nobody(), &other.url()]);
-    let ask = || assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
-    // Three failures in nine turns.
-    (0..9).for_each(|_| ask());
-    assert!(gateway.output().contains("is left out"), "{}", gateway.output());
+fn turns_of_an_ejected_upstream_are_shared() {
+    let (one, other) = (Upstream::responding_with(OK), Upstream::responding_with(OK));
+    let gateway = Service::gateway("", &[&one.url(), &unreachable_address(), &other.url()]);
+    let send = || assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
+    // Three failures within nine turns eject it.
+    (0..9).for_each(|_| send());
+    assert!(gateway.output().contains("upstream ejected"), "{}", gateway.output());
     let before = [one.received().len(), other.received().len()];
-    (0..10).for_each(|_| ask());
+    (0..10).for_each(|_| send());
     assert_eq!([one.received().len() - before[0], other.received().len() - before[1]], [5, 5]);
 }
 
 #[test]
-fn an_upstream_that_does_not_answer_in_time_is_504() {
+fn upstream_timeout_is_504() {
     let silent = Upstream::start(|_, _| {
-        std::thread::sleep(PATIENCE);
+        std::thread::sleep(TEST_TIMEOUT);
         Ok(())
     });
     let gateway = Service::gateway("gateway: {header_timeout: 300ms}\n", &[&silent.url()]);
-    let answer = request(&gateway.http, "POST", "/", &[], b"body");
+    let response = request(&gateway.http, "POST", "/", &[], b"body");
     assert_eq!(
-        (answer.status, &answer.json()["detail"]),
-        (504, &"the upstream did not answer in time".into())
+        (response.status, &response.json()["detail"]),
+        (504, &"the upstream did not respond in time".into())
     );
-    // Nor one that accepts the connection, and says nothing when TLS is to be agreed on.
+    // The same for an upstream that accepts the connection, but never completes the TLS handshake.
     let mute = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let url = format!("https://{}", mute.local_addr().expect("bound"));
     let gateway = Service::gateway("gateway: {connect_timeout: 300ms}\n", &[&url]);
@@ -82,7 +83,7 @@ fn an_upstream_that_does_not_answer_in_time_is_504() {
 }
 
 #[test]
-fn an_upstream_that_breaks_off_is_502_or_a_broken_answer_never_a_whole_one() {
+fn truncated_upstream_response_is_never_completed() {
     let upstream = Upstream::start(|request, stream| {
         if request.head.starts_with("GET /half") {
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf")?;
@@ -96,10 +97,10 @@ fn an_upstream_that_breaks_off_is_502_or_a_broken_answer_never_a_whole_one() {
         Err(std::io::ErrorKind::BrokenPipe.into())
     });
     let gateway = Service::gateway("", &[&upstream.url()]);
-    // Nothing at all, if the end came before the beginning was sent on.
+    // The client gets nothing if the upstream closed before the head was forwarded.
     let all_of = |path: &str| {
-        let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-        client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+        client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         write!(client, "GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
             .expect("sent");
         let mut all = Vec::new();
@@ -118,10 +119,10 @@ fn an_upstream_that_breaks_off_is_502_or_a_broken_answer_never_a_whole_one() {
 }
 
 #[test]
-fn an_answer_that_stops_is_cut_off() {
+fn stalled_response_is_aborted() {
     let upstream = Upstream::start(|_, stream| {
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf")?;
-        std::thread::sleep(PATIENCE);
+        std::thread::sleep(TEST_TIMEOUT);
         Ok(())
     });
     let gateway = Service::gateway("gateway: {idle_timeout: 300ms}\n", &[&upstream.url()]);
@@ -131,26 +132,26 @@ fn an_answer_that_stops_is_cut_off() {
 }
 
 #[test]
-fn a_client_that_stops_in_its_body_is_cut_off_and_the_upstream_is_not_blamed() {
-    let upstream = Upstream::answering(OK);
+fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
+    let upstream = Upstream::responding_with(OK);
     let config = "gateway: {idle_timeout: 600ms, header_timeout: 200ms}\n";
     let gateway = Service::gateway(config, &[&upstream.url()]);
     for _ in 0..4 {
-        let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-        client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+        client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
         client
             .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 10\r\n\r\nhalf")
             .expect("sent");
         let start = Instant::now();
-        let answer = read_answer(&mut client);
-        assert_eq!(answer.status, 408, "{answer:?}");
+        let response = read_response(&mut client);
+        assert_eq!(response.status, 408, "{response:?}");
         assert!(start.elapsed() < Duration::from_secs(5));
     }
-    assert!(upstream.received().is_empty(), "it never had a whole one");
+    assert!(upstream.received().is_empty(), "no complete request reached the upstream");
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
-    assert!(!gateway.output().contains("left out"));
-    // A slow one that goes on sending is served.
-    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+    assert!(!gateway.output().contains("ejected"));
+    // A slow client that keeps sending is served.
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client
         .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 10\r\n\r\n")
         .expect("sent");
@@ -158,12 +159,12 @@ fn a_client_that_stops_in_its_body_is_cut_off_and_the_upstream_is_not_blamed() {
         std::thread::sleep(Duration::from_millis(120));
         client.write_all(b"x").expect("sent");
     }
-    assert_eq!(read_answer(&mut client).status, 200);
+    assert_eq!(read_response(&mut client).status, 200);
 }
 
 #[test]
-fn a_client_that_does_not_finish_its_head_is_cut_off() {
-    let upstream = Upstream::answering(OK);
+fn client_without_a_complete_head_is_disconnected() {
+    let upstream = Upstream::responding_with(OK);
     let gateway = Service::gateway("", &[&upstream.url()]);
     let start = Instant::now();
     let parts: [&[u8]; 4] =
@@ -171,24 +172,24 @@ fn a_client_that_does_not_finish_its_head_is_cut_off() {
     let clients: Vec<TcpStream> = parts
         .iter()
         .map(|part| {
-            let mut client = TcpStream::connect(&gateway.http).expect("it listens");
-            client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+            let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+            client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
             client.write_all(part).expect("sent");
             client
         })
         .collect();
     for (mut client, part) in clients.into_iter().zip(parts) {
-        // The last one is answered first, and cut off when it asks for nothing more.
-        let mut answer = Vec::new();
-        let ended = client.read_to_end(&mut answer);
+        // The last client gets a response first, and is disconnected when idle.
+        let mut response = Vec::new();
+        let ended = client.read_to_end(&mut response);
         assert!(ended.is_ok(), "{part:?}: {ended:?}");
-        assert_eq!(answer.starts_with(b"HTTP/1.1 200"), part.ends_with(b"\r\n\r\n"), "{part:?}");
+        assert_eq!(response.starts_with(b"HTTP/1.1 200"), part.ends_with(b"\r\n\r\n"), "{part:?}");
     }
-    assert!(start.elapsed() < PATIENCE);
+    assert!(start.elapsed() < TEST_TIMEOUT);
 }
 
 #[test]
-fn a_client_that_takes_nothing_is_cut_off() {
+fn client_that_stops_reading_is_disconnected() {
     let upstream = Upstream::start(|_, stream| {
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
         let piece = vec![0; 64 * 1024];
@@ -198,27 +199,28 @@ fn a_client_that_takes_nothing_is_cut_off() {
     });
     let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
     let before = gateway.open_files();
-    let mut client = TcpStream::connect(&gateway.http).expect("it listens");
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.write_all(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
-    gateway.until("it is answered", |gateway| gateway.open_files() >= before + 2);
-    gateway.until("both connections are closed", |gateway| gateway.open_files() <= before);
+    gateway.wait_until("the response has started", |gateway| gateway.open_files() >= before + 2);
+    gateway.wait_until("both connections are closed", |gateway| gateway.open_files() <= before);
     drop(client);
 }
 
 #[test]
-fn a_gateway_that_leads_to_itself_does_not_go_round_for_ever() {
+fn forwarding_loop_is_detected() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound").to_string();
     drop(listener);
     let config = format!(
-        "listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'}}\n"
+        "listen: {{gateway: '{address}', http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: \
+         '127.0.0.1:0'}}\n"
     );
     let gateway = Service::gateway(&config, &[&format!("http://{address}")]);
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 508);
 }
 
 #[test]
-fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
+fn invalid_configuration_exits_with_2_and_a_helpful_message() {
     let run = |arguments: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
             .arg("gateway")
@@ -228,7 +230,7 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         let output = output.expect("the binary runs");
         let text = String::from_utf8(output.stderr).expect("UTF-8");
         assert_eq!(output.status.code(), Some(2), "{text}");
-        // Of a file, the place is shown below.
+        // Errors in a file show the position on further lines.
         assert_eq!(
             text.lines().count(),
             if arguments.contains(&"--config") { 4 } else { 1 },
@@ -236,13 +238,16 @@ fn a_wrong_start_says_what_would_be_right_and_exits_with_2() {
         );
         text
     };
-    assert!(run(&[]).contains("there is no upstream: name one by --upstream"));
+    assert!(run(&[]).contains("there is no upstream: name one with --upstream"));
     assert!(run(&["--upstream", "localhost:3000"]).contains("write it like http://127.0.0.1:3000"));
     let with_password = run(&["--upstream", "http://user:secret@localhost"]);
-    assert!(with_password.contains("no user and password") && !with_password.contains("secret"));
+    assert!(
+        with_password.contains("must not contain a user or password")
+            && !with_password.contains("secret")
+    );
     assert!(run(&["--upstream", "http://a", "--listen", "nowhere"]).contains("--listen"));
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     std::fs::write(&file, "gateway: {upstreams: ['ftp://a']}\n").expect("written");
-    assert!(run(&["--config", &file.display().to_string()]).contains("is no upstream"));
+    assert!(run(&["--config", &file.display().to_string()]).contains("is not an upstream"));
 }

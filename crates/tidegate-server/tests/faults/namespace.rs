@@ -1,34 +1,33 @@
 use std::process::Command;
 
-/// A network namespace at the other end of a cable, whose packets can be dropped. Needs root.
-pub(crate) struct Hole {
+/// Network namespace behind a veth pair, whose packets can be dropped. Needs root.
+pub(crate) struct NetworkNamespace {
     pub(crate) namespace: String,
-    /// The address in there.
+    /// Address inside the namespace.
     pub(crate) inside: String,
     cable: String,
     far_end: String,
 }
 
-impl Hole {
+impl NetworkNamespace {
     pub(crate) fn new() -> Self {
         let id = std::process::id();
         let net = format!("10.213.{}", id % 250);
-        let hole = Self {
+        let this = Self {
             namespace: format!("tidegate-{id}"),
             inside: format!("{net}.2"),
             cable: format!("tga{id}"),
             far_end: format!("tgb{id}"),
         };
-        let Self { namespace, inside, cable, far_end } = &hole;
+        let Self { namespace, inside, cable, far_end } = &this;
         ip(&["netns", "add", namespace]);
         ip(&["link", "add", cable, "type", "veth", "peer", "name", far_end, "netns", namespace]);
         ip(&["addr", "add", &format!("{net}.1/30"), "dev", cable]);
         ip(&["-n", namespace, "addr", "add", &format!("{inside}/30"), "dev", far_end]);
         ip(&["link", "set", cable, "up"]);
         ip(&["-n", namespace, "link", "set", far_end, "up"]);
-        // Both ends know each other's hardware address for good. Otherwise a lost answer to the
-        // question for it would tell a client in a second or three that nobody is there, and a
-        // black hole tells nothing.
+        // Both ends have static ARP entries. Otherwise a lost ARP reply would report the host as
+        // unreachable within seconds, unlike a real black hole.
         let (near, far) = (hardware(&[], cable), hardware(&["-n", namespace], far_end));
         let forever = |address: &str, hardware: &str, device: &str| {
             ["neigh", "replace", address, "lladdr", hardware, "nud", "permanent", "dev", device]
@@ -39,11 +38,11 @@ impl Hole {
         let there: Vec<&str> =
             ["-n", namespace].into_iter().chain(there.iter().map(String::as_str)).collect();
         ip(&there);
-        hole
+        this
     }
 
-    /// Drops every packet, in both directions: a queue with no room.
-    pub(crate) fn open(&self) {
+    /// Drops every packet in both directions, with a queue of length zero.
+    pub(crate) fn drop_packets(&self) {
         run("tc", &["qdisc", "replace", "dev", &self.cable, "root", "pfifo", "limit", "0"]);
         run(
             "tc",
@@ -62,22 +61,22 @@ impl Hole {
         );
     }
 
-    pub(crate) fn close(&self) {
+    pub(crate) fn deliver_packets(&self) {
         run("tc", &["qdisc", "del", "dev", &self.cable, "root"]);
         run("tc", &["-n", &self.namespace, "qdisc", "del", "dev", &self.far_end, "root"]);
     }
 }
 
-impl Drop for Hole {
+impl Drop for NetworkNamespace {
     fn drop(&mut self) {
         let _ = Command::new("ip").args(["link", "del", &self.cable]).status();
         let _ = Command::new("ip").args(["netns", "del", &self.namespace]).status();
     }
 }
 
-/// The hardware address of a device.
-fn hardware(place: &[&str], device: &str) -> String {
-    let words: Vec<&str> = place.iter().copied().chain(["-br", "link", "show", device]).collect();
+/// Returns the hardware address of a device.
+fn hardware(prefix: &[&str], device: &str) -> String {
+    let words: Vec<&str> = prefix.iter().copied().chain(["-br", "link", "show", device]).collect();
     let text = run("ip", &words);
     text.split_whitespace().nth(2).expect("name, state, address").to_owned()
 }

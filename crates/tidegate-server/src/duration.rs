@@ -1,0 +1,27 @@
+//! Saturating conversions of durations to integers.
+
+use std::time::Duration;
+
+/// Returns whole milliseconds.
+pub(crate) fn millis(duration: Duration) -> u64 {
+    saturate(duration.as_millis())
+}
+
+/// Returns whole microseconds.
+pub(crate) fn micros(duration: Duration) -> u64 {
+    saturate(duration.as_micros())
+}
+
+/// Returns microseconds, rounded up.
+pub(crate) fn micros_rounded_up(duration: Duration) -> u64 {
+    saturate(duration.as_nanos().div_ceil(1_000))
+}
+
+/// Returns nanoseconds.
+pub(crate) fn nanos(duration: Duration) -> u64 {
+    saturate(duration.as_nanos())
+}
+
+fn saturate(number: u128) -> u64 {
+    u64::try_from(number).unwrap_or(u64::MAX)
+}

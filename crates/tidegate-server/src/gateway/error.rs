@@ -1,0 +1,107 @@
+//! Errors of the proxy and the responses to the client.
+
+use std::error::Error as _;
+use std::io;
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use hyper_util::client::legacy;
+
+use super::body::Stalled;
+use crate::api::problem::Problem;
+
+/// Reason why a request got no response from an upstream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ProxyError {
+    /// The request is ambiguous or invalid for a gateway.
+    Ambiguous(&'static str),
+    Method(&'static str),
+    /// The request passed through this gateway too often.
+    Loop,
+    /// The client stopped sending its body.
+    RequestBodyTimeout,
+    /// The client closed the connection within its body, or the body is malformed.
+    RequestBodyBroken,
+    /// Connecting to the upstream failed.
+    Unreachable,
+    /// All upstreams are ejected, and none could be reached.
+    NoUpstream,
+    ConnectTimeout,
+    /// The upstream closed the connection, or sent an invalid response.
+    ConnectionLost,
+    /// The upstream sent no response head in time.
+    ResponseTimeout,
+}
+
+impl ProxyError {
+    pub(super) fn new(error: &legacy::Error) -> Self {
+        let mut cause = error.source();
+        let mut timed_out = false;
+        let mut stalled = false;
+        let mut body_failed = false;
+        while let Some(source) = cause {
+            timed_out |= source
+                .downcast_ref::<io::Error>()
+                .is_some_and(|io| io.kind() == io::ErrorKind::TimedOut);
+            stalled |= source.is::<Stalled>();
+            // hyper reports errors of a body that we provide as user errors.
+            body_failed |= source.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_user);
+            cause = source.source();
+        }
+        match (error.is_connect(), timed_out) {
+            (true, true) => Self::ConnectTimeout,
+            (true, false) => Self::Unreachable,
+            _ if stalled => Self::RequestBodyTimeout,
+            _ if body_failed => Self::RequestBodyBroken,
+            _ => Self::ConnectionLost,
+        }
+    }
+
+    /// Returns whether the error counts as a failure of the upstream.
+    pub(super) fn is_upstream_failure(self) -> bool {
+        !matches!(
+            self,
+            Self::Ambiguous(_)
+                | Self::Method(_)
+                | Self::Loop
+                | Self::RequestBodyTimeout
+                | Self::RequestBodyBroken
+        )
+    }
+
+    fn status(self) -> StatusCode {
+        match self {
+            Self::Ambiguous(_) | Self::RequestBodyBroken => StatusCode::BAD_REQUEST,
+            Self::Method(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::Loop => StatusCode::LOOP_DETECTED,
+            Self::RequestBodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::Unreachable | Self::ConnectionLost => StatusCode::BAD_GATEWAY,
+            Self::NoUpstream => StatusCode::SERVICE_UNAVAILABLE,
+            Self::ConnectTimeout | Self::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
+        }
+    }
+
+    pub(super) fn reason(self) -> &'static str {
+        match self {
+            Self::Ambiguous(reason) | Self::Method(reason) => reason,
+            Self::Loop => "forwarding loop: an upstream leads back to this gateway",
+            Self::RequestBodyTimeout => "timeout while reading the request body",
+            Self::RequestBodyBroken => "the request body is incomplete or malformed",
+            Self::Unreachable => "the upstream is unreachable",
+            Self::NoUpstream => "no upstream is reachable; try again in a moment",
+            Self::ConnectTimeout => "timeout while connecting to the upstream",
+            Self::ConnectionLost => "the upstream closed the connection before it responded",
+            Self::ResponseTimeout => "the upstream did not respond in time",
+        }
+    }
+}
+
+impl IntoResponse for ProxyError {
+    fn into_response(self) -> Response {
+        let mut response = Problem::new(self.status(), self.reason()).into_response();
+        if self == Self::NoUpstream {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
+    }
+}
