@@ -20,9 +20,9 @@ use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query, 
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
-use crate::engine::Engine;
 use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
+use crate::state::ServerState;
 
 mod forward_auth;
 pub(crate) mod json;
@@ -90,15 +90,15 @@ pub(crate) type Reply = Response<Full<Bytes>>;
 /// Returns the API for one connection. It is a plain hyper service: a router for five paths, with a
 /// boxed body and future per request, took as long as the rest of a response.
 pub(crate) fn service(
-    engine: &Arc<Engine>,
+    state: &Arc<ServerState>,
     peer: Peer,
 ) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<> {
-    let engine = Arc::clone(engine);
+    let state = Arc::clone(state);
     service_fn(move |request| {
-        let engine = Arc::clone(&engine);
+        let state = Arc::clone(&state);
         async move {
             let only_head = request.method() == Method::HEAD;
-            let mut reply = reply(&engine, peer, request).await.unwrap_or_else(Problem::into_http);
+            let mut reply = reply(&state, peer, request).await.unwrap_or_else(Problem::into_http);
             if only_head {
                 let length = HttpBody::size_hint(reply.body()).lower();
                 reply.headers_mut().insert(header::CONTENT_LENGTH, length.into());
@@ -109,14 +109,14 @@ pub(crate) fn service(
     })
 }
 
-async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+async fn reply(state: &ServerState, peer: Peer, request: Request) -> Result<Reply, Problem> {
     let allowed = match (request.uri().path(), request.method()) {
-        ("/v1/acquire", &Method::POST) => return acquire(engine, peer, request).await,
-        ("/v1/peek", &Method::POST) => return peek(engine, peer, request).await,
-        ("/v1/refund", &Method::POST) => return refund(engine, peer, request).await,
-        ("/v1/report", &Method::POST) => return report(engine, peer, request).await,
+        ("/v1/acquire", &Method::POST) => return acquire(state, peer, request).await,
+        ("/v1/peek", &Method::POST) => return peek(state, peer, request).await,
+        ("/v1/refund", &Method::POST) => return refund(state, peer, request).await,
+        ("/v1/report", &Method::POST) => return report(state, peer, request).await,
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
-            return Box::pin(forward_auth::forward_auth(engine, peer, request)).await;
+            return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
             return Ok(json_response(
@@ -173,8 +173,8 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
         Problems,
     )
 )]
-async fn acquire(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Acquire, peer, request).await
+async fn acquire(state: &ServerState, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    decide(state, Action::Acquire, peer, request).await
 }
 
 /// Return the decision that acquire would make, without taking units.
@@ -185,8 +185,8 @@ async fn acquire(engine: &Engine, peer: Peer, request: Request) -> Result<Reply,
         Problems,
     )
 )]
-async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Peek, peer, request).await
+async fn peek(state: &ServerState, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    decide(state, Action::Peek, peer, request).await
 }
 
 /// Record units that were used already: always charges, even beyond the limit.
@@ -200,8 +200,8 @@ async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Pr
         Problems,
     )
 )]
-async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Report, peer, request).await
+async fn report(state: &ServerState, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    decide(state, Action::Report, peer, request).await
 }
 
 /// Return the units of an earlier charge: with `age_ms` of that charge, otherwise the oldest that
@@ -213,17 +213,17 @@ async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, 
         Problems,
     )
 )]
-async fn refund(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Refund, peer, request).await
+async fn refund(state: &ServerState, peer: Peer, request: Request) -> Result<Reply, Problem> {
+    decide(state, Action::Refund, peer, request).await
 }
 
 async fn decide(
-    engine: &Engine,
+    state: &ServerState,
     action: Action,
     peer: Peer,
     request: Request,
 ) -> Result<Reply, Problem> {
-    let active = engine.active();
+    let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
     let bytes = read(body).await?;

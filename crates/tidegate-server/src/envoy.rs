@@ -12,9 +12,9 @@ use tonic_health::ServingStatus;
 use tower::ServiceExt as _;
 
 use crate::api::token;
-use crate::engine::Engine;
 use crate::listener::Request;
 use crate::logs;
+use crate::state::ServerState;
 
 pub(crate) mod rules;
 
@@ -41,12 +41,12 @@ const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
 /// The service, with gRPC health and reflection.
 pub(crate) struct Envoy {
-    engine: Arc<Engine>,
+    state: Arc<ServerState>,
     others: Router,
 }
 
 impl Envoy {
-    pub(crate) async fn new(engine: Arc<Engine>) -> anyhow::Result<Arc<Self>> {
+    pub(crate) async fn new(state: Arc<ServerState>) -> anyhow::Result<Arc<Self>> {
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_service_status(SERVICE, ServingStatus::Serving).await;
         let reflection = || {
@@ -56,7 +56,7 @@ impl Envoy {
         let others = tonic::service::Routes::new(health)
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?);
-        Ok(Arc::new(Self { engine, others: others.into_axum_router() }))
+        Ok(Arc::new(Self { state, others: others.into_axum_router() }))
     }
 
     /// Returns the service for one connection. Rate limit calls are answered by a plain hyper
@@ -79,7 +79,7 @@ impl Envoy {
                 }
                 match grpc::refusal(&request) {
                     Some(refusal) => Ok(refusal),
-                    None => Ok(should_rate_limit(&envoy.engine, request)
+                    None => Ok(should_rate_limit(&envoy.state, request)
                         .await
                         .unwrap_or_else(Status::into_http)),
                 }
@@ -88,8 +88,8 @@ impl Envoy {
     }
 }
 
-async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, Status> {
-    let active = engine.active();
+async fn should_rate_limit(state: &ServerState, request: Request) -> Result<Reply, Status> {
+    let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
     grpc::check_encoding(&head.headers)?;

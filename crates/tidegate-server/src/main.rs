@@ -12,7 +12,6 @@ mod cli;
 mod config;
 mod doctor;
 mod duration;
-mod engine;
 mod envoy;
 mod gateway;
 mod hot_keys;
@@ -22,6 +21,7 @@ mod metrics;
 mod observer;
 mod reload;
 mod serve;
+mod state;
 mod tls;
 
 /// Fastest of the allocators that were benchmarked: a request makes many small allocations.

@@ -12,8 +12,8 @@ use tidegate::{Action, PolicyDecisions, Query as DecisionQuery};
 use super::problem::Problem;
 use super::{Reply, add_limits, client_address, token};
 use crate::config::Secret;
-use crate::engine::Engine;
 use crate::listener::{Peer, Request};
+use crate::state::ServerState;
 
 /// Token of a proxy that cannot set `Authorization`, or forwards the client's because a policy
 /// counts by it.
@@ -65,11 +65,11 @@ enum DenyStatus {
     )
 )]
 pub(crate) async fn forward_auth(
-    engine: &Engine,
+    state: &ServerState,
     peer: Peer,
     request: Request,
 ) -> Result<Reply, Problem> {
-    let active = engine.active();
+    let active = state.active();
     let (mut head, _) = request.into_parts();
     take_token(active.api_token.as_ref(), &mut head.headers)?;
     let address = client_address(&active.client_ip, peer, &head.headers)?;

@@ -12,7 +12,7 @@ use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descripto
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use super::proto::envoy::r#type::v3::RateLimitUnit;
 use super::rules::{self, Found, Limit, Rule, Unit};
-use crate::engine::ActiveConfig;
+use crate::state::ActiveConfig;
 
 /// How a descriptor is answered.
 pub(super) enum DescriptorPlan<'a> {

@@ -12,12 +12,12 @@ use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
 use super::Gateway;
-use crate::engine::{ActiveConfig, Engine};
 use crate::listener::{Peer, Request};
+use crate::state::{ActiveConfig, ServerState};
 
 /// Decides requests by the active configuration, as every front door does.
 #[derive(Clone)]
-pub(crate) struct GatewayLimiter(Arc<Engine>);
+pub(crate) struct GatewayLimiter(Arc<ServerState>);
 
 impl RequestLimiter for GatewayLimiter {
     type Snapshot = Arc<ActiveConfig>;
@@ -44,21 +44,21 @@ impl RequestLimiter for GatewayLimiter {
 /// Gateway behind its rate limit layer.
 #[derive(Clone)]
 pub(crate) struct LimitedGateway {
-    engine: Arc<Engine>,
+    state: Arc<ServerState>,
     /// A reload may change which headers responses have.
     with_x_headers: RateLimit<Gateway, GatewayLimiter>,
     without_x_headers: RateLimit<Gateway, GatewayLimiter>,
 }
 
 impl LimitedGateway {
-    pub(super) fn new(engine: &Arc<Engine>, gateway: &Gateway) -> Self {
+    pub(super) fn new(state: &Arc<ServerState>, gateway: &Gateway) -> Self {
         let layer = |x_headers| {
-            RateLimitLayer::with_gate(GatewayLimiter(Arc::clone(engine)))
+            RateLimitLayer::with_gate(GatewayLimiter(Arc::clone(state)))
                 .x_ratelimit_headers(x_headers)
                 .layer(gateway.clone())
         };
         Self {
-            engine: Arc::clone(engine),
+            state: Arc::clone(state),
             with_x_headers: layer(true),
             without_x_headers: layer(false),
         }
@@ -80,7 +80,7 @@ impl Service<Request> for LimitedGateway {
         let has_body = !http_body::Body::is_end_stream(request.body());
         let closes_if_denied = is_http1 && has_body;
         let closes = is_http1 && request.headers().contains_key(header::UPGRADE);
-        let limited = if self.engine.active().x_ratelimit_headers {
+        let limited = if self.state.active().x_ratelimit_headers {
             &mut self.with_x_headers
         } else {
             &mut self.without_x_headers
