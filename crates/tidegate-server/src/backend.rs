@@ -16,6 +16,7 @@ use crate::logs::TRACE;
 use crate::metrics::Metrics;
 
 /// Store of the service.
+#[expect(clippy::large_enum_variant, reason = "one per process, behind an `Arc`")]
 pub(crate) enum Backend {
     Memory(InstrumentedStore<MemoryStore>),
     Redis(Redis),

@@ -290,7 +290,7 @@ impl<'a> DecisionBody<'a> {
                 json.push(b'"');
             }
             Some(name) => {
-                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes())
+                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes());
             }
         }
         for (name, number) in [

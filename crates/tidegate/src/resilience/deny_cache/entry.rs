@@ -1,7 +1,6 @@
 //! [`DenialEntry`]: a cached denial, and the time until which it surely holds.
 
 use std::num::NonZeroU64;
-use std::time::Duration;
 
 use super::key::EntryKey;
 use super::unrecorded::COUNTED_DENIAL_TTL;

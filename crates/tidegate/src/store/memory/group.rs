@@ -114,7 +114,7 @@ mod tests {
             scope.spawn(move || {
                 for _ in 0..200 {
                     for charge in charges.iter().filter(|charge| shard(charge) != last) {
-                        store.decide_now(Action::Acquire, charge).expect("decided");
+                        let _ = store.decide_now(Action::Acquire, charge).expect("decided");
                     }
                     std::thread::yield_now();
                 }
