@@ -64,7 +64,10 @@ impl Observer for Recorder {
 
 /// Records the `decide` spans.
 #[derive(Clone, Default)]
-struct Spans(Arc<Mutex<Vec<(String, Option<bool>)>>>);
+struct Spans(Arc<Mutex<Vec<DecideSpan>>>);
+
+/// Action and result.
+type DecideSpan = (String, Option<bool>);
 
 /// Position of a span in the list.
 struct Position(usize);
