@@ -1,4 +1,4 @@
-//! What is recorded of a front door.
+//! Answers and records of a front door.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,7 +44,7 @@ impl Record {
 pub(crate) trait Door {
     async fn send(&mut self, case: &Case) -> Answer;
 
-    /// Collects what the door recorded.
+    /// Collects the records of the door.
     async fn finish(self, answers: Vec<(&'static str, Answer)>) -> Record;
 }
 

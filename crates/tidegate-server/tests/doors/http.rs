@@ -12,7 +12,7 @@ use crate::collector::Collector;
 use crate::door::{Answer, Door, Record, http_answer, read_admin};
 use crate::support::{Service, raw, request};
 
-/// Service whose spans go to a collector of its own.
+/// Service that sends its spans to its own collector.
 pub(crate) struct Process {
     pub(crate) service: Service,
     collector: Collector,
@@ -141,7 +141,7 @@ impl Door for Api {
     }
 }
 
-/// `/v1/forward-auth`, as a proxy asks it.
+/// `/v1/forward-auth`, called like a proxy does.
 pub(crate) struct ForwardAuth(Process);
 
 impl ForwardAuth {
