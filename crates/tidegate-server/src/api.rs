@@ -34,9 +34,14 @@ const MAX_BODY_BYTES: usize = 64 * 1024;
 
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
+    info(
+        title = "Tidegate",
+        description = "Decides, exactly and fast, whether a request may pass now."
+    ),
     paths(acquire, peek, refund, report, forward_auth::forward_auth),
-    components(schemas(QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, Problem)),
+    components(schemas(
+        QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, Problem
+    )),
     modifiers(&BearerToken),
     security((), ("token" = []))
 )]
@@ -87,8 +92,7 @@ pub(crate) type ApiResponse = Response<Full<Bytes>>;
 pub(crate) fn service(
     engine: &Arc<Engine>,
     peer: Peer,
-) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + Send + use<>
-{
+) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + use<> {
     let engine = Arc::clone(engine);
     service_fn(move |request| {
         let engine = Arc::clone(&engine);
@@ -156,14 +160,20 @@ pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> Problem {
         (
             status = 200, description = "Allowed", body = DecisionsBody<'static>,
             headers(
-                ("RateLimit-Policy" = String, description = "Limits that apply, in the format of the IETF draft"),
+                (
+                    "RateLimit-Policy" = String,
+                    description = "Limits that apply, in the format of the IETF draft"
+                ),
                 ("RateLimit" = String, description = "Remaining units of each limit"),
             )
         ),
         (
             status = 429, description = "Denied", body = DecisionsBody<'static>,
             headers(
-                ("RateLimit-Policy" = String, description = "Limits that apply, in the format of the IETF draft"),
+                (
+                    "RateLimit-Policy" = String,
+                    description = "Limits that apply, in the format of the IETF draft"
+                ),
                 ("RateLimit" = String, description = "Remaining units of each limit"),
                 ("Retry-After" = u64, description = "Seconds to wait, rounded up"),
             )
@@ -179,7 +189,10 @@ async fn acquire(engine: &Engine, peer: Peer, request: Request) -> Result<ApiRes
 #[utoipa::path(
     post, path = "/v1/peek", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "The decision: the body has whether it is allowed", body = DecisionsBody<'static>),
+        (
+            status = 200, description = "Allowed or denied: see `allowed` in the body",
+            body = DecisionsBody<'static>
+        ),
         Problems,
     )
 )]
@@ -194,7 +207,10 @@ async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<ApiRespon
 #[utoipa::path(
     post, path = "/v1/report", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Recorded, with the remaining units", body = DecisionsBody<'static>),
+        (
+            status = 200, description = "Recorded, with the remaining units",
+            body = DecisionsBody<'static>
+        ),
         Problems,
     )
 )]
@@ -207,7 +223,10 @@ async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<ApiResp
 #[utoipa::path(
     post, path = "/v1/refund", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Refunded, with the remaining units", body = DecisionsBody<'static>),
+        (
+            status = 200, description = "Refunded, with the remaining units",
+            body = DecisionsBody<'static>
+        ),
         Problems,
     )
 )]

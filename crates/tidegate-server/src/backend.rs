@@ -16,6 +16,7 @@ use crate::logs::TRACE;
 use crate::metrics::Metrics;
 
 /// Store of the service.
+#[expect(clippy::large_enum_variant, reason = "a process has only one backend")]
 pub(crate) enum Backend {
     Memory(InstrumentedStore<MemoryStore>),
     Redis(Redis),
@@ -151,12 +152,15 @@ impl Redis {
             Err(error @ StoreError::Misconfigured(_)) => return Err(error),
             Err(error) => {
                 // A fleet must be able to start, or to restart, while Redis is unavailable.
-                tracing::warn!(%error, "Redis is unavailable: each policy's on_store_failure decides until it is back");
+                tracing::warn!(
+                    %error,
+                    "Redis is unavailable: each policy's on_store_failure decides until it recovers"
+                );
                 if config.instances.is_none() {
                     let assumed = Fleet::ASSUMED_INSTANCES;
                     tracing::warn!(
-                        "store.instances is not set: until Redis is available, this instance assumes \
-                         that {assumed} instances share each limit, and `local` admits \
+                        "store.instances is not set: until Redis is available, this instance \
+                         assumes that {assumed} instances share each limit, and `local` admits \
                          1/{assumed} of it; set store.instances to the number of instances"
                     );
                 }

@@ -64,7 +64,7 @@ impl Envoy {
     /// service, like the HTTP API; only health and reflection go through tonic.
     pub(crate) fn service(
         self: &Arc<Self>,
-    ) -> impl Service<Request, Response = GrpcResponse, Error = Infallible, Future: Send> + Send + use<>
+    ) -> impl Service<Request, Response = GrpcResponse, Error = Infallible, Future: Send> + use<>
     {
         let envoy = Arc::clone(self);
         service_fn(move |request: Request| {

@@ -51,18 +51,31 @@ enum DenyStatus {
     get, path = "/v1/forward-auth", params(Parameters),
     responses(
         (status = 200, description = "Allowed"),
-        (status = 400, description = "The query is invalid", body = Problem, content_type = "application/problem+json"),
         (
-            status = 401, description = "The token is missing or wrong; or denied, with deny_status=401",
+            status = 400, description = "The query is invalid",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 401,
+            description = "The token is missing or wrong; or denied, with deny_status=401",
             body = Problem, content_type = "application/problem+json"
         ),
         (
             status = 403, description = "Denied, with deny_status=403",
             body = Problem, content_type = "application/problem+json"
         ),
-        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
-        (status = 429, description = "Denied", body = Problem, content_type = "application/problem+json"),
-        (status = 503, description = "The store is unavailable", body = Problem, content_type = "application/problem+json"),
+        (
+            status = 404, description = "No such policy",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 429, description = "Denied",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 503, description = "The store is unavailable",
+            body = Problem, content_type = "application/problem+json"
+        ),
     )
 )]
 pub(crate) async fn forward_auth(

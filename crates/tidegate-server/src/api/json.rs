@@ -294,7 +294,7 @@ impl<'a> DecisionBody<'a> {
                 json.push(b'"');
             }
             Some(name) => {
-                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes())
+                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes());
             }
         }
         for (name, number) in [
@@ -400,8 +400,8 @@ mod tests {
             let json: serde_json::Value =
                 serde_json::from_slice(&decision_body(policy, &decision)).expect("JSON");
             let entry = serde_json::json!({
-                "allowed": false, "policy": policy, "limit": 10, "remaining": 3, "retry_after_ms": 1_500,
-                "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
+                "allowed": false, "policy": policy, "limit": 10, "remaining": 3,
+                "retry_after_ms": 1_500, "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
             });
             let mut whole = entry.clone();
             whole["decisions"] = serde_json::json!([entry]);

@@ -7,8 +7,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tidegate::{Action, Decision, Enforcement, Policy, PreparedCharge, Source};
 use tonic::Status;
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use super::proto::envoy::extensions::common::ratelimit::v3::{
+    RateLimitDescriptor, rate_limit_descriptor::RateLimitOverride,
+};
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use super::proto::envoy::r#type::v3::RateLimitUnit;
 use super::rules::{self, Limit, MatchedRule, Rule, Unit};
@@ -78,7 +79,7 @@ pub(super) fn for_request<'a>(
     active: &'a ActiveConfig,
     request: &RateLimitRequest,
 ) -> Result<(Vec<DescriptorPlan<'a>>, Vec<PreparedCharge<'a>>), Status> {
-    let matches: Vec<Option<MatchedRule<'_>>> = request
+    let found_rules: Vec<Option<MatchedRule<'_>>> = request
         .descriptors
         .iter()
         .map(|descriptor| match descriptor.limit {
@@ -86,16 +87,16 @@ pub(super) fn for_request<'a>(
             None => active.envoy.rules.find(&request.domain, entries(descriptor)),
         })
         .collect();
-    let replaced: Vec<&str> = matches
+    let replaced: Vec<&str> = found_rules
         .iter()
         .flatten()
         .flat_map(|matched| matched.rule.replaces.iter().map(String::as_str))
         .collect();
     let is_replaced =
         |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
-    let mut plans = Vec::with_capacity(matches.len());
-    let mut charges = Vec::with_capacity(matches.len());
-    for (descriptor, matched) in request.descriptors.iter().zip(matches) {
+    let mut plans = Vec::with_capacity(found_rules.len());
+    let mut charges = Vec::with_capacity(found_rules.len());
+    for (descriptor, matched) in request.descriptors.iter().zip(found_rules) {
         let hits = Hits::new(request, descriptor);
         plans.push(match (descriptor.limit, matched) {
             (Some(limit), _) => {

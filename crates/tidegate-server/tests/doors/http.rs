@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::cases::Case;
 use crate::collector::Collector;
-use crate::door::{Answer, Door, Record, http_answer, read_admin};
+use crate::door::{Answer, DecideSpan, Door, Record, http_answer, read_admin};
 use crate::support::{Service, raw, request};
 
 /// Service that sends its spans to its own collector.
@@ -44,7 +44,7 @@ impl Process {
     }
 }
 
-fn decide_spans(collector: &Collector) -> Vec<(String, Option<bool>)> {
+fn decide_spans(collector: &Collector) -> Vec<DecideSpan> {
     let mut spans = collector.spans();
     spans.retain(|span| span.name == "decide");
     spans.sort_by_key(|span| span.start_time_unix_nano);

@@ -92,7 +92,9 @@ impl RawFile {
                 // Aliases are meant for this: a thousand rules may repeat one limit.
                 enforce_alias_anchor_ratio: false,
             },
-            alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_EVENTS_FROM_ALIASES },
+            alias_limits: serde_saphyr::alias_limits! {
+                max_total_replayed_events: MAX_EVENTS_FROM_ALIASES
+            },
             legacy_octal_numbers: true,
             with_snippet: false,
         };

@@ -246,7 +246,8 @@ fn algorithm_for_an_unknown_rule_is_an_error_with_the_known_names() {
 
 #[test]
 fn limit_that_the_algorithm_does_not_support_is_an_error() {
-    let text = "domain: d\ndescriptors:\n- key: k\n  rate_limit:\n    unit: day\n    requests_per_unit: 10000001\n";
+    let text = "domain: d\ndescriptors:\n- key: k\n  rate_limit:\n    unit: day\n    \
+                requests_per_unit: 10000001\n";
     let files = [("rules.yaml".to_owned(), text.to_owned())];
     assert!(Rules::load(&files, Algorithm::FixedWindow, &BTreeMap::new()).is_ok());
     let error = Rules::load(&files, Algorithm::SlidingLog, &BTreeMap::new())
