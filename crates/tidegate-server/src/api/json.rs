@@ -94,7 +94,7 @@ impl<'de> Deserialize<'de> for AttributesBody {
                         value = normalize_path(&value).into_owned();
                     }
                     if all.contains_key(&name) {
-                        return Err(de::Error::custom(format_args!("{name:?} is duplicated")));
+                        return Err(de::Error::custom(format_args!("{name:?} is given twice")));
                     }
                     all.insert(name, value);
                 }
@@ -382,8 +382,8 @@ mod tests {
                 r#"{"key": "k", "quota": ["sliding-log", null, null, 5, "1s", null]}"#,
                 "expected a JSON object",
             ),
-            (r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#, "\"header.a\" is duplicated"),
-            (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is duplicated"),
+            (r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#, "\"header.a\" is given twice"),
+            (r#"{"attributes": {"ip": "::1", "ip": "::2"}}"#, "\"ip\" is given twice"),
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains(reason), "{text}: {error}");
