@@ -14,7 +14,7 @@ use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
 
 use crate::api::problem::Problem;
-use crate::api::{not_found, read_json, token, wrong_method};
+use crate::api::{method_not_allowed, not_found, read_json, token};
 use crate::backend::Redis;
 use crate::envoy::rules::Limit;
 use crate::state::ServerState;
@@ -36,7 +36,7 @@ pub(crate) fn router(admin: Admin) -> Router {
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .fallback(not_found)
-        .method_not_allowed_fallback(wrong_method)
+        .method_not_allowed_fallback(method_not_allowed)
         .with_state(admin)
 }
 
@@ -149,7 +149,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         let (algorithm, limit, window, burst) = match &rule.limit {
             // Nothing is counted.
             Limit::Unlimited => return None,
-            Limit::Never(_, window) => (active.envoy.algorithm, 0, *window, 0),
+            Limit::Zero(_, window) => (active.envoy.algorithm, 0, *window, 0),
             Limit::Quota(_, quota) => {
                 (quota.algorithm(), quota.limit(), quota.window(), quota.burst())
             }

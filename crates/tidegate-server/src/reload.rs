@@ -26,7 +26,7 @@ const DEBOUNCE: Duration = Duration::from_millis(250);
 
 /// Poll interval while a file is missing. Its directory may be missing as well, and then no event
 /// reports its return.
-const MISSING_FILE_POLL: Duration = Duration::from_secs(1);
+const MISSING_FILE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Maximum number of loads in a row when each names other files than the one before.
 const MAX_LOADS: usize = 3;
@@ -80,7 +80,7 @@ impl ConfigWatcher {
     ) {
         let mut pending = None;
         loop {
-            let interval = if pending.is_some() { DEBOUNCE } else { MISSING_FILE_POLL };
+            let interval = if pending.is_some() { DEBOUNCE } else { MISSING_FILE_POLL_INTERVAL };
             let is_missing = self.loaded.contains(&None);
             let is_due = tokio::select! {
                 _ = hangup.recv() => true,

@@ -8,6 +8,10 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
+fn is_source(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind == "rs" || kind == "lua")
+}
+
 /// Returns the Rust and Lua files below a folder, relative to it.
 fn source_files(folder: &Path) -> Vec<String> {
     let mut files = Vec::new();
@@ -17,7 +21,7 @@ fn source_files(folder: &Path) -> Vec<String> {
             let path = entry.expect("an entry").path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|kind| kind == "rs" || kind == "lua") {
+            } else if is_source(&path) {
                 let relative = path.strip_prefix(folder).expect("below the folder");
                 files.push(relative.to_str().expect("UTF-8").to_owned());
             }
@@ -35,7 +39,7 @@ fn mentioned_files(page: &str, folder: &str) -> BTreeMap<String, usize> {
     let rows = section.lines().filter(|line| line.starts_with('|'));
     let mut files = BTreeMap::new();
     for code in rows.flat_map(|row| row.split('`').skip(1).step_by(2)) {
-        if code.ends_with(".rs") || code.ends_with(".lua") {
+        if is_source(Path::new(code)) {
             *files.entry(code.to_owned()).or_default() += 1;
         }
     }

@@ -63,7 +63,7 @@
 //! # }
 //! ```
 
-// The path of a request. Who asks, and which limits apply:
+// The path of a request. First the client and the limits that apply:
 mod client_ip;
 
 mod policy;
@@ -71,7 +71,7 @@ mod policy;
 #[cfg(feature = "config")]
 pub mod config;
 
-// What is to be decided:
+// The query:
 mod quota;
 
 mod key;
@@ -79,7 +79,7 @@ mod key;
 mod action;
 mod charge;
 
-// Who decides, where the counts live, and how they are counted:
+// The limiter, its stores and the algorithms:
 mod limiter;
 
 pub mod store;

@@ -15,7 +15,7 @@ use super::Gateway;
 use crate::listener::{Peer, Request};
 use crate::state::{ActiveConfig, ServerState};
 
-/// Decides requests by the active configuration, as every front door does.
+/// Limiter that decides by the active configuration.
 #[derive(Clone)]
 pub(crate) struct GatewayLimiter(Arc<ServerState>);
 
@@ -45,7 +45,7 @@ impl RequestLimiter for GatewayLimiter {
 #[derive(Clone)]
 pub(crate) struct LimitedGateway {
     state: Arc<ServerState>,
-    /// A reload may change which headers responses have.
+    /// Used while `x_ratelimit_headers` is set, which a reload may change.
     with_x_headers: RateLimit<Gateway, GatewayLimiter>,
     without_x_headers: RateLimit<Gateway, GatewayLimiter>,
 }
@@ -119,22 +119,22 @@ impl Future for ResponseFuture {
     }
 }
 
-/// Rate limit headers of an upstream. Next to ours, a client could not know which number belongs to
-/// which limit.
+/// Rate limit headers of an upstream. A client could not distinguish them from those of the
+/// gateway, so they are only sent if the gateway adds none of the same kind.
 #[derive(Debug, Clone)]
 pub(super) struct UpstreamRateLimitHeaders(HeaderMap);
 
 impl UpstreamRateLimitHeaders {
-    /// Prefix of each kind of header, and the header that ours have if they are of this kind.
+    /// Prefix of each kind of header, and a header that the gateway adds with this kind.
     const KINDS: [(&str, &str); 2] =
         [("ratelimit", "ratelimit"), ("x-ratelimit-", "x-ratelimit-limit")];
 
-    /// Removes them, until it is known whether ours are added.
+    /// Removes the headers from the response of an upstream.
     pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
-        let is_one = |name: &&HeaderName| {
+        let is_rate_limit = |name: &&HeaderName| {
             Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
         };
-        let names: Vec<HeaderName> = headers.keys().filter(is_one).cloned().collect();
+        let names: Vec<HeaderName> = headers.keys().filter(is_rate_limit).cloned().collect();
         if names.is_empty() {
             return None;
         }
@@ -148,10 +148,10 @@ impl UpstreamRateLimitHeaders {
         Some(Self(taken))
     }
 
-    /// Restores those of a kind that ours do not have.
+    /// Restores the headers of each kind that the gateway did not add.
     fn restore(&self, headers: &mut HeaderMap) {
-        for (prefix, ours) in Self::KINDS {
-            if !headers.contains_key(ours) {
+        for (prefix, added) in Self::KINDS {
+            if !headers.contains_key(added) {
                 let of_kind = self.0.iter().filter(|(name, _)| name.as_str().starts_with(prefix));
                 for (name, value) in of_kind {
                     headers.append(name, value.clone());

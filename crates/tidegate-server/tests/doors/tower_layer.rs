@@ -18,7 +18,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::cases::Case;
-use crate::door::{Answer, Door, Record};
+use crate::door::{Answer, DecideSpan, Door, Record};
 use crate::http::{config, exchange, request_head, serve_app};
 
 pub(crate) struct TowerDoor {
@@ -65,9 +65,6 @@ impl Observer for Recorder {
 /// Records the `decide` spans.
 #[derive(Clone, Default)]
 struct Spans(Arc<Mutex<Vec<DecideSpan>>>);
-
-/// Action and result.
-type DecideSpan = (String, Option<bool>);
 
 /// Position of a span in the list.
 struct Position(usize);
