@@ -76,28 +76,27 @@ pub(crate) async fn serve(
 
     let state = &service.state;
     let stopped = &service.stopped;
-    let http = {
+    let http_service = {
         let state = Arc::clone(state);
         move |peer| api::service(&state, peer)
     };
-    let http = tokio::spawn(listener::serve(
+    let http_task = tokio::spawn(listener::serve(
         http_listener,
-        http,
+        http_service,
         current_tls(state),
         stopped.clone(),
         api_listener_config(DRAIN_TIMEOUT),
     ));
-    let grpc = Envoy::new(Arc::clone(state)).await?;
-    let grpc = move |_| grpc.service();
-    let grpc = tokio::spawn(listener::serve(
+    let envoy = Envoy::new(Arc::clone(state)).await?;
+    let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
-        grpc,
+        move |_| envoy.service(),
         current_tls(state),
         stopped.clone(),
         api_listener_config(DRAIN_TIMEOUT),
     ));
     announce(&listen);
-    service.run(signals, [http, grpc]).await;
+    service.run(signals, [http_task, grpc_task]).await;
     Ok(())
 }
 
@@ -115,10 +114,10 @@ pub(crate) async fn gateway(
     let service = Service::start(config, file, gateway::warn_about_unused_policies).await?;
     listen.admin = service.admin_address;
 
-    let gateway = gateway::service(&settings, &service.state)?;
-    let gateway = tokio::spawn(listener::serve(
+    let gateway_service = gateway::service(&settings, &service.state)?;
+    let gateway_task = tokio::spawn(listener::serve(
         listener,
-        move |peer| listener::with_peer(&gateway, peer),
+        move |peer| listener::with_peer(&gateway_service, peer),
         current_tls(&service.state),
         service.stopped.clone(),
         ListenerConfig {
@@ -129,7 +128,7 @@ pub(crate) async fn gateway(
         },
     ));
     announce(&listen);
-    service.run(signals, [gateway]).await;
+    service.run(signals, [gateway_task]).await;
     Ok(())
 }
 
@@ -157,7 +156,8 @@ impl Signals {
     }
 }
 
-/// Parts that every listener needs: the state, its configuration and the admin listener.
+/// Parts that `serve` and `gateway` share: the state, the reload of its configuration, and the
+/// admin listener.
 struct Service {
     state: Arc<ServerState>,
     ready: Arc<AtomicBool>,

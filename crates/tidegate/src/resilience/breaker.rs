@@ -107,8 +107,8 @@ pub struct ShardState {
 }
 
 impl<S: SharedStore> Builder<S> {
-    /// Sets the timeout of a call. By default calls have no timeout here, because a `RedisStore` has
-    /// one itself.
+    /// Sets the timeout of a call. By default calls have no timeout here, because a `RedisStore`
+    /// has one itself.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.options.timeout = Some(timeout);
@@ -364,9 +364,9 @@ impl<S: SharedStore> Groups for ShardGroups<'_, S> {
         &self.groups[group]
     }
 
-    async fn decide(&self, group: usize, step: GroupAction) -> Result<Vec<Decision>, StoreError> {
+    async fn decide(&self, group: usize, action: GroupAction) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
-        match step {
+        match action {
             GroupAction::Apply(action) => self.call(group, action, charges).await,
             GroupAction::ReadUnspent => self.read(group).await,
             GroupAction::CountDenied => {

@@ -71,7 +71,7 @@ mod settlement;
 ///     .build();
 /// let limiter = Limiter::new(fallback);
 /// let quota = Quota::token_bucket(10, Duration::from_secs(1))?;
-/// let charge = Charge::new("user123", &quota).on_store_failure(OnStoreFailure::Allow);
+/// let charge = Charge::new("user123", &quota).with_on_store_failure(OnStoreFailure::Allow);
 ///
 /// assert!(limiter.acquire(&charge).await?.allowed);
 /// assert!(!limiter.store().stats().falling_back);

@@ -17,7 +17,7 @@ use crate::store::{ShardId, StoreError};
 pub struct NodeHealth {
     /// Address of the node, without user and password.
     pub address: String,
-    /// Shard that this node serves, as [`Store::probe`](crate::Store::probe) takes it.
+    /// Shard that this node serves, as [`SharedStore::probe`](crate::SharedStore::probe) takes it.
     pub shard: ShardId,
     /// Whether there is a connection.
     pub connected: bool,
