@@ -15,7 +15,7 @@ use tidegate::store::redis::NodeHealth;
 
 use crate::api::problem::Problem;
 use crate::api::{method_not_allowed, not_found, read_json, token};
-use crate::backend::Redis;
+use crate::backend::RedisBackend;
 use crate::envoy::rules::Limit;
 use crate::state::ServerState;
 
@@ -66,7 +66,7 @@ async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
-        store_up: redis.is_none_or(Redis::is_up),
+        store_up: redis.is_none_or(RedisBackend::is_up),
         redis: redis.filter(|_| is_authorized).map(RedisDetail::new),
     };
     (status, Json(body)).into_response()
@@ -92,7 +92,7 @@ struct NodeDetail {
 }
 
 impl RedisDetail {
-    fn new(redis: &Redis) -> Self {
+    fn new(redis: &RedisBackendBackend) -> Self {
         let node = |node: NodeHealth| NodeDetail {
             address: node.address,
             connected: node.connected,

@@ -19,20 +19,20 @@ use crate::metrics::Metrics;
 #[expect(clippy::large_enum_variant, reason = "a process has only one backend")]
 pub(crate) enum Backend {
     Memory(InstrumentedStore<MemoryStore>),
-    Redis(Redis),
+    Redis(RedisBackend),
 }
 
 /// Redis and its wrappers, from the outside in: the fallback decides locally, the deny cache
 /// repeats denials, the breaker stops calls that would fail, and the instrumented store records
 /// calls in metrics and traces.
-pub(crate) struct Redis {
-    fallback: Fallback<Guarded>,
+pub(crate) struct RedisBackend {
+    fallback: Fallback<CachedRedis>,
     /// The same store without the fallback, for callers with their own failure mode.
-    without_fallback: Guarded,
+    without_fallback: CachedRedis,
     timeout: Duration,
 }
 
-type Guarded = Arc<DenyCache<Breaker<InstrumentedStore<RedisStore>>>>;
+type CachedRedis = Arc<DenyCache<Breaker<InstrumentedStore<RedisStore>>>>;
 
 /// Store that records each call in metrics and traces.
 pub(crate) struct InstrumentedStore<S> {
@@ -56,7 +56,9 @@ impl Backend {
                 let store = MemoryStore::builder().max_keys(*max_keys).build();
                 Ok(Self::Memory(InstrumentedStore { store, metrics }))
             }
-            StoreConfig::Redis(config) => Ok(Self::Redis(Redis::start(config, metrics).await?)),
+            StoreConfig::Redis(config) => {
+                Ok(Self::Redis(RedisBackend::start(config, metrics).await?))
+            }
         }
     }
 
@@ -77,7 +79,7 @@ impl Backend {
         }
     }
 
-    pub(crate) fn redis(&self) -> Option<&Redis> {
+    pub(crate) fn redis(&self) -> Option<&RedisBackend> {
         match self {
             Self::Redis(redis) => Some(redis),
             Self::Memory(_) => None,
@@ -145,7 +147,7 @@ impl Store for StrictBackend {
     }
 }
 
-impl Redis {
+impl RedisBackend {
     async fn start(config: &RedisConfig, metrics: Arc<Metrics>) -> Result<Self, StoreError> {
         let store = match config.builder().connect().await {
             Ok(store) => store,
@@ -190,7 +192,7 @@ impl Redis {
         Self { fallback: fallback.build(), without_fallback, timeout }
     }
 
-    pub(crate) fn fallback(&self) -> &Fallback<Guarded> {
+    pub(crate) fn fallback(&self) -> &Fallback<CachedRedis> {
         &self.fallback
     }
 
@@ -325,7 +327,7 @@ mod tests {
             RedisStore::builder("redis://127.0.0.1:1").connect_in_background().expect("valid");
         let store = InstrumentedStore { store, metrics: Arc::default() };
         let timeout = Duration::from_millis(100);
-        let redis = Redis::around(store, timeout, Fleet::new(), MemoryStore::new());
+        let redis = RedisBackend::around(store, timeout, Fleet::new(), MemoryStore::new());
         assert!(size_of_val(&redis.fallback.decide(Action::Acquire, &charge)) <= 1_024);
         let charges = std::slice::from_ref(&charge);
         assert!(size_of_val(&redis.fallback.decide_all(Action::Acquire, charges)) <= 1_536);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tidegate::{Source, StoreError};
 
-use crate::backend::{Backend, Redis};
+use crate::backend::{Backend, RedisBackend};
 use crate::duration;
 
 #[derive(Debug, Default)]
@@ -209,7 +209,7 @@ impl Metrics {
         let _ = writeln!(
             text,
             "tidegate_store_up {}",
-            u8::from(backend.redis().is_none_or(Redis::is_up))
+            u8::from(backend.redis().is_none_or(RedisBackend::is_up))
         );
         if let Some(redis) = backend.redis() {
             write_redis(&mut text, redis);
@@ -237,7 +237,7 @@ impl Metrics {
 }
 
 /// Writes the metrics of Redis and of the fallback.
-fn write_redis(text: &mut String, redis: &Redis) {
+fn write_redis(text: &mut String, redis: &RedisBackend) {
     let parts = redis.breaker().states();
     let fallback = redis.fallback().stats();
     let store = redis.store();

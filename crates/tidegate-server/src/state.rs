@@ -27,16 +27,16 @@ pub(crate) struct ServerState {
 }
 
 /// Decides by policies; `S` is the backend, with or without its fallback.
-type Pipeline<S> = PolicyLimiter<S, Arc<DecisionObserver>>;
+type ServerLimiter<S> = PolicyLimiter<S, Arc<DecisionObserver>>;
 
 /// Configuration that a reload replaces as a whole.
 pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
-    pub(crate) limiter: Pipeline<Arc<Backend>>,
+    pub(crate) limiter: ServerLimiter<Arc<Backend>>,
     /// For Envoy, whose `failure_mode_deny` decides if the store fails.
-    pub(crate) strict_limiter: Pipeline<StrictBackend>,
+    pub(crate) strict_limiter: ServerLimiter<StrictBackend>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
