@@ -92,7 +92,7 @@ struct NodeDetail {
 }
 
 impl RedisDetail {
-    fn new(redis: &RedisBackendBackend) -> Self {
+    fn new(redis: &RedisBackend) -> Self {
         let node = |node: NodeHealth| NodeDetail {
             address: node.address,
             connected: node.connected,

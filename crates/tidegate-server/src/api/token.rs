@@ -20,6 +20,6 @@ pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), &
 
 /// Checks a token without the `Bearer` scheme.
 pub(crate) fn check_plain(token: &Secret, given: &[u8]) -> Result<(), &'static str> {
-    let right = bool::from(given.ct_eq(token.reveal().as_bytes()));
-    right.then_some(()).ok_or("the token is wrong")
+    let is_equal = bool::from(given.ct_eq(token.reveal().as_bytes()));
+    is_equal.then_some(()).ok_or("the token is wrong")
 }
