@@ -120,6 +120,10 @@ use responses::Responses;
 pub use service::RateLimit;
 
 /// Layer that puts a [`RateLimit`] in front of services. Clones share their counts.
+///
+/// `G` is the gate that decides: [`QuotaGate`] for [`new`](Self::new), [`PolicyGate`] for
+/// [`with_policies`](Self::with_policies), or your own [`RequestLimiter`]. The
+/// [module](self) has examples.
 pub struct RateLimitLayer<G> {
     shared: Arc<Shared<G>>,
 }
@@ -158,6 +162,23 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
 
     /// Counts by a key that the closure takes from the request. `None` or an empty key: the request
     /// is not limited.
+    ///
+    /// ```
+    /// use std::borrow::Cow;
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    ///
+    /// /// User that an authentication middleware has put into the request.
+    /// #[derive(Clone)]
+    /// struct User(String);
+    ///
+    /// let layer = RateLimitLayer::new(limiter, quota)
+    ///     .key(|parts| parts.extensions.get::<User>().map(|User(name)| Cow::from(name)));
+    /// # Ok::<(), tidegate::QuotaError>(())
+    /// ```
     #[must_use]
     pub fn key(
         self,
@@ -227,7 +248,21 @@ impl<S: Store, O: Observer + Clone + 'static> RateLimitLayer<PolicyGate<S, O>> {
 
 impl<G: ConfigureRequest> RateLimitLayer<G> {
     /// Sets the number of units that a request takes, instead of one or the costs of its policies.
-    /// A request of cost 0 is not limited.
+    /// A request of cost 0 is not limited. A cost above the burst of a quota is an error, 400.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    /// let layer = RateLimitLayer::new(limiter, quota).cost(|parts| match parts.uri.path() {
+    ///     "/healthz" => 0,
+    ///     "/export" => 10,
+    ///     _ => 1,
+    /// });
+    /// # Ok::<(), tidegate::QuotaError>(())
+    /// ```
     #[must_use]
     pub fn cost(self, cost: impl Fn(&Parts) -> u64 + Send + Sync + 'static) -> Self {
         self.with(|shared| shared.gate.options().cost = Some(Arc::new(cost)))
