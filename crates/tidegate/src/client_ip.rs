@@ -91,6 +91,15 @@ impl ClientIp {
 
     /// Returns the rate-limiting key of a client: an IPv4 address, or the network of an IPv6
     /// address, such as `2001:db8:0:1::/64`.
+    ///
+    /// ```
+    /// use tidegate::ClientIp;
+    ///
+    /// let client_ip = ClientIp::default();
+    /// assert_eq!(client_ip.group("203.0.113.9".parse()?), "203.0.113.9");
+    /// assert_eq!(client_ip.group("2001:db8:0:1:a:b:c:d".parse()?), "2001:db8:0:1::/64");
+    /// # Ok::<(), std::net::AddrParseError>(())
+    /// ```
     #[must_use]
     pub fn group(&self, address: IpAddr) -> String {
         match address.to_canonical() {

@@ -23,8 +23,8 @@
 //! All clones of a layer, and all its services, share the limiter and so the counts.
 //!
 //! * A denied request gets 429 with `RateLimit`, `RateLimit-Policy`, `Retry-After` and a
-//!   problem+json body; a gRPC client gets the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The body
-//!   of the request is not read.
+//!   problem+json body; a gRPC client gets the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The
+//!   body of the request is not read.
 //! * An admitted request gets the same headers on the response of the service.
 //! * The layer sleeps for the delay of a `leaky-bucket` before it calls the service. A request that
 //!   is dropped in that time returns its units.
@@ -276,6 +276,24 @@ impl<G: ConfigureRequest> RateLimitLayer<G> {
 
     /// Sets which proxies to trust for the client's address, and how IPv6 addresses are grouped. By
     /// default no proxy is trusted: the peer is the client.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// use tidegate::{ClientIp, KeySource};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    /// // Load balancers in 10.0.0.0/8 append to X-Forwarded-For.
+    /// let client_ip = ClientIp::new(vec!["10.0.0.0/8".parse()?], 64)?;
+    /// let layer = RateLimitLayer::new(limiter, quota)
+    ///     .by(KeySource::client_ip())
+    ///     .client_ip(client_ip);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn client_ip(self, client_ip: ClientIp) -> Self {
         self.with(|shared| shared.gate.options().client_ip = Arc::new(client_ip))
@@ -310,7 +328,7 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
     }
 
     /// Sets the response to a denied request, instead of 429 with problem+json. The headers are
-    /// added to it. gRPC clients always get a gRPC status.
+    /// added to it. gRPC clients always get a gRPC status. [`Denial`] has an example.
     #[must_use]
     pub fn on_denied<T: Into<Bytes>>(
         self,
@@ -323,6 +341,28 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
 
     /// Sets the response to a request that could not be decided, instead of 503 (or 400, if the
     /// request is invalid) with problem+json. gRPC clients always get a gRPC status.
+    ///
+    /// The error may name servers, so it should not be shown to clients; the layer logs it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// use http::{Response, StatusCode};
+    /// use tidegate::Error;
+    ///
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    /// let layer = RateLimitLayer::new(limiter, quota).on_error(|error| {
+    ///     let mut response = Response::new("please try again later");
+    ///     *response.status_mut() = match error {
+    ///         Error::Store(_) => StatusCode::SERVICE_UNAVAILABLE,
+    ///         _ => StatusCode::BAD_REQUEST,
+    ///     };
+    ///     response
+    /// });
+    /// # Ok::<(), tidegate::QuotaError>(())
+    /// ```
     #[must_use]
     pub fn on_error<T: Into<Bytes>>(
         self,

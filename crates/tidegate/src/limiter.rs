@@ -14,6 +14,19 @@ use crate::store::{Action, Store, StoreError};
 
 /// Decides whether requests may pass. Clones share one store, and so one set of counts.
 ///
+/// | method | use |
+/// | --- | --- |
+/// | [`acquire`](Self::acquire) | takes units, or denies the request |
+/// | [`acquire_all`](Self::acquire_all) | checks several limits, all or nothing |
+/// | [`wait`](Self::wait) | waits for units instead of denying |
+/// | [`peek`](Self::peek) | shows the state without taking units |
+/// | [`report`](Self::report) | records units that are known only after the request |
+/// | [`refund`](Self::refund) | returns the units of a request that failed |
+/// | [`reset`](Self::reset) | deletes a count |
+///
+/// Every method validates the charge first and returns [`Error::Charge`] if it can never be
+/// decided, for example because its key is empty. [`Error::Store`] means that the store failed.
+///
 /// ```
 /// use std::time::Duration;
 /// use tidegate::{Charge, Limiter, MemoryStore, Quota};
@@ -30,7 +43,24 @@ pub struct Limiter<S = MemoryStore> {
     store: Arc<S>,
 }
 
-/// Error that leaves a request undecided.
+/// Error that leaves a request undecided. A denial is not an error.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, ChargeError, Error, Limiter, MemoryStore, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let quota = Quota::fixed_window(10, Duration::from_secs(60))?;
+/// let error = limiter.blocking().acquire(&Charge::new("user123", &quota).with_cost(11));
+/// match error {
+///     Err(Error::Charge(ChargeError::CostTooHigh { cost: 11, most: 10 })) => {} // a bad request
+///     Err(Error::Store(error)) => println!("503: {error}"),
+///     other => panic!("{other:?}"),
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -83,6 +113,23 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Decides a charge and, if it is allowed, takes its units.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(MemoryStore::new());
+    /// let quota = Quota::token_bucket(1, Duration::from_secs(10))?;
+    /// let charge = Charge::new("user123", &quota);
+    /// assert!(limiter.acquire(&charge).await?.allowed);
+    ///
+    /// let denied = limiter.acquire(&charge).await?;
+    /// assert!(!denied.allowed);
+    /// println!("429 Too Many Requests, retry after {:?}", denied.retry_after);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Acquire, charge).await
     }
@@ -136,10 +183,27 @@ impl<S: Store> Limiter<S> {
     /// the turn would be within the timeout.
     ///
     /// Cancel-safe: a future that is dropped while it sleeps has taken no units. There are two
-    /// exceptions: a call to Redis that is in flight may have run, and an admitted request keeps its
-    /// place in the queue of a `leaky-bucket` until it drains.
+    /// exceptions: a call to Redis that is in flight may have run, and an admitted request keeps
+    /// its place in the queue of a `leaky-bucket` until it drains.
     ///
     /// Denials while waiting are not counted, even with `count_denied`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(MemoryStore::new());
+    /// let quota = Quota::token_bucket(100, Duration::from_secs(1))?.with_burst(1)?;
+    /// for page in ["/1", "/2", "/3"] {
+    ///     // A crawler that sends at most 100 requests per second to each host.
+    ///     let charge = Charge::new("example.com", &quota);
+    ///     let decision = limiter.wait(&charge, Duration::from_secs(1)).await?;
+    ///     assert!(decision.allowed, "fetch {page}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     pub async fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
@@ -249,8 +313,8 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// Returns the first action of a wait: a queue may have room but a turn after the deadline, so it is
-/// peeked first.
+/// Returns the first action of a wait: a queue may have room but a turn after the deadline, so it
+/// is peeked first.
 fn first_action(charge: &Charge<'_>) -> Action {
     if charge.quota().algorithm() == Algorithm::LeakyBucket {
         Action::Peek
@@ -268,6 +332,20 @@ impl Limiter<MemoryStore> {
 }
 
 /// Calls of a [`Limiter`] on memory for synchronous code. See [`Limiter::blocking`].
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, Limiter, MemoryStore, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let quota = Quota::fixed_window(10, Duration::from_secs(60))?;
+/// let blocking = limiter.blocking();
+/// assert!(blocking.acquire(&Charge::new("job", &quota).with_cost(4))?.allowed);
+/// assert_eq!(blocking.peek(&Charge::new("job", &quota))?.remaining, 5);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Blocking<'a> {
     store: &'a MemoryStore,

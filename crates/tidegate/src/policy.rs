@@ -179,15 +179,16 @@ pub enum Mode {
     Shadow,
 }
 
-/// How requests are decided while the store is unavailable.
+/// Decision on requests while the store is unavailable, with a `Fallback` (feature `resilience`)
+/// around the store. Without a `Fallback`, requests end with the store's error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnStoreFailure {
-    /// Decide in this process's memory.
+    /// Decide in this process's memory, by its share of the quota.
     #[default]
     Local,
-    /// Fail open.
+    /// Fail open: for limits that only smooth load.
     Allow,
-    /// Fail closed.
+    /// Fail closed: for limits that protect something, such as logins.
     Deny,
 }
 
@@ -478,8 +479,8 @@ impl Policy {
     }
 }
 
-/// Joins the values of a key by `|`. Bars and backslashes inside a value are escaped, so that no two
-/// lists of values have the same key.
+/// Joins the values of a key by `|`. Bars and backslashes inside a value are escaped, so that no
+/// two lists of values have the same key.
 fn join(values: &[impl AsRef<str>]) -> String {
     if let [value] = values {
         return value.as_ref().to_owned();

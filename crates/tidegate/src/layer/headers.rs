@@ -62,7 +62,8 @@ pub fn for_each_header_value<'a>(
     }
 }
 
-/// Returns a name that is known at compile time: parsing it again would cost as much as the decision.
+/// Returns a name that is known at compile time: parsing it again would cost as much as the
+/// decision.
 fn typed(name: &'static str) -> HeaderName {
     const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
     const STATE: HeaderName = HeaderName::from_static("ratelimit");

@@ -8,7 +8,8 @@ use http::request::Parts;
 use crate::limiter::Error;
 use crate::policy::PolicyDecisions;
 
-/// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their counts.
+/// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
+/// counts.
 ///
 /// The built-in ones are [`QuotaGate`](super::QuotaGate) and [`PolicyGate`](super::PolicyGate).
 /// Implement it for policies that can be replaced while the layer runs:

@@ -99,7 +99,8 @@ impl PolicyBuilder {
         self
     }
 
-    /// Sets the treatment of a request that lacks an attribute of the key; it is skipped by default.
+    /// Sets the treatment of a request that lacks an attribute of the key; it is skipped by
+    /// default.
     pub fn missing_key(mut self, missing_key: MissingKey) -> Self {
         self.missing_key = missing_key;
         self

@@ -106,8 +106,9 @@ impl<'a> PolicyDecisions<'a> {
         self.enforced().map(|entry| entry.decision.delay).max().unwrap_or_default()
     }
 
-    /// Iterates over the decisions, including those in shadow mode, in the order of the policies or
-    /// of the prepared charges. Limits that could not be decided are left out.
+    /// Iterates over the decisions, including those in shadow mode, in the order of their
+    /// [positions](PolicyDecision::position). Limits in shadow mode that could not be decided are
+    /// left out.
     pub fn iter(&self) -> std::slice::Iter<'_, PolicyDecision<'a>> {
         self.decisions.iter()
     }
@@ -192,8 +193,8 @@ impl<'a> PolicyDecision<'a> {
         self.charge.policy()
     }
 
-    /// Returns the name in metrics: that of the policy, unless the query or the charge sets another,
-    /// for example to keep the number of label values small.
+    /// Returns the name in metrics: that of the policy, unless the query or the charge sets
+    /// another, for example to keep the number of label values small.
     #[must_use]
     pub fn metric_name(&self) -> &str {
         self.charge.metric_name()
@@ -229,8 +230,8 @@ impl<'a> PolicyDecision<'a> {
         self.charge.is_shadow()
     }
 
-    /// Returns whether the request was denied without asking the store: its key is missing, its cost
-    /// is above the capacity, or the limit is 0.
+    /// Returns whether the request was denied without asking the store: its key is missing, its
+    /// cost is above the capacity, or the limit is 0.
     #[must_use]
     pub fn is_rejected(&self) -> bool {
         self.rejected

@@ -67,8 +67,8 @@ impl KeySource {
         Self { name: "host".into() }
     }
 
-    /// Returns a header of an HTTP request: `header.NAME`. Header names are case-insensitive. Several
-    /// headers of one name count as one value, separated by commas.
+    /// Returns a header of an HTTP request: `header.NAME`. Header names are case-insensitive.
+    /// Several headers of one name count as one value, separated by commas.
     ///
     /// # Errors
     ///
@@ -96,8 +96,8 @@ impl KeySource {
     }
 
     /// Returns a cookie of an HTTP request: `cookie.NAME`. The name is case-sensitive; of several
-    /// cookies of one name, the first counts. Clients choose their cookies: a key that a client must
-    /// not change needs a verified value, such as a [custom](Self::custom) attribute.
+    /// cookies of one name, the first counts. Clients choose their cookies: a key that a client
+    /// must not change needs a verified value, such as a [custom](Self::custom) attribute.
     ///
     /// # Errors
     ///

@@ -270,8 +270,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Returns the units that an admitted request took, because it failed or was cancelled. Best
-    /// effort: an unrefunded unit expires with its window. Nothing is returned for a denied request,
-    /// or for units that no longer count.
+    /// effort: an unrefunded unit expires with its window. Nothing is returned for a denied
+    /// request, or for units that no longer count.
     pub async fn refund(&self, decisions: &PolicyDecisions<'_>) {
         let now = self.limiter.store().clock().now();
         self.refund_charges(decisions.refunds(now).collect()).await;

@@ -113,9 +113,9 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
     reachable[bytes.len()]
 }
 
-/// Returns the normal form of a path, which policies match and count by: without query, empty or dot
-/// segments, trailing slash, or percent-encoding of characters that need none. Otherwise another
-/// spelling would bypass a policy.
+/// Returns the normal form of a path, which policies match and count by: without query, empty or
+/// dot segments, trailing slash, or percent-encoding of characters that need none. Otherwise
+/// another spelling would bypass a policy.
 ///
 /// A front door with its own [`Attributes`](crate::Attributes) must normalize `path` by it, as the
 /// Tower layer does. Letters keep their case, because paths are case-sensitive. Reserved characters

@@ -102,8 +102,8 @@ impl<'a, 'q> Query<'a, 'q> {
         Self::new(Target::Prepared(charges))
     }
 
-    /// Sets the cost, which takes precedence over those of the policies. `None`, the default, leaves
-    /// the cost to the policies. Prepared charges have their own costs.
+    /// Sets the cost, which takes precedence over those of the policies. `None`, the default,
+    /// leaves the cost to the policies. Prepared charges have their own costs.
     #[must_use]
     pub fn with_cost(mut self, cost: impl Into<Option<u64>>) -> Self {
         self.cost = cost.into();

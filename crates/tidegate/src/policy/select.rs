@@ -17,9 +17,9 @@ use crate::quota::Quota;
 /// with thousands of policies.
 ///
 /// A [`PolicyLimiter`](crate::PolicyLimiter) decides requests by it. Policies are built in code or,
-/// with the feature `config`, loaded from a file by `Policies::load`. The set is immutable: to change
-/// a policy, create another set. Counts belong to the store and to the policy's name, so they
-/// survive such a change.
+/// with the feature `config`, loaded from a file by `Policies::load`. The set is immutable: to
+/// change a policy, create another set. Counts belong to the store and to the policy's name, so
+/// they survive such a change.
 ///
 /// ```
 /// use std::time::Duration;
