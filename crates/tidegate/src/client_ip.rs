@@ -29,7 +29,22 @@ pub struct ClientIp {
     ipv6_prefix: u8,
 }
 
-/// The resolved address of a client.
+/// The resolved address of a client, as [`ClientIp::resolve`] returns it.
+///
+/// ```
+/// use tidegate::ClientIp;
+///
+/// let client_ip = ClientIp::new(vec!["10.0.0.0/8".parse()?], 64)?;
+/// let proxy = "10.0.0.1".parse()?;
+/// let resolve = |header: &'static str| {
+///     client_ip.resolve(proxy, [header.as_bytes()].into_iter(), [].into_iter())
+/// };
+/// assert_eq!(resolve("203.0.113.9").address.to_string(), "203.0.113.9");
+/// let broken = resolve("unknown");
+/// assert!(broken.unparsable);
+/// assert_eq!(broken.address, proxy);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resolved {
     /// The address. An IPv4-mapped IPv6 address is converted to IPv4.

@@ -72,6 +72,34 @@ impl Timestamp {
 /// [`SystemClock`] and [`ManualClock`] implement it. Implement it for the simulated time of a test
 /// framework; [`MemoryStore::builder`](crate::MemoryStore::builder) accepts any clock. A clock may
 /// step back: stored times later than now then count as now, so that no key stays locked.
+///
+/// ```
+/// use std::pin::Pin;
+/// use std::time::Duration;
+/// use tidegate::{Clock, MemoryStore, SystemClock, Timestamp};
+///
+/// /// A clock that is some time ahead, to test the behaviour of tomorrow.
+/// #[derive(Debug)]
+/// struct Ahead(SystemClock, Duration);
+///
+/// impl Clock for Ahead {
+///     fn now(&self) -> Timestamp {
+///         self.0.now().saturating_add(self.1)
+///     }
+///
+///     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+///         self.0.sleep(duration)
+///     }
+///
+///     fn sleep_blocking(&self, duration: Duration) {
+///         self.0.sleep_blocking(duration);
+///     }
+/// }
+///
+/// let tomorrow = Ahead(SystemClock::new(), Duration::from_secs(86_400));
+/// let store = MemoryStore::builder().clock(tomorrow).build();
+/// # assert_eq!(store.keys(), 0);
+/// ```
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
     /// Returns the current time, in microseconds since the Unix epoch. The windows of
     /// `fixed-window` and `sliding-counter` are aligned to the epoch.

@@ -122,8 +122,40 @@ pub use service::RateLimit;
 /// Layer that puts a [`RateLimit`] in front of services. Clones share their counts.
 ///
 /// `G` is the gate that decides: [`QuotaGate`] for [`new`](Self::new), [`PolicyGate`] for
-/// [`with_policies`](Self::with_policies), or your own [`RequestLimiter`]. The
-/// [module](self) has examples.
+/// [`with_policies`](Self::with_policies), or your own [`RequestLimiter`]. The [module](self) has
+/// more examples.
+///
+/// ```
+/// use std::convert::Infallible;
+/// use std::time::Duration;
+/// use http::{Request, Response, StatusCode};
+/// use tidegate::layer::RateLimitLayer;
+/// use tidegate::{Limiter, MemoryStore, Quota};
+/// use tower::{Layer as _, ServiceExt as _, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// // Failed requests do not count against the limit.
+/// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
+/// let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+///     .refund_on(|status| status.is_server_error());
+/// let service = layer.layer(service_fn(async |request: Request<()>| {
+///     let mut response = Response::new(());
+///     if request.uri().path() == "/broken" {
+///         *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+///     }
+///     Ok::<_, Infallible>(response)
+/// }));
+///
+/// for path in ["/broken", "/broken", "/"] {
+///     let response = service.clone().oneshot(Request::get(path).body(())?).await?;
+///     assert_ne!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+/// }
+/// let denied = service.oneshot(Request::new(())).await?;
+/// assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
+/// # Ok(())
+/// # }
+/// ```
 pub struct RateLimitLayer<G> {
     shared: Arc<Shared<G>>,
 }

@@ -352,44 +352,46 @@ pub struct Blocking<'a> {
 }
 
 impl Blocking<'_> {
-    /// See [`Limiter::acquire`].
+    /// Decides a charge and, if it is allowed, takes its units; see [`Limiter::acquire`].
     pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Acquire, charge)
     }
 
-    /// See [`Limiter::acquire_all`].
+    /// Decides several charges together, all or nothing; see [`Limiter::acquire_all`].
     pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         self.decide_all(Action::Acquire, charges)
     }
 
-    /// See [`Limiter::peek`].
+    /// Returns the decision of an acquire without taking units; see [`Limiter::peek`].
     pub fn peek(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check_cost()?;
         self.decide(Action::Peek, charge)
     }
 
-    /// See [`Limiter::peek_all`].
+    /// Returns the decisions of several acquires without taking units; see
+    /// [`Limiter::peek_all`].
     pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         charges.iter().try_for_each(Charge::check_cost)?;
         self.decide_all(Action::Peek, charges)
     }
 
-    /// See [`Limiter::report`].
+    /// Records units that were used already, even beyond the limit; see [`Limiter::report`].
     pub fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Report, charge)
     }
 
-    /// See [`Limiter::refund`].
+    /// Returns the units of an earlier charge to the limit; see [`Limiter::refund`].
     pub fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Refund, charge)
     }
 
-    /// See [`Limiter::reset`].
+    /// Deletes the count of the charge's key; see [`Limiter::reset`].
     pub fn reset(&self, charge: &Charge<'_>) -> Result<(), Error> {
         self.decide(Action::Reset, charge).map(drop)
     }
 
-    /// See [`Limiter::wait`]; blocks the thread.
+    /// Blocks the thread until the charge is admitted, at most for `timeout`; see
+    /// [`Limiter::wait`].
     pub fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
@@ -410,12 +412,12 @@ impl Blocking<'_> {
         }
     }
 
-    /// See [`Limiter::decide`].
+    /// Applies an action to one charge; see [`Limiter::decide`].
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.store.decide_checked(action, charge, || Ok(charge.check(action)?))
     }
 
-    /// See [`Limiter::decide_all`].
+    /// Applies an action to several charges; see [`Limiter::decide_all`].
     pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         Charge::check_all(action, charges)?;
         Ok(self.store.decide_all_now(action, charges)?.into())

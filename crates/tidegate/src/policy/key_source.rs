@@ -333,7 +333,7 @@ fn check_characters(name: &str) -> Result<(), AttributeError> {
     Ok(())
 }
 
-/// Checks what follows the prefix of a built-in name.
+/// Checks the part after the prefix of a built-in name.
 fn check_form(name: &str) -> Result<(), AttributeError> {
     match name.split_once('.') {
         Some((prefix, "")) if PREFIXES.contains(&prefix) => {
