@@ -371,8 +371,9 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
         })
     }
 
-    /// Sets the response to a request that could not be decided, instead of 503 (or 400, if the
-    /// request is invalid) with problem+json. gRPC clients always get a gRPC status.
+    /// Sets the response to a request that could not be decided, instead of 503 (or 400 if the
+    /// request is invalid, and 500 if the layer is) with problem+json. gRPC clients always get a
+    /// gRPC status.
     ///
     /// The error may name servers, so it should not be shown to clients; the layer logs it.
     ///

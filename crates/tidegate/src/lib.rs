@@ -28,14 +28,14 @@
 //!
 //! # The path of a request
 //!
-//! | step | type | question |
-//! | --- | --- | --- |
-//! | 1 | [`Attributes`], [`ClientIp`] | Which client sends the request, and for which path? |
-//! | 2 | [`Policies`] | Which limits apply to it? |
-//! | 3 | [`Quota`], [`Key`], [`Charge`] | Which algorithm, whose count, how many units? |
-//! | 4 | [`Limiter`] | Is the charge valid? |
-//! | 5 | [`Store`], [`Algorithm`] | Does the count have room for it? |
-//! | 6 | [`Decision`], [`headers`] | May it pass, and if not, how long must the client wait? |
+//! | step | types | modules | question |
+//! | --- | --- | --- | --- |
+//! | 1 | [`Attributes`], [`ClientIp`] | `client_ip`, `layer` | Which client, which path? |
+//! | 2 | [`Policies`] | `policy`, `config` | Which limits apply? |
+//! | 3 | [`Quota`], [`Key`], [`Charge`] | `quota`, `key`, `charge` | Whose count, how many units? |
+//! | 4 | [`Limiter`] | `limiter` | Is the charge valid? |
+//! | 5 | [`Store`], [`Algorithm`] | [`store`], `resilience`, `algorithm` | Does it fit? |
+//! | 6 | [`Decision`] | `decision`, [`headers`] | May the request pass, or when? |
 //!
 //! A program that knows its keys and quotas starts at step 3, as in the example above. A
 //! [`PolicyLimiter`] does all steps for requests with attributes, and `layer::RateLimitLayer`

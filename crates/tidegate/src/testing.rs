@@ -37,8 +37,8 @@ mod sequence;
 pub use model::Model;
 use sequence::{Sequence, Step};
 
-/// Runs the sequence of each seed on a new store, which `new_limiter` creates. A few hundred seeds
-/// find most defects; the same seed always has the same sequence.
+/// Runs the sequence of each seed on a new store, which `new_limiter` creates. The same seed
+/// always has the same sequence.
 ///
 /// A wrapper of a store can be tested in the same way as a store:
 ///

@@ -48,8 +48,7 @@ use crate::policy::PolicyDecisions;
 /// # }
 /// ```
 ///
-/// * The service is ready when the inner service is ready, which a denied request then does not
-///   call.
+/// * The service is ready when the inner service is ready. A denied request does not call it.
 /// * Its error is that of the inner service. A denial and a failing store are responses.
 /// * The inner service must be `Clone`, as in every Tower layer that calls it from a future.
 /// * The body of a denied request is not read.

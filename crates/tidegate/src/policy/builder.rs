@@ -99,8 +99,8 @@ impl PolicyBuilder {
         self
     }
 
-    /// Sets the treatment of a request that lacks an attribute of the key; it is skipped by
-    /// default.
+    /// Sets the treatment of a request that lacks an attribute of the key. By default the policy
+    /// does not apply to it.
     pub fn missing_key(mut self, missing_key: MissingKey) -> Self {
         self.missing_key = missing_key;
         self

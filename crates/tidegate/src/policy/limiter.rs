@@ -106,7 +106,7 @@ pub trait Observer: Send + Sync {
     }
 
     /// Called for each policy whose key the request lacks, whether that skips the policy or denies
-    /// the request. A high count often means a misspelt header.
+    /// the request. A high count may mean that the key names a misspelt header.
     fn key_missing(&self, policy: &Policy) {
         let _ = policy;
     }

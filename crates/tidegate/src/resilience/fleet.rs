@@ -83,7 +83,7 @@ struct Membership {
 /// let fleet = Fleet::with_instance("api-1");
 /// let heartbeat = fleet.start_heartbeats(&store);
 /// assert_eq!(fleet.members(), ["api-1"]);
-/// drop(heartbeat); // the others remove this instance after about three seconds
+/// drop(heartbeat); // the other instances soon remove this one
 /// # }
 /// ```
 #[derive(Debug)]

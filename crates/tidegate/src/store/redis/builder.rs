@@ -209,7 +209,7 @@ impl Builder {
     /// assert!(RedisStore::builder("redis://10.0.0.1:6379/2").check().is_ok());
     /// assert!(RedisStore::builder("http://10.0.0.1:6379").check().is_err());
     /// assert!(RedisStore::builder("redis://10.0.0.1").prefix("{api}").check().is_err());
-    /// // A cluster has no databases.
+    /// // A cluster has only database 0.
     /// assert!(RedisStore::cluster(["redis://10.0.0.1:6379/2"]).check().is_err());
     /// ```
     pub fn check(&self) -> Result<(), StoreError> {

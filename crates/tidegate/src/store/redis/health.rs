@@ -92,7 +92,7 @@ impl RedisStore {
     }
 
     /// Returns the number of MOVED and ASK redirects of a cluster. It grows while slots move and
-    /// after a failover; steady growth means that the topology cannot be refreshed.
+    /// after a failover; steady growth may mean that the topology cannot be refreshed.
     #[must_use]
     pub fn redirects(&self) -> u64 {
         self.shared.topology.state().redirects()
