@@ -12,9 +12,10 @@ use std::time::Duration;
 use gungraun::{
     Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
 };
-use tidegate::headers::{self, Limited};
+use tidegate::headers::{self, PolicyState};
 use tidegate::{
-    Algorithm, Charge, Clock, Decision, Limiter, MemoryStore, Policies, Policy, Quota, Timestamp,
+    Algorithm, Charge, Clock, Decision, Decisions, Limiter, MemoryStore, Policies, Policy, Quota,
+    Timestamp,
 };
 
 const KEY: &str = "user:00000042";
@@ -124,7 +125,7 @@ fn three(left: u64) -> Three {
     (limiter, quotas)
 }
 
-fn acquire_three(limiter: &Limiter, quotas: &[Quota; 3]) -> Vec<Decision> {
+fn acquire_three(limiter: &Limiter, quotas: &[Quota; 3]) -> Decisions {
     let [a, b, c] = quotas;
     let charges = [Charge::new(KEY, a), Charge::new(KEY, b), Charge::new(KEY, c)];
     limiter.blocking().acquire_all(&charges).expect("decisions")
@@ -133,7 +134,7 @@ fn acquire_three(limiter: &Limiter, quotas: &[Quota; 3]) -> Vec<Decision> {
 #[library_benchmark]
 #[bench::allowed(args = (500), setup = three, config = limit("acquire_all_of_three/allowed"))]
 #[bench::denied(args = (0), setup = three, config = limit("acquire_all_of_three/denied"))]
-fn acquire_all_of_three((limiter, quotas): Three) -> (Three, Vec<Decision>) {
+fn acquire_all_of_three((limiter, quotas): Three) -> (Three, Decisions) {
     let decisions = acquire_three(black_box(&limiter), black_box(&quotas));
     ((limiter, quotas), black_box(decisions))
 }
@@ -179,10 +180,12 @@ fn denial() -> (Quota, Decision) {
 #[library_benchmark]
 #[bench::of_a_denial(args = (), setup = denial, config = limit("render_headers/of_a_denial"))]
 fn render_headers((quota, decision): (Quota, Decision)) -> usize {
-    let limited =
-        Limited { policy: "per-user", quota: black_box(&quota), decision: black_box(decision) };
+    let state =
+        PolicyState { policy: "per-user", quota: black_box(&quota), decision: black_box(decision) };
     let mut bytes = 0;
-    headers::each(std::iter::once(limited), true, |name, value| bytes += name.len() + value.len());
+    headers::for_each_header(std::iter::once(state), true, |name, value| {
+        bytes += name.len() + value.len()
+    });
     black_box(bytes)
 }
 

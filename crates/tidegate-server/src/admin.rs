@@ -14,14 +14,14 @@ use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
 
 use crate::api::problem::Problem;
-use crate::api::{not_found, read_json, token, wrong_method};
+use crate::api::{method_not_allowed, not_found, read_json, token};
 use crate::backend::Redis;
-use crate::engine::Engine;
 use crate::envoy::rules::Limit;
+use crate::state::ServerState;
 
 #[derive(Clone)]
 pub(crate) struct Admin {
-    pub(crate) engine: Arc<Engine>,
+    pub(crate) state: Arc<ServerState>,
     /// False from the start of the shutdown.
     pub(crate) ready: Arc<AtomicBool>,
 }
@@ -36,12 +36,12 @@ pub(crate) fn router(admin: Admin) -> Router {
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .fallback(not_found)
-        .method_not_allowed_fallback(wrong_method)
+        .method_not_allowed_fallback(method_not_allowed)
         .with_state(admin)
 }
 
 async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> Response {
-    let active = admin.engine.active();
+    let active = admin.state.active();
     match token::check(active.admin_token.as_ref(), request.headers()) {
         Ok(()) => next.run(request).await,
         Err(reason) => Problem::unauthorized(reason).into_response(),
@@ -61,8 +61,8 @@ async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     }
     let ready = admin.ready.load(Ordering::Relaxed);
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let redis = admin.engine.backend.redis();
-    let is_authorized = token::check(admin.engine.active().admin_token.as_ref(), &headers).is_ok();
+    let redis = admin.state.backend.redis();
+    let is_authorized = token::check(admin.state.active().admin_token.as_ref(), &headers).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
@@ -112,7 +112,7 @@ impl RedisDetail {
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    let text = admin.engine.metrics.text(&admin.engine.backend);
+    let text = admin.state.metrics.text(&admin.state.backend);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 
@@ -132,7 +132,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         #[serde(skip_serializing_if = "Option::is_none")]
         rule: Option<&'a str>,
     }
-    let active = admin.engine.active();
+    let active = admin.state.active();
     let policies = active.policies().iter().map(|policy| PolicyBody {
         name: policy.name(),
         algorithm: policy.quota().algorithm().as_str(),
@@ -149,7 +149,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         let (algorithm, limit, window, burst) = match &rule.limit {
             // Nothing is counted.
             Limit::Unlimited => return None,
-            Limit::Never(_, window) => (active.envoy.algorithm, 0, *window, 0),
+            Limit::Zero(_, window) => (active.envoy.algorithm, 0, *window, 0),
             Limit::Quota(_, quota) => {
                 (quota.algorithm(), quota.limit(), quota.window(), quota.burst())
             }
@@ -195,7 +195,7 @@ async fn hot_keys(
     let Query(HotKeysQuery { limit }) =
         query.map_err(|error| Problem::bad_request(error.to_string()))?;
     let limit = limit.min(1_000);
-    let (now, hot) = (admin.engine.uptime(), &admin.engine.hot_keys);
+    let (now, hot) = (admin.state.uptime(), &admin.state.hot_keys);
     Ok(Json(HotKeysBody {
         allowed: hot.heaviest(now, true, limit),
         denied: hot.heaviest(now, false, limit),
@@ -213,7 +213,7 @@ struct ResetBody {
 
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
-    let active = admin.engine.active();
+    let active = admin.state.active();
     active.reset(&policy, &key).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -2,17 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::future::poll_fn;
 use std::net::IpAddr;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body::Body as HttpBody;
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::Full;
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::layer::for_each_header_value;
@@ -20,9 +17,10 @@ use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query, 
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
-use crate::engine::Engine;
+use crate::body_reader::{BodyError, BodyReader};
 use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
+use crate::state::ServerState;
 
 mod forward_auth;
 pub(crate) mod json;
@@ -32,91 +30,94 @@ pub(crate) mod token;
 use json::{AttributesBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody};
 use problem::Problem;
 
-/// Largest body that is read.
 const MAX_BODY_BYTES: usize = 64 * 1024;
-/// Time in which a client must send it.
-const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "Tidegate", description = "Decides, exactly and fast, whether a request may pass now."),
+    info(
+        title = "Tidegate",
+        description = "Decides, exactly and fast, whether a request may pass now."
+    ),
     paths(acquire, peek, refund, report, forward_auth::forward_auth),
-    components(schemas(QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, Problem)),
-    modifiers(&Tokens),
+    components(schemas(
+        QueryBody<'static>, QuotaBody, DecisionsBody<'static>, DecisionBody<'static>, Problem
+    )),
+    modifiers(&BearerToken),
     security((), ("token" = []))
 )]
 struct Api;
 
-/// Describes the token, which is required if `auth.api_token` is set.
-struct Tokens;
+/// Adds the bearer token to the schema. It is required if `auth.api_token` is set.
+struct BearerToken;
 
-impl Modify for Tokens {
+impl Modify for BearerToken {
     fn modify(&self, api: &mut utoipa::openapi::OpenApi) {
         let token = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
         api.components.get_or_insert_default().add_security_scheme("token", token);
     }
 }
 
-/// Problems that each query may be answered with.
+/// Error responses of every query.
 #[derive(utoipa::IntoResponses)]
-#[expect(dead_code, reason = "it describes the API; Problem itself is what is sent")]
+#[expect(dead_code, reason = "only for the schema; the responses are of type Problem")]
 enum Problems {
     /// The query is invalid
     #[response(status = 400, content_type = "application/problem+json")]
-    Wrong(#[to_schema] Problem),
+    InvalidQuery(#[to_schema] Problem),
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
-    NoToken(#[to_schema] Problem),
+    Unauthorized(#[to_schema] Problem),
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
-    NoPolicy(#[to_schema] Problem),
-    /// The path does not have this method
+    UnknownPolicy(#[to_schema] Problem),
+    /// The path does not support this method
     #[response(status = 405, content_type = "application/problem+json")]
     WrongMethod(#[to_schema] Problem),
     /// The body was not sent in time
     #[response(status = 408, content_type = "application/problem+json")]
-    Slow(#[to_schema] Problem),
-    /// More than 64 KiB
+    BodyTimeout(#[to_schema] Problem),
+    /// The body has more than 64 KiB
     #[response(status = 413, content_type = "application/problem+json")]
-    TooLarge(#[to_schema] Problem),
+    BodyTooLarge(#[to_schema] Problem),
     /// The store is unavailable
     #[response(status = 503, content_type = "application/problem+json")]
-    NoDecision(#[to_schema] Problem),
+    StoreUnavailable(#[to_schema] Problem),
 }
 
 /// Response with a complete body.
-pub(crate) type Reply = Response<Full<Bytes>>;
+pub(crate) type ApiResponse = Response<Full<Bytes>>;
 
-/// Returns the API for one connection. It is a plain hyper service: a router for five paths, with a
-/// boxed body and future per request, took as long as the rest of a response.
+/// Returns the API for one connection. It is a plain hyper service, because axum's router boxes the
+/// body and future of each request, which took as long as the rest of a response.
 pub(crate) fn service(
-    engine: &Arc<Engine>,
+    state: &Arc<ServerState>,
     peer: Peer,
-) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<> {
-    let engine = Arc::clone(engine);
+) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + use<> {
+    let state = Arc::clone(state);
     service_fn(move |request| {
-        let engine = Arc::clone(&engine);
+        let state = Arc::clone(&state);
         async move {
-            let only_head = request.method() == Method::HEAD;
-            let mut reply = reply(&engine, peer, request).await.unwrap_or_else(Problem::into_http);
-            if only_head {
-                let length = HttpBody::size_hint(reply.body()).lower();
-                reply.headers_mut().insert(header::CONTENT_LENGTH, length.into());
-                *reply.body_mut() = Full::default();
+            let is_head = request.method() == Method::HEAD;
+            let routed = route(&state, peer, request).await;
+            let mut response = routed.unwrap_or_else(Problem::into_http);
+            if is_head {
+                let length = HttpBody::size_hint(response.body()).lower();
+                response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+                *response.body_mut() = Full::default();
             }
-            Ok(reply)
+            Ok(response)
         }
     })
 }
 
-async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
+async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
     let allowed = match (request.uri().path(), request.method()) {
-        ("/v1/acquire", &Method::POST) => return acquire(engine, peer, request).await,
-        ("/v1/peek", &Method::POST) => return peek(engine, peer, request).await,
-        ("/v1/refund", &Method::POST) => return refund(engine, peer, request).await,
-        ("/v1/report", &Method::POST) => return report(engine, peer, request).await,
+        ("/v1/acquire", &Method::POST) => return acquire(state, peer, request).await,
+        ("/v1/peek", &Method::POST) => return peek(state, peer, request).await,
+        ("/v1/refund", &Method::POST) => return refund(state, peer, request).await,
+        ("/v1/report", &Method::POST) => return report(state, peer, request).await,
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
-            return Box::pin(forward_auth::forward_auth(engine, peer, request)).await;
+            return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
             return Ok(json_response(
@@ -129,13 +130,13 @@ async fn reply(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, P
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
         _ => return Err(not_found(request.uri().clone()).await),
     };
-    let mut refused =
-        wrong_method(request.method().clone(), request.uri().clone()).await.into_http();
-    refused.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
-    Ok(refused)
+    let problem = method_not_allowed(request.method().clone(), request.uri().clone()).await;
+    let mut response = problem.into_http();
+    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
+    Ok(response)
 }
 
-fn json_response(status: StatusCode, mut headers: HeaderMap, body: Vec<u8>) -> Reply {
+fn json_response(status: StatusCode, mut headers: HeaderMap, body: Vec<u8>) -> ApiResponse {
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let mut response = Response::new(Full::from(body));
     *response.status_mut() = status;
@@ -147,90 +148,110 @@ pub(crate) async fn not_found(uri: Uri) -> Problem {
     Problem::new(StatusCode::NOT_FOUND, format!("{} does not exist", uri.path()))
 }
 
-pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Problem {
-    Problem::new(StatusCode::METHOD_NOT_ALLOWED, format!("{} does not take {method}", uri.path()))
+pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> Problem {
+    let detail = format!("{} does not support {method}", uri.path());
+    Problem::new(StatusCode::METHOD_NOT_ALLOWED, detail)
 }
 
-/// Decide and, if allowed, take the units.
+/// Decide a request and, if it is allowed, charge its units.
 #[utoipa::path(
     post, path = "/v1/acquire", request_body = QueryBody<'static>,
     responses(
         (
             status = 200, description = "Allowed", body = DecisionsBody<'static>,
             headers(
-                ("RateLimit-Policy" = String, description = "The limits that apply, as in the IETF's draft"),
-                ("RateLimit" = String, description = "The units that are left of each"),
+                (
+                    "RateLimit-Policy" = String,
+                    description = "Limits that apply, in the format of the IETF draft"
+                ),
+                ("RateLimit" = String, description = "Remaining units of each limit"),
             )
         ),
         (
             status = 429, description = "Denied", body = DecisionsBody<'static>,
             headers(
-                ("RateLimit-Policy" = String, description = "The limits that apply, as in the IETF's draft"),
-                ("RateLimit" = String, description = "The units that are left of each"),
+                (
+                    "RateLimit-Policy" = String,
+                    description = "Limits that apply, in the format of the IETF draft"
+                ),
+                ("RateLimit" = String, description = "Remaining units of each limit"),
                 ("Retry-After" = u64, description = "Seconds to wait, rounded up"),
             )
         ),
         Problems,
     )
 )]
-async fn acquire(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Acquire, peer, request).await
+async fn acquire(
+    state: &ServerState,
+    peer: Peer,
+    request: Request,
+) -> Result<ApiResponse, Problem> {
+    decide(state, Action::Acquire, peer, request).await
 }
 
-/// Return the decision that acquire would make, without taking units.
+/// Return the decision that acquire would make, without a charge.
 #[utoipa::path(
     post, path = "/v1/peek", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Allowed or denied, as the body says", body = DecisionsBody<'static>),
+        (
+            status = 200, description = "Allowed or denied: see `allowed` in the body",
+            body = DecisionsBody<'static>
+        ),
         Problems,
     )
 )]
-async fn peek(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Peek, peer, request).await
+async fn peek(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
+    decide(state, Action::Peek, peer, request).await
 }
 
-/// Record units that were used already: always charges, even beyond the limit.
+/// Record units that were used already. They are always charged, even beyond the limit.
 ///
-/// `allowed` says whether they fitted. If not, `remaining` is 0 and `retry_after_ms` is the wait
-/// until one unit is free again.
+/// `allowed` is false if they exceed the limit. `remaining` is then 0, and `retry_after_ms` is the
+/// wait until one unit is available again.
 #[utoipa::path(
     post, path = "/v1/report", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Recorded; the units that are left now", body = DecisionsBody<'static>),
+        (
+            status = 200, description = "Recorded, with the remaining units",
+            body = DecisionsBody<'static>
+        ),
         Problems,
     )
 )]
-async fn report(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Report, peer, request).await
+async fn report(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
+    decide(state, Action::Report, peer, request).await
 }
 
-/// Return the units of an earlier charge: with `age_ms` of that charge, otherwise the oldest that
-/// still count.
+/// Return the units of an earlier charge: the units of that charge if `age_ms` is set, otherwise
+/// the oldest units that still count.
 #[utoipa::path(
     post, path = "/v1/refund", request_body = QueryBody<'static>,
     responses(
-        (status = 200, description = "Refunded; the units that are left now", body = DecisionsBody<'static>),
+        (
+            status = 200, description = "Refunded, with the remaining units",
+            body = DecisionsBody<'static>
+        ),
         Problems,
     )
 )]
-async fn refund(engine: &Engine, peer: Peer, request: Request) -> Result<Reply, Problem> {
-    decide(engine, Action::Refund, peer, request).await
+async fn refund(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
+    decide(state, Action::Refund, peer, request).await
 }
 
 async fn decide(
-    engine: &Engine,
+    state: &ServerState,
     action: Action,
     peer: Peer,
     request: Request,
-) -> Result<Reply, Problem> {
-    let active = engine.active();
+) -> Result<ApiResponse, Problem> {
+    let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
     let bytes = read(body).await?;
     let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
-        check_names(attributes, active.policies())?;
-        add_address(attributes, &active.client_ip, peer, &head.headers)?;
+        check_attributes(attributes, active.policies())?;
+        set_client_ip(attributes, &active.client_ip, peer, &head.headers)?;
     }
     let quota = body
         .quota
@@ -262,15 +283,15 @@ async fn decide(
     let decisions = active.decide(&head.headers, action, query).await?;
     let denied = action == Action::Acquire && !decisions.is_allowed();
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    // With room for the headers that the server adds.
+    // The capacity includes the headers that hyper adds.
     let mut headers = HeaderMap::with_capacity(12);
-    add_limits(&mut headers, &decisions, active.x_ratelimit_headers, denied);
-    Ok(json_response(status, headers, json::of_decisions(&decisions)))
+    add_rate_limit_headers(&mut headers, &decisions, active.x_ratelimit_headers, denied);
+    Ok(json_response(status, headers, json::decisions_body(&decisions)))
 }
 
-/// Adds the rate limit headers. `Retry-After` is only for a denied request: peeks and refunds have
-/// the wait in their body.
-pub(crate) fn add_limits(
+/// Adds the rate limit headers. Only a denied request has `Retry-After`: the responses of peeks and
+/// refunds have the wait in their body.
+pub(crate) fn add_rate_limit_headers(
     headers: &mut HeaderMap,
     decisions: &PolicyDecisions<'_>,
     with_x_headers: bool,
@@ -283,15 +304,17 @@ pub(crate) fn add_limits(
     });
 }
 
-/// Rejects unknown attributes: a limit on a misspelt one would never apply.
-fn check_names(attributes: &BTreeMap<String, String>, policies: &Policies) -> Result<(), Problem> {
+/// Rejects unknown attributes: a policy would never match a misspelt one.
+fn check_attributes(
+    attributes: &BTreeMap<String, String>,
+    policies: &Policies,
+) -> Result<(), Problem> {
     let unknown = attributes.keys().find_map(|name| policies.check_attribute(name).err());
     unknown.map_or(Ok(()), |error| Err(Problem::bad_request(format!("attributes: {error}"))))
 }
 
-/// Sets the attribute `ip`: that of the caller, otherwise the address of the client; in both cases
-/// grouped by prefix.
-fn add_address(
+/// Sets the attribute `ip` to the address of the query, or else of the client, grouped by prefix.
+fn set_client_ip(
     attributes: &mut BTreeMap<String, String>,
     client_ip: &ClientIp,
     peer: Peer,
@@ -321,13 +344,14 @@ pub(crate) fn client_address(
         client_ip.resolve(peer.address.ip(), values("x-forwarded-for"), values("forwarded"));
     if resolved.unparsable {
         return Err(Problem::bad_request(
-            "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or attributes.ip",
+            "X-Forwarded-For or Forwarded has a hop that is not an address: send addresses, or \
+             attributes.ip",
         ));
     }
     Ok(resolved.address)
 }
 
-/// Reads a body of JSON, bounded in size and time.
+/// Reads a JSON body, bounded in size and time.
 pub(crate) async fn read_json<T: serde::de::DeserializeOwned>(body: AnyBody) -> Result<T, Problem> {
     parse(&read(body).await?)
 }
@@ -338,8 +362,8 @@ fn parse<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
             return Problem::bad_request(format!("the body is not JSON: {error}"));
         }
         // Parse again to find the field.
-        let mut again = serde_json::Deserializer::from_slice(body);
-        let field = serde_path_to_error::deserialize::<_, T>(&mut again)
+        let mut deserializer = serde_json::Deserializer::from_slice(body);
+        let field = serde_path_to_error::deserialize::<_, T>(&mut deserializer)
             .err()
             .map(|error| error.path().to_string());
         let field =
@@ -350,47 +374,39 @@ fn parse<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
 }
 
 /// Reads a body, bounded in size and time.
-async fn read<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(
-    body: B,
-) -> Result<Bytes, Problem> {
-    let mut reading = pin!(read_all(body));
-    // Nearly every body arrives with its head: no timer is needed.
-    if let Poll::Ready(read) = poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
-        return read;
-    }
-    let late = |_| {
-        Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "the body was not sent within 10 seconds"))
-    };
-    tokio::time::timeout(BODY_TIMEOUT, reading).await.unwrap_or_else(late)
-}
-
-async fn read_all<B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin>(
-    mut body: B,
-) -> Result<Bytes, Problem> {
-    // Nearly every body arrives in one piece, which is not copied.
-    let first = next_piece(&mut body, 0).await?.unwrap_or_default();
-    if body.is_end_stream() {
+async fn read<B>(body: B) -> Result<Bytes, Problem>
+where
+    B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin,
+{
+    let mut reader = BodyReader::new(body);
+    // Nearly every body arrives in one chunk, which is not copied.
+    let first = next_chunk(&mut reader, 0).await?.unwrap_or_default();
+    if reader.is_end() {
         return Ok(first);
     }
     let mut all = first.to_vec();
-    while let Some(piece) = next_piece(&mut body, all.len()).await? {
-        all.extend_from_slice(&piece);
+    while let Some(chunk) = next_chunk(&mut reader, all.len()).await? {
+        all.extend_from_slice(&chunk);
     }
     Ok(all.into())
 }
 
-async fn next_piece<B>(body: &mut B, before: usize) -> Result<Option<Bytes>, Problem>
+/// Returns the next chunk of a body of which `length` bytes were read.
+async fn next_chunk<B>(reader: &mut BodyReader<B>, length: usize) -> Result<Option<Bytes>, Problem>
 where
     B: HttpBody<Data = Bytes, Error: std::fmt::Display> + Unpin,
 {
-    let Some(frame) = body.frame().await else { return Ok(None) };
-    let frame = frame
-        .map_err(|error| Problem::bad_request(format!("the body could not be read: {error}")))?;
-    // Trailers say nothing here.
-    let piece = frame.into_data().unwrap_or_default();
-    if before + piece.len() > MAX_BODY_BYTES {
+    let chunk = reader.next_chunk().await.map_err(|error| match error {
+        BodyError::TimedOut => {
+            Problem::new(StatusCode::REQUEST_TIMEOUT, "the body was not sent within 10 seconds")
+        }
+        BodyError::Failed(error) => {
+            Problem::bad_request(format!("the body could not be read: {error}"))
+        }
+    })?;
+    if chunk.as_ref().is_some_and(|chunk| length + chunk.len() > MAX_BODY_BYTES) {
         let reason = format!("the body has more than {MAX_BODY_BYTES} bytes");
         return Err(Problem::new(StatusCode::PAYLOAD_TOO_LARGE, reason));
     }
-    Ok(Some(piece))
+    Ok(chunk)
 }

@@ -1,4 +1,4 @@
-//! Where the counts live: in memory, or in Redis behind a breaker, a deny cache and a fallback.
+//! Store of the service: memory, or Redis with a breaker, a deny cache and a fallback.
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use crate::logs::TRACE;
 use crate::metrics::Metrics;
 
 /// Store of the service.
+#[expect(clippy::large_enum_variant, reason = "a process has only one backend")]
 pub(crate) enum Backend {
     Memory(InstrumentedStore<MemoryStore>),
     Redis(Redis),
@@ -33,7 +34,7 @@ pub(crate) struct Redis {
 
 type Guarded = Arc<DenyCache<Breaker<InstrumentedStore<RedisStore>>>>;
 
-/// Store with each call in metrics and traces.
+/// Store that records each call in metrics and traces.
 pub(crate) struct InstrumentedStore<S> {
     store: S,
     metrics: Arc<Metrics>,
@@ -44,7 +45,7 @@ pub(crate) struct InstrumentedStore<S> {
 pub(crate) struct StrictBackend(pub(crate) Arc<Backend>);
 
 impl Backend {
-    /// Connects. If Redis is unavailable, it is used as soon as it is back.
+    /// Creates the store. If Redis is unavailable, it is used as soon as it recovers.
     pub(crate) async fn start(
         config: &StoreConfig,
         metrics: &Arc<Metrics>,
@@ -64,7 +65,7 @@ impl Backend {
         Self::Memory(InstrumentedStore { store, metrics })
     }
 
-    /// Returns the time that the calls of one request may take together. Memory answers at once.
+    /// Returns the timeout for all store calls of one request. Memory needs none.
     pub(crate) fn timeout(&self) -> Option<Duration> {
         self.redis().map(|redis| redis.timeout)
     }
@@ -84,7 +85,7 @@ impl Backend {
     }
 }
 
-/// Large futures are boxed: inside the future of a request they would be copied with every request.
+/// Large futures are boxed, so that the future of a request stays small.
 impl Store for Backend {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         match self {
@@ -151,12 +152,15 @@ impl Redis {
             Err(error @ StoreError::Misconfigured(_)) => return Err(error),
             Err(error) => {
                 // A fleet must be able to start, or to restart, while Redis is unavailable.
-                tracing::warn!(%error, "Redis is unavailable: each policy's on_store_failure decides until it is back");
+                tracing::warn!(
+                    %error,
+                    "Redis is unavailable: each policy's on_store_failure decides until it recovers"
+                );
                 if config.instances.is_none() {
                     let assumed = Fleet::ASSUMED_INSTANCES;
                     tracing::warn!(
-                        "store.instances is not set: until Redis is available, this instance assumes \
-                         that {assumed} instances share each limit, and `local` admits \
+                        "store.instances is not set: until Redis is available, this instance \
+                         assumes that {assumed} instances share each limit, and `local` admits \
                          1/{assumed} of it; set store.instances to the number of instances"
                     );
                 }
@@ -202,8 +206,8 @@ impl Redis {
         &self.breaker().store().store
     }
 
-    /// Returns whether Redis decides: every primary is connected, no circuit is open, and no call
-    /// failed just now.
+    /// Returns whether Redis decides: every primary is connected, no circuit is open, and the
+    /// fallback is not in use.
     pub(crate) fn is_up(&self) -> bool {
         let nodes = self.store().nodes();
         let mut deciding = nodes.iter().filter(|node| node.primary).peekable();
@@ -276,8 +280,8 @@ impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
     }
 }
 
-/// Decides while memory is full: there is no other store to fall back to, so only `allow` and
-/// `deny` apply.
+/// Returns the decision of the failure mode if memory is full. There is no other store to fall back
+/// to, so only `allow` and `deny` apply.
 fn when_full(
     action: Action,
     charge: &Charge<'_>,
@@ -303,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn future_of_a_decision_on_memory_is_small() {
+    fn future_of_a_memory_decision_is_small() {
         let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let charge = Charge::new("k", &quota);
         let backend = Backend::memory(MemoryStore::new(), Arc::default());
@@ -314,7 +318,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn future_of_a_decision_on_redis_is_small() {
+    async fn future_of_a_redis_decision_is_small() {
         let quota = tidegate::Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
         let charge = Charge::new("k", &quota);
         let store =

@@ -7,6 +7,11 @@ pub(crate) fn millis(duration: Duration) -> u64 {
     saturate(duration.as_millis())
 }
 
+/// Returns milliseconds, rounded up.
+pub(crate) fn millis_rounded_up(duration: Duration) -> u64 {
+    saturate(duration.as_nanos().div_ceil(1_000_000))
+}
+
 /// Returns whole microseconds.
 pub(crate) fn micros(duration: Duration) -> u64 {
     saturate(duration.as_micros())
@@ -24,4 +29,17 @@ pub(crate) fn nanos(duration: Duration) -> u64 {
 
 fn saturate(number: u128) -> u64 {
     u64::try_from(number).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn milliseconds_are_rounded_up() {
+        assert_eq!(millis_rounded_up(Duration::ZERO), 0);
+        assert_eq!(millis_rounded_up(Duration::from_micros(1)), 1);
+        assert_eq!(millis_rounded_up(Duration::from_millis(5)), 5);
+        assert_eq!(millis_rounded_up(Duration::from_micros(5_001)), 6);
+    }
 }

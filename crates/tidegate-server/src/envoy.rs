@@ -12,9 +12,9 @@ use tonic_health::ServingStatus;
 use tower::ServiceExt as _;
 
 use crate::api::token;
-use crate::engine::Engine;
 use crate::listener::Request;
 use crate::logs;
+use crate::state::ServerState;
 
 pub(crate) mod rules;
 
@@ -22,7 +22,7 @@ mod grpc;
 mod plan;
 mod proto;
 
-use grpc::{Body, Reply};
+use grpc::{GrpcBody, GrpcResponse};
 use plan::DescriptorPlan;
 use proto::envoy::config::core::v3::HeaderValue;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::{
@@ -33,53 +33,53 @@ use rules::Unit;
 
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
-/// More descriptors in one request are a mistake, or an attack.
+/// Maximum number of descriptors per request: more are a mistake or an attack.
 const MAX_DESCRIPTORS: usize = 100;
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
 /// Descriptor set for gRPC reflection.
 const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
-/// The service, with gRPC health and reflection.
+/// Rate limit service, with gRPC health and reflection.
 pub(crate) struct Envoy {
-    engine: Arc<Engine>,
-    others: Router,
+    state: Arc<ServerState>,
+    /// Health and reflection.
+    tonic_routes: Router,
 }
 
 impl Envoy {
-    pub(crate) async fn new(engine: Arc<Engine>) -> anyhow::Result<Arc<Self>> {
+    pub(crate) async fn new(state: Arc<ServerState>) -> anyhow::Result<Arc<Self>> {
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_service_status(SERVICE, ServingStatus::Serving).await;
         let reflection = || {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
         };
-        let others = tonic::service::Routes::new(health)
+        let routes = tonic::service::Routes::new(health)
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?);
-        Ok(Arc::new(Self { engine, others: others.into_axum_router() }))
+        Ok(Arc::new(Self { state, tonic_routes: routes.into_axum_router() }))
     }
 
     /// Returns the service for one connection. Rate limit calls are answered by a plain hyper
     /// service, like the HTTP API; only health and reflection go through tonic.
     pub(crate) fn service(
         self: &Arc<Self>,
-    ) -> impl Service<Request, Response = Reply, Error = Infallible, Future: Send> + Send + use<>
+    ) -> impl Service<Request, Response = GrpcResponse, Error = Infallible, Future: Send> + use<>
     {
         let envoy = Arc::clone(self);
         service_fn(move |request: Request| {
             let envoy = Arc::clone(&envoy);
             async move {
                 if request.uri().path() != SHOULD_RATE_LIMIT {
-                    let reply =
-                        grpc::in_time(Box::pin(envoy.others.clone().oneshot(request))).await;
-                    return reply.map_or_else(
-                        |late| Ok(late.into_http()),
-                        |reply| Ok(reply?.map(Body::Other)),
-                    );
+                    let call = Box::pin(envoy.tonic_routes.clone().oneshot(request));
+                    return match grpc::with_message_timeout(call).await {
+                        Ok(response) => Ok(response?.map(GrpcBody::Tonic)),
+                        Err(timed_out) => Ok(timed_out.into_http()),
+                    };
                 }
-                match grpc::refusal(&request) {
-                    Some(refusal) => Ok(refusal),
-                    None => Ok(should_rate_limit(&envoy.engine, request)
+                match grpc::rejection(&request) {
+                    Some(rejection) => Ok(rejection),
+                    None => Ok(should_rate_limit(&envoy.state, request)
                         .await
                         .unwrap_or_else(Status::into_http)),
                 }
@@ -88,15 +88,15 @@ impl Envoy {
     }
 }
 
-async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, Status> {
-    let active = engine.active();
+async fn should_rate_limit(state: &ServerState, request: Request) -> Result<GrpcResponse, Status> {
+    let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
     grpc::check_encoding(&head.headers)?;
     let request: RateLimitRequest = grpc::read(body, MAX_MESSAGE_BYTES).await?;
     if request.domain.is_empty() {
         return Err(Status::invalid_argument(
-            "the domain is empty: it must be that of the rules to apply",
+            "the domain is empty: send the domain of the rules to apply",
         ));
     }
     if request.descriptors.is_empty() || request.descriptors.len() > MAX_DESCRIPTORS {
@@ -105,15 +105,15 @@ async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, S
             request.descriptors.len()
         )));
     }
-    let (plans, charges) = plan::of(&active, &request)?;
+    let (plans, charges) = plan::for_request(&active, &request)?;
     let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
     let query = Query::prepared(charges).on_span(&on_span);
     let decided = active.strict_limiter.decide(Action::Acquire, query).await;
     let decisions = decided.map_err(|error| match error {
-        // Never a status of UNKNOWN: Envoy's failure_mode_deny decides.
+        // The status is never UNKNOWN, so that Envoy's failure_mode_deny decides.
         Error::Store(error) => {
             logs::store_failed(&error);
-            Status::unavailable("the store cannot decide now")
+            Status::unavailable("the store is unavailable")
         }
         other => Status::invalid_argument(other.to_string()),
     })?;
@@ -129,7 +129,7 @@ async fn should_rate_limit(engine: &Engine, request: Request) -> Result<Reply, S
         let binding = own.min_by_key(|entry| (entry.is_shadow(), entry.decision().rank()));
         response.add(plan, binding);
     }
-    Ok(grpc::reply(&response.build(decisions.is_allowed())))
+    Ok(grpc::response(&response.build(decisions.is_allowed())))
 }
 
 fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateLimit {
@@ -150,7 +150,7 @@ fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateL
     }
 }
 
-/// Response, built descriptor by descriptor.
+/// Builder of a response, with one status per descriptor.
 #[derive(Default)]
 struct ResponseBuilder {
     statuses: Vec<DescriptorStatus>,
@@ -196,8 +196,7 @@ impl ResponseBuilder {
     }
 }
 
-/// Returns whole seconds, rounded up: Envoy's header has no fractions, and a client that waits them
-/// must be admitted.
+/// Returns whole seconds, rounded up: a client that waits this long must be admitted.
 fn whole_seconds(duration: Duration) -> prost_types::Duration {
     let seconds = duration.as_secs() + u64::from(duration.subsec_nanos() > 0);
     prost_types::Duration { seconds: i64::try_from(seconds).unwrap_or(i64::MAX), nanos: 0 }

@@ -20,8 +20,8 @@ use tidegate::Policies;
 use tower::Service;
 
 use crate::config::GatewayConfig;
-use crate::engine::Engine;
 use crate::listener::{self, Peer};
+use crate::state::ServerState;
 
 mod body;
 mod client;
@@ -42,7 +42,7 @@ use upstreams::{Protocol, Upstreams};
 /// Returns the service of the gateway's listener.
 pub(crate) fn service(
     settings: &GatewayConfig,
-    engine: &Arc<Engine>,
+    state: &Arc<ServerState>,
 ) -> anyhow::Result<LimitedGateway> {
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
@@ -50,13 +50,13 @@ pub(crate) fn service(
         Upstreams::new(upstreams).context("there is no upstream: name one with --upstream")?;
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
-        engine: Arc::clone(engine),
+        state: Arc::clone(state),
         upstreams,
         clients: Clients::new(tls, settings.connect_timeout),
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
     };
-    Ok(LimitedGateway::new(engine, &Gateway(Arc::new(proxy))))
+    Ok(LimitedGateway::new(state, &Gateway(Arc::new(proxy))))
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,
@@ -93,7 +93,7 @@ impl Service<listener::Request> for Gateway {
 }
 
 struct Proxy {
-    engine: Arc<Engine>,
+    state: Arc<ServerState>,
     upstreams: Upstreams,
     clients: Clients,
     header_timeout: Duration,
@@ -125,7 +125,7 @@ impl Proxy {
             *head.extensions.get::<Peer>().ok_or(ProxyError::Ambiguous("the peer is unknown"))?;
         let protocol = head::upgrade(head.version, &head.headers);
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
-        head::to_upstream(&mut head, peer, &self.engine.active().client_ip, protocol);
+        head::to_upstream(&mut head, peer, &self.state.active().client_ip, protocol);
         let body = (!body.is_end_stream()).then(|| IdleTimeoutBody::new(body, self.idle_timeout));
         let response = self.send(head, body).await?;
         self.to_client(response, client_upgrade)

@@ -118,7 +118,7 @@ impl Shard {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the shard, or gives `None` after a short spin.
+    /// Locks the shard, or returns `None` after a short spin.
     fn try_lock(&self) -> Option<MutexGuard<'_, Minutes>> {
         for _ in 0..SPIN_LIMIT {
             match self.0.try_lock() {

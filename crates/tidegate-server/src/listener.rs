@@ -1,4 +1,5 @@
-//! HTTP listener with bounded connections, header time and streams, and graceful shutdown.
+//! HTTP listener: limits connections, streams and the time for a request head; shuts down
+//! gracefully.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -29,13 +30,14 @@ mod stall;
 
 use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
-pub(crate) use lingering::Incoming;
+pub(crate) use lingering::LingeringBody;
 use lingering::LingeringService;
 pub(crate) use stall::WriteProgress;
 
 /// Maximum number of open connections; further clients wait in the accept queue.
 const MAX_CONNECTIONS: usize = 16_384;
-/// Time limit for a complete request head, also on an idle keep-alive connection.
+/// Time limit for a TLS handshake, for a complete request head (also on an idle keep-alive
+/// connection), and for the reply to an HTTP/2 ping.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_STREAMS: u32 = 256;
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
@@ -164,7 +166,7 @@ async fn serve_connection<I, S, B>(
     let _ = executor.drive(watcher.watch(connection)).await;
 }
 
-pub(crate) type Request = hyper::Request<Incoming>;
+pub(crate) type Request = hyper::Request<LingeringBody>;
 
 async fn accept(
     listener: &TcpListener,

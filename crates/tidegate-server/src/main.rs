@@ -8,11 +8,11 @@ use clap::error::ErrorKind;
 mod admin;
 mod api;
 mod backend;
+mod body_reader;
 mod cli;
 mod config;
 mod doctor;
 mod duration;
-mod engine;
 mod envoy;
 mod gateway;
 mod hot_keys;
@@ -22,6 +22,7 @@ mod metrics;
 mod observer;
 mod reload;
 mod serve;
+mod state;
 mod tls;
 
 /// Fastest of the allocators that were benchmarked: a request makes many small allocations.

@@ -125,14 +125,12 @@ impl Metrics {
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns all metrics in the text format, version 0.0.4.
-    pub(crate) fn text(&self, backend: &Backend) -> String {
-        let mut text = String::with_capacity(8 * 1024);
+    /// Writes the counters of each policy.
+    fn write_outcomes(&self, text: &mut String) {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        head(&mut text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
-        for (policy, outcomes) in
-            self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
-        {
+        let all = self.outcomes.read().unwrap_or_else(PoisonError::into_inner);
+        head(text, "tidegate_decisions_total", "counter", "Decisions by policy and outcome.");
+        for (policy, outcomes) in all.iter() {
             let policy = escaped(policy);
             for (outcome, counter) in [
                 ("allowed", &outcomes.allowed),
@@ -144,26 +142,22 @@ impl Metrics {
             }
         }
         head(
-            &mut text,
+            text,
             "tidegate_missing_key_total",
             "counter",
             "Requests that lack the key of a policy, by policy.",
         );
-        for (policy, outcomes) in
-            self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
-        {
+        for (policy, outcomes) in all.iter() {
             let (policy, count) = (escaped(policy), load(&outcomes.missing_key));
             let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
         }
         head(
-            &mut text,
+            text,
             "tidegate_fallback_decisions_total",
             "counter",
             "Decisions of the fallback during an outage of the store, by policy and source.",
         );
-        for (policy, outcomes) in
-            self.outcomes.read().unwrap_or_else(PoisonError::into_inner).iter()
-        {
+        for (policy, outcomes) in all.iter() {
             let policy = escaped(policy);
             for (source, counter) in FALLBACKS.iter().zip(&outcomes.fallback) {
                 let labels = format!("policy=\"{policy}\",source=\"{source}\"");
@@ -174,6 +168,13 @@ impl Metrics {
                 );
             }
         }
+    }
+
+    /// Returns all metrics in the text format, version 0.0.4.
+    pub(crate) fn text(&self, backend: &Backend) -> String {
+        let mut text = String::with_capacity(8 * 1024);
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        self.write_outcomes(&mut text);
         head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by source.");
         for (source, counter) in SOURCES.iter().zip(&self.sources) {
             let _ = writeln!(

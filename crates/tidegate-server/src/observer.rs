@@ -9,16 +9,16 @@ use tidegate::{Action, Enforcement, Observer, Policy, PolicyDecision, PolicyDeci
 use crate::hot_keys::HotKeys;
 use crate::metrics::{Metrics, Outcomes};
 
-/// Name in metrics of queries with their own quota: their quotas are chosen by callers, so their
-/// number is unbounded.
+/// Name in metrics of all queries with their own quota. Callers choose these quotas, so the number
+/// of distinct ones is unbounded.
 pub(crate) const OWN_QUOTA: &str = "(quota)";
 
-/// Observer of every front door's decisions.
+/// Observer of the decisions of all front doors.
 pub(crate) struct DecisionObserver {
     metrics: Arc<Metrics>,
     hot_keys: Arc<HotKeys>,
     started: Instant,
-    /// By the name of a policy or rule, so that counting needs no lock.
+    /// Counters by the name of a policy or rule. The map never changes, so counting needs no lock.
     outcomes: HashMap<String, Arc<Outcomes>>,
 }
 

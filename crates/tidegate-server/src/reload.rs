@@ -16,8 +16,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::config::{Config, ConfigError};
-use crate::engine::Engine;
 use crate::serve::RestartOnlyConfig;
+use crate::state::ServerState;
 
 mod links;
 
@@ -26,7 +26,7 @@ const DEBOUNCE: Duration = Duration::from_millis(250);
 
 /// Poll interval while a file is missing. Its directory may be missing as well, and then no event
 /// reports its return.
-const MISSING_FILE_POLL: Duration = Duration::from_secs(1);
+const MISSING_FILE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Maximum number of loads in a row when each names other files than the one before.
 const MAX_LOADS: usize = 3;
@@ -37,7 +37,7 @@ pub(crate) fn watch(
     files: Vec<PathBuf>,
     restart_only: RestartOnlyConfig,
     warn: fn(&Policies),
-    engine: Arc<Engine>,
+    state: Arc<ServerState>,
 ) -> anyhow::Result<()> {
     let (sender, changes) = mpsc::channel(1);
     let on_event = move |event: notify::Result<notify::Event>| {
@@ -55,7 +55,7 @@ pub(crate) fn watch(
     let hangup = signal(SignalKind::hangup())?;
     // Taken before the addresses are announced, because the files may change right after that.
     watcher.loaded = contents(snapshot(&watcher.files));
-    tokio::spawn(watcher.run(hangup, changes, restart_only, engine));
+    tokio::spawn(watcher.run(hangup, changes, restart_only, state));
     Ok(())
 }
 
@@ -76,11 +76,11 @@ impl ConfigWatcher {
         mut hangup: Signal,
         mut changes: mpsc::Receiver<()>,
         restart_only: RestartOnlyConfig,
-        engine: Arc<Engine>,
+        state: Arc<ServerState>,
     ) {
         let mut pending = None;
         loop {
-            let interval = if pending.is_some() { DEBOUNCE } else { MISSING_FILE_POLL };
+            let interval = if pending.is_some() { DEBOUNCE } else { MISSING_FILE_POLL_INTERVAL };
             let is_missing = self.loaded.contains(&None);
             let is_due = tokio::select! {
                 _ = hangup.recv() => true,
@@ -98,7 +98,7 @@ impl ConfigWatcher {
             };
             if is_due {
                 pending = None;
-                self.reload(&restart_only, &engine);
+                self.reload(&restart_only, &state);
             }
             // A symlink may have a new target, and a directory may have been replaced.
             self.watch_folders();
@@ -106,7 +106,7 @@ impl ConfigWatcher {
     }
 
     /// Applies the new configuration as a whole, or keeps the current one.
-    fn reload(&mut self, restart_only: &RestartOnlyConfig, engine: &Engine) {
+    fn reload(&mut self, restart_only: &RestartOnlyConfig, state: &ServerState) {
         match self.load() {
             Ok(config) => {
                 if let Some(section) = restart_only.changed_section(&config) {
@@ -115,12 +115,12 @@ impl ConfigWatcher {
                     );
                 }
                 (self.warn)(&config.policies);
-                engine.reload(config);
-                engine.metrics.count_reload(true);
+                state.reload(config);
+                state.metrics.count_reload(true);
                 tracing::info!(file = %self.file.display(), "configuration reloaded");
             }
             Err(error) => {
-                engine.metrics.count_reload(false);
+                state.metrics.count_reload(false);
                 tracing::error!(
                     error = %error.line(),
                     "reloading the configuration failed, keeping the current one"

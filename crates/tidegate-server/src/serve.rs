@@ -16,9 +16,9 @@ use tokio::task::JoinHandle;
 
 use crate::admin::{self, Admin};
 use crate::config::{Config, GatewayConfig, Listen, RedisConfig, StoreConfig};
-use crate::engine::Engine;
 use crate::envoy::Envoy;
 use crate::listener::{self, ListenerConfig};
+use crate::state::ServerState;
 use crate::{api, doctor, gateway, reload};
 
 /// Time that in-flight requests have to complete after SIGTERM or SIGINT.
@@ -74,30 +74,29 @@ pub(crate) async fn serve(
     let service = Service::start(config, file, |_| ()).await?;
     listen.admin = service.admin_address;
 
-    let engine = &service.engine;
+    let state = &service.state;
     let stopped = &service.stopped;
-    let http = {
-        let engine = Arc::clone(engine);
-        move |peer| api::service(&engine, peer)
+    let http_service = {
+        let state = Arc::clone(state);
+        move |peer| api::service(&state, peer)
     };
-    let http = tokio::spawn(listener::serve(
+    let http_task = tokio::spawn(listener::serve(
         http_listener,
-        http,
-        current_tls(engine),
+        http_service,
+        current_tls(state),
         stopped.clone(),
         api_listener_config(DRAIN_TIMEOUT),
     ));
-    let grpc = Envoy::new(Arc::clone(engine)).await?;
-    let grpc = move |_| grpc.service();
-    let grpc = tokio::spawn(listener::serve(
+    let envoy = Envoy::new(Arc::clone(state)).await?;
+    let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
-        grpc,
-        current_tls(engine),
+        move |_| envoy.service(),
+        current_tls(state),
         stopped.clone(),
         api_listener_config(DRAIN_TIMEOUT),
     ));
     announce(&listen);
-    service.run(signals, [http, grpc]).await;
+    service.run(signals, [http_task, grpc_task]).await;
     Ok(())
 }
 
@@ -115,11 +114,11 @@ pub(crate) async fn gateway(
     let service = Service::start(config, file, gateway::warn_about_unused_policies).await?;
     listen.admin = service.admin_address;
 
-    let gateway = gateway::service(&settings, &service.engine)?;
-    let gateway = tokio::spawn(listener::serve(
+    let gateway_service = gateway::service(&settings, &service.state)?;
+    let gateway_task = tokio::spawn(listener::serve(
         listener,
-        move |peer| listener::with_peer(&gateway, peer),
-        current_tls(&service.engine),
+        move |peer| listener::with_peer(&gateway_service, peer),
+        current_tls(&service.state),
         service.stopped.clone(),
         ListenerConfig {
             drain_timeout: DRAIN_TIMEOUT,
@@ -129,7 +128,7 @@ pub(crate) async fn gateway(
         },
     ));
     announce(&listen);
-    service.run(signals, [gateway]).await;
+    service.run(signals, [gateway_task]).await;
     Ok(())
 }
 
@@ -157,9 +156,10 @@ impl Signals {
     }
 }
 
-/// Parts that every listener needs: the engine, its configuration and the admin listener.
+/// Parts that `serve` and `gateway` share: the state, the reload of its configuration, and the
+/// admin listener.
 struct Service {
-    engine: Arc<Engine>,
+    state: Arc<ServerState>,
     ready: Arc<AtomicBool>,
     stop: watch::Sender<bool>,
     stopped: watch::Receiver<bool>,
@@ -169,7 +169,7 @@ struct Service {
 }
 
 impl Service {
-    /// Starts the engine. `warn` is called with the policies now and after each reload.
+    /// Starts the state. `warn` is called with the policies now and after each reload.
     async fn start(
         config: Config,
         file: Option<PathBuf>,
@@ -180,21 +180,20 @@ impl Service {
         let (files, store) = (config.files.clone(), config.store.clone());
         let admin_listener = bind(config.listen.admin, "listen.admin").await?;
         let admin_address = admin_listener.local_addr()?;
-        let engine = Arc::new(Engine::start(config).await.context("store")?);
+        let state = Arc::new(ServerState::start(config).await.context("store")?);
         if let StoreConfig::Redis(config) = &store {
-            tokio::spawn(check_redis(Arc::clone(&engine), RedisConfig::clone(config)));
+            tokio::spawn(check_redis(Arc::clone(&state), RedisConfig::clone(config)));
         }
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
         if let Some(file) = file {
             // Compared with the file alone: command line flags are not a change of the file.
             let restart_only = RestartOnlyConfig::new(&Config::load(&file)?);
-            reload::watch(file, files, restart_only, warn, Arc::clone(&engine))?;
+            reload::watch(file, files, restart_only, warn, Arc::clone(&state))?;
         }
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);
-        let router =
-            admin::router(Admin { engine: Arc::clone(&engine), ready: Arc::clone(&ready) });
+        let router = admin::router(Admin { state: Arc::clone(&state), ready: Arc::clone(&ready) });
         let admin = tokio::spawn(listener::serve(
             admin_listener,
             move |peer| listener::with_peer(&router, peer),
@@ -202,7 +201,7 @@ impl Service {
             admin_stopped,
             api_listener_config(ADMIN_DRAIN_TIMEOUT),
         ));
-        Ok(Self { engine, ready, stop, stopped, admin_address, admin_stop, admin })
+        Ok(Self { state, ready, stop, stopped, admin_address, admin_stop, admin })
     }
 
     /// Waits for a signal, then drains the listeners and shuts down.
@@ -217,7 +216,7 @@ impl Service {
         for listener in listeners {
             let _ = listener.await;
         }
-        if let Some(redis) = self.engine.backend.redis() {
+        if let Some(redis) = self.state.backend.redis() {
             // Debits of requests admitted during an outage would be lost with this process. The
             // future is boxed because its type nests all stores.
             let settle = Box::pin(redis.fallback().settle());
@@ -230,8 +229,8 @@ impl Service {
 }
 
 /// Logs warnings about the setup of Redis once it is connected.
-async fn check_redis(engine: Arc<Engine>, config: RedisConfig) {
-    let Some(redis) = engine.backend.redis() else { return };
+async fn check_redis(state: Arc<ServerState>, config: RedisConfig) {
+    let Some(redis) = state.backend.redis() else { return };
     while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
         tokio::time::sleep(STARTUP_POLL_INTERVAL).await;
     }
@@ -252,10 +251,10 @@ fn raise_file_limit() {
 
 /// Returns a source of the current TLS settings: a reload replaces certificates without a restart.
 fn current_tls(
-    engine: &Arc<Engine>,
+    state: &Arc<ServerState>,
 ) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
-    let engine = Arc::clone(engine);
-    move || engine.active().tls.clone()
+    let state = Arc::clone(state);
+    move || state.active().tls.clone()
 }
 
 async fn bind(address: SocketAddr, field: &str) -> anyhow::Result<TcpListener> {

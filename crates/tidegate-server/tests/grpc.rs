@@ -208,10 +208,10 @@ async fn malformed_message_is_an_error_and_keeps_the_connection() {
         (framed(1, &whole[5..]), GrpcCode::Internal, "compressed"),
         (framed(7, &whole[5..]), GrpcCode::Internal, "flag is 7"),
         (Vec::new(), GrpcCode::Internal, "no message"),
-        (whole[..3].to_vec(), GrpcCode::Internal, "ends before"),
-        (whole[..5].to_vec(), GrpcCode::Internal, "ends before"),
-        (whole[..whole.len() - 1].to_vec(), GrpcCode::Internal, "ends before"),
-        ([&whole[..], b"\0\0"].concat(), GrpcCode::Internal, "ends before"),
+        (whole[..3].to_vec(), GrpcCode::Internal, "shorter than"),
+        (whole[..5].to_vec(), GrpcCode::Internal, "shorter than"),
+        (whole[..whole.len() - 1].to_vec(), GrpcCode::Internal, "shorter than"),
+        ([&whole[..], b"\0\0"].concat(), GrpcCode::Internal, "shorter than"),
         ([&whole[..], &framed(1, b"")].concat(), GrpcCode::Internal, "compressed"),
         (framed(0, b"\xff\xff\xff"), GrpcCode::Internal, "Protobuf"),
         (framed(0, b""), GrpcCode::InvalidArgument, "the domain is empty"),
@@ -365,7 +365,7 @@ async fn missing_message_times_out() {
         let (code, message) = response.error();
         assert_eq!(
             (code, message.as_str()),
-            (GrpcCode::DeadlineExceeded, "the message did not come within 10 seconds")
+            (GrpcCode::DeadlineExceeded, "the message did not arrive within 10 seconds")
         );
         assert!(started.elapsed() >= Duration::from_secs(9), "{:?}", started.elapsed());
         // The stream is reset, which also stops the sender.

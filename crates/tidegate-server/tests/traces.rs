@@ -5,60 +5,17 @@ mod support;
 #[path = "../src/envoy/proto.rs"]
 mod proto;
 
-use std::sync::{Arc, Mutex};
+#[path = "support/collector.rs"]
+mod collector;
 
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
-    TraceService, TraceServiceServer,
-};
-use opentelemetry_proto::tonic::collector::trace::v1::{
-    ExportTraceServiceRequest, ExportTraceServiceResponse,
-};
-use opentelemetry_proto::tonic::trace::v1::Span;
+use collector::Collector;
 use proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use serde_json::json;
 use support::{Service, request};
-use tonic::{Request, Response, Status};
-
-/// OTLP collector that stores all requests.
-#[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<ExportTraceServiceRequest>>>);
-
-#[tonic::async_trait]
-impl TraceService for Collector {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        self.0.lock().expect("no panic").push(request.into_inner());
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
+use tonic::Request;
 
 impl Collector {
-    async fn start(&self) -> String {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address = listener.local_addr().expect("bound");
-        self.start_on(listener);
-        format!("http://{address}")
-    }
-
-    fn start_on(&self, listener: tokio::net::TcpListener) {
-        let incoming = tonic::transport::server::TcpIncoming::from(listener);
-        let server =
-            tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
-        tokio::spawn(server.serve_with_incoming(incoming));
-    }
-
-    fn spans(&self) -> Vec<Span> {
-        let received = self.0.lock().expect("no panic");
-        let scopes = received
-            .iter()
-            .flat_map(|request| &request.resource_spans)
-            .flat_map(|spans| &spans.scope_spans);
-        scopes.flat_map(|scope| &scope.spans).cloned().collect()
-    }
-
     /// Returns the trace and the parent of each `decide`; 0 for no parent.
     fn parents(&self) -> Vec<(u128, u128)> {
         let number =

@@ -12,9 +12,9 @@
 //!
 //! All of them work alike: a copy of the stored counter is advanced to the present, the decision is
 //! computed from it, and the copy is stored only if units were spent or returned. A denied request
-//! writes nothing, with one exception: if the clock stepped back, stored times later than now count
-//! as now, and even a denied acquire stores that. Otherwise the key would stay locked until the
-//! clock catches up.
+//! writes nothing, with two exceptions. A log that counts denials (`count_denied`) spends their
+//! units. If the clock stepped back, stored times later than now count as now, and even a denied
+//! acquire stores that; otherwise the key would stay locked until the clock catches up.
 
 use std::time::Duration;
 

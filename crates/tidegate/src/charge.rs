@@ -1,12 +1,9 @@
 //! [`Charge`]: one (key, quota, cost) to be decided.
 
 use crate::action::Action;
-#[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::algorithm::{Algorithm, mul_div_ceil};
 use crate::clock::Timestamp;
-#[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::clock::micros;
-#[cfg(any(feature = "resilience", feature = "tower"))]
 use crate::decision::Decision;
 use crate::key::{Key, KeyError, is_plain_key};
 use crate::policy::OnStoreFailure;
@@ -191,7 +188,6 @@ impl<'a> Charge<'a> {
 
     /// Returns the charge that refunds this one, which `decision` allowed and which was sent at
     /// `sent_at`. Returns `None` if nothing of it can be left at `now`.
-    #[cfg(any(feature = "resilience", feature = "tower"))]
     pub(crate) fn to_refund(
         self,
         decision: &Decision,

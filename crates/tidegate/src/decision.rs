@@ -235,7 +235,6 @@ impl Decisions {
     }
 
     /// Returns the decisions as a slice, in the order of the charges.
-    #[must_use]
     pub fn as_slice(&self) -> &[Decision] {
         &self.0
     }

@@ -45,7 +45,7 @@ pub struct PolicyState<'a> {
 pub fn to_headers(states: &[PolicyState<'_>], with_x_headers: bool) -> Vec<(&'static str, String)> {
     let mut headers = Vec::with_capacity(6);
     for_each_header(states.iter().copied(), with_x_headers, |name, value| {
-        headers.push((name, value.to_owned()))
+        headers.push((name, value.to_owned()));
     });
     headers
 }

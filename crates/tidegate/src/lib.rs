@@ -162,7 +162,7 @@
 //! Async waits of the [`SystemClock`], and everything in `redis`, `resilience` and `tower`, run on
 //! Tokio.
 
-// The client and the limits that apply:
+// The path of a request. First the client and the limits that apply:
 mod client_ip;
 
 mod policy;
@@ -170,7 +170,7 @@ mod policy;
 #[cfg(feature = "config")]
 pub mod config;
 
-// The charge to be decided:
+// The query:
 mod quota;
 
 mod key;
@@ -178,7 +178,7 @@ mod key;
 mod action;
 mod charge;
 
-// The decision, the counts and their algorithms:
+// The limiter, its stores and the algorithms:
 mod limiter;
 
 pub mod store;

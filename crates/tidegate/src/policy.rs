@@ -269,7 +269,6 @@ pub enum PolicyError {
 
 impl Policy {
     /// Starts a policy that applies to every request, counts them all together, and enforces.
-    #[must_use]
     pub fn builder(name: impl Into<String>, quota: Quota) -> PolicyBuilder {
         PolicyBuilder::new(name.into(), quota)
     }

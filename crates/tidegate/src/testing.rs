@@ -230,9 +230,8 @@ async fn decide<S: Store>(
     let single = |result: Result<Decision, crate::Error>| result.map(|decision| vec![decision]);
     let decisions = match (action, charges) {
         (Action::Acquire, [charge]) => single(limiter.acquire(charge).await),
-        (Action::Peek, [charge]) => single(limiter.decide(action, charge).await),
+        (Action::Peek | Action::Reset, [charge]) => single(limiter.decide(action, charge).await),
         (Action::Refund, [charge]) => single(limiter.refund(charge).await),
-        (Action::Reset, [charge]) => single(limiter.decide(action, charge).await),
         (Action::Report, [charge]) => single(limiter.report(charge).await),
         // A limiter has no method for it.
         (Action::ChargeUpTo, [charge]) => {

@@ -1,5 +1,5 @@
-//! `/v1/forward-auth`: a proxy asks whether to forward a request, as nginx's `auth_request`, Caddy's
-//! `forward_auth` and Traefik's `forwardAuth` do. Translates the proxy's headers into a query.
+//! `/v1/forward-auth`, for nginx's `auth_request`, Caddy's `forward_auth` and Traefik's
+//! `forwardAuth`: translates the headers of the proxy's subrequest into a query.
 
 use axum::extract::Query;
 use http::{HeaderMap, Response, StatusCode, header};
@@ -10,13 +10,12 @@ use tidegate::layer::RequestParts;
 use tidegate::{Action, PolicyDecisions, Query as DecisionQuery};
 
 use super::problem::Problem;
-use super::{Reply, add_limits, client_address, token};
+use super::{ApiResponse, add_rate_limit_headers, client_address, token};
 use crate::config::Secret;
-use crate::engine::Engine;
 use crate::listener::{Peer, Request};
+use crate::state::ServerState;
 
-/// Token of a proxy that cannot set `Authorization`, or forwards the client's because a policy
-/// counts by it.
+/// Header with the token, for proxies that cannot set `Authorization` or must forward the client's.
 const TOKEN: &str = "x-tidegate-token";
 /// Headers in which proxies describe the request.
 const METHOD: [&str; 2] = ["x-forwarded-method", "x-original-method"];
@@ -27,7 +26,7 @@ const HOST: [&str; 2] = ["x-forwarded-host", "x-original-host"];
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct Parameters {
-    /// Policy to apply, whatever it matches; by default all policies that match.
+    /// Policy to apply, even if it does not match; by default all policies that match.
     policy: Option<String>,
     /// Status of a denial; by default 429. nginx accepts only 401 and 403.
     #[param(inline)]
@@ -44,32 +43,47 @@ enum DenyStatus {
     TooManyRequests,
 }
 
-/// Decide whether a proxy may forward a request. The headers are those of the request; its method,
-/// URI and host are in X-Forwarded-Method, -Uri and -Host or X-Original-Method, -URI (-URL) and -Host.
+/// Decide whether a proxy may forward a request.
+///
+/// The proxy sends the headers of the request; its method, URI and host are in X-Forwarded-Method,
+/// -Uri and -Host or X-Original-Method, -URI (-URL) and -Host.
 #[utoipa::path(
     get, path = "/v1/forward-auth", params(Parameters),
     responses(
         (status = 200, description = "Allowed"),
-        (status = 400, description = "The query is invalid", body = Problem, content_type = "application/problem+json"),
         (
-            status = 401, description = "The token is missing or wrong; or denied, with deny_status=401",
+            status = 400, description = "The query is invalid",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 401,
+            description = "The token is missing or wrong; or denied, with deny_status=401",
             body = Problem, content_type = "application/problem+json"
         ),
         (
             status = 403, description = "Denied, with deny_status=403",
             body = Problem, content_type = "application/problem+json"
         ),
-        (status = 404, description = "No such policy", body = Problem, content_type = "application/problem+json"),
-        (status = 429, description = "Denied", body = Problem, content_type = "application/problem+json"),
-        (status = 503, description = "The store is unavailable", body = Problem, content_type = "application/problem+json"),
+        (
+            status = 404, description = "No such policy",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 429, description = "Denied",
+            body = Problem, content_type = "application/problem+json"
+        ),
+        (
+            status = 503, description = "The store is unavailable",
+            body = Problem, content_type = "application/problem+json"
+        ),
     )
 )]
 pub(crate) async fn forward_auth(
-    engine: &Engine,
+    state: &ServerState,
     peer: Peer,
     request: Request,
-) -> Result<Reply, Problem> {
-    let active = engine.active();
+) -> Result<ApiResponse, Problem> {
+    let active = state.active();
     let (mut head, _) = request.into_parts();
     take_token(active.api_token.as_ref(), &mut head.headers)?;
     let address = client_address(&active.client_ip, peer, &head.headers)?;
@@ -81,8 +95,8 @@ pub(crate) async fn forward_auth(
     if head.uri.query().is_some_and(|query| !query.is_empty() && request.raw_query() == Some(query))
     {
         return Err(Problem::bad_request(
-            "this query is that of the client's request: the proxy must send its own, if only a \
-             question mark (Caddy: uri /v1/forward-auth?)",
+            "the query string is the client's: the proxy must send its own, at least a question \
+             mark (Caddy: uri /v1/forward-auth?)",
         ));
     }
     let parameters: Result<Query<Parameters>, _> = Query::try_from_uri(&head.uri);
@@ -95,11 +109,11 @@ pub(crate) async fn forward_auth(
     let denied = !decisions.is_allowed();
     let mut response = if denied {
         let status = parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into);
-        Problem::new(status, reason(&decisions)).into_http()
+        Problem::new(status, denial_reason(&decisions)).into_http()
     } else {
         Response::new(Full::default())
     };
-    add_limits(response.headers_mut(), &decisions, active.x_ratelimit_headers, denied);
+    add_rate_limit_headers(response.headers_mut(), &decisions, active.x_ratelimit_headers, denied);
     Ok(response)
 }
 
@@ -113,7 +127,8 @@ impl From<DenyStatus> for StatusCode {
     }
 }
 
-/// Checks the proxy's token and removes it: as a key, it would be shown among the hot keys.
+/// Checks the proxy's token and removes it, so that it cannot become a key and be listed among the
+/// hot keys.
 fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Problem> {
     let given = headers.remove(TOKEN);
     let Some(token) = token else { return Ok(()) };
@@ -127,30 +142,30 @@ fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Pro
 }
 
 /// Returns the explanation for the client, which Caddy and Traefik forward.
-fn reason(decisions: &PolicyDecisions<'_>) -> String {
+fn denial_reason(decisions: &PolicyDecisions<'_>) -> String {
     let Some(denial) = decisions.denied_by() else { return "denied".to_owned() };
     let (policy, wait) = (denial.policy(), denial.decision().retry_after);
     if wait.is_zero() {
-        return format!("policy {policy:?} does not let this request pass");
+        return format!("policy {policy:?} does not allow this request");
     }
     format!("policy {policy:?} is over its limit: try again in {}", duration::readable(wait))
 }
 
-/// Returns the value of any of these headers. If two differ, one is the client's: a proxy that sets
-/// `X-Original-URI` may forward an `X-Forwarded-Uri` that it does not know.
+/// Returns the value that these headers have in common. Different values are an error, because one
+/// may be the client's: a proxy that sets `X-Original-URI` may forward an `X-Forwarded-Uri`.
 fn proxy_header<'h>(
     headers: &'h HeaderMap,
     names: &[&str],
-    part: impl Fn(&'h str) -> Option<&'h str>,
+    parse: impl Fn(&'h str) -> Option<&'h str>,
 ) -> Result<Option<&'h str>, Problem> {
     let mut found: Option<(&str, &str)> = None;
     for (name, value) in
         names.iter().flat_map(|name| headers.get_all(*name).iter().map(move |value| (*name, value)))
     {
-        let text = str::from_utf8(value.as_bytes()).ok().and_then(&part);
-        let text = text.ok_or_else(|| Problem::bad_request(format!("{name} cannot be read")))?;
+        let text = str::from_utf8(value.as_bytes()).ok().and_then(&parse);
+        let text = text.ok_or_else(|| Problem::bad_request(format!("{name} is invalid")))?;
         match found {
-            Some((other, before)) if before != text => {
+            Some((other, earlier)) if earlier != text => {
                 return Err(Problem::bad_request(format!(
                     "{other} and {name} differ: the proxy must set one and remove the other"
                 )));
@@ -170,7 +185,7 @@ fn origin_form(uri: &str) -> Option<&str> {
     Some(after_scheme.find(['/', '?']).map_or("/", |at| &after_scheme[at..]))
 }
 
-/// Returns the host that the nearest proxy was asked for: the last of a list.
+/// Returns the host of the request to the nearest proxy, which is the last one of the list.
 fn nearest_host(hosts: &str) -> &str {
     hosts.rsplit(',').next().unwrap_or_default().trim()
 }

@@ -1,10 +1,9 @@
-//! Queries and decisions as JSON, the same from the shell and over HTTP.
+//! Queries and decisions as JSON, for the HTTP API and the command line.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
-use std::time::Duration;
 
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
@@ -13,7 +12,9 @@ use tidegate::{
     normalize_path,
 };
 
-/// Query, in one of three forms: a policy and a key; attributes; a key and a quota.
+use crate::duration::millis_rounded_up;
+
+/// Query in one of three forms: policy and key; attributes; key and quota.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct QueryBody<'a> {
@@ -36,12 +37,13 @@ pub(crate) struct QueryBody<'a> {
     /// Number of units; by default that of the policy, otherwise 1.
     #[schema(minimum = 1)]
     pub(crate) cost: Option<u64>,
-    /// Only for a refund: milliseconds since just before the charge was made. Its own units are then
-    /// returned; otherwise the oldest that still count.
+    /// Only for a refund: age of the charge in milliseconds, measured from just before it was sent.
+    /// The units of that charge are returned; without an age, the oldest units that still count.
     pub(crate) age_ms: Option<u64>,
 }
 
-/// JSON object with the fields of this type. (serde would also accept an array of the values.)
+/// JSON object with the fields of this type. Derived implementations also accept an array of the
+/// values, which is rejected here.
 #[derive(Debug)]
 pub(crate) struct Object<T>(pub(crate) T);
 
@@ -63,7 +65,8 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// Attributes by name, each once. Header names are case-insensitive; host and path are normalized.
+/// Attributes by name, without duplicates. Header names are case-insensitive; host and path are
+/// normalized.
 #[derive(Debug, Default)]
 pub(crate) struct AttributesBody(pub(crate) BTreeMap<String, String>);
 
@@ -102,7 +105,7 @@ impl<'de> Deserialize<'de> for AttributesBody {
     }
 }
 
-/// String that borrows from the JSON where it can. (serde's own `Option<Cow<str>>` always copies.)
+/// String that borrows from the JSON if it has no escapes. (`Option<Cow<str>>` always copies.)
 #[derive(Debug)]
 pub(crate) struct Text<'a>(Cow<'a, str>);
 
@@ -146,12 +149,12 @@ pub(crate) struct QuotaBody {
     /// For sliding-log: sorted-set (default) or packed.
     #[schema(value_type = Option<Encodings>)]
     encoding: Option<String>,
-    /// For sliding-log: whether denied requests count as well.
+    /// For sliding-log: whether denied requests are counted.
     count_denied: Option<bool>,
     /// Units per window.
     #[schema(minimum = 1)]
     limit: u64,
-    /// Window, such as 500ms, 60s, 5m, 1h, 30d.
+    /// Length of the window, such as 500ms, 60s, 5m, 1h, 30d.
     window: String,
     /// Capacity of a bucket; by default the limit.
     #[schema(minimum = 1)]
@@ -169,28 +172,28 @@ impl QuotaBody {
         };
         let window = tidegate::config::duration::parse(&self.window)
             .map_err(|error| format!("quota.window: {error}"))?;
-        let in_quota = |error: tidegate::QuotaError| format!("quota: {error}");
-        let mut quota = Quota::new(algorithm, self.limit, window).map_err(in_quota)?;
+        let quota_error = |error: tidegate::QuotaError| format!("quota: {error}");
+        let mut quota = Quota::new(algorithm, self.limit, window).map_err(quota_error)?;
         if let Some(encoding) = &self.encoding {
             let encoding: Encoding = encoding
                 .parse()
                 .map_err(|error: tidegate::UnknownName| format!("quota.encoding: {error}"))?;
-            quota = quota.with_encoding(encoding).map_err(in_quota)?;
+            quota = quota.with_encoding(encoding).map_err(quota_error)?;
         }
         if let Some(count_denied) = self.count_denied {
-            quota = quota.with_count_denied(count_denied).map_err(in_quota)?;
+            quota = quota.with_count_denied(count_denied).map_err(quota_error)?;
         }
         if let Some(burst) = self.burst {
-            quota = quota.with_burst(burst).map_err(in_quota)?;
+            quota = quota.with_burst(burst).map_err(quota_error)?;
         }
         Ok(quota)
     }
 }
 
-/// Algorithms.
+/// Algorithm of a quota.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
-#[expect(dead_code, reason = "it describes the API")]
+#[expect(dead_code, reason = "only for the schema")]
 pub(crate) enum Algorithms {
     SlidingLog,
     SlidingCounter,
@@ -199,20 +202,20 @@ pub(crate) enum Algorithms {
     LeakyBucket,
 }
 
-/// Encodings of a sliding-log in Redis.
+/// Encoding of a sliding-log in Redis.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
-#[expect(dead_code, reason = "it describes the API")]
+#[expect(dead_code, reason = "only for the schema")]
 pub(crate) enum Encodings {
     SortedSet,
     Packed,
 }
 
-/// What made a decision: the store, a cached denial of the store, this instance while the store is
+/// Origin of a decision: the store, a cached denial of the store, this instance while the store is
 /// unavailable, or the policy's failure mode.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
-#[expect(dead_code, reason = "it describes the API")]
+#[expect(dead_code, reason = "only for the schema")]
 pub(crate) enum Sources {
     Store,
     DenyCache,
@@ -223,7 +226,7 @@ pub(crate) enum Sources {
 
 /// Decisions on a request, the most restrictive one at the top level.
 #[derive(utoipa::ToSchema)]
-#[expect(dead_code, reason = "it describes the API; `to_json` writes it")]
+#[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
 pub(crate) struct DecisionsBody<'a> {
     #[serde(flatten)]
     binding: DecisionBody<'a>,
@@ -236,19 +239,19 @@ pub(crate) struct DecisionsBody<'a> {
 pub(crate) struct DecisionBody<'a> {
     /// Whether the request may pass.
     allowed: bool,
-    /// Policy that decided; null if none applies.
+    /// Policy that decided; null if no policy applies.
     policy: Option<&'a str>,
     /// Units per window.
     limit: u64,
-    /// Units that another request could take right after this decision.
+    /// Units that are available right after this decision.
     remaining: u64,
     /// Shortest wait after which the same request would be admitted.
     retry_after_ms: u64,
     /// Time until the full limit is available again.
     reset_after_ms: u64,
-    /// How long an admitted request has to wait for its turn.
+    /// Wait before an admitted request may proceed.
     delay_ms: u64,
-    /// What made the decision.
+    /// Origin of the decision.
     #[schema(value_type = Sources)]
     source: &'static str,
 }
@@ -260,14 +263,15 @@ impl<'a> DecisionBody<'a> {
             policy: Some(policy),
             limit: decision.limit,
             remaining: decision.remaining,
-            retry_after_ms: millis(decision.retry_after),
-            reset_after_ms: millis(decision.reset_after),
-            delay_ms: millis(decision.delay),
+            // Rounded up, so that a client that waits this long is admitted.
+            retry_after_ms: millis_rounded_up(decision.retry_after),
+            reset_after_ms: millis_rounded_up(decision.reset_after),
+            delay_ms: millis_rounded_up(decision.delay),
             source: decision.source.as_str(),
         }
     }
 
-    fn of(decision: &'a PolicyDecision<'_>) -> Self {
+    fn for_policy(decision: &'a PolicyDecision<'_>) -> Self {
         Self::new(decision.policy(), &decision.decision())
     }
 
@@ -290,7 +294,7 @@ impl<'a> DecisionBody<'a> {
                 json.push(b'"');
             }
             Some(name) => {
-                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes())
+                json.extend_from_slice(serde_json::Value::from(name).to_string().as_bytes());
             }
         }
         for (name, number) in [
@@ -310,26 +314,26 @@ impl<'a> DecisionBody<'a> {
 }
 
 /// Returns the body for the decision of one policy.
-pub(crate) fn of_one(policy: &str, decision: &Decision) -> Vec<u8> {
+pub(crate) fn decision_body(policy: &str, decision: &Decision) -> Vec<u8> {
     let body = DecisionBody::new(policy, decision);
     to_json(&body, [body].into_iter())
 }
 
 /// Returns the body for the decisions on a request.
-pub(crate) fn of_decisions(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
+pub(crate) fn decisions_body(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
     let binding = match decisions.binding() {
         // A policy in shadow mode may deny although the request passes.
         Some(binding) if decisions.is_allowed() => {
-            DecisionBody { allowed: true, retry_after_ms: 0, ..DecisionBody::of(binding) }
+            DecisionBody { allowed: true, retry_after_ms: 0, ..DecisionBody::for_policy(binding) }
         }
-        Some(binding) => DecisionBody { allowed: false, ..DecisionBody::of(binding) },
+        Some(binding) => DecisionBody { allowed: false, ..DecisionBody::for_policy(binding) },
         None => DecisionBody { policy: None, ..DecisionBody::new("", &Decision::allow(0, 0)) },
     };
-    to_json(&binding, decisions.iter().map(DecisionBody::of))
+    to_json(&binding, decisions.iter().map(DecisionBody::for_policy))
 }
 
-/// Writes a [`DecisionsBody`] by hand: this is most of the work of a response, and serde takes several
-/// times as long.
+/// Writes a [`DecisionsBody`] without serde, which takes several times as long. This is most of the
+/// work of a response.
 fn to_json<'a>(
     binding: &DecisionBody<'a>,
     decisions: impl ExactSizeIterator<Item = DecisionBody<'a>>,
@@ -341,7 +345,7 @@ fn to_json<'a>(
     json.extend_from_slice(b",\"decisions\":[");
     for (number, decision) in decisions.enumerate() {
         json.extend_from_slice(if number == 0 { b"{" } else { b",{" });
-        // Nearly always there is one decision, which is the binding one.
+        // Usually there is only the binding decision.
         if decision == *binding {
             json.extend_from_within(fields.clone());
         } else {
@@ -353,13 +357,10 @@ fn to_json<'a>(
     json
 }
 
-/// Returns milliseconds, rounded up so that a client that waits them is admitted.
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -393,14 +394,6 @@ mod tests {
     }
 
     #[test]
-    fn milliseconds_are_rounded_up() {
-        assert_eq!(millis(Duration::ZERO), 0);
-        assert_eq!(millis(Duration::from_micros(1)), 1);
-        assert_eq!(millis(Duration::from_millis(5)), 5);
-        assert_eq!(millis(Duration::from_micros(5_001)), 6);
-    }
-
-    #[test]
     fn body_is_json_whatever_the_name_of_the_policy() {
         let decision = Decision::deny(10, Duration::from_millis(1_500))
             .with_remaining(3)
@@ -408,10 +401,10 @@ mod tests {
             .with_source(tidegate::Source::Local);
         for policy in ["p", "with \"quotes\" and \\", "naïve", "🌊 tide", "\u{7f}"] {
             let json: serde_json::Value =
-                serde_json::from_slice(&of_one(policy, &decision)).expect("JSON");
+                serde_json::from_slice(&decision_body(policy, &decision)).expect("JSON");
             let entry = serde_json::json!({
-                "allowed": false, "policy": policy, "limit": 10, "remaining": 3, "retry_after_ms": 1_500,
-                "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
+                "allowed": false, "policy": policy, "limit": 10, "remaining": 3,
+                "retry_after_ms": 1_500, "reset_after_ms": 60_000, "delay_ms": 0, "source": "local",
             });
             let mut whole = entry.clone();
             whole["decisions"] = serde_json::json!([entry]);

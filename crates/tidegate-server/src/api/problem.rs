@@ -12,14 +12,14 @@ use crate::logs;
 /// Error response for the client.
 #[derive(Debug, Serialize, utoipa::ToSchema)]
 pub(crate) struct Problem {
-    /// Always about:blank: the title is the status.
+    /// Always about:blank: the title is the reason phrase of the status.
     #[serde(rename = "type")]
     kind: &'static str,
     title: &'static str,
     status: u16,
-    /// Description of the error, and how to mend it.
+    /// Description of the error and how to fix it.
     detail: String,
-    /// Whether to ask for a bearer token.
+    /// Whether the response asks for a bearer token.
     #[serde(skip)]
     challenge: bool,
 }
@@ -50,11 +50,11 @@ impl From<Error> for Problem {
         let status = match &error {
             Error::UnknownPolicy { .. } => StatusCode::NOT_FOUND,
             Error::Store(store) => {
-                // Only the operator sees the reason: it may name servers.
+                // The reason is only logged: it may have the addresses of servers.
                 logs::store_failed(store);
                 return Self::new(
                     StatusCode::SERVICE_UNAVAILABLE,
-                    "the store cannot decide now; try again in a moment",
+                    "the store is unavailable: try again later",
                 );
             }
             _ => StatusCode::BAD_REQUEST,

@@ -148,7 +148,7 @@ impl AcquireCommand {
             let decision = limiter.decide(action, charge).await?;
             all_allowed &= decision.allowed;
             if self.json {
-                output.write_all(&json::of_one(charge.policy(), &decision))?;
+                output.write_all(&json::decision_body(charge.policy(), &decision))?;
                 writeln!(output)?;
             } else {
                 writeln!(output, "{}", line(action, &decision, charge.quota().burst()))?;

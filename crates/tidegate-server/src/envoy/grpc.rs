@@ -1,148 +1,137 @@
-//! A unary call of gRPC on hyper's own types: reads the message, sends a message or a status.
+//! Unary gRPC calls on hyper's own types: reads the message, sends a message or a status.
 //!
-//! tonic does the same for every service, and boxes bodies and futures for it: that took longer
-//! than a decision.
+//! tonic boxes bodies and futures, which took longer than a decision.
 
-use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
 use http_body::{Body as HttpBody, Frame};
 use prost::Message;
-use tokio::time::Sleep;
 use tonic::Status;
 use tonic::metadata::{GRPC_CONTENT_TYPE, MetadataValue};
 
+use crate::body_reader::{BODY_TIMEOUT, BodyError, BodyReader};
 use crate::listener::Request;
 
-/// Before each message: whether it is compressed, and its length.
-const PREFIX: usize = 5;
-/// How long a client may take to send its message.
-const MESSAGE_TIME: Duration = Duration::from_secs(10);
+/// Size of the prefix of a message: the compression flag and the length.
+const PREFIX_BYTES: usize = 5;
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_ENCODING: HeaderName = HeaderName::from_static("grpc-encoding");
 const OK: HeaderValue = HeaderValue::from_static("0");
 
-pub(crate) type Reply = Response<Body>;
+pub(crate) type GrpcResponse = Response<GrpcBody>;
 
-/// The body of a reply.
+/// Body of a response.
 #[derive(Default)]
-pub(crate) enum Body {
-    /// A message with its prefix, then its status.
+pub(crate) enum GrpcBody {
+    /// Message with its prefix; the status follows.
     Message(Bytes),
+    /// Status OK, in the trailers.
     Status,
     #[default]
     End,
-    /// What tonic answers.
-    Other(AnyBody),
+    /// Body of a tonic response.
+    Tonic(AnyBody),
 }
 
-/// Refuses what is no call: gRPC is POST, of messages of its own type.
-pub(super) fn refusal(request: &Request) -> Option<Reply> {
-    let refused = |status| {
-        let mut reply = Reply::default();
-        *reply.status_mut() = status;
-        reply
-    };
+/// Returns the HTTP error for a request that is not a gRPC call: the method must be POST and the
+/// content type that of gRPC.
+pub(super) fn rejection(request: &Request) -> Option<GrpcResponse> {
     if request.method() != Method::POST {
-        let mut reply = refused(StatusCode::METHOD_NOT_ALLOWED);
-        reply.headers_mut().insert(header::ALLOW, HeaderValue::from_static("POST"));
-        return Some(reply);
+        let mut response = http_error(StatusCode::METHOD_NOT_ALLOWED);
+        response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("POST"));
+        return Some(response);
     }
-    let given = request.headers().get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
-    let is_ours = match given.strip_prefix(b"application/grpc") {
+    let content_type =
+        request.headers().get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+    let is_grpc = match content_type.strip_prefix(b"application/grpc") {
         Some(format) => matches!(format.strip_prefix(b"+proto").unwrap_or(format), [] | [b';', ..]),
         None => false,
     };
-    (!is_ours).then(|| refused(StatusCode::UNSUPPORTED_MEDIA_TYPE))
+    (!is_grpc).then(|| http_error(StatusCode::UNSUPPORTED_MEDIA_TYPE))
 }
 
-/// Messages come as they are, or not at all.
+fn http_error(status: StatusCode) -> GrpcResponse {
+    let mut response = GrpcResponse::default();
+    *response.status_mut() = status;
+    response
+}
+
+/// Rejects compressed messages.
 pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
     let Some(encoding) = headers.get(GRPC_ENCODING).filter(|encoding| *encoding != "identity")
     else {
         return Ok(());
     };
-    let mut status =
-        Status::unimplemented(format!("messages cannot be compressed, not by {encoding:?} either"));
+    let mut status = Status::unimplemented(format!(
+        "the encoding {encoding:?} is not supported: send messages without compression"
+    ));
     status.metadata_mut().insert("grpc-accept-encoding", MetadataValue::from_static("identity"));
     Err(status)
 }
 
-/// Reads the message of a call, of at most `limit` bytes, which must not take long. What comes
-/// after it has to be messages too, and is left aside.
-pub(super) async fn read<M, B>(mut body: B, limit: usize) -> Result<M, Status>
+/// Reads the message of a call, of at most `limit` bytes. Messages after the first one must be
+/// complete, and are ignored.
+pub(super) async fn read<M, B>(body: B, limit: usize) -> Result<M, Status>
 where
     M: Message + Default,
     B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
 {
-    let (mut message, mut clock) = (None, None);
-    // Nearly every message comes in one piece, which is not copied.
-    let first = next_piece(&mut body, &mut clock).await?.unwrap_or_default();
-    let taken = take_messages(&first, limit, &mut message)?;
-    let mut is_whole = taken == first.len();
-    if !body.is_end_stream() {
-        let mut rest = first[taken..].to_vec();
-        while let Some(piece) = next_piece(&mut body, &mut clock).await? {
-            rest.extend_from_slice(&piece);
-            rest.drain(..take_messages(&rest, limit, &mut message)?);
+    let mut reader = BodyReader::new(body);
+    let mut message = None;
+    // Nearly every message arrives in one chunk, which is not copied.
+    let first = reader.next_chunk().await.map_err(read_error)?.unwrap_or_default();
+    let decoded = decode_messages(&first, limit, &mut message)?;
+    let mut is_complete = decoded == first.len();
+    if !reader.is_end() {
+        let mut rest = first[decoded..].to_vec();
+        while let Some(chunk) = reader.next_chunk().await.map_err(read_error)? {
+            rest.extend_from_slice(&chunk);
+            rest.drain(..decode_messages(&rest, limit, &mut message)?);
         }
-        is_whole = rest.is_empty();
+        is_complete = rest.is_empty();
     }
-    if !is_whole {
-        return Err(Status::internal("the message ends before its length"));
+    if !is_complete {
+        return Err(Status::internal("the message is shorter than its length prefix"));
     }
-    message.ok_or_else(|| Status::internal("there is no message"))
+    message.ok_or_else(|| Status::internal("the request has no message"))
 }
 
-/// Who has to wait sets the clock, which then goes on for the whole message.
-async fn next_piece<B>(
-    body: &mut B,
-    clock: &mut Option<Pin<Box<Sleep>>>,
-) -> Result<Option<Bytes>, Status>
-where
-    B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
-{
-    let frame = poll_fn(|cx| match Pin::new(&mut *body).poll_frame(cx) {
-        Poll::Ready(frame) => Poll::Ready(Ok(frame)),
-        // Nearly every message is there with its head: nobody has to look at a clock.
-        Poll::Pending => {
-            let clock = clock.get_or_insert_with(|| Box::pin(tokio::time::sleep(MESSAGE_TIME)));
-            clock.as_mut().poll(cx).map(|()| Err(too_late()))
-        }
-    });
-    let Some(frame) = frame.await? else { return Ok(None) };
-    let frame = frame.map_err(|error| Status::from_error(Box::new(error)))?;
-    // Trailers say nothing here.
-    Ok(Some(frame.into_data().unwrap_or_default()))
+fn read_error<E: std::error::Error + Send + Sync + 'static>(error: BodyError<E>) -> Status {
+    match error {
+        BodyError::TimedOut => message_timed_out(),
+        BodyError::Failed(error) => Status::from_error(Box::new(error)),
+    }
 }
 
-fn too_late() -> Status {
-    Status::deadline_exceeded("the message did not come within 10 seconds")
+fn message_timed_out() -> Status {
+    Status::deadline_exceeded("the message did not arrive within 10 seconds")
 }
 
-/// For what tonic answers: it begins once the (first) message is there.
-pub(super) async fn in_time<T>(call: impl Future<Output = T> + Unpin) -> Result<T, Status> {
-    Box::pin(tokio::time::timeout(MESSAGE_TIME, call)).await.map_err(|_| too_late())
+/// Applies the message timeout to a service of tonic, whose response starts after the first
+/// message.
+pub(super) async fn with_message_timeout<T>(
+    call: impl Future<Output = T> + Unpin,
+) -> Result<T, Status> {
+    Box::pin(tokio::time::timeout(BODY_TIMEOUT, call)).await.map_err(|_| message_timed_out())
 }
 
-/// Takes the whole messages at the start of these bytes and keeps the first of all. Answers how
-/// many bytes they are.
-fn take_messages<M: Message + Default>(
+/// Decodes the complete messages at the start of these bytes, and keeps the first message of the
+/// call. Returns the number of bytes that were decoded.
+fn decode_messages<M: Message + Default>(
     bytes: &[u8],
     limit: usize,
     first: &mut Option<M>,
 ) -> Result<usize, Status> {
     let mut rest = bytes;
-    while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX>() {
+    while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX_BYTES>() {
         match flag {
             0 => {}
             1 => {
                 return Err(Status::internal(
-                    "the message is compressed, and no grpc-encoding tells how",
+                    "the message is compressed, but the header grpc-encoding is missing",
                 ));
             }
             other => {
@@ -165,19 +154,19 @@ fn take_messages<M: Message + Default>(
     Ok(bytes.len() - rest.len())
 }
 
-/// The answer to a call that went well.
-pub(super) fn reply(message: &impl Message) -> Reply {
+/// Returns the response of a successful call.
+pub(super) fn response(message: &impl Message) -> GrpcResponse {
     let length = message.encoded_len();
-    let mut bytes = Vec::with_capacity(PREFIX + length);
+    let mut bytes = Vec::with_capacity(PREFIX_BYTES + length);
     bytes.push(0);
     bytes.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes());
     message.encode_raw(&mut bytes);
-    let mut reply = Reply::new(Body::Message(bytes.into()));
-    reply.headers_mut().insert(header::CONTENT_TYPE, GRPC_CONTENT_TYPE);
-    reply
+    let mut response = GrpcResponse::new(GrpcBody::Message(bytes.into()));
+    response.headers_mut().insert(header::CONTENT_TYPE, GRPC_CONTENT_TYPE);
+    response
 }
 
-impl HttpBody for Body {
+impl HttpBody for GrpcBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -198,7 +187,7 @@ impl HttpBody for Body {
                 Frame::trailers(trailers)
             }
             Self::End => return Poll::Ready(None),
-            Self::Other(body) => return Pin::new(body).poll_frame(cx),
+            Self::Tonic(body) => return Pin::new(body).poll_frame(cx),
         };
         Poll::Ready(Some(Ok(frame)))
     }
@@ -207,7 +196,7 @@ impl HttpBody for Body {
         match self {
             Self::Message(_) | Self::Status => false,
             Self::End => true,
-            Self::Other(body) => body.is_end_stream(),
+            Self::Tonic(body) => body.is_end_stream(),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The charges of each descriptor: by the rules of ratelimit's files, by its own limit, or by our
-//! policies.
+//! Charges of each descriptor: by a rule of ratelimit's files, by the limit in the request, or by
+//! Tidegate's policies.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -7,18 +7,20 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tidegate::{Action, Decision, Enforcement, Policy, PreparedCharge, Source};
 use tonic::Status;
 
-use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::RateLimitOverride;
+use super::proto::envoy::extensions::common::ratelimit::v3::{
+    RateLimitDescriptor, rate_limit_descriptor::RateLimitOverride,
+};
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use super::proto::envoy::r#type::v3::RateLimitUnit;
-use super::rules::{self, Found, Limit, Rule, Unit};
-use crate::engine::ActiveConfig;
+use super::rules::{self, Limit, MatchedRule, Rule, Unit};
+use crate::duration;
+use crate::state::ActiveConfig;
 
-/// How a descriptor is answered.
+/// Limit of a descriptor.
 pub(super) enum DescriptorPlan<'a> {
-    /// No limit applies.
+    /// No rule or policy applies.
     NoLimit,
-    /// A rule says that there is no limit.
+    /// A rule with `unlimited` applies.
     Unlimited,
     Limited(LimitedDescriptor<'a>),
 }
@@ -28,41 +30,41 @@ pub(super) struct LimitedDescriptor<'a> {
     pub(super) limit: u64,
     pub(super) unit: Option<Unit>,
     pub(super) name: Option<&'a str>,
-    /// Number of its charges, which follow those of the descriptors before it.
+    /// Number of charges, which follow those of the earlier descriptors.
     pub(super) charges: usize,
 }
 
-/// Hits of a descriptor: the units to charge, or to return.
+/// Hits of a descriptor: the units to charge or to refund.
 #[derive(Clone, Copy)]
 struct Hits {
-    /// Number of units, if the request has an explicit one.
+    /// Number of units, if it is explicit.
     cost: Option<u64>,
     action: Action,
-    /// Whether the descriptor is answered with OK whatever is left.
+    /// Whether the status is OK even if the limit is exceeded.
     never_denies: bool,
 }
 
 impl Hits {
     fn new(request: &RateLimitRequest, descriptor: &RateLimitDescriptor) -> Self {
-        let returns = descriptor.is_negative_hits;
+        let is_refund = descriptor.is_negative_hits;
         let explicit = match descriptor.hits_addend {
             None if request.hits_addend == 0 => None,
             None => Some(u64::from(request.hits_addend)),
             own => own,
         };
-        // An explicit number may report finished work, for which Envoy ignores the answer: it is
-        // recorded even if it does not fit. An explicit 0 asks whether the limit is exceeded.
+        // Explicit hits may report finished work, for which Envoy ignores the response, so they
+        // are recorded even beyond the limit. Explicit hits of 0 ask whether it is exceeded.
         let action = match explicit {
             Some(0) => Action::Peek,
-            _ if returns => Action::Refund,
+            _ if is_refund => Action::Refund,
             Some(_) => Action::Report,
             None => Action::Acquire,
         };
-        Self { cost: explicit, action, never_denies: returns }
+        Self { cost: explicit, action, never_denies: is_refund }
     }
 
     /// Returns the charge with these hits.
-    fn on(self, charge: PreparedCharge<'_>, enforcement: Enforcement) -> PreparedCharge<'_> {
+    fn apply_to(self, charge: PreparedCharge<'_>, enforcement: Enforcement) -> PreparedCharge<'_> {
         let enforcement = if self.never_denies { Enforcement::Shadow } else { enforcement };
         let charge = match self.cost {
             Some(cost) => charge.with_cost(cost),
@@ -72,12 +74,12 @@ impl Hits {
     }
 }
 
-/// Returns a plan for each descriptor, and the charges of all.
-pub(super) fn of<'a>(
+/// Returns a plan for each descriptor, and the charges of all descriptors.
+pub(super) fn for_request<'a>(
     active: &'a ActiveConfig,
     request: &RateLimitRequest,
 ) -> Result<(Vec<DescriptorPlan<'a>>, Vec<PreparedCharge<'a>>), Status> {
-    let found: Vec<Option<Found<'_>>> = request
+    let found_rules: Vec<Option<MatchedRule<'_>>> = request
         .descriptors
         .iter()
         .map(|descriptor| match descriptor.limit {
@@ -85,28 +87,28 @@ pub(super) fn of<'a>(
             None => active.envoy.rules.find(&request.domain, entries(descriptor)),
         })
         .collect();
-    let replaced: Vec<&str> = found
+    let replaced: Vec<&str> = found_rules
         .iter()
         .flatten()
-        .flat_map(|found| found.rule.replaces.iter().map(String::as_str))
+        .flat_map(|matched| matched.rule.replaces.iter().map(String::as_str))
         .collect();
     let is_replaced =
         |rule: &Rule| rule.name.as_deref().is_some_and(|name| replaced.contains(&name));
-    let mut plans = Vec::with_capacity(found.len());
-    let mut charges = Vec::with_capacity(found.len());
-    for (descriptor, found) in request.descriptors.iter().zip(found) {
+    let mut plans = Vec::with_capacity(found_rules.len());
+    let mut charges = Vec::with_capacity(found_rules.len());
+    for (descriptor, matched) in request.descriptors.iter().zip(found_rules) {
         let hits = Hits::new(request, descriptor);
-        plans.push(match (descriptor.limit, found) {
-            (Some(wanted), _) => {
-                overridden(active, &request.domain, descriptor, wanted, hits, &mut charges)?
+        plans.push(match (descriptor.limit, matched) {
+            (Some(limit), _) => {
+                by_override(active, &request.domain, descriptor, limit, hits, &mut charges)?
             }
             (None, None) => by_policies(active, &request.domain, descriptor, hits, &mut charges)?,
-            (None, Some(found))
-                if is_replaced(found.rule) && found.rule.limit != Limit::Unlimited =>
+            (None, Some(matched))
+                if is_replaced(matched.rule) && matched.rule.limit != Limit::Unlimited =>
             {
                 DescriptorPlan::NoLimit
             }
-            (None, Some(found)) => by_rule(found, hits, &mut charges),
+            (None, Some(matched)) => by_rule(matched, hits, &mut charges),
         });
     }
     Ok((plans, charges))
@@ -118,45 +120,44 @@ fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&str, &str
 
 /// Charges by a rule of the files.
 fn by_rule<'a>(
-    found: Found<'a>,
+    matched: MatchedRule<'a>,
     hits: Hits,
     charges: &mut Vec<PreparedCharge<'a>>,
 ) -> DescriptorPlan<'a> {
-    let Found { rule, metric, key } = found;
+    let MatchedRule { rule, metric, key } = matched;
     let (unit, limit, charge) = match &rule.limit {
         Limit::Unlimited => return DescriptorPlan::Unlimited,
-        Limit::Never(unit, window) => {
-            let denied = denied_until_next(*window);
-            (*unit, 0, PreparedCharge::of_zero_limit(&rule.path, key, denied))
+        Limit::Zero(unit, window) => {
+            let denial = zero_limit_denial(*window);
+            (*unit, 0, PreparedCharge::of_zero_limit(&rule.path, key, denial))
         }
         Limit::Quota(unit, quota) => {
             (*unit, quota.limit(), PreparedCharge::new(&rule.path, key, quota))
         }
     };
-    charges.push(hits.on(charge, rule.mode.into()).with_metric_name(metric));
+    charges.push(hits.apply_to(charge, rule.mode.into()).with_metric_name(metric));
     let (unit, name) = (Some(unit), rule.name.as_deref());
     DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name, charges: 1 })
 }
 
-/// Returns the denial of a limit of 0, until the next window of the clock begins.
-fn denied_until_next(window: Duration) -> Decision {
+/// Returns the denial of a limit of 0, with a wait until the next window starts.
+fn zero_limit_denial(window: Duration) -> Decision {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let micros = window.as_micros().max(1);
-    let left =
-        Duration::from_micros(u64::try_from(micros - now.as_micros() % micros).unwrap_or(u64::MAX));
-    Decision::deny(0, left).with_source(Source::Deny)
+    let window = duration::micros(window).max(1);
+    let wait = Duration::from_micros(window - duration::micros(now) % window);
+    Decision::deny(0, wait).with_source(Source::Deny)
 }
 
-/// Charges by a limit that the request itself brings.
-fn overridden<'a>(
+/// Charges by the limit in the request.
+fn by_override<'a>(
     active: &ActiveConfig,
     domain: &str,
     descriptor: &RateLimitDescriptor,
-    wanted: RateLimitOverride,
+    limit_override: RateLimitOverride,
     hits: Hits,
     charges: &mut Vec<PreparedCharge<'a>>,
 ) -> Result<DescriptorPlan<'a>, Status> {
-    let unit = match wanted.unit() {
+    let unit = match limit_override.unit() {
         RateLimitUnit::Second => Unit::Second,
         RateLimitUnit::Minute => Unit::Minute,
         RateLimitUnit::Hour => Unit::Hour,
@@ -165,26 +166,28 @@ fn overridden<'a>(
         RateLimitUnit::Month => Unit::Month,
         RateLimitUnit::Year => Unit::Year,
         RateLimitUnit::Unknown => {
-            return Err(Status::invalid_argument("a descriptor's limit has no unit"));
+            return Err(Status::invalid_argument("the limit of a descriptor has no unit"));
         }
     };
-    let limit = Limit::new(active.envoy.algorithm, wanted.requests_per_unit, 1, unit)
-        .map_err(|error| Status::invalid_argument(format!("a descriptor's limit: {error}")))?;
+    let limit = Limit::new(active.envoy.algorithm, limit_override.requests_per_unit, 1, unit)
+        .map_err(|error| {
+            Status::invalid_argument(format!("the limit of a descriptor is invalid: {error}"))
+        })?;
     let policy = rules::override_name(active.envoy.algorithm, unit);
     let key = rules::counter_key(domain, entries(descriptor));
     let charge = match limit {
         Limit::Quota(_, quota) => PreparedCharge::with_own_quota(policy, key, quota),
-        _ => PreparedCharge::of_zero_limit(policy, key, denied_until_next(unit.window())),
+        _ => PreparedCharge::of_zero_limit(policy, key, zero_limit_denial(unit.window())),
     };
-    // Clients choose the values, so their number is unbounded: metrics have none.
+    // The metric has no values: clients choose them, so their number is unbounded.
     let without_values = entries(descriptor).map(|(key, _)| (key, ""));
     let metric = rules::metric_name(domain, without_values);
-    charges.push(hits.on(charge, Enforcement::Enforce).with_metric_name(metric));
-    let (limit, unit) = (u64::from(wanted.requests_per_unit), Some(unit));
+    charges.push(hits.apply_to(charge, Enforcement::Enforce).with_metric_name(metric));
+    let (limit, unit) = (u64::from(limit_override.requests_per_unit), Some(unit));
     Ok(DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name: None, charges: 1 }))
 }
 
-/// Charges by our own policies that reference `domain` or `descriptor.KEY`.
+/// Charges by policies that reference `domain` or `descriptor.KEY`.
 fn by_policies<'a>(
     active: &'a ActiveConfig,
     domain: &str,
@@ -220,7 +223,7 @@ fn by_policies<'a>(
     };
     charges.extend(selection.charges.into_iter().map(|selected| {
         let enforcement = selected.policy().mode().into();
-        hits.on(PreparedCharge::of_selected(selected), enforcement)
+        hits.apply_to(PreparedCharge::of_selected(selected), enforcement)
     }));
     charges.extend(rejections.into_iter().map(PreparedCharge::rejected));
     Ok(DescriptorPlan::Limited(plan))

@@ -1,10 +1,10 @@
-//! envoyproxy/ratelimit's rules: loads its YAML files unmodified and finds the rule for a
+//! Rules of envoyproxy/ratelimit: loads its YAML files unmodified and finds the rule for a
 //! descriptor.
 //!
-//! A domain is a tree. Each node stands under its *composite*: `key_value`, or `key` alone for any
-//! value. A descriptor walks down, one entry a level, by the exact composite, else the first
-//! wildcard of the file that matches, else the key alone. It never turns back, and only the node
-//! where its last entry ends can limit it.
+//! A domain is a tree. The name of a node is its *composite*: `key_value`, or `key` alone for any
+//! value. The search descends one level per entry of the descriptor: to the exact composite, else
+//! the first matching wildcard of the file, else the key alone. It never backtracks, and only the
+//! node of the last entry can limit the descriptor.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -23,25 +23,25 @@ use raw::{MAX_FILE_BYTES, RawDescriptor, RawFile, RawLimit};
 #[cfg(test)]
 mod tests;
 
-/// The rules of all domains.
+/// Rules of all domains.
 #[derive(Debug)]
 pub(crate) struct Rules {
     domains: BTreeMap<String, Level>,
-    /// In the order of the files. Nodes point here.
+    /// In the order of the files. Nodes refer to them by index.
     rules: Vec<Rule>,
 }
 
-/// A node that has a limit.
+/// Node with a limit.
 #[derive(Debug)]
 pub(crate) struct Rule {
-    /// Its name in ratelimit's statistics: the domain and each composite,
-    /// `edge.message_type_marketing.to_number`. Fit for the name of a policy.
+    /// Name in ratelimit's statistics, which is also a valid policy name: the domain and each
+    /// composite, such as `edge.message_type_marketing.to_number`.
     pub(crate) path: String,
     pub(crate) name: Option<String>,
-    /// Those of the entries that lead to it.
+    /// Keys of the entries on the path to this node.
     pub(crate) keys: Vec<String>,
-    /// While this rule applies to one descriptor of a request, rules of these names are left out
-    /// for the others.
+    /// Names of the rules that do not apply to the other descriptors of a request if this rule
+    /// applies.
     pub(crate) replaces: Vec<String>,
     pub(crate) limit: Limit,
     pub(crate) mode: RuleMode,
@@ -51,18 +51,18 @@ pub(crate) struct Rule {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Limit {
     Unlimited,
-    /// 0 in this window, which no [`Quota`] can be.
-    Never(Unit, Duration),
+    /// Limit of 0 per window, which a [`Quota`] cannot have.
+    Zero(Unit, Duration),
     Quota(Unit, Quota),
 }
 
-/// What it does when it is over its limit.
+/// Effect of a rule whose limit is exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RuleMode {
     Enforce,
-    /// Decide and count, but let through.
+    /// Requests are counted, but never denied.
     Shadow,
-    /// It denies only together with all the others of the request that are in this mode.
+    /// A request is denied only if all of its rules in this mode are exceeded.
     Quota,
 }
 
@@ -77,61 +77,62 @@ pub(crate) enum Unit {
     Year,
 }
 
-/// The rule for a descriptor, and where it counts.
+/// Rule for a descriptor, with the key of its counter.
 #[derive(Debug)]
-pub(crate) struct Found<'a> {
+pub(crate) struct MatchedRule<'a> {
     pub(crate) rule: &'a Rule,
-    /// What metrics call it: the rule's path, with the descriptor's values where `value_to_metric`
-    /// or `detailed_metric` ask for them.
+    /// Name in metrics: the path of the rule, with the values of the descriptor if
+    /// `value_to_metric` or `detailed_metric` is set.
     pub(crate) metric: Cow<'a, str>,
-    /// Whose count it is: see [`counter_key`].
+    /// Key of the counter: see [`counter_key`].
     pub(crate) key: String,
 }
 
-/// Why the files cannot be loaded: where, what, and what would be right.
+/// Error in a file, with its location and how to fix it.
 #[derive(Debug, thiserror::Error)]
-#[error("{place}: {problem}")]
+#[error("{location}: {kind}")]
 pub(crate) struct RulesError {
-    place: String,
-    problem: Problem,
+    /// File and line, or the field of the configuration.
+    location: String,
+    kind: RulesErrorKind,
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Problem {
+enum RulesErrorKind {
     #[error("has {0} bytes: at most {MAX_FILE_BYTES} are allowed")]
     TooLarge(usize),
     #[error("{field}{message}")]
     Yaml { field: String, message: String },
     #[error("domain is missing or empty: write the domain that Envoy's rate limit filter sends")]
-    NoDomain,
-    #[error("domain {domain:?} is in {first} already: keep each domain in one file")]
-    DomainTwice { domain: String, first: String },
+    MissingDomain,
+    #[error("domain {domain:?} is already defined in {first}: keep each domain in one file")]
+    DuplicateDomain { domain: String, first: String },
     #[error("key is missing or empty: a descriptor needs the key of an entry")]
-    NoKey,
-    #[error("descriptor {0:?} is there already: merge the two")]
-    DescriptorTwice(String),
+    MissingKey,
+    #[error("descriptor {0:?} is duplicated: merge the two")]
+    DuplicateDescriptor(String),
     #[error("share_threshold needs a wildcard to share: write a value with a *, such as files/*")]
-    NothingToShare,
+    NoWildcardToShare,
     #[error("rate_limit.unit is missing: it must be one of {}", Unit::names())]
-    NoUnit,
+    MissingUnit,
     #[error("rate_limit.requests_per_unit is missing: write 0 to deny every request")]
-    NoRequests,
-    #[error("rate_limit has both unlimited and the unit {}: take one of them out", .0.as_str())]
-    UnlimitedUnit(Unit),
+    MissingRequests,
+    #[error("rate_limit has both unlimited and the unit {}: remove one of them", .0.as_str())]
+    UnlimitedWithUnit(Unit),
     #[error("rate_limit.{field}: {error}")]
     Quota { field: &'static str, error: QuotaError },
     #[error(
         "rate_limit.replaces has an entry without a name: write the name of the rule to replace"
     )]
-    ReplacesNothing,
+    MissingReplacedName,
     #[error("rate_limit.replaces has the rule's own name {0:?}: a rule cannot replace itself")]
     ReplacesItself(String),
     #[error("no rule is named {name:?}: {known}")]
-    NoSuchRule { name: String, known: String },
+    UnknownRule { name: String, known: String },
 }
 
 impl Rules {
-    /// Each file with its text. `algorithm` is for all rules but those whose name is in
+    /// Loads files, given by name and text. Rules use `algorithm`, unless their name is in
     /// `algorithms`.
     pub(crate) fn load(
         files: &[(String, String)],
@@ -141,25 +142,28 @@ impl Rules {
         let mut all = Self { domains: BTreeMap::new(), rules: Vec::new() };
         let mut file_of_domain = BTreeMap::new();
         for (file, text) in files {
-            let place = Place { file, location: Location::UNKNOWN };
-            let RawFile { domain, descriptors } = RawFile::read(file, text)?;
+            let location = FileLocation { file, location: Location::UNKNOWN };
+            let RawFile { domain, descriptors } = RawFile::parse(file, text)?;
             if domain.is_empty() {
-                return Err(place.error(Problem::NoDomain));
+                return Err(location.error(RulesErrorKind::MissingDomain));
             }
             if let Some(first) = file_of_domain.insert(domain.clone(), file) {
-                return Err(place.error(Problem::DomainTwice { domain, first: first.clone() }));
+                let kind = RulesErrorKind::DuplicateDomain { domain, first: first.clone() };
+                return Err(location.error(kind));
             }
             let mut loader = Loader { file, algorithm, algorithms, rules: &mut all.rules };
-            let level = loader.level(&domain, &[], descriptors)?;
+            let level = loader.load_level(&domain, &[], descriptors)?;
             all.domains.insert(domain, level);
         }
-        all.check_named(algorithms)?;
+        all.check_algorithm_names(algorithms)?;
         Ok(all)
     }
 
-    /// An algorithm for a rule that is not there is a typing error, or a rule that has been
-    /// renamed.
-    fn check_named(&self, algorithms: &BTreeMap<String, Algorithm>) -> Result<(), RulesError> {
+    /// Rejects an algorithm for an unknown rule: its name is misspelt, or the rule was renamed.
+    fn check_algorithm_names(
+        &self,
+        algorithms: &BTreeMap<String, Algorithm>,
+    ) -> Result<(), RulesError> {
         let mut names: Vec<&str> =
             self.rules.iter().filter_map(|rule| rule.name.as_deref()).collect();
         let Some(name) = algorithms.keys().find(|name| !names.contains(&name.as_str())) else {
@@ -171,34 +175,36 @@ impl Rules {
             [] => "no rule of the files has a rate_limit.name".to_owned(),
             names => format!("the names in the files are {}", names.join(", ")),
         };
-        let problem = Problem::NoSuchRule { name: name.clone(), known };
-        Err(RulesError { place: "envoy.algorithms".to_owned(), problem })
+        let kind = RulesErrorKind::UnknownRule { name: name.clone(), known };
+        Err(RulesError { location: "envoy.algorithms".to_owned(), kind })
     }
 
-    /// The rule for a descriptor, given by its entries' keys and values. `None`: nothing limits it.
+    /// Returns the rule for a descriptor, given by the keys and values of its entries. `None` if
+    /// the descriptor has no limit.
     pub(crate) fn find<'a>(
         &self,
         domain: &str,
         entries: impl IntoIterator<Item = (&'a str, &'a str)>,
-    ) -> Option<Found<'_>> {
+    ) -> Option<MatchedRule<'_>> {
         let mut level = self.domains.get(domain)?;
         let entries = entries.into_iter();
-        let mut steps = Vec::with_capacity(entries.size_hint().0);
+        let mut matches = Vec::with_capacity(entries.size_hint().0);
         for (key, value) in entries {
-            let step = level.step(key, value)?;
-            level = &step.node.below;
-            steps.push(step);
+            let found = level.find(key, value)?;
+            level = &found.node.children;
+            matches.push(found);
         }
-        let rule = &self.rules[steps.last()?.node.rule?];
-        let counted = steps.iter().map(|step| (step.key, step.counted));
+        let rule = &self.rules[matches.last()?.node.rule?];
+        let counter_entries = matches.iter().map(|entry| (entry.key, entry.counter_value));
         let metric = if rule.detailed_metric {
-            Cow::Owned(metric_name(domain, counted.clone()))
-        } else if steps.iter().any(|step| step.node.value_to_metric) {
-            Cow::Owned(metric_name(domain, steps.iter().map(|step| (step.key, step.shown))))
+            Cow::Owned(metric_name(domain, counter_entries.clone()))
+        } else if matches.iter().any(|entry| entry.node.value_to_metric) {
+            let metric_entries = matches.iter().map(|entry| (entry.key, entry.metric_value));
+            Cow::Owned(metric_name(domain, metric_entries))
         } else {
             Cow::Borrowed(rule.path.as_str())
         };
-        Some(Found { rule, metric, key: counter_key(domain, counted) })
+        Some(MatchedRule { rule, metric, key: counter_key(domain, counter_entries) })
     }
 
     pub(crate) fn domains(&self) -> impl Iterator<Item = &str> {
@@ -211,7 +217,7 @@ impl Rules {
 }
 
 impl Limit {
-    /// So many requests in so many units.
+    /// Creates a limit of `requests` per window of `units` times `unit`.
     pub(crate) fn new(
         algorithm: Algorithm,
         requests: u32,
@@ -220,7 +226,7 @@ impl Limit {
     ) -> Result<Self, QuotaError> {
         let window = unit.window() * units;
         match requests {
-            0 => Ok(Self::Never(unit, window)),
+            0 => Ok(Self::Zero(unit, window)),
             requests => Ok(Self::Quota(unit, Quota::new(algorithm, requests.into(), window)?)),
         }
     }
@@ -262,8 +268,7 @@ impl Unit {
         }
     }
 
-    /// Fixed lengths as in ratelimit: a month is 30 days and a year 365, whatever the calendar
-    /// says.
+    /// Returns the fixed length, as in ratelimit: a month has 30 days and a year 365.
     pub(crate) fn window(self) -> Duration {
         const DAY: u64 = 86_400;
         Duration::from_secs(match self {
@@ -282,9 +287,10 @@ impl Unit {
     }
 }
 
-/// The nodes below a domain or another node.
+/// Nodes below a domain or another node.
 #[derive(Debug, Default)]
 struct Level {
+    /// By composite.
     nodes: BTreeMap<String, Node>,
     /// In the order of the file.
     wildcards: Vec<Wildcard>,
@@ -292,69 +298,72 @@ struct Level {
 
 #[derive(Debug)]
 struct Node {
-    /// Its place in [`Rules::rules`].
+    /// Index in [`Rules::rules`].
     rule: Option<usize>,
-    below: Level,
+    children: Level,
     value_to_metric: bool,
     share_threshold: bool,
 }
 
-/// A composite with one `*` or more, each of which matches any text or none.
+/// Composite with one or more `*`, each of which matches any text, including an empty one.
 #[derive(Debug)]
 struct Wildcard {
     composite: String,
-    start: String,
+    prefix: String,
+    /// Parts between two `*`, in their order.
     middle: Vec<String>,
-    end: String,
+    suffix: String,
 }
 
-/// One entry of a descriptor, and the node that it has led to.
-struct Step<'a> {
+/// Entry of a descriptor, with the node that it matches.
+struct Match<'a> {
     node: &'a Node,
     key: &'a str,
-    /// The value that the count is for: with `share_threshold`, the wildcard stands for all that
-    /// match it.
-    counted: &'a str,
-    /// The value that metrics show, if the rule has no `detailed_metric`.
-    shown: &'a str,
+    /// Value in the key of the counter: with `share_threshold` the wildcard, so that all values
+    /// that match it share one counter.
+    counter_value: &'a str,
+    /// Value in metrics, if the rule has no `detailed_metric`.
+    metric_value: &'a str,
 }
 
 impl Level {
-    fn step<'a>(&'a self, key: &'a str, value: &'a str) -> Option<Step<'a>> {
+    /// Returns the node for an entry.
+    fn find<'a>(&'a self, key: &'a str, value: &'a str) -> Option<Match<'a>> {
         let exact = [key, "_", value].concat();
         if let Some(node) = self.nodes.get(&exact) {
-            return Some(Step { node, key, counted: value, shown: value });
+            return Some(Match { node, key, counter_value: value, metric_value: value });
         }
         if let Some(wildcard) = self.wildcards.iter().find(|wildcard| wildcard.matches(&exact)) {
             let node = self.nodes.get(&wildcard.composite)?;
             let pattern = wildcard.value_for(key);
-            let counted = if node.share_threshold { pattern } else { value };
-            let shown = if node.value_to_metric { counted } else { pattern };
-            return Some(Step { node, key, counted, shown });
+            let counter_value = if node.share_threshold { pattern } else { value };
+            let metric_value = if node.value_to_metric { counter_value } else { pattern };
+            return Some(Match { node, key, counter_value, metric_value });
         }
         let node = self.nodes.get(key)?;
-        let shown = if node.value_to_metric { value } else { "" };
-        Some(Step { node, key, counted: value, shown })
+        let metric_value = if node.value_to_metric { value } else { "" };
+        Some(Match { node, key, counter_value: value, metric_value })
     }
 }
 
 impl Wildcard {
     fn new(composite: &str) -> Option<Self> {
-        let (start, rest) = composite.split_once('*')?;
-        let (middle, end) = rest.rsplit_once('*').unwrap_or(("", rest));
+        let (prefix, rest) = composite.split_once('*')?;
+        let (middle, suffix) = rest.rsplit_once('*').unwrap_or(("", rest));
         Some(Self {
             composite: composite.to_owned(),
-            start: start.to_owned(),
+            prefix: prefix.to_owned(),
             middle: middle.split('*').map(str::to_owned).collect(),
-            end: end.to_owned(),
+            suffix: suffix.to_owned(),
         })
     }
 
     fn matches(&self, text: &str) -> bool {
-        let inner = text.strip_prefix(&self.start).and_then(|rest| rest.strip_suffix(&self.end));
+        let inner =
+            text.strip_prefix(&self.prefix).and_then(|rest| rest.strip_suffix(&self.suffix));
         let Some(mut rest) = inner else { return false };
-        // The earliest place of each part leaves the most room for the next, so there is nothing to
-        // try again.
+        // The earliest match of each part leaves the most text for the next part, so no
+        // backtracking is needed.
         for part in &self.middle {
             let Some((_, after)) = rest.split_once(part.as_str()) else { return false };
             rest = after;
@@ -362,15 +371,15 @@ impl Wildcard {
         true
     }
 
-    /// The composite without the entry's key (which is not its beginning where the `*` stands in
-    /// the key).
+    /// Returns the value of the composite: the part after the key, or all of it if the `*` is in
+    /// the key.
     fn value_for(&self, key: &str) -> &str {
         let value = self.composite.strip_prefix(key).and_then(|rest| rest.strip_prefix('_'));
         value.unwrap_or(&self.composite)
     }
 }
 
-/// Raw to validated, one file at a time.
+/// Converts the descriptors of one file into nodes and rules.
 struct Loader<'a> {
     file: &'a str,
     algorithm: Algorithm,
@@ -379,7 +388,7 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    fn level(
+    fn load_level(
         &mut self,
         path: &str,
         keys: &[String],
@@ -387,28 +396,30 @@ impl Loader<'_> {
     ) -> Result<Level, RulesError> {
         let mut level = Level::default();
         for Spanned { value: raw, referenced: location, .. } in descriptors {
-            let place = Place { file: self.file, location };
+            let location = FileLocation { file: self.file, location };
             if raw.key.is_empty() {
-                return Err(place.error(Problem::NoKey));
+                return Err(location.error(RulesErrorKind::MissingKey));
             }
             let composite = composite(&raw.key, &raw.value);
             let path = format!("{path}.{composite}");
             if level.nodes.contains_key(&composite) {
-                return Err(place.error(Problem::DescriptorTwice(path)));
+                return Err(location.error(RulesErrorKind::DuplicateDescriptor(path)));
             }
             match Wildcard::new(&composite) {
                 Some(wildcard) => level.wildcards.push(wildcard),
-                None if raw.share_threshold => return Err(place.error(Problem::NothingToShare)),
+                None if raw.share_threshold => {
+                    return Err(location.error(RulesErrorKind::NoWildcardToShare));
+                }
                 None => {}
             }
             let keys: Vec<String> = keys.iter().chain([&raw.key]).cloned().collect();
-            let node = self.node(&path, &keys, raw)?;
+            let node = self.load_node(&path, &keys, raw)?;
             level.nodes.insert(composite, node);
         }
         Ok(level)
     }
 
-    fn node(
+    fn load_node(
         &mut self,
         path: &str,
         keys: &[String],
@@ -416,26 +427,27 @@ impl Loader<'_> {
     ) -> Result<Node, RulesError> {
         let mut rule = None;
         if let Some(Spanned { value: limit, referenced: location, .. }) = &raw.rate_limit {
-            let place = Place { file: self.file, location: *location };
+            let location = FileLocation { file: self.file, location: *location };
             rule = Some(self.rules.len());
-            self.rules
-                .push(self.rule(path, keys, &raw, limit).map_err(|problem| place.error(problem))?);
+            self.rules.push(
+                self.load_rule(path, keys, &raw, limit).map_err(|kind| location.error(kind))?,
+            );
         }
         Ok(Node {
             rule,
-            below: self.level(path, keys, raw.descriptors)?,
+            children: self.load_level(path, keys, raw.descriptors)?,
             value_to_metric: raw.value_to_metric,
             share_threshold: raw.share_threshold,
         })
     }
 
-    fn rule(
+    fn load_rule(
         &self,
         path: &str,
         keys: &[String],
         raw: &RawDescriptor,
         limit: &RawLimit,
-    ) -> Result<Rule, Problem> {
+    ) -> Result<Rule, RulesErrorKind> {
         let name = Some(limit.name.clone()).filter(|name| !name.is_empty());
         let algorithm = name
             .as_ref()
@@ -445,17 +457,17 @@ impl Loader<'_> {
         let replaces: Vec<String> =
             limit.replaces.iter().map(|replaced| replaced.name.clone()).collect();
         if replaces.iter().any(String::is_empty) {
-            return Err(Problem::ReplacesNothing);
+            return Err(RulesErrorKind::MissingReplacedName);
         }
-        if let Some(itself) = name.as_ref().filter(|name| replaces.contains(name)) {
-            return Err(Problem::ReplacesItself(itself.clone()));
+        if let Some(name) = name.as_ref().filter(|name| replaces.contains(name)) {
+            return Err(RulesErrorKind::ReplacesItself(name.clone()));
         }
         Ok(Rule {
             path: printable(path),
             name,
             keys: keys.to_vec(),
             replaces,
-            limit: limit.validated(algorithm)?,
+            limit: limit.validate(algorithm)?,
             mode: match (raw.shadow_mode, raw.quota_mode) {
                 (true, _) => RuleMode::Shadow,
                 (false, true) => RuleMode::Quota,
@@ -466,18 +478,18 @@ impl Loader<'_> {
     }
 }
 
-/// Where in the files something is wrong.
-struct Place<'a> {
+/// Location in a file.
+struct FileLocation<'a> {
     file: &'a str,
     location: Location,
 }
 
-impl Place<'_> {
-    fn error(&self, problem: Problem) -> RulesError {
-        let place = match self.location.line() {
+impl FileLocation<'_> {
+    fn error(&self, kind: RulesErrorKind) -> RulesError {
+        let location = match self.location.line() {
             0 => self.file.to_owned(),
             line => format!("{}:{line}", self.file),
         };
-        RulesError { place, problem }
+        RulesError { location, kind }
     }
 }

@@ -83,7 +83,7 @@ pub(super) struct IdleTimeoutBody<B> {
 }
 
 /// Body of a client's request.
-pub(super) type Upload = IdleTimeoutBody<listener::Incoming>;
+pub(super) type Upload = IdleTimeoutBody<listener::LingeringBody>;
 
 impl<B> IdleTimeoutBody<B> {
     pub(super) fn new(body: B, timeout: Duration) -> Self {

@@ -12,12 +12,12 @@ use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
 use super::Gateway;
-use crate::engine::{ActiveConfig, Engine};
 use crate::listener::{Peer, Request};
+use crate::state::{ActiveConfig, ServerState};
 
-/// Decides requests by the active configuration, as every front door does.
+/// Limiter that decides by the active configuration.
 #[derive(Clone)]
-pub(crate) struct GatewayLimiter(Arc<Engine>);
+pub(crate) struct GatewayLimiter(Arc<ServerState>);
 
 impl RequestLimiter for GatewayLimiter {
     type Snapshot = Arc<ActiveConfig>;
@@ -44,21 +44,21 @@ impl RequestLimiter for GatewayLimiter {
 /// Gateway behind its rate limit layer.
 #[derive(Clone)]
 pub(crate) struct LimitedGateway {
-    engine: Arc<Engine>,
-    /// A reload may change which headers responses have.
+    state: Arc<ServerState>,
+    /// Used while `x_ratelimit_headers` is set, which a reload may change.
     with_x_headers: RateLimit<Gateway, GatewayLimiter>,
     without_x_headers: RateLimit<Gateway, GatewayLimiter>,
 }
 
 impl LimitedGateway {
-    pub(super) fn new(engine: &Arc<Engine>, gateway: &Gateway) -> Self {
+    pub(super) fn new(state: &Arc<ServerState>, gateway: &Gateway) -> Self {
         let layer = |x_headers| {
-            RateLimitLayer::with_gate(GatewayLimiter(Arc::clone(engine)))
+            RateLimitLayer::with_gate(GatewayLimiter(Arc::clone(state)))
                 .x_ratelimit_headers(x_headers)
                 .layer(gateway.clone())
         };
         Self {
-            engine: Arc::clone(engine),
+            state: Arc::clone(state),
             with_x_headers: layer(true),
             without_x_headers: layer(false),
         }
@@ -80,7 +80,7 @@ impl Service<Request> for LimitedGateway {
         let has_body = !http_body::Body::is_end_stream(request.body());
         let closes_if_denied = is_http1 && has_body;
         let closes = is_http1 && request.headers().contains_key(header::UPGRADE);
-        let limited = if self.engine.active().x_ratelimit_headers {
+        let limited = if self.state.active().x_ratelimit_headers {
             &mut self.with_x_headers
         } else {
             &mut self.without_x_headers
@@ -119,22 +119,22 @@ impl Future for ResponseFuture {
     }
 }
 
-/// Rate limit headers of an upstream. Next to ours, a client could not know which number belongs to
-/// which limit.
+/// Rate limit headers of an upstream. A client could not distinguish them from those of the
+/// gateway, so they are only sent if the gateway adds none of the same kind.
 #[derive(Debug, Clone)]
 pub(super) struct UpstreamRateLimitHeaders(HeaderMap);
 
 impl UpstreamRateLimitHeaders {
-    /// Prefix of each kind of header, and the header that ours have if they are of this kind.
+    /// Prefix of each kind of header, and a header that the gateway adds with this kind.
     const KINDS: [(&str, &str); 2] =
         [("ratelimit", "ratelimit"), ("x-ratelimit-", "x-ratelimit-limit")];
 
-    /// Removes them, until it is known whether ours are added.
+    /// Removes the headers from the response of an upstream.
     pub(super) fn take(headers: &mut HeaderMap) -> Option<Self> {
-        let is_one = |name: &&HeaderName| {
+        let is_rate_limit = |name: &&HeaderName| {
             Self::KINDS.iter().any(|(prefix, _)| name.as_str().starts_with(prefix))
         };
-        let names: Vec<HeaderName> = headers.keys().filter(is_one).cloned().collect();
+        let names: Vec<HeaderName> = headers.keys().filter(is_rate_limit).cloned().collect();
         if names.is_empty() {
             return None;
         }
@@ -148,10 +148,10 @@ impl UpstreamRateLimitHeaders {
         Some(Self(taken))
     }
 
-    /// Restores those of a kind that ours do not have.
+    /// Restores the headers of each kind that the gateway did not add.
     fn restore(&self, headers: &mut HeaderMap) {
-        for (prefix, ours) in Self::KINDS {
-            if !headers.contains_key(ours) {
+        for (prefix, added) in Self::KINDS {
+            if !headers.contains_key(added) {
                 let of_kind = self.0.iter().filter(|(name, _)| name.as_str().starts_with(prefix));
                 for (name, value) in of_kind {
                     headers.append(name, value.clone());

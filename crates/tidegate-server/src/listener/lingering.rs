@@ -21,13 +21,13 @@ const MAX_LINGER_BYTES: usize = 64 * 1024;
 /// Body of a request. On drop, the unread rest of an HTTP/2 body is discarded for up to
 /// [`LINGER_TIMEOUT`]; for HTTP/1.1, `guarded_stream.rs` does this.
 #[derive(Debug)]
-pub(crate) struct Incoming {
+pub(crate) struct LingeringBody {
     /// `None` only during drop.
     body: Option<hyper::body::Incoming>,
     lingers: bool,
 }
 
-impl Body for Incoming {
+impl Body for LingeringBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -50,7 +50,7 @@ impl Body for Incoming {
     }
 }
 
-impl Drop for Incoming {
+impl Drop for LingeringBody {
     fn drop(&mut self) {
         let Some(body) = self.body.take().filter(|body| self.lingers && !body.is_end_stream())
         else {
@@ -89,6 +89,6 @@ impl<S: HyperService<Request>> HyperService<hyper::Request<hyper::body::Incoming
 
     fn call(&self, request: hyper::Request<hyper::body::Incoming>) -> S::Future {
         let lingers = request.version() == Version::HTTP_2;
-        self.0.call(request.map(|body| Incoming { body: Some(body), lingers }))
+        self.0.call(request.map(|body| LingeringBody { body: Some(body), lingers }))
     }
 }

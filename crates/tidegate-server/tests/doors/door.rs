@@ -1,4 +1,4 @@
-//! What is recorded of a front door.
+//! Answers and records of a front door.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,6 +23,9 @@ pub(crate) struct Answer {
     pub(crate) headers: Option<Vec<(String, String)>>,
 }
 
+/// Action of a `decide` span, and whether the request was allowed.
+pub(crate) type DecideSpan = (String, Option<bool>);
+
 /// Everything that a door answered and recorded.
 #[derive(Debug)]
 pub(crate) struct Record {
@@ -31,8 +34,8 @@ pub(crate) struct Record {
     pub(crate) keys: BTreeSet<(String, String)>,
     /// Counters by name, with the policy among the labels.
     pub(crate) metrics: BTreeMap<String, u64>,
-    /// Action and result of each `decide` span, in their order.
-    pub(crate) spans: Vec<(String, Option<bool>)>,
+    /// Spans in the order of their start.
+    pub(crate) spans: Vec<DecideSpan>,
 }
 
 impl Record {
@@ -44,7 +47,7 @@ impl Record {
 pub(crate) trait Door {
     async fn send(&mut self, case: &Case) -> Answer;
 
-    /// Collects what the door recorded.
+    /// Collects the records of the door.
     async fn finish(self, answers: Vec<(&'static str, Answer)>) -> Record;
 }
 

@@ -9,10 +9,10 @@ use serde_json::json;
 
 use crate::cases::Case;
 use crate::collector::Collector;
-use crate::door::{Answer, Door, Record, http_answer, read_admin};
+use crate::door::{Answer, DecideSpan, Door, Record, http_answer, read_admin};
 use crate::support::{Service, raw, request};
 
-/// Service whose spans go to a collector of its own.
+/// Service that sends its spans to its own collector.
 pub(crate) struct Process {
     pub(crate) service: Service,
     collector: Collector,
@@ -44,7 +44,7 @@ impl Process {
     }
 }
 
-fn decide_spans(collector: &Collector) -> Vec<(String, Option<bool>)> {
+fn decide_spans(collector: &Collector) -> Vec<DecideSpan> {
     let mut spans = collector.spans();
     spans.retain(|span| span.name == "decide");
     spans.sort_by_key(|span| span.start_time_unix_nano);
@@ -141,7 +141,7 @@ impl Door for Api {
     }
 }
 
-/// `/v1/forward-auth`, as a proxy asks it.
+/// `/v1/forward-auth`, called like a proxy does.
 pub(crate) struct ForwardAuth(Process);
 
 impl ForwardAuth {

@@ -1,6 +1,6 @@
-//! Every front door decides the same: each case is sent through the HTTP API, forward-auth, the
-//! gateway, Envoy's service and the Tower layer, and key, decision, headers, metrics and span must
-//! be the same.
+//! All front doors decide alike: each case is sent through the HTTP API, forward-auth, the gateway,
+//! Envoy's service and the Tower layer, and must have the same key, decision, headers, metrics and
+//! span everywhere.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -24,7 +24,7 @@ use door::{Door, Record};
 const REQUESTS_PER_CASE: usize = 2;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_front_door_decides_the_same() {
+async fn all_front_doors_decide_alike() {
     let cases = cases();
     assert!(cases.len() >= 60, "{} cases", cases.len());
     let expected = record(tower_layer::TowerDoor::start(&cases).await, &cases).await;

@@ -18,7 +18,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::cases::Case;
-use crate::door::{Answer, Door, Record};
+use crate::door::{Answer, DecideSpan, Door, Record};
 use crate::http::{config, exchange, request_head, serve_app};
 
 pub(crate) struct TowerDoor {
@@ -64,7 +64,7 @@ impl Observer for Recorder {
 
 /// Records the `decide` spans.
 #[derive(Clone, Default)]
-struct Spans(Arc<Mutex<Vec<(String, Option<bool>)>>>);
+struct Spans(Arc<Mutex<Vec<DecideSpan>>>);
 
 /// Position of a span in the list.
 struct Position(usize);

@@ -22,8 +22,8 @@ fn hits(descriptor: RateLimitDescriptor, hits: u64) -> RateLimitDescriptor {
     RateLimitDescriptor { hits_addend: Some(hits), ..descriptor }
 }
 
-/// Returns how many of 10 units a user has left. A request for 0 hits consumes nothing.
-async fn left(client: &mut Client, user: &str) -> u64 {
+/// Returns the remaining units of a user. A request for 0 hits consumes nothing.
+async fn remaining(client: &mut Client, user: &str) -> u64 {
     let status =
         client.send_all(vec![hits(descriptor(&[("user", user)]), 0)]).await.statuses.remove(0);
     u64::from(status.limit_remaining)
@@ -50,7 +50,7 @@ async fn denied_request_consumes_nothing() {
             assert_eq!(client.send(&[(key, "x")]).await.code(), Code::Ok);
         }
         let once = descriptor(&[("once", "x")]);
-        for (denying, what) in [
+        for (denying, reason) in [
             (vec![descriptor(&[("shut", "x")])], "a limit of 0"),
             (vec![with_limit(descriptor(&[("any", "x")]), 0)], "a limit of 0 in the request"),
             (vec![once], "an exhausted limit"),
@@ -64,13 +64,13 @@ async fn denied_request_consumes_nothing() {
                 "the same descriptor twice",
             ),
         ] {
-            for turned in [false, true] {
+            for reversed in [false, true] {
                 let mut all = [&[descriptor(&[("user", "u")])], &denying[..]].concat();
-                if turned {
+                if reversed {
                     all.reverse();
                 }
-                assert_eq!(client.send_all(all).await.overall_code(), Code::OverLimit, "{what}");
-                assert_eq!(left(&mut client, "u").await, 10, "{what}");
+                assert_eq!(client.send_all(all).await.overall_code(), Code::OverLimit, "{reason}");
+                assert_eq!(remaining(&mut client, "u").await, 10, "{reason}");
             }
         }
         assert_eq!(
@@ -92,11 +92,11 @@ async fn rules_that_never_deny_do_not_block_charges() {
             vec![descriptor(&[("unlimited", "value")])],
             vec![descriptor(&[("soft", "x")]), descriptor(&[("soft", "another")])],
         ] {
-            let before = left(&mut client, "u").await;
+            let before = remaining(&mut client, "u").await;
             let response =
                 client.send_all([&sibling[..], &[descriptor(&[("user", "u")])]].concat()).await;
             assert_eq!(response.overall_code(), Code::Ok, "{sibling:?}");
-            assert_eq!(left(&mut client, "u").await, before - 1, "{sibling:?}");
+            assert_eq!(remaining(&mut client, "u").await, before - 1, "{sibling:?}");
         }
     })
     .await;
@@ -106,7 +106,7 @@ async fn rules_that_never_deny_do_not_block_charges() {
 async fn negative_hits_are_refunded() {
     on_memory_and_on_redis(async |mut client| {
         let user = descriptor(&[("user", "u")]);
-        let back = |descriptor: RateLimitDescriptor| RateLimitDescriptor {
+        let refund = |descriptor: RateLimitDescriptor| RateLimitDescriptor {
             is_negative_hits: true,
             ..descriptor
         };
@@ -114,31 +114,31 @@ async fn negative_hits_are_refunded() {
         assert_eq!(client.send_all(vec![user.clone()]).await.overall_code(), Code::OverLimit);
         let request = RateLimitRequest {
             domain: "edge".to_owned(),
-            descriptors: vec![back(user.clone())],
+            descriptors: vec![refund(user.clone())],
             hits_addend: 2,
         };
-        let given = client.try_send(request).await.expect("a response");
+        let refunded = client.try_send(request).await.expect("a response");
         assert_eq!(
-            (given.overall_code(), given.statuses[0].limit_remaining),
+            (refunded.overall_code(), refunded.statuses[0].limit_remaining),
             (Code::Ok, 2),
             "the hits of the request"
         );
-        let given = client.send_all(vec![back(hits(user.clone(), 3))]).await;
+        let refunded = client.send_all(vec![refund(hits(user.clone(), 3))]).await;
         assert_eq!(
-            (given.overall_code(), given.statuses[0].limit_remaining),
+            (refunded.overall_code(), refunded.statuses[0].limit_remaining),
             (Code::Ok, 5),
             "the hits of the descriptor"
         );
-        let given = client.send_all(vec![back(hits(user.clone(), 1_000))]).await;
+        let refunded = client.send_all(vec![refund(hits(user.clone(), 1_000))]).await;
         assert_eq!(
-            (given.overall_code(), given.statuses[0].limit_remaining),
+            (refunded.overall_code(), refunded.statuses[0].limit_remaining),
             (Code::Ok, 10),
             "never more than the limit"
         );
         assert_eq!(client.send_all(vec![hits(user.clone(), 10)]).await.overall_code(), Code::Ok);
         for nothing in [hits(user, 0), descriptor(&[("shut", "x")])] {
             assert_eq!(
-                client.send_all(vec![back(nothing)]).await.overall_code(),
+                client.send_all(vec![refund(nothing)]).await.overall_code(),
                 Code::Ok,
                 "a refund is never denied"
             );
@@ -204,7 +204,7 @@ descriptors:
                 client.try_send(report(bytes(), 300)).await.expect("a response");
             }
         }
-        assert_eq!(passed, 4, "900, then 1200: over");
+        assert_eq!(passed, 4, "the third report makes 900 bytes, the fourth 1200");
         let status = client.send_all(vec![bytes()]).await.statuses.remove(0);
         assert_eq!(
             (status.code(), status.limit_remaining),
@@ -237,9 +237,9 @@ async fn explicit_hits_are_recorded_beyond_the_limit() {
         );
         // The overdraft is bounded at ten times the limit.
         client.send_all(vec![hits(plain(), 1_000_000)]).await;
-        let back = RateLimitDescriptor { is_negative_hits: true, ..hits(plain(), 91) };
+        let refund = RateLimitDescriptor { is_negative_hits: true, ..hits(plain(), 91) };
         assert_eq!(
-            client.send_all(vec![back]).await.statuses[0].limit_remaining,
+            client.send_all(vec![refund]).await.statuses[0].limit_remaining,
             1,
             "100 were recorded"
         );

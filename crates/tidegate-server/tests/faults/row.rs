@@ -133,7 +133,7 @@ impl Row {
                 });
             }
             None => {
-                self.failures.push(format!("{what}: never, the guarantee is at most {bound:?}"))
+                self.failures.push(format!("{what}: never, the guarantee is at most {bound:?}"));
             }
         }
     }

@@ -188,7 +188,9 @@ fn rest_of_a_denied_body_is_not_read() {
         Service::gateway("policies: [{name: p, limit: 1, window: 1h}]\n", &[&upstream.url()]);
     let mut client = Frames::connect(&gateway.http, 65_535);
     client.send(HEADERS, END_HEADERS | END_STREAM, 1, POST);
-    assert_eq!((client.next().0, client.next().0), (HEADERS, DATA));
+    assert_eq!(client.next().0, HEADERS);
+    // The end of the body may be in a frame of its own.
+    while client.next().1 & END_STREAM == 0 {}
     client.send(HEADERS, END_HEADERS, 3, POST);
     // Send the whole initial flow control window.
     for _ in 0..60 {

@@ -232,7 +232,7 @@ fn invalid_requests_get_a_status_and_a_helpful_message() {
     let cases = [
         ("not json".to_owned(), 400, "not JSON"),
         (String::new(), 400, "not JSON"),
-        ("[]".to_owned(), 400, "not a question"),
+        ("[]".to_owned(), 400, "not a query"),
         ("{}".to_owned(), 400, "one of three forms"),
         (r#"{"policy": "per-user"}"#.to_owned(), 400, "one of three forms"),
         (with(r#""attributes": {}"#), 400, "one of three forms"),
@@ -252,7 +252,7 @@ fn invalid_requests_get_a_status_and_a_helpful_message() {
         (
             r#"{"attributes": {"header.A": "1", "header.a": "2"}}"#.to_owned(),
             400,
-            "attributes: \"header.a\" is there twice",
+            "attributes: \"header.a\" is given twice",
         ),
         (
             r#"{"attributes": {"paths": "/"}}"#.to_owned(),

@@ -141,7 +141,7 @@ fn service_starts_during_an_outage_and_uses_redis_after_it() {
         .expect("a port");
     let config = format!("store: {{redis: 'redis://{port}'}}\n{POLICIES}");
     let service = Service::start(&config);
-    assert!(service.output().contains("Redis is away"), "{}", service.output());
+    assert!(service.output().contains("Redis is unavailable"), "{}", service.output());
     let payload = json!({"policy": "per-user", "key": "u1"});
     assert_eq!(service.acquire(&payload).json()["source"], "local");
     // During the outage it assumes a number of instances, unless the file sets one.

@@ -79,3 +79,13 @@ fn finds_constants_without_a_usual_form() {
         const DEBOUNCE: Duration = X;\nconst SECOND: Duration = X;\nconst fn x(y: u8) {}\n";
     assert!(names(usual).is_empty());
 }
+
+#[test]
+fn constant_functions_are_not_constants() {
+    let setter = "    pub const fn with_reset_after(mut self, reset_after: Duration) -> Self {\n";
+    assert_eq!(check_constants("a.rs", setter), []);
+    let getter = "const fn first_delay(delay: u64) -> u64 {\n";
+    assert_eq!(check_constants("a.rs", getter), []);
+    let constant = "pub const RESET: Duration = Duration::ZERO;\n";
+    assert_eq!(check_constants("a.rs", constant).len(), 1);
+}

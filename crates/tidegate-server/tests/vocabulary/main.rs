@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use prose::{Clause, Contents, clauses, comments, paragraphs, rust_contents, words_of_name};
 use words::{
-    BOUND_WORDS, CLAUSE_SUBJECTS, CONSTANT_WORDS, COUNTED, IDIOM_PHRASES, IDIOM_WORDS, ORDINALS,
-    OTHERS, TIME_UNITS, TIMES,
+    BOUND_WORDS, CLAUSE_SUBJECTS, CONSTANT_WORDS, COUNTED, IDIOM_PHRASES, IDIOM_WORDS,
+    METHOD_NAMES, ORDINALS, OTHERS, TIME_UNITS, TIMES,
 };
 
 /// Folders and files to check, relative to the root of the repository.
@@ -67,7 +67,7 @@ fn idiom_at(
     all.find(|(form, _)| starts_with(form))
 }
 
-/// Finds "a request a second" at the start of `words`.
+/// Finds a rate with "a" in place of "per" at the start of `words`.
 fn per_at(words: &[(usize, String)]) -> Option<String> {
     let text = |index: usize| words.get(index).map_or("", |(_, word)| word.as_str());
     let plural = |word: &str| word.strip_suffix('s').is_some_and(|one| has(COUNTED, one));
@@ -138,9 +138,8 @@ impl Checker<'_> {
             let words: Vec<_> = words_of_name(name).into_iter().map(|word| (*line, word)).collect();
             for index in 0..words.len() {
                 let found = idiom_at(&words[index..], IDIOM_PHRASES);
-                // `is_none` is the name of a method of `Option`.
-                if let Some((phrase, suggestion)) = found.filter(|(phrase, _)| *phrase != "is none")
-                {
+                let found = found.filter(|(phrase, _)| !METHOD_NAMES.contains(phrase));
+                if let Some((phrase, suggestion)) = found {
                     self.report(*line, &format!("{phrase} (in fn {name})"), suggestion);
                 }
             }
@@ -178,6 +177,11 @@ fn check_words(path: &str, text: &str) -> Vec<Finding> {
     checker.findings
 }
 
+/// Whether this is the name of a constant, and not the start of a `const fn`.
+fn is_constant_name(name: &str) -> bool {
+    name.chars().all(|char| matches!(char, 'A'..='Z' | '0'..='9' | '_'))
+}
+
 /// Constants whose names do not say that they bound or wait.
 fn check_constants(path: &str, text: &str) -> Vec<Finding> {
     let mut checker = Checker { path, findings: Vec::new() };
@@ -185,6 +189,9 @@ fn check_constants(path: &str, text: &str) -> Vec<Finding> {
         let Some((before, declaration)) = line.split_once("const ") else { continue };
         let is_item = before.trim().is_empty() || before.trim_start().starts_with("pub");
         let Some((name, rest)) = declaration.split_once(':').filter(|_| is_item) else { continue };
+        if !is_constant_name(name) {
+            continue;
+        }
         let parts: Vec<&str> = name.split('_').collect();
         for (part, suggestion) in CONSTANT_WORDS {
             if parts.contains(part) {

@@ -43,6 +43,9 @@ pub(super) const IDIOM_PHRASES: &[(&str, &str)] = &[
     ("say of|says of", "report about"),
 ];
 
+/// Phrases that are allowed in the names of functions: `is_none` is a method of `Option`.
+pub(super) const METHOD_NAMES: [&str; 1] = ["is none"];
+
 /// Pronouns that must not start a sentence, except in a question.
 pub(super) const CLAUSE_SUBJECTS: [&str; 2] = ["who", "what"];
 

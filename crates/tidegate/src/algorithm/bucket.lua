@@ -91,10 +91,10 @@ local bucket = {
     return state.time + drain_time(state, quota, state.level)
   end,
 
-  -- The level and its fraction, which determine the decision of each acquire in a batch.
-  snapshot = function(state, quota, reply, replied)
-    reply[replied + 1], reply[replied + 2] = state.level, state.part
-    return replied + 2
+  -- The level and its fraction, which determine the decision of each of several equal acquires.
+  snapshot = function(state, quota, reply, reply_len)
+    reply[reply_len + 1], reply[reply_len + 2] = state.level, state.part
+    return reply_len + 2
   end,
 
   delay = function(state, quota)

@@ -48,9 +48,9 @@ algorithms['fixed-window'] = {
   end,
 
   -- The time until the window ends.
-  snapshot = function(state, quota, reply, replied)
-    reply[replied + 1] = state.start + quota.window - now
-    return replied + 1
+  snapshot = function(state, quota, reply, reply_len)
+    reply[reply_len + 1] = state.start + quota.window - now
+    return reply_len + 1
   end,
 
   spend = function(state, quota, cost)

@@ -1,17 +1,17 @@
-//! [`Grants`]: the result of identical acquires that a script decided in one batch, and the
-//! decision of each of them.
+//! [`Grants`]: the result of equal acquires of one charge, which a script decides with one read and
+//! one write, and the decision of each of them.
 
 use super::{Algorithm, Bucket, Counter, RawDecision, SlidingCounter};
 use crate::quota::Quota;
 
-/// The result of a batch of identical acquires of one charge, as reported by the script.
+/// The result of equal acquires of one charge, as the script reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Grants {
     /// Number of granted acquires; the later ones were denied.
     pub(crate) granted: u64,
-    /// Units that remained before the batch.
+    /// Units that remained before the first acquire.
     pub(crate) remaining: u64,
-    /// Counter before the batch.
+    /// Counter before the first acquire.
     pub(crate) snapshot: CounterSnapshot,
     /// `retry_after` of the denied acquires.
     pub(crate) retry_after: u64,
@@ -19,8 +19,8 @@ pub(crate) struct Grants {
     pub(crate) reset_after: u64,
 }
 
-/// The part of a counter that determines the decision of each acquire in a batch: see `snapshot` in
-/// each Lua twin.
+/// The part of a counter that determines the decision of each of several equal acquires: see
+/// `snapshot` in each Lua twin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CounterSnapshot {
     /// A log: units granted now leave the window one window from now.
@@ -51,9 +51,9 @@ impl CounterSnapshot {
 }
 
 impl Grants {
-    /// Returns the decision of the acquire that follows `earlier` identical ones in the batch.
-    pub(crate) fn decision(&self, quota: &Quota, cost: u64, earlier: u64) -> RawDecision {
-        if earlier >= self.granted {
+    /// Returns the decision of the acquire that follows `preceding` equal ones.
+    pub(crate) fn decision(&self, quota: &Quota, cost: u64, preceding: u64) -> RawDecision {
+        if preceding >= self.granted {
             return RawDecision {
                 allowed: false,
                 remaining: self.remaining.saturating_sub(self.granted * cost),
@@ -62,7 +62,7 @@ impl Grants {
                 delay: 0,
             };
         }
-        let (before, after) = (earlier * cost, (earlier + 1) * cost);
+        let (before, after) = (preceding * cost, (preceding + 1) * cost);
         let (reset_after, delay) = match self.snapshot {
             CounterSnapshot::Log => (quota.window_micros(), 0),
             CounterSnapshot::Window { left } => (left, 0),

@@ -76,9 +76,9 @@ algorithms['sliding-counter'] = {
   end,
 
   -- The count of the current window, and its elapsed time.
-  snapshot = function(state, quota, reply, replied)
-    reply[replied + 1], reply[replied + 2] = state.current, state.elapsed
-    return replied + 2
+  snapshot = function(state, quota, reply, reply_len)
+    reply[reply_len + 1], reply[reply_len + 2] = state.current, state.elapsed
+    return reply_len + 2
   end,
 
   spend = function(state, quota, cost)

@@ -10,7 +10,7 @@
 --   ZRANGE rate_limit:{user123}:per-user 0 -1 WITHSCORES
 --   ->   0000000000000041:1 1700000000000000   0000000000000046:5 1700000000250000
 
-local TOTALS = 9e15 -- modulus of the running totals
+local TOTAL_MODULUS = 9e15 -- modulus of the running totals
 -- One write per this many units removes members that have left the window.
 local CLEANUP_INTERVAL = 8
 -- The maximum numbers of members that a refund rewrites on the shorter side, and removes.
@@ -27,7 +27,7 @@ end
 local function totals(text)
   local total, cost = string.match(text or '', '^(%d+):(%d+)$')
   total = tonumber(total)
-  return total and (total - cost) % TOTALS, total
+  return total and (total - cost) % TOTAL_MODULUS, total
 end
 
 -- Returns the lowest rank from `low` to `high` at which the total exceeds `base` by `units` or
@@ -36,7 +36,7 @@ local function rank_reaching(key, low, high, base, units)
   while low < high do
     local middle = floor((low + high) / 2)
     local _, total = totals(call('ZRANGE', key, middle, middle)[1])
-    if total and (total - base) % TOTALS < units then low = middle + 1 else high = middle end
+    if total and (total - base) % TOTAL_MODULUS < units then low = middle + 1 else high = middle end
   end
   return low
 end
@@ -60,7 +60,7 @@ local function collapse_future(key, state, quota)
     call('ZREMRANGEBYSCORE', key, '-inf', edge)
     local before = totals(call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', 0, 1)[1])
     call('ZREMRANGEBYSCORE', key, after, '+inf')
-    call('ZADD', key, now, member(state.total, (state.total - before) % TOTALS))
+    call('ZADD', key, now, member(state.total, (state.total - before) % TOTAL_MODULUS))
   end
   state.newest, state.stepped_back = now, false
 end
@@ -69,12 +69,12 @@ end
 local function make_refund()
   -- Removes units from the first member in the window on, which has the rank `from`.
   local function remove_oldest(key, state, from, removed)
-    local base = (state.total - state.units) % TOTALS
+    local base = (state.total - state.units) % TOTAL_MODULUS
     local last = rank_reaching(key, from, from + removed - 1, base, removed)
     if last - from >= MAX_REMOVED then last = from + MAX_REMOVED - 1 end
     local entry = call('ZRANGE', key, last, last, 'WITHSCORES')
     local _, total = totals(entry[1])
-    local left = (total - base) % TOTALS - removed
+    local left = (total - base) % TOTAL_MODULUS - removed
     if left > 0 then
       -- Add before removing: a Redis that is out of memory rejects the ZADD but accepts the ZREM.
       call('ZADD', key, entry[2], member(total, left))
@@ -93,12 +93,12 @@ local function make_refund()
     local added, old, kept = {}, {}, {}
     for i = 1, #entries, 2 do
       local before, total = totals(entries[i])
-      local cost = (total - before) % TOTALS
+      local cost = (total - before) % TOTAL_MODULUS
       local skipped = math.min(cost, removed)
       removed = removed - skipped
       old[#old + 1] = entries[i]
       if cost > skipped then
-        local text = member((total + shift) % TOTALS, cost - skipped)
+        local text = member((total + shift) % TOTAL_MODULUS, cost - skipped)
         added[#added + 1], added[#added + 2] = entries[i + 1], text
         kept[text] = true
       end
@@ -118,15 +118,15 @@ local function make_refund()
     if since + quota.window <= now then return end
     local from, count = call('ZCOUNT', key, '-inf', '(' .. whole(since)), call('ZCARD', key)
     if from >= count then return end
-    local base = (state.total - state.units) % TOTALS
-    local before = (totals(call('ZRANGE', key, from, from)[1]) - base) % TOTALS
+    local base = (state.total - state.units) % TOTAL_MODULUS
+    local before = (totals(call('ZRANGE', key, from, from)[1]) - base) % TOTAL_MODULUS
     local removed = math.min(cost, state.units - before)
     if from <= first then return remove_oldest(key, state, first, removed) end
     local high = math.min(count - 1, from + removed - 1)
     local last = rank_reaching(key, from, high, base, before + removed)
     if last - from < MAX_REWRITTEN and count - last <= MAX_REWRITTEN then
       rewrite(key, from, count - 1, -removed, removed)
-      state.total = (state.total - removed) % TOTALS
+      state.total = (state.total - removed) % TOTAL_MODULUS
     elseif last - from < MAX_REWRITTEN and from - first <= MAX_REWRITTEN then
       -- Cut the units out, then increase the totals of the older members.
       rewrite(key, from, last, 0, removed)
@@ -143,7 +143,7 @@ end
 
 algorithms['sliding-log'] = {
   alt_suffix = 'log',
-  counts_denied = true,
+  supports_count_denied = true,
 
   -- total: running total of the newest member; units: units in the window; spent: units that save()
   -- has to write.
@@ -161,7 +161,7 @@ algorithms['sliding-log'] = {
       state.stepped_back = state.newest > now
       local after = '(' .. edge_of(state, quota)
       state.oldest = call('ZRANGEBYSCORE', key, after, '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
-      state.units = (total - totals(state.oldest[1])) % TOTALS
+      state.units = (total - totals(state.oldest[1])) % TOTAL_MODULUS
     end
     return state
   end,
@@ -178,14 +178,14 @@ algorithms['sliding-log'] = {
     return state.units > quota.limit
   end,
 
-  retry_after = function(state, quota, cost, counted)
+  retry_after = function(state, quota, cost, extra)
     local before = state.units - state.spent
-    local must_leave = state.units + counted + cost - quota.limit
+    local must_leave = state.units + extra + cost - quota.limit
     if must_leave > before then return quota.window end
-    local base = (state.total - before) % TOTALS
+    local base = (state.total - before) % TOTAL_MODULUS
     local _, oldest_total = totals(state.oldest[1])
     local leaves = tonumber(state.oldest[2])
-    if (oldest_total - base) % TOTALS < must_leave then
+    if (oldest_total - base) % TOTAL_MODULUS < must_leave then
       local first = call('ZCOUNT', state.key, '-inf', edge_of(state, quota))
       local rank = rank_reaching(state.key, first + 1, first + must_leave - 1, base, must_leave)
       leaves = tonumber(call('ZRANGE', state.key, rank, rank, 'WITHSCORES')[2])
@@ -226,7 +226,7 @@ algorithms['sliding-log'] = {
     end
     local total, spent = state.total, state.spent
     if spent > 0 then
-      state.total = (total + spent) % TOTALS
+      state.total = (total + spent) % TOTAL_MODULUS
       call('ZADD', key, quota.now, member(state.total, spent))
       state.newest = now
     end
@@ -242,14 +242,14 @@ algorithms['sliding-log'] = {
     -- removed in batches.
     if spent > 0 and quota.count_denied and state.units > quota.limit then
       local surplus = state.units - quota.limit
-      local base = (state.total - state.units) % TOTALS
+      local base = (state.total - state.units) % TOTAL_MODULUS
       local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
       local rank = rank_reaching(key, first, first + surplus, base, surplus + 1)
       local entry = call('ZRANGE', key, rank, rank, 'WITHSCORES')
       local before, last = totals(entry[1])
-      local is_cut = (before - base) % TOTALS < surplus
+      local is_cut = (before - base) % TOTAL_MODULUS < surplus
       if is_cut then
-        call('ZADD', key, entry[2], member(last, (last - base) % TOTALS - surplus))
+        call('ZADD', key, entry[2], member(last, (last - base) % TOTAL_MODULUS - surplus))
         call('ZREM', key, entry[1])
       end
       if rank > 0 then call('ZREMRANGEBYRANK', key, 0, math.min(rank, MAX_REMOVED) - 1) end

@@ -35,7 +35,7 @@ local function make_long_form()
   local HEADER = '<BBI4I8I8I8I4I4I8I8I4'
   local HEADER_SIZE, WINDOW_OFFSET = 58, 46
   local CHUNK = 8192
-  local TOTALS = 4294967296 -- modulus of the running totals
+  local TOTAL_MODULUS = 4294967296 -- modulus of the running totals
   -- The maximum number of totals that a refund rewrites.
   local MAX_REWRITTEN = 128
   -- If times need more bytes, up to MAX_COPIED requests are copied exactly. A longer log is reduced
@@ -93,7 +93,7 @@ local function make_long_form()
     if index < log.narrow then return index - log.first + 1 end
     local text, position = bytes(log, index, log.width, 4)
     if #text < position + 3 then return 0 end
-    return (unpack_struct('<I4', text, position) - log.base) % TOTALS
+    return (unpack_struct('<I4', text, position) - log.base) % TOTAL_MODULUS
   end
 
   -- Returns the lowest index from `low` to `high` for which the test holds. For `high` it must
@@ -150,7 +150,7 @@ local function make_long_form()
 
   local function entry(log, time, units)
     local text = pack(log.time_format, time % log.modulus)
-    return units and text .. pack('<I4', (log.base + units) % TOTALS) or text
+    return units and text .. pack('<I4', (log.base + units) % TOTAL_MODULUS) or text
   end
 
   -- Rewrites all requests with wider times.
@@ -296,7 +296,7 @@ local function make_long_form()
       for number = first_chunk, math.min(live_chunk, first_chunk + MAX_UNLINKED) - 1 do
         call('UNLINK', chunk_key(key, number))
       end
-      log.base, log.first, log.gone = (log.base + log.gone) % TOTALS, log.live, 0
+      log.base, log.first, log.gone = (log.base + log.gone) % TOTAL_MODULUS, log.live, 0
       if log.first == log.count then
         log.narrow, log.count, log.stored, log.open = 0, 0, 0, ''
         log.first, log.live, log.base = 0, 0, 0
@@ -334,7 +334,7 @@ local function make_long_form()
       if log.spent > 0 and quota.count_denied and units > quota.limit then
         local surplus = units - quota.limit
         log.first = surplus < kept and index_reaching(log, surplus + 1) or log.count - 1
-        log.base, units = (log.base + surplus) % TOTALS, quota.limit
+        log.base, units = (log.base + surplus) % TOTAL_MODULUS, quota.limit
       end
 
       local expires = whole(expiry(log.newest + quota.window))
@@ -393,7 +393,7 @@ end
 
 algorithms['sliding-log-packed'] = {
   alt_suffix = 'packed',
-  counts_denied = true,
+  supports_count_denied = true,
 
   -- short: the string; live: index of the oldest request in the window; units: units in the window;
   -- spent: units that save() has to write.
@@ -456,8 +456,8 @@ algorithms['sliding-log-packed'] = {
     return log.units > quota.limit
   end,
 
-  retry_after = function(log, quota, cost, counted)
-    local must_leave = log.units + counted + cost - quota.limit
+  retry_after = function(log, quota, cost, extra)
+    local must_leave = log.units + extra + cost - quota.limit
     if must_leave > log.units - log.spent then return quota.window end
     local leaves
     if log.short then

@@ -145,9 +145,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         charged: &[usize],
         asked_at: Timestamp,
     ) {
-        let charges = charged.iter().filter_map(|position| entries[*position].charge.charge());
+        let refunds = charged.iter().filter_map(|position| entries[*position].charge.charge());
         let refunded = self
-            .refund_charges(charges.map(|charge| charge.with_charged_at(asked_at)).collect())
+            .refund_charges(refunds.map(|charge| charge.with_charged_at(asked_at)).collect())
             .await;
         if refunded {
             for position in charged {

@@ -394,9 +394,9 @@ impl<S: SharedStore> Groups for ShardGroups<'_, S> {
         &self.groups[group]
     }
 
-    async fn decide(&self, group: usize, step: GroupAction) -> Result<Vec<Decision>, StoreError> {
+    async fn decide(&self, group: usize, action: GroupAction) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
-        match step {
+        match action {
             GroupAction::Apply(action) => self.call(group, action, charges).await,
             GroupAction::ReadUnspent => self.read(group).await,
             GroupAction::CountDenied => {

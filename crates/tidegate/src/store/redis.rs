@@ -51,7 +51,7 @@ use self::heartbeat::CachedInstances;
 use self::invalidation::PendingInvalidation;
 use self::publisher::Publisher;
 use self::queue::{Enqueued, InFlightPermit, LeaderOutcome};
-use self::requests::{ItemDecisions, Operation, Request, ScriptCall};
+use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
 pub use self::tls::Tls;
@@ -207,9 +207,9 @@ impl Shared {
         self: &Arc<Self>,
         request: &Request<'_>,
         started: Instant,
-    ) -> Result<ItemDecisions, CallError> {
+    ) -> Result<RequestDecisions, CallError> {
         let Some(first) = request.charges.first() else {
-            return Ok(ItemDecisions::Many(Vec::new()));
+            return Ok(RequestDecisions::Many(Vec::new()));
         };
         let slot = Self::slot(first);
         let deadline = started + self.timeout;
@@ -247,15 +247,15 @@ impl Shared {
         slot: u16,
         started: Instant,
         permit: Option<InFlightPermit>,
-    ) -> Result<ItemDecisions, CallError> {
-        let script_call =
-            ScriptCall::one(request, slot, |text, charge| self.write_redis_key(text, charge));
-        let call = Call { script: script_call.script(&[0]), slot, started, timeout: self.timeout };
+    ) -> Result<RequestDecisions, CallError> {
+        let encoded =
+            EncodedRequests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
+        let call = Call { script: encoded.script(&[0]), slot, started, timeout: self.timeout };
         let command = |clock: &ServerClock| {
-            script_call.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
+            encoded.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
         };
         let read = |reply| {
-            let reply = script_call.read(&[0], |_| 1, reply)?;
+            let reply = encoded.read(&[0], |_| 1, reply)?;
             let Some(item) = reply.items.into_iter().flatten().next() else {
                 return Ok((Some(reply.now), ScriptReply::Late));
             };

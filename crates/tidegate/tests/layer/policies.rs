@@ -130,8 +130,8 @@ async fn a_request_without_a_key_is_skipped_or_denied() {
     let limiter = limiter();
     let skips = site(&limiter, vec![policy("skips", 1)]).await;
     assert_eq!(skips.asker().get("/", &[]).await.status, StatusCode::OK);
-    let denies = site(&limiter, vec![policy("denies", 1).missing_key(MissingKey::Deny)]).await;
-    let denied = denies.asker().get("/", &[]).await;
+    let strict = site(&limiter, vec![policy("denies", 1).missing_key(MissingKey::Deny)]).await;
+    let denied = strict.asker().get("/", &[]).await;
     assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
     let problem = denied.json();
     assert!(

@@ -227,7 +227,7 @@ async fn counted_denials_are_recorded_in_bulk() {
     assert_eq!(store.calls(), calls + 1);
     assert_eq!(store.remaining(&charge).await, 0);
     let minute = Duration::from_secs(60);
-    clock.set(last.saturating_add(minute - Duration::from_millis(1)));
+    clock.set(last.saturating_add(minute).saturating_sub(Duration::from_millis(1)));
     assert!(!limiter.peek(&charge).await.expect("decided").allowed);
     clock.set(last.saturating_add(minute + Duration::from_millis(100)));
     assert_eq!(store.remaining(&charge).await, 10, "no denial is recorded later than that");

@@ -1,4 +1,4 @@
-//! How descriptors and rules are named: as keys of the store, and in metrics.
+//! Names of descriptors and rules: keys of the store and names in metrics.
 
 use std::fmt::Write as _;
 
@@ -7,27 +7,26 @@ use tidegate::{Algorithm, MAX_KEY_BYTES};
 
 use super::Unit;
 
-/// Names the count of a descriptor, fit for a key of the store. What separates the parts is escaped
-/// inside them, so two different descriptors never get the same one, whichever domains and rules
-/// they belong to.
+/// Returns the key of the counter of a descriptor. Separators inside the parts are escaped, so two
+/// different descriptors never have the same key, in any domain.
 pub(crate) fn counter_key<'a>(
     domain: &str,
     entries: impl IntoIterator<Item = (&'a str, &'a str)>,
 ) -> String {
-    // Nearly every key fits.
+    // Nearly every key fits into this capacity.
     let mut text = String::with_capacity(64);
-    let separates = |character| matches!(character, '%' | '|' | '=');
-    push_escaped(&mut text, domain, separates);
+    let is_separator = |character| matches!(character, '%' | '|' | '=');
+    push_escaped(&mut text, domain, is_separator);
     for (key, value) in entries {
         text.push('|');
-        push_escaped(&mut text, key, separates);
+        push_escaped(&mut text, key, is_separator);
         text.push('=');
-        push_escaped(&mut text, value, separates);
+        push_escaped(&mut text, value, is_separator);
     }
     shortened(text)
 }
 
-/// As ratelimit names its statistics: `domain.key_value.key`.
+/// Returns the name in metrics, in the format of ratelimit's statistics: `domain.key_value.key`.
 pub(crate) fn metric_name<'a>(
     domain: &str,
     entries: impl IntoIterator<Item = (&'a str, &'a str)>,
@@ -40,25 +39,26 @@ pub(crate) fn metric_name<'a>(
     printable(&path)
 }
 
-/// The policy that limits count under which requests bring themselves.
+/// Returns the name of the policy for limits in requests.
 pub(crate) fn override_name(algorithm: Algorithm, unit: Unit) -> String {
     format!("override-{algorithm}-{}", unit.as_str())
 }
 
+/// Escapes control characters and bounds the length.
 pub(super) fn printable(path: &str) -> String {
     let mut text = String::new();
     push_escaped(&mut text, path, |_| false);
     shortened(text)
 }
 
-fn push_escaped(text: &mut String, part: &str, separates: impl Fn(char) -> bool) {
-    // Nearly every part is plain, and is looked at byte by byte, which is much faster.
-    if part.bytes().all(|byte| matches!(byte, b' '..=b'~') && !separates(char::from(byte))) {
+fn push_escaped(text: &mut String, part: &str, is_separator: impl Fn(char) -> bool) {
+    // Nearly every part is printable ASCII; checking its bytes is much faster.
+    if part.bytes().all(|byte| matches!(byte, b' '..=b'~') && !is_separator(char::from(byte))) {
         text.push_str(part);
         return;
     }
     for character in part.chars() {
-        if character.is_control() || separates(character) {
+        if character.is_control() || is_separator(character) {
             for byte in character.encode_utf8(&mut [0; 4]).bytes() {
                 let _ = write!(text, "%{byte:02X}");
             }
@@ -68,13 +68,13 @@ fn push_escaped(text: &mut String, part: &str, separates: impl Fn(char) -> bool)
     }
 }
 
-/// Keeps what fits of a text that is too long, and a hash of all of it. `%~` is no escape, so no
-/// other key looks alike.
+/// Replaces the end of a text that is too long with a hash of the text. `%~` is not an escape, so
+/// no other key can be equal.
 fn shortened(text: String) -> String {
     if text.len() <= MAX_KEY_BYTES {
         return text;
     }
-    // No secret seeds it: all processes that share a store must come to the same key.
+    // The hash has no random seed: all processes that share a store must derive the same key.
     let hash = SipHasher24::new().hash(text.as_bytes()).as_u128();
     let mut end = MAX_KEY_BYTES - "%~".len() - 32;
     while !text.is_char_boundary(end) {
@@ -83,6 +83,7 @@ fn shortened(text: String) -> String {
     format!("{}%~{hash:032x}", &text[..end])
 }
 
+/// Returns the name of a node below its parent.
 pub(super) fn composite(key: &str, value: &str) -> String {
     if value.is_empty() { key.to_owned() } else { format!("{key}_{value}") }
 }

@@ -1,4 +1,4 @@
-//! envoyproxy/ratelimit's file as it is written, field by field.
+//! Files of envoyproxy/ratelimit, as parsed from YAML.
 
 use std::borrow::Cow;
 
@@ -6,9 +6,9 @@ use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
 use serde_saphyr::{Localizer, Location, Spanned, UserMessageFormatter};
 use tidegate::{Algorithm, QuotaError};
 
-use super::{Limit, Place, Problem, RulesError, Unit};
+use super::{FileLocation, Limit, RulesError, RulesErrorKind, Unit};
 
-/// The file as it is written. Go reads null like a missing field; so do we.
+/// Content of a file. As in Go, null is equivalent to a missing field.
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RawFile {
@@ -20,7 +20,7 @@ pub(super) struct RawFile {
 
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-#[expect(clippy::struct_excessive_bools, reason = "the file's fields, as they are")]
+#[expect(clippy::struct_excessive_bools, reason = "these are the fields of the file")]
 pub(super) struct RawDescriptor {
     #[serde(default, deserialize_with = "text")]
     pub(super) key: String,
@@ -39,7 +39,7 @@ pub(super) struct RawDescriptor {
     pub(super) value_to_metric: bool,
     #[serde(default, deserialize_with = "flag")]
     pub(super) share_threshold: bool,
-    /// For Envoy's dynamic metadata, which ratelimit only sends if it is switched on; we send none.
+    /// Dynamic metadata for Envoy, which is not supported. ratelimit sends it only on request.
     #[serde(rename = "metadata")]
     _metadata: Option<IgnoredAny>,
 }
@@ -51,7 +51,7 @@ pub(super) struct RawLimit {
     pub(super) unit: Option<Unit>,
     #[serde(default, deserialize_with = "requests")]
     pub(super) requests_per_unit: Option<u32>,
-    #[serde(default, deserialize_with = "units")]
+    #[serde(default, deserialize_with = "multiplier")]
     pub(super) unit_multiplier: Option<u32>,
     #[serde(default, deserialize_with = "flag")]
     pub(super) unlimited: bool,
@@ -68,60 +68,63 @@ pub(super) struct RawReplaced {
     pub(super) name: String,
 }
 
-// Far more than rules need, far less than would hurt. Aliases multiply what is in a file: hence the
-// bound on a text.
+// Far above the needs of real rules, and low enough to bound memory. Aliases multiply the content
+// of a file, so the length of a text is bounded, too.
 pub(super) const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
 pub(super) const MAX_TEXT_BYTES: usize = 4 * 1024;
 const MAX_NODES: usize = 1_000_000;
 const MAX_EVENTS_FROM_ALIASES: usize = 50_000;
-/// Lists and maps in each other; a level of descriptors is one of each.
+/// Maximum depth of nested lists and maps. A level of descriptors has one of each.
 const MAX_DEPTH: usize = 64;
 
 impl RawFile {
-    pub(super) fn read(file: &str, text: &str) -> Result<Self, RulesError> {
+    /// Parses the text of a file.
+    pub(super) fn parse(file: &str, text: &str) -> Result<Self, RulesError> {
         if text.len() > MAX_FILE_BYTES {
-            return Err(
-                Place { file, location: Location::UNKNOWN }.error(Problem::TooLarge(text.len()))
-            );
+            return Err(FileLocation { file, location: Location::UNKNOWN }
+                .error(RulesErrorKind::TooLarge(text.len())));
         }
         let options = serde_saphyr::options! {
             budget: serde_saphyr::budget! {
                 max_depth: MAX_DEPTH,
                 max_nodes: MAX_NODES,
                 max_events: 2 * MAX_NODES,
-                // One limit that a thousand rules repeat is how aliases are meant.
+                // Aliases are meant for this: a thousand rules may repeat one limit.
                 enforce_alias_anchor_ratio: false,
             },
-            alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_EVENTS_FROM_ALIASES },
+            alias_limits: serde_saphyr::alias_limits! {
+                max_total_replayed_events: MAX_EVENTS_FROM_ALIASES
+            },
             legacy_octal_numbers: true,
             with_snippet: false,
         };
         serde_saphyr::from_str_with_options(text, options).map_err(|error| {
             let location = error.location().unwrap_or(Location::UNKNOWN);
             let message =
-                error.render_with_formatter(&UserMessageFormatter.with_localizer(&LocationApart));
+                error.render_with_formatter(&UserMessageFormatter.with_localizer(&WithoutLocation));
             let field =
                 field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
-            Place { file, location }.error(Problem::Yaml { field, message })
+            FileLocation { file, location }.error(RulesErrorKind::Yaml { field, message })
         })
     }
 }
 
 impl RawLimit {
-    pub(super) fn validated(&self, algorithm: Algorithm) -> Result<Limit, Problem> {
+    /// Returns the limit, or the error of its fields.
+    pub(super) fn validate(&self, algorithm: Algorithm) -> Result<Limit, RulesErrorKind> {
         match (self.unlimited, self.unit) {
             (true, None) => Ok(Limit::Unlimited),
-            (true, Some(unit)) => Err(Problem::UnlimitedUnit(unit)),
-            (false, None) => Err(Problem::NoUnit),
+            (true, Some(unit)) => Err(RulesErrorKind::UnlimitedWithUnit(unit)),
+            (false, None) => Err(RulesErrorKind::MissingUnit),
             (false, Some(unit)) => {
-                let requests = self.requests_per_unit.ok_or(Problem::NoRequests)?;
+                let requests = self.requests_per_unit.ok_or(RulesErrorKind::MissingRequests)?;
                 let limit =
                     Limit::new(algorithm, requests, self.unit_multiplier.unwrap_or(1), unit);
                 limit.map_err(|error| {
-                    let of_window = matches!(error, QuotaError::Window(_));
+                    let is_window = matches!(error, QuotaError::Window(_));
                     let field =
-                        if of_window { "unit and unit_multiplier" } else { "requests_per_unit" };
-                    Problem::Quota { field, error }
+                        if is_window { "unit and unit_multiplier" } else { "requests_per_unit" };
+                    RulesErrorKind::Quota { field, error }
                 })
             }
         }
@@ -154,7 +157,7 @@ fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::E
     let found = Unit::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(&name));
     match found {
         None if !name.is_empty() => Err(D::Error::custom(format!(
-            "{name:?} is no unit: it must be one of {}",
+            "{name:?} is not a unit: it must be one of {}",
             Unit::names()
         ))),
         found => Ok(found),
@@ -166,14 +169,14 @@ fn requests<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D
         .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
 }
 
-fn units<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+fn multiplier<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
     match Option::deserialize(deserializer) {
-        Ok(units) if units != Some(0) => Ok(units),
+        Ok(multiplier) if multiplier != Some(0) => Ok(multiplier),
         _ => Err(D::Error::custom(format!("must be a whole number from 1 to {}", u32::MAX))),
     }
 }
 
-/// The name of the field whose value stands at a location.
+/// Returns the name of the field whose value is at a location.
 fn field_before(text: &str, location: Location) -> Option<&str> {
     let line = text.lines().nth(usize::try_from(location.line().checked_sub(1)?).ok()?)?;
     let column = usize::try_from(location.column().checked_sub(1)?).ok()?;
@@ -182,10 +185,10 @@ fn field_before(text: &str, location: Location) -> Option<&str> {
     before.rsplit(|character: char| !(character.is_ascii_lowercase() || character == '_')).next()
 }
 
-/// The line stands before the message, as in all our errors, and not once more behind it.
-struct LocationApart;
+/// Omits the location from the message, because [`FileLocation::error`] puts it in front.
+struct WithoutLocation;
 
-impl Localizer for LocationApart {
+impl Localizer for WithoutLocation {
     fn attach_location<'a>(&self, message: Cow<'a, str>, _: Location) -> Cow<'a, str> {
         message
     }

@@ -1,11 +1,9 @@
-//! The sample file case by case, what ratelimit's rules are beyond it, and what is refused.
-
-use tidegate::Key;
+//! Tests of the rules: the sample file, further features of ratelimit, and invalid files.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use tidegate::MAX_KEY_BYTES;
+use tidegate::{Key, MAX_KEY_BYTES};
 
 use super::raw::MAX_TEXT_BYTES;
 use super::*;
@@ -24,16 +22,16 @@ fn sample() -> Rules {
     load(SAMPLE).expect("the sample loads")
 }
 
-/// Of one domain `d`, with these descriptors.
+/// Returns the rules of the domain `d` with these descriptors.
 fn rules(descriptors: &str) -> Rules {
     load(&format!("domain: d\ndescriptors: {descriptors}")).expect("the rules load")
 }
 
-fn refused(text: &str) -> String {
-    load(text).expect_err("refused").to_string()
+fn load_error(text: &str) -> String {
+    load(text).expect_err("an error").to_string()
 }
 
-fn found<'a>(rules: &'a Rules, entries: &[(&str, &str)]) -> Found<'a> {
+fn found<'a>(rules: &'a Rules, entries: &[(&str, &str)]) -> MatchedRule<'a> {
     rules.domains().find_map(|domain| rules.find(domain, entries.iter().copied())).expect("a rule")
 }
 
@@ -44,7 +42,7 @@ fn metric(rules: &Rules, entries: &[(&str, &str)]) -> String {
 fn requests_and_unit(limit: &Limit) -> (u64, Unit) {
     match limit {
         Limit::Unlimited => panic!("unlimited"),
-        Limit::Never(unit, _) => (0, *unit),
+        Limit::Zero(unit, _) => (0, *unit),
         Limit::Quota(unit, quota) => (quota.limit(), *unit),
     }
 }
@@ -54,7 +52,7 @@ fn limit_of(rules: &Rules, entries: &[(&str, &str)]) -> (u64, Unit) {
 }
 
 #[test]
-fn a_value_of_its_own_comes_before_the_key_alone() {
+fn exact_value_takes_precedence_over_the_key_alone() {
     let rules = sample();
     assert_eq!(limit_of(&rules, &[("remote_address", "198.51.100.1")]), (10, Unit::Second));
     assert_eq!(limit_of(&rules, &[("remote_address", "203.0.113.66")]), (0, Unit::Second));
@@ -62,12 +60,12 @@ fn a_value_of_its_own_comes_before_the_key_alone() {
 }
 
 #[test]
-fn a_value_that_is_listed_without_a_limit_is_not_limited_by_the_key_alone() {
+fn listed_value_without_a_limit_does_not_fall_back_to_the_key() {
     assert!(sample().find("edge", [("remote_address", "203.0.113.2")]).is_none());
 }
 
 #[test]
-fn only_the_node_where_the_last_entry_ends_limits() {
+fn only_the_node_of_the_last_entry_limits() {
     let rules = sample();
     let (outer, inner) = (("message_type", "marketing"), ("to_number", "2065550100"));
     assert_eq!(limit_of(&rules, &[outer]), (100, Unit::Minute));
@@ -80,7 +78,7 @@ fn only_the_node_where_the_last_entry_ends_limits() {
 }
 
 #[test]
-fn a_descriptor_never_turns_back_for_another_branch() {
+fn search_never_backtracks() {
     let rules = sample();
     let language = ("language", "en");
     assert_eq!(limit_of(&rules, &[("message_type", "receipt"), language]), (7, Unit::Week));
@@ -88,7 +86,7 @@ fn a_descriptor_never_turns_back_for_another_branch() {
 }
 
 #[test]
-fn wildcards_come_after_the_exact_value_in_the_order_of_the_file() {
+fn wildcards_are_tried_after_the_exact_value_in_file_order() {
     let rules = sample();
     for (path, limit) in [
         ("/api/v2/items", (2, Unit::Minute)),
@@ -105,7 +103,7 @@ fn wildcards_come_after_the_exact_value_in_the_order_of_the_file() {
 }
 
 #[test]
-fn a_wildcard_never_uses_the_same_text_twice() {
+fn parts_of_a_wildcard_do_not_overlap() {
     let rules = rules("[{key: k, value: ab*ba, rate_limit: {unit: day, requests_per_unit: 1}}]");
     for (value, matches) in
         [("abba", true), ("ab-ba", true), ("aba", false), ("ab", false), ("abab", false)]
@@ -115,7 +113,7 @@ fn a_wildcard_never_uses_the_same_text_twice() {
 }
 
 #[test]
-fn key_and_value_are_matched_as_one_text_as_in_ratelimit() {
+fn key_and_value_are_matched_as_one_text() {
     let rules = rules("[{key: a_b, rate_limit: {unit: day, requests_per_unit: 1}}]");
     let whole = rules.find("d", [("a_b", "x")]).expect("by the key");
     let split = rules.find("d", [("a", "b")]).expect("by key and value");
@@ -124,14 +122,14 @@ fn key_and_value_are_matched_as_one_text_as_in_ratelimit() {
 }
 
 #[test]
-fn without_share_threshold_every_value_of_a_wildcard_has_its_own_count() {
+fn values_of_a_wildcard_have_separate_counters() {
     let rules = sample();
     assert_eq!(found(&rules, &[("path", "/api/a")]).key, "edge|path=/api/a");
     assert_eq!(found(&rules, &[("path", "/api/b")]).key, "edge|path=/api/b");
 }
 
 #[test]
-fn with_share_threshold_all_values_of_a_wildcard_have_one_count() {
+fn values_share_a_counter_with_share_threshold() {
     let rules = sample();
     let (a, b) = (("file", "files/a.pdf"), ("file", "files/b/c.csv"));
     assert_eq!(found(&rules, &[a]).key, "edge|file=files/*");
@@ -142,7 +140,7 @@ fn with_share_threshold_all_values_of_a_wildcard_have_one_count() {
 }
 
 #[test]
-fn metrics_have_the_names_of_ratelimits_statistics() {
+fn metrics_are_named_like_the_statistics_of_ratelimit() {
     let rules = sample();
     for (entries, name) in [
         (&[("remote_address", "198.51.100.1")][..], "edge.remote_address"),
@@ -153,13 +151,13 @@ fn metrics_have_the_names_of_ratelimits_statistics() {
         ),
         (&[("path", "/api/v1/items")], "edge.path_/api/*"),
         (&[("file", "files/a.pdf")], "edge.file_files/*"),
-        // value_to_metric shows the value, but not of what is counted together.
+        // value_to_metric adds the value, except where values share a counter.
         (
             &[("route", "cart"), ("method", "POST"), ("user", "ann")],
             "edge.route_cart.method_POST.user",
         ),
         (&[("shared_route", "api/v1"), ("method", "GET")], "edge.shared_route_api/*.method"),
-        // detailed_metric shows every value, but again not of what is counted together.
+        // detailed_metric adds every value, except where values share a counter.
         (&[("tenant", "acme"), ("user", "ann")], "edge.tenant_acme.user_ann"),
         (&[("tenant", "acme"), ("user", "")], "edge.tenant_acme.user"),
         (&[("file", "files/a.pdf"), ("user", "ann")], "edge.file_files/*.user_ann"),
@@ -169,7 +167,7 @@ fn metrics_have_the_names_of_ratelimits_statistics() {
 }
 
 #[test]
-fn modes_names_and_replacements_are_read() {
+fn modes_names_and_replacements_are_loaded() {
     let rules = sample();
     let vip = found(&rules, &[("message_type", "marketing"), ("to_number", "2061234567")]).rule;
     assert_eq!(vip.mode, RuleMode::Shadow);
@@ -181,7 +179,7 @@ fn modes_names_and_replacements_are_read() {
 }
 
 #[test]
-fn rules_are_listed_in_the_order_of_the_file_and_domains_by_name() {
+fn rules_are_listed_in_file_order_and_domains_by_name() {
     let rules = sample();
     assert_eq!(rules.rules().count(), SAMPLE.matches("rate_limit:").count());
     let first: Vec<&str> = rules.rules().take(2).map(|rule| rule.path.as_str()).collect();
@@ -193,7 +191,7 @@ fn rules_are_listed_in_the_order_of_the_file_and_domains_by_name() {
 }
 
 #[test]
-fn each_unit_has_its_fixed_length() {
+fn units_have_fixed_lengths() {
     for (unit, seconds) in
         Unit::ALL.into_iter().zip([1, 60, 3_600, 86_400, 604_800, 2_592_000, 31_536_000])
     {
@@ -206,19 +204,19 @@ fn each_unit_has_its_fixed_length() {
 }
 
 #[test]
-fn a_window_may_be_several_units_long() {
+fn window_may_span_several_units() {
     let rules = rules(
         "[{key: k, rate_limit: {unit: minute, unit_multiplier: 10, requests_per_unit: 3}},
           {key: never, rate_limit: {unit: hour, unit_multiplier: 2, requests_per_unit: 0}}]",
     );
     let quota = Quota::fixed_window(3, Duration::from_secs(600)).expect("valid");
     assert_eq!(found(&rules, &[("k", "v")]).rule.limit, Limit::Quota(Unit::Minute, quota));
-    let two_hours = Limit::Never(Unit::Hour, Duration::from_secs(7_200));
+    let two_hours = Limit::Zero(Unit::Hour, Duration::from_secs(7_200));
     assert_eq!(found(&rules, &[("never", "v")]).rule.limit, two_hours);
 }
 
 #[test]
-fn an_algorithm_by_name_comes_before_the_one_for_all() {
+fn algorithm_of_a_named_rule_takes_precedence() {
     let files = [("rules.yaml".to_owned(), SAMPLE.to_owned())];
     let algorithms = BTreeMap::from([("marketing".to_owned(), Algorithm::TokenBucket)]);
     let rules =
@@ -232,23 +230,24 @@ fn an_algorithm_by_name_comes_before_the_one_for_all() {
 }
 
 #[test]
-fn an_algorithm_for_a_name_that_no_rule_has_is_refused_with_the_names_there_are() {
-    let refused = |text: &str| {
+fn algorithm_for_an_unknown_rule_is_an_error_with_the_known_names() {
+    let error = |text: &str| {
         let algorithms = BTreeMap::from([("exprot".to_owned(), Algorithm::TokenBucket)]);
         let files = [("rules.yaml".to_owned(), text.to_owned())];
-        Rules::load(&files, Algorithm::FixedWindow, &algorithms).expect_err("refused").to_string()
+        Rules::load(&files, Algorithm::FixedWindow, &algorithms).expect_err("an error").to_string()
     };
     assert_eq!(
-        refused(SAMPLE),
+        error(SAMPLE),
         "envoy.algorithms: no rule is named \"exprot\": \
          the names in the files are marketing, marketing-to-one, marketing-to-vip"
     );
-    assert!(refused("domain: d").ends_with("no rule of the files has a rate_limit.name"));
+    assert!(error("domain: d").ends_with("no rule of the files has a rate_limit.name"));
 }
 
 #[test]
-fn a_limit_that_its_algorithm_cannot_keep_is_refused_with_the_reason() {
-    let text = "domain: d\ndescriptors:\n- key: k\n  rate_limit:\n    unit: day\n    requests_per_unit: 10000001\n";
+fn limit_that_the_algorithm_does_not_support_is_an_error() {
+    let text = "domain: d\ndescriptors:\n- key: k\n  rate_limit:\n    unit: day\n    \
+                requests_per_unit: 10000001\n";
     let files = [("rules.yaml".to_owned(), text.to_owned())];
     assert!(Rules::load(&files, Algorithm::FixedWindow, &BTreeMap::new()).is_ok());
     let error = Rules::load(&files, Algorithm::SlidingLog, &BTreeMap::new())
@@ -263,17 +262,17 @@ fn a_limit_that_its_algorithm_cannot_keep_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_domain_in_two_files_is_refused_with_both_names() {
+fn domain_in_two_files_is_an_error_with_both_names() {
     let files = ["one.yaml", "two.yaml"].map(|file| (file.to_owned(), "domain: d".to_owned()));
     let error = Rules::load(&files, Algorithm::FixedWindow, &BTreeMap::new()).expect_err("twice");
     assert_eq!(
         error.to_string(),
-        "two.yaml: domain \"d\" is in one.yaml already: keep each domain in one file"
+        "two.yaml: domain \"d\" is already defined in one.yaml: keep each domain in one file"
     );
 }
 
 #[test]
-fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
+fn errors_have_the_line_and_a_fix() {
     let limit =
         |fields: &str| format!("domain: d\ndescriptors:\n- key: k\n  rate_limit:\n{fields}");
     for (text, error) in [
@@ -283,7 +282,7 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
         ("domain: d\ndescriptors:\n- key:".to_owned(), "rules.yaml:3: key is missing or empty"),
         (
             "domain: d\ndescriptors:\n- key: k\n  value: v\n- key: k_v".to_owned(),
-            "rules.yaml:5: descriptor \"d.k_v\" is there already: merge the two",
+            "rules.yaml:5: descriptor \"d.k_v\" is duplicated: merge the two",
         ),
         (
             "domain: d\ndescriptors:\n- {key: k, value: v, share_threshold: true}".to_owned(),
@@ -299,7 +298,7 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
         ),
         (
             limit("    unit: fortnight"),
-            "rules.yaml:5: unit: \"fortnight\" is no unit: it must be one of second, minute,",
+            "rules.yaml:5: unit: \"fortnight\" is not a unit: it must be one of second, minute,",
         ),
         (limit("    unit: day"), "rules.yaml:5: rate_limit.requests_per_unit is missing: write 0"),
         (
@@ -324,7 +323,7 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
         ),
         (
             limit("    unlimited: true\n    unit: day"),
-            "rules.yaml:5: rate_limit has both unlimited and the unit day: take one of them out",
+            "rules.yaml:5: rate_limit has both unlimited and the unit day: remove one of them",
         ),
         (
             limit("    unlimited: true\n    replaces: [{}]"),
@@ -361,14 +360,14 @@ fn what_is_wrong_in_a_file_is_told_with_its_line_and_what_would_be_right() {
         ),
         ("domain: [".to_owned(), "rules.yaml:1: "),
     ] {
-        let message = refused(&text);
+        let message = load_error(&text);
         assert!(message.starts_with(error), "{text}\n{message}");
         assert!(!message.contains('\n') && !message.contains("column"), "{message}");
     }
 }
 
 #[test]
-fn what_ratelimit_takes_for_granted_loads_too() {
+fn yaml_that_ratelimit_accepts_is_accepted() {
     let text = "\
 domain: 7
 descriptors:
@@ -394,7 +393,7 @@ descriptors:
 }
 
 #[test]
-fn one_limit_may_be_repeated_by_a_thousand_rules() {
+fn alias_may_be_used_by_a_thousand_rules() {
     let mut text = "domain: d\ndescriptors:\n".to_owned();
     text.push_str(&"# a comment\n".repeat(100));
     for number in 0..1000 {
@@ -405,18 +404,18 @@ fn one_limit_may_be_repeated_by_a_thousand_rules() {
 }
 
 #[test]
-fn files_made_to_exhaust_the_loader_are_refused() {
+fn files_that_would_exhaust_memory_are_rejected() {
     let deep = format!("domain: d\ndescriptors: {}", "[{key: k, descriptors: ".repeat(10_000));
     assert!(
-        refused(&deep).starts_with("rules.yaml:2: YAML document too large or too complex"),
+        load_error(&deep).starts_with("rules.yaml:2: YAML document too large or too complex"),
         "{}",
-        refused(&deep)
+        load_error(&deep)
     );
     let mut deep_block = "domain: d\ndescriptors:\n".to_owned();
     for indent in (0..200).map(|depth| " ".repeat(2 * depth)) {
         let _ = writeln!(deep_block, "{indent}- key: k\n{indent}  descriptors:");
     }
-    assert!(refused(&deep_block).contains("YAML document too large or too complex"));
+    assert!(load_error(&deep_block).contains("YAML document too large or too complex"));
 
     let mut bomb =
         "domain: d\ndescriptors:\n- key: k0\n  descriptors: &a0 [{key: a}, {key: b}]\n".to_owned();
@@ -427,19 +426,19 @@ fn files_made_to_exhaust_the_loader_are_refused() {
         let _ = writeln!(bomb, "- key: k{level}\n  descriptors: &a{level} [{twice}]");
     }
     assert!(
-        refused(&bomb).contains("YAML document too large or too complex"),
+        load_error(&bomb).contains("YAML document too large or too complex"),
         "{}",
-        refused(&bomb)
+        load_error(&bomb)
     );
 
     let long = format!("domain: d\ndescriptors:\n- key: {}", "k".repeat(MAX_TEXT_BYTES + 1));
-    assert_eq!(refused(&long), "rules.yaml:3: key: has 4097 bytes: at most 4096 are allowed");
+    assert_eq!(load_error(&long), "rules.yaml:3: key: has 4097 bytes: at most 4096 are allowed");
     let large = "#".repeat(MAX_FILE_BYTES + 1);
-    assert_eq!(refused(&large), "rules.yaml: has 16777217 bytes: at most 16777216 are allowed");
+    assert_eq!(load_error(&large), "rules.yaml: has 16777217 bytes: at most 16777216 are allowed");
 }
 
 #[test]
-fn two_different_descriptors_never_share_a_count() {
+fn different_descriptors_have_different_keys() {
     let parts = [
         "", "a", "b", "|", "=", "%", "a=b", "a|b", "a|b=c", "%7C", "%25", "\n", "%0A", "\u{85}",
         "é",
@@ -461,7 +460,7 @@ fn two_different_descriptors_never_share_a_count() {
 }
 
 #[test]
-fn what_is_too_long_for_the_store_is_shortened_and_still_differs() {
+fn long_keys_are_shortened_and_stay_distinct() {
     let key = |value: &str| counter_key("d", [("k", value)]);
     let fits = "v".repeat(MAX_KEY_BYTES - "d|k=".len());
     assert_eq!(key(&fits), format!("d|k={fits}"));
@@ -481,13 +480,13 @@ fn what_is_too_long_for_the_store_is_shortened_and_still_differs() {
 }
 
 #[test]
-fn a_shortened_key_never_changes_from_one_release_to_the_next() {
+fn shortened_keys_are_stable_across_releases() {
     let key = counter_key("d", [("k", "v".repeat(600).as_str())]);
     assert_eq!(key, format!("d|k={}%~261ffdbf111bf32794a8e110ea38ae30", "v".repeat(474)));
 }
 
 #[test]
-fn paths_and_metrics_are_fit_for_the_name_of_a_policy() {
+fn paths_and_metrics_are_valid_policy_names() {
     let long = "v".repeat(1000);
     let by_path = format!("{{key: \"k\\n\", value: {long}, rate_limit: {{unlimited: true}}}}");
     let by_metric = "{key: m, detailed_metric: true, rate_limit: {unlimited: true}}";

@@ -82,14 +82,14 @@ fn cluster_promotes_the_replica_of_a_stopped_primary() {
 #[test]
 fn live_connection_turns_read_only() {
     row("READONLY on a live connection", |row| {
-        turn_read_only(row, SentinelDeployment::fail_over_and_demote)
+        turn_read_only(row, SentinelDeployment::fail_over_and_demote);
     });
 }
 
 #[test]
 fn live_connection_turns_read_only_by_hand() {
     row("READONLY, roles swapped by hand", |row| {
-        turn_read_only(row, SentinelDeployment::swap_by_hand)
+        turn_read_only(row, SentinelDeployment::swap_by_hand);
     });
 }
 

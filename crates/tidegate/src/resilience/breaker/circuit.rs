@@ -13,7 +13,7 @@ use crate::store::{ShardId, StoreError};
 const CHAINS: usize = 64;
 /// Number of slots in which the last second is counted.
 const SLOTS: usize = 8;
-const SLOT_DURATION: Duration = Duration::from_millis(125);
+const SLOT_INTERVAL: Duration = Duration::from_millis(125);
 
 /// Circuits of all shards that were ever called: a hash table with chaining that only grows, by one
 /// circuit per node of a cluster. Lookups take no lock.
@@ -168,7 +168,7 @@ impl RecentCalls {
 
     /// Returns the number of the current slot, which starts at 1: 0 marks an unused slot.
     fn current_slot(&self) -> u64 {
-        let slots = self.start.elapsed().as_millis() / SLOT_DURATION.as_millis();
+        let slots = self.start.elapsed().as_millis() / SLOT_INTERVAL.as_millis();
         u64::try_from(slots).unwrap_or(0) % MAX_SLOT_NUMBER + 1
     }
 

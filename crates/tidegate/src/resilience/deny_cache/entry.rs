@@ -1,7 +1,6 @@
 //! [`DenialEntry`]: a cached denial, and the time until which it surely holds.
 
 use std::num::NonZeroU64;
-use std::time::Duration;
 
 use super::key::EntryKey;
 use super::unrecorded::COUNTED_DENIAL_TTL;
@@ -129,9 +128,8 @@ impl DenialEntry {
         if quota.count_denied() {
             // This denial counts as well, so the wait starts again.
             let Self { remaining, retry_after, reset_after, .. } = *self;
-            let verdict =
-                RawDecision { allowed: false, remaining, retry_after, reset_after, delay: 0 };
-            return verdict.into_decision(quota, Source::DenyCache);
+            let raw = RawDecision { allowed: false, remaining, retry_after, reset_after, delay: 0 };
+            return raw.into_decision(quota, Source::DenyCache);
         }
         let drain_time = if self.units == 0 {
             0
@@ -142,14 +140,14 @@ impl DenialEntry {
         let reset_after = shift.saturating_add(self.reset_after).saturating_sub(now);
         // The units that remained at the denial have been requested since.
         let at_denial = if self.units == 0 { self.remaining } else { 0 };
-        let verdict = RawDecision {
+        let raw = RawDecision {
             allowed: false,
             remaining: remaining_now(quota, at_denial, reset_after),
             retry_after: shift.saturating_add(self.retry_after).saturating_sub(now),
             reset_after,
             delay: 0,
         };
-        verdict.into_decision(quota, Source::DenyCache)
+        raw.into_decision(quota, Source::DenyCache)
     }
 }
 
@@ -165,9 +163,8 @@ impl QuotaSnapshot {
     pub(super) fn decision(self, charge: &Charge<'_>, now: u64) -> Decision {
         let reset_after = self.reset_at.saturating_sub(now);
         let remaining = remaining_now(charge.quota(), self.remaining, reset_after);
-        let verdict =
-            RawDecision { remaining, reset_after, ..RawDecision::untouched(charge.quota()) };
-        verdict.into_decision(charge.quota(), Source::DenyCache)
+        let raw = RawDecision { remaining, reset_after, ..RawDecision::untouched(charge.quota()) };
+        raw.into_decision(charge.quota(), Source::DenyCache)
     }
 }
 
@@ -187,8 +184,8 @@ pub(super) fn is_bucket(quota: &Quota) -> bool {
     matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
 }
 
-/// Returns the part of a wait that surely passes by the store's clock: clocks that NTP adjusts
-/// differ in speed by up to one part in 2,000.
+/// Returns the part of a wait that surely passes by the store's clock. NTP changes the speed of a
+/// clock by up to one part in 2,000, so two clocks may drift apart by one part in 1,000.
 fn certain_part(wait: u64) -> u64 {
     wait - wait.div_ceil(1_000)
 }

@@ -8,7 +8,7 @@ use tokio::runtime::Handle;
 use super::Inner;
 use super::entry::{QuotaSnapshot, RequestSnapshot, StoreDenial};
 use super::key::EntryKey;
-use super::table::{DenialTable, Lease, LookupResult, Query};
+use super::table::{CacheQuery, DenialTable, FindResult, Lease};
 use super::unrecorded::Unrecorded;
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
@@ -140,13 +140,13 @@ impl<S: SharedStore> Inner<S> {
         charge: &'a Charge<'a>,
         now: u64,
         request: Option<u128>,
-    ) -> Query<'a> {
+    ) -> CacheQuery<'a> {
         let epoch = self.store.epoch_of(charge);
-        Query { key, charge, epoch, now, request, spends: action == Action::Acquire }
+        CacheQuery { key, charge, epoch, now, request, spends: action == Action::Acquire }
     }
 
     /// Finds an entry, unless entries are stale.
-    fn find(&self, query: &Query<'_>) -> LookupResult {
+    fn find(&self, query: &CacheQuery<'_>) -> FindResult {
         if self.is_fresh(query.now) { self.table.find(query) } else { Err(self.table.lease(query)) }
     }
 

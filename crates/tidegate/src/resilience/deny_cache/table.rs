@@ -57,7 +57,7 @@ pub(super) struct Lease {
 
 /// A charge that is looked up.
 #[derive(Clone, Copy)]
-pub(super) struct Query<'a> {
+pub(super) struct CacheQuery<'a> {
     pub(super) key: EntryKey,
     pub(super) charge: &'a Charge<'a>,
     /// Epoch of the store for this charge.
@@ -69,9 +69,9 @@ pub(super) struct Query<'a> {
     pub(super) spends: bool,
 }
 
-/// A cached denial, with the snapshot of its request if there is one; or a lease to cache the
-/// answer of the store.
-pub(super) type LookupResult = Result<(Decision, Option<Vec<QuotaSnapshot>>), Lease>;
+/// Result of [`DenialTable::find`]: a cached denial, with the snapshot of its request if there is
+/// one; or a lease to cache the answer of the store.
+pub(super) type FindResult = Result<(Decision, Option<Vec<QuotaSnapshot>>), Lease>;
 
 impl CacheShard {
     fn new(sets: usize) -> Self {
@@ -83,8 +83,8 @@ impl CacheShard {
     }
 
     /// Lets a request through to the store.
-    fn lease(&mut self, query: &Query<'_>, set: usize) -> Lease {
-        let Query { key, charge, epoch, now, .. } = *query;
+    fn lease(&mut self, query: &CacheQuery<'_>, set: usize) -> Lease {
+        let CacheQuery { key, charge, epoch, now, .. } = *query;
         let is_bucket = is_bucket(charge.quota());
         let mut lease = Lease {
             key,
@@ -147,7 +147,7 @@ impl DenialTable {
     }
 
     /// Finds the denial that holds for this charge, or else returns a lease.
-    pub(super) fn find(&self, query: &Query<'_>) -> LookupResult {
+    pub(super) fn find(&self, query: &CacheQuery<'_>) -> FindResult {
         let (mut shard, set) = self.lock(query.key.count);
         let Some(entry) = find_entry(&mut shard.sets[set], query) else {
             return Err(shard.lease(query, set));
@@ -162,14 +162,14 @@ impl DenialTable {
     }
 
     /// Returns a lease without a lookup.
-    pub(super) fn lease(&self, query: &Query<'_>) -> Lease {
+    pub(super) fn lease(&self, query: &CacheQuery<'_>) -> Lease {
         let (mut shard, set) = self.lock(query.key.count);
         shard.lease(query, set)
     }
 
     /// Counts a cached denial that the store must record later. Returns whether it is the first one
     /// since the last record.
-    pub(super) fn count_denial(&self, query: &Query<'_>) -> bool {
+    pub(super) fn count_denial(&self, query: &CacheQuery<'_>) -> bool {
         let (mut shard, set) = self.lock(query.key.count);
         let Some(entry) = find_entry(&mut shard.sets[set], query) else { return false };
         let is_first = entry.units == 0;
@@ -298,7 +298,10 @@ impl DenialTable {
 
 /// Finds the entry that denies a charge: the one of the same cost, or, for a count with many costs,
 /// the one of a lower cost with the longest wait.
-fn find_entry<'a>(set: &'a mut [DenialEntry], query: &Query<'_>) -> Option<&'a mut DenialEntry> {
+fn find_entry<'a>(
+    set: &'a mut [DenialEntry],
+    query: &CacheQuery<'_>,
+) -> Option<&'a mut DenialEntry> {
     let cost = query.charge.cost();
     let holds = |entry: &DenialEntry| {
         entry.key.hash == query.key.hash

@@ -10,7 +10,7 @@ use tokio::time::sleep;
 
 use super::Inner;
 use super::key::EntryKey;
-use super::table::Query;
+use super::table::CacheQuery;
 use crate::charge::Charge;
 use crate::store::compensation::OwnedCharge;
 use crate::store::{Action, SharedStore};
@@ -26,7 +26,7 @@ pub(super) type Unrecorded = Vec<(usize, u64)>;
 impl<S: SharedStore> Inner<S> {
     /// Counts a cached denial of a quota that counts denials. The first one starts the timer that
     /// records them.
-    pub(super) fn count_denial(self: &Arc<Self>, action: Action, query: &Query<'_>) {
+    pub(super) fn count_denial(self: &Arc<Self>, action: Action, query: &CacheQuery<'_>) {
         if action != Action::Acquire
             || !query.charge.quota().count_denied()
             || !self.table.count_denial(query)

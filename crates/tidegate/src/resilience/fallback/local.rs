@@ -1,4 +1,5 @@
-//! Decisions in place of the store.
+//! Decisions in place of the store, by the failure policy of each charge: locally by this
+//! instance's share, or fixed (`allow`, `deny`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

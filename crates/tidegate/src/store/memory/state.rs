@@ -206,6 +206,7 @@ impl PackedState {
     }
 
     /// Returns the same state with the lifetime that this quota needs.
+    #[cold]
     pub(super) fn with_lifetime_for(self, kind: CounterKind, quota: &Quota) -> Self {
         let [time, units, parts] = self.0;
         let millis = self.lifetime_for(kind, quota);

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use super::requests::{ItemDecisions, ItemReply, Request, ScriptCall};
+use super::requests::{EncodedRequests, ItemReply, Request, RequestDecisions};
 use crate::charge::Charge;
 use crate::store::StoreError;
 
@@ -24,7 +24,7 @@ pub(super) struct Batch {
 /// Contents of a batch that requests can still join.
 #[derive(Default)]
 struct OpenBatch {
-    script_call: ScriptCall,
+    requests: EncodedRequests,
     waiters: Vec<Waiter>,
 }
 
@@ -44,7 +44,7 @@ enum WaiterState {
 
 /// Contents of a sealed batch.
 pub(super) struct Sealed {
-    pub(super) script_call: ScriptCall,
+    pub(super) requests: EncodedRequests,
     /// Number of requests per item. Items with 0 are not sent.
     pub(super) repeats: Vec<u64>,
     /// Position of each waiter; `None` if its request is not sent.
@@ -82,7 +82,7 @@ pub(super) enum ItemResult {
 
 /// Outcome of a waiter's request.
 pub(super) enum RequestOutcome {
-    Decided(ItemDecisions),
+    Decided(RequestDecisions),
     Failed(StoreError),
     TimedOut,
     Retry,
@@ -109,22 +109,22 @@ impl Batch {
         write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> BatchHandle {
         let mut open = self.open();
-        let item = open.script_call.add(request, slot, write_key);
+        let item = open.requests.add(request, slot, write_key);
         open.waiters.push(Waiter { item, deadline, state: WaiterState::Waiting(None) });
         BatchHandle { batch: Arc::clone(self), index: open.waiters.len() - 1, done: false }
     }
 
     /// Returns the number of charges.
     pub(super) fn charges(&self) -> usize {
-        self.open().script_call.charges()
+        self.open().requests.charges()
     }
 
-    /// Returns the expected time in Redis; see [`ScriptCall::weight`].
+    /// Returns the expected time in Redis; see [`EncodedRequests::weight`].
     pub(super) fn weight(&self) -> usize {
-        self.open().script_call.weight()
+        self.open().requests.weight()
     }
 
-    /// Whether exactly one request has joined.
+    /// Returns whether exactly one request has joined.
     pub(super) fn has_one_waiter(&self) -> bool {
         self.open().waiters.len() == 1
     }
@@ -136,8 +136,8 @@ impl Batch {
     /// Seals the batch, and returns the requests of the waiters that remain.
     pub(super) fn seal(&self, now: Instant) -> Sealed {
         let mut open = self.open();
-        let script_call = std::mem::take(&mut open.script_call);
-        let mut repeats = vec![0; script_call.items().len()];
+        let requests = std::mem::take(&mut open.requests);
+        let mut repeats = vec![0; requests.items().len()];
         let (mut late, mut earliest, mut latest) = (Vec::new(), None::<Instant>, now);
         let position = |waiter: &mut Waiter| {
             let WaiterState::Waiting(waker) = &mut waiter.state else { return None };
@@ -156,7 +156,7 @@ impl Batch {
         let positions = open.waiters.iter_mut().map(position).collect();
         drop(open);
         late.into_iter().for_each(Waker::wake);
-        Sealed { script_call, repeats, positions, earliest, latest }
+        Sealed { requests, repeats, positions, earliest, latest }
     }
 
     /// Wakes the waiters whose deadline has passed. Returns the next deadline.

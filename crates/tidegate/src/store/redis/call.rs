@@ -1,4 +1,5 @@
-//! [`Call`]: one call of a script. It is routed, follows redirects, and is never sent again once it
+//! [`Call`]: one call of a script outside of a batch: for a request that is decided alone, a probe,
+//! a heartbeat or invalidations. It is routed, follows redirects, and is never sent again once it
 //! may have run.
 
 use std::sync::Arc;

@@ -71,7 +71,7 @@ pub(super) async fn query_once(
     }
 }
 
-/// Whether a reply of ROLE is that of a primary.
+/// Returns whether a reply of ROLE is that of a primary.
 pub(super) fn is_primary_role(role: &Value) -> bool {
     let Value::Array(parts) = role else { return false };
     matches!(parts.first(), Some(Value::BulkString(name)) if name == b"master")

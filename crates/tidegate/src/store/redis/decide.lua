@@ -39,20 +39,21 @@
 
 if ARGV[2] ~= '' and server_time > tonumber(ARGV[2]) then return {server_time, 0} end
 
-local reply, replied = {server_time, 1}, 2
+local reply, reply_len = {server_time, 1}, 2
 
 local quotas, at, last, next_key = {}, 4, #ARGV, 1
 for i = 1, tonumber(ARGV[3]) do
   local algorithm, option = algorithms[ARGV[at]], tonumber(ARGV[at + 3])
+  -- The algorithms also keep numbers here that they format as text once per quota.
   quotas[i] = {
     name = ARGV[at],
     algorithm = algorithm,
     limit = tonumber(ARGV[at + 1]),
     window = tonumber(ARGV[at + 2]),
     option = option,
-    count_denied = algorithm.counts_denied and option == 1,
+    count_denied = algorithm.supports_count_denied and option == 1,
     -- Recorded units are capped at ten times the capacity.
-    max_level = math.min(10 * (algorithm.counts_denied and 0 or option), 1e12),
+    max_level = math.min(10 * (algorithm.supports_count_denied and 0 or option), 1e12),
   }
   if quotas[i].max_level == 0 then quotas[i].max_level = math.min(10 * quotas[i].limit, 1e12) end
   at = at + 4
@@ -88,8 +89,8 @@ local function load(key, quota)
   return state, key
 end
 
--- Extends the expiry of a count, which a longer window or a lower rate requires. That is all that
--- a denied request writes.
+-- Extends the expiry of a count, which a longer window or a lower rate requires. A denied request
+-- writes nothing else, unless its denial counts or the clock stepped back.
 local function keep_alive(key, state, quota)
   local ttl = call('PTTL', key)
   if ttl == -2 then return end
@@ -111,9 +112,9 @@ local function grant(key, quota, cost, times)
   else
     granted = math.min(times, floor(remaining / cost))
   end
-  reply[replied + 1], reply[replied + 2] = granted, remaining
-  replied = replied + 2
-  if algorithm.snapshot then replied = algorithm.snapshot(state, quota, reply, replied) end
+  reply[reply_len + 1], reply[reply_len + 2] = granted, remaining
+  reply_len = reply_len + 2
+  if algorithm.snapshot then reply_len = algorithm.snapshot(state, quota, reply, reply_len) end
   if granted > 0 then
     algorithm.spend(state, quota, granted * cost)
     algorithm.save(key, state, quota)
@@ -121,9 +122,9 @@ local function grant(key, quota, cost, times)
     -- The denied acquires come after the grants, so their state includes them.
     state = algorithm.load(key, quota)
   end
-  reply[replied + 1] = algorithm.retry_after(state, quota, cost, 0)
-  reply[replied + 2] = algorithm.reset_after(state, quota, 0)
-  replied = replied + 2
+  reply[reply_len + 1] = algorithm.retry_after(state, quota, cost, 0)
+  reply[reply_len + 2] = algorithm.reset_after(state, quota, 0)
+  reply_len = reply_len + 2
   if state.stepped_back then
     algorithm.spend(state, quota, 0)
     save(key, state, quota)
@@ -136,9 +137,10 @@ end
 -- because Lua would create all of these functions in every call.
 local function make_decide_group()
   local function answer(allowed, remaining, retry_after, reset_after, delay)
-    reply[replied + 1], reply[replied + 2], reply[replied + 3] = allowed, remaining, retry_after
-    reply[replied + 4], reply[replied + 5] = reset_after, delay
-    replied = replied + 5
+    reply[reply_len + 1], reply[reply_len + 2] = allowed, remaining
+    reply[reply_len + 3], reply[reply_len + 4] = retry_after, reset_after
+    reply[reply_len + 5] = delay
+    reply_len = reply_len + 5
   end
 
   -- Answers with the current state, without a spend.
@@ -157,8 +159,9 @@ local function make_decide_group()
       answer(0, remaining, retry_after, algorithm.reset_after(state, quota, spend), 0)
     elseif all_fit then
       spend = cost
-      -- A take records units that were already used, so there is nothing to delay.
-      local delay = algorithm.delay and action ~= 'charge-up-to' and algorithm.delay(state, quota) or 0
+      -- A charge-up-to is for requests that were already served, so there is nothing to delay.
+      local is_delayed = algorithm.delay and action ~= 'charge-up-to'
+      local delay = is_delayed and algorithm.delay(state, quota) or 0
       answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
     else
       answer_unspent(charge)
@@ -242,10 +245,10 @@ end
 -- State of the loop: start of the current request's reply, and the acquires of an acquire-each that
 -- are left. It moves past a request before the request is decided, so that after an error the loop
 -- can continue with the next one.
-local reply_start, each_left, quota, cost, decide_group = replied, 0, nil, nil, nil
+local reply_start, each_left, quota, cost, decide_group = reply_len, 0, nil, nil, nil
 local function decide_rest()
   while true do
-    reply_start = replied
+    reply_start = reply_len
     if each_left > 0 then
       each_left, next_key = each_left - 1, next_key + 1
       grant(KEYS[next_key - 1], quota, cost, 1)
@@ -291,6 +294,6 @@ while true do
   local is_only_request = reply_start == 2 and each_left == 0 and at > last
   if is_only_request and is_server_condition(text) then error(failure, 0) end
   for i = #reply, reply_start + 2, -1 do reply[i] = nil end
-  replied = reply_start + 1
-  reply[replied] = text
+  reply_len = reply_start + 1
+  reply[reply_len] = text
 end

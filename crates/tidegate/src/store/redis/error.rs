@@ -168,7 +168,7 @@ pub(super) fn item_error(reason: &str) -> StoreError {
     }
 }
 
-/// Whether a script's error text says that the server is a read-only replica.
+/// Returns whether a script's error text says that the server is a read-only replica.
 pub(super) fn is_readonly(reason: &str) -> bool {
     reason.starts_with("READONLY ") || reason.contains("-READONLY ")
 }

@@ -8,7 +8,7 @@ use tokio::time::timeout_at;
 use super::Shared;
 use super::call::CallError;
 use super::invalidation::PendingInvalidation;
-use super::requests::{ItemDecisions, Operation, Request};
+use super::requests::{Operation, Request, RequestDecisions};
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Timestamp;
@@ -81,7 +81,7 @@ async fn decide_cross_slot(
     Ok(scatter(groups, decide_in_order(&cross_slot, action).await?))
 }
 
-fn into_decisions(decided: ItemDecisions, charges: &[Charge<'_>]) -> Vec<Decision> {
+fn into_decisions(decided: RequestDecisions, charges: &[Charge<'_>]) -> Vec<Decision> {
     let into_decision = |(raw, charge): (RawDecision, &Charge<'_>)| {
         raw.into_decision(charge.quota(), Source::Store)
     };

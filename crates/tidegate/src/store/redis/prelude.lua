@@ -8,6 +8,7 @@
 
 local call, floor = redis.call, math.floor
 
+-- Formats an integer with all of its digits.
 local function whole(number)
   return string.format('%.0f', number)
 end

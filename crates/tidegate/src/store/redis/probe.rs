@@ -1,4 +1,5 @@
-//! Probes, which check whether a node can decide, and the store's internal keys.
+//! Probes, which check whether a shard can decide; the shard of a charge; and the store's internal
+//! keys.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use redis::Value;
 use super::Shared;
 use super::call::{Call, CallError, ScriptReply};
 use super::node::NodeClient;
-use super::requests::{Operation, Request, ScriptCall};
+use super::requests::{EncodedRequests, Operation, Request};
 use super::script::Script;
 use super::server_clock::ServerClock;
 use super::slot::{SLOTS, slot_of};
@@ -47,14 +48,13 @@ impl Shared {
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
         let request = Request { operation: Operation::Apply(Action::Acquire), charges: &charge };
-        let script_call = ScriptCall::one(&request, slot_of(&key), |text, _| text.push_str(&key));
-        let call = self.call(script_call.script(&[0]), &key);
+        let encoded = EncodedRequests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
+        let call = self.call(encoded.script(&[0]), &key);
         let deadline = Instant::now() + self.timeout;
-        let command = |clock: &ServerClock| {
-            script_call.command(&[0], |_| 1, &self.server_times(clock, deadline))
-        };
+        let command =
+            |clock: &ServerClock| encoded.command(&[0], |_| 1, &self.server_times(clock, deadline));
         let read = |reply: Value| {
-            let reply = script_call.read(&[0], |_| 1, reply)?;
+            let reply = encoded.read(&[0], |_| 1, reply)?;
             let result = reply.items.map_or(ScriptReply::Late, |_| ScriptReply::Answer(()));
             Ok((Some(reply.now), result))
         };

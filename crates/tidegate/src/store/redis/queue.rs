@@ -1,9 +1,10 @@
 //! Group commit: decisions that arrive while a call to their node is in flight share the next call.
 //!
-//! With no call in flight, the first caller becomes the leader: it yields once so that other ready
-//! tasks can join its batch, then sends it, in its own task if nothing has joined. All other
-//! callers join the open batch. A separate task sends it as soon as a call completes, so a
-//! cancelled caller does not affect the others.
+//! With no call in flight, the first caller becomes the leader and yields once so that other ready
+//! tasks can join its batch. If none has joined, the leader makes a [`Call`](super::call::Call) for
+//! its own request. Otherwise a separate task sends the batch, so that a cancelled caller does not
+//! affect the others. Callers that arrive during a call join the next batch, which is sent as soon
+//! as the call completes.
 //!
 //! A watchdog sends a batch that has waited for [`MAX_LINGER`] although calls are in flight: they
 //! may be slow, or belong to a future that is neither polled nor dropped.
@@ -76,8 +77,8 @@ const MAX_IN_FLIGHT: usize = 2;
 /// Number of charges for which a second concurrent call is worth its cost. Fewer wait for the first
 /// call: a call costs Redis, and us, as much as several decisions.
 const MIN_CONCURRENT_BATCH: usize = 64;
-/// Maximum [`weight`](super::requests::ScriptCall::weight) of one call: less than a millisecond of
-/// Redis's time, during which Redis serves no other client.
+/// Maximum [`weight`](super::requests::EncodedRequests::weight) of one call: less than a
+/// millisecond of Redis's time, during which Redis serves no other client.
 const MAX_BATCH_WEIGHT: usize = 128;
 /// Maximum number of loads of a script for one batch.
 const MAX_SCRIPT_LOADS: usize = 3;
@@ -214,7 +215,7 @@ impl QueueState {
 
     /// Returns the next batch to send with this permit. Without a batch the permit is released; a
     /// revoked permit gets no batch.
-    fn next(&mut self, permit: u64) -> Option<InFlightBatch> {
+    fn next_batch(&mut self, permit: u64) -> Option<InFlightBatch> {
         let index = self.in_flight.iter().position(|held| *held == permit)?;
         self.in_flight.remove(index);
         let (batch, _) = self.open.pop_front()?;
@@ -225,7 +226,7 @@ impl QueueState {
 
 impl Drop for InFlightPermit {
     fn drop(&mut self) {
-        let next = self.node.queue().state().next(self.number);
+        let next = self.node.queue().state().next_batch(self.number);
         if let Some(batch) = next {
             let permit = InFlightPermit {
                 number: self.number,
@@ -243,7 +244,7 @@ impl InFlightPermit {
         let mut next = Some(first);
         while let Some(batch) = next {
             self.send_batch(&batch).await;
-            next = self.node.queue().state().next(self.number);
+            next = self.node.queue().state().next_batch(self.number);
         }
     }
 
@@ -272,10 +273,10 @@ impl InFlightPermit {
     /// Sends a sealed batch, and returns the result of each item. On a cluster a call has the keys
     /// of one slot, so the batch is a pipeline with one call per slot.
     async fn send(&self, sealed: &Sealed) -> Vec<ItemResult> {
-        let mut results = vec![ItemResult::RetryAlone; sealed.script_call.items().len()];
+        let mut results = vec![ItemResult::RetryAlone; sealed.requests.items().len()];
         let mut calls = group_by_call(sealed, self.shared.topology.state().is_cluster());
         for _ in 0..=MAX_SCRIPT_LOADS {
-            let loads = |items: &Vec<usize>| self.node.load_count(sealed.script_call.script(items));
+            let loads = |items: &Vec<usize>| self.node.load_count(sealed.requests.script(items));
             let loads: Vec<u64> = calls.iter().map(loads).collect();
             let replies = match self.attempt(sealed, &calls).await {
                 Ok(replies) => replies,
@@ -289,9 +290,7 @@ impl InFlightPermit {
             for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
                 let loaded = match reply {
                     Err(AttemptError::Server(ServerError::NoScript)) => {
-                        self.node
-                            .load(sealed.script_call.script(&items), loads, sealed.latest)
-                            .await
+                        self.node.load(sealed.requests.script(&items), loads, sealed.latest).await
                     }
                     Err(error) => Err(error),
                     Ok(item_results) => {
@@ -304,8 +303,7 @@ impl InFlightPermit {
                 match loaded {
                     Ok(()) => calls_to_retry.push(items),
                     Err(error) => {
-                        let result =
-                            self.result_of(sealed.script_call.items()[items[0]].slot, error);
+                        let result = self.result_of(sealed.requests.items()[items[0]].slot, error);
                         for item in items {
                             results[item] = result.clone();
                         }
@@ -330,8 +328,7 @@ impl InFlightPermit {
         let server_times =
             self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
         let repeats = |item: usize| sealed.repeats[item];
-        let command =
-            |items: &Vec<usize>| sealed.script_call.command(items, repeats, &server_times);
+        let command = |items: &Vec<usize>| sealed.requests.command(items, repeats, &server_times);
         let (sent, replies);
         if let [items] = calls {
             let command = command(items);
@@ -350,7 +347,7 @@ impl InFlightPermit {
         }
         let received = Instant::now();
         let read = |(items, reply): (&Vec<usize>, Result<Value, AttemptError>)| {
-            let reply = match sealed.script_call.read(items, repeats, reply?) {
+            let reply = match sealed.requests.read(items, repeats, reply?) {
                 Ok(reply) => reply,
                 Err(error) => return Ok(vec![ItemResult::Failed(error); items.len()]),
             };
@@ -403,7 +400,7 @@ fn group_by_call(sealed: &Sealed, is_cluster: bool) -> Vec<Vec<usize>> {
     if !is_cluster {
         return vec![to_send.collect()];
     }
-    let slot = |item: &usize| sealed.script_call.items()[*item].slot;
+    let slot = |item: &usize| sealed.requests.items()[*item].slot;
     let mut by_slot: Vec<usize> = to_send.collect();
     by_slot.sort_by_key(slot);
     by_slot.chunk_by(|one, other| slot(one) == slot(other)).map(<[usize]>::to_vec).collect()

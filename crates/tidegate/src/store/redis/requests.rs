@@ -1,5 +1,5 @@
-//! [`ScriptCall`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, and its
-//! decoded reply. decide.lua documents the protocol.
+//! [`EncodedRequests`]: the requests of one call, encoded as KEYS and ARGV of decide.lua; and
+//! [`CallReply`]: its decoded reply. decide.lua documents the protocol.
 //!
 //! Equal acquires of one charge share one item, which is sent once with their number.
 
@@ -35,7 +35,7 @@ pub(super) enum Operation {
 
 /// Encoded requests of one call. It borrows nothing, so that it can outlive its callers.
 #[derive(Default)]
-pub(super) struct ScriptCall {
+pub(super) struct EncodedRequests {
     /// The Redis keys, concatenated.
     keys: String,
     charges: Vec<EncodedCharge>,
@@ -60,13 +60,14 @@ pub(super) struct Item {
 enum RequestKind {
     /// Acquire of one charge, which equal requests can share.
     Acquire,
+    /// Any other operation, on one or more charges.
     Group(Operation),
 }
 
 struct EncodedCharge {
-    /// Range of its key in [`ScriptCall::keys`].
+    /// Range of its key in [`EncodedRequests::keys`].
     key: Range<usize>,
-    /// Index into [`ScriptCall::quotas`].
+    /// Index into [`EncodedRequests::quotas`].
     quota: usize,
     cost: u64,
     /// Time of the charge to refund, by the store's own clock; 0 if unknown.
@@ -103,7 +104,7 @@ pub(super) enum ItemReply {
 }
 
 /// Decision per charge of one request.
-pub(super) enum ItemDecisions {
+pub(super) enum RequestDecisions {
     One(RawDecision),
     Many(Vec<RawDecision>),
 }
@@ -136,10 +137,10 @@ impl ItemReply {
         &self,
         request: &Request<'_>,
         preceding: u64,
-    ) -> Result<ItemDecisions, StoreError> {
+    ) -> Result<RequestDecisions, StoreError> {
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(ItemDecisions::One(grants.decision(charge.quota(), charge.cost(), preceding)))
+                Ok(RequestDecisions::One(grants.decision(charge.quota(), charge.cost(), preceding)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not compute the state of a key that it has deleted.
@@ -147,15 +148,15 @@ impl ItemReply {
                 if request.operation == Operation::Apply(Action::Reset) =>
             {
                 let untouched = |charge: &Charge<'_>| RawDecision::untouched(charge.quota());
-                Ok(ItemDecisions::Many(charges.iter().map(untouched).collect()))
+                Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
             }
-            (Self::Decisions(decisions), _) => Ok(ItemDecisions::Many(decisions.clone())),
+            (Self::Decisions(decisions), _) => Ok(RequestDecisions::Many(decisions.clone())),
             (Self::Error(reason), _) => Err(item_error(reason)),
         }
     }
 }
 
-impl ItemDecisions {
+impl RequestDecisions {
     pub(super) fn into_vec(self) -> Vec<RawDecision> {
         match self {
             Self::One(decision) => vec![decision],
@@ -209,16 +210,16 @@ impl EncodedQuota {
     }
 }
 
-impl ScriptCall {
+impl EncodedRequests {
     /// Encodes a single request.
     pub(super) fn one(
         request: &Request<'_>,
         slot: u16,
         write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> Self {
-        let mut script_call = Self::default();
-        script_call.add(request, slot, write_key);
-        script_call
+        let mut requests = Self::default();
+        requests.add(request, slot, write_key);
+        requests
     }
 
     /// Adds a request, or finds an item of equal requests. Returns the index of the item.
@@ -245,7 +246,8 @@ impl ScriptCall {
             let key = |charge: usize| &self.keys[self.charges[charge].key.clone()];
             let is_equal = |item: &usize| {
                 let charge = self.items[*item].charges.start;
-                self.has_equal_terms(charge, first_charge) && key(charge) == key(first_charge)
+                self.has_equal_quota_and_cost(charge, first_charge)
+                    && key(charge) == key(first_charge)
             };
             let hash = self.hasher.hash_one(key(first_charge));
             if let Some(equal_item) = self.shareable.find(hash, is_equal).copied() {
@@ -267,9 +269,9 @@ impl ScriptCall {
         new_item
     }
 
-    /// Whether two charges have the same quota and cost. Compares quotas by value, because the same
-    /// quota may have two indices; see [`MAX_QUOTA_SCAN`].
-    fn has_equal_terms(&self, left: usize, right: usize) -> bool {
+    /// Returns whether two charges have the same quota and cost. Compares quotas by value, because
+    /// the same quota may have two indices; see [`MAX_QUOTA_SCAN`].
+    fn has_equal_quota_and_cost(&self, left: usize, right: usize) -> bool {
         let (left, right) = (&self.charges[left], &self.charges[right]);
         self.quotas[left.quota] == self.quotas[right.quota] && left.cost == right.cost
     }
@@ -372,7 +374,7 @@ impl ScriptCall {
                     for charge in self.charges_of(*item) {
                         command.arg(numbers[charge.quota]).arg(charge.cost);
                         if operation == Operation::Apply(Action::Refund) {
-                            command.arg(server_times.of_charge(charge.charged_at));
+                            command.arg(server_times.to_server_time(charge.charged_at));
                         }
                     }
                 }
@@ -475,9 +477,8 @@ mod tests {
 
     use super::*;
 
-    fn add(script_call: &mut ScriptCall, operation: Operation, charges: &[Charge<'_>]) -> usize {
-        script_call
-            .add(&Request { operation, charges }, 7, |text, charge| text.push_str(charge.key()))
+    fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
+        requests.add(&Request { operation, charges }, 7, |text, charge| text.push_str(charge.key()))
     }
 
     fn arguments(command: &Cmd) -> Vec<String> {
@@ -498,24 +499,24 @@ mod tests {
             .and_then(|quota| quota.with_count_denied(true))
             .expect("valid");
         let (a, b, c) = (Charge::new("a", &ten), Charge::new("b", &ten), Charge::new("c", &five));
-        let mut script_call = ScriptCall::default();
-        assert_eq!(add(&mut script_call, ACQUIRE, &[a]), 0);
-        assert_eq!(add(&mut script_call, ACQUIRE, &[b]), 1);
-        assert_eq!(add(&mut script_call, ACQUIRE, &[c]), 2);
-        assert_eq!(add(&mut script_call, ACQUIRE, &[a.with_cost(2)]), 3, "another cost");
-        assert_eq!(add(&mut script_call, ACQUIRE, &[c]), 2, "equal");
-        assert_eq!(add(&mut script_call, ACQUIRE, &[a, c]), 4, "a group");
-        assert_eq!(add(&mut script_call, ACQUIRE, &[a, c]), 5, "groups do not share an item");
-        assert_eq!(add(&mut script_call, Operation::Apply(Action::Peek), &[a]), 6, "a peek");
+        let mut requests = EncodedRequests::default();
+        assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
+        assert_eq!(add(&mut requests, ACQUIRE, &[b]), 1);
+        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2);
+        assert_eq!(add(&mut requests, ACQUIRE, &[a.with_cost(2)]), 3, "another cost");
+        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2, "equal");
+        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 4, "a group");
+        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 5, "groups do not share an item");
+        assert_eq!(add(&mut requests, Operation::Apply(Action::Peek), &[a]), 6, "a peek");
         let strict = Charge::new("d", &strict);
-        assert_eq!(add(&mut script_call, ACQUIRE, &[strict]), 7);
-        assert_eq!(add(&mut script_call, ACQUIRE, &[strict]), 8, "its denials are counted");
-        assert_eq!(script_call.charges(), 11);
+        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
+        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 8, "its denials are counted");
+        assert_eq!(requests.charges(), 11);
 
         // The waiters of items 3, 5 and 8 were dropped.
         let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
         let repeats = |item| if item == 2 { 2 } else { 1 };
-        let command = script_call.command(&[0, 1, 2, 4, 6, 7], repeats, &times);
+        let command = requests.command(&[0, 1, 2, 4, 6, 7], repeats, &times);
         let expected = "7 a b c a c a d  99 3 \
                         fixed-window 10 60000000 0 token-bucket 5 60000000 5 \
                         sliding-log 3 60000000 1 \
@@ -529,13 +530,13 @@ mod tests {
         let quotas: Vec<Quota> = (1..=20)
             .map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid"))
             .collect();
-        let mut script_call = ScriptCall::default();
+        let mut requests = EncodedRequests::default();
         let numbers: Vec<usize> = [quotas.as_slice(), &quotas[..1]]
             .concat()
             .iter()
             .map(|quota| {
                 let charges = [Charge::new("a", quota)];
-                add(&mut script_call, Operation::Apply(Action::Acquire), &charges)
+                add(&mut requests, Operation::Apply(Action::Acquire), &charges)
             })
             .collect();
         assert_eq!(numbers.last(), numbers.first());
@@ -544,11 +545,11 @@ mod tests {
     #[test]
     fn a_malformed_reply_is_an_error() {
         let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-        let mut script_call = ScriptCall::default();
-        add(&mut script_call, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
+        let mut requests = EncodedRequests::default();
+        add(&mut requests, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
         let read = |values: &[i64]| {
             let reply = Value::Array(values.iter().map(|value| Value::Int(*value)).collect());
-            script_call.read(&[0], |_| 1, reply)
+            requests.read(&[0], |_| 1, reply)
         };
         let granted = read(&[5, 1, 1, 10, 60]).expect("valid").items.expect("in time");
         let [ItemReply::Grants(grants)] = &granted[..] else { panic!("{granted:?}") };
@@ -566,6 +567,6 @@ mod tests {
         ] {
             assert!(read(wrong).is_err(), "{wrong:?}");
         }
-        assert!(script_call.read(&[0], |_| 1, Value::Nil).is_err());
+        assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());
     }
 }

@@ -53,7 +53,7 @@ impl ServerTimes {
 
     /// Converts the time of a charge to the server's clock, rounded down; 0 stays 0 (unknown).
     /// Before the server's first reply the result is negative: the age of the charge.
-    pub(super) fn of_charge(&self, charged_at: u64) -> i64 {
+    pub(super) fn to_server_time(&self, charged_at: u64) -> i64 {
         let signed = |micros: u64| i64::try_from(micros).unwrap_or(i64::MAX);
         if charged_at == 0 || self.driven.is_some() {
             return signed(charged_at);
@@ -119,18 +119,18 @@ mod tests {
             server_now: Some(9_000_000),
             ..ServerTimes::default()
         };
-        assert_eq!(times.of_charge(0), 0, "unknown");
+        assert_eq!(times.to_server_time(0), 0, "unknown");
         assert_eq!(
-            times.of_charge(4_000_000),
+            times.to_server_time(4_000_000),
             9_000_000 - 1_001_000,
             "a second ago, and a thousandth"
         );
-        assert_eq!(times.of_charge(6_000_000), 10_000_000, "drains in the future");
-        assert_eq!(times.of_charge(1), 9_000_000 - 5_004_998);
+        assert_eq!(times.to_server_time(6_000_000), 10_000_000, "drains in the future");
+        assert_eq!(times.to_server_time(1), 9_000_000 - 5_004_998);
         let early = ServerTimes { server_now: None, ..times };
-        assert_eq!(early.of_charge(4_000_000), -2_001_000, "an age, plus the maximum delay");
+        assert_eq!(early.to_server_time(4_000_000), -2_001_000, "an age, plus the maximum delay");
         let driven = ServerTimes { driven: Some(7), ..early };
-        assert_eq!(driven.of_charge(4_000_000), 4_000_000, "a test has one clock");
+        assert_eq!(driven.to_server_time(4_000_000), 4_000_000, "a test has one clock");
     }
 
     #[test]

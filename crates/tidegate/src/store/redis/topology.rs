@@ -186,7 +186,7 @@ impl TopologyState {
         &self.options
     }
 
-    /// Whether this node owns a slot of a cluster.
+    /// Returns whether this node owns a slot of a cluster.
     pub(super) fn is_owner(&self, slot: u16, node: &Arc<NodeClient>) -> bool {
         let routes = self.routes.load();
         let Routes::Slots(map) = &**routes else { return false };

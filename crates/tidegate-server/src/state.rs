@@ -18,7 +18,7 @@ use crate::logs;
 use crate::metrics::Metrics;
 use crate::observer::DecisionObserver;
 
-pub(crate) struct Engine {
+pub(crate) struct ServerState {
     active: ArcSwap<ActiveConfig>,
     pub(crate) backend: Arc<Backend>,
     pub(crate) metrics: Arc<Metrics>,
@@ -42,7 +42,7 @@ pub(crate) struct ActiveConfig {
     pub(crate) admin_token: Option<Secret>,
 }
 
-impl Engine {
+impl ServerState {
     /// Connects to the store and activates the configuration.
     pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
         let metrics = Arc::new(Metrics::default());
