@@ -31,9 +31,9 @@ pub enum Action {
     /// Deletes the count of the key.
     Reset,
     /// Charges as much of the cost as fits, possibly nothing: for requests that were served before
-    /// they could be charged. The decision is always `allowed` and has the units that remain. A cost
-    /// of 0 reads the count, and a cost above the burst is valid. Several charges are independent of
-    /// each other.
+    /// they could be charged. The decision is always `allowed` and has the units that remain. A
+    /// cost of 0 reads the count, and a cost above the burst is valid. Several charges are
+    /// independent of each other.
     ChargeUpTo,
     /// Records units that were already used: always charges, even beyond the limit. The overdraft
     /// is bounded by [`Quota::max_level`](crate::Quota::max_level) and shrinks over time. The

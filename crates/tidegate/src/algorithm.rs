@@ -75,6 +75,19 @@ enum_names!(
 );
 
 /// The encoding of a `sliding-log` in Redis. Decisions are the same with either.
+///
+/// Each encoding has its own count, so a change of the encoding starts a new count. Charges without
+/// a policy name show it in their default name:
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Encoding, Quota};
+///
+/// let quota = Quota::sliding_log(50_000, Duration::from_secs(60))?;
+/// let packed = quota.with_encoding(Encoding::Packed)?;
+/// assert_eq!(packed.default_policy_name(), "sliding-log-packed-60s");
+/// # Ok::<(), tidegate::QuotaError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Encoding {
     /// A sorted set with one member per request and the time as its score. Readable with `ZRANGE`.

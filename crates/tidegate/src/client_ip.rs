@@ -29,7 +29,22 @@ pub struct ClientIp {
     ipv6_prefix: u8,
 }
 
-/// The resolved address of a client.
+/// The resolved address of a client, as [`ClientIp::resolve`] returns it.
+///
+/// ```
+/// use tidegate::ClientIp;
+///
+/// let client_ip = ClientIp::new(vec!["10.0.0.0/8".parse()?], 64)?;
+/// let proxy = "10.0.0.1".parse()?;
+/// let resolve = |header: &'static str| {
+///     client_ip.resolve(proxy, [header.as_bytes()].into_iter(), [].into_iter())
+/// };
+/// assert_eq!(resolve("203.0.113.9").address.to_string(), "203.0.113.9");
+/// let broken = resolve("unknown");
+/// assert!(broken.unparsable);
+/// assert_eq!(broken.address, proxy);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resolved {
     /// The address. An IPv4-mapped IPv6 address is converted to IPv4.
@@ -91,6 +106,15 @@ impl ClientIp {
 
     /// Returns the rate-limiting key of a client: an IPv4 address, or the network of an IPv6
     /// address, such as `2001:db8:0:1::/64`.
+    ///
+    /// ```
+    /// use tidegate::ClientIp;
+    ///
+    /// let client_ip = ClientIp::default();
+    /// assert_eq!(client_ip.group("203.0.113.9".parse()?), "203.0.113.9");
+    /// assert_eq!(client_ip.group("2001:db8:0:1:a:b:c:d".parse()?), "2001:db8:0:1::/64");
+    /// # Ok::<(), std::net::AddrParseError>(())
+    /// ```
     #[must_use]
     pub fn group(&self, address: IpAddr) -> String {
         match address.to_canonical() {

@@ -68,6 +68,38 @@ impl Timestamp {
 }
 
 /// A time source: the current time, and sleeping until a later time.
+///
+/// [`SystemClock`] and [`ManualClock`] implement it. Implement it for the simulated time of a test
+/// framework; [`MemoryStore::builder`](crate::MemoryStore::builder) accepts any clock. A clock may
+/// step back: stored times later than now then count as now, so that no key stays locked.
+///
+/// ```
+/// use std::pin::Pin;
+/// use std::time::Duration;
+/// use tidegate::{Clock, MemoryStore, SystemClock, Timestamp};
+///
+/// /// A clock that is some time ahead, to test the behaviour of tomorrow.
+/// #[derive(Debug)]
+/// struct Ahead(SystemClock, Duration);
+///
+/// impl Clock for Ahead {
+///     fn now(&self) -> Timestamp {
+///         self.0.now().saturating_add(self.1)
+///     }
+///
+///     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+///         self.0.sleep(duration)
+///     }
+///
+///     fn sleep_blocking(&self, duration: Duration) {
+///         self.0.sleep_blocking(duration);
+///     }
+/// }
+///
+/// let tomorrow = Ahead(SystemClock::new(), Duration::from_secs(86_400));
+/// let store = MemoryStore::builder().clock(tomorrow).build();
+/// # assert_eq!(store.keys(), 0);
+/// ```
 pub trait Clock: Send + Sync + fmt::Debug + 'static {
     /// Returns the current time, in microseconds since the Unix epoch. The windows of
     /// `fixed-window` and `sliding-counter` are aligned to the epoch.
@@ -178,7 +210,7 @@ impl ManualClock {
         Self::default()
     }
 
-    /// Advances the clock.
+    /// Advances the clock, and wakes the sleepers that are due.
     pub fn advance(&self, duration: Duration) {
         self.change(|now| now.saturating_add(duration));
     }
@@ -194,7 +226,30 @@ impl ManualClock {
     }
 
     /// Returns the number of callers that sleep on this clock, so that a test can wait for a
-    /// sleeper before it moves the clock.
+    /// sleeper before it moves the clock. Only async sleepers are counted.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let clock = ManualClock::new();
+    /// let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+    /// let quota = Quota::sliding_log(1, Duration::from_secs(3600))?;
+    /// assert!(limiter.acquire(&Charge::new("ann", &quota)).await?.allowed);
+    ///
+    /// let waiting = tokio::spawn(async move {
+    ///     limiter.wait(&Charge::new("ann", &quota), Duration::from_secs(7200)).await
+    /// });
+    /// while clock.sleepers() == 0 {
+    ///     tokio::task::yield_now().await;
+    /// }
+    /// clock.advance(Duration::from_secs(3600)); // takes no time
+    /// assert!(waiting.await??.allowed);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn sleepers(&self) -> usize {
         self.lock().sleepers.len()
@@ -256,7 +311,8 @@ impl Future for ManualSleep<'_> {
     }
 }
 
-/// Converts a duration to microseconds: rounded up, so that a wait is never too short, and saturating.
+/// Converts a duration to microseconds: rounded up, so that a wait is never too short, and
+/// saturating.
 pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX)
 }

@@ -90,6 +90,21 @@ impl<'de> Deserialize<'de> for PolicySections {
 impl Policies {
     /// Loads the policies of a file, such as the configuration of `tidegate serve`. Sections other
     /// than `policies`, which is required, and `attributes` are ignored.
+    ///
+    /// ```no_run
+    /// use tidegate::layer::RateLimitLayer;
+    /// use tidegate::{Limiter, MemoryStore, Policies};
+    ///
+    /// # fn main() -> Result<(), tidegate::config::ConfigError> {
+    /// let policies = Policies::load("/etc/tidegate.yaml")?;
+    /// let layer = RateLimitLayer::with_policies(Limiter::new(MemoryStore::new()), policies);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, is not YAML, or has an invalid policy.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let name = path.as_ref().display().to_string();
         let text = std::fs::read_to_string(path)
@@ -104,7 +119,8 @@ impl Policies {
         Self::from_raw(&document, &sections.attributes, sections.policies)
     }
 
-    /// Validates the declared attributes and the policies of a document.
+    /// Validates the declared attributes and the policies of a document, for a program that parses
+    /// the whole file itself; see the example of [`Document`].
     pub fn from_raw(
         document: &Document<'_>,
         attributes: &[Spanned<String>],

@@ -7,7 +7,30 @@ use std::time::Duration;
 /// Answer to one charge.
 ///
 /// A denial is an answer, not an error. `Decision` is `#[must_use]`, and
-/// [`into_result`](Self::into_result) turns a denial into an error for callers who prefer `?`.
+/// [`into_result`](Self::into_result) turns a denial into an error for callers that prefer `?`.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let clock = ManualClock::new();
+/// let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+/// let quota = Quota::sliding_log(2, Duration::from_secs(60))?;
+/// let charge = Charge::new("user123", &quota);
+///
+/// let first = limiter.blocking().acquire(&charge)?;
+/// assert_eq!((first.allowed, first.limit, first.remaining), (true, 2, 1));
+///
+/// clock.advance(Duration::from_secs(20));
+/// let _ = limiter.blocking().acquire(&charge)?;
+/// let denied = limiter.blocking().acquire(&charge)?;
+/// assert_eq!((denied.allowed, denied.remaining), (false, 0));
+/// assert_eq!(denied.retry_after, Duration::from_secs(40)); // then the first one expires
+/// assert_eq!(denied.reset_after, Duration::from_secs(60)); // then the second one, too
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "a denied request must not pass: check `allowed`, or use `into_result()?`"]
 #[non_exhaustive]
@@ -26,11 +49,18 @@ pub struct Decision {
     /// How long an admitted request has to wait in the queue of a `leaky-bucket`, so that admitted
     /// requests are evenly spaced. Zero for every other algorithm.
     pub delay: Duration,
-    /// What made the decision.
+    /// Origin of the decision.
     pub source: Source,
 }
 
-/// What made a decision.
+/// Origin of a decision: the store, a cache, or a substitute while the store is unavailable.
+///
+/// ```
+/// use tidegate::{Decision, Source};
+///
+/// let decision = Decision::allow(100, 99).with_source(Source::Local);
+/// assert_eq!(decision.source.as_str(), "local");
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Source {
@@ -122,7 +152,7 @@ impl Decision {
         self
     }
 
-    /// Sets what made the decision.
+    /// Sets the origin of the decision; [`Source::Store`] by default.
     pub const fn with_source(mut self, source: Source) -> Self {
         self.source = source;
         self
@@ -133,7 +163,9 @@ impl Decision {
     /// ```
     /// # use std::time::Duration;
     /// # use tidegate::{Charge, Limiter, MemoryStore, Quota};
-    /// fn handle(limiter: &Limiter, user: &str, quota: &Quota) -> Result<(), Box<dyn std::error::Error>> {
+    /// type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+    ///
+    /// fn handle(limiter: &Limiter, user: &str, quota: &Quota) -> Result<()> {
     ///     limiter.blocking().acquire(&Charge::new(user, quota))?.into_result()?;
     ///     Ok(()) // the request may pass
     /// }

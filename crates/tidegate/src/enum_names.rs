@@ -1,6 +1,19 @@
 //! [`enum_names!`]: the names of enum variants in the configuration, the API and documents.
 
-/// The error for a name that is not one of the allowed names.
+/// Error for a name that is not one of the allowed names.
+///
+/// It is the `FromStr` error of [`Algorithm`](crate::Algorithm), [`Encoding`](crate::Encoding),
+/// [`Mode`](crate::Mode), [`MissingKey`](crate::MissingKey) and
+/// [`OnStoreFailure`](crate::OnStoreFailure). Names are case-sensitive. The message lists the
+/// allowed names:
+///
+/// ```
+/// use tidegate::{Mode, UnknownName};
+///
+/// let error: UnknownName = "dry-run".parse::<Mode>().unwrap_err();
+/// let text = r#"unknown mode "dry-run": it must be one of enforce, shadow"#;
+/// assert_eq!(error.to_string(), text);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {what} {name:?}: it must be one of {allowed}")]
 pub struct UnknownName {
@@ -19,7 +32,7 @@ impl UnknownName {
 macro_rules! enum_names {
     ($type:ident, $what:literal, $($variant:ident = $name:literal),+) => {
         impl $type {
-            /// All variants.
+            /// All variants, in the order of their definition.
             pub const ALL: [Self; [$($name),+].len()] = [$(Self::$variant),+];
 
             /// Returns the name in the configuration, the API and documents.

@@ -11,6 +11,10 @@ use crate::decision::Decision;
 use crate::quota::Quota;
 
 /// State of one policy after a request, as the headers show it.
+///
+/// [`PolicyDecisions::header_states`](crate::PolicyDecisions::header_states) returns those of a
+/// request. Callers of a [`Limiter`](crate::Limiter) fill it in themselves, as in the example of
+/// [`to_headers`].
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyState<'a> {
     /// Name of the policy.
@@ -28,7 +32,8 @@ pub struct PolicyState<'a> {
 /// # use tidegate::{headers, Charge, Limiter, MemoryStore, Quota};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
-/// let decision = Limiter::new(MemoryStore::new()).blocking().acquire(&Charge::new("user123", &quota))?;
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let decision = limiter.blocking().acquire(&Charge::new("user123", &quota))?;
 /// let state = headers::PolicyState { policy: "per-user", quota: &quota, decision };
 /// let headers = headers::to_headers(&[state], false);
 /// assert_eq!(headers[0], ("ratelimit-policy", r#""per-user";q=100;w=60"#.to_owned()));
@@ -45,8 +50,31 @@ pub fn to_headers(states: &[PolicyState<'_>], with_x_headers: bool) -> Vec<(&'st
     headers
 }
 
-/// Passes the same headers to `header` one by one, from one shared buffer: for front doors that
-/// answer many requests.
+/// Passes the headers of [`to_headers`] to `header` one by one, from one shared buffer: for front
+/// doors that answer many requests.
+///
+/// | name | value | if |
+/// | --- | --- | --- |
+/// | `ratelimit-policy` | limit `q` and window `w` in seconds of each policy | always |
+/// | `ratelimit` | units left `r` and reset `t` in seconds of each policy | always |
+/// | `retry-after` | wait of the binding policy in seconds, at least 1 | it denies |
+/// | `x-ratelimit-limit`, `-remaining`, `-reset` | those of the binding policy | `with_x_headers` |
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::headers::{PolicyState, for_each_header};
+/// use tidegate::{Decision, Quota};
+///
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let decision = Decision::deny(100, Duration::from_millis(1_500));
+/// let state = PolicyState { policy: "per-user", quota: &quota, decision };
+/// let mut head = String::new();
+/// for_each_header([state].into_iter(), false, |name, value| {
+///     head.push_str(&format!("{name}: {value}\r\n"));
+/// });
+/// assert!(head.ends_with("retry-after: 2\r\n"));
+/// # Ok::<(), tidegate::QuotaError>(())
+/// ```
 pub fn for_each_header<'a>(
     states: impl Iterator<Item = PolicyState<'a>> + Clone,
     with_x_headers: bool,

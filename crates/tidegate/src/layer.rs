@@ -23,8 +23,8 @@
 //! All clones of a layer, and all its services, share the limiter and so the counts.
 //!
 //! * A denied request gets 429 with `RateLimit`, `RateLimit-Policy`, `Retry-After` and a
-//!   problem+json body; a gRPC client gets the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The body
-//!   of the request is not read.
+//!   problem+json body; a gRPC client gets the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The
+//!   body of the request is not read.
 //! * An admitted request gets the same headers on the response of the service.
 //! * The layer sleeps for the delay of a `leaky-bucket` before it calls the service. A request that
 //!   is dropped in that time returns its units.
@@ -120,6 +120,42 @@ use responses::Responses;
 pub use service::RateLimit;
 
 /// Layer that puts a [`RateLimit`] in front of services. Clones share their counts.
+///
+/// `G` is the gate that decides: [`QuotaGate`] for [`new`](Self::new), [`PolicyGate`] for
+/// [`with_policies`](Self::with_policies), or your own [`RequestLimiter`]. The [module](self) has
+/// more examples.
+///
+/// ```
+/// use std::convert::Infallible;
+/// use std::time::Duration;
+/// use http::{Request, Response, StatusCode};
+/// use tidegate::layer::RateLimitLayer;
+/// use tidegate::{Limiter, MemoryStore, Quota};
+/// use tower::{Layer as _, ServiceExt as _, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// // Failed requests do not count against the limit.
+/// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
+/// let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+///     .refund_on(|status| status.is_server_error());
+/// let service = layer.layer(service_fn(async |request: Request<()>| {
+///     let mut response = Response::new(());
+///     if request.uri().path() == "/broken" {
+///         *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+///     }
+///     Ok::<_, Infallible>(response)
+/// }));
+///
+/// for path in ["/broken", "/broken", "/"] {
+///     let response = service.clone().oneshot(Request::get(path).body(())?).await?;
+///     assert_ne!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+/// }
+/// let denied = service.oneshot(Request::new(())).await?;
+/// assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
+/// # Ok(())
+/// # }
+/// ```
 pub struct RateLimitLayer<G> {
     shared: Arc<Shared<G>>,
 }
@@ -158,6 +194,23 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
 
     /// Counts by a key that the closure takes from the request. `None` or an empty key: the request
     /// is not limited.
+    ///
+    /// ```
+    /// use std::borrow::Cow;
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    ///
+    /// /// User that an authentication middleware has put into the request.
+    /// #[derive(Clone)]
+    /// struct User(String);
+    ///
+    /// let layer = RateLimitLayer::new(limiter, quota)
+    ///     .key(|parts| parts.extensions.get::<User>().map(|User(name)| Cow::from(name)));
+    /// # Ok::<(), tidegate::QuotaError>(())
+    /// ```
     #[must_use]
     pub fn key(
         self,
@@ -227,7 +280,21 @@ impl<S: Store, O: Observer + Clone + 'static> RateLimitLayer<PolicyGate<S, O>> {
 
 impl<G: ConfigureRequest> RateLimitLayer<G> {
     /// Sets the number of units that a request takes, instead of one or the costs of its policies.
-    /// A request of cost 0 is not limited.
+    /// A request of cost 0 is not limited. A cost above the burst of a quota is an error, 400.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    /// let layer = RateLimitLayer::new(limiter, quota).cost(|parts| match parts.uri.path() {
+    ///     "/healthz" => 0,
+    ///     "/export" => 10,
+    ///     _ => 1,
+    /// });
+    /// # Ok::<(), tidegate::QuotaError>(())
+    /// ```
     #[must_use]
     pub fn cost(self, cost: impl Fn(&Parts) -> u64 + Send + Sync + 'static) -> Self {
         self.with(|shared| shared.gate.options().cost = Some(Arc::new(cost)))
@@ -241,6 +308,24 @@ impl<G: ConfigureRequest> RateLimitLayer<G> {
 
     /// Sets which proxies to trust for the client's address, and how IPv6 addresses are grouped. By
     /// default no proxy is trusted: the peer is the client.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// use tidegate::{ClientIp, KeySource};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    /// // Load balancers in 10.0.0.0/8 append to X-Forwarded-For.
+    /// let client_ip = ClientIp::new(vec!["10.0.0.0/8".parse()?], 64)?;
+    /// let layer = RateLimitLayer::new(limiter, quota)
+    ///     .by(KeySource::client_ip())
+    ///     .client_ip(client_ip);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn client_ip(self, client_ip: ClientIp) -> Self {
         self.with(|shared| shared.gate.options().client_ip = Arc::new(client_ip))
@@ -275,7 +360,7 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
     }
 
     /// Sets the response to a denied request, instead of 429 with problem+json. The headers are
-    /// added to it. gRPC clients always get a gRPC status.
+    /// added to it. gRPC clients always get a gRPC status. [`Denial`] has an example.
     #[must_use]
     pub fn on_denied<T: Into<Bytes>>(
         self,
@@ -286,8 +371,31 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
         })
     }
 
-    /// Sets the response to a request that could not be decided, instead of 503 (or 400, if the
-    /// request is invalid) with problem+json. gRPC clients always get a gRPC status.
+    /// Sets the response to a request that could not be decided, instead of 503 (or 400 if the
+    /// request is invalid, and 500 if the layer is) with problem+json. gRPC clients always get a
+    /// gRPC status.
+    ///
+    /// The error may name servers, so it should not be shown to clients; the layer logs it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::layer::RateLimitLayer;
+    /// # use tidegate::{Limiter, MemoryStore, Quota};
+    /// use http::{Response, StatusCode};
+    /// use tidegate::Error;
+    ///
+    /// # let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+    /// # let limiter = Limiter::new(MemoryStore::new());
+    /// let layer = RateLimitLayer::new(limiter, quota).on_error(|error| {
+    ///     let mut response = Response::new("please try again later");
+    ///     *response.status_mut() = match error {
+    ///         Error::Store(_) => StatusCode::SERVICE_UNAVAILABLE,
+    ///         _ => StatusCode::BAD_REQUEST,
+    ///     };
+    ///     response
+    /// });
+    /// # Ok::<(), tidegate::QuotaError>(())
+    /// ```
     #[must_use]
     pub fn on_error<T: Into<Bytes>>(
         self,

@@ -1,5 +1,7 @@
-//! Tidegate decides, exactly and fast, whether a request may pass now: inside one process, or
-//! shared by a whole fleet through Redis.
+//! Tidegate is a rate limiter: it decides, exactly and fast, whether a request may pass now. Counts
+//! are kept inside one process, or shared by a whole fleet through Redis.
+//!
+//! # Quick start
 //!
 //! ```
 //! use std::time::Duration;
@@ -11,34 +13,116 @@
 //! let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
 //!
 //! let decision = limiter.acquire(&Charge::new("user123", &quota)).await?;
-//! assert!(decision.allowed);
-//! assert_eq!(decision.remaining, 99);
+//! if decision.allowed {
+//!     println!("{} of {} left", decision.remaining, decision.limit);
+//! } else {
+//!     println!("denied, retry after {:?}", decision.retry_after);
+//! }
+//! # assert_eq!(decision.remaining, 99);
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! A denial is an answer, `Ok(Decision)`, never an error: an error means that nobody could decide.
+//! A denial is an answer, `Ok(Decision)`. An `Err` means that the request could not be decided: the
+//! charge is invalid, or the store failed.
 //!
 //! # The path of a request
 //!
-//! The modules below stand in the order in which a request meets them: a [`Quota`] (an algorithm
-//! with its numbers), a key (whose count it is) and a cost make a [`Charge`]; a [`Limiter`] checks
-//! it and hands it to a [`Store`], which applies the [`Algorithm`] and answers with a [`Decision`].
+//! | step | types | modules | question |
+//! | --- | --- | --- | --- |
+//! | 1 | [`Attributes`], [`ClientIp`] | `client_ip`, `layer` | Which client, which path? |
+//! | 2 | [`Policies`] | `policy`, `config` | Which limits apply? |
+//! | 3 | [`Quota`], [`Key`], [`Charge`] | `quota`, `key`, `charge` | Whose count, how many units? |
+//! | 4 | [`Limiter`] | `limiter` | Is the charge valid? |
+//! | 5 | [`Store`], [`Algorithm`] | [`store`], `resilience`, `algorithm` | Does it fit? |
+//! | 6 | [`Decision`] | `decision`, [`headers`] | May the request pass, or when? |
 //!
-//! # Which store
+//! A program that knows its keys and quotas starts at step 3, as in the example above. A
+//! [`PolicyLimiter`] does all steps for requests with attributes, and `layer::RateLimitLayer`
+//! (feature `tower`) for HTTP requests.
 //!
-//! * [`MemoryStore`]: one process. Needs no runtime: [`Limiter::blocking`] has the same calls
-//!   without `async`.
-//! * `RedisStore` (feature `redis`): all processes that share one Redis share the counts, by atomic
-//!   Lua scripts.
-//! * `Breaker` and `Fallback` (feature `resilience`) around a store that may fail: nobody waits for
-//!   it, and decisions come from this process's share until it is back. `DenyCache`: a denial is
-//!   not asked for twice.
+//! # Choosing an algorithm
+//!
+//! [`Quota::sliding_log`] is exact, and a good default for limits of up to some thousand requests.
+//! [`Quota::token_bucket`] allows bursts above a constant rate and takes constant memory.
+//! [`Quota::leaky_bucket`] delays requests instead of denying them. [`Quota`] compares all five.
+//!
+//! # Choosing a store
+//!
+//! * [`MemoryStore`] is for one process. It needs no runtime: [`Limiter::blocking`] has the same
+//!   calls without `async`.
+//! * `RedisStore` (feature `redis`) is for a fleet: all processes on one Redis, cluster or
+//!   sentinel-monitored primary share the counts, by atomic Lua scripts.
+//! * Your own [`Store`], checked by the conformance suite of the module `testing` (feature
+//!   `testing`).
+//!
+//! A store that can fail belongs inside the wrappers of the module `resilience` (a feature, too).
+//! `Breaker` stops calling a store that fails, `Fallback` decides by this process's share of the
+//! limit until the store has recovered, and `DenyCache` answers denied clients without a call:
+//!
+//! ```no_run
+//! use tidegate::{Breaker, DenyCache, Fallback, Limiter, RedisStore};
+//!
+//! # async fn connect() -> Result<(), tidegate::StoreError> {
+//! let redis = RedisStore::connect("redis://127.0.0.1:6379").await?;
+//! let limiter = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(redis))));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Policies
+//!
+//! A [`Policy`] is a named limit on some requests: its conditions, its key and its quota. A
+//! [`PolicyLimiter`] selects the policies that apply to a request and decides them all or nothing,
+//! so a request that one policy denies takes no units of the others. Policies are built in code, or
+//! loaded from a YAML file by `Policies::load` (feature `config`).
+//!
+//! ```
+//! use std::collections::BTreeMap;
+//! use std::time::Duration;
+//! use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyLimiter, Query, Quota};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let minute = Duration::from_secs(60);
+//! let login = Policy::builder("login", Quota::sliding_log(5, minute)?)
+//!     .matches("path", ["/login"])
+//!     .key(["ip"])
+//!     .build()?;
+//! let total = Policy::builder("total", Quota::token_bucket(10_000, minute)?).build()?;
+//! let policies = Policies::new(vec![login, total])?;
+//! let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+//!
+//! let request = [("path", "/login"), ("ip", "203.0.113.9")];
+//! let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
+//! let decisions = limiter.acquire(Query::attributes(&request)).await?;
+//! assert!(decisions.is_allowed());
+//! assert_eq!(decisions.binding().map(|entry| entry.policy()), Some("login"));
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! # In front of a service
 //!
-//! The feature `tower` has a layer for axum, tonic, hyper and whatever else speaks Tower: see the
-//! module `tower`.
+//! The module `layer` (feature `tower`) has a layer for axum, tonic, hyper and any other Tower
+//! service. It answers denied requests with 429, or `RESOURCE_EXHAUSTED` in gRPC, and adds the
+//! `RateLimit` headers to all responses:
+//!
+//! ```
+//! # use std::time::Duration;
+//! use axum::{Router, routing::get};
+//! use tidegate::layer::RateLimitLayer;
+//! use tidegate::{KeySource, Limiter, MemoryStore, Quota};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+//! let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+//!     .by(KeySource::header("x-user-id")?);
+//! let app: Router = Router::new().route("/", get(async || "hello")).layer(layer);
+//! # let _ = app;
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! # Time in tests
 //!
@@ -62,6 +146,21 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! # Features
+//!
+//! No feature is enabled by default.
+//!
+//! | feature | adds |
+//! | --- | --- |
+//! | `redis` | `RedisStore` and the module `store::redis`; implies `resilience` |
+//! | `resilience` | `Breaker`, `DenyCache`, `Fallback` and `Fleet` |
+//! | `tower` | the module `layer`: a Tower layer for HTTP and gRPC services |
+//! | `config` | `Policies::load` and the module `config`: policies in YAML |
+//! | `testing` | the module `testing`: the conformance suite for implementations of [`Store`] |
+//!
+//! Async waits of the [`SystemClock`], and everything in `redis`, `resilience` and `tower`, run on
+//! Tokio.
 
 // The path of a request. First the client and the limits that apply:
 mod client_ip;
@@ -94,11 +193,11 @@ mod decision;
 
 pub mod headers;
 
-// In front of a service, all of it in one:
+// All of it in front of a service:
 #[cfg(feature = "tower")]
 pub mod layer;
 
-// Beside the path:
+// Used by all steps:
 mod clock;
 mod enum_names;
 #[cfg(feature = "resilience")]

@@ -14,6 +14,19 @@ use crate::store::{Action, Store, StoreError};
 
 /// Decides whether requests may pass. Clones share one store, and so one set of counts.
 ///
+/// | method | use |
+/// | --- | --- |
+/// | [`acquire`](Self::acquire) | takes units, or denies the request |
+/// | [`acquire_all`](Self::acquire_all) | checks several limits, all or nothing |
+/// | [`wait`](Self::wait) | waits for units instead of denying |
+/// | [`peek`](Self::peek) | shows the state without taking units |
+/// | [`report`](Self::report) | records units that are known only after the request |
+/// | [`refund`](Self::refund) | returns the units of a request that failed |
+/// | [`reset`](Self::reset) | deletes a count |
+///
+/// Every method validates the charge first and returns [`Error::Charge`] if it can never be
+/// decided, for example because its key is empty. [`Error::Store`] means that the store failed.
+///
 /// ```
 /// use std::time::Duration;
 /// use tidegate::{Charge, Limiter, MemoryStore, Quota};
@@ -30,7 +43,24 @@ pub struct Limiter<S = MemoryStore> {
     store: Arc<S>,
 }
 
-/// Error that leaves a request undecided.
+/// Error that leaves a request undecided. A denial is not an error.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, ChargeError, Error, Limiter, MemoryStore, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let quota = Quota::fixed_window(10, Duration::from_secs(60))?;
+/// let error = limiter.blocking().acquire(&Charge::new("user123", &quota).with_cost(11));
+/// match error {
+///     Err(Error::Charge(ChargeError::CostTooHigh { cost: 11, most: 10 })) => {} // a bad request
+///     Err(Error::Store(error)) => println!("503: {error}"),
+///     other => panic!("{other:?}"),
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -83,6 +113,23 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Decides a charge and, if it is allowed, takes its units.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(MemoryStore::new());
+    /// let quota = Quota::token_bucket(1, Duration::from_secs(10))?;
+    /// let charge = Charge::new("user123", &quota);
+    /// assert!(limiter.acquire(&charge).await?.allowed);
+    ///
+    /// let denied = limiter.acquire(&charge).await?;
+    /// assert!(!denied.allowed);
+    /// println!("429 Too Many Requests, retry after {:?}", denied.retry_after);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub async fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Acquire, charge).await
     }
@@ -136,10 +183,27 @@ impl<S: Store> Limiter<S> {
     /// the turn would be within the timeout.
     ///
     /// Cancel-safe: a future that is dropped while it sleeps has taken no units. There are two
-    /// exceptions: a call to Redis that is in flight may have run, and an admitted request keeps its
-    /// place in the queue of a `leaky-bucket` until it drains.
+    /// exceptions: a call to Redis that is in flight may have run, and an admitted request keeps
+    /// its place in the queue of a `leaky-bucket` until it drains.
     ///
     /// Denials while waiting are not counted, even with `count_denied`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tidegate::{Charge, Limiter, MemoryStore, Quota};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(MemoryStore::new());
+    /// let quota = Quota::token_bucket(100, Duration::from_secs(1))?.with_burst(1)?;
+    /// for page in ["/1", "/2", "/3"] {
+    ///     // A crawler that sends at most 100 requests per second to each host.
+    ///     let charge = Charge::new("example.com", &quota);
+    ///     let decision = limiter.wait(&charge, Duration::from_secs(1)).await?;
+    ///     assert!(decision.allowed, "fetch {page}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     pub async fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
@@ -249,8 +313,8 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// Returns the first action of a wait: a queue may have room but a turn after the deadline, so it is
-/// peeked first.
+/// Returns the first action of a wait: a queue may have room but a turn after the deadline, so it
+/// is peeked first.
 fn first_action(charge: &Charge<'_>) -> Action {
     if charge.quota().algorithm() == Algorithm::LeakyBucket {
         Action::Peek
@@ -268,50 +332,66 @@ impl Limiter<MemoryStore> {
 }
 
 /// Calls of a [`Limiter`] on memory for synchronous code. See [`Limiter::blocking`].
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Charge, Limiter, MemoryStore, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let quota = Quota::fixed_window(10, Duration::from_secs(60))?;
+/// let blocking = limiter.blocking();
+/// assert!(blocking.acquire(&Charge::new("job", &quota).with_cost(4))?.allowed);
+/// assert_eq!(blocking.peek(&Charge::new("job", &quota))?.remaining, 5);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Blocking<'a> {
     store: &'a MemoryStore,
 }
 
 impl Blocking<'_> {
-    /// See [`Limiter::acquire`].
+    /// Decides a charge and, if it is allowed, takes its units; see [`Limiter::acquire`].
     pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Acquire, charge)
     }
 
-    /// See [`Limiter::acquire_all`].
+    /// Decides several charges together, all or nothing; see [`Limiter::acquire_all`].
     pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         self.decide_all(Action::Acquire, charges)
     }
 
-    /// See [`Limiter::peek`].
+    /// Returns the decision of an acquire without taking units; see [`Limiter::peek`].
     pub fn peek(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         charge.check_cost()?;
         self.decide(Action::Peek, charge)
     }
 
-    /// See [`Limiter::peek_all`].
+    /// Returns the decisions of several acquires without taking units; see
+    /// [`Limiter::peek_all`].
     pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         charges.iter().try_for_each(Charge::check_cost)?;
         self.decide_all(Action::Peek, charges)
     }
 
-    /// See [`Limiter::report`].
+    /// Records units that were used already, even beyond the limit; see [`Limiter::report`].
     pub fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Report, charge)
     }
 
-    /// See [`Limiter::refund`].
+    /// Returns the units of an earlier charge to the limit; see [`Limiter::refund`].
     pub fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.decide(Action::Refund, charge)
     }
 
-    /// See [`Limiter::reset`].
+    /// Deletes the count of the charge's key; see [`Limiter::reset`].
     pub fn reset(&self, charge: &Charge<'_>) -> Result<(), Error> {
         self.decide(Action::Reset, charge).map(drop)
     }
 
-    /// See [`Limiter::wait`]; blocks the thread.
+    /// Blocks the thread until the charge is admitted, at most for `timeout`; see
+    /// [`Limiter::wait`].
     pub fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
         charge.check(Action::Acquire)?;
         let clock = self.store.clock();
@@ -332,12 +412,12 @@ impl Blocking<'_> {
         }
     }
 
-    /// See [`Limiter::decide`].
+    /// Applies an action to one charge; see [`Limiter::decide`].
     pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
         self.store.decide_checked(action, charge, || Ok(charge.check(action)?))
     }
 
-    /// See [`Limiter::decide_all`].
+    /// Applies an action to several charges; see [`Limiter::decide_all`].
     pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
         Charge::check_all(action, charges)?;
         Ok(self.store.decide_all_now(action, charges)?.into())

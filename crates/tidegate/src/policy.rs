@@ -36,6 +36,40 @@ pub use select::{Policies, SelectError, Selected, Selection};
 /// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which
 /// [`PolicyBuilder::attributes`] declares.
+///
+/// Maps from `String` to `String` implement it. Implement it for a request type of your own, so
+/// that only the attributes that a policy uses are read:
+///
+/// ```
+/// use std::borrow::Cow;
+/// use std::time::Duration;
+/// use tidegate::{Attributes, Policy, Quota};
+///
+/// struct Job {
+///     tenant: String,
+/// }
+///
+/// impl Attributes for Job {
+///     fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+///         match name {
+///             "tenant" => Some(Cow::from(&self.tenant)),
+///             _ => None,
+///         }
+///     }
+/// }
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let policy =
+///     Policy::builder("per-tenant", quota).attributes(["tenant"]).key(["tenant"]).build()?;
+/// let job = Job { tenant: "acme".to_owned() };
+/// assert_eq!(policy.select(&job, None)?.charges[0].key(), "acme");
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A front door for HTTP must normalize `path` and `host` by [`normalize_path`] and
+/// [`normalize_host`], as `layer::RequestParts` (feature `tower`) does.
 pub trait Attributes {
     /// Returns the value of this attribute, if the request has it.
     fn get(&self, name: &str) -> Option<Cow<'_, str>>;
@@ -105,17 +139,37 @@ struct Condition {
     patterns: Vec<Pattern>,
 }
 
-/// What happens to a request that lacks an attribute of the key.
+/// Treatment of a request that lacks an attribute of the key.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::time::Duration;
+/// use tidegate::{MissingKey, Policy, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let policy = Policy::builder("per-user", quota)
+///     .key(["header.x-user-id"])
+///     .missing_key(MissingKey::Deny)
+///     .build()?;
+///
+/// let anonymous: BTreeMap<String, String> = BTreeMap::new();
+/// assert!(policy.select(&anonymous, None)?.rejected_by.is_some());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MissingKey {
-    /// The policy does not apply.
+    /// The policy does not apply, so the request is not limited by it.
     #[default]
     Skip,
-    /// The request is denied.
+    /// The request is denied, without a time after which a retry would pass. In shadow mode it
+    /// passes.
     Deny,
 }
 
-/// Whether a denial is enforced.
+/// Whether a denial is enforced. Start a new limit in [`Shadow`](Self::Shadow) mode and compare its
+/// denials with the traffic before it is enforced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Mode {
     /// The request is denied.
@@ -125,19 +179,39 @@ pub enum Mode {
     Shadow,
 }
 
-/// How requests are decided while the store is unavailable.
+/// Decision on requests while the store is unavailable, with a `Fallback` (feature `resilience`)
+/// around the store. Without a `Fallback`, requests end with the store's error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnStoreFailure {
-    /// Decide in this process's memory.
+    /// Decide in this process's memory, by its share of the quota.
     #[default]
     Local,
-    /// Fail open.
+    /// Fail open: for limits that only smooth load.
     Allow,
-    /// Fail closed.
+    /// Fail closed: for limits that protect something, such as logins.
     Deny,
 }
 
-/// Number of units that a request takes.
+/// Number of units that a request takes, [`Fixed(1)`](Self::Fixed) by default.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::time::Duration;
+/// use tidegate::{Cost, Policy, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::token_bucket(1_000, Duration::from_secs(60))?;
+/// let policy = Policy::builder("batches", quota)
+///     .cost(Cost::Attribute { name: "header.x-items".into(), default: 1, max: 500 })
+///     .build()?;
+///
+/// let batch = BTreeMap::from([("header.x-items".to_owned(), "20".to_owned())]);
+/// assert_eq!(policy.select(&batch, None)?.charges[0].cost(), 20);
+/// let huge = BTreeMap::from([("header.x-items".to_owned(), "9999".to_owned())]);
+/// assert_eq!(policy.select(&huge, None)?.charges[0].cost(), 500);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
     /// The same for every request.
@@ -336,7 +410,7 @@ impl Policy {
         self.on_store_failure
     }
 
-    /// Returns the number of keys with a quota of their own.
+    /// Returns the number of keys with an override of the quota.
     #[must_use]
     pub fn override_count(&self) -> usize {
         self.overrides.len()
@@ -365,7 +439,7 @@ impl Policy {
         self.references().find(|name| !key_source::is_http(name))
     }
 
-    /// Returns what happens to a request that lacks an attribute of the key.
+    /// Returns the treatment of a request that lacks an attribute of the key.
     #[must_use]
     pub fn missing_key(&self) -> MissingKey {
         self.missing_key
@@ -404,8 +478,8 @@ impl Policy {
     }
 }
 
-/// Joins the values of a key by `|`. Bars and backslashes inside a value are escaped, so that no two
-/// lists of values have the same key.
+/// Joins the values of a key by `|`. Bars and backslashes inside a value are escaped, so that no
+/// two lists of values have the same key.
 fn join(values: &[impl AsRef<str>]) -> String {
     if let [value] = values {
         return value.as_ref().to_owned();

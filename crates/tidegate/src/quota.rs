@@ -8,7 +8,18 @@ use crate::store::memory::fingerprint::{HashSecret, PolicySum};
 
 /// An algorithm with its parameters: `limit` units per `window`, and a `burst` for the buckets.
 ///
-/// A quota is validated when it is created, so every `Quota` can be decided exactly.
+/// A quota is validated when it is created, so every `Quota` can be decided exactly. Create it once
+/// and keep it: a [`Charge`](crate::Charge) borrows it.
+///
+/// | constructor | admits | memory per key |
+/// | --- | --- | --- |
+/// | [`sliding_log`](Self::sliding_log) | the limit in any window, exactly | grows with the limit |
+/// | [`sliding_counter`](Self::sliding_counter) | approximately the same | constant |
+/// | [`fixed_window`](Self::fixed_window) | the limit in each window of the clock | constant |
+/// | [`token_bucket`](Self::token_bucket) | a constant rate, and bursts | constant |
+/// | [`leaky_bucket`](Self::leaky_bucket) | a constant rate, by delaying requests | constant |
+///
+/// A `fixed-window` can admit twice the limit around the start of a window.
 ///
 /// ```
 /// use std::time::Duration;

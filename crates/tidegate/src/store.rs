@@ -106,7 +106,8 @@ impl<S: Store> Store for Arc<S> {
     }
 }
 
-/// Reason why a store could not decide.
+/// Reason why a store could not decide. A `Fallback` (feature `resilience`) around the store
+/// decides the request instead, except for [`Misconfigured`](Self::Misconfigured).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {

@@ -6,6 +6,9 @@
 //! of every decision must equal the decision of the model. A failing sequence is shrunk before it
 //! is printed.
 //!
+//! The store must decide by the [`ManualClock`] that the suite passes in. A store whose server has
+//! its own time, such as Redis, needs a test mode in which the client sends the time.
+//!
 //! ```
 //! use tidegate::testing::conformance;
 //! use tidegate::{Limiter, MemoryStore};
@@ -34,7 +37,47 @@ mod sequence;
 pub use model::Model;
 use sequence::{Sequence, Step};
 
-/// Runs the sequence of each seed on a new store.
+/// Runs the sequence of each seed on a new store, which `new_limiter` creates. The same seed
+/// always has the same sequence.
+///
+/// A wrapper of a store can be tested in the same way as a store:
+///
+/// ```
+/// use tidegate::testing::conformance;
+/// use tidegate::{Action, Charge, Clock, Decision, Limiter, MemoryStore, Store, StoreError};
+///
+/// /// Converts the names of policies, or logs, or measures.
+/// struct Wrapper(MemoryStore);
+///
+/// impl Store for Wrapper {
+///     async fn decide(
+///         &self,
+///         action: Action,
+///         charge: &Charge<'_>,
+///     ) -> Result<Decision, StoreError> {
+///         self.0.decide(action, charge).await
+///     }
+///
+///     async fn decide_all(
+///         &self,
+///         action: Action,
+///         charges: &[Charge<'_>],
+///     ) -> Result<Vec<Decision>, StoreError> {
+///         self.0.decide_all(action, charges).await
+///     }
+///
+///     fn clock(&self) -> &dyn Clock {
+///         self.0.clock()
+///     }
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// let new_limiter =
+///     async |clock| Limiter::new(Wrapper(MemoryStore::builder().clock(clock).build()));
+/// conformance(0..20, new_limiter).await;
+/// # }
+/// ```
 ///
 /// # Panics
 ///
@@ -51,6 +94,18 @@ pub async fn conformance<S: Store>(
 
 /// Runs [`conformance`] with sequences in which logs grow to hundreds of requests. The short
 /// sequences are enough for the other algorithms only.
+///
+/// ```
+/// use tidegate::testing::conformance_of_long_logs;
+/// use tidegate::{Limiter, MemoryStore};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// let new_limiter =
+///     async |clock| Limiter::new(MemoryStore::builder().clock(clock).build());
+/// conformance_of_long_logs(0..2, new_limiter).await;
+/// # }
+/// ```
 ///
 /// # Panics
 ///

@@ -2,8 +2,8 @@
 //!
 //! Reading the cycle counter takes half the time of the kernel's clock, but its rate is known only
 //! approximately, which would skew every limit. Therefore the clock extrapolates from its last
-//! *anchor*, a pair of monotonic time and counter value, for one millisecond at most, and then takes
-//! a new anchor. In the long run it runs exactly as fast as the monotonic clock.
+//! *anchor*, a pair of monotonic time and counter value, for one millisecond at most, and then
+//! takes a new anchor. In the long run it runs exactly as fast as the monotonic clock.
 //!
 //! Between two anchors it runs slightly slower than the measured rate, so it is rarely ahead of the
 //! monotonic clock (whose rate the kernel adjusts), and only by microseconds. A new anchor is never

@@ -10,15 +10,38 @@ use serde_saphyr::{Location, Options, Spanned};
 use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
 
-/// A configuration text that errors refer to.
+/// Configuration text that errors refer to.
+///
+/// [`Policies::load`](crate::Policies::load) is enough for a file of policies. A program whose file
+/// has further sections parses them by a document, so that all errors have the same form, with
+/// file, line and column:
 ///
 /// ```
-/// use std::collections::BTreeMap;
-/// use tidegate::config::Document;
+/// use serde::Deserialize;
+/// use serde_saphyr::Spanned;
+/// use tidegate::Policies;
+/// use tidegate::config::{Document, RawPolicy};
 ///
-/// let document = Document::new("limits.yaml", "attributes: 7\n");
-/// let error = document.parse::<BTreeMap<String, Vec<String>>>().unwrap_err();
-/// assert_eq!(error.position(), Some((1, 13)));
+/// #[derive(Deserialize)]
+/// #[serde(deny_unknown_fields)]
+/// struct Settings {
+///     listen: String,
+///     #[serde(default)]
+///     attributes: Vec<Spanned<String>>,
+///     policies: Vec<RawPolicy>,
+/// }
+///
+/// let text = "
+/// listen: 127.0.0.1:8080
+/// policies:
+///   - {name: per-user, key: header.x-user-id, limit: 100, window: 60s}
+/// ";
+/// let document = Document::new("server.yaml", text);
+/// let settings: Settings = document.parse()?;
+/// let policies = Policies::from_raw(&document, &settings.attributes, settings.policies)?;
+/// assert_eq!(settings.listen, "127.0.0.1:8080");
+/// assert!(policies.get("per-user").is_some());
+/// # Ok::<(), tidegate::config::ConfigError>(())
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Document<'a> {
@@ -27,7 +50,21 @@ pub struct Document<'a> {
     redaction: &'a Redaction,
 }
 
-/// An error in a configuration, with the offending line.
+/// Error in a configuration, with the offending line.
+///
+/// Its `Display` has several lines, for a terminal; [`line`](Self::line) is for logs. Lines that
+/// may hold secrets are masked; see [`Redaction`].
+///
+/// ```
+/// use tidegate::Policies;
+///
+/// let text = "policies:\n  - {name: per-user, limit: 100, window: 60 seconds}\n";
+/// let error = Policies::from_yaml("limits.yaml", text).unwrap_err();
+/// assert_eq!(error.file(), "limits.yaml");
+/// assert_eq!(error.position(), Some((2, 42)));
+/// assert!(error.line().starts_with("limits.yaml:2:42: window: "));
+/// assert!(error.to_string().contains("window: 60 seconds}"));
+/// ```
 #[derive(Debug, Clone)]
 pub struct ConfigError {
     file: String,
@@ -57,8 +94,13 @@ impl<'a> Document<'a> {
         self
     }
 
-    /// Parses the text. An empty text is an error, because a file that is being written is empty at
-    /// first.
+    /// Parses the text as YAML. An empty text is an error, because a file that is being written is
+    /// empty at first.
+    ///
+    /// # Errors
+    ///
+    /// The first error in the text, at its position. An unknown field has a suggestion if a similar
+    /// one exists.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
         let is_blank = self
             .text
@@ -85,7 +127,19 @@ impl<'a> Document<'a> {
         serde_saphyr::from_str_with_options(self.text, options)
     }
 
-    /// Returns an error about this value.
+    /// Returns an error about this value, for checks that a type cannot express:
+    ///
+    /// ```
+    /// use std::collections::BTreeMap;
+    /// use serde_saphyr::Spanned;
+    /// use tidegate::config::Document;
+    ///
+    /// let document = Document::new("server.yaml", "port: 70000\n");
+    /// let fields: BTreeMap<String, Spanned<u64>> = document.parse()?;
+    /// let error = document.error_at(&fields["port"], "must be at most 65535");
+    /// assert_eq!(error.position(), Some((1, 7)));
+    /// # Ok::<(), tidegate::config::ConfigError>(())
+    /// ```
     #[must_use]
     pub fn error_at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
         let is_secret = self.is_secret(value.referenced) || self.is_secret(value.defined);
@@ -99,7 +153,7 @@ impl<'a> Document<'a> {
         self.error_at(value, &with_suggestion(message))
     }
 
-    /// Returns an error about the whole document.
+    /// Returns an error about the whole document, without a position.
     #[must_use]
     pub fn error(&self, message: &str) -> ConfigError {
         self.error_at_location(None, message)
@@ -185,7 +239,7 @@ impl ConfigError {
         Self { file: file.to_owned(), position: None, message: format!("cannot be read: {reason}") }
     }
 
-    /// Returns the error in one line, for logs.
+    /// Returns the error in one line, for logs: `file:line:column: message`.
     #[must_use]
     pub fn line(&self) -> String {
         match &self.position {
@@ -208,7 +262,7 @@ impl ConfigError {
         self.position.as_ref().map(|position| (position.line, position.column))
     }
 
-    /// Returns the message.
+    /// Returns the message, without the file and the position.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message

@@ -260,6 +260,16 @@ pub enum OneOrMany {
 
 impl OneOrMany {
     /// Returns the texts as a list.
+    ///
+    /// ```
+    /// use tidegate::config::{Document, OneOrMany};
+    ///
+    /// let one: OneOrMany = Document::new("a.yaml", "GET").parse()?;
+    /// let many: OneOrMany = Document::new("a.yaml", "[GET, POST]").parse()?;
+    /// assert_eq!(one.texts(), ["GET"]);
+    /// assert_eq!(many.texts(), ["GET", "POST"]);
+    /// # Ok::<(), tidegate::config::ConfigError>(())
+    /// ```
     #[must_use]
     pub fn texts(&self) -> &[String] {
         match self {

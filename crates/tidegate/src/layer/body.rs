@@ -9,6 +9,37 @@ use pin_project_lite::pin_project;
 
 pin_project! {
     /// Body of a response: that of the inner service, or of a response of the layer itself.
+    ///
+    /// It is an [`http_body::Body`] if the body of the inner service is one whose data can be made
+    /// from [`Bytes`], as that of axum, tonic and hyper can. A body of the layer is one frame of
+    /// known length without trailers. The body of the inner service is passed on unchanged:
+    ///
+    /// ```
+    /// use std::convert::Infallible;
+    /// use std::time::Duration;
+    /// use bytes::Bytes;
+    /// use http::{Request, Response};
+    /// use http_body_util::{BodyExt as _, Full};
+    /// use tidegate::layer::RateLimitLayer;
+    /// use tidegate::{Limiter, MemoryStore, Quota};
+    /// use tower::{Layer as _, ServiceExt as _, service_fn};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let quota = Quota::fixed_window(1, Duration::from_secs(60))?;
+    /// let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota);
+    /// let service = layer.layer(service_fn(async |_request: Request<()>| {
+    ///     Ok::<_, Infallible>(Response::new(Full::new(Bytes::from("hello"))))
+    /// }));
+    ///
+    /// let admitted = service.clone().oneshot(Request::new(())).await?;
+    /// assert_eq!(admitted.into_body().collect().await?.to_bytes(), "hello");
+    /// let denied = service.oneshot(Request::new(())).await?;
+    /// let problem = denied.into_body().collect().await?.to_bytes();
+    /// assert!(problem.starts_with(br#"{"type":"about:blank","title":"Too Many Requests""#));
+    /// # Ok(())
+    /// # }
+    /// ```
     #[derive(Debug)]
     pub struct Body<B> {
         #[pin]

@@ -24,7 +24,27 @@ type KeyFn = dyn for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync;
 type CostFn = dyn Fn(&Parts) -> u64 + Send + Sync;
 type PeerFn = dyn Fn(&Parts) -> Option<IpAddr> + Send + Sync;
 
-/// One quota for every request that has a key.
+/// Gate of a layer with one quota, counted by one key; [`RateLimitLayer::new`] creates it.
+///
+/// A request without the key is not limited, which is logged once. All options are methods of the
+/// [`RateLimitLayer`]; the type itself appears only where a layer is named, such as in the return
+/// type of a function:
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::layer::{QuotaGate, RateLimitLayer};
+/// use tidegate::{KeySource, Limiter, MemoryStore, Quota, QuotaError};
+///
+/// fn per_client() -> Result<RateLimitLayer<QuotaGate<MemoryStore>>, QuotaError> {
+///     let quota = Quota::token_bucket(10, Duration::from_secs(1))?.with_burst(50)?;
+///     let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota);
+///     Ok(layer.policy("per-client").by(KeySource::client_ip()))
+/// }
+/// # per_client().unwrap();
+/// ```
+///
+/// [`RateLimitLayer`]: super::RateLimitLayer
+/// [`RateLimitLayer::new`]: super::RateLimitLayer::new
 pub struct QuotaGate<S = MemoryStore> {
     limiter: PolicyLimiter<S>,
     quota: Quota,
@@ -35,7 +55,30 @@ pub struct QuotaGate<S = MemoryStore> {
     options: RequestOptions,
 }
 
-/// Policies, all or nothing.
+/// Gate of a layer with policies; [`RateLimitLayer::with_policies`] and
+/// [`RateLimitLayer::with_policy_limiter`] create it.
+///
+/// All enforced policies that apply to a request are decided together: if one of them denies it,
+/// none takes units. A request that no policy applies to passes without rate limit headers.
+///
+/// `O` is the [`Observer`] of the [`PolicyLimiter`]; `()` observes nothing. The name of the type
+/// is needed where a layer is returned or stored:
+///
+/// ```
+/// use tidegate::layer::{PolicyGate, RateLimitLayer};
+/// use tidegate::{Limiter, MemoryStore, Policies};
+///
+/// struct App {
+///     limits: RateLimitLayer<PolicyGate<MemoryStore>>,
+/// }
+///
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let app = App { limits: RateLimitLayer::with_policies(limiter, Policies::default()) };
+/// # let _ = app.limits;
+/// ```
+///
+/// [`RateLimitLayer::with_policies`]: super::RateLimitLayer::with_policies
+/// [`RateLimitLayer::with_policy_limiter`]: super::RateLimitLayer::with_policy_limiter
 pub struct PolicyGate<S = MemoryStore, O = ()> {
     limiter: PolicyLimiter<S, O>,
     options: RequestOptions,
@@ -50,7 +93,16 @@ pub(super) enum Key {
     Custom(Arc<KeyFn>),
 }
 
-/// How a gate reads a request.
+/// Options of a gate for reading requests: the address of the peer, the trusted proxies and the
+/// cost.
+///
+/// They are set by [`RateLimitLayer::peer`], [`RateLimitLayer::client_ip`] and
+/// [`RateLimitLayer::cost`]. The defaults are the extension [`Peer`], no trusted proxy, and the
+/// cost of the policies, or 1.
+///
+/// [`RateLimitLayer::peer`]: super::RateLimitLayer::peer
+/// [`RateLimitLayer::client_ip`]: super::RateLimitLayer::client_ip
+/// [`RateLimitLayer::cost`]: super::RateLimitLayer::cost
 #[derive(Clone)]
 pub struct RequestOptions {
     pub(super) peer: Arc<PeerFn>,
@@ -58,7 +110,11 @@ pub struct RequestOptions {
     pub(super) cost: Option<Arc<CostFn>>,
 }
 
-/// Gate with [`RequestOptions`]. Sealed: only the built-in gates implement it.
+/// Gate with [`RequestOptions`]. Sealed: only [`QuotaGate`] and [`PolicyGate`] implement it.
+///
+/// It is the bound of the methods of [`RateLimitLayer`](super::RateLimitLayer) that both built-in
+/// gates share. A custom [`RequestLimiter`] reads requests itself, for example by
+/// [`RequestParts`], and does not need it.
 pub trait ConfigureRequest: RequestLimiter {
     #[doc(hidden)]
     fn options(&mut self) -> &mut RequestOptions;

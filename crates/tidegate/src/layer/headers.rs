@@ -10,7 +10,34 @@ const MAX_HEADERS: usize = 6;
 
 /// Passes the headers for these decisions, those of [`headers::for_each_header`], to `insert`.
 ///
+/// It is for a front door other than the Tower layer, which adds these headers itself. The three
+/// `X-RateLimit-*` headers are left out unless `with_x_headers` is set. Nothing is inserted if
+/// `states` is empty.
+///
 /// Their values share one allocation: one per value would cost more than the decision.
+///
+/// ```
+/// use std::time::Duration;
+/// use http::HeaderMap;
+/// use tidegate::layer::for_each_header_value;
+/// use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyLimiter, Query, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let policies = Policies::new(vec![Policy::builder("per-user", quota).build()?])?;
+/// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+/// let decisions = limiter.acquire(Query::policy("per-user", "ann")).await?;
+///
+/// let mut headers = HeaderMap::new();
+/// for_each_header_value(decisions.header_states(), false, |name, value| {
+///     headers.insert(name, value);
+/// });
+/// assert_eq!(headers["ratelimit-policy"], r#""per-user";q=100;w=60"#);
+/// assert_eq!(headers["ratelimit"], r#""per-user";r=99;t=60"#);
+/// # Ok(())
+/// # }
+/// ```
 pub fn for_each_header_value<'a>(
     states: impl Iterator<Item = PolicyState<'a>> + Clone,
     with_x_headers: bool,
@@ -35,7 +62,8 @@ pub fn for_each_header_value<'a>(
     }
 }
 
-/// Returns a name that is known at compile time: parsing it again would cost as much as the decision.
+/// Returns a name that is known at compile time: parsing it again would cost as much as the
+/// decision.
 fn typed(name: &'static str) -> HeaderName {
     const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
     const STATE: HeaderName = HeaderName::from_static("ratelimit");

@@ -8,33 +8,109 @@ use http::request::Parts;
 use crate::limiter::Error;
 use crate::policy::PolicyDecisions;
 
-/// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their counts.
+/// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
+/// counts.
 ///
 /// The built-in ones are [`QuotaGate`](super::QuotaGate) and [`PolicyGate`](super::PolicyGate).
-/// Implement it for policies that can be replaced while the layer runs.
+/// Implement it for policies that can be replaced while the layer runs:
+///
+/// ```
+/// use std::convert::Infallible;
+/// use std::sync::{Arc, RwLock};
+/// use std::time::Duration;
+/// use http::request::Parts;
+/// use http::{Request, Response, StatusCode};
+/// use tidegate::layer::{RateLimitLayer, RequestLimiter, RequestParts};
+/// use tidegate::{ClientIp, Error, Limiter, MemoryStore, Policies, Policy};
+/// use tidegate::{PolicyDecisions, PolicyLimiter, Query, Quota};
+/// use tower::{Layer as _, ServiceExt as _, service_fn};
+///
+/// #[derive(Clone)]
+/// struct Reloadable {
+///     current: Arc<RwLock<PolicyLimiter>>,
+///     client_ip: Arc<ClientIp>,
+/// }
+///
+/// impl Reloadable {
+///     /// Replaces the policies. The store, and so the counts, stay the same.
+///     fn reload(&self, policies: Policies) {
+///         let mut current = self.current.write().unwrap();
+///         let limiter = current.limiter().clone();
+///         *current = PolicyLimiter::new(limiter, policies);
+///     }
+/// }
+///
+/// impl RequestLimiter for Reloadable {
+///     type Snapshot = PolicyLimiter;
+///
+///     fn snapshot(&self) -> PolicyLimiter {
+///         self.current.read().unwrap().clone()
+///     }
+///
+///     async fn acquire<'a>(
+///         &'a self,
+///         snapshot: &'a PolicyLimiter,
+///         parts: &Parts,
+///     ) -> Result<PolicyDecisions<'a>, Error> {
+///         let request = RequestParts::new(parts, None, &self.client_ip);
+///         snapshot.acquire(Query::attributes(&request)).await
+///     }
+///
+///     async fn refund(&self, snapshot: &PolicyLimiter, decisions: &PolicyDecisions<'_>) {
+///         snapshot.refund(decisions).await;
+///     }
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::default());
+/// let limits =
+///     Reloadable { current: Arc::new(RwLock::new(limiter)), client_ip: Arc::default() };
+/// let layer = RateLimitLayer::with_gate(limits.clone());
+/// let service = layer.layer(service_fn(async |_request: Request<()>| {
+///     Ok::<_, Infallible>(Response::new("hello"))
+/// }));
+/// assert_eq!(service.clone().oneshot(Request::new(())).await?.status(), StatusCode::OK);
+///
+/// let quota = Quota::fixed_window(1, Duration::from_secs(60))?;
+/// limits.reload(Policies::new(vec![Policy::builder("all", quota).build()?])?);
+/// assert_eq!(service.clone().oneshot(Request::new(())).await?.status(), StatusCode::OK);
+/// let denied = service.oneshot(Request::new(())).await?;
+/// assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
+/// # Ok(())
+/// # }
+/// ```
 pub trait RequestLimiter: Clone + Send + Sync + 'static {
-    /// Configuration that the decisions on one request borrow from; `()` if it never changes.
+    /// Configuration that the decisions on one request borrow from; `()` if it never changes. Its
+    /// clones should be cheap, such as an `Arc`: a refund after a dropped request needs one.
     type Snapshot: Clone + Send + Sync + 'static;
 
-    /// Returns the current configuration.
+    /// Returns the current configuration. The layer calls it once per request, so that all steps of
+    /// a request use the same configuration.
     fn snapshot(&self) -> Self::Snapshot;
 
     /// Decides a request by its head and, if it is allowed, takes the units. The body has not been
     /// read.
+    ///
+    /// An empty [`PolicyDecisions`] means that no limit applies. An error becomes the response of
+    /// [`RateLimitLayer::on_error`](super::RateLimitLayer::on_error).
     fn acquire<'a>(
         &'a self,
         snapshot: &'a Self::Snapshot,
         parts: &Parts,
     ) -> impl Future<Output = Result<PolicyDecisions<'a>, Error>> + Send;
 
-    /// Returns the units that an admitted request took.
+    /// Returns the units that an admitted request took, because
+    /// [`RateLimitLayer::refund_on`](super::RateLimitLayer::refund_on) accepts the status of its
+    /// response, or because the client disconnected while the request waited for its turn.
     fn refund(
         &self,
         snapshot: &Self::Snapshot,
         decisions: &PolicyDecisions<'_>,
     ) -> impl Future<Output = ()> + Send;
 
-    /// Sleeps until the turn of an admitted request.
+    /// Sleeps until the turn of an admitted request, by default on the clock of Tokio. The built-in
+    /// gates sleep on the clock of the store, so that a `ManualClock` controls them.
     fn sleep(&self, delay: Duration) -> impl Future<Output = ()> + Send {
         tokio::time::sleep(delay)
     }

@@ -50,7 +50,21 @@ pub struct RequestParts<'a> {
 }
 
 /// Address that a connection comes from, as an extension of its requests: the layer finds it there
-/// if the server has set it.
+/// if the server has set it. It must be the address of the socket; headers of proxies are read by
+/// [`ClientIp`].
+///
+/// ```
+/// use std::net::SocketAddr;
+/// use tidegate::layer::Peer;
+///
+/// /// Called by an accept loop, for example of hyper, for each request of a connection.
+/// fn with_peer<B>(mut request: http::Request<B>, address: SocketAddr) -> http::Request<B> {
+///     request.extensions_mut().insert(Peer(address.ip()));
+///     request
+/// }
+/// # let request = with_peer(http::Request::new(()), "203.0.113.9:4711".parse().unwrap());
+/// # assert_eq!(request.extensions().get(), Some(&Peer("203.0.113.9".parse().unwrap())));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer(pub IpAddr);
 
@@ -87,7 +101,24 @@ impl<'a> RequestParts<'a> {
     }
 
     /// Reads a request that a proxy describes by its headers; `ip` is the client's address, as
-    /// [`ClientIp::group`] returns it.
+    /// [`ClientIp::group`] returns it. Method, path and host are absent until they are set.
+    ///
+    /// ```
+    /// use http::HeaderMap;
+    /// use tidegate::Attributes as _;
+    /// use tidegate::layer::RequestParts;
+    ///
+    /// // The question of nginx's auth_request about a request that it holds back.
+    /// let mut headers = HeaderMap::new();
+    /// headers.insert("x-original-uri", "/login?user=ann".parse()?);
+    /// let uri = headers.get("x-original-uri").and_then(|value| value.to_str().ok());
+    /// let request = RequestParts::forwarded(&headers, "203.0.113.9".to_owned())
+    ///     .with_method(Some("POST"))
+    ///     .with_path_and_query(uri);
+    /// assert_eq!(request.get("path").as_deref(), Some("/login"));
+    /// assert_eq!(request.get("query.user").as_deref(), Some("ann"));
+    /// # Ok::<(), http::header::InvalidHeaderValue>(())
+    /// ```
     #[must_use]
     pub fn forwarded(headers: &'a HeaderMap, ip: String) -> Self {
         Self {

@@ -20,7 +20,48 @@ use crate::policy::{PolicyDecision, PolicyDecisions};
 type OnDenied = dyn Fn(&Denial<'_>) -> Response<Bytes> + Send + Sync;
 type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
 
-/// Denied request.
+/// Denied request, from which [`RateLimitLayer::on_denied`] builds its response.
+///
+/// The layer adds the rate limit headers to that response, including `Retry-After`. gRPC clients
+/// get the status `RESOURCE_EXHAUSTED` instead, whatever the closure returns.
+///
+/// ```
+/// use std::convert::Infallible;
+/// use std::time::Duration;
+/// use http::{Request, Response, StatusCode};
+/// use tidegate::layer::{Denial, RateLimitLayer};
+/// use tidegate::{Limiter, MemoryStore, Quota};
+/// use tower::{Layer as _, ServiceExt as _, service_fn};
+///
+/// /// Redirects browsers to a page that explains the limit.
+/// fn explain(denial: &Denial<'_>) -> Response<&'static [u8]> {
+///     let policy = denial.binding().policy();
+///     let wait = denial.retry_after().as_secs() + 1;
+///     Response::builder()
+///         .status(StatusCode::SEE_OTHER)
+///         .header("location", format!("/slow-down?policy={policy}&wait={wait}"))
+///         .body(&b""[..])
+///         .unwrap()
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::fixed_window(1, Duration::from_secs(60))?;
+/// let limiter = Limiter::new(MemoryStore::new());
+/// let layer = RateLimitLayer::new(limiter, quota).policy("site").on_denied(explain);
+/// let service = layer.layer(service_fn(async |_request: Request<()>| {
+///     Ok::<_, Infallible>(Response::new("hello"))
+/// }));
+///
+/// assert_eq!(service.clone().oneshot(Request::new(())).await?.status(), StatusCode::OK);
+/// let denied = service.oneshot(Request::new(())).await?;
+/// assert_eq!(denied.status(), StatusCode::SEE_OTHER);
+/// assert!(denied.headers().contains_key("retry-after"));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// [`RateLimitLayer::on_denied`]: super::RateLimitLayer::on_denied
 #[derive(Debug, Clone, Copy)]
 pub struct Denial<'a> {
     pub(super) parts: &'a Parts,
@@ -47,13 +88,15 @@ impl Default for Responses {
 }
 
 impl<'a> Denial<'a> {
-    /// Returns the head of the request.
+    /// Returns the head of the request: its method, URI, headers and extensions. The body has not
+    /// been read.
     #[must_use]
     pub fn parts(&self) -> &'a Parts {
         self.parts
     }
 
-    /// Returns the decisions of all limits.
+    /// Returns the decisions of all limits on the request, including those that allowed it and
+    /// those in shadow mode.
     pub fn decisions(&self) -> &'a PolicyDecisions<'a> {
         self.decisions
     }
@@ -65,6 +108,7 @@ impl<'a> Denial<'a> {
     }
 
     /// Returns the wait after which the request would be admitted if no other request arrived.
+    /// Zero if no wait helps, because the request lacks the key of a policy that requires it.
     #[must_use]
     pub fn retry_after(&self) -> Duration {
         self.binding.decision().retry_after

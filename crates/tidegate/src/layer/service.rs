@@ -18,8 +18,42 @@ use crate::policy::PolicyDecisions;
 
 /// Service that passes admitted requests to the inner service.
 ///
-/// The body of a denied request is not read. A request that is dropped while it waits for its turn
-/// returns its units; that, and the wait, need a Tokio runtime.
+/// [`RateLimitLayer`](super::RateLimitLayer) creates it, by `Router::layer` of axum, a
+/// `ServiceBuilder` of Tower, or directly:
+///
+/// ```
+/// use std::convert::Infallible;
+/// use std::time::Duration;
+/// use http::{Request, Response, StatusCode};
+/// use tidegate::layer::RateLimitLayer;
+/// use tidegate::{KeySource, Limiter, MemoryStore, Quota};
+/// use tower::{Layer as _, ServiceExt as _, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(1, Duration::from_secs(60))?;
+/// let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
+///     .policy("per-user")
+///     .by(KeySource::header("x-user-id")?);
+/// let service = layer.layer(service_fn(async |_request: Request<()>| {
+///     Ok::<_, Infallible>(Response::new("hello"))
+/// }));
+///
+/// let request = || Request::get("/").header("x-user-id", "ann").body(());
+/// let admitted = service.clone().oneshot(request()?).await?;
+/// assert_eq!(admitted.headers()["ratelimit"], r#""per-user";r=0;t=60"#);
+/// let denied = service.oneshot(request()?).await?;
+/// assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// * The service is ready when the inner service is ready. A denied request does not call it.
+/// * Its error is that of the inner service. A denial and a failing store are responses.
+/// * The inner service must be `Clone`, as in every Tower layer that calls it from a future.
+/// * The body of a denied request is not read.
+/// * A request that is dropped while it waits for its turn in a `leaky-bucket` returns its units;
+///   that, and the wait, need a Tokio runtime.
 pub struct RateLimit<S, G> {
     inner: S,
     shared: Arc<Shared<G>>,

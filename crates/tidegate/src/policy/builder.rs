@@ -20,7 +20,8 @@ use crate::quota::Quota;
 ///     .build()?;
 /// assert_eq!(policy.quota_for("big-customer").limit(), 1_000);
 ///
-/// let misspelt = Policy::builder("uploads", Quota::token_bucket(100, minute)?).key(["heder.x-user-id"]);
+/// let quota = Quota::token_bucket(100, minute)?;
+/// let misspelt = Policy::builder("uploads", quota).key(["heder.x-user-id"]);
 /// assert!(misspelt.build().is_err());
 /// # Ok(())
 /// # }
@@ -98,25 +99,28 @@ impl PolicyBuilder {
         self
     }
 
-    /// Sets what happens to a request that lacks an attribute of the key.
+    /// Sets the treatment of a request that lacks an attribute of the key. By default the policy
+    /// does not apply to it.
     pub fn missing_key(mut self, missing_key: MissingKey) -> Self {
         self.missing_key = missing_key;
         self
     }
 
-    /// Sets whether denials are enforced.
+    /// Sets whether denials are enforced; by default they are.
     pub fn mode(mut self, mode: Mode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// Sets how requests are decided while the store is unavailable.
+    /// Sets how requests are decided while the store is unavailable, with a `Fallback` (feature
+    /// `resilience`) around the store. By default this process decides by its share of the quota.
     pub fn on_store_failure(mut self, on_store_failure: OnStoreFailure) -> Self {
         self.on_store_failure = on_store_failure;
         self
     }
 
-    /// Sets another quota for one key, given by the values of its attributes in their order.
+    /// Sets another quota for one key, given by the values of its attributes in their order. A key
+    /// that is overridden twice is an error of [`build`](Self::build).
     pub fn override_for(
         mut self,
         values: impl IntoIterator<Item = impl Into<String>>,
@@ -126,13 +130,18 @@ impl PolicyBuilder {
         self
     }
 
-    /// Sets the number of units that a request takes.
+    /// Sets the number of units that a request takes; 1 by default.
     pub fn cost(mut self, cost: Cost) -> Self {
         self.cost = cost;
         self
     }
 
     /// Validates the parts and creates the policy.
+    ///
+    /// # Errors
+    ///
+    /// The first invalid part: the name, an attribute that is unknown or malformed, a condition
+    /// without patterns, a key with two overrides, or a cost that no quota could admit.
     pub fn build(self) -> Result<Policy, PolicyError> {
         let mut policy = Policy::new(self.name, self.quota)?;
         let mut names = AttributeNames::default();

@@ -10,7 +10,11 @@ use crate::headers::PolicyState;
 use crate::quota::Quota;
 use crate::store::Action;
 
-/// Decision of one limit on a request.
+/// Decision of one limit on a request, an entry of [`PolicyDecisions`].
+///
+/// It has the policy, the key and the quota next to the [`Decision`], for logs, metrics and
+/// responses. It does not say whether the request passes: other limits may deny it, and a limit
+/// in shadow mode denies nothing.
 #[derive(Debug, Clone)]
 pub struct PolicyDecision<'a> {
     pub(super) charge: PreparedCharge<'a>,
@@ -26,7 +30,42 @@ pub struct PolicyDecision<'a> {
 /// Decisions of all limits that apply to a request.
 ///
 /// An entry may deny a request that passes, in shadow mode, or allow one that is denied by another
-/// limit: ask [`is_allowed`](Self::is_allowed).
+/// limit: ask [`is_allowed`](Self::is_allowed). Without entries no limit applies, and the request
+/// passes.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::time::Duration;
+/// use tidegate::{Limiter, MemoryStore, Mode, Policies, Policy, PolicyLimiter, Query, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let minute = Duration::from_secs(60);
+/// let users = Policy::builder("per-user", Quota::sliding_log(2, minute)?)
+///     .key(["header.x-user-id"])
+///     .build()?;
+/// let strict = Policy::builder("planned", Quota::sliding_log(1, minute)?)
+///     .key(["header.x-user-id"])
+///     .mode(Mode::Shadow)
+///     .build()?;
+/// let policies = Policies::new(vec![users, strict])?;
+/// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+/// let request = BTreeMap::from([("header.x-user-id".to_owned(), "ann".to_owned())]);
+///
+/// assert!(limiter.acquire(Query::attributes(&request)).await?.is_allowed());
+///
+/// // The planned limit would deny the second request, but it is only observed.
+/// let second = limiter.acquire(Query::attributes(&request)).await?;
+/// assert!(second.is_allowed());
+/// let planned = second.iter().find(|entry| entry.is_shadow()).expect("it applies");
+/// assert!(!planned.decision().allowed);
+///
+/// let third = limiter.acquire(Query::attributes(&request)).await?;
+/// let denial = third.denied_by().expect("the limit is used up");
+/// assert_eq!((denial.policy(), denial.key()), ("per-user", Some("ann")));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Default)]
 #[must_use = "a denied request must not pass: check `is_allowed()`"]
 pub struct PolicyDecisions<'a> {
@@ -59,13 +98,17 @@ impl<'a> PolicyDecisions<'a> {
         denials.min_by_key(|entry| entry.decision.rank())
     }
 
-    /// Returns how long an admitted request has to wait for its turn.
+    /// Returns how long an admitted request has to wait for its turn: the longest delay of the
+    /// enforced limits. Only a `leaky-bucket` has one. The caller sleeps, for example by
+    /// [`Clock::sleep`](crate::Clock::sleep) of the store's clock.
     #[must_use]
     pub fn delay(&self) -> Duration {
         self.enforced().map(|entry| entry.decision.delay).max().unwrap_or_default()
     }
 
-    /// Iterates over the decisions, including those in shadow mode.
+    /// Iterates over the decisions, including those in shadow mode, in the order of their
+    /// [positions](PolicyDecision::position). Limits in shadow mode that could not be decided are
+    /// left out.
     pub fn iter(&self) -> std::slice::Iter<'_, PolicyDecision<'a>> {
         self.decisions.iter()
     }
@@ -84,7 +127,8 @@ impl<'a> PolicyDecisions<'a> {
         })
     }
 
-    /// Copies the borrowed parts, for a refund after the request.
+    /// Copies the borrowed parts, so that the decisions can be kept after the policies, for example
+    /// for a [refund](crate::PolicyLimiter::refund) by a task that outlives the request.
     #[must_use = "it consumes the decisions"]
     pub fn into_owned(self) -> PolicyDecisions<'static> {
         let owned = |entry: PolicyDecision<'a>| PolicyDecision {
@@ -149,7 +193,8 @@ impl<'a> PolicyDecision<'a> {
         self.charge.policy()
     }
 
-    /// Returns the name in metrics.
+    /// Returns the name in metrics: that of the policy, unless the query or the charge sets
+    /// another, for example to keep the number of label values small.
     #[must_use]
     pub fn metric_name(&self) -> &str {
         self.charge.metric_name()
@@ -185,14 +230,17 @@ impl<'a> PolicyDecision<'a> {
         self.charge.is_shadow()
     }
 
-    /// Returns whether the request was denied without asking the store: its key is missing, its cost
-    /// is above the capacity, or the limit is 0.
+    /// Returns whether the request was denied without asking the store: its key is missing, its
+    /// cost is above the capacity, or the limit is 0.
     #[must_use]
     pub fn is_rejected(&self) -> bool {
         self.rejected
     }
 
-    /// Returns the position among the charges of the query.
+    /// Returns the position among the charges of the query, from 0: for [`Query::prepared`], the
+    /// index into its charges.
+    ///
+    /// [`Query::prepared`]: crate::Query::prepared
     #[must_use]
     pub fn position(&self) -> usize {
         self.position

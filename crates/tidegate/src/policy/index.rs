@@ -1,8 +1,8 @@
 //! Index of the policies that a request may match, without trying each.
 //!
 //! A policy is indexed by the literal prefix of its path pattern, by the exact value of another
-//! attribute, or in the list that is always tried. A request looks up its own path prefixes and
-//! values, so the work grows with the depth of its path, not with the number of policies.
+//! attribute, or in the list that is always tried. A request is searched for by its path prefixes
+//! and values, so the work grows with the depth of its path, not with the number of policies.
 
 use std::collections::HashMap;
 
@@ -51,7 +51,8 @@ impl Index {
         index
     }
 
-    /// Returns the positions of the candidates, in the order of the policies and without duplicates.
+    /// Returns the positions of the candidates, in the order of the policies and without
+    /// duplicates.
     pub(super) fn candidates(&self, attributes: &dyn Attributes) -> Vec<usize> {
         let mut found = self.always.clone();
         if !self.by_path.is_empty()

@@ -40,46 +40,87 @@ impl KeySource {
         Ok(Self { name })
     }
 
-    /// Returns the address of the client: `ip`.
+    /// Returns the address of the client: `ip`. An IPv6 address counts by its network, a /64 by
+    /// default; see [`ClientIp`](crate::ClientIp), which also has the trusted proxies.
     #[must_use]
     pub fn client_ip() -> Self {
         Self { name: "ip".into() }
     }
 
-    /// Returns the method of an HTTP request: `method`.
+    /// Returns the method of an HTTP request, such as `GET`: `method`.
     #[must_use]
     pub fn method() -> Self {
         Self { name: "method".into() }
     }
 
-    /// Returns the path of an HTTP request, without its query: `path`.
+    /// Returns the path of an HTTP request, without its query: `path`. It is in the form of
+    /// [`normalize_path`](crate::normalize_path).
     #[must_use]
     pub fn path() -> Self {
         Self { name: "path".into() }
     }
 
-    /// Returns the host of an HTTP request, without its port: `host`.
+    /// Returns the host of an HTTP request, without its port: `host`. It is in the form of
+    /// [`normalize_host`](crate::normalize_host).
     #[must_use]
     pub fn host() -> Self {
         Self { name: "host".into() }
     }
 
-    /// Returns a header of an HTTP request: `header.NAME`.
+    /// Returns a header of an HTTP request: `header.NAME`. Header names are case-insensitive.
+    /// Several headers of one name count as one value, separated by commas.
+    ///
+    /// # Errors
+    ///
+    /// [`AttributeError::Malformed`] if the name is empty or cannot be the name of a header:
+    ///
+    /// ```
+    /// use tidegate::KeySource;
+    ///
+    /// assert_eq!(KeySource::header("X-User-Id")?.as_str(), "header.x-user-id");
+    /// assert!(KeySource::header("x user id").is_err());
+    /// # Ok::<(), tidegate::AttributeError>(())
+    /// ```
     pub fn header(name: &str) -> Result<Self, AttributeError> {
         Self::named(&format!("header.{name}"))
     }
 
-    /// Returns a parameter of the query of an HTTP request: `query.NAME`.
+    /// Returns a parameter of the query of an HTTP request: `query.NAME`. The name is
+    /// case-sensitive; of several parameters of one name, the first counts.
+    ///
+    /// # Errors
+    ///
+    /// [`AttributeError::Malformed`] if the name is empty or has a space or a control character.
     pub fn query(name: &str) -> Result<Self, AttributeError> {
         Self::named(&format!("query.{name}"))
     }
 
-    /// Returns a cookie of an HTTP request: `cookie.NAME`.
+    /// Returns a cookie of an HTTP request: `cookie.NAME`. The name is case-sensitive; of several
+    /// cookies of one name, the first counts. Clients choose their cookies: a key that a client
+    /// must not change needs a verified value, such as a [custom](Self::custom) attribute.
+    ///
+    /// # Errors
+    ///
+    /// [`AttributeError::Malformed`] if the name is empty or has a space or a control character.
     pub fn cookie(name: &str) -> Result<Self, AttributeError> {
         Self::named(&format!("cookie.{name}"))
     }
 
-    /// Returns an attribute that your own code provides, such as `tenant`.
+    /// Returns an attribute that your own code provides, such as `tenant`. The Tower layer reads it
+    /// from the extension `CustomAttributes` of a request.
+    ///
+    /// # Errors
+    ///
+    /// [`AttributeError::BuiltIn`] for a name that is built in, and [`AttributeError::Malformed`]
+    /// for one that is empty or has a space:
+    ///
+    /// ```
+    /// use tidegate::{AttributeError, KeySource};
+    ///
+    /// assert_eq!(KeySource::custom("tenant")?.as_str(), "tenant");
+    /// assert_eq!(KeySource::custom("ip"), Err(AttributeError::BuiltIn("ip".to_owned())));
+    /// # Ok::<(), AttributeError>(())
+    /// ```
     pub fn custom(name: &str) -> Result<Self, AttributeError> {
         AttributeNames::default().declare(name)?;
         Self::named(name)
@@ -292,7 +333,7 @@ fn check_characters(name: &str) -> Result<(), AttributeError> {
     Ok(())
 }
 
-/// Checks what follows the prefix of a built-in name.
+/// Checks the part after the prefix of a built-in name.
 fn check_form(name: &str) -> Result<(), AttributeError> {
     match name.split_once('.') {
         Some((prefix, "")) if PREFIXES.contains(&prefix) => {

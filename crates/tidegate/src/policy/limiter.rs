@@ -44,22 +44,69 @@ pub struct PolicyLimiter<S = MemoryStore, O = ()> {
     timeout: Duration,
 }
 
-/// Time that the calls of one query may take together, unless [`PolicyLimiter::with_timeout`] sets
-/// another.
+/// Time that the calls of one query may take together, 100 ms, unless
+/// [`PolicyLimiter::with_timeout`] sets another.
 pub const DEFAULT_QUERY_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Target of the `decide` spans, which are at the debug level.
+/// Target of the `decide` spans of a [`PolicyLimiter`], which are at the debug level. A subscriber
+/// enables them by this target without the debug events of the library, for example with the
+/// filter `info,tidegate::trace=debug`.
 pub const TRACE_TARGET: &str = "tidegate::trace";
 
 /// Receives every decision of a [`PolicyLimiter`], for metrics and hot keys.
+///
+/// Its methods are called on the path of each request, so they should only count, not block. An
+/// `Arc` of an observer is one, too: keep a clone to read the counters.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use std::time::{Duration, Instant};
+/// use tidegate::{Action, Limiter, MemoryStore, Observer, Policies, Policy};
+/// use tidegate::{PolicyDecisions, PolicyLimiter, Query, Quota};
+///
+/// #[derive(Default)]
+/// struct Counters {
+///     allowed: AtomicU64,
+///     denied: AtomicU64,
+/// }
+///
+/// impl Observer for Counters {
+///     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, _start: Instant) {
+///         if action == Action::Acquire {
+///             let counter =
+///                 if decisions.is_allowed() { &self.allowed } else { &self.denied };
+///             counter.fetch_add(1, Ordering::Relaxed);
+///         }
+///     }
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::fixed_window(2, Duration::from_secs(60))?;
+/// let policies = Policies::new(vec![Policy::builder("per-user", quota).build()?])?;
+/// let counters = Arc::new(Counters::default());
+/// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies)
+///     .with_observer(Arc::clone(&counters));
+///
+/// for _ in 0..3 {
+///     let _ = limiter.acquire(Query::policy("per-user", "ann")).await?;
+/// }
+/// assert_eq!(counters.allowed.load(Ordering::Relaxed), 2);
+/// assert_eq!(counters.denied.load(Ordering::Relaxed), 1);
+/// # Ok(())
+/// # }
+/// ```
 pub trait Observer: Send + Sync {
-    /// Called once per query that was decided. `start` is when the query arrived; the charges of a
-    /// prepared query have their own actions.
+    /// Called once per query that was decided, also if no limit applied. A query that ended with an
+    /// error is not reported. `start` is when the query arrived; the charges of a prepared query
+    /// have their own actions.
     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
         let _ = (action, decisions, start);
     }
 
-    /// Called for each policy whose key the request lacks.
+    /// Called for each policy whose key the request lacks, whether that skips the policy or denies
+    /// the request. A high count may mean that the key names a misspelt header.
     fn key_missing(&self, policy: &Policy) {
         let _ = policy;
     }
@@ -79,7 +126,8 @@ impl<T: Observer> Observer for Arc<T> {
 }
 
 impl<S: Store> PolicyLimiter<S> {
-    /// Creates a pipeline that decides `policies` by `limiter`.
+    /// Creates a pipeline that decides `policies` by `limiter`, without an observer and with the
+    /// [default timeout](DEFAULT_QUERY_TIMEOUT).
     #[must_use]
     pub fn new(limiter: Limiter<S>, policies: impl Into<Arc<Policies>>) -> Self {
         let timeout = DEFAULT_QUERY_TIMEOUT;
@@ -126,6 +174,11 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Decides the request and, if it is allowed, takes the units of every limit.
+    ///
+    /// # Errors
+    ///
+    /// The request is undecided: the store failed, the query names an unknown policy, a key or cost
+    /// is invalid, or the address of the client is unknown. A denial is not an error.
     pub async fn acquire<'a>(&'a self, query: Query<'a, '_>) -> Result<PolicyDecisions<'a>, Error> {
         self.decide(Action::Acquire, query).await
     }
@@ -217,7 +270,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Returns the units that an admitted request took, because it failed or was cancelled. Best
-    /// effort: an unrefunded unit expires with its window.
+    /// effort: an unrefunded unit expires with its window. Nothing is returned for a denied
+    /// request, or for units that no longer count.
     pub async fn refund(&self, decisions: &PolicyDecisions<'_>) {
         let now = self.limiter.store().clock().now();
         self.refund_charges(decisions.refunds(now).collect()).await;

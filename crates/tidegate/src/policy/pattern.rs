@@ -113,9 +113,23 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
     reachable[bytes.len()]
 }
 
-/// Returns the normal form of a path, which policies match and count by: without query, empty or dot
-/// segments, trailing slash, or percent-encoding of characters that need none. Otherwise another
-/// spelling would bypass a policy.
+/// Returns the normal form of a path, which policies match and count by: without query, empty or
+/// dot segments, trailing slash, or percent-encoding of characters that need none. Otherwise
+/// another spelling would bypass a policy.
+///
+/// A front door with its own [`Attributes`](crate::Attributes) must normalize `path` by it, as the
+/// Tower layer does. Letters keep their case, because paths are case-sensitive. Reserved characters
+/// stay encoded, with digits in upper case. An empty path is `/`.
+///
+/// ```
+/// use tidegate::normalize_path;
+///
+/// assert_eq!(normalize_path("/api//v1/./users/?page=2"), "/api/v1/users");
+/// assert_eq!(normalize_path("/static/../login"), "/login");
+/// assert_eq!(normalize_path("/%6Cogin"), "/login");
+/// assert_eq!(normalize_path("/files/a%2fb"), "/files/a%2Fb");
+/// assert_eq!(normalize_path(""), "/");
+/// ```
 #[must_use]
 pub fn normalize_path(path: &str) -> Cow<'_, str> {
     let path = path.split(['?', '#']).next().unwrap_or_default();
@@ -142,6 +156,17 @@ pub fn normalize_path(path: &str) -> Cow<'_, str> {
 }
 
 /// Returns the normal form of a host: lower case, without port or trailing dot.
+///
+/// A front door with its own [`Attributes`](crate::Attributes) must normalize `host` by it, so that
+/// a client cannot choose another key by another spelling.
+///
+/// ```
+/// use tidegate::normalize_host;
+///
+/// assert_eq!(normalize_host("API.Example.com:8443"), "api.example.com");
+/// assert_eq!(normalize_host("example.com."), "example.com");
+/// assert_eq!(normalize_host("[2001:DB8::1]:443"), "[2001:db8::1]");
+/// ```
 #[must_use]
 pub fn normalize_host(host: &str) -> Cow<'_, str> {
     let name = match host.rsplit_once(':') {

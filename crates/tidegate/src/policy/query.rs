@@ -1,4 +1,4 @@
-//! [`Query`]: what a front door asks a [`PolicyLimiter`](super::PolicyLimiter).
+//! [`Query`]: the question of a front door to a [`PolicyLimiter`](super::PolicyLimiter).
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -14,14 +14,37 @@ use crate::store::Action;
 
 /// Question about one request, for a [`PolicyLimiter`](super::PolicyLimiter).
 ///
+/// | constructor | limits that are decided |
+/// | --- | --- |
+/// | [`attributes`](Self::attributes) | all policies that apply to the request |
+/// | [`attributes_for`](Self::attributes_for) | one policy; its key comes from the request |
+/// | [`policy`](Self::policy) | one policy, with a given key |
+/// | [`quota`](Self::quota) | a quota of the caller, with a given key |
+/// | [`prepared`](Self::prepared) | charges that the caller has prepared |
+///
 /// ```
 /// use std::collections::BTreeMap;
-/// use tidegate::Query;
+/// use std::time::Duration;
+/// use tidegate::{Limiter, MemoryStore, Policies, Policy, PolicyLimiter, Query, Quota};
 ///
-/// let by_name = Query::policy("per-user", "user123").with_cost(2);
-/// let attributes = BTreeMap::from([("path".to_owned(), "/login".to_owned())]);
-/// let by_attributes = Query::attributes(&attributes);
-/// # let _ = (by_name, by_attributes);
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let quota = Quota::sliding_log(10, Duration::from_secs(60))?;
+/// let login = Policy::builder("login", quota).matches("path", ["/login"]).key(["ip"]).build()?;
+/// let limiter =
+///     PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::new(vec![login])?);
+///
+/// let request = [("path", "/login"), ("ip", "203.0.113.9")];
+/// let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
+/// let decisions = limiter.acquire(Query::attributes(&request)).await?;
+/// assert_eq!(decisions.binding().map(|entry| entry.decision().remaining), Some(9));
+///
+/// // An operation that costs five logins, for a client that is known already.
+/// let query = Query::policy("login", "203.0.113.9").with_cost(5);
+/// let decisions = limiter.acquire(query).await?;
+/// assert_eq!(decisions.binding().map(|entry| entry.decision().remaining), Some(4));
+/// # Ok(())
+/// # }
 /// ```
 ///
 /// The decisions borrow from `'a`; the attributes (`'q`) are only read while the query is decided.
@@ -33,7 +56,7 @@ pub struct Query<'a, 'q> {
     pub(super) on_span: Option<&'q (dyn Fn(&Span) + Sync)>,
 }
 
-/// What a query names.
+/// Limits that a query is about.
 pub(super) enum Target<'a, 'q> {
     Policy { policy: &'q str, key: &'a str },
     Attributes { attributes: &'q (dyn Attributes + Sync), only: Option<&'q str> },
@@ -46,13 +69,15 @@ impl<'a, 'q> Query<'a, 'q> {
         Self { target, cost: None, charged_at: Timestamp::ZERO, metric_name: None, on_span: None }
     }
 
-    /// Asks one policy, by its name and the value of its key.
+    /// Asks one policy, by its name and the value of its key. The conditions of the policy are not
+    /// checked. An unknown name is [`Error::UnknownPolicy`](crate::Error::UnknownPolicy).
     #[must_use]
     pub fn policy(policy: &'q str, key: &'a str) -> Self {
         Self::new(Target::Policy { policy, key })
     }
 
-    /// Asks all policies that match the attributes of a request.
+    /// Asks all policies that match the attributes of a request. If none matches, the decisions are
+    /// empty and the request passes.
     #[must_use]
     pub fn attributes(attributes: &'q (dyn Attributes + Sync)) -> Self {
         Self::new(Target::Attributes { attributes, only: None })
@@ -70,13 +95,15 @@ impl<'a, 'q> Query<'a, 'q> {
         Self::new(Target::Quota { key, quota })
     }
 
-    /// Asks several charges that the front door has prepared, each with its own action.
+    /// Asks several charges that the front door has prepared, each with its own action. At most
+    /// [`MAX_CHARGES`](crate::MAX_CHARGES) are decided together.
     #[must_use]
     pub fn prepared(charges: Vec<PreparedCharge<'a>>) -> Self {
         Self::new(Target::Prepared(charges))
     }
 
-    /// Sets the cost, which takes precedence over those of the policies.
+    /// Sets the cost, which takes precedence over those of the policies. `None`, the default,
+    /// leaves the cost to the policies. Prepared charges have their own costs.
     #[must_use]
     pub fn with_cost(mut self, cost: impl Into<Option<u64>>) -> Self {
         self.cost = cost.into();
@@ -106,13 +133,37 @@ impl<'a, 'q> Query<'a, 'q> {
     }
 }
 
-/// How a denial affects the request.
+/// Effect of a denial on the request.
+///
+/// Policies have a [`Mode`], which converts into it. Only a front door that prepares its own
+/// charges sets it directly:
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Enforcement, Limiter, MemoryStore, Mode};
+/// use tidegate::{Policies, PolicyLimiter, PreparedCharge, Query, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// assert_eq!(Enforcement::from(Mode::Shadow), Enforcement::Shadow);
+///
+/// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::default());
+/// let quota = Quota::fixed_window(1, Duration::from_secs(60))?;
+/// let in_shadow = || {
+///     PreparedCharge::new("planned", "ann", &quota).with_enforcement(Enforcement::Shadow)
+/// };
+/// for _ in 0..3 {
+///     assert!(limiter.acquire(Query::prepared(vec![in_shadow()])).await?.is_allowed());
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Enforcement {
     /// One denial denies the request.
     Enforce,
-    /// A denial has no effect.
+    /// A denial has no effect; it shows in the decisions and so in metrics.
     Shadow,
     /// The request is denied if all charges with this enforcement deny it (Envoy's quota mode).
     AllDenied,
@@ -184,7 +235,8 @@ impl<'a> PreparedCharge<'a> {
         }
     }
 
-    /// Creates an enforced acquire of one unit.
+    /// Creates an enforced acquire of one unit. The key and the policy name are checked when the
+    /// charge is decided.
     #[must_use]
     pub fn new(
         policy: impl Into<Cow<'a, str>>,
@@ -249,14 +301,16 @@ impl<'a> PreparedCharge<'a> {
         }
     }
 
-    /// Sets the action.
+    /// Sets the action; [`Action::Acquire`] by default.
     #[must_use]
     pub fn with_action(mut self, action: Action) -> Self {
         self.action = action;
         self
     }
 
-    /// Sets the cost.
+    /// Sets the cost in units; 1 by default. An acquire of more than the burst is
+    /// [`ChargeError::CostTooHigh`](crate::ChargeError::CostTooHigh), unless the cost is
+    /// [capped](Self::with_capped_cost).
     #[must_use]
     pub fn with_cost(mut self, cost: u64) -> Self {
         self.cost = cost;
@@ -275,7 +329,7 @@ impl<'a> PreparedCharge<'a> {
         self
     }
 
-    /// Sets how a denial affects the request.
+    /// Sets how a denial affects the request; [`Enforcement::Enforce`] by default.
     #[must_use]
     pub fn with_enforcement(mut self, enforcement: Enforcement) -> Self {
         self.enforcement = enforcement;

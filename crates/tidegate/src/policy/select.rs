@@ -13,7 +13,35 @@ use crate::charge::Charge;
 use crate::key::{Key, KeyError};
 use crate::quota::Quota;
 
-/// A set of policies, indexed by what they match.
+/// Set of policies with unique names, indexed by their conditions, so that selection stays fast
+/// with thousands of policies.
+///
+/// A [`PolicyLimiter`](crate::PolicyLimiter) decides requests by it. Policies are built in code or,
+/// with the feature `config`, loaded from a file by `Policies::load`. The set is immutable: to
+/// change a policy, create another set. Counts belong to the store and to the policy's name, so
+/// they survive such a change.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Policies, Policy, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let minute = Duration::from_secs(60);
+/// let login = Policy::builder("login", Quota::sliding_log(5, minute)?)
+///     .matches("path", ["/login"])
+///     .key(["ip"])
+///     .build()?;
+/// let users = Policy::builder("per-user", Quota::sliding_log(100, minute)?)
+///     .key(["header.x-user-id"])
+///     .build()?;
+/// let policies = Policies::new(vec![login, users])?;
+///
+/// assert_eq!(policies.get("login").map(|policy| policy.quota().limit()), Some(5));
+/// assert_eq!(policies.iter().count(), 2);
+/// assert!(policies.check_attribute("heder.x-user-id").is_err());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Default)]
 pub struct Policies {
     all: Vec<Policy>,
@@ -24,6 +52,11 @@ pub struct Policies {
 
 impl Policies {
     /// Creates the set. Policy names must be unique.
+    ///
+    /// # Errors
+    ///
+    /// [`PolicyError::Twice`] if two policies have the same name, because they would share their
+    /// counts.
     pub fn new(policies: Vec<Policy>) -> Result<Self, PolicyError> {
         let mut by_name = HashMap::with_capacity(policies.len());
         for (position, policy) in policies.iter().enumerate() {
@@ -65,6 +98,14 @@ impl Policies {
 
     /// Selects the policies that apply to a request, with their charges. A `cost` of the request
     /// takes precedence over those of the policies.
+    ///
+    /// Nothing is counted. Use a [`PolicyLimiter`](crate::PolicyLimiter) to decide requests, and
+    /// this method to find out which policies apply, for example in tests of a configuration.
+    ///
+    /// # Errors
+    ///
+    /// A policy that is enforced cannot make a valid key of the attributes, for example because a
+    /// header is longer than [`MAX_KEY_BYTES`](crate::MAX_KEY_BYTES).
     pub fn select(
         &self,
         attributes: &dyn Attributes,
@@ -100,13 +141,38 @@ pub struct SelectError {
     reason: KeyError,
 }
 
-/// Policies that apply to a request, in the order of their definition.
+/// Policies that apply to a request, in the order of their definition; the result of
+/// [`Policies::select`].
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::time::Duration;
+/// use tidegate::{MissingKey, Policies, Policy, Quota};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let minute = Duration::from_secs(60);
+/// let users = Policy::builder("per-user", Quota::sliding_log(100, minute)?)
+///     .key(["header.x-user-id"])
+///     .missing_key(MissingKey::Deny)
+///     .build()?;
+/// let total = Policy::builder("total", Quota::fixed_window(10_000, minute)?).build()?;
+/// let policies = Policies::new(vec![users, total])?;
+///
+/// let anonymous = BTreeMap::from([("path".to_owned(), "/".to_owned())]);
+/// let selection = policies.select(&anonymous, None)?;
+/// assert_eq!(selection.rejected_by.map(|policy| policy.name()), Some("per-user"));
+/// assert_eq!(selection.charges.len(), 1);
+/// assert_eq!(selection.charges[0].policy().name(), "total");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct Selection<'a> {
     /// Policies that count the request, with their charges.
     pub charges: Vec<Selected<'a>>,
-    /// Enforced policy that rejects the request because it lacks the policy's key.
+    /// Enforced policy that rejects the request because it lacks the policy's key, and the policy
+    /// has [`MissingKey::Deny`]; of several, the first.
     pub rejected_by: Option<&'a Policy>,
     /// Policies in shadow mode that would have rejected the request, because its key is missing or
     /// invalid.
@@ -116,6 +182,10 @@ pub struct Selection<'a> {
 }
 
 /// Policy that applies to a request, with its charge.
+///
+/// A front door that prepares its own charges turns it into one by
+/// [`PreparedCharge::of_selected`](crate::PreparedCharge::of_selected); a caller of a
+/// [`Limiter`](crate::Limiter) uses [`charge`](Self::charge).
 #[derive(Debug, Clone)]
 pub struct Selected<'a> {
     policy: &'a Policy,
@@ -125,7 +195,8 @@ pub struct Selected<'a> {
 }
 
 impl Policy {
-    /// Selects this policy alone, whatever it matches: for a caller that names the policy.
+    /// Selects this policy alone, whatever it matches: for a caller that names the policy. The
+    /// error is that of [`Policies::select`].
     pub fn select(
         &self,
         attributes: &dyn Attributes,
@@ -213,13 +284,14 @@ impl<'a> Selected<'a> {
         self.policy
     }
 
-    /// Returns the key.
+    /// Returns the key that the request counts under: the value of the policy's attribute, several
+    /// values joined by `|`, or `all` for a policy without a key.
     #[must_use]
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// Returns the quota of the key.
+    /// Returns the quota of the key: that of the policy, or the override for this key.
     #[must_use]
     pub fn quota(&self) -> &'a Quota {
         self.quota
@@ -235,7 +307,8 @@ impl<'a> Selected<'a> {
         self.key
     }
 
-    /// Returns the charge.
+    /// Returns the charge, for a [`Limiter`](crate::Limiter). Charges of a policy in shadow mode
+    /// look the same: the caller must ignore their denials.
     #[must_use]
     pub fn charge(&self) -> Charge<'_> {
         let charge =

@@ -85,13 +85,42 @@ struct Options {
 }
 
 /// Builder of a [`Breaker`].
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::{Breaker, MemoryStore};
+///
+/// let breaker = Breaker::builder(MemoryStore::new()) // or RedisStore::connect(…)
+///     .failure_threshold(3)
+///     .probe_interval(Duration::from_secs(1))
+///     .probe_timeout(Duration::from_millis(50))
+///     .build();
+/// assert!(breaker.states().is_empty()); // no shard was called yet
+/// ```
 #[derive(Debug)]
 pub struct Builder<S> {
     store: S,
     options: Options,
 }
 
-/// State of the circuit of one shard.
+/// State of the circuit of one shard: an entry of [`Breaker::states`], for metrics and health
+/// checks.
+///
+/// ```
+/// use tidegate::resilience::breaker::ShardState;
+/// use tidegate::{Breaker, SharedStore};
+///
+/// /// Returns the failing shards, with the reason.
+/// fn failing<S: SharedStore>(breaker: &Breaker<S>) -> Vec<String> {
+///     let open = breaker.states().into_iter().filter(|state| state.open);
+///     open.map(|ShardState { shard, elapsed, last_error, .. }| {
+///         let reason = last_error.map(|error| error.to_string()).unwrap_or_default();
+///         format!("shard {} for {elapsed:?}: {reason}", shard.0)
+///     })
+///     .collect()
+/// }
+/// # assert!(failing(&Breaker::new(tidegate::MemoryStore::new())).is_empty());
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardState {
     /// Shard that the circuit belongs to.
@@ -107,8 +136,8 @@ pub struct ShardState {
 }
 
 impl<S: SharedStore> Builder<S> {
-    /// Sets the timeout of a call. By default calls have no timeout here, because a `RedisStore`
-    /// has one itself.
+    /// Sets the timeout of a call, which then fails with [`StoreError::Timeout`] and counts as a
+    /// failure. By default calls have no timeout here, because a `RedisStore` has one itself.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.options.timeout = Some(timeout);
@@ -130,7 +159,8 @@ impl<S: SharedStore> Builder<S> {
         self
     }
 
-    /// Sets the number of failures that open a circuit; 5 by default.
+    /// Sets the number of failures that open a circuit: in a row, or within one second if they are
+    /// at least half of the calls. 5 by default; 0 counts as 1.
     #[must_use]
     pub fn failure_threshold(mut self, failures: u32) -> Self {
         self.options.failure_threshold = failures.max(1);

@@ -102,7 +102,8 @@ struct Counters {
     settled: AtomicU64,
 }
 
-/// Counters and state of a [`Fallback`].
+/// Counters and state of a [`Fallback`], for metrics and health checks. The counters start at 0
+/// when the fallback is built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Whether the store is failing, or has failed within the last second.
@@ -125,6 +126,17 @@ pub struct Stats {
 }
 
 /// Builder of a [`Fallback`].
+///
+/// ```
+/// use tidegate::{Fallback, Fleet, MemoryStore};
+///
+/// let fallback = Fallback::builder(MemoryStore::new()) // or RedisStore::connect(…)
+///     .fleet(Fleet::with_instance("api-1").with_min_instances(4))
+///     .local(MemoryStore::builder().max_keys(100_000).build())
+///     .max_pending_debits(10_000)
+///     .build();
+/// assert_eq!(fallback.fleet().size(), 4);
+/// ```
 #[derive(Debug)]
 pub struct Builder<S> {
     store: S,

@@ -69,6 +69,23 @@ struct Membership {
 }
 
 /// Guard of the task that sends the heartbeats of an instance. The task ends when it is dropped.
+///
+/// A [`Fallback`](crate::Fallback) holds its own guard. A service that uses a fleet for another
+/// purpose starts the heartbeats itself:
+///
+/// ```
+/// use std::sync::Arc;
+/// use tidegate::{Fleet, MemoryStore};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// let store = Arc::new(MemoryStore::new()); // or RedisStore::connect(…)
+/// let fleet = Fleet::with_instance("api-1");
+/// let heartbeat = fleet.start_heartbeats(&store);
+/// assert_eq!(fleet.members(), ["api-1"]);
+/// drop(heartbeat); // the other instances soon remove this one
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Heartbeat(AbortHandle);
 

@@ -45,6 +45,18 @@ pub struct Cursor(pub String);
 
 /// Number that identifies a count in every process. It is a hash, so two counts may share one; an
 /// invalidation of either then only makes a reader ask the store once more than necessary.
+///
+/// ```
+/// use std::time::Duration;
+/// use tidegate::store::invalidation::CountId;
+/// use tidegate::{Charge, Quota};
+///
+/// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
+/// let count = |key, policy| CountId::of(&Charge::new(key, &quota).with_policy(policy));
+/// assert_eq!(count("ann", "per-user"), count("ann", "per-user"));
+/// assert_ne!(count("ann", "per-user"), count("ann", "login"));
+/// # Ok::<(), tidegate::QuotaError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CountId(pub u64);
 

@@ -135,7 +135,9 @@ pub trait SharedStore: Store {
     }
 }
 
-/// Identifies a shard of a store: a part of it that fails and recovers independently of the others.
+/// Identifier of a shard of a store: a part that fails and recovers independently of the others,
+/// such as a node of a cluster. The number is chosen by the store and must stay the same for as
+/// long as the shard exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ShardId(pub u64);
 

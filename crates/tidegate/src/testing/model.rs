@@ -55,7 +55,9 @@ struct Event {
 }
 
 impl Model {
-    /// Returns the decisions for these charges at this time.
+    /// Returns the decisions for these charges at this time, one per charge, as
+    /// [`Store::decide_all`](crate::Store::decide_all) does. The charges must be valid: the model
+    /// does not check them.
     pub fn decide(
         &mut self,
         action: Action,
@@ -73,7 +75,8 @@ impl Model {
         charges.iter().map(|charge| self.decide_one(action, charge, now, all_fit)).collect()
     }
 
-    /// Returns whether the count of this charge has expired.
+    /// Returns whether the count of this charge has expired: a store may have evicted it, and a
+    /// decision on it is that of a new key.
     #[must_use]
     pub fn is_expired(&self, charge: &Charge<'_>, now: Timestamp) -> bool {
         let stored = self.event_log(charge);

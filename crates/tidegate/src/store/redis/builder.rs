@@ -15,7 +15,16 @@ use super::{RedisStore, Shared};
 use crate::clock::SystemClock;
 use crate::store::StoreError;
 
-/// Options of a [`RedisStore`].
+/// Builder of a [`RedisStore`]; [`RedisStore::builder`], [`RedisStore::cluster`] and
+/// [`RedisStore::sentinel`] create it.
+///
+/// | option | default |
+/// | --- | --- |
+/// | [`prefix`](Self::prefix) | `rate_limit` |
+/// | [`timeout`](Self::timeout) | 100 ms |
+/// | [`credentials`](Self::credentials) | user and password of the URLs |
+/// | [`tls`](Self::tls) | the certificates of the system, for `rediss://` |
+/// | [`group_commit`](Self::group_commit) | on |
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -81,15 +90,19 @@ impl Builder {
         }
     }
 
-    /// Sets the prefix of every key, `rate_limit` by default. It must not contain braces, which
-    /// would change the hash tag.
+    /// Sets the prefix of every key, `rate_limit` by default. It must not be empty or contain
+    /// control characters, or braces, which would change the hash tag.
+    ///
+    /// Stores with the same prefix share their counts. Applications that use one Redis for
+    /// different purposes need different prefixes.
     #[must_use]
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
     }
 
-    /// Sets the timeout of a decision, 100 ms by default. No call takes longer.
+    /// Sets the timeout of a decision, 100 ms by default: above zero and at most an hour. No call
+    /// takes longer; it then fails with [`StoreError::Timeout`], and may have been counted or not.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -106,7 +119,8 @@ impl Builder {
     }
 
     /// Sets the trusted certificates and the client certificate for `rediss://` URLs. By default
-    /// the store trusts the system's certificates and presents no client certificate.
+    /// the store trusts the system's certificates and presents no client certificate. TLS options
+    /// with a `redis://` URL are an error.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);
@@ -130,7 +144,17 @@ impl Builder {
         self
     }
 
-    /// Connects, and fails if no node can decide within two seconds.
+    /// Connects, and fails if no node can decide within two seconds. Use it where a service must
+    /// not start without its store.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Misconfigured`] if an option is invalid, and the last error of the connection
+    /// if no node answered.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
     pub async fn connect(self) -> Result<RedisStore, StoreError> {
         let store = self.connect_in_background()?;
         store.shared.topology.wait_until_ready().await?;
@@ -139,6 +163,18 @@ impl Builder {
 
     /// Returns a store that connects in the background, and fails only if an option is invalid.
     /// While Redis is down, calls fail with [`StoreError::Unreachable`].
+    ///
+    /// Together with a `Fallback` a service starts, and decides locally, while its Redis is down:
+    ///
+    /// ```no_run
+    /// use tidegate::{Breaker, Fallback, Limiter, RedisStore};
+    ///
+    /// # async fn start() -> Result<(), tidegate::StoreError> {
+    /// let redis = RedisStore::builder("redis://127.0.0.1:6379").connect_in_background()?;
+    /// let limiter = Limiter::new(Fallback::new(Breaker::new(redis)));
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Panics
     ///
@@ -160,7 +196,22 @@ impl Builder {
         })
     }
 
-    /// Validates the options without connecting.
+    /// Validates the options without connecting, for example while a configuration is read.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Misconfigured`]. Its message does not quote the URL, which may contain a
+    /// password.
+    ///
+    /// ```
+    /// use tidegate::RedisStore;
+    ///
+    /// assert!(RedisStore::builder("redis://10.0.0.1:6379/2").check().is_ok());
+    /// assert!(RedisStore::builder("http://10.0.0.1:6379").check().is_err());
+    /// assert!(RedisStore::builder("redis://10.0.0.1").prefix("{api}").check().is_err());
+    /// // A cluster has only database 0.
+    /// assert!(RedisStore::cluster(["redis://10.0.0.1:6379/2"]).check().is_err());
+    /// ```
     pub fn check(&self) -> Result<(), StoreError> {
         self.validate().map(drop)
     }

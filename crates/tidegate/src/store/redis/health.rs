@@ -11,7 +11,24 @@ use super::endpoint::Address;
 use super::node::NodeClient;
 use crate::store::{ShardId, StoreError};
 
-/// Health of one node, as this process sees it.
+/// Health of one node, as this process sees it: an entry of [`RedisStore::nodes`].
+///
+/// ```no_run
+/// use tidegate::RedisStore;
+///
+/// /// Returns whether every shard can decide, for a readiness check.
+/// fn is_ready(store: &RedisStore) -> bool {
+///     let mut deciding = store.nodes().into_iter().filter(|node| node.primary).peekable();
+///     deciding.peek().is_some() && deciding.all(|node| node.connected)
+/// }
+///
+/// fn log_failures(store: &RedisStore) {
+///     for node in store.nodes().iter().filter(|node| !node.connected) {
+///         let reason = node.last_error.as_deref().unwrap_or("not connected yet");
+///         eprintln!("{}: {reason}", node.address);
+///     }
+/// }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NodeHealth {
@@ -48,7 +65,8 @@ pub enum Reply {
 }
 
 impl RedisStore {
-    /// Returns the health of each node: those that decide, then the sentinels.
+    /// Returns the health of each node: those that decide, then the sentinels. It reads a snapshot
+    /// in memory and sends nothing.
     #[must_use]
     pub fn nodes(&self) -> Vec<NodeHealth> {
         let topology = self.shared.topology.state();
@@ -73,7 +91,8 @@ impl RedisStore {
         self.shared.topology.state().reconnects()
     }
 
-    /// Returns the number of MOVED and ASK redirects of a cluster.
+    /// Returns the number of MOVED and ASK redirects of a cluster. It grows while slots move and
+    /// after a failover; steady growth may mean that the topology cannot be refreshed.
     #[must_use]
     pub fn redirects(&self) -> u64 {
         self.shared.topology.state().redirects()

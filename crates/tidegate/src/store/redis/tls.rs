@@ -14,13 +14,31 @@ use crate::store::StoreError;
 /// TLS options of a `RedisStore`: trusted certificates and the client certificate. The server's
 /// certificate and its name are always verified.
 ///
-/// ```
+/// They are needed only for a private certificate authority or for client certificates; a
+/// `rediss://` URL alone trusts the certificates of the system.
+///
+/// ```no_run
+/// use tidegate::RedisStore;
 /// use tidegate::store::redis::Tls;
 ///
-/// # fn read() -> std::io::Result<()> {
-/// let tls = Tls::new().ca(std::fs::read("/etc/redis/ca.pem")?);
+/// # async fn connect() -> Result<(), Box<dyn std::error::Error>> {
+/// let tls = Tls::new()
+///     .ca(std::fs::read("/etc/redis/ca.pem")?)
+///     .identity(std::fs::read("/etc/redis/client.pem")?, std::fs::read("/etc/redis/client.key")?);
+/// let store = RedisStore::builder("rediss://redis.example.com:6380").tls(tls).connect().await?;
 /// # Ok(())
 /// # }
+/// ```
+///
+/// The certificates are parsed when the store connects or its options are checked:
+///
+/// ```
+/// use tidegate::RedisStore;
+/// use tidegate::store::redis::Tls;
+///
+/// let builder = RedisStore::builder("rediss://redis.example.com").tls(Tls::new().ca("no PEM"));
+/// let error = builder.check().unwrap_err();
+/// assert!(error.to_string().starts_with("TLS: the CA is not usable"));
 /// ```
 #[derive(Clone, Default)]
 pub struct Tls {
@@ -35,14 +53,16 @@ impl Tls {
         Self::default()
     }
 
-    /// Sets the trusted certificate authorities (PEM), in place of the system's.
+    /// Sets the trusted certificate authorities (PEM, one or several certificates), in place of the
+    /// system's.
     #[must_use]
     pub fn ca(mut self, pem: impl Into<Vec<u8>>) -> Self {
         self.ca = Some(pem.into());
         self
     }
 
-    /// Sets the client certificate with its chain, and its private key (PEM).
+    /// Sets the client certificate with its chain, the client's own certificate first, and its
+    /// private key (PEM: PKCS #8, PKCS #1 or SEC 1). Error messages never quote the key.
     #[must_use]
     pub fn identity(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
         self.identity = Some((certificate.into(), key.into()));
