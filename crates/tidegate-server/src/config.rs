@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::config::{Document, duration as durations};
+use tidegate::internals::{Document, duration as durations};
 use tidegate::{Algorithm, ClientIp, Policies};
 
 use crate::envoy::rules::Rules;

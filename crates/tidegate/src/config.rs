@@ -30,17 +30,18 @@ use std::path::Path;
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::Spanned;
 
-mod document;
+pub(crate) mod document;
+#[doc(hidden)]
 pub mod duration;
 mod message;
-mod number;
-mod policy;
-mod redaction;
+pub(crate) mod number;
+pub(crate) mod policy;
+pub(crate) mod redaction;
 
-pub use document::{ConfigError, Document};
-pub use number::Bounded;
-pub use policy::{OneOrMany, RawPolicy};
-pub use redaction::Redaction;
+pub use document::ConfigError;
+
+use document::Document;
+use policy::RawPolicy;
 
 use self::redaction::resembles;
 use crate::policy::{AttributeNames, Policies, PolicyError};

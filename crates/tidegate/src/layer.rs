@@ -102,18 +102,20 @@ use crate::quota::Quota;
 use crate::store::Store;
 
 mod body;
-mod gates;
 mod grpc;
 mod headers;
 mod request_limiter;
+mod request_limiters;
 mod request_parts;
 mod responses;
 mod service;
 
 pub use body::Body;
-pub use gates::{ConfigureRequest, PolicyGate, QuotaGate, RequestOptions};
 pub use headers::for_each_header_value;
 pub use request_limiter::RequestLimiter;
+pub use request_limiters::{
+    ConfigureRequest, PolicyRequestLimiter, QuotaRequestLimiter, RequestOptions,
+};
 pub use request_parts::{CustomAttributes, Peer, RequestParts};
 pub use responses::Denial;
 use responses::Responses;
@@ -121,9 +123,9 @@ pub use service::RateLimit;
 
 /// Layer that puts a [`RateLimit`] in front of services. Clones share their counts.
 ///
-/// `G` is the gate that decides: [`QuotaGate`] for [`new`](Self::new), [`PolicyGate`] for
-/// [`with_policies`](Self::with_policies), or your own [`RequestLimiter`]. The [module](self) has
-/// more examples.
+/// `G` is the request limiter: [`QuotaRequestLimiter`] for [`new`](Self::new),
+/// [`PolicyRequestLimiter`] for [`with_policies`](Self::with_policies), or your own
+/// [`RequestLimiter`]. The [module](self) has more examples.
 ///
 /// ```
 /// use std::convert::Infallible;
@@ -163,18 +165,18 @@ pub struct RateLimitLayer<G> {
 /// State of a layer and all its services.
 #[derive(Clone)]
 struct Shared<G> {
-    gate: G,
+    limiter: G,
     exempt_preflight: bool,
     refund_on: Option<Arc<dyn Fn(StatusCode) -> bool + Send + Sync>>,
     responses: Responses,
 }
 
-impl<S: Store> RateLimitLayer<QuotaGate<S>> {
+impl<S: Store> RateLimitLayer<QuotaRequestLimiter<S>> {
     /// Creates a layer with one quota. All requests count together unless [`by`](Self::by) or
     /// [`key`](Self::key) is set.
     #[must_use]
     pub fn new(limiter: Limiter<S>, quota: Quota) -> Self {
-        Self::with_gate(QuotaGate::new(limiter, quota))
+        Self::with_request_limiter(QuotaRequestLimiter::new(limiter, quota))
     }
 
     /// Counts by an attribute of the request. A request without it is not limited.
@@ -189,7 +191,7 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
         if let Err(error) = check_http(source.as_str()) {
             panic!("RateLimitLayer::by: {error}");
         }
-        self.with(|shared| shared.gate.key = gates::Key::Source(source))
+        self.with(|shared| shared.limiter.key = request_limiters::Key::Source(source))
     }
 
     /// Counts by a key that the closure takes from the request. `None` or an empty key: the request
@@ -216,25 +218,25 @@ impl<S: Store> RateLimitLayer<QuotaGate<S>> {
         self,
         key: impl for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync + 'static,
     ) -> Self {
-        self.with(|shared| shared.gate.key = gates::Key::Custom(Arc::new(key)))
+        self.with(|shared| shared.limiter.key = request_limiters::Key::Custom(Arc::new(key)))
     }
 
     /// Sets the name that the limit counts under and clients see. By default it is made of the
     /// algorithm and the window.
     #[must_use]
     pub fn policy(self, name: &str) -> Self {
-        self.with(|shared| shared.gate.policy = Some(name.to_owned()))
+        self.with(|shared| shared.limiter.policy = Some(name.to_owned()))
     }
 
     /// Sets how requests are decided while the store is unavailable, with a `Fallback` (feature
     /// `resilience`) around the store.
     #[must_use]
     pub fn on_store_failure(self, on_store_failure: OnStoreFailure) -> Self {
-        self.with(|shared| shared.gate.on_store_failure = on_store_failure)
+        self.with(|shared| shared.limiter.on_store_failure = on_store_failure)
     }
 }
 
-impl<S: Store> RateLimitLayer<PolicyGate<S>> {
+impl<S: Store> RateLimitLayer<PolicyRequestLimiter<S>> {
     /// Creates a layer with policies: those that apply to a request are decided all or nothing.
     ///
     /// # Panics
@@ -247,7 +249,7 @@ impl<S: Store> RateLimitLayer<PolicyGate<S>> {
     }
 }
 
-impl<S: Store, O: Observer + Clone + 'static> RateLimitLayer<PolicyGate<S, O>> {
+impl<S: Store, O: Observer + Clone + 'static> RateLimitLayer<PolicyRequestLimiter<S, O>> {
     /// Creates a layer with a pipeline, which may have an observer and a timeout.
     ///
     /// # Panics
@@ -274,7 +276,7 @@ impl<S: Store, O: Observer + Clone + 'static> RateLimitLayer<PolicyGate<S, O>> {
                 panic!("RateLimitLayer: policy {:?}: {error}", policy.name());
             }
         }
-        Self::with_gate(PolicyGate::new(limiter))
+        Self::with_request_limiter(PolicyRequestLimiter::new(limiter))
     }
 }
 
@@ -297,13 +299,13 @@ impl<G: ConfigureRequest> RateLimitLayer<G> {
     /// ```
     #[must_use]
     pub fn cost(self, cost: impl Fn(&Parts) -> u64 + Send + Sync + 'static) -> Self {
-        self.with(|shared| shared.gate.options().cost = Some(Arc::new(cost)))
+        self.with(|shared| shared.limiter.options().cost = Some(Arc::new(cost)))
     }
 
     /// Sets how to find the address of the peer, instead of the extension [`Peer`].
     #[must_use]
     pub fn peer(self, peer: impl Fn(&Parts) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
-        self.with(|shared| shared.gate.options().peer = Arc::new(peer))
+        self.with(|shared| shared.limiter.options().peer = Arc::new(peer))
     }
 
     /// Sets which proxies to trust for the client's address, and how IPv6 addresses are grouped. By
@@ -328,17 +330,22 @@ impl<G: ConfigureRequest> RateLimitLayer<G> {
     /// ```
     #[must_use]
     pub fn client_ip(self, client_ip: ClientIp) -> Self {
-        self.with(|shared| shared.gate.options().client_ip = Arc::new(client_ip))
+        self.with(|shared| shared.limiter.options().client_ip = Arc::new(client_ip))
     }
 }
 
 impl<G: RequestLimiter> RateLimitLayer<G> {
     /// Creates a layer with another [`RequestLimiter`].
     #[must_use]
-    pub fn with_gate(gate: G) -> Self {
+    pub fn with_request_limiter(limiter: G) -> Self {
         let responses = Responses::default();
         Self {
-            shared: Arc::new(Shared { gate, exempt_preflight: false, refund_on: None, responses }),
+            shared: Arc::new(Shared {
+                limiter,
+                exempt_preflight: false,
+                refund_on: None,
+                responses,
+            }),
         }
     }
 

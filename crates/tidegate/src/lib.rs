@@ -210,6 +210,21 @@ pub mod testing;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+/// Items for the `tidegate` server, which is a crate of its own. They are not part of the public API:
+/// they may change in any release.
+#[doc(hidden)]
+pub mod internals {
+    #[cfg(feature = "config")]
+    pub use crate::config::{
+        document::Document,
+        duration,
+        number::Bounded,
+        policy::{OneOrMany, RawPolicy},
+        redaction::Redaction,
+    };
+    pub use crate::policy::PreparedCharge;
+}
+
 pub use algorithm::{Algorithm, Encoding};
 pub use charge::{Charge, ChargeError, MAX_CHARGES};
 pub use client_ip::{ClientIp, Ipv6PrefixError, Resolved};
@@ -221,8 +236,8 @@ pub use limiter::{Blocking, Error, Limiter};
 pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
     Mode, Observer, OnStoreFailure, Policies, Policy, PolicyBuilder, PolicyDecision,
-    PolicyDecisions, PolicyError, PolicyLimiter, PreparedCharge, Query, SelectError, Selected,
-    Selection, TRACE_TARGET, normalize_host, normalize_path,
+    PolicyDecisions, PolicyError, PolicyLimiter, Query, SelectError, Selected, Selection,
+    TRACE_TARGET, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

@@ -5,7 +5,7 @@ use axum::extract::Query;
 use http::{HeaderMap, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Deserialize;
-use tidegate::config::duration;
+use tidegate::internals::duration;
 use tidegate::layer::RequestParts;
 use tidegate::{Action, PolicyDecisions, Query as DecisionQuery};
 

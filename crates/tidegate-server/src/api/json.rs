@@ -170,7 +170,7 @@ impl QuotaBody {
                 .map_err(|error: tidegate::UnknownName| format!("quota.algorithm: {error}"))?,
             None => Algorithm::SlidingLog,
         };
-        let window = tidegate::config::duration::parse(&self.window)
+        let window = tidegate::internals::duration::parse(&self.window)
             .map_err(|error| format!("quota.window: {error}"))?;
         let quota_error = |error: tidegate::QuotaError| format!("quota: {error}");
         let mut quota = Quota::new(algorithm, self.limit, window).map_err(quota_error)?;

@@ -13,7 +13,7 @@ use tidegate::{Action, Algorithm, Charge, Decision, Encoding, Limiter, MemorySto
 use super::style;
 use crate::api::json;
 use crate::config::RedisConfig;
-use tidegate::config::duration::{self, readable};
+use tidegate::internals::duration::{self, readable};
 
 /// Decide from a shell whether a request is allowed now.
 ///

@@ -13,7 +13,7 @@ use clap::builder::styling::Style;
 use super::style;
 use crate::config::{Config, RedisConfig, StoreConfig};
 use crate::doctor::{self, CheckOptions, Finding, Report, Severity};
-use tidegate::config::duration;
+use tidegate::internals::duration;
 
 /// Check whether a Redis setup is fit for rate limiting.
 ///

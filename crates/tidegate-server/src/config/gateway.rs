@@ -7,7 +7,7 @@ use serde_saphyr::Spanned;
 
 use super::{ConfigError, duration, raw};
 use crate::gateway::Upstream;
-use tidegate::config::Document;
+use tidegate::internals::Document;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GatewayConfig {

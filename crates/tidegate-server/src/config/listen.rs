@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use serde_saphyr::Spanned;
-use tidegate::config::Document;
+use tidegate::internals::Document;
 
 use super::{ConfigError, raw};
 

@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tidegate::Algorithm;
-use tidegate::config::{Bounded, OneOrMany, RawPolicy};
+use tidegate::internals::{Bounded, OneOrMany, RawPolicy};
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]

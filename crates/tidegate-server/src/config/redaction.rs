@@ -1,6 +1,6 @@
 //! The names in this configuration that error messages may show.
 
-use tidegate::config::Redaction;
+use tidegate::internals::Redaction;
 
 pub(super) const NAMES: Redaction = Redaction {
     open_sections: &["listen", "client_ip", "headers", "envoy", "gateway"],

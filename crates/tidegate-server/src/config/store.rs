@@ -10,7 +10,7 @@ use tidegate::store::redis::{Builder, Tls};
 use super::{ConfigError, Secret, duration, raw};
 use crate::doctor::Topology;
 use crate::tls;
-use tidegate::config::{Document, OneOrMany};
+use tidegate::internals::{Document, OneOrMany};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StoreConfig {

@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tidegate::{Action, Decision, Enforcement, Policy, PreparedCharge, Source};
+use tidegate::internals::PreparedCharge;
+use tidegate::{Action, Decision, Enforcement, Policy, Source};
 use tonic::Status;
 
 use super::proto::envoy::extensions::common::ratelimit::v3::{

@@ -53,7 +53,7 @@ pub(crate) struct LimitedGateway {
 impl LimitedGateway {
     pub(super) fn new(state: &Arc<ServerState>, gateway: &Gateway) -> Self {
         let layer = |x_headers| {
-            RateLimitLayer::with_gate(GatewayLimiter(Arc::clone(state)))
+            RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
                 .x_ratelimit_headers(x_headers)
                 .layer(gateway.clone())
         };

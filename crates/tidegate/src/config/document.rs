@@ -20,7 +20,7 @@ use super::redaction::{self, Redaction, is_name_char, without_quoted, without_us
 /// use serde::Deserialize;
 /// use serde_saphyr::Spanned;
 /// use tidegate::Policies;
-/// use tidegate::config::{Document, RawPolicy};
+/// use tidegate::internals::{Document, RawPolicy};
 ///
 /// #[derive(Deserialize)]
 /// #[serde(deny_unknown_fields)]
@@ -132,7 +132,7 @@ impl<'a> Document<'a> {
     /// ```
     /// use std::collections::BTreeMap;
     /// use serde_saphyr::Spanned;
-    /// use tidegate::config::Document;
+    /// use tidegate::internals::Document;
     ///
     /// let document = Document::new("server.yaml", "port: 70000\n");
     /// let fields: BTreeMap<String, Spanned<u64>> = document.parse()?;

@@ -17,7 +17,7 @@ const UNITS: [(&str, u64); 6] = [
 ///
 /// ```
 /// use std::time::Duration;
-/// use tidegate::config::duration;
+/// use tidegate::internals::duration;
 ///
 /// assert_eq!(duration::parse("1h30m"), Ok(Duration::from_secs(5_400)));
 /// assert!(duration::parse("60").is_err());
@@ -48,7 +48,7 @@ pub fn parse(text: &str) -> Result<Duration, String> {
 ///
 /// ```
 /// use std::time::Duration;
-/// use tidegate::config::duration;
+/// use tidegate::internals::duration;
 ///
 /// assert_eq!(duration::readable(Duration::from_millis(61_001)), "1m2s");
 /// ```

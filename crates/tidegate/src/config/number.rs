@@ -8,7 +8,7 @@ use serde::de::{Deserialize, Deserializer, Error as _};
 /// A whole number from `MIN` to `MAX`.
 ///
 /// ```
-/// use tidegate::config::{Bounded, Document};
+/// use tidegate::internals::{Bounded, Document};
 ///
 /// let number: Bounded<1, 100> = Document::new("limit.yaml", "42").parse()?;
 /// assert_eq!(number.get(), 42);

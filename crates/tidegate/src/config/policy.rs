@@ -262,7 +262,7 @@ impl OneOrMany {
     /// Returns the texts as a list.
     ///
     /// ```
-    /// use tidegate::config::{Document, OneOrMany};
+    /// use tidegate::internals::{Document, OneOrMany};
     ///
     /// let one: OneOrMany = Document::new("a.yaml", "GET").parse()?;
     /// let many: OneOrMany = Document::new("a.yaml", "[GET, POST]").parse()?;

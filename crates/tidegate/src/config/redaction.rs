@@ -22,7 +22,7 @@ pub(super) const MASK: &str = "…";
 ///
 /// ```
 /// use serde::Deserialize;
-/// use tidegate::config::{Document, Redaction};
+/// use tidegate::internals::{Document, Redaction};
 ///
 /// #[derive(Debug, Deserialize)]
 /// #[serde(deny_unknown_fields)]

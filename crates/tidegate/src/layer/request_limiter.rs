@@ -11,7 +11,7 @@ use crate::policy::PolicyDecisions;
 /// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
 /// counts.
 ///
-/// The built-in ones are [`QuotaGate`](super::QuotaGate) and [`PolicyGate`](super::PolicyGate).
+/// The built-in ones are [`QuotaRequestLimiter`](super::QuotaRequestLimiter) and [`PolicyRequestLimiter`](super::PolicyRequestLimiter).
 /// Implement it for policies that can be replaced while the layer runs:
 ///
 /// ```
@@ -66,7 +66,7 @@ use crate::policy::PolicyDecisions;
 /// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::default());
 /// let limits =
 ///     Reloadable { current: Arc::new(RwLock::new(limiter)), client_ip: Arc::default() };
-/// let layer = RateLimitLayer::with_gate(limits.clone());
+/// let layer = RateLimitLayer::with_request_limiter(limits.clone());
 /// let service = layer.layer(service_fn(async |_request: Request<()>| {
 ///     Ok::<_, Infallible>(Response::new("hello"))
 /// }));

@@ -35,7 +35,7 @@ type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
 ///
 /// /// Redirects browsers to a page that explains the limit.
 /// fn explain(denial: &Denial<'_>) -> Response<&'static [u8]> {
-///     let policy = denial.binding().policy();
+///     let policy = denial.denied_by().policy();
 ///     let wait = denial.retry_after().as_secs() + 1;
 ///     Response::builder()
 ///         .status(StatusCode::SEE_OTHER)
@@ -66,7 +66,7 @@ type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
 pub struct Denial<'a> {
     pub(super) parts: &'a Parts,
     pub(super) decisions: &'a PolicyDecisions<'a>,
-    pub(super) binding: &'a PolicyDecision<'a>,
+    pub(super) denied_by: &'a PolicyDecision<'a>,
 }
 
 /// How the layer responds.
@@ -103,21 +103,21 @@ impl<'a> Denial<'a> {
 
     /// Returns the decision that denied the request; of several, the one with the longest wait.
     #[must_use]
-    pub fn binding(&self) -> &'a PolicyDecision<'a> {
-        self.binding
+    pub fn denied_by(&self) -> &'a PolicyDecision<'a> {
+        self.denied_by
     }
 
     /// Returns the wait after which the request would be admitted if no other request arrived.
     /// Zero if no wait helps, because the request lacks the key of a policy that requires it.
     #[must_use]
     pub fn retry_after(&self) -> Duration {
-        self.binding.decision().retry_after
+        self.denied_by.decision().retry_after
     }
 
     /// Returns the explanation for the client.
     fn detail(&self) -> String {
-        let name = self.binding.policy();
-        let Some(quota) = self.binding.quota().filter(|_| self.binding.key().is_some()) else {
+        let name = self.denied_by.policy();
+        let Some(quota) = self.denied_by.quota().filter(|_| self.denied_by.key().is_some()) else {
             return format!("the request lacks the key of policy {name:?}");
         };
         let (limit, window, wait) =
@@ -171,7 +171,7 @@ impl Responses {
 
 fn too_many_requests(denial: &Denial<'_>) -> Response<Bytes> {
     let mut more = String::from(",\"policy\":");
-    push_json(&mut more, denial.binding().policy());
+    push_json(&mut more, denial.denied_by().policy());
     let millis = denial.retry_after().as_nanos().div_ceil(1_000_000);
     let _ = write!(more, ",\"retry_after_ms\":{millis}");
     problem(StatusCode::TOO_MANY_REQUESTS, &denial.detail(), &more)
@@ -264,8 +264,8 @@ mod tests {
         let attributes = BTreeMap::<String, String>::new();
         let decisions = limiter.acquire(Query::attributes(&attributes)).await.expect("decided");
         let (parts, ()) = http::Request::new(()).into_parts();
-        let binding = decisions.denied_by().expect("denied");
-        let denial = Denial { parts: &parts, decisions: &decisions, binding };
+        let denied_by = decisions.denied_by().expect("denied");
+        let denial = Denial { parts: &parts, decisions: &decisions, denied_by };
         let body = json(&too_many_requests(&denial));
         assert_eq!(body["policy"], name);
         assert_eq!(body["retry_after_ms"], 0);

@@ -102,11 +102,11 @@ where
             let response = ready.call(request);
             return Box::pin(async move { Ok(response.await?.map(Body::of_service)) });
         }
-        Box::pin(limited(Arc::clone(&self.shared), ready, request))
+        Box::pin(call_limited(Arc::clone(&self.shared), ready, request))
     }
 }
 
-async fn limited<S, G, B, R>(
+async fn call_limited<S, G, B, R>(
     shared: Arc<Shared<G>>,
     mut ready: S,
     request: Request<B>,
@@ -116,13 +116,13 @@ where
     G: RequestLimiter,
 {
     let (parts, body) = request.into_parts();
-    let snapshot = shared.gate.snapshot();
-    let decisions = match shared.gate.acquire(&snapshot, &parts).await {
+    let snapshot = shared.limiter.snapshot();
+    let decisions = match shared.limiter.acquire(&snapshot, &parts).await {
         Ok(decisions) => decisions,
         Err(error) => return Ok(shared.responses.error_response(&parts, &error)),
     };
-    if let Some(binding) = decisions.denied_by() {
-        let denial = Denial { parts: &parts, decisions: &decisions, binding };
+    if let Some(denied_by) = decisions.denied_by() {
+        let denial = Denial { parts: &parts, decisions: &decisions, denied_by };
         return Ok(shared.responses.denied(&denial));
     }
     let decisions = wait_for_turn(&shared, &snapshot, decisions).await;
@@ -167,7 +167,7 @@ async fn wait_for_turn<'a, G: RequestLimiter>(
     }
     let runtime = Handle::try_current().ok();
     let mut place = QueuePlace { shared, snapshot, decisions: Some(decisions), runtime };
-    shared.gate.sleep(delay).await;
+    shared.limiter.sleep(delay).await;
     place.decisions.take().unwrap_or_default()
 }
 
@@ -184,7 +184,7 @@ impl<G: RequestLimiter> Drop for QueuePlace<'_, G> {
         if let (Some(decisions), Some(runtime)) = (self.decisions.take(), &self.runtime) {
             let (shared, snapshot) = (Arc::clone(self.shared), self.snapshot.clone());
             let decisions = decisions.into_owned();
-            runtime.spawn(async move { shared.gate.refund(&snapshot, &decisions).await });
+            runtime.spawn(async move { shared.limiter.refund(&snapshot, &decisions).await });
         }
     }
 }
@@ -197,9 +197,9 @@ async fn refund<G: RequestLimiter>(
     decisions: PolicyDecisions<'_>,
 ) {
     let Ok(runtime) = Handle::try_current() else {
-        return shared.gate.refund(snapshot, &decisions).await;
+        return shared.limiter.refund(snapshot, &decisions).await;
     };
     let (shared, snapshot, decisions) =
         (Arc::clone(shared), snapshot.clone(), decisions.into_owned());
-    let _ = runtime.spawn(async move { shared.gate.refund(&snapshot, &decisions).await }).await;
+    let _ = runtime.spawn(async move { shared.limiter.refund(&snapshot, &decisions).await }).await;
 }

@@ -241,6 +241,7 @@ impl<'a> PolicyDecision<'a> {
     /// index into its charges.
     ///
     /// [`Query::prepared`]: crate::Query::prepared
+    #[doc(hidden)]
     #[must_use]
     pub fn position(&self) -> usize {
         self.position

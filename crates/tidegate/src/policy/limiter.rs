@@ -279,6 +279,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
 
     /// Selects among the policies that `filter` accepts, for a front door that prepares its own
     /// charges.
+    #[doc(hidden)]
     pub fn select_where(
         &self,
         attributes: &dyn Attributes,

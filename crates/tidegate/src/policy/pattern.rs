@@ -16,7 +16,7 @@ pub(super) enum Part {
     Star,
     TwoStars,
     /// `/**` at the end: nothing, or a slash and any text.
-    Below,
+    Subtree,
 }
 
 impl Pattern {
@@ -51,7 +51,7 @@ impl Pattern {
             rest = &rest[used..];
         }
         if below {
-            parts.push(Part::Below);
+            parts.push(Part::Subtree);
         }
         let literal = match parts.first() {
             Some(Part::Text(literal)) => literal.as_str(),
@@ -102,7 +102,7 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
                     next[at] = open;
                 }
             }
-            Part::Below => {
+            Part::Subtree => {
                 let ends_here =
                     |at: usize| reachable[at] && (at == bytes.len() || bytes[at] == b'/');
                 next[bytes.len()] = (0..=bytes.len()).any(ends_here);

@@ -61,7 +61,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let denied = is_denied(entries);
         let mut charged = if denied { Vec::new() } else { joint };
         for (position, entry) in entries.iter_mut().enumerate() {
-            if self.decide_alone(&mut deadline, entry, denied).await? {
+            if self.decide_remaining(&mut deadline, entry, denied).await? {
                 charged.push(position);
             }
         }
@@ -80,16 +80,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         entries: &mut [PolicyDecision<'_>],
         belongs: impl Fn(&PolicyDecision<'_>) -> bool,
     ) -> Result<Vec<usize>, Error> {
-        let belongs = |entry: &PolicyDecision<'_>| !entry.decided && belongs(entry);
-        let is_first = |position: usize| {
-            let same = |earlier: &PolicyDecision<'_>| {
-                belongs(earlier) && earlier.charge.has_same_count(&entries[position].charge)
-            };
-            !entries[..position].iter().any(same)
-        };
-        let positions: Vec<usize> = (0..entries.len())
-            .filter(|position| belongs(&entries[*position]) && is_first(*position))
-            .collect();
+        let positions = first_positions(entries, |entry| !entry.decided && belongs(entry));
         if positions.is_empty() {
             return Ok(positions);
         }
@@ -104,7 +95,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 
     /// Decides one of the remaining entries, and returns whether it took units.
-    async fn decide_alone(
+    async fn decide_remaining(
         &self,
         deadline: &mut Deadline,
         entry: &mut PolicyDecision<'_>,
@@ -193,10 +184,26 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             Some(at) => {
                 let start = Instant::now();
                 let late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
-                before(at, self.limiter().store().clock(), call).await.unwrap_or_else(late)
+                timeout_at(at, self.limiter().store().clock(), call).await.unwrap_or_else(late)
             }
         }
     }
+}
+
+/// Returns the positions of the entries that `belongs` selects, each count once: one call cannot have
+/// the same count twice.
+fn first_positions(
+    entries: &[PolicyDecision<'_>],
+    belongs: impl Fn(&PolicyDecision<'_>) -> bool,
+) -> Vec<usize> {
+    let mut positions: Vec<usize> = Vec::new();
+    for (position, entry) in entries.iter().enumerate() {
+        let is_repeated = |earlier: &usize| entries[*earlier].charge.has_same_count(&entry.charge);
+        if belongs(entry) && !positions.iter().any(is_repeated) {
+            positions.push(position);
+        }
+    }
+    positions
 }
 
 /// Returns whether the entry can deny the request before any units are taken.
@@ -215,7 +222,11 @@ fn is_enforced_acquire(entry: &PolicyDecision<'_>) -> bool {
 
 /// Awaits a future until the deadline. The timer is created only if the future is not ready at
 /// once, as on memory.
-async fn before<T>(at: Instant, clock: &dyn Clock, future: impl Future<Output = T>) -> Option<T> {
+async fn timeout_at<T>(
+    at: Instant,
+    clock: &dyn Clock,
+    future: impl Future<Output = T>,
+) -> Option<T> {
     let mut future = pin!(future);
     if let Poll::Ready(value) = poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await {
         return Some(value);

@@ -97,6 +97,7 @@ impl<'a, 'q> Query<'a, 'q> {
 
     /// Asks several charges that the front door has prepared, each with its own action. At most
     /// [`MAX_CHARGES`](crate::MAX_CHARGES) are decided together.
+    #[doc(hidden)]
     #[must_use]
     pub fn prepared(charges: Vec<PreparedCharge<'a>>) -> Self {
         Self::new(Target::Prepared(charges))
@@ -182,7 +183,8 @@ impl From<Mode> for Enforcement {
 ///
 /// ```
 /// use std::time::Duration;
-/// use tidegate::{Action, PreparedCharge, Quota};
+/// use tidegate::internals::PreparedCharge;
+/// use tidegate::{Action, Quota};
 ///
 /// # fn main() -> Result<(), tidegate::QuotaError> {
 /// let quota = Quota::fixed_window(10, Duration::from_secs(1))?;

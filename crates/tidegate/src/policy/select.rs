@@ -184,7 +184,7 @@ pub struct Selection<'a> {
 /// Policy that applies to a request, with its charge.
 ///
 /// A front door that prepares its own charges turns it into one by
-/// [`PreparedCharge::of_selected`](crate::PreparedCharge::of_selected); a caller of a
+/// `PreparedCharge::of_selected`; a caller of a
 /// [`Limiter`](crate::Limiter) uses [`charge`](Self::charge).
 #[derive(Debug, Clone)]
 pub struct Selected<'a> {

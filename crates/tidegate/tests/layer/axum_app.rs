@@ -10,7 +10,7 @@ use axum::Router;
 use axum::extract::ConnectInfo;
 use axum::routing::get;
 use http::{Response, StatusCode};
-use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
 use tidegate::{KeySource, Limiter, MemoryStore, Quota};
 
 use crate::site::Site;
@@ -22,14 +22,14 @@ fn limiter() -> Limiter {
     Limiter::new(MemoryStore::new())
 }
 
-fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
+fn layer(limit: u64) -> RateLimitLayer<QuotaRequestLimiter> {
     let quota = Quota::token_bucket(limit, LONG).expect("a valid quota");
     RateLimitLayer::new(limiter(), quota)
         .policy("per-user")
         .by(KeySource::header("x-user-id").expect("valid"))
 }
 
-fn app(layer: RateLimitLayer<QuotaGate>) -> Router {
+fn app(layer: RateLimitLayer<QuotaRequestLimiter>) -> Router {
     Router::new().route("/", get(async || "hello")).layer(layer)
 }
 
@@ -45,7 +45,7 @@ async fn exactly_the_limit_is_admitted_however_often_the_layer_is_cloned() {
     };
     let layer = layer(100);
     // Two servers with two routes each. axum clones the service for each request.
-    let site = |layer: &RateLimitLayer<QuotaGate>| {
+    let site = |layer: &RateLimitLayer<QuotaRequestLimiter>| {
         let one = Router::new().route("/one", count(&calls)).layer(layer.clone());
         let two = Router::new().route("/two", count(&calls)).layer(layer.clone());
         Site::start(one.merge(two))
@@ -238,7 +238,7 @@ async fn failed_requests_are_refunded() {
 #[tokio::test]
 async fn a_custom_denial_keeps_the_rate_limit_headers() {
     let layer = layer(1).on_denied(|denial| {
-        let text = format!("{} must wait", denial.binding().key().unwrap_or("who?"));
+        let text = format!("{} must wait", denial.denied_by().key().unwrap_or("who?"));
         Response::builder().status(StatusCode::SERVICE_UNAVAILABLE).body(text).expect("a response")
     });
     let site = Site::start(app(layer)).await;

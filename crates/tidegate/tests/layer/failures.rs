@@ -3,7 +3,7 @@
 use axum::Router;
 use axum::routing::get;
 use http::{Response, StatusCode};
-use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
 use tidegate::{
     Error, Fallback, KeySource, Limiter, MemoryStore, OnStoreFailure, Quota, RedisStore, Store,
 };
@@ -12,13 +12,13 @@ use crate::site::Site;
 use crate::support::{LONG, Redis};
 
 /// Creates a layer on a store with room for one key, which cannot decide a second one.
-fn layer() -> RateLimitLayer<QuotaGate> {
+fn layer() -> RateLimitLayer<QuotaRequestLimiter> {
     let quota = Quota::token_bucket(5, LONG).expect("valid");
     let limiter = Limiter::new(MemoryStore::builder().max_keys(1).build());
     RateLimitLayer::new(limiter, quota).by(KeySource::header("x-user-id").expect("valid"))
 }
 
-async fn site<S: Store>(layer: RateLimitLayer<QuotaGate<S>>) -> Site {
+async fn site<S: Store>(layer: RateLimitLayer<QuotaRequestLimiter<S>>) -> Site {
     Site::start(Router::new().route("/", get(async || "hello")).layer(layer)).await
 }
 

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
 use tidegate::{KeySource, Limiter, MemoryStore, Quota};
 use tokio::task::JoinHandle;
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
@@ -22,7 +22,7 @@ struct Grpc {
 }
 
 impl Grpc {
-    async fn start(layer: RateLimitLayer<QuotaGate>) -> Self {
+    async fn start(layer: RateLimitLayer<QuotaRequestLimiter>) -> Self {
         let (_reporter, health) = tonic_health::server::health_reporter();
         let incoming = TcpIncoming::bind((Ipv4Addr::LOCALHOST, 0).into()).expect("a free port");
         let address = incoming.local_addr().expect("bound");
@@ -51,7 +51,7 @@ impl Drop for Grpc {
     }
 }
 
-fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
+fn layer(limit: u64) -> RateLimitLayer<QuotaRequestLimiter> {
     let quota = Quota::token_bucket(limit, DAY).expect("valid");
     let limiter = Limiter::new(MemoryStore::builder().max_keys(2).build());
     RateLimitLayer::new(limiter, quota)

@@ -14,7 +14,7 @@ use hyper::body::{Body, Frame, Incoming};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
-use tidegate::layer::{QuotaGate, RateLimitLayer};
+use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
 use tidegate::{Limiter, MemoryStore, Quota};
 use tokio::net::TcpListener;
 use tower::{Layer as _, Service, ServiceExt as _};
@@ -22,7 +22,7 @@ use tower::{Layer as _, Service, ServiceExt as _};
 use crate::site::Asker;
 use crate::support::LONG;
 
-fn layer(limit: u64) -> RateLimitLayer<QuotaGate> {
+fn layer(limit: u64) -> RateLimitLayer<QuotaRequestLimiter> {
     let quota = Quota::token_bucket(limit, LONG).expect("valid");
     RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota)
 }

@@ -3,7 +3,7 @@
 use axum::Router;
 use axum::routing::get;
 use http::StatusCode;
-use tidegate::layer::{CustomAttributes, PolicyGate, RateLimitLayer};
+use tidegate::layer::{CustomAttributes, PolicyRequestLimiter, RateLimitLayer};
 use tidegate::{
     Charge, KeySource, Limiter, MemoryStore, MissingKey, Mode, Policies, Policy, PolicyBuilder,
     Quota,
@@ -23,7 +23,7 @@ fn policy(name: &str, limit: u64) -> PolicyBuilder {
 fn layer(
     limiter: &Limiter,
     policies: impl IntoIterator<Item = PolicyBuilder>,
-) -> RateLimitLayer<PolicyGate> {
+) -> RateLimitLayer<PolicyRequestLimiter> {
     let policies = policies.into_iter().map(|policy| policy.build().expect("valid"));
     let policies = Policies::new(policies.collect()).expect("unique names");
     RateLimitLayer::with_policies(limiter.clone(), policies)

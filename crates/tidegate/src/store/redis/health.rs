@@ -98,21 +98,6 @@ impl RedisStore {
         self.shared.topology.state().redirects()
     }
 
-    /// Runs a plain command on each node that decides.
-    #[doc(hidden)]
-    pub async fn ask_every_node(&self, words: &[&str]) -> Vec<(String, Result<Reply, StoreError>)> {
-        let mut answers = Vec::new();
-        let Some(command) = command(words) else { return answers };
-        for node in self.shared.topology.state().primaries() {
-            let timeout = self.shared.timeout;
-            let reply = node.query(&command, Instant::now() + timeout).await;
-            let reply =
-                reply.map(Reply::from_value).map_err(|error| error.into_store_error(timeout));
-            answers.push((node.address().to_string(), reply));
-        }
-        answers
-    }
-
     /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or another
     /// one, such as a replica.
     #[doc(hidden)]

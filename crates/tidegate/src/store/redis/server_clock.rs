@@ -53,7 +53,7 @@ impl ServerTimes {
 
     /// Converts the time of a charge to the server's clock, rounded down; 0 stays 0 (unknown).
     /// Before the server's first reply the result is negative: the age of the charge.
-    pub(super) fn to_server_time(&self, charged_at: u64) -> i64 {
+    pub(super) fn to_server_time(self, charged_at: u64) -> i64 {
         let signed = |micros: u64| i64::try_from(micros).unwrap_or(i64::MAX);
         if charged_at == 0 || self.driven.is_some() {
             return signed(charged_at);

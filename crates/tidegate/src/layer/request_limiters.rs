@@ -32,10 +32,10 @@ type PeerFn = dyn Fn(&Parts) -> Option<IpAddr> + Send + Sync;
 ///
 /// ```
 /// use std::time::Duration;
-/// use tidegate::layer::{QuotaGate, RateLimitLayer};
+/// use tidegate::layer::{QuotaRequestLimiter, RateLimitLayer};
 /// use tidegate::{KeySource, Limiter, MemoryStore, Quota, QuotaError};
 ///
-/// fn per_client() -> Result<RateLimitLayer<QuotaGate<MemoryStore>>, QuotaError> {
+/// fn per_client() -> Result<RateLimitLayer<QuotaRequestLimiter<MemoryStore>>, QuotaError> {
 ///     let quota = Quota::token_bucket(10, Duration::from_secs(1))?.with_burst(50)?;
 ///     let layer = RateLimitLayer::new(Limiter::new(MemoryStore::new()), quota);
 ///     Ok(layer.policy("per-client").by(KeySource::client_ip()))
@@ -45,7 +45,7 @@ type PeerFn = dyn Fn(&Parts) -> Option<IpAddr> + Send + Sync;
 ///
 /// [`RateLimitLayer`]: super::RateLimitLayer
 /// [`RateLimitLayer::new`]: super::RateLimitLayer::new
-pub struct QuotaGate<S = MemoryStore> {
+pub struct QuotaRequestLimiter<S = MemoryStore> {
     limiter: PolicyLimiter<S>,
     quota: Quota,
     pub(super) policy: Option<String>,
@@ -65,11 +65,11 @@ pub struct QuotaGate<S = MemoryStore> {
 /// is needed where a layer is returned or stored:
 ///
 /// ```
-/// use tidegate::layer::{PolicyGate, RateLimitLayer};
+/// use tidegate::layer::{PolicyRequestLimiter, RateLimitLayer};
 /// use tidegate::{Limiter, MemoryStore, Policies};
 ///
 /// struct App {
-///     limits: RateLimitLayer<PolicyGate<MemoryStore>>,
+///     limits: RateLimitLayer<PolicyRequestLimiter<MemoryStore>>,
 /// }
 ///
 /// let limiter = Limiter::new(MemoryStore::new());
@@ -79,12 +79,12 @@ pub struct QuotaGate<S = MemoryStore> {
 ///
 /// [`RateLimitLayer::with_policies`]: super::RateLimitLayer::with_policies
 /// [`RateLimitLayer::with_policy_limiter`]: super::RateLimitLayer::with_policy_limiter
-pub struct PolicyGate<S = MemoryStore, O = ()> {
+pub struct PolicyRequestLimiter<S = MemoryStore, O = ()> {
     limiter: PolicyLimiter<S, O>,
     options: RequestOptions,
 }
 
-/// Key of a [`QuotaGate`].
+/// Key of a [`QuotaRequestLimiter`].
 #[derive(Clone)]
 pub(super) enum Key {
     /// All requests together.
@@ -93,8 +93,8 @@ pub(super) enum Key {
     Custom(Arc<KeyFn>),
 }
 
-/// Options of a gate for reading requests: the address of the peer, the trusted proxies and the
-/// cost.
+/// Options of a request limiter for reading requests: the address of the peer, the trusted proxies
+/// and the cost.
 ///
 /// They are set by [`RateLimitLayer::peer`], [`RateLimitLayer::client_ip`] and
 /// [`RateLimitLayer::cost`]. The defaults are the extension [`Peer`], no trusted proxy, and the
@@ -110,7 +110,8 @@ pub struct RequestOptions {
     pub(super) cost: Option<Arc<CostFn>>,
 }
 
-/// Gate with [`RequestOptions`]. Sealed: only [`QuotaGate`] and [`PolicyGate`] implement it.
+/// Gate with [`RequestOptions`]. Sealed: only [`QuotaRequestLimiter`] and [`PolicyRequestLimiter`]
+/// implement it.
 ///
 /// It is the bound of the methods of [`RateLimitLayer`](super::RateLimitLayer) that both built-in
 /// gates share. A custom [`RequestLimiter`] reads requests itself, for example by
@@ -137,7 +138,7 @@ impl RequestOptions {
     }
 }
 
-impl<S: Store> QuotaGate<S> {
+impl<S: Store> QuotaRequestLimiter<S> {
     pub(super) fn new(limiter: Limiter<S>, quota: Quota) -> Self {
         Self {
             limiter: PolicyLimiter::new(limiter, Policies::default()),
@@ -177,13 +178,13 @@ impl<S: Store> QuotaGate<S> {
     }
 }
 
-impl<S: Store, O: Observer> PolicyGate<S, O> {
+impl<S: Store, O: Observer> PolicyRequestLimiter<S, O> {
     pub(super) fn new(limiter: PolicyLimiter<S, O>) -> Self {
         Self { limiter, options: RequestOptions::default() }
     }
 }
 
-impl<S: Store> RequestLimiter for QuotaGate<S> {
+impl<S: Store> RequestLimiter for QuotaRequestLimiter<S> {
     type Snapshot = ();
 
     fn snapshot(&self) {}
@@ -211,7 +212,7 @@ impl<S: Store> RequestLimiter for QuotaGate<S> {
     }
 }
 
-impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyGate<S, O> {
+impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyRequestLimiter<S, O> {
     type Snapshot = ();
 
     fn snapshot(&self) {}
@@ -238,20 +239,20 @@ impl<S: Store, O: Observer + Clone + 'static> RequestLimiter for PolicyGate<S, O
     }
 }
 
-impl<S: Store> ConfigureRequest for QuotaGate<S> {
+impl<S: Store> ConfigureRequest for QuotaRequestLimiter<S> {
     fn options(&mut self) -> &mut RequestOptions {
         &mut self.options
     }
 }
 
-impl<S: Store, O: Observer + Clone + 'static> ConfigureRequest for PolicyGate<S, O> {
+impl<S: Store, O: Observer + Clone + 'static> ConfigureRequest for PolicyRequestLimiter<S, O> {
     fn options(&mut self) -> &mut RequestOptions {
         &mut self.options
     }
 }
 
 // Not derived: a derive would require `S: Clone`.
-impl<S> Clone for QuotaGate<S> {
+impl<S> Clone for QuotaRequestLimiter<S> {
     fn clone(&self) -> Self {
         Self {
             limiter: self.limiter.clone(),
@@ -265,7 +266,7 @@ impl<S> Clone for QuotaGate<S> {
     }
 }
 
-impl<S, O: Clone> Clone for PolicyGate<S, O> {
+impl<S, O: Clone> Clone for PolicyRequestLimiter<S, O> {
     fn clone(&self) -> Self {
         Self { limiter: self.limiter.clone(), options: self.options.clone() }
     }
