@@ -325,3 +325,14 @@ policies:
     }
     assert!(codes.contains(&Err(tonic::Code::Unavailable)), "{:?}", codes.last());
 }
+
+#[tokio::test]
+async fn review_reports_come_before_acquires_even_of_one_count() {
+    on_memory_and_on_redis(async |mut client| {
+        let user = || descriptor(&[("user", "r")]);
+        let response = client.send_all(vec![hits(user(), 5), hits(user(), 5), user()]).await;
+        let codes: Vec<Code> = response.statuses.iter().map(|status| status.code()).collect();
+        assert_eq!(codes, [Code::Ok, Code::Ok, Code::OverLimit]);
+    })
+    .await;
+}
