@@ -246,3 +246,93 @@ async fn explicit_hits_are_recorded_beyond_the_limit() {
     })
     .await;
 }
+
+const POLICIES: &str = "
+envoy: {files: [ratelimit.yaml]}
+policies:
+  - {name: keyed, match: {domain: edge}, key: [descriptor.tenant], missing_key: deny, limit: 5, window: 1h}
+";
+
+fn back(descriptor: RateLimitDescriptor) -> RateLimitDescriptor {
+    RateLimitDescriptor { is_negative_hits: true, ..descriptor }
+}
+
+#[tokio::test]
+async fn review_refund_is_never_denied_even_without_a_key() {
+    let (_service, mut client) = start_on(POLICIES, RULES).await;
+    let given = client.send_all(vec![back(hits(descriptor(&[("other", "x")]), 1))]).await;
+    assert_eq!(given.overall_code(), Code::Ok, "a refund is never denied");
+}
+
+#[tokio::test]
+async fn review_peek_without_a_key_is_not_counted_as_a_decision() {
+    let (service, mut client) = start_on(POLICIES, RULES).await;
+    client.send_all(vec![hits(descriptor(&[("other", "x")]), 0)]).await;
+    let metrics = service.admin("/metrics").body;
+    assert!(metrics.contains(r#"policy="keyed",outcome="denied"} 0"#), "{metrics}");
+}
+
+#[tokio::test]
+async fn review_failed_refund_is_unavailable() {
+    let redis = Redis::start();
+    let (_service, mut client) =
+        start_on(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url()), RULES).await;
+    let user = descriptor(&[("user", "u")]);
+    assert_eq!(client.send_all(vec![hits(user.clone(), 5)]).await.overall_code(), Code::Ok);
+    drop(redis);
+    let request = RateLimitRequest {
+        domain: "edge".to_owned(),
+        descriptors: vec![back(hits(user, 5))],
+        hits_addend: 0,
+    };
+    let failed = client.try_send(request).await.map(|response| response.statuses);
+    assert_eq!(failed.expect_err("the store is down").code(), tonic::Code::Unavailable);
+}
+
+#[tokio::test]
+async fn review_many_reports_are_recorded() {
+    let config = "
+envoy: {files: [ratelimit.yaml]}
+policies:
+  - {name: a, match: {domain: edge}, key: [descriptor.tenant], limit: 5, window: 1h}
+  - {name: b, match: {domain: edge}, key: [descriptor.tenant], limit: 9, window: 1d}
+";
+    let (_service, mut client) = start_on(config, RULES).await;
+    let each = (0..70).map(|n| hits(descriptor(&[("tenant", &format!("t{n}"))]), 1)).collect();
+    let request = RateLimitRequest { domain: "edge".to_owned(), descriptors: each, hits_addend: 0 };
+    let response = client.try_send(request).await;
+    assert_eq!(
+        response.map(|response| response.overall_code()).map_err(|e| e.to_string()),
+        Ok(Code::Ok)
+    );
+}
+
+#[tokio::test]
+async fn review_full_memory_is_unavailable_whatever_the_policy() {
+    let config = "
+store: {max_keys: 1}
+envoy: {files: [ratelimit.yaml]}
+policies:
+  - {name: a, match: {domain: edge}, key: [descriptor.tenant], limit: 5, window: 1h, on_store_failure: allow}
+";
+    let (_service, mut client) = start_on(config, RULES).await;
+    let mut codes = Vec::new();
+    for number in 0..2_000 {
+        let each = vec![descriptor(&[("tenant", &format!("t{number}"))])];
+        let request =
+            RateLimitRequest { domain: "edge".to_owned(), descriptors: each, hits_addend: 0 };
+        codes.push(client.try_send(request).await.map(|r| r.overall_code()).map_err(|e| e.code()));
+    }
+    assert!(codes.contains(&Err(tonic::Code::Unavailable)), "{:?}", codes.last());
+}
+
+#[tokio::test]
+async fn review_reports_come_before_acquires_even_of_one_count() {
+    on_memory_and_on_redis(async |mut client| {
+        let user = || descriptor(&[("user", "r")]);
+        let response = client.send_all(vec![hits(user(), 5), hits(user(), 5), user()]).await;
+        let codes: Vec<Code> = response.statuses.iter().map(|status| status.code()).collect();
+        assert_eq!(codes, [Code::Ok, Code::Ok, Code::OverLimit]);
+    })
+    .await;
+}

@@ -208,6 +208,16 @@ fn header_and_host_names_are_normalized() {
 }
 
 #[test]
+fn review_host_list_counts_by_the_nearest_as_before() {
+    let policy = "{name: p, match: {host: a.example.com}, limit: 9, window: 1h}";
+    let service = Service::start(&format!("policies:\n  - {policy}\n"));
+    for host in ["a.example.com", " a.example.com", "spoofed.example, a.example.com"] {
+        let response = service.acquire(&attributes(&[("host", host)])).json();
+        assert_eq!(response["policy"], "p", "{host}");
+    }
+}
+
+#[test]
 fn quotas_in_requests_share_one_metric_name() {
     let service = Service::start(POLICIES);
     for window in ["60s", "61s", "60s"] {

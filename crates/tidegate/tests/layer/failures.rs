@@ -73,3 +73,94 @@ async fn requests_are_served_with_a_fallback_while_redis_is_down() {
         redis.restart();
     }
 }
+
+/// Memory whose acquires of the policy `fails` fail.
+struct FailsFor(MemoryStore);
+
+impl Store for FailsFor {
+    async fn decide(
+        &self,
+        action: tidegate::Action,
+        charge: &tidegate::Charge<'_>,
+    ) -> Result<tidegate::Decision, tidegate::StoreError> {
+        if charge.policy() == "fails" && action == tidegate::Action::Acquire {
+            return Err(tidegate::StoreError::Unreachable("gone".to_owned()));
+        }
+        self.0.decide(action, charge).await
+    }
+
+    async fn decide_all(
+        &self,
+        action: tidegate::Action,
+        charges: &[tidegate::Charge<'_>],
+    ) -> Result<Vec<tidegate::Decision>, tidegate::StoreError> {
+        self.0.decide_all(action, charges).await
+    }
+
+    fn clock(&self) -> &dyn tidegate::Clock {
+        self.0.clock()
+    }
+}
+
+#[tokio::test]
+async fn review_error_after_the_joint_charge_returns_its_units() {
+    use tidegate::{Charge, Enforcement, Policies, PolicyLimiter, PreparedCharge, Query};
+    let quota = Quota::fixed_window(5, LONG).expect("valid");
+    let limiter =
+        PolicyLimiter::new(Limiter::new(FailsFor(MemoryStore::new())), Policies::default());
+    let charges = vec![
+        PreparedCharge::new("works", "k", &quota),
+        PreparedCharge::new("fails", "k", &quota).with_enforcement(Enforcement::AllDenied),
+    ];
+    let failed = limiter.acquire(Query::prepared(charges)).await;
+    assert!(matches!(failed, Err(Error::Store(_))), "{failed:?}");
+    let works = Charge::new("k", &quota).with_policy("works");
+    let left = limiter.limiter().acquire(&works).await.expect("decided").remaining;
+    assert_eq!(left, 4, "an undecided request takes nothing");
+}
+
+#[tokio::test]
+async fn review_request_that_is_not_allowed_never_passes_the_layer() {
+    use http::request::Parts;
+    use tidegate::layer::RequestLimiter;
+    use tidegate::{Decision, Policies, PolicyDecisions, PolicyLimiter, PreparedCharge, Query};
+
+    #[derive(Clone)]
+    struct Shut(PolicyLimiter);
+    impl RequestLimiter for Shut {
+        type Snapshot = ();
+        fn snapshot(&self) {}
+        async fn acquire<'a>(
+            &'a self,
+            (): &'a (),
+            _: &Parts,
+        ) -> Result<PolicyDecisions<'a>, Error> {
+            let charge = PreparedCharge::of_zero_limit("shut", "k", Decision::allow(0, 0));
+            let decisions = self.0.acquire(Query::prepared(vec![charge])).await?;
+            assert!(!decisions.is_allowed());
+            Ok(decisions)
+        }
+        async fn refund(&self, (): &(), _: &PolicyDecisions<'_>) {}
+    }
+    let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::default());
+    let app = Router::new()
+        .route("/", get(async || "hello"))
+        .layer(RateLimitLayer::with_gate(Shut(limiter)));
+    let site = Site::start(app).await;
+    assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::TOO_MANY_REQUESTS);
+}
+
+#[test]
+fn review_select_where_needs_the_peer_as_acquire_does() {
+    use tidegate::layer::RequestParts;
+    use tidegate::{ClientIp, Policies, Policy, PolicyLimiter};
+    let quota = Quota::fixed_window(5, LONG).expect("valid");
+    let policy = Policy::builder("by-ip", quota).key(["ip"]).build().expect("valid");
+    let policies = Policies::new(vec![policy]).expect("one");
+    let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+    let (parts, ()) = http::Request::new(()).into_parts();
+    let client_ip = ClientIp::default();
+    let request = RequestParts::new(&parts, None, &client_ip);
+    let selected = limiter.select_where(&request, None, |_| true);
+    assert!(matches!(selected, Err(Error::UnknownPeer)), "{selected:?}");
+}

@@ -251,3 +251,12 @@ async fn custom_attributes_of_the_applications_middleware_are_keys() {
 fn panic_message(payload: Box<dyn std::any::Any + Send>) -> String {
     *payload.downcast::<String>().expect("a formatted message")
 }
+
+#[tokio::test]
+async fn review_bytes_that_are_not_utf8_are_a_key_and_not_an_error() {
+    let by_query = Policy::builder("q", quota(5)).key(["query.q"]);
+    let site = site(&limiter(), [by_query]).await;
+    for path in ["/?q=%FF", "/?q=%80", "/?q=caf%C3", "/?q=%93quoted%94"] {
+        assert_eq!(site.asker().get(path, &[]).await.status, StatusCode::OK, "{path}");
+    }
+}

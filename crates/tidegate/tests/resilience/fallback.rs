@@ -451,3 +451,30 @@ async fn exactly_the_limit_is_admitted_while_the_store_is_down() {
     let alone = Fallback::builder(Breaker::new(store)).fleet(Fleet::new().with_min_instances(1));
     assert_exact_under_concurrency(&Limiter::new(alone.build())).await;
 }
+
+/// A request of two shards, one of which fails: a refund in one call returns the units of the other
+/// shard there, and again in the ledger.
+#[tokio::test]
+async fn review_refund_of_two_shards_returns_units_once() {
+    use tidegate::{Policies, PolicyLimiter, PreparedCharge, Query};
+    let store = Flaky::new();
+    let quota = Quota::fixed_window(10, LONG).expect("valid");
+    let fallback = Fallback::new(Breaker::new(store.clone()));
+    let limiter = PolicyLimiter::new(Limiter::new(fallback), Policies::default());
+    let a = Charge::new("u", &quota).with_policy("a");
+    for _ in 0..2 {
+        let _ = limiter.limiter().acquire(&a).await.expect("decided");
+    }
+    store.set_shard_fault(1, down());
+    let charges =
+        vec![PreparedCharge::new("a", "u", &quota), PreparedCharge::new("b", "w@1", &quota)];
+    let decisions = limiter.acquire(Query::prepared(charges)).await.expect("decided");
+    let local = decisions.iter().all(|entry| entry.decision().source == Source::Local);
+    assert!(decisions.is_allowed() && local, "{decisions:?}");
+    assert_eq!(store.remaining(&a).await, 8, "both units of the store");
+    assert_eq!(limiter.limiter().store().stats().pending_debit_units, 2);
+    limiter.refund(&decisions).await;
+    let pending = limiter.limiter().store().stats().pending_debit_units;
+    let counted = 10 - store.remaining(&a).await + pending;
+    assert!(counted >= 2, "two admitted requests count, but only {counted} units do");
+}
