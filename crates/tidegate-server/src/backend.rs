@@ -40,7 +40,8 @@ pub(crate) struct InstrumentedStore<S> {
     metrics: Arc<Metrics>,
 }
 
-/// View of a [`Backend`] in which a failure of Redis is an error, not a local decision.
+/// View of a [`Backend`] in which a failure of the store is an error, whatever `on_store_failure`
+/// says.
 #[derive(Clone)]
 pub(crate) struct StrictBackend(pub(crate) Arc<Backend>);
 
@@ -125,9 +126,9 @@ impl Store for Backend {
 
 impl Store for StrictBackend {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        match self.0.redis() {
-            Some(redis) => Box::pin(redis.without_fallback.decide(action, charge)).await,
-            None => self.0.decide(action, charge).await,
+        match &*self.0 {
+            Backend::Redis(redis) => Box::pin(redis.without_fallback.decide(action, charge)).await,
+            Backend::Memory(memory) => memory.decide(action, charge).await,
         }
     }
 
@@ -136,9 +137,11 @@ impl Store for StrictBackend {
         action: Action,
         charges: &[Charge<'_>],
     ) -> Result<Vec<Decision>, StoreError> {
-        match self.0.redis() {
-            Some(redis) => Box::pin(redis.without_fallback.decide_all(action, charges)).await,
-            None => self.0.decide_all(action, charges).await,
+        match &*self.0 {
+            Backend::Redis(redis) => {
+                Box::pin(redis.without_fallback.decide_all(action, charges)).await
+            }
+            Backend::Memory(memory) => Box::pin(memory.decide_all(action, charges)).await,
         }
     }
 

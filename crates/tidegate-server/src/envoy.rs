@@ -165,7 +165,7 @@ impl ResponseBuilder {
             (DescriptorPlan::Unlimited, _) => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
             (DescriptorPlan::Limited(limited), Some(binding)) => {
                 let decision = binding.decision();
-                let over = !decision.allowed && !binding.is_shadow();
+                let over = binding.is_denied() && !binding.is_shadow();
                 if over {
                     self.retry_after = self.retry_after.max(decision.retry_after);
                 }

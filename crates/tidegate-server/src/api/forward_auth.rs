@@ -186,7 +186,7 @@ fn origin_form(uri: &str) -> Option<&str> {
 }
 
 /// Returns the host of the request to the nearest proxy, which is the last one of the list.
-fn nearest_host(hosts: &str) -> &str {
+pub(super) fn nearest_host(hosts: &str) -> &str {
     hosts.rsplit(',').next().unwrap_or_default().trim()
 }
 

@@ -12,6 +12,7 @@ use tidegate::{
     normalize_path,
 };
 
+use super::forward_auth::nearest_host;
 use crate::duration::millis_rounded_up;
 
 /// Query in one of three forms: policy and key; attributes; key and quota.
@@ -89,7 +90,7 @@ impl<'de> Deserialize<'de> for AttributesBody {
                     if name.starts_with("header.") {
                         name.make_ascii_lowercase();
                     } else if name == "host" {
-                        value = normalize_host(&value).into_owned();
+                        value = normalize_host(nearest_host(&value)).into_owned();
                     } else if name == "path" {
                         value = normalize_path(&value).into_owned();
                     }

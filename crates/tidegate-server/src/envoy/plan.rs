@@ -41,7 +41,8 @@ struct Hits {
     /// Number of units, if it is explicit.
     cost: Option<u64>,
     action: Action,
-    /// Whether the status is OK even if the limit is exceeded.
+    /// Whether it is an explicit refund of 0, whose status is OK even if the limit is exceeded. (No
+    /// other refund denies either, but its errors must not be ignored, as those of a shadow are.)
     never_denies: bool,
 }
 
@@ -61,7 +62,7 @@ impl Hits {
             Some(_) => Action::Report,
             None => Action::Acquire,
         };
-        Self { cost: explicit, action, never_denies: is_refund }
+        Self { cost: explicit, action, never_denies: is_refund && action == Action::Peek }
     }
 
     /// Returns the charge with these hits.
@@ -226,6 +227,10 @@ fn by_policies<'a>(
         let enforcement = selected.policy().mode().into();
         hits.apply_to(PreparedCharge::of_selected(selected), enforcement)
     }));
-    charges.extend(rejections.into_iter().map(PreparedCharge::rejected));
+    charges.extend(
+        rejections
+            .into_iter()
+            .map(|policy| hits.apply_to(PreparedCharge::rejected(policy), policy.mode().into())),
+    );
     Ok(DescriptorPlan::Limited(plan))
 }

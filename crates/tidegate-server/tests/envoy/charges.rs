@@ -258,14 +258,14 @@ fn back(descriptor: RateLimitDescriptor) -> RateLimitDescriptor {
 }
 
 #[tokio::test]
-async fn review_refund_is_never_denied_even_without_a_key() {
+async fn refund_is_never_denied_even_without_a_key() {
     let (_service, mut client) = start_on(POLICIES, RULES).await;
     let given = client.send_all(vec![back(hits(descriptor(&[("other", "x")]), 1))]).await;
     assert_eq!(given.overall_code(), Code::Ok, "a refund is never denied");
 }
 
 #[tokio::test]
-async fn review_peek_without_a_key_is_not_counted_as_a_decision() {
+async fn peek_without_a_key_is_not_counted_as_a_decision() {
     let (service, mut client) = start_on(POLICIES, RULES).await;
     client.send_all(vec![hits(descriptor(&[("other", "x")]), 0)]).await;
     let metrics = service.admin("/metrics").body;
@@ -273,7 +273,7 @@ async fn review_peek_without_a_key_is_not_counted_as_a_decision() {
 }
 
 #[tokio::test]
-async fn review_failed_refund_is_unavailable() {
+async fn failed_refund_is_unavailable() {
     let redis = Redis::start();
     let (_service, mut client) =
         start_on(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url()), RULES).await;
@@ -290,7 +290,7 @@ async fn review_failed_refund_is_unavailable() {
 }
 
 #[tokio::test]
-async fn review_many_reports_are_recorded() {
+async fn many_reports_are_recorded() {
     let config = "
 envoy: {files: [ratelimit.yaml]}
 policies:
@@ -308,7 +308,7 @@ policies:
 }
 
 #[tokio::test]
-async fn review_full_memory_is_unavailable_whatever_the_policy() {
+async fn full_memory_is_unavailable_whatever_the_policy() {
     let config = "
 store: {max_keys: 1}
 envoy: {files: [ratelimit.yaml]}
@@ -327,7 +327,7 @@ policies:
 }
 
 #[tokio::test]
-async fn review_reports_come_before_acquires_even_of_one_count() {
+async fn reports_come_before_acquires_even_of_one_count() {
     on_memory_and_on_redis(async |mut client| {
         let user = || descriptor(&[("user", "r")]);
         let response = client.send_all(vec![hits(user(), 5), hits(user(), 5), user()]).await;

@@ -208,7 +208,7 @@ fn header_and_host_names_are_normalized() {
 }
 
 #[test]
-fn review_host_list_counts_by_the_nearest_as_before() {
+fn host_list_counts_by_the_nearest_as_before() {
     let policy = "{name: p, match: {host: a.example.com}, limit: 9, window: 1h}";
     let service = Service::start(&format!("policies:\n  - {policy}\n"));
     for host in ["a.example.com", " a.example.com", "spoofed.example, a.example.com"] {

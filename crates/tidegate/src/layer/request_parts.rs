@@ -18,8 +18,8 @@ use crate::policy::{Attributes, normalize_host, normalize_path};
 /// Spellings that mean the same are normalized, so that another spelling is not another key: the
 /// path has no query or dot segments, the host is in lower case and without its port, and several
 /// headers of one name are one, separated by commas. Of several query parameters or cookies of one
-/// name, the first counts. Bytes that are not UTF-8 are read as Latin-1, so that different values
-/// stay different keys.
+/// name, the first counts. Bytes that are not UTF-8 have a character for each byte, so that
+/// different values stay different keys.
 ///
 /// ```
 /// use tidegate::layer::RequestParts;
@@ -237,11 +237,16 @@ impl Attributes for RequestParts<'_> {
     }
 }
 
-/// Reads bytes as UTF-8, or as Latin-1 if they are not, so that different values stay different.
+/// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 + byte:
+/// different values stay different, and none becomes a control character, which no key may have.
 fn text(bytes: &[u8]) -> Cow<'_, str> {
+    let character = |byte: &u8| match byte {
+        0x00..=0x7f => char::from(*byte),
+        _ => char::from_u32(0x100 + u32::from(*byte)).unwrap_or(char::REPLACEMENT_CHARACTER),
+    };
     match str::from_utf8(bytes) {
         Ok(text) => Cow::Borrowed(text),
-        Err(_) => Cow::Owned(bytes.iter().copied().map(char::from).collect()),
+        Err(_) => Cow::Owned(bytes.iter().map(character).collect()),
     }
 }
 
@@ -328,7 +333,7 @@ mod tests {
             ("half", "%4"),
             ("caps", "JJ"),
             ("utf", "ü"),
-            ("latin", "ÿ"),
+            ("latin", "ǿ"),
         ] {
             assert_eq!(
                 attribute(&head, &format!("query.{name}")).as_deref(),

@@ -94,7 +94,7 @@ impl<'a> PolicyDecisions<'a> {
         if self.is_allowed() {
             return None;
         }
-        let denials = self.enforced().filter(|entry| !entry.decision.allowed);
+        let denials = self.enforced().filter(|entry| entry.is_denied());
         denials.min_by_key(|entry| entry.decision.rank())
     }
 
@@ -247,8 +247,12 @@ impl<'a> PolicyDecision<'a> {
         self.position
     }
 
-    pub(super) fn is_denied(&self) -> bool {
-        self.charge.exceeds_capacity() || (self.decided && !self.decision.allowed)
+    /// Returns whether the limit denies the request, were it not in shadow mode. A refund or reset
+    /// never denies.
+    #[must_use]
+    pub fn is_denied(&self) -> bool {
+        let is_decision = !matches!(self.action(), Action::Refund | Action::Reset);
+        is_decision && (self.charge.exceeds_capacity() || (self.decided && !self.decision.allowed))
     }
 
     /// Returns whether units were counted: a decision without a count takes none.

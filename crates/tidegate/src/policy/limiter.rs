@@ -287,6 +287,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         filter: impl Fn(&Policy) -> bool,
     ) -> Result<Selection<'_>, Error> {
         let selection = self.policies.select_where(attributes, cost, filter)?;
+        if attributes.lacks_peer() {
+            return Err(Error::UnknownPeer);
+        }
         self.report_missing_keys(&selection);
         Ok(selection)
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::decisions::is_denied;
 use super::{Enforcement, Observer, PolicyDecision, PolicyLimiter};
-use crate::charge::Charge;
+use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::{Clock, Timestamp};
 use crate::limiter::Error;
 use crate::store::{Action, Store, StoreError};
@@ -40,8 +40,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
     }
 
-    /// Decides in this order: unconditional actions; peeks that can deny the request before any
-    /// units are taken; the enforced acquires, all or nothing; the others one by one.
+    /// Decides in this order: reports and resets; peeks that can deny the request before any units
+    /// are taken; the enforced acquires, all or nothing; the others, such as refunds, one by one.
     async fn decide_jointly(
         &self,
         start: Instant,
@@ -49,26 +49,33 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     ) -> Result<(), Error> {
         let mut deadline = Deadline { at: self.deadline(start), calls: 0 };
         let asked_at = self.limiter().store().clock().now();
-        for action in [Action::Report, Action::Refund, Action::Reset] {
-            self.decide_group(&mut deadline, action, entries, |entry| {
-                entry.action() == action && !entry.is_shadow()
-            })
-            .await?;
+        for action in [Action::Report, Action::Reset] {
+            let belongs =
+                |entry: &PolicyDecision<'_>| entry.action() == action && !entry.is_shadow();
+            // They are independent of each other, so a repeated count, or more than one call can
+            // have, follows in another call.
+            while !self.decide_group(&mut deadline, action, entries, belongs).await?.is_empty() {}
         }
         self.decide_group(&mut deadline, Action::Peek, entries, can_deny_without_charge).await?;
         let action = if is_denied(entries) { Action::Peek } else { Action::Acquire };
         let joint = self.decide_group(&mut deadline, action, entries, is_enforced_acquire).await?;
         let denied = is_denied(entries);
         let mut charged = if denied { Vec::new() } else { joint };
+        let mut result = Ok(());
         for (position, entry) in entries.iter_mut().enumerate() {
-            if self.decide_remaining(&mut deadline, entry, denied).await? {
-                charged.push(position);
+            match self.decide_remaining(&mut deadline, entry, denied).await {
+                Ok(true) => charged.push(position),
+                Ok(false) => {}
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
             }
         }
-        if is_denied(entries) {
+        if result.is_err() || is_denied(entries) {
             self.compensate(entries, &charged, asked_at).await;
         }
-        Ok(())
+        result
     }
 
     /// Decides the undecided entries that `belongs` selects in one call, each count once, and
@@ -80,7 +87,10 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         entries: &mut [PolicyDecision<'_>],
         belongs: impl Fn(&PolicyDecision<'_>) -> bool,
     ) -> Result<Vec<usize>, Error> {
-        let positions = first_positions(entries, |entry| !entry.decided && belongs(entry));
+        let mut positions = first_positions(entries, |entry| !entry.decided && belongs(entry));
+        if !matches!(action, Action::Acquire | Action::Peek) {
+            positions.truncate(MAX_CHARGES);
+        }
         if positions.is_empty() {
             return Ok(positions);
         }
@@ -128,8 +138,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
     }
 
-    /// Returns the units of a request that turned out to be denied after they were taken: it names
-    /// one count twice, or other requests used up a limit that had only been peeked.
+    /// Returns the units of a request that turned out to be denied, or failed, after they were taken:
+    /// it names one count twice, other requests used up a limit that had only been peeked, or a
+    /// later call failed.
     async fn compensate(
         &self,
         entries: &mut [PolicyDecision<'_>],
@@ -148,22 +159,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
     }
 
-    /// Sends refunds, and returns whether all succeeded. One call cannot have the same count twice,
-    /// so repeated counts follow in another.
-    pub(super) async fn refund_charges(&self, mut charges: Vec<Charge<'_>>) -> bool {
+    /// Sends refunds one by one, and returns whether all succeeded. A group would be atomic only on
+    /// one shard: if another shard failed, a fallback could not know which units were returned.
+    pub(super) async fn refund_charges(&self, charges: Vec<Charge<'_>>) -> bool {
         let mut succeeded = true;
-        while !charges.is_empty() {
-            let mut group: Vec<Charge<'_>> = Vec::with_capacity(charges.len());
-            charges.retain(|charge| {
-                let repeated = group
-                    .iter()
-                    .any(|other| other.key() == charge.key() && other.policy() == charge.policy());
-                if !repeated {
-                    group.push(*charge);
-                }
-                repeated
-            });
-            if let Err(error) = self.limiter().decide_all(Action::Refund, &group).await {
+        for charge in charges {
+            if let Err(error) = self.limiter().decide(Action::Refund, &charge).await {
                 tracing::debug!(%error, "refund failed");
                 succeeded = false;
             }

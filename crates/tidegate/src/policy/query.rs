@@ -266,7 +266,7 @@ impl<'a> PreparedCharge<'a> {
         decision: Decision,
     ) -> Self {
         let charge = Self::with_quota_ref(policy.into(), key.into(), QuotaRef::Zero);
-        Self { fixed: Some(decision), ..charge }
+        Self { fixed: Some(Decision { allowed: false, ..decision }), ..charge }
     }
 
     /// Creates the denial of a policy that cannot count the request, because its key is missing or

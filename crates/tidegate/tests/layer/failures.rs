@@ -103,8 +103,9 @@ impl Store for FailsFor {
 }
 
 #[tokio::test]
-async fn review_error_after_the_joint_charge_returns_its_units() {
-    use tidegate::{Charge, Enforcement, Policies, PolicyLimiter, PreparedCharge, Query};
+async fn error_after_the_joint_charge_returns_its_units() {
+    use tidegate::internals::PreparedCharge;
+    use tidegate::{Charge, Enforcement, Policies, PolicyLimiter, Query};
     let quota = Quota::fixed_window(5, LONG).expect("valid");
     let limiter =
         PolicyLimiter::new(Limiter::new(FailsFor(MemoryStore::new())), Policies::default());
@@ -120,10 +121,11 @@ async fn review_error_after_the_joint_charge_returns_its_units() {
 }
 
 #[tokio::test]
-async fn review_request_that_is_not_allowed_never_passes_the_layer() {
+async fn request_that_is_not_allowed_never_passes_the_layer() {
     use http::request::Parts;
+    use tidegate::internals::PreparedCharge;
     use tidegate::layer::RequestLimiter;
-    use tidegate::{Decision, Policies, PolicyDecisions, PolicyLimiter, PreparedCharge, Query};
+    use tidegate::{Decision, Policies, PolicyDecisions, PolicyLimiter, Query};
 
     #[derive(Clone)]
     struct Shut(PolicyLimiter);
@@ -145,13 +147,13 @@ async fn review_request_that_is_not_allowed_never_passes_the_layer() {
     let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::default());
     let app = Router::new()
         .route("/", get(async || "hello"))
-        .layer(RateLimitLayer::with_gate(Shut(limiter)));
+        .layer(RateLimitLayer::with_request_limiter(Shut(limiter)));
     let site = Site::start(app).await;
     assert_eq!(site.asker().get("/", &[]).await.status, StatusCode::TOO_MANY_REQUESTS);
 }
 
 #[test]
-fn review_select_where_needs_the_peer_as_acquire_does() {
+fn select_where_needs_the_peer_as_acquire_does() {
     use tidegate::layer::RequestParts;
     use tidegate::{ClientIp, Policies, Policy, PolicyLimiter};
     let quota = Quota::fixed_window(5, LONG).expect("valid");

@@ -253,7 +253,7 @@ fn panic_message(payload: Box<dyn std::any::Any + Send>) -> String {
 }
 
 #[tokio::test]
-async fn review_bytes_that_are_not_utf8_are_a_key_and_not_an_error() {
+async fn bytes_that_are_not_utf8_are_a_key_and_not_an_error() {
     let by_query = Policy::builder("q", quota(5)).key(["query.q"]);
     let site = site(&limiter(), [by_query]).await;
     for path in ["/?q=%FF", "/?q=%80", "/?q=caf%C3", "/?q=%93quoted%94"] {

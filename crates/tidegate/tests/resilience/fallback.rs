@@ -455,8 +455,9 @@ async fn exactly_the_limit_is_admitted_while_the_store_is_down() {
 /// A request of two shards, one of which fails: a refund in one call returns the units of the other
 /// shard there, and again in the ledger.
 #[tokio::test]
-async fn review_refund_of_two_shards_returns_units_once() {
-    use tidegate::{Policies, PolicyLimiter, PreparedCharge, Query};
+async fn refund_of_two_shards_returns_units_once() {
+    use tidegate::internals::PreparedCharge;
+    use tidegate::{Policies, PolicyLimiter, Query};
     let store = Flaky::new();
     let quota = Quota::fixed_window(10, LONG).expect("valid");
     let fallback = Fallback::new(Breaker::new(store.clone()));
