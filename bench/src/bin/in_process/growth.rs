@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use tidegate::{Algorithm, Charge, Clock, Limiter, MemoryStore, Quota};
+use tidegate::{Algorithm, Charge, Clock, Limiter, MemoryStore, Quota, Timestamp};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 
@@ -155,8 +155,8 @@ impl SteppedClock {
 }
 
 impl Clock for SteppedClock {
-    fn now(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+    fn now(&self) -> Timestamp {
+        Timestamp::from_micros(self.0.load(Ordering::Relaxed))
     }
 
     /// Never completes: the benchmark does not sleep on this clock.
