@@ -28,13 +28,13 @@ impl Ceiling {
         let charge = Charge::new(name, quota);
         let limiter = Limiter::new(runtime.block_on(RedisStore::connect(&redis.url()))?);
         // The first decision loads the script.
-        runtime.block_on(limiter.acquire(&charge))?;
+        let _ = runtime.block_on(limiter.acquire(&charge))?;
         let mut socket = TcpStream::connect(("127.0.0.1", redis.port()))?;
         socket.set_read_timeout(Some(Duration::from_secs(5)))?;
         socket.write_all(b"MONITOR\r\n")?;
         let mut lines = BufReader::new(socket).lines();
         ensure!(lines.next().transpose()?.as_deref() == Some("+OK"), "MONITOR was rejected");
-        runtime.block_on(limiter.acquire(&charge))?;
+        let _ = runtime.block_on(limiter.acquire(&charge))?;
         let key = limiter.store().redis_key(&charge);
         for line in lines {
             let words = quoted_words(&line?);

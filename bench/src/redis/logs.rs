@@ -24,7 +24,7 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
             runtime.block_on(limiter.reset(&charge))?;
             // One after the other, so that each entry has a different time, as in practice.
             for _ in 0..limit {
-                runtime.block_on(limiter.acquire(&charge))?;
+                let _ = runtime.block_on(limiter.acquire(&charge))?;
             }
             let key = limiter.store().redis_key(&charge);
             let mut usage = ::redis::cmd("MEMORY");

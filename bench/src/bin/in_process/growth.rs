@@ -119,13 +119,13 @@ pub(crate) fn by_limit(plan: Plan, results: &mut Results) -> Result<()> {
                 };
                 if round == 0 {
                     for _ in 0..*limit {
-                        decide()?;
+                        let _ = decide()?;
                     }
                     continue;
                 }
                 let start = Instant::now();
                 for _ in 0..DECISIONS {
-                    std::hint::black_box(decide()?);
+                    let _ = std::hint::black_box(decide()?);
                 }
                 results.add(
                     &format!("limit/{limit}"),
