@@ -2,8 +2,8 @@
 
 use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
 use super::proto::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
+use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 use super::support::Redis;
 use super::{Client, FILES, descriptor, start_on, with_limit};
 
@@ -331,7 +331,7 @@ async fn reports_come_before_acquires_even_of_one_count() {
     on_memory_and_on_redis(async |mut client| {
         let user = || descriptor(&[("user", "r")]);
         let response = client.send_all(vec![hits(user(), 5), hits(user(), 5), user()]).await;
-        let codes: Vec<Code> = response.statuses.iter().map(|status| status.code()).collect();
+        let codes: Vec<Code> = response.statuses.iter().map(DescriptorStatus::code).collect();
         assert_eq!(codes, [Code::Ok, Code::Ok, Code::OverLimit]);
     })
     .await;
