@@ -159,12 +159,12 @@ pub use service::RateLimit;
 /// # }
 /// ```
 pub struct RateLimitLayer<G> {
-    shared: Arc<Shared<G>>,
+    shared: Arc<LayerState<G>>,
 }
 
 /// State of a layer and all its services.
 #[derive(Clone)]
-struct Shared<G> {
+struct LayerState<G> {
     limiter: G,
     exempt_preflight: bool,
     refund_on: Option<Arc<dyn Fn(StatusCode) -> bool + Send + Sync>>,
@@ -191,7 +191,7 @@ impl<S: Store> RateLimitLayer<QuotaRequestLimiter<S>> {
         if let Err(error) = check_http(source.as_str()) {
             panic!("RateLimitLayer::by: {error}");
         }
-        self.with(|shared| shared.limiter.key = request_limiters::Key::Source(source))
+        self.with(|shared| shared.limiter.key = request_limiters::KeySelector::Source(source))
     }
 
     /// Counts by a key that the closure takes from the request. `None` or an empty key: the request
@@ -218,7 +218,9 @@ impl<S: Store> RateLimitLayer<QuotaRequestLimiter<S>> {
         self,
         key: impl for<'a> Fn(&'a Parts) -> Option<Cow<'a, str>> + Send + Sync + 'static,
     ) -> Self {
-        self.with(|shared| shared.limiter.key = request_limiters::Key::Custom(Arc::new(key)))
+        self.with(|shared| {
+            shared.limiter.key = request_limiters::KeySelector::Custom(Arc::new(key));
+        })
     }
 
     /// Sets the name that the limit counts under and clients see. By default it is made of the
@@ -340,7 +342,7 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
     pub fn with_request_limiter(limiter: G) -> Self {
         let responses = Responses::default();
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(LayerState {
                 limiter,
                 exempt_preflight: false,
                 refund_on: None,
@@ -419,7 +421,7 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
         self.with(|shared| shared.responses.x_ratelimit_headers = enabled)
     }
 
-    fn with(mut self, change: impl FnOnce(&mut Shared<G>)) -> Self {
+    fn with(mut self, change: impl FnOnce(&mut LayerState<G>)) -> Self {
         change(Arc::make_mut(&mut self.shared));
         self
     }

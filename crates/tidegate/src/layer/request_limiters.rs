@@ -49,7 +49,7 @@ pub struct QuotaRequestLimiter<S = MemoryStore> {
     limiter: PolicyLimiter<S>,
     quota: Quota,
     pub(super) policy: Option<String>,
-    pub(super) key: Key,
+    pub(super) key: KeySelector,
     pub(super) on_store_failure: OnStoreFailure,
     missing_key_logged: Arc<AtomicBool>,
     options: RequestOptions,
@@ -86,7 +86,7 @@ pub struct PolicyRequestLimiter<S = MemoryStore, O = ()> {
 
 /// Key of a [`QuotaRequestLimiter`].
 #[derive(Clone)]
-pub(super) enum Key {
+pub(super) enum KeySelector {
     /// All requests together.
     All,
     Source(KeySource),
@@ -144,7 +144,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
             limiter: PolicyLimiter::new(limiter, Policies::default()),
             quota,
             policy: None,
-            key: Key::All,
+            key: KeySelector::All,
             on_store_failure: OnStoreFailure::default(),
             missing_key_logged: Arc::default(),
             options: RequestOptions::default(),
@@ -158,9 +158,9 @@ impl<S: Store> QuotaRequestLimiter<S> {
     /// Returns the key of a request; `None` if the request lacks it and is not limited.
     fn key(&self, parts: &Parts) -> Result<Option<String>, Error> {
         let key = match &self.key {
-            Key::All => Some("all".to_owned()),
-            Key::Custom(key) => key(parts).map(Cow::into_owned),
-            Key::Source(source) => {
+            KeySelector::All => Some("all".to_owned()),
+            KeySelector::Custom(key) => key(parts).map(Cow::into_owned),
+            KeySelector::Source(source) => {
                 let request = self.options.request_parts(parts);
                 let key = request.get(source.as_str()).map(Cow::into_owned);
                 if request.lacks_peer() {

@@ -13,7 +13,7 @@ use tower_service::Service;
 use super::body::Body;
 use super::request_limiter::RequestLimiter;
 use super::responses::Denial;
-use super::{Shared, grpc};
+use super::{LayerState, grpc};
 use crate::policy::PolicyDecisions;
 
 /// Service that passes admitted requests to the inner service.
@@ -56,11 +56,11 @@ use crate::policy::PolicyDecisions;
 ///   that, and the wait, need a Tokio runtime.
 pub struct RateLimit<S, G> {
     inner: S,
-    shared: Arc<Shared<G>>,
+    shared: Arc<LayerState<G>>,
 }
 
 impl<S, G> RateLimit<S, G> {
-    pub(super) fn new(inner: S, shared: Arc<Shared<G>>) -> Self {
+    pub(super) fn new(inner: S, shared: Arc<LayerState<G>>) -> Self {
         Self { inner, shared }
     }
 }
@@ -107,7 +107,7 @@ where
 }
 
 async fn call_limited<S, G, B, R>(
-    shared: Arc<Shared<G>>,
+    shared: Arc<LayerState<G>>,
     mut ready: S,
     request: Request<B>,
 ) -> Result<Response<Body<R>>, S::Error>
@@ -135,7 +135,7 @@ where
     Ok(response.map(Body::of_service))
 }
 
-impl<G> Shared<G> {
+impl<G> LayerState<G> {
     /// Returns whether to refund the request. An error without a response counts as a status of
     /// 500.
     fn refunds<R, E>(&self, result: &Result<Response<R>, E>) -> bool {
@@ -157,7 +157,7 @@ fn is_preflight<B>(request: &Request<B>) -> bool {
 
 /// Waits for the delay of an admitted request.
 async fn wait_for_turn<'a, G: RequestLimiter>(
-    shared: &'a Arc<Shared<G>>,
+    shared: &'a Arc<LayerState<G>>,
     snapshot: &'a G::Snapshot,
     decisions: PolicyDecisions<'a>,
 ) -> PolicyDecisions<'a> {
@@ -173,7 +173,7 @@ async fn wait_for_turn<'a, G: RequestLimiter>(
 
 /// Place of a waiting request in the queue. Dropped before its turn, it refunds the request.
 struct QueuePlace<'a, G: RequestLimiter> {
-    shared: &'a Arc<Shared<G>>,
+    shared: &'a Arc<LayerState<G>>,
     snapshot: &'a G::Snapshot,
     decisions: Option<PolicyDecisions<'a>>,
     runtime: Option<Handle>,
@@ -192,7 +192,7 @@ impl<G: RequestLimiter> Drop for QueuePlace<'_, G> {
 /// Refunds a request in a task, so that the refund completes even if the request is dropped; and
 /// awaits it, so that the client's next request sees the refund.
 async fn refund<G: RequestLimiter>(
-    shared: &Arc<Shared<G>>,
+    shared: &Arc<LayerState<G>>,
     snapshot: &G::Snapshot,
     decisions: PolicyDecisions<'_>,
 ) {

@@ -54,7 +54,11 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
                 |entry: &PolicyDecision<'_>| entry.action() == action && !entry.is_shadow();
             // They are independent of each other, so a repeated count, or more than one call can
             // have, follows in another call.
-            while !self.decide_group(&mut deadline, action, entries, belongs).await?.is_empty() {}
+            for _ in 0..entries.len() {
+                if self.decide_group(&mut deadline, action, entries, belongs).await?.is_empty() {
+                    break;
+                }
+            }
         }
         self.decide_group(&mut deadline, Action::Peek, entries, can_deny_without_charge).await?;
         let action = if is_denied(entries) { Action::Peek } else { Action::Acquire };

@@ -136,28 +136,14 @@ impl<'a, 'q> Query<'a, 'q> {
 
 /// Effect of a denial on the request.
 ///
-/// Policies have a [`Mode`], which converts into it. Only a front door that prepares its own
-/// charges sets it directly:
+/// Policies have a [`Mode`], which converts into it;
+/// [`PolicyDecision::enforcement`](super::PolicyDecision::enforcement) returns it to an observer.
 ///
 /// ```
-/// use std::time::Duration;
-/// use tidegate::{Enforcement, Limiter, MemoryStore, Mode};
-/// use tidegate::{Policies, PolicyLimiter, PreparedCharge, Query, Quota};
+/// use tidegate::{Enforcement, Mode};
 ///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// assert_eq!(Enforcement::from(Mode::Shadow), Enforcement::Shadow);
-///
-/// let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), Policies::default());
-/// let quota = Quota::fixed_window(1, Duration::from_secs(60))?;
-/// let in_shadow = || {
-///     PreparedCharge::new("planned", "ann", &quota).with_enforcement(Enforcement::Shadow)
-/// };
-/// for _ in 0..3 {
-///     assert!(limiter.acquire(Query::prepared(vec![in_shadow()])).await?.is_allowed());
-/// }
-/// # Ok(())
-/// # }
+/// assert_eq!(Enforcement::from(Mode::Enforce), Enforcement::Enforce);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

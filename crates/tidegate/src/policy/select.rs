@@ -183,9 +183,7 @@ pub struct Selection<'a> {
 
 /// Policy that applies to a request, with its charge.
 ///
-/// A front door that prepares its own charges turns it into one by
-/// `PreparedCharge::of_selected`; a caller of a
-/// [`Limiter`](crate::Limiter) uses [`charge`](Self::charge).
+/// A caller of a [`Limiter`](crate::Limiter) decides its [`charge`](Self::charge).
 #[derive(Debug, Clone)]
 pub struct Selected<'a> {
     policy: &'a Policy,

@@ -66,11 +66,11 @@ const SUCCESSES_TO_CLOSE: u32 = 2;
 /// ```
 #[derive(Debug)]
 pub struct Breaker<S> {
-    inner: Arc<Inner<S>>,
+    inner: Arc<BreakerCore<S>>,
 }
 
 #[derive(Debug)]
-struct Inner<S> {
+struct BreakerCore<S> {
     store: S,
     circuits: Circuits,
     options: Options,
@@ -171,7 +171,7 @@ impl<S: SharedStore> Builder<S> {
     #[must_use]
     pub fn build(self) -> Breaker<S> {
         let Self { store, options } = self;
-        Breaker { inner: Arc::new(Inner { store, circuits: Circuits::new(), options }) }
+        Breaker { inner: Arc::new(BreakerCore { store, circuits: Circuits::new(), options }) }
     }
 }
 
@@ -227,7 +227,7 @@ impl<S: SharedStore> Breaker<S> {
     }
 }
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> BreakerCore<S> {
     /// Returns the deadline of a call that starts now.
     fn deadline(&self) -> Option<Instant> {
         self.options.timeout.map(|timeout| Instant::now() + timeout)
@@ -303,7 +303,7 @@ impl<S: SharedStore> Inner<S> {
 
 /// Probes a shard until enough probes in a row succeed, then closes its circuit.
 async fn probe_until_closed<S: SharedStore>(
-    inner: Weak<Inner<S>>,
+    inner: Weak<BreakerCore<S>>,
     shard: ShardId,
     options: Options,
 ) {
@@ -353,7 +353,7 @@ fn is_failure(error: &StoreError) -> bool {
 
 /// Charges grouped by the shard that decides them.
 struct ShardGroups<'a, S> {
-    inner: &'a Arc<Inner<S>>,
+    inner: &'a Arc<BreakerCore<S>>,
     groups: Vec<Vec<Charge<'a>>>,
     /// Deadline of all groups together.
     deadline: Option<Instant>,

@@ -75,11 +75,11 @@ mod unrecorded;
 /// ```
 #[derive(Debug)]
 pub struct DenyCache<S> {
-    inner: Arc<Inner<S>>,
+    inner: Arc<DenyCacheCore<S>>,
 }
 
 #[derive(Debug)]
-struct Inner<S> {
+struct DenyCacheCore<S> {
     store: S,
     table: DenialTable,
     /// Whether the store publishes invalidations, which must be polled then.
@@ -118,7 +118,7 @@ impl<S: SharedStore> Builder<S> {
     #[must_use]
     pub fn build(self) -> DenyCache<S> {
         let has_invalidations = self.store.invalidations(&Cursor::default()).is_some();
-        let inner = Inner {
+        let inner = DenyCacheCore {
             store: self.store,
             table: DenialTable::new(self.max_entries),
             has_invalidations,

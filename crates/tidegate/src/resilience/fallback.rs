@@ -80,12 +80,12 @@ mod settlement;
 /// ```
 #[derive(Debug)]
 pub struct Fallback<S: SharedStore> {
-    inner: Arc<Inner<S>>,
+    inner: Arc<FallbackCore<S>>,
     _heartbeat: Option<Heartbeat>,
 }
 
 #[derive(Debug)]
-struct Inner<S> {
+struct FallbackCore<S> {
     store: Arc<S>,
     local: MemoryStore,
     fleet: Fleet,
@@ -180,7 +180,7 @@ impl<S: SharedStore> Builder<S> {
         let fleet = self.fleet.unwrap_or_default();
         let heartbeat =
             Handle::try_current().ok().map(|runtime| fleet.start_heartbeats_on(&runtime, &store));
-        let inner = Inner {
+        let inner = FallbackCore {
             store,
             local: self.local.unwrap_or_default(),
             fleet,
@@ -230,7 +230,7 @@ impl<S: SharedStore> Fallback<S> {
     /// Returns the counters and the state.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Inner { ledger, outage, counters, .. } = &*self.inner;
+        let FallbackCore { ledger, outage, counters, .. } = &*self.inner;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {
             falling_back: outage.is_active(),
@@ -251,7 +251,7 @@ impl<S: SharedStore> Fallback<S> {
     }
 }
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> FallbackCore<S> {
     /// Calls the store. A request of a key in debt must also have room for its debt, which is
     /// settled in the same call.
     async fn call_store(

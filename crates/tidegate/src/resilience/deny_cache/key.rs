@@ -28,9 +28,9 @@ pub(super) struct KeyHash([u64; 2]);
 
 /// Random keys of the hashes, so that a client cannot choose keys that collide.
 #[derive(Debug)]
-pub(super) struct HashSecret([u64; 4]);
+pub(super) struct EntryHashSecret([u64; 4]);
 
-impl HashSecret {
+impl EntryHashSecret {
     pub(super) fn new() -> Self {
         Self(std::array::from_fn(|_| random_u64()))
     }
@@ -107,7 +107,7 @@ mod tests {
         let (one, two, burst) = (quota(1), quota(2), quota(1).with_burst(2).expect("a bucket"));
         let leaky = Quota::leaky_bucket(1, Duration::from_secs(60)).expect("valid");
         let (long, longer) = ("k".repeat(512), "k".repeat(513));
-        let secret = HashSecret::new();
+        let secret = EntryHashSecret::new();
         let mut seen = std::collections::HashSet::new();
         for quota in [&one, &two, &burst, &leaky] {
             for (key, policy) in

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use tokio::runtime::Handle;
 
-use super::Inner;
+use super::DenyCacheCore;
 use super::entry::{QuotaSnapshot, RequestSnapshot, StoreDenial};
 use super::key::EntryKey;
 use super::table::{CacheQuery, DenialTable, FindResult, Lease};
@@ -50,7 +50,7 @@ impl Leases {
     }
 }
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> DenyCacheCore<S> {
     pub(super) fn now(&self) -> u64 {
         self.store.clock().now().as_micros()
     }

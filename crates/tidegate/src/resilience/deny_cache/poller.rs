@@ -8,7 +8,7 @@ use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
-use super::Inner;
+use super::DenyCacheCore;
 use crate::random::jittered;
 use crate::store::invalidation::{Cursor, Scope};
 use crate::store::{SharedStore, StoreError};
@@ -37,7 +37,7 @@ struct PollTimes {
 }
 
 /// Polls until the cache is dropped or has been idle for a while.
-async fn poll_invalidations<S: SharedStore>(inner: Weak<Inner<S>>) {
+async fn poll_invalidations<S: SharedStore>(inner: Weak<DenyCacheCore<S>>) {
     let mut state = PollState::default();
     let mut idle = 0;
     loop {
@@ -54,7 +54,7 @@ async fn poll_invalidations<S: SharedStore>(inner: Weak<Inner<S>>) {
     }
 }
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> DenyCacheCore<S> {
     /// Starts the poller if it is not running and there is a Tokio runtime.
     pub(super) fn ensure_poller(self: &Arc<Self>) {
         let Ok(runtime) = Handle::try_current() else { return };

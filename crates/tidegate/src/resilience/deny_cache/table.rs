@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::entry::{DenialEntry, QuotaSnapshot, StoreDenial, is_bucket};
-use super::key::{EntryKey, HashSecret, KeyHash};
+use super::key::{EntryHashSecret, EntryKey, KeyHash};
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::quota::Quota;
@@ -27,7 +27,7 @@ pub(super) struct DenialTable {
     shards: Box<[Mutex<CacheShard>]>,
     ways: usize,
     entries: AtomicUsize,
-    secret: HashSecret,
+    secret: EntryHashSecret,
 }
 
 #[derive(Debug)]
@@ -124,7 +124,7 @@ impl DenialTable {
             shards: std::iter::repeat_with(shard).take(shards).collect(),
             ways: WAYS.min(max_entries),
             entries: AtomicUsize::new(0),
-            secret: HashSecret::new(),
+            secret: EntryHashSecret::new(),
         }
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::sleep;
 
-use super::Inner;
+use super::DenyCacheCore;
 use super::key::EntryKey;
 use super::table::CacheQuery;
 use crate::charge::Charge;
@@ -23,7 +23,7 @@ pub(super) const COUNTED_DENIAL_TTL: Duration = Duration::from_millis(100);
 /// position of its charge.
 pub(super) type Unrecorded = Vec<(usize, u64)>;
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> DenyCacheCore<S> {
     /// Counts a cached denial of a quota that counts denials. The first one starts the timer that
     /// records them.
     pub(super) fn count_denial(self: &Arc<Self>, action: Action, query: &CacheQuery<'_>) {

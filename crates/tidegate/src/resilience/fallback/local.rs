@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Inner, may_have_run};
+use super::{FallbackCore, may_have_run};
 use crate::charge::Charge;
 use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
@@ -15,7 +15,7 @@ use crate::store::{Action, SharedStore, Store, StoreError};
 /// The `retry_after` of a denial that only the store can lift: it may have recovered by then.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> FallbackCore<S> {
     /// Decides charges that the store could not decide because of this error.
     pub(super) fn fall_back(
         self: &Arc<Self>,
@@ -209,13 +209,12 @@ fn as_local(charge: &Charge<'_>, decision: Decision) -> Decision {
 
 /// Returns the decision of the failure policies `allow` and `deny`.
 fn fixed_decision(charge: &Charge<'_>, allowed: bool) -> Decision {
-    Decision {
-        allowed,
-        limit: charge.quota().limit(),
-        remaining: if allowed { charge.quota().burst() } else { 0 },
-        retry_after: if allowed { Duration::ZERO } else { RETRY_INTERVAL },
-        reset_after: Duration::ZERO,
-        delay: Duration::ZERO,
-        source: if allowed { Source::Allow } else { Source::Deny },
+    let quota = charge.quota();
+    if allowed {
+        Decision::allow(quota.limit(), quota.burst()).with_source(Source::Allow)
+    } else {
+        Decision::deny(quota.limit(), RETRY_INTERVAL)
+            .with_reset_after(Duration::ZERO)
+            .with_source(Source::Deny)
     }
 }

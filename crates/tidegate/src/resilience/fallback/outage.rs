@@ -8,7 +8,7 @@ use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::{Inner, settlement};
+use super::{FallbackCore, settlement};
 use crate::charge::Charge;
 use crate::store::{ShardId, SharedStore, Store, StoreError};
 
@@ -90,7 +90,7 @@ impl OutageState {
     }
 }
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> FallbackCore<S> {
     /// Records a failure of the store: starts an outage, logs the reason if it is new, and starts
     /// the recovery if it is not running.
     pub(super) fn on_failure(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {

@@ -11,7 +11,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::ledger::{Claim, Debt, DebtLedger};
-use super::{Inner, may_have_run};
+use super::{FallbackCore, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::micros;
 use crate::random::jittered;
@@ -38,7 +38,7 @@ pub(super) struct SettlementPass {
 }
 
 /// Runs from the first failure until the store has recovered and all debts are settled.
-pub(super) async fn recover<S: SharedStore>(inner: Weak<Inner<S>>) {
+pub(super) async fn recover<S: SharedStore>(inner: Weak<FallbackCore<S>>) {
     let mut failures_seen = None;
     let mut stable_since = Instant::now();
     let mut interval = PASS_INTERVAL;
@@ -62,7 +62,7 @@ pub(super) async fn recover<S: SharedStore>(inner: Weak<Inner<S>>) {
     }
 }
 
-impl<S: SharedStore> Inner<S> {
+impl<S: SharedStore> FallbackCore<S> {
     /// Reports every debt to the store once. If another task is doing so, this one does nothing.
     pub(super) async fn settle(&self) -> SettlementPass {
         let mut pass = SettlementPass::default();
