@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use super::pattern::{Pattern, normalize_path};
+use super::pattern::Pattern;
 use super::{Attributes, Policy};
 
 #[derive(Debug, Default)]
@@ -51,14 +51,16 @@ impl Index {
         index
     }
 
+    /// Returns whether any policy matches paths.
+    pub(super) fn has_paths(&self) -> bool {
+        !self.by_path.is_empty()
+    }
+
     /// Returns the positions of the candidates, in the order of the policies and without
     /// duplicates.
-    pub(super) fn candidates(&self, attributes: &dyn Attributes) -> Vec<usize> {
+    pub(super) fn candidates(&self, attributes: &dyn Attributes, path: Option<&str>) -> Vec<usize> {
         let mut found = self.always.clone();
-        if !self.by_path.is_empty()
-            && let Some(path) = attributes.get("path")
-        {
-            let path = normalize_path(&path);
+        if let Some(path) = path {
             let ends =
                 path.match_indices('/').map(|(at, _)| at).chain([path.trim_end_matches('/').len()]);
             for end in ends {
@@ -84,7 +86,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policy::Policies;
+    use crate::policy::{Policies, normalize_path};
     use crate::quota::Quota;
 
     fn policies(patterns: &[(String, String)]) -> Vec<Policy> {
@@ -105,7 +107,7 @@ mod tests {
         ) {
             let list = policies(&patterns);
             let request = BTreeMap::from([("path", path), ("host", host)].map(|(name, value)| (name.to_owned(), value)));
-            let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&request)).map(Policy::name).collect();
+            let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&request, Some(&normalize_path(&request["path"])))).map(Policy::name).collect();
             let set = Policies::new(list.clone()).expect("names of their own");
             let selection = set.select(&request, None).expect("sound");
             let by_index: Vec<&str> = selection.charges.iter().map(|selected| selected.policy().name()).collect();
@@ -126,6 +128,6 @@ mod tests {
         let request = [("path", "/service-300/items/7"), ("domain", "domain-302")];
         let request =
             BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
-        assert_eq!(index.candidates(&request), [300, 302]);
+        assert_eq!(index.candidates(&request, Some("/service-300/items/7")), [300, 302]);
     }
 }

@@ -122,9 +122,11 @@ impl Policies {
         filter: impl Fn(&Policy) -> bool,
     ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
-        for position in self.index.candidates(attributes) {
+        let path = if self.index.has_paths() { attributes.get("path") } else { None };
+        let path = path.as_deref().map(normalize_path);
+        for position in self.index.candidates(attributes, path.as_deref()) {
             let policy = &self.all[position];
-            if policy.applies_to(attributes) && filter(policy) {
+            if policy.applies_to(attributes, path.as_deref()) && filter(policy) {
                 policy.add_to(&mut selection, attributes, cost)?;
             }
         }
@@ -238,13 +240,16 @@ impl Policy {
         Ok(())
     }
 
-    pub(super) fn applies_to(&self, attributes: &dyn Attributes) -> bool {
+    /// Returns whether all conditions match. `path` is the request's, in its normal form.
+    pub(super) fn applies_to(&self, attributes: &dyn Attributes, path: Option<&str>) -> bool {
         self.conditions.iter().all(|condition| {
-            attributes.get(condition.attribute.as_str()).is_some_and(|value| {
-                let value =
-                    if condition.attribute.is_path() { normalize_path(&value) } else { value };
-                condition.patterns.iter().any(|pattern| pattern.matches(&value))
-            })
+            let matches = |value: &str| condition.patterns.iter().any(|it| it.matches(value));
+            if condition.attribute.is_path() {
+                path.is_some_and(matches)
+            } else {
+                let value = attributes.get(condition.attribute.as_str());
+                value.is_some_and(|value| matches(&value))
+            }
         })
     }
 
