@@ -210,8 +210,8 @@ pub mod testing;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// Items for the `tidegate` server, which is a crate of its own. They are not part of the public API:
-/// they may change in any release.
+/// Items for the `tidegate` server, which is a crate of its own. They are not part of the public
+/// API: they may change in any release.
 #[doc(hidden)]
 pub mod internals {
     #[cfg(feature = "config")]

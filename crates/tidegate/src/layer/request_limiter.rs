@@ -11,8 +11,9 @@ use crate::policy::PolicyDecisions;
 /// Decides HTTP requests for a [`RateLimitLayer`](super::RateLimitLayer). Clones share their
 /// counts.
 ///
-/// The built-in ones are [`QuotaRequestLimiter`](super::QuotaRequestLimiter) and [`PolicyRequestLimiter`](super::PolicyRequestLimiter).
-/// Implement it for policies that can be replaced while the layer runs:
+/// The built-in ones are [`QuotaRequestLimiter`](super::QuotaRequestLimiter) and
+/// [`PolicyRequestLimiter`](super::PolicyRequestLimiter). Implement it for policies that can be
+/// replaced while the layer runs:
 ///
 /// ```
 /// use std::convert::Infallible;

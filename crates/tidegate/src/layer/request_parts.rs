@@ -237,8 +237,9 @@ impl Attributes for RequestParts<'_> {
     }
 }
 
-/// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 + byte:
-/// different values stay different, and none becomes a control character, which no key may have.
+/// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +
+/// byte: different values stay different, and none becomes a control character, which no key may
+/// have.
 fn text(bytes: &[u8]) -> Cow<'_, str> {
     let character = |byte: &u8| match byte {
         0x00..=0x7f => char::from(*byte),

@@ -142,9 +142,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         }
     }
 
-    /// Returns the units of a request that turned out to be denied, or failed, after they were taken:
-    /// it names one count twice, other requests used up a limit that had only been peeked, or a
-    /// later call failed.
+    /// Returns the units of a request that turned out to be denied, or failed, after they were
+    /// taken: it names one count twice, other requests used up a limit that had only been peeked,
+    /// or a later call failed.
     async fn compensate(
         &self,
         entries: &mut [PolicyDecision<'_>],
@@ -195,8 +195,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     }
 }
 
-/// Returns the positions of the entries that `belongs` selects, each count once: one call cannot have
-/// the same count twice.
+/// Returns the positions of the entries that `belongs` selects, each count once: one call cannot
+/// have the same count twice.
 fn first_positions(
     entries: &[PolicyDecision<'_>],
     belongs: impl Fn(&PolicyDecision<'_>) -> bool,
