@@ -134,7 +134,9 @@ fn stalled_response_is_aborted() {
 #[test]
 fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
     let upstream = Upstream::responding_with(OK);
-    let config = "gateway: {idle_timeout: 600ms, header_timeout: 200ms}\n";
+    // The header timeout is the shorter one, and must not apply while the client stalls. It is long
+    // enough for a busy machine to connect to the upstream.
+    let config = "gateway: {idle_timeout: 1200ms, header_timeout: 1s}\n";
     let gateway = Service::gateway(config, &[&upstream.url()]);
     for _ in 0..4 {
         let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
@@ -153,9 +155,9 @@ fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
     // A slow client that keeps sending is served.
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client
-        .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 10\r\n\r\n")
+        .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 15\r\n\r\n")
         .expect("sent");
-    for _ in 0..10 {
+    for _ in 0..15 {
         std::thread::sleep(Duration::from_millis(120));
         client.write_all(b"x").expect("sent");
     }
