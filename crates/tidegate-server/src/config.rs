@@ -110,7 +110,7 @@ fn validate(
     let admin_token = token(document, raw.auth.admin_token)?;
     let api_token = token(document, raw.auth.api_token)?;
     let listen = listen::validate(document, &raw.listen, admin_token.is_some())?;
-    let policies = Policies::from_raw(document, &raw.attributes, raw.policies)?;
+    let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
     let mut files: Vec<PathBuf> =

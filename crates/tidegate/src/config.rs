@@ -1,4 +1,4 @@
-//! Policies from a YAML file: the sections `policies` and `attributes` of the service's
+//! Policies from a YAML file: the sections `policies`, `attributes` and `paths` of the service's
 //! configuration, for an application that embeds the limiter.
 //!
 //! ```
@@ -35,27 +35,30 @@ pub(crate) mod document;
 pub mod duration;
 mod message;
 pub(crate) mod number;
+pub(crate) mod paths;
 pub(crate) mod policy;
 pub(crate) mod redaction;
 
 pub use document::ConfigError;
 
 use document::Document;
+use paths::RawPaths;
 use policy::RawPolicy;
 
 use self::redaction::resembles;
 use crate::policy::{AttributeNames, Policies, PolicyError};
 
 /// The sections that this library reads. Other sections belong to the program that the file
-/// configures, and are ignored. `policies` is required, and a misspelling of either name is an
+/// configures, and are ignored. `policies` is required, and a misspelling of these names is an
 /// error, because it would silently disable all limits.
 #[derive(Debug)]
 struct PolicySections {
     attributes: Vec<Spanned<String>>,
+    paths: RawPaths,
     policies: Vec<RawPolicy>,
 }
 
-const SECTIONS: [&str; 2] = ["attributes", "policies"];
+const SECTIONS: [&str; 3] = ["attributes", "paths", "policies"];
 
 impl<'de> Deserialize<'de> for PolicySections {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -69,10 +72,12 @@ impl<'de> Deserialize<'de> for PolicySections {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PolicySections, A::Error> {
                 let mut attributes = Vec::new();
+                let mut paths = RawPaths::default();
                 let mut policies = None;
                 while let Some(section) = map.next_key::<String>()? {
                     match section.as_str() {
                         "attributes" => attributes = map.next_value()?,
+                        "paths" => paths = map.next_value()?,
                         "policies" => policies = Some(map.next_value()?),
                         other if SECTIONS.iter().any(|name| resembles(other, name)) => {
                             return Err(de::Error::unknown_field(other, &SECTIONS));
@@ -81,7 +86,7 @@ impl<'de> Deserialize<'de> for PolicySections {
                     }
                 }
                 let policies = policies.ok_or_else(|| de::Error::missing_field("policies"))?;
-                Ok(PolicySections { attributes, policies })
+                Ok(PolicySections { attributes, paths, policies })
             }
         }
         deserializer.deserialize_map(SectionsVisitor)
@@ -90,7 +95,7 @@ impl<'de> Deserialize<'de> for PolicySections {
 
 impl Policies {
     /// Loads the policies of a file, such as the configuration of `tidegate serve`. Sections other
-    /// than `policies`, which is required, and `attributes` are ignored.
+    /// than `policies`, which is required, `attributes` and `paths` are ignored.
     ///
     /// ```no_run
     /// use tidegate::layer::RateLimitLayer;
@@ -117,14 +122,15 @@ impl Policies {
     pub fn from_yaml(name: &str, text: &str) -> Result<Self, ConfigError> {
         let document = Document::new(name, text);
         let sections: PolicySections = document.parse()?;
-        Self::from_raw(&document, &sections.attributes, sections.policies)
+        Self::from_raw(&document, &sections.attributes, &sections.paths, sections.policies)
     }
 
-    /// Validates the declared attributes and the policies of a document, for a program that parses
+    /// Validates the declared attributes, the path rules and the policies of a document, for a program that parses
     /// the whole file itself; see the example of [`Document`].
     pub fn from_raw(
         document: &Document<'_>,
         attributes: &[Spanned<String>],
+        paths: &RawPaths,
         policies: Vec<RawPolicy>,
     ) -> Result<Self, ConfigError> {
         let mut declared = AttributeNames::default();
@@ -142,9 +148,12 @@ impl Policies {
             let error = PolicyError::Twice(twice.value.clone());
             return Err(document.error_at(twice, &error.to_string()));
         }
-        let policies = policies.into_iter().map(|policy| policy.validate(document, &declared));
+        let rules = paths.validate(document)?;
+        let policies =
+            policies.into_iter().map(|policy| policy.validate(document, &declared, rules));
         let policies = policies.collect::<Result<_, _>>()?;
-        let set = Self::new(policies).map_err(|error| document.error(&error.to_string()))?;
+        let set = Self::with_rules(policies, rules);
+        let set = set.map_err(|error| document.error(&error.to_string()))?;
         Ok(set.with_attribute_names(&declared))
     }
 }

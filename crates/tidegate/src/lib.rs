@@ -219,6 +219,7 @@ pub mod internals {
         document::Document,
         duration,
         number::Bounded,
+        paths::RawPaths,
         policy::{OneOrMany, RawPolicy},
         redaction::Redaction,
     };
@@ -235,9 +236,9 @@ pub use key::{Key, KeyError, MAX_KEY_BYTES};
 pub use limiter::{Blocking, Error, Limiter};
 pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
-    Mode, Observer, OnStoreFailure, Policies, Policy, PolicyBuilder, PolicyDecision,
-    PolicyDecisions, PolicyError, PolicyLimiter, Query, SelectError, Selected, Selection,
-    TRACE_TARGET, normalize_host, normalize_path,
+    Mode, Observer, OnStoreFailure, PathError, PathRules, PathSpelling, Policies, Policy,
+    PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, Query, SelectError,
+    Selected, Selection, TRACE_TARGET, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

@@ -16,10 +16,12 @@ mod decisions;
 mod index;
 mod key_source;
 mod limiter;
+mod path;
 mod pattern;
 mod pipeline;
 mod query;
 mod select;
+mod value;
 
 pub use builder::PolicyBuilder;
 pub use decisions::{PolicyDecision, PolicyDecisions};
@@ -28,8 +30,8 @@ pub(crate) use key_source::AttributeNames;
 pub(crate) use key_source::check_http;
 pub use key_source::{AttributeError, KeySource};
 pub use limiter::{DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, TRACE_TARGET};
+pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
-pub use pattern::{normalize_host, normalize_path};
 pub use query::{Enforcement, PreparedCharge, Query};
 pub use select::{Policies, SelectError, Selected, Selection};
 
@@ -73,6 +75,13 @@ pub use select::{Policies, SelectError, Selected, Selection};
 pub trait Attributes {
     /// Returns the value of this attribute, if the request has it.
     fn get(&self, name: &str) -> Option<Cow<'_, str>>;
+
+    /// Returns whether the request has several different values of this attribute, of which the
+    /// application may read another one than [`get`](Self::get) returns. Such a request is an error
+    /// for a policy that uses the attribute.
+    fn is_ambiguous(&self, _name: &str) -> bool {
+        false
+    }
 
     /// Returns whether `ip` was read although the address of the peer is unknown. Such a request is
     /// an error, because failing open would silently disable the limit.
@@ -128,6 +137,7 @@ pub struct Policy {
     on_store_failure: OnStoreFailure,
     overrides: HashMap<String, Quota>,
     attributes: AttributeNames,
+    path_rules: PathRules,
     /// Whether a request without the key has been logged. Clones share it.
     missing_key_logged: Arc<AtomicBool>,
 }
@@ -136,6 +146,8 @@ pub struct Policy {
 #[derive(Debug, Clone)]
 struct Condition {
     attribute: KeySource,
+    /// Patterns as they were written, to be parsed by other path rules.
+    texts: Vec<String>,
     patterns: Vec<Pattern>,
 }
 
@@ -240,6 +252,14 @@ pub enum PolicyError {
     /// A condition has no pattern, so it would never match.
     #[error("the attribute {0:?} has no value to match: give one, or a list of some")]
     NoPattern(String),
+    /// A pattern would never match.
+    #[error("the pattern {pattern:?} would never match: {reason}")]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// Reason, and what would be right.
+        reason: String,
+    },
     /// A key is overridden twice.
     #[error("the key {0:?} is overridden twice")]
     OverriddenTwice(String),
@@ -267,6 +287,14 @@ pub enum PolicyError {
     Attribute(#[from] AttributeError),
 }
 
+impl Condition {
+    fn parse(&mut self, rules: &PathRules) -> Result<(), PolicyError> {
+        let patterns = self.texts.iter().map(|text| Pattern::new(&self.attribute, text, rules));
+        self.patterns = patterns.collect::<Result<_, _>>()?;
+        Ok(())
+    }
+}
+
 impl Policy {
     /// Starts a policy that applies to every request, counts them all together, and enforces.
     pub fn builder(name: impl Into<String>, quota: Quota) -> PolicyBuilder {
@@ -289,6 +317,7 @@ impl Policy {
             on_store_failure: OnStoreFailure::default(),
             overrides: HashMap::new(),
             attributes: AttributeNames::default(),
+            path_rules: PathRules::KEEP,
             missing_key_logged: Arc::default(),
         })
     }
@@ -307,11 +336,17 @@ impl Policy {
         if patterns.is_empty() {
             return Err(PolicyError::NoPattern(attribute.to_string()));
         }
-        let is_path = attribute.is_path();
-        let patterns =
-            patterns.iter().map(|pattern| Pattern::new(is_path, pattern.as_ref())).collect();
-        self.conditions.push(Condition { attribute, patterns });
+        let texts = patterns.iter().map(|pattern| pattern.as_ref().to_owned()).collect();
+        let mut condition = Condition { attribute, texts, patterns: Vec::new() };
+        condition.parse(&self.path_rules)?;
+        self.conditions.push(condition);
         Ok(())
+    }
+
+    /// Sets the path rules, by which the patterns of paths are parsed.
+    pub(crate) fn set_path_rules(&mut self, rules: PathRules) -> Result<(), PolicyError> {
+        self.path_rules = rules;
+        self.conditions.iter_mut().try_for_each(|condition| condition.parse(&rules))
     }
 
     pub(crate) fn set_key(&mut self, attributes: &[impl AsRef<str>]) -> Result<(), PolicyError> {
@@ -337,7 +372,18 @@ impl Policy {
         values: &[impl AsRef<str>],
         quota: Quota,
     ) -> Result<(), PolicyError> {
-        let key = join(values);
+        let key = if values.len() == self.key.len() {
+            let normal = self.key.iter().zip(values).map(|(source, value)| {
+                let value = value.as_ref();
+                if source.is_path() {
+                    return self.path_rules.matched(value).unwrap_or(Cow::Borrowed(value));
+                }
+                source.normalize(Cow::Borrowed(value))
+            });
+            join(&normal.collect::<Vec<_>>())
+        } else {
+            join(values)
+        };
         match self.overrides.insert(key.clone(), quota) {
             None => Ok(()),
             Some(_) => Err(PolicyError::OverriddenTwice(key)),
@@ -490,6 +536,7 @@ fn join(values: &[impl AsRef<str>]) -> String {
 }
 
 enum_names!(MissingKey, "missing_key", Skip = "skip", Deny = "deny");
+enum_names!(PathSpelling, "spelling of paths", Reject = "reject", Decode = "decode", Keep = "keep");
 enum_names!(Mode, "mode", Enforce = "enforce", Shadow = "shadow");
 enum_names!(OnStoreFailure, "on_store_failure", Local = "local", Allow = "allow", Deny = "deny");
 

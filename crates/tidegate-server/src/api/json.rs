@@ -9,7 +9,6 @@ use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 use tidegate::{
     Algorithm, Decision, Encoding, PolicyDecision, PolicyDecisions, Quota, normalize_host,
-    normalize_path,
 };
 
 use super::forward_auth::nearest_host;
@@ -91,8 +90,6 @@ impl<'de> Deserialize<'de> for AttributesBody {
                         name.make_ascii_lowercase();
                     } else if name == "host" {
                         value = normalize_host(nearest_host(&value)).into_owned();
-                    } else if name == "path" {
-                        value = normalize_path(&value).into_owned();
                     }
                     if all.contains_key(&name) {
                         return Err(de::Error::custom(format_args!("{name:?} is given twice")));

@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tidegate::Algorithm;
-use tidegate::internals::{Bounded, OneOrMany, RawPolicy};
+use tidegate::internals::{Bounded, OneOrMany, RawPaths, RawPolicy};
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
@@ -22,6 +22,7 @@ pub(super) struct RawConfig {
     pub(super) headers: RawHeaders,
     pub(super) envoy: RawEnvoy,
     pub(super) gateway: RawGateway,
+    pub(super) paths: RawPaths,
     /// Attributes that API clients send in addition to the built-in ones, such as tenant. Any other
     /// name is an error.
     #[schemars(

@@ -20,7 +20,7 @@ use super::redaction::{self, Redaction, is_name_char, without_quoted, without_us
 /// use serde::Deserialize;
 /// use serde_saphyr::Spanned;
 /// use tidegate::Policies;
-/// use tidegate::internals::{Document, RawPolicy};
+/// use tidegate::internals::{Document, RawPaths, RawPolicy};
 ///
 /// #[derive(Deserialize)]
 /// #[serde(deny_unknown_fields)]
@@ -28,6 +28,8 @@ use super::redaction::{self, Redaction, is_name_char, without_quoted, without_us
 ///     listen: String,
 ///     #[serde(default)]
 ///     attributes: Vec<Spanned<String>>,
+///     #[serde(default)]
+///     paths: RawPaths,
 ///     policies: Vec<RawPolicy>,
 /// }
 ///
@@ -38,7 +40,8 @@ use super::redaction::{self, Redaction, is_name_char, without_quoted, without_us
 /// ";
 /// let document = Document::new("server.yaml", text);
 /// let settings: Settings = document.parse()?;
-/// let policies = Policies::from_raw(&document, &settings.attributes, settings.policies)?;
+/// let (attributes, paths) = (&settings.attributes, &settings.paths);
+/// let policies = Policies::from_raw(&document, attributes, paths, settings.policies)?;
 /// assert_eq!(settings.listen, "127.0.0.1:8080");
 /// assert!(policies.get("per-user").is_some());
 /// # Ok::<(), tidegate::config::ConfigError>(())

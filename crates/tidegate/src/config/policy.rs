@@ -14,7 +14,8 @@ use super::number::Bounded;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
 use crate::policy::{
-    AttributeNames, Cost, KeySource, MissingKey, Mode, OnStoreFailure, Policy, PolicyError,
+    AttributeNames, Cost, KeySource, MissingKey, Mode, OnStoreFailure, PathRules, Policy,
+    PolicyError,
 };
 use crate::quota::{Quota, QuotaError};
 
@@ -81,6 +82,7 @@ impl RawPolicy {
         self,
         document: &Document<'_>,
         attributes: &AttributeNames,
+        path_rules: PathRules,
     ) -> Result<Policy, ConfigError> {
         let raw = self;
         let algorithm = match &raw.algorithm {
@@ -92,6 +94,7 @@ impl RawPolicy {
         let mut policy = Policy::new(&name.value, quota)
             .map_err(|error| document.error_at(name, &error.to_string()))?;
         policy.set_attribute_names(attributes.clone());
+        policy.set_path_rules(path_rules).map_err(error_at(document, name))?;
         let mut matched = BTreeSet::new();
         for (written, patterns) in &raw.matches.0 {
             let attribute = attribute_name(document, attributes, "match", written)?;
@@ -224,7 +227,7 @@ fn present<'de, D: Deserializer<'de>>(
     Spanned::deserialize(deserializer).map(Some)
 }
 
-fn parse_name<T: FromStr<Err = UnknownName>>(
+pub(super) fn parse_name<T: FromStr<Err = UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
 ) -> Result<T, ConfigError> {

@@ -162,7 +162,7 @@ impl<S: Store> QuotaRequestLimiter<S> {
             KeySelector::Custom(key) => key(parts).map(Cow::into_owned),
             KeySelector::Source(source) => {
                 let request = self.options.request_parts(parts);
-                let key = request.get(source.as_str()).map(Cow::into_owned);
+                let key = source.read(&request, self.policy_name())?.map(Cow::into_owned);
                 if request.lacks_peer() {
                     return Err(Error::UnknownPeer);
                 }

@@ -9,23 +9,23 @@ use http::header::{COOKIE, HOST, HeaderMap, HeaderValue};
 use http::request::Parts;
 
 use crate::client_ip::ClientIp;
-use crate::policy::{Attributes, normalize_host, normalize_path};
+use crate::policy::{Attributes, normalize_host};
 
 /// Attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`, and [`CustomAttributes`]. The Tower layer, the gateway and forward-auth all read
 /// requests through it.
 ///
-/// Spellings that mean the same are normalized, so that another spelling is not another key: the
-/// path has no query or dot segments, the host is in lower case and without its port, and several
-/// headers of one name are one, separated by commas. Of several query parameters or cookies of one
-/// name, the first counts. Bytes that are not UTF-8 have a character for each byte, so that
-/// different values stay different keys.
+/// The host is in lower case and without its port, and several headers of one name are one,
+/// separated by commas. Of several query parameters or cookies of one name, the first is returned;
+/// a request with different ones is ambiguous, and an error for a policy that counts by them. Bytes
+/// that are not UTF-8 have a character for each byte, so that different values stay different keys.
+/// Policies normalize the values further, so that another spelling is not another key.
 ///
 /// ```
 /// use tidegate::layer::RequestParts;
 /// use tidegate::{Attributes as _, ClientIp};
 ///
-/// let request = http::Request::get("/api/../login?user=ann").header("cookie", "sid = 7").body(());
+/// let request = http::Request::get("/login?user=ann").header("cookie", "sid = 7").body(());
 /// let (parts, ()) = request.unwrap().into_parts();
 /// let client_ip = ClientIp::default();
 /// let attributes = RequestParts::new(&parts, None, &client_ip);
@@ -145,7 +145,7 @@ impl<'a> RequestParts<'a> {
     #[must_use]
     pub fn with_path_and_query(mut self, uri: Option<&'a str>) -> Self {
         let uri = uri.map(|uri| uri.split('#').next().unwrap_or_default());
-        self.path = uri;
+        self.path = uri.and_then(|uri| uri.split('?').next());
         self.query = uri.and_then(|uri| uri.split_once('?')).map(|(_, query)| query);
         self
     }
@@ -195,23 +195,23 @@ impl<'a> RequestParts<'a> {
         Some(values.fold(first, |all, value| Cow::Owned(format!("{all}, {value}"))))
     }
 
-    fn query(&self, name: &str) -> Option<Cow<'_, str>> {
-        let pairs = self.query?.split('&');
-        pairs.map(|pair| pair.split_once('=').unwrap_or((pair, ""))).find_map(|(key, value)| {
-            // Decode only the matching pair.
-            (key == name || form_decoded(key) == name).then(|| form_decoded(value))
-        })
+    fn queries(&self, name: &str) -> impl Iterator<Item = Cow<'_, str>> {
+        let pairs = self.query.into_iter().flat_map(|query| query.split('&'));
+        let pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+        // Decode only the matching pairs.
+        pairs
+            .filter(move |(key, _)| *key == name || form_decoded(key) == name)
+            .map(|(_, value)| form_decoded(value))
     }
 
-    fn cookie(&self, name: &str) -> Option<Cow<'_, str>> {
+    fn cookies(&self, name: &str) -> impl Iterator<Item = Cow<'_, str>> {
         // HTTP/2 may send each cookie in its own header.
-        self.headers.get_all(COOKIE).iter().find_map(|header| {
-            let mut pairs = header.as_bytes().split(|byte| *byte == b';');
-            pairs.find_map(|pair| {
-                let equals = pair.iter().position(|byte| *byte == b'=')?;
-                let (key, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
-                (!name.is_empty() && key == name.as_bytes()).then(|| text(value))
-            })
+        let headers = self.headers.get_all(COOKIE).iter();
+        let pairs = headers.flat_map(|header| header.as_bytes().split(|byte| *byte == b';'));
+        pairs.filter_map(move |pair| {
+            let equals = pair.iter().position(|byte| *byte == b'=')?;
+            let (key, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
+            (!name.is_empty() && key == name.as_bytes()).then(|| text(value))
         })
     }
 }
@@ -221,20 +221,35 @@ impl Attributes for RequestParts<'_> {
         match name {
             "ip" => self.ip().map(Cow::Borrowed),
             "method" => self.method.map(Cow::Borrowed),
-            "path" => self.path.map(normalize_path),
+            "path" => self.path.map(Cow::Borrowed),
             "host" => self.host(),
             _ => match name.split_once('.') {
                 Some(("header", name)) => self.header(name),
-                Some(("query", name)) => self.query(name),
-                Some(("cookie", name)) => self.cookie(name),
+                Some(("query", name)) => self.queries(name).next(),
+                Some(("cookie", name)) => self.cookies(name).next(),
                 _ => self.custom?.0.get(name).map(|value| Cow::Borrowed(value.as_str())),
             },
+        }
+    }
+
+    fn is_ambiguous(&self, name: &str) -> bool {
+        match name.split_once('.') {
+            Some(("header", name)) => self.headers.get_all(name).iter().nth(1).is_some(),
+            Some(("query", name)) => differ(self.queries(name)),
+            Some(("cookie", name)) => differ(self.cookies(name)),
+            _ => false,
         }
     }
 
     fn lacks_peer(&self) -> bool {
         self.address.get().is_some_and(Option::is_none)
     }
+}
+
+/// Returns whether the values are not all the same.
+fn differ<'v>(mut values: impl Iterator<Item = Cow<'v, str>>) -> bool {
+    let first = values.next();
+    values.any(|value| Some(value) != first)
 }
 
 /// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +
@@ -303,7 +318,7 @@ mod tests {
         let head = head("/api//items/../items?q=rate+limit%21&empty&%71=second", &headers);
         let get = |name: &str| attribute(&head, name);
         assert_eq!(get("method").as_deref(), Some("GET"));
-        assert_eq!(get("path").as_deref(), Some("/api/items"));
+        assert_eq!(get("path").as_deref(), Some("/api//items/../items"));
         assert_eq!(get("host").as_deref(), Some("api.example.com"));
         assert_eq!(get("header.X-User-Id").as_deref(), Some("ann"));
         assert_eq!(get("query.q").as_deref(), Some("rate limit!"));
@@ -352,6 +367,27 @@ mod tests {
         );
         assert_eq!(attribute(&head, "header.x-plan").as_deref(), Some("free, gold"));
         assert_eq!(attribute(&head, "cookie.b").as_deref(), Some("2"));
+    }
+
+    #[test]
+    fn different_values_of_one_name_are_ambiguous() {
+        let head = head(
+            "/?a=1&a=1&b=1&%62=2",
+            &[("x", "1"), ("x", "1"), ("y", "1"), ("cookie", "s=1; t=1"), ("cookie", "t=2; s=1")],
+        );
+        let client_ip = ClientIp::default();
+        let request = RequestParts::new(&head, None, &client_ip);
+        for (name, ambiguous) in [
+            ("query.a", false),
+            ("query.b", true),
+            ("header.x", true),
+            ("header.y", false),
+            ("cookie.s", false),
+            ("cookie.t", true),
+            ("path", false),
+        ] {
+            assert_eq!(request.is_ambiguous(name), ambiguous, "{name}");
+        }
     }
 
     #[test]

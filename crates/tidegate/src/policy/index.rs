@@ -7,15 +7,19 @@
 use std::collections::HashMap;
 
 use super::pattern::Pattern;
-use super::{Attributes, Policy};
+use super::select::RequestValues;
+use super::{KeySource, Policy};
 
 #[derive(Debug, Default)]
 pub(super) struct Index {
     always: Vec<usize>,
     /// By the literal segments at the start of the path; "" for the root.
     by_path: HashMap<String, Vec<usize>>,
+    /// Highest number of segments in `by_path`. Longer prefixes of a request are not looked up, so
+    /// that the work stays linear in the length of its path.
+    max_segments: usize,
     /// By attribute, then by its exact value.
-    by_value: HashMap<String, HashMap<String, Vec<usize>>>,
+    by_value: HashMap<KeySource, HashMap<String, Vec<usize>>>,
 }
 
 impl Index {
@@ -35,10 +39,11 @@ impl Index {
                         Pattern::Exact(text) => text.trim_end_matches('/'),
                         Pattern::Wild { literal_prefix, .. } => literal_prefix,
                     };
+                    index.max_segments = index.max_segments.max(prefix.matches('/').count());
                     index.by_path.entry(prefix.to_owned()).or_default().push(position);
                 }
             } else if let Some(condition) = value {
-                let values = index.by_value.entry(condition.attribute.to_string()).or_default();
+                let values = index.by_value.entry(condition.attribute.clone()).or_default();
                 for pattern in &condition.patterns {
                     if let Pattern::Exact(text) = pattern {
                         values.entry(text.clone()).or_default().push(position);
@@ -51,24 +56,19 @@ impl Index {
         index
     }
 
-    /// Returns whether any policy matches paths.
-    pub(super) fn has_paths(&self) -> bool {
-        !self.by_path.is_empty()
-    }
-
     /// Returns the positions of the candidates, in the order of the policies and without
     /// duplicates.
-    pub(super) fn candidates(&self, attributes: &dyn Attributes, path: Option<&str>) -> Vec<usize> {
+    pub(super) fn candidates(&self, request: &RequestValues<'_>) -> Vec<usize> {
         let mut found = self.always.clone();
-        if let Some(path) = path {
+        if let Some(path) = request.path().filter(|_| !self.by_path.is_empty()) {
             let ends =
                 path.match_indices('/').map(|(at, _)| at).chain([path.trim_end_matches('/').len()]);
-            for end in ends {
+            for end in ends.take(self.max_segments + 1) {
                 found.extend(self.by_path.get(&path[..end]).into_iter().flatten());
             }
         }
         for (attribute, values) in &self.by_value {
-            if let Some(value) = attributes.get(attribute) {
+            if let Some(value) = request.get(attribute) {
                 found.extend(values.get(&*value).into_iter().flatten());
             }
         }
@@ -107,7 +107,9 @@ mod tests {
         ) {
             let list = policies(&patterns);
             let request = BTreeMap::from([("path", path), ("host", host)].map(|(name, value)| (name.to_owned(), value)));
-            let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&request, Some(&normalize_path(&request["path"])))).map(Policy::name).collect();
+            let path = normalize_path(&request["path"]);
+            let values = RequestValues::new(&request, Some(&path));
+            let by_search: Vec<&str> = list.iter().filter(|policy| policy.applies_to(&values).expect("sound")).map(Policy::name).collect();
             let set = Policies::new(list.clone()).expect("names of their own");
             let selection = set.select(&request, None).expect("sound");
             let by_index: Vec<&str> = selection.charges.iter().map(|selected| selected.policy().name()).collect();
@@ -128,6 +130,7 @@ mod tests {
         let request = [("path", "/service-300/items/7"), ("domain", "domain-302")];
         let request =
             BTreeMap::from(request.map(|(name, value)| (name.to_owned(), value.to_owned())));
-        assert_eq!(index.candidates(&request, Some("/service-300/items/7")), [300, 302]);
+        let request = RequestValues::new(&request, Some("/service-300/items/7"));
+        assert_eq!(index.candidates(&request), [300, 302]);
     }
 }

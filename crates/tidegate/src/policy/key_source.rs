@@ -308,7 +308,7 @@ fn distance(written: &str, known: &str) -> Option<usize> {
     (distance <= 1 + written.chars().count() / 3).then_some(distance)
 }
 
-fn shown(name: &str) -> String {
+pub(super) fn shown(name: &str) -> String {
     let mut start: String = name.chars().take(MAX_SHOWN).collect();
     if start.len() < name.len() {
         start.push('…');

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use tracing::Instrument as _;
 
+use super::key_source::shown;
 use super::query::Target;
 use super::{
     Attributes, Policies, Policy, PolicyDecision, PolicyDecisions, PreparedCharge, Query, Selection,
@@ -304,11 +305,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
     /// Returns the policy of this name, or an error with the most similar name.
     pub fn policy(&self, name: &str) -> Result<&Policy, Error> {
         self.policies.get(name).ok_or_else(|| {
-            let distance = |policy: &Policy| strsim::damerau_levenshtein(name, policy.name());
-            let nearest = self.policies.iter().min_by_key(|policy| distance(policy));
-            let nearest = nearest.filter(|policy| distance(policy) <= 1 + name.chars().count() / 3);
-            let nearest = nearest.map(|policy| policy.name().to_owned());
-            Error::UnknownPolicy { name: name.to_owned(), nearest }
+            let nearest = self.policies.nearest(name);
+            Error::UnknownPolicy { name: shown(name), nearest }
         })
     }
 }

@@ -1,7 +1,7 @@
-//! Patterns with `*` and `**`, and the normal form of paths and hosts.
+//! Patterns with `*` and `**`.
 
-use std::borrow::Cow;
-use std::fmt::Write as _;
+use super::path::{PathRules, PatternError, normalize_host};
+use super::{KeySource, PolicyError};
 
 /// Exact text, or text with `*` (any text without a slash) and `**` (any text).
 #[derive(Debug, Clone)]
@@ -20,18 +20,40 @@ pub(super) enum Part {
 }
 
 impl Pattern {
-    pub(super) fn new(is_path: bool, text: &str) -> Self {
-        let text = if is_path && !text.contains('*') {
-            normalize_path(text).into_owned()
+    /// Parses the pattern of an attribute. It is normalized as the values of requests are, because
+    /// it would never match otherwise.
+    pub(super) fn new(
+        attribute: &KeySource,
+        text: &str,
+        rules: &PathRules,
+    ) -> Result<Self, PolicyError> {
+        let is_path = attribute.is_path();
+        let normal = if is_path {
+            let invalid = |reason: PatternError| PolicyError::Pattern {
+                pattern: text.to_owned(),
+                reason: reason.to_string(),
+            };
+            if text.contains('*') {
+                rules.pattern(text).map_err(invalid)?
+            } else {
+                let path = rules.matched(text);
+                path.map_err(PatternError::Rejected).map_err(invalid)?.into_owned()
+            }
+        } else if attribute.as_str() == "host" {
+            normalize_host(text).into_owned()
         } else {
             text.to_owned()
         };
+        Ok(Self::normalized(is_path, &normal))
+    }
+
+    fn normalized(is_path: bool, text: &str) -> Self {
         if !text.contains('*') {
-            return Self::Exact(text);
+            return Self::Exact(text.to_owned());
         }
         let (body, below) = match text.strip_suffix("/**") {
             Some(body) if is_path => (body, true),
-            _ => (text.as_str(), false),
+            _ => (text, false),
         };
         let mut parts = Vec::new();
         let mut rest = body;
@@ -113,172 +135,63 @@ fn parts_match(parts: &[Part], value: &str) -> bool {
     reachable[bytes.len()]
 }
 
-/// Returns the normal form of a path, which policies match and count by: without query, empty or
-/// dot segments, trailing slash, or percent-encoding of characters that need none. Otherwise
-/// another spelling would bypass a policy.
-///
-/// A front door with its own [`Attributes`](crate::Attributes) must normalize `path` by it, as the
-/// Tower layer does. Letters keep their case, because paths are case-sensitive. Reserved characters
-/// stay encoded, with digits in upper case. An empty path is `/`.
-///
-/// ```
-/// use tidegate::normalize_path;
-///
-/// assert_eq!(normalize_path("/api//v1/./users/?page=2"), "/api/v1/users");
-/// assert_eq!(normalize_path("/static/../login"), "/login");
-/// assert_eq!(normalize_path("/%6Cogin"), "/login");
-/// assert_eq!(normalize_path("/files/a%2fb"), "/files/a%2Fb");
-/// assert_eq!(normalize_path(""), "/");
-/// ```
-#[must_use]
-pub fn normalize_path(path: &str) -> Cow<'_, str> {
-    let path = path.split(['?', '#']).next().unwrap_or_default();
-    let plain = path.starts_with('/')
-        && !path.contains("//")
-        && !path.contains("/.")
-        && !path.contains('%')
-        && (path.len() == 1 || !path.ends_with('/'));
-    if plain {
-        return Cow::Borrowed(path);
-    }
-    let decoded = decode_unreserved(path);
-    let mut segments: Vec<&str> = Vec::new();
-    for segment in decoded.split('/') {
-        match segment {
-            "" | "." => {}
-            ".." => {
-                segments.pop();
-            }
-            other => segments.push(other),
-        }
-    }
-    Cow::Owned(format!("/{}", segments.join("/")))
-}
-
-/// Returns the normal form of a host: lower case, without port or trailing dot.
-///
-/// A front door with its own [`Attributes`](crate::Attributes) must normalize `host` by it, so that
-/// a client cannot choose another key by another spelling.
-///
-/// ```
-/// use tidegate::normalize_host;
-///
-/// assert_eq!(normalize_host("API.Example.com:8443"), "api.example.com");
-/// assert_eq!(normalize_host("example.com."), "example.com");
-/// assert_eq!(normalize_host("[2001:DB8::1]:443"), "[2001:db8::1]");
-/// ```
-#[must_use]
-pub fn normalize_host(host: &str) -> Cow<'_, str> {
-    let name = match host.rsplit_once(':') {
-        // An IPv6 address without brackets has colons but no port.
-        Some((name, port))
-            if port.bytes().all(|byte| byte.is_ascii_digit())
-                && (!name.contains(':') || name.ends_with(']')) =>
-        {
-            name
-        }
-        _ => host,
-    };
-    let name = name.trim_end_matches('.');
-    if name.bytes().any(|byte| byte.is_ascii_uppercase()) {
-        Cow::Owned(name.to_ascii_lowercase())
-    } else {
-        Cow::Borrowed(name)
-    }
-}
-
-fn decode_unreserved(path: &str) -> String {
-    let mut decoded = String::with_capacity(path.len());
-    let mut rest = path;
-    while let Some(at) = rest.find('%') {
-        decoded.push_str(&rest[..at]);
-        let code = rest.get(at + 1..at + 3).and_then(|digits| u8::from_str_radix(digits, 16).ok());
-        match code.map(char::from) {
-            Some(character) if character.is_ascii_alphanumeric() || "-._~".contains(character) => {
-                decoded.push(character);
-                rest = &rest[at + 3..];
-            }
-            // Reserved characters stay encoded, in upper case.
-            Some(character) => {
-                let _ = write!(decoded, "%{:02X}", u32::from(character));
-                rest = &rest[at + 3..];
-            }
-            None => {
-                decoded.push('%');
-                rest = &rest[at + 1..];
-            }
-        }
-    }
-    decoded.push_str(rest);
-    decoded
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::policy::PathSpelling;
 
     #[test]
     fn star_stays_within_a_segment_and_double_star_does_not() {
-        let matches = |pattern: &str, path: &str| Pattern::new(true, pattern).matches(path);
+        let matches = |pattern: &str, path: &str| Pattern::normalized(true, pattern).matches(path);
         assert!(matches("/a/*/c", "/a/b/c") && !matches("/a/*/c", "/a/b/b/c"));
         assert!(matches("/a/**/c", "/a/b/b/c"));
         assert!(matches("/a/**", "/a") && matches("/a/**", "/a/b/c") && !matches("/a/**", "/ab"));
         assert!(matches("/v*/x", "/v2/x") && !matches("/v*/x", "/w2/x"));
         assert!(matches("/**", "/") && matches("/**", "/x"));
         assert!(matches("**.png", "/a/b.png") && !matches("*.png", "/a/b.png"));
-        let host = |pattern: &str, host: &str| Pattern::new(false, pattern).matches(host);
+        let host = |pattern: &str, host: &str| Pattern::normalized(false, pattern).matches(host);
         assert!(host("*.example.com", "a.b.example.com") && !host("*.example.com", "example.com"));
     }
 
     #[test]
-    fn spellings_of_a_path_have_one_normal_form() {
-        for (path, normal) in [
-            ("/", "/"),
-            ("", "/"),
-            ("/a/b", "/a/b"),
-            ("/a/b/", "/a/b"),
-            ("//a//b", "/a/b"),
-            ("/a/./b/../c", "/a/c"),
-            ("/../../a", "/a"),
-            ("/%61%2f%2F", "/a%2F%2F"),
-            ("/%2e%2E/a", "/a"),
-            ("/a%", "/a%"),
-            ("/a%zz%4", "/a%zz%4"),
-            ("/é?q", "/é"),
+    fn patterns_are_normalized_or_refused() {
+        let rules = PathRules::default();
+        let path = KeySource::path();
+        let matches = |pattern: &str, path_of_request: &str| {
+            let pattern = Pattern::new(&path, pattern, &rules).expect("a pattern");
+            pattern.matches(&rules.matched(path_of_request).expect("a path"))
+        };
+        for (pattern, request) in [
+            ("/%7Euser/**", "/~user/x"),
+            ("/dir//**", "/dir/x"),
+            ("/t/*/", "/t/a/"),
+            ("/t/*/", "/t/a"),
+            ("api/*", "/api/x"),
+            ("/caf%c3%a9/*", "/caf%C3%A9/x"),
+            ("/login/", "/login"),
         ] {
-            assert_eq!(normalize_path(path), normal, "{path}");
+            assert!(matches(pattern, request), "{pattern} {request}");
         }
-    }
-
-    #[test]
-    fn spellings_of_a_host_have_one_normal_form() {
-        for (host, normal) in [
-            ("Example.COM", "example.com"),
-            ("example.com:8443", "example.com"),
-            ("example.com:", "example.com"),
-            ("example.com.", "example.com"),
-            ("[2001:DB8::1]:80", "[2001:db8::1]"),
-            ("[2001:db8::1]", "[2001:db8::1]"),
-            ("2001:db8::1", "2001:db8::1"),
-            ("2001:db8:0:1", "2001:db8:0:1"),
-            ("", ""),
-        ] {
-            assert_eq!(normalize_host(host), normal, "{host}");
+        for refused in ["/limited%2f**", "/a/../*", "*.png", "*", "/a;x/**", "/a%2fb"] {
+            let error = Pattern::new(&path, refused, &rules).expect_err(refused).to_string();
+            assert!(error.contains(&format!("{refused:?} would never match")), "{error}");
         }
+        let decoding = rules.with_encoded_slashes(PathSpelling::Decode);
+        let pattern = Pattern::new(&path, "/limited%2f**", &decoding).expect("a pattern");
+        assert!(pattern.matches("/limited/x"));
+        let any_case = rules.with_case_insensitive(true);
+        let pattern = Pattern::new(&path, "/Admin/**", &any_case).expect("a pattern");
+        assert!(pattern.matches("/admin/x"));
+        let host = Pattern::new(&KeySource::host(), "*.Example.COM", &rules).expect("a pattern");
+        assert!(host.matches("a.example.com"));
     }
 
     proptest! {
         #[test]
-        fn normal_form_of_a_path_is_stable(path in "[/.a%2eF?é]{0,30}") {
-            let normal = normalize_path(&path).into_owned();
-            prop_assert_eq!(normalize_path(&normal), normal.as_str());
-        }
-
-        #[test]
         fn no_pattern_panics_on_any_value(pattern in "[*/aé]{0,12}", value in "[/aé]{0,20}") {
-            let matches = |is_path| Pattern::new(is_path, &pattern).matches(&value);
+            let matches = |is_path| Pattern::normalized(is_path, &pattern).matches(&value);
             // Without stars it is plain equality.
             if !pattern.contains('*') {
                 prop_assert_eq!(matches(false), pattern == value);

@@ -6,12 +6,17 @@ use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
 use super::{
-    AttributeError, AttributeNames, Attributes, Cost, KeySource, MissingKey, Mode, Policy,
-    PolicyError, join, normalize_path,
+    AttributeError, AttributeNames, Attributes, Cost, KeySource, MissingKey, Mode, PathError,
+    PathRules, Policy, PolicyError, join,
 };
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
 use crate::quota::Quota;
+
+/// Length of the longest unknown name that is compared with those of the policies, and the number
+/// of policies that it is compared with: an unknown name must not cost more than a decision.
+const MAX_COMPARED_BYTES: usize = 40;
+const MAX_COMPARED: usize = 32;
 
 /// Set of policies with unique names, indexed by their conditions, so that selection stays fast
 /// with thousands of policies.
@@ -48,6 +53,9 @@ pub struct Policies {
     by_name: HashMap<String, usize>,
     index: Index,
     attributes: AttributeNames,
+    path_rules: PathRules,
+    /// Whether any policy reads the path.
+    reads_paths: bool,
 }
 
 impl Policies {
@@ -58,18 +66,52 @@ impl Policies {
     /// [`PolicyError::Twice`] if two policies have the same name, because they would share their
     /// counts.
     pub fn new(policies: Vec<Policy>) -> Result<Self, PolicyError> {
+        Self::with_rules(policies, PathRules::default())
+    }
+
+    pub(crate) fn with_rules(policies: Vec<Policy>, rules: PathRules) -> Result<Self, PolicyError> {
         let mut by_name = HashMap::with_capacity(policies.len());
         for (position, policy) in policies.iter().enumerate() {
             if by_name.insert(policy.name.clone(), position).is_some() {
                 return Err(PolicyError::Twice(policy.name.clone()));
             }
         }
-        let index = Index::new(&policies);
         let mut attributes = AttributeNames::default();
         for policy in &policies {
             attributes.merge(&policy.attributes);
         }
-        Ok(Self { all: policies, by_name, index, attributes })
+        let set = Self { all: policies, by_name, attributes, ..Self::default() };
+        set.with_path_rules(rules)
+    }
+
+    /// Sets how the paths of requests are read. By default, paths that applications read
+    /// differently are errors.
+    ///
+    /// # Errors
+    ///
+    /// [`PolicyError::Pattern`] if a pattern would never match by these rules.
+    pub fn with_path_rules(mut self, rules: PathRules) -> Result<Self, PolicyError> {
+        for policy in &mut self.all {
+            policy.set_path_rules(rules)?;
+        }
+        let reads_path = |policy: &&Policy| policy.references().any(|name| name == "path");
+        let mut readers = self.all.iter().filter(reads_path).peekable();
+        self.reads_paths = readers.peek().is_some();
+        // A policy in shadow mode must not reject a request.
+        let is_enforced = readers.any(|policy| policy.mode == Mode::Enforce);
+        self.path_rules = if is_enforced { rules } else { rules.rejecting_nothing() };
+        self.index = Index::new(&self.all);
+        Ok(self)
+    }
+
+    /// Returns the path in the form that the policies match, for a proxy to forward.
+    ///
+    /// # Errors
+    ///
+    /// The path has a spelling that the [path rules](Self::with_path_rules) reject, and a policy
+    /// depends on it.
+    pub fn normalize_path<'p>(&self, path: &'p str) -> Result<Cow<'p, str>, PathError> {
+        self.path_rules.normalize(path)
     }
 
     /// Adds declared attributes, which callers may send even if no policy uses them.
@@ -89,6 +131,23 @@ impl Policies {
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Policy> {
         self.by_name.get(name).map(|position| &self.all[*position])
+    }
+
+    /// Returns the most similar name of a policy, for an error message. Clients choose the name, so
+    /// only short names are compared, with a few that could be meant.
+    pub(super) fn nearest(&self, name: &str) -> Option<String> {
+        if name.len() > MAX_COMPARED_BYTES {
+            return None;
+        }
+        let similar = |candidate: &&str| {
+            let (written, known) = (name.as_bytes(), candidate.as_bytes());
+            written.len().abs_diff(known.len()) <= 2
+                && (written.first() == known.first() || written.last() == known.last())
+        };
+        let candidates = self.all.iter().map(Policy::name).filter(similar).take(MAX_COMPARED);
+        let distance = |candidate| (strsim::osa_distance(name, candidate), candidate);
+        let (distance, nearest) = candidates.map(distance).min()?;
+        (distance <= 1 + name.chars().count() / 3).then(|| nearest.to_owned())
     }
 
     /// Iterates over the policies, in the order of their definition.
@@ -122,25 +181,98 @@ impl Policies {
         filter: impl Fn(&Policy) -> bool,
     ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
-        let path = if self.index.has_paths() { attributes.get("path") } else { None };
-        let path = path.as_deref().map(normalize_path);
-        for position in self.index.candidates(attributes, path.as_deref()) {
+        let path = if self.reads_paths { attributes.get("path") } else { None };
+        let path = path.as_deref().map(|path| self.path_rules.matched(path)).transpose();
+        let path = path.map_err(SelectError::Path)?;
+        let request = RequestValues::new(attributes, path.as_deref());
+        for position in self.index.candidates(&request) {
             let policy = &self.all[position];
-            if policy.applies_to(attributes, path.as_deref()) && filter(policy) {
-                policy.add_to(&mut selection, attributes, cost)?;
+            if policy.applies_to(&request)? && filter(policy) {
+                policy.add_to(&mut selection, &request, cost)?;
             }
         }
         Ok(selection)
     }
 }
 
-/// Error of a request whose attributes make an invalid key.
+impl KeySource {
+    /// Reads the value of a request that a limit without a policy counts by.
+    #[cfg(feature = "tower")]
+    pub(crate) fn read<'r>(
+        &self,
+        attributes: &'r dyn Attributes,
+        policy: &str,
+    ) -> Result<Option<Cow<'r, str>>, SelectError> {
+        let request = RequestValues::new(attributes, None);
+        if request.is_ambiguous(self) {
+            let (policy, attribute) = (policy.to_owned(), self.to_string());
+            return Err(SelectError::Ambiguous { policy, attribute });
+        }
+        if !self.is_path() {
+            return Ok(request.get(self));
+        }
+        let normal = |path: Cow<'r, str>| PathRules::default().matched(&path).map(Cow::into_owned);
+        let path = attributes.get("path").map(normal).transpose().map_err(SelectError::Path)?;
+        Ok(path.map(Cow::Owned))
+    }
+}
+
+/// Values of a request, in their normal form.
+#[derive(Clone, Copy)]
+pub(super) struct RequestValues<'r> {
+    attributes: &'r dyn Attributes,
+    /// Path as patterns match it, if a policy reads it.
+    path: Option<&'r str>,
+}
+
+impl<'r> RequestValues<'r> {
+    pub(super) fn new(attributes: &'r dyn Attributes, path: Option<&'r str>) -> Self {
+        Self { attributes, path }
+    }
+
+    pub(super) fn path(&self) -> Option<&'r str> {
+        self.path
+    }
+
+    fn is_ambiguous(&self, source: &KeySource) -> bool {
+        self.attributes.is_ambiguous(source.as_str())
+    }
+
+    pub(super) fn get(&self, source: &KeySource) -> Option<Cow<'r, str>> {
+        if source.is_path() {
+            return self.path.map(Cow::Borrowed);
+        }
+        self.attributes.get(source.as_str()).map(|value| source.normalize(value))
+    }
+}
+
+/// Error of a request whose attributes do not tell what it counts under.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("policy {policy:?} counts by {attributes}, but that key {reason}")]
-pub struct SelectError {
-    policy: String,
-    attributes: String,
-    reason: KeyError,
+#[non_exhaustive]
+pub enum SelectError {
+    /// The attributes make an invalid key.
+    #[error("policy {policy:?} counts by {attributes}, but that key {reason}")]
+    Key {
+        /// Name of the policy.
+        policy: String,
+        /// Attributes of its key.
+        attributes: String,
+        /// Defect of the key.
+        reason: KeyError,
+    },
+    /// The request has several different values of an attribute.
+    #[error(
+        "the request has several values of {attribute}, which the policy {policy:?} uses: send one"
+    )]
+    Ambiguous {
+        /// Name of the policy.
+        policy: String,
+        /// The attribute.
+        attribute: String,
+    },
+    /// The path has a spelling that is rejected.
+    #[error(transparent)]
+    Path(PathError),
 }
 
 /// Policies that apply to a request, in the order of their definition; the result of
@@ -203,18 +335,33 @@ impl Policy {
         cost: Option<u64>,
     ) -> Result<Selection<'_>, SelectError> {
         let mut selection = Selection::default();
-        self.add_to(&mut selection, attributes, cost)?;
+        let path = if self.references().any(|name| name == "path") {
+            attributes.get("path")
+        } else {
+            None
+        };
+        let path = path.as_deref().map(|path| self.path_rules.matched(path)).transpose();
+        let path = path.map_err(SelectError::Path)?;
+        let request = RequestValues::new(attributes, path.as_deref());
+        self.add_to(&mut selection, &request, cost)?;
         Ok(selection)
     }
 
     fn add_to<'a>(
         &'a self,
         selection: &mut Selection<'a>,
-        attributes: &dyn Attributes,
+        request: &RequestValues<'_>,
         cost: Option<u64>,
     ) -> Result<(), SelectError> {
         let shadow = self.mode == Mode::Shadow;
-        let Some(key) = self.key_of(attributes) else {
+        if let Some(source) = self.key.iter().find(|source| request.is_ambiguous(source)) {
+            if shadow {
+                selection.shadow_rejections.push(self);
+                return Ok(());
+            }
+            return Err(self.ambiguous(source));
+        }
+        let Some(key) = self.key_of(request) else {
             selection.missing_key.push(self);
             match self.missing_key {
                 MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
@@ -231,35 +378,47 @@ impl Policy {
             }
             Err(reason) => {
                 let (policy, attributes) = (self.name.clone(), self.key_names());
-                return Err(SelectError { policy, attributes, reason });
+                return Err(SelectError::Key { policy, attributes, reason });
             }
         }
         let quota = self.quota_for(&key);
-        let cost = cost.unwrap_or_else(|| self.cost_of(attributes, quota));
+        let cost = cost.unwrap_or_else(|| self.cost_of(request, quota));
         selection.charges.push(Selected { policy: self, key, quota, cost });
         Ok(())
     }
 
-    /// Returns whether all conditions match. `path` is the request's, in its normal form.
-    pub(super) fn applies_to(&self, attributes: &dyn Attributes, path: Option<&str>) -> bool {
-        self.conditions.iter().all(|condition| {
-            let matches = |value: &str| condition.patterns.iter().any(|it| it.matches(value));
-            if condition.attribute.is_path() {
-                path.is_some_and(matches)
-            } else {
-                let value = attributes.get(condition.attribute.as_str());
-                value.is_some_and(|value| matches(&value))
-            }
-        })
+    fn ambiguous(&self, source: &KeySource) -> SelectError {
+        SelectError::Ambiguous { policy: self.name.clone(), attribute: source.to_string() }
     }
 
-    fn cost_of(&self, attributes: &dyn Attributes, quota: &Quota) -> u64 {
+    /// Returns whether all conditions match.
+    pub(super) fn applies_to(&self, request: &RequestValues<'_>) -> Result<bool, SelectError> {
+        for condition in &self.conditions {
+            let matches = |value: &str| condition.patterns.iter().any(|it| it.matches(value));
+            let value = request.get(&condition.attribute);
+            let is_match = value.is_some_and(|value| matches(&value));
+            // Several headers of one name are one list; of several cookies or parameters, the
+            // application may read another one.
+            let is_list = condition.attribute.as_str().starts_with("header.");
+            if !is_list && request.is_ambiguous(&condition.attribute) && self.mode == Mode::Enforce
+            {
+                return Err(self.ambiguous(&condition.attribute));
+            }
+            if !is_match {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn cost_of(&self, request: &RequestValues<'_>, quota: &Quota) -> u64 {
         match &self.cost {
             Cost::Fixed(units) => *units,
             Cost::Attribute { name, default, max } => {
-                let units = attributes
+                let units = request
+                    .attributes
                     .get(name)
-                    .and_then(|value| whole_number(&value))
+                    .and_then(|value| whole_number(value.trim_matches([' ', '\t'])))
                     .filter(|units| *units > 0);
                 units.map_or(*default, |units| units.min(*max).min(quota.burst()))
             }
@@ -267,9 +426,8 @@ impl Policy {
     }
 
     /// Returns the key that this request counts under; `None` if it lacks an attribute.
-    fn key_of(&self, attributes: &dyn Attributes) -> Option<String> {
-        let value =
-            |source: &KeySource| attributes.get(source.as_str()).filter(|value| !value.is_empty());
+    fn key_of(&self, request: &RequestValues<'_>) -> Option<String> {
+        let value = |source: &KeySource| request.get(source).filter(|value| !value.is_empty());
         match self.key.as_slice() {
             [] => Some("all".to_owned()),
             [source] => value(source).map(Cow::into_owned),
@@ -393,6 +551,16 @@ mod tests {
     }
 
     #[test]
+    fn unknown_name_has_a_suggestion_if_it_is_short() {
+        let many = (0..1_000).map(|number| builder(&format!("per-user-{number:03}")));
+        let policies = set(many.chain([builder("login")]));
+        assert_eq!(policies.nearest("logn").as_deref(), Some("login"));
+        assert_eq!(policies.nearest("per-user-00l").as_deref(), Some("per-user-000"));
+        assert_eq!(policies.nearest("something-else"), None);
+        assert_eq!(policies.nearest(&"login".repeat(13_000)), None);
+    }
+
+    #[test]
     fn another_spelling_of_a_path_does_not_bypass_its_policy() {
         let policies = set([builder("api").matches("path", ["/api/login"])]);
         for path in [
@@ -448,9 +616,9 @@ mod tests {
 
     #[test]
     fn different_lists_of_values_have_different_keys() {
-        let policies = set([builder("both").key(["ip", "path"])]);
-        let key = |ip: &str, path: &str| {
-            let request = request(&[("ip", ip), ("path", path)]);
+        let policies = set([builder("both").key(["ip", "header.x"])]);
+        let key = |ip: &str, value: &str| {
+            let request = request(&[("ip", ip), ("header.x", value)]);
             policies.select(&request, None).expect("sound").charges[0].key().to_owned()
         };
         assert_eq!(key("1.2.3.4", "/a"), "1.2.3.4|/a");

@@ -1,0 +1,41 @@
+//! The section `paths`: how the paths of requests are read.
+
+use schemars::JsonSchema;
+use serde_saphyr::Spanned;
+
+use super::document::{ConfigError, Document};
+use super::policy::parse_name;
+use crate::policy::{PathRules, PathSpelling};
+
+/// Spellings of a path that mean the same path to the application behind.
+#[derive(Debug, Default, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+#[schemars(rename = "Paths")]
+pub struct RawPaths {
+    /// Whether `/Login` and `/login` are the same path; false by default.
+    case_insensitive: bool,
+    /// `%2F`, `%5C` and backslashes: reject (default) the request, decode them to slashes, or keep
+    /// them as they are.
+    #[schemars(with = "Option<PathSpelling>")]
+    encoded_slashes: Option<Spanned<String>>,
+    /// Parameters such as `;jsessionid=7`: reject (default) the request, decode it by leaving them
+    /// out, or keep them as they are.
+    #[schemars(with = "Option<PathSpelling>")]
+    parameters: Option<Spanned<String>>,
+    /// Whether `/a//b` and `/a/b` are the same path; true by default.
+    merge_slashes: Option<bool>,
+}
+
+impl RawPaths {
+    pub(super) fn validate(&self, document: &Document<'_>) -> Result<PathRules, ConfigError> {
+        let spelling = |name: &Option<Spanned<String>>| match name {
+            Some(name) => parse_name(document, name),
+            None => Ok(PathSpelling::default()),
+        };
+        Ok(PathRules::default()
+            .with_case_insensitive(self.case_insensitive)
+            .with_encoded_slashes(spelling(&self.encoded_slashes)?)
+            .with_parameters(spelling(&self.parameters)?)
+            .with_merge_slashes(self.merge_slashes.unwrap_or(true)))
+    }
+}
