@@ -30,6 +30,7 @@ mod tls;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    logs::panics::install_hook();
     let arguments = match cli::Arguments::try_parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are reported as errors by clap, but print to stdout.

@@ -16,6 +16,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::config::{Config, ConfigError};
+use crate::logs::panics;
 use crate::serve::RestartOnlyConfig;
 use crate::state::ServerState;
 
@@ -96,12 +97,18 @@ impl ConfigWatcher {
                     has_changed && is_stable
                 }
             };
-            if is_due {
-                pending = None;
-                self.reload(&restart_only, &state);
+            // A defect in the parser, met by one file, must not end all reloads.
+            let survived = panics::caught(|| {
+                if is_due {
+                    pending = None;
+                    self.reload(&restart_only, &state);
+                }
+                // A symlink may have a new target, and a directory may have been replaced.
+                self.watch_folders();
+            });
+            if survived.is_none() {
+                state.metrics.count_reload(false);
             }
-            // A symlink may have a new target, and a directory may have been replaced.
-            self.watch_folders();
         }
     }
 

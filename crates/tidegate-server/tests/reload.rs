@@ -56,6 +56,18 @@ fn truncated_then_written_file_is_loaded_once() {
     );
 }
 
+/// A defect of the error message's excerpt once ended all reloads, and printed the password.
+#[test]
+fn multi_byte_space_in_an_invalid_file_does_not_end_reloads() {
+    let service = Service::start(&policy(3));
+    fs::write(service.file(), "gateway:\n  upstreams:\u{a0}u:S3CR3T@h\n").expect("written");
+    service.wait_until("the reload fails", |service| reloads(service, "failure") == 1);
+    fs::write(service.file(), policy(7)).expect("written");
+    wait_for_limit(&service, 7);
+    let output = service.output();
+    assert!(!output.contains("S3CR3T") && !output.contains("panic"), "{output}");
+}
+
 #[test]
 fn empty_file_is_rejected() {
     let service = Service::start(&policy(3));

@@ -19,6 +19,8 @@ const INVALID_CONFIGS: &[&str] = &[
     "auth: {api_token: S3CR3T, admin_tokn: S3CR3T}\n",
     "auth: {api_token: S3CR3T, api_token: S3CR3T}\n",
     "auth: S3CR3T\n",
+    "gateway:\n  upstreams:\u{a0}u:S3CR3T@h\n",
+    "gateway:\n\u{3000}#\u{3000}u:S3CR3T@h\n  upstreams\n",
     "auth: [S3CR3T]\n",
     "auth: {S3CR3T: x}\n",
     "auth:\n- S3CR3T\n",

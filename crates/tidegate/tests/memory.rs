@@ -95,6 +95,39 @@ fn all_or_nothing_holds_under_concurrency() {
 }
 
 #[test]
+fn full_store_forgets_keys_within_their_quota_but_none_at_its_limit() {
+    let clock = ManualClock::new();
+    let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).max_keys(1_000).build());
+    let window = Duration::from_secs(3600);
+    let quotas = [
+        Quota::sliding_log(3, window),
+        Quota::sliding_counter(3, window),
+        Quota::fixed_window(3, window),
+        Quota::token_bucket(3, window),
+        Quota::leaky_bucket(3, window),
+    ]
+    .map(|quota| quota.expect("valid"));
+    let acquire = |key: &str, quota| limiter.blocking().acquire(&Charge::new(key, quota));
+    for quota in &quotas {
+        for allowed in [true, true, true, false] {
+            assert_eq!(acquire("victim", quota).expect("room").allowed, allowed);
+        }
+    }
+    // A flood of keys, each within its quota, ten times the size of the store.
+    for number in 0..10_000 {
+        let quota = &quotas[number % quotas.len()];
+        let decision = acquire(&format!("flood-{number}"), quota).expect("room is made");
+        assert!(decision.allowed, "{number}");
+    }
+    for quota in &quotas {
+        assert!(!acquire("victim", quota).expect("known").allowed, "{:?}", quota.algorithm());
+    }
+    let store = limiter.store();
+    assert_eq!(store.keys(), 1_000);
+    assert_eq!(store.evicted_keys(), 10_000 + 5 - 1_000);
+}
+
+#[test]
 fn full_store_evicts_expired_keys_only() {
     let clock = ManualClock::new();
     let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).max_keys(1_000).build());
@@ -133,7 +166,7 @@ fn full_store_evicts_expired_keys_only() {
 fn acquire_of_several_new_keys_in_a_full_store_is_all_or_nothing() {
     let clock = ManualClock::new();
     let limiter = Limiter::new(MemoryStore::builder().clock(clock.clone()).max_keys(3).build());
-    let quota = Quota::fixed_window(5, Duration::from_secs(1)).expect("valid");
+    let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
     let acquire = |keys: &[&str]| {
         let charges: Vec<Charge<'_>> = keys.iter().map(|key| Charge::new(key, &quota)).collect();
         limiter.blocking().acquire_all(&charges)
@@ -141,7 +174,8 @@ fn acquire_of_several_new_keys_in_a_full_store_is_all_or_nothing() {
     let _ = acquire(&["a", "b"]).expect("room for two");
     acquire(&["c", "d"]).expect_err("room for only one");
     assert_eq!(limiter.store().keys(), 2, "nothing was spent or reserved");
-    let _ = acquire(&["a", "c"]).expect("only one new key");
+    let _ = acquire(&["c"]).expect("room for one");
+    acquire(&["d"]).expect_err("all three are at their limit");
     clock.advance(Duration::from_secs(1));
     let _ = acquire(&["d", "e", "f"]).expect("all others have expired");
     assert_eq!(limiter.store().keys(), 3);

@@ -32,6 +32,12 @@ impl SlidingLog {
         self.entries.back().map_or(0, |entry| entry.time)
     }
 
+    /// Returns the number of stored entries.
+    #[inline]
+    pub(crate) fn entry_count(&self) -> usize {
+        self.entries.len()
+    }
+
     /// Returns the running total before the window.
     fn window_base(&self) -> u64 {
         self.first.checked_sub(1).map_or(self.base, |before| self.entries[before].total)

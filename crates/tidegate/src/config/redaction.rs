@@ -192,9 +192,9 @@ fn mask_userinfo(text: &str) -> String {
     // A password may contain any character, so mask from the first URL on, or else the last word
     // with a colon.
     let start = before.find("://").map(|scheme| scheme + 3).or_else(|| {
-        let word = before
-            .rfind(|c: char| c.is_whitespace() || "\"'[]{},".contains(c))
-            .map_or(0, |end| end + 1);
+        let is_separator = |c: &char| c.is_whitespace() || "\"'[]{},".contains(*c);
+        let separator = before.char_indices().rev().find(|(_, character)| is_separator(character));
+        let word = separator.map_or(0, |(at, character)| at + character.len_utf8());
         before[word..].contains(':').then_some(word)
     });
     match start {
@@ -252,6 +252,8 @@ mod tests {
                 "  upstreams: [http://…@h, http://i]",
             ),
             ("gateway:\n  upstreams: [u:S3CR3T@h]\n", "  upstreams: […@h]"),
+            ("gateway:\n  upstreams:\u{a0}u:S3CR3T@h\n", "  upstreams:\u{a0}…@h"),
+            ("gateway:\n\u{3000}#\u{3000}u:S3CR3T@h\n", "\u{3000}#\u{3000}…@h"),
         ] {
             assert_eq!(line_with(text, "S3CR3T"), expected, "{text}");
         }

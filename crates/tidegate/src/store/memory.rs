@@ -7,7 +7,8 @@
 //! some nanoseconds, is the right lock.
 //!
 //! Decisions sweep expired keys in passing, some slots at a time; there is no background thread. A
-//! full store scans whole shards for expired keys, and rejects a new key if all keys still count.
+//! full store scans whole shards for expired keys, and else evicts a key that has not used up its
+//! quota. It rejects a new key if all keys that it looks at have.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +19,7 @@ pub use self::builder::Builder;
 use self::context::{ChargeContext, KeyReservation};
 use self::fingerprint::{Fingerprint, HashSecret};
 use self::shard::Shard;
-use self::state::{MAX_TIME, StoredCounter};
+use self::state::{CounterKind, MAX_TIME, PackedState, StoredCounter};
 use self::table::Table;
 use super::{Store, StoreError};
 use crate::action::Action;
@@ -51,8 +52,13 @@ const MAX_EVICTION_SCAN: usize = 16_384;
 /// them: with N instances behind a load balancer, a client gets up to N times the limit.
 ///
 /// A key takes 40 bytes, and that of a `sliding-log` also 16 bytes per request that counts.
-/// Expired keys are removed in passing. A full store returns [`StoreError::Full`] for a new key
-/// instead of forgetting a key that still counts.
+/// Expired keys are removed in passing.
+///
+/// A full store makes room for a new key: it forgets a key that has not used up its quota, of a
+/// sample the one that expires first, and that key starts again with its whole quota. A flood of
+/// keys therefore neither locks out new clients nor frees a client that is at its limit. If all
+/// sampled keys are at their limit, the new one gets [`StoreError::Full`]. The entries of sliding
+/// logs have a limit of their own, by default 100 bytes for each key of the maximum.
 ///
 /// ```
 /// use tidegate::{Limiter, MemoryStore};
@@ -66,6 +72,8 @@ pub struct MemoryStore {
     secret: &'static HashSecret,
     clock: StoreClock,
     max_keys: usize,
+    /// Maximum number of log entries in a shard.
+    max_log_entries: usize,
     keys: KeyStats,
 }
 
@@ -81,6 +89,8 @@ struct KeyStats {
     eviction_cursor: AtomicUsize,
     /// Held during an eviction scan.
     eviction: Mutex<()>,
+    /// Number of keys that were evicted although they still counted.
+    evicted: AtomicU64,
 }
 
 /// The clock of a store. The system clock, which nearly every store has, is called without dynamic
@@ -128,6 +138,13 @@ impl MemoryStore {
     #[must_use]
     pub fn keys(&self) -> usize {
         self.keys.count.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of keys that a full store has forgotten although they still counted. If
+    /// it grows, the store needs a higher maximum, or someone floods it with keys.
+    #[must_use]
+    pub fn evicted_keys(&self) -> u64 {
+        self.keys.evicted.load(Ordering::Relaxed)
     }
 
     /// Decides one charge, without `async`.
@@ -239,6 +256,9 @@ impl MemoryStore {
                 }
             }
             self.sweep(&mut table, now);
+            if C::KIND == CounterKind::Log && table.logs.entry_count() > self.max_log_entries {
+                self.evict_logs(&mut table, fingerprint);
+            }
             drop(table);
             let decision =
                 copy.map_or_else(|decision| decision, |copy| plan.decision(&copy, quota, now));
@@ -272,10 +292,13 @@ impl MemoryStore {
             };
             if let Some(decision) = context.apply_as::<C>(&mut table, &mut reservation) {
                 self.sweep(&mut table, now);
+                if table.logs.entry_count() > self.max_log_entries {
+                    self.evict_logs(&mut table, fingerprint);
+                }
                 return Ok(decision.into_decision(charge.quota(), Source::Store));
             }
             drop(table);
-            self.evict_expired(now, 1)?;
+            self.make_room(now, 1)?;
             table = shard.lock();
         }
     }
@@ -288,16 +311,57 @@ impl MemoryStore {
         self.keys.next_expiry.fetch_min(expires_at, Ordering::SeqCst);
     }
 
-    /// Evicts expired keys to make room for `new_keys`. The caller must not hold any shard lock.
-    fn evict_expired(&self, now: u64, new_keys: usize) -> Result<(), StoreError> {
-        let full = Err(StoreError::Full { cap: self.max_keys });
+    /// Evicts keys to make room for `new_keys`. The caller must not hold any shard lock.
+    fn make_room(&self, now: u64, new_keys: usize) -> Result<(), StoreError> {
         // One scan at a time: during a scan the bound on the next expiry is incomplete.
         let _eviction = self.keys.eviction.lock().unwrap_or_else(PoisonError::into_inner);
         if self.keys() + new_keys <= self.max_keys {
             return Ok(());
         }
+        let can_fit = new_keys <= self.max_keys;
+        if can_fit && (self.evict_expired(now) || self.evict_unexhausted(new_keys)) {
+            return Ok(());
+        }
+        Err(StoreError::Full { cap: self.max_keys })
+    }
+
+    /// Evicts keys that have not used up their quota, nearest to their expiry. Returns whether
+    /// there is room for `new_keys`.
+    fn evict_unexhausted(&self, new_keys: usize) -> bool {
+        let mut total_scanned = 0;
+        while total_scanned < MAX_EVICTION_SCAN {
+            let index = self.keys.eviction_cursor.fetch_add(1, Ordering::Relaxed) % SHARDS;
+            let (scanned, removed) = self.shards[index].evict();
+            // An empty shard counts too, so that the loop ends.
+            total_scanned += scanned.max(1);
+            self.record_evicted(removed);
+            if self.keys() + new_keys <= self.max_keys {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn record_evicted(&self, removed: usize) {
+        self.keys.count.fetch_sub(removed, Ordering::Relaxed);
+        self.keys.evicted.fetch_add(u64::try_from(removed).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Evicts logs of a shard that has too many entries, except for the one just written.
+    #[cold]
+    #[inline(never)]
+    fn evict_logs(&self, table: &mut Table, written: Fingerprint) {
+        let written = table.find(written).map(|at| table.state(at)).ok();
+        let is_other_log =
+            |state: PackedState| state.is_of(CounterKind::Log) && Some(state) != written;
+        let (_, removed) = table.evict(is_other_log);
+        self.record_evicted(removed);
+    }
+
+    /// Evicts expired keys. Returns whether there were any.
+    fn evict_expired(&self, now: u64) -> bool {
         if self.keys.next_expiry.load(Ordering::SeqCst) > now {
-            return full;
+            return false;
         }
         // Reset the bound before the scan, so that concurrent inserts lower it again.
         self.keys.next_expiry.store(u64::MAX, Ordering::SeqCst);
@@ -320,7 +384,7 @@ impl MemoryStore {
             bound = bound.min(shard.next_expiry.load(Ordering::SeqCst));
         }
         self.keys.next_expiry.fetch_min(bound, Ordering::SeqCst);
-        if has_room { Ok(()) } else { full }
+        has_room
     }
 
     fn sweep(&self, table: &mut Table, now: u64) {
@@ -354,5 +418,38 @@ impl Store for MemoryStore {
             StoreClock::System(clock) => clock,
             StoreClock::Custom(clock) => &**clock,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::quota::Quota;
+
+    #[test]
+    fn entries_of_logs_are_bounded_and_no_exhausted_log_is_evicted() {
+        let mut store = MemoryStore::new();
+        store.max_log_entries = 100;
+        let now = |key: &str, quota: &Quota| {
+            store.decide_now(Action::Acquire, &Charge::new(key, quota)).expect("decided").allowed
+        };
+        let day = Duration::from_secs(86_400);
+        let quota = Quota::sliding_log(50, day).expect("valid");
+        let small = Quota::sliding_log(3, day).expect("valid");
+        assert!((0..3).all(|_| now("victim", &small)));
+        for round in 0..40 {
+            for key in 0..2_000 {
+                // Entries of one microsecond would be one entry.
+                let _ = (now(&format!("key-{key}"), &quota), round);
+            }
+        }
+        for shard in &store.shards {
+            let entries = shard.lock().logs.entry_count();
+            assert!(entries <= 100 + 1, "{entries} entries in a shard");
+        }
+        assert!(store.evicted_keys() > 0);
+        assert!(!now("victim", &small), "the log at its limit is still there");
     }
 }

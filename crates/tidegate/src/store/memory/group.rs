@@ -40,7 +40,7 @@ impl MemoryStore {
                 && !reservation.reserve(new_keys)
             {
                 drop(locked);
-                self.evict_expired(now, new_keys)?;
+                self.make_room(now, new_keys)?;
                 continue;
             }
             let mut decisions = Vec::with_capacity(charges.len());
@@ -55,6 +55,12 @@ impl MemoryStore {
                 // Sweep last: a later charge relies on the entries that the first pass has seen.
                 for (_, table) in &mut locked.0 {
                     self.sweep(table, now);
+                }
+                for &fingerprint in &fingerprints {
+                    let table = locked.table(fingerprint);
+                    if table.logs.entry_count() > self.max_log_entries {
+                        self.evict_logs(table, fingerprint);
+                    }
                 }
                 return Ok(decisions);
             }

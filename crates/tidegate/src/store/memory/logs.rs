@@ -11,6 +11,8 @@ pub(super) struct Logs(Option<Box<LogSlab>>);
 struct LogSlab {
     logs: Vec<SlidingLog>,
     free: Vec<u32>,
+    /// Number of entries of all logs.
+    entries: usize,
 }
 
 impl Logs {
@@ -19,7 +21,8 @@ impl Logs {
         if state.is_of(CounterKind::Log)
             && let Some(slab) = &mut self.0
         {
-            slab.logs[state.log_index() as usize] = SlidingLog::default();
+            let removed = std::mem::take(&mut slab.logs[state.log_index() as usize]);
+            slab.entries -= removed.entry_count();
             slab.free.push(state.log_index());
             if slab.free.len() == slab.logs.len() {
                 self.0 = None;
@@ -52,14 +55,22 @@ impl Logs {
     }
 
     pub(super) fn take(&mut self, index: u32) -> SlidingLog {
-        self.0
-            .as_mut()
-            .map_or_else(SlidingLog::default, |slab| std::mem::take(&mut slab.logs[index as usize]))
+        let Some(slab) = &mut self.0 else { return SlidingLog::default() };
+        let log = std::mem::take(&mut slab.logs[index as usize]);
+        slab.entries -= log.entry_count();
+        log
     }
 
     pub(super) fn put(&mut self, index: u32, log: SlidingLog) {
         if let Some(slab) = &mut self.0 {
+            slab.entries += log.entry_count();
             slab.logs[index as usize] = log;
         }
+    }
+
+    /// Returns the number of entries of all logs, 16 bytes each.
+    #[inline]
+    pub(super) fn entry_count(&self) -> usize {
+        self.0.as_ref().map_or(0, |slab| slab.entries)
     }
 }

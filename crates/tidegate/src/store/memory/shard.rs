@@ -69,6 +69,11 @@ impl Shard {
         })
     }
 
+    /// Removes one entry that has not used up its quota; see [`Table::evict`].
+    pub(super) fn evict(&self) -> (usize, usize) {
+        self.lock().evict(|_| true)
+    }
+
     /// Removes expired entries. Returns the number of entries scanned and removed.
     pub(super) fn remove_expired(&self, now: u64) -> (usize, usize) {
         let mut table = self.lock();

@@ -3,7 +3,7 @@
 //!
 //! | word | high bits | low bits |
 //! | --- | --- | --- |
-//! | 0 | time, 53 | window tag, 8; kind, 3 |
+//! | 0 | time, 53 | window tag, 8; exhausted, 1; kind, 2 |
 //! | 1 | units, 40 | lifetime, its high 24 |
 //! | 2 | parts, 45 | lifetime, its low 19 |
 //!
@@ -17,18 +17,20 @@ use crate::quota::Quota;
 /// The latest time that a state can hold: the year 2255.
 pub(super) const MAX_TIME: u64 = (1 << (64 - TIME_SHIFT)) - 1;
 
-const KIND_BITS: u32 = 3;
-const TIME_SHIFT: u32 = KIND_BITS + 8;
+const KIND_BITS: u32 = 2;
+const EXHAUSTED: u64 = 1 << KIND_BITS;
+const TAG_SHIFT: u32 = KIND_BITS + 1;
+const TIME_SHIFT: u32 = TAG_SHIFT + 8;
 const LOW_LIFETIME_BITS: u32 = 19;
 const HIGH_LIFETIME_BITS: u32 = 24;
 
 /// The type of a stored counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CounterKind {
-    Log = 1,
-    Counter = 2,
-    Window = 3,
-    Bucket = 4,
+    Log = 0,
+    Counter = 1,
+    Window = 2,
+    Bucket = 3,
 }
 
 /// A counter packed into three words.
@@ -73,6 +75,7 @@ impl StoredCounter for Bucket {
     #[inline]
     fn pack(self, quota: &Quota, _before: Option<PackedState>, _logs: &mut Logs) -> PackedState {
         PackedState::new(Self::KIND, self.time, self.level, self.part, quota)
+            .exhausted_if(self.level >= quota.burst())
     }
 
     #[inline]
@@ -92,6 +95,7 @@ impl StoredCounter for FixedWindow {
     #[inline]
     fn pack(self, quota: &Quota, _before: Option<PackedState>, _logs: &mut Logs) -> PackedState {
         PackedState::new(Self::KIND, self.start, self.count, 0, quota)
+            .exhausted_if(self.count >= quota.limit())
     }
 
     #[inline]
@@ -111,6 +115,7 @@ impl StoredCounter for SlidingCounter {
     #[inline]
     fn pack(self, quota: &Quota, _before: Option<PackedState>, _logs: &mut Logs) -> PackedState {
         PackedState::new(Self::KIND, self.start, self.current, self.previous, quota)
+            .exhausted_if(self.current + self.previous >= quota.limit())
     }
 
     #[inline]
@@ -129,9 +134,10 @@ impl StoredCounter for SlidingLog {
     #[inline]
     fn pack(self, quota: &Quota, before: Option<PackedState>, logs: &mut Logs) -> PackedState {
         let newest = self.newest_time();
+        let is_exhausted = self.level() >= quota.limit();
         let index = before.map_or_else(|| logs.allocate(), PackedState::log_index);
         logs.put(index, self);
-        PackedState::new(Self::KIND, newest, u64::from(index), 0, quota)
+        PackedState::new(Self::KIND, newest, u64::from(index), 0, quota).exhausted_if(is_exhausted)
     }
 
     fn restore(self, state: PackedState, logs: &mut Logs) {
@@ -155,10 +161,23 @@ impl PackedState {
             if is_bucket { bucket_lifetime(units, quota) } else { quota.lifetime_millis() };
         let tag = if is_bucket { quota.window_tag() } else { 0 };
         Self([
-            time << TIME_SHIFT | u64::from(tag) << KIND_BITS | kind as u64,
+            time << TIME_SHIFT | u64::from(tag) << TAG_SHIFT | kind as u64,
             units << HIGH_LIFETIME_BITS | millis >> LOW_LIFETIME_BITS,
             parts << LOW_LIFETIME_BITS | millis & low_bits(LOW_LIFETIME_BITS),
         ])
+    }
+
+    /// Marks a counter that has used up its quota.
+    #[inline]
+    fn exhausted_if(mut self, is_exhausted: bool) -> Self {
+        self.0[0] |= u64::from(is_exhausted) * EXHAUSTED;
+        self
+    }
+
+    /// Returns whether the quota was used up when the counter was last written. Such an entry is
+    /// never evicted before it expires: a client could make room for itself by a flood of keys.
+    pub(super) fn is_exhausted(self) -> bool {
+        self.0[0] & EXHAUSTED != 0
     }
 
     pub(super) fn is_of(self, kind: CounterKind) -> bool {
@@ -167,7 +186,7 @@ impl PackedState {
 
     /// Returns the tag of the window that the parts of a bucket refer to.
     fn window_tag(self) -> u8 {
-        (self.0[0] >> KIND_BITS).to_le_bytes()[0]
+        (self.0[0] >> TAG_SHIFT).to_le_bytes()[0]
     }
 
     fn time(self) -> u64 {

@@ -29,6 +29,9 @@ const BRANCHLESS_PROBES: usize = 3;
 /// predictable, and in larger ones speculation hides the latency of main memory.
 const BRANCHLESS_RANGE: RangeInclusive<u32> = 8..=512;
 
+/// Number of entries of which an eviction removes the one that expires first.
+const EVICTION_SAMPLE: usize = 64;
+
 #[derive(Debug, Default)]
 pub(super) struct Table {
     /// The home slots, and a tail for the overflow of the last runs. The very last slot is always
@@ -36,7 +39,7 @@ pub(super) struct Table {
     slots: Box<[Slot]>,
     homes: u32,
     len: u32,
-    /// Slot at which the next sweep starts.
+    /// Slot at which the next sweep or eviction starts.
     sweep_cursor: u32,
     /// Credit of the decisions since the last sweep, up to [`SWEEP_THRESHOLD`].
     sweep_credit: u32,
@@ -200,6 +203,33 @@ impl Table {
         (before - self.len(), next_expiry)
     }
 
+    /// Removes the entry that expires first among some entries that `may_evict` accepts, which have
+    /// not used up their quota. Returns the number of entries scanned and removed.
+    pub(super) fn evict(&mut self, may_evict: impl Fn(PackedState) -> bool) -> (usize, usize) {
+        let mut soonest: Option<(u64, usize)> = None;
+        let mut scanned = 0;
+        for _ in 0..self.slots.len() {
+            // Shared with the sweep, which continues after these slots.
+            let at = self.sweep_cursor as usize;
+            self.sweep_cursor = if at + 1 < self.slots.len() { self.sweep_cursor + 1 } else { 0 };
+            let state = self.slots[at].state;
+            if self.slots[at].is_empty() {
+                continue;
+            }
+            scanned += 1;
+            if !state.is_exhausted() && may_evict(state) {
+                soonest = soonest.into_iter().chain([(state.expires_at(), at)]).min();
+            }
+            if scanned == EVICTION_SAMPLE {
+                break;
+            }
+        }
+        if let Some((_, at)) = soonest {
+            self.remove(at);
+        }
+        (scanned, usize::from(soonest.is_some()))
+    }
+
     /// Rebuilds the table with this number of home slots.
     fn rebuild(&mut self, homes: u32) {
         let tail = 4 + homes as usize / 32;
@@ -296,6 +326,26 @@ mod tests {
             prop_assert_eq!(next_expiry, earliest.unwrap_or(u64::MAX));
             check(&mut table, &model);
         }
+    }
+
+    #[test]
+    fn eviction_removes_the_entry_that_expires_first_unless_it_is_exhausted() {
+        let mut table = Table::default();
+        let spread = |number: u64| Fingerprint::new(number << 58, number);
+        for number in 0..32 {
+            let (Ok(at) | Err(at)) = table.find(spread(number));
+            table.insert(at, spread(number), state(2_000_000 * (100 - number)));
+        }
+        let quota = Quota::token_bucket(1, std::time::Duration::from_secs(1)).expect("valid");
+        let full = Bucket { level: 1, ..Bucket::default() }.pack(&quota, None, &mut table.logs);
+        let at = table.find(spread(7)).expect("a key");
+        table.set(at, full);
+        for number in (0..32).rev().filter(|number| *number != 7) {
+            assert!(table.find(spread(number)).is_ok());
+            assert_eq!(table.evict(|_| true).1, 1);
+            assert!(table.find(spread(number)).is_err(), "{number}");
+        }
+        assert_eq!(table.evict(|_| true), (1, 0), "only the exhausted one is left");
     }
 
     #[test]
