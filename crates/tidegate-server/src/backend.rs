@@ -73,10 +73,11 @@ impl Backend {
         self.redis().map(|redis| redis.timeout)
     }
 
-    pub(crate) fn memory_keys(&self) -> usize {
+    /// Returns the counts in the memory of this process: all of them, or those of the fallback.
+    pub(crate) fn memory_store(&self) -> &MemoryStore {
         match self {
-            Self::Memory(memory) => memory.store.keys(),
-            Self::Redis(redis) => redis.fallback.local().keys(),
+            Self::Memory(memory) => &memory.store,
+            Self::Redis(redis) => redis.fallback.local(),
         }
     }
 

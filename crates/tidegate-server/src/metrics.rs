@@ -12,6 +12,7 @@ use tidegate::{Source, StoreError};
 
 use crate::backend::{Backend, RedisBackend};
 use crate::duration;
+use crate::logs::panics;
 
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
@@ -204,7 +205,29 @@ impl Metrics {
                 writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
         }
         head(&mut text, "tidegate_memory_keys", "gauge", "Keys in the memory of this process.");
-        let _ = writeln!(text, "tidegate_memory_keys {}", backend.memory_keys());
+        let memory = backend.memory_store();
+        let _ = writeln!(text, "tidegate_memory_keys {}", memory.keys());
+        head(
+            &mut text,
+            "tidegate_memory_max_keys",
+            "gauge",
+            "Keys that the memory of this process has room for.",
+        );
+        let _ = writeln!(text, "tidegate_memory_max_keys {}", memory.max_keys());
+        head(
+            &mut text,
+            "tidegate_memory_evicted_keys_total",
+            "counter",
+            "Keys within their quota that full memory forgot to make room for new ones.",
+        );
+        let _ = writeln!(text, "tidegate_memory_evicted_keys_total {}", memory.evicted_keys());
+        head(
+            &mut text,
+            "tidegate_panics_total",
+            "counter",
+            "Panics, each a defect to be reported.",
+        );
+        let _ = writeln!(text, "tidegate_panics_total {}", panics::count());
         head(&mut text, "tidegate_store_up", "gauge", "Whether the store is available.");
         let _ = writeln!(
             text,

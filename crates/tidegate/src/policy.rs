@@ -288,7 +288,7 @@ pub enum PolicyError {
 }
 
 impl Condition {
-    fn parse(&mut self, rules: &PathRules) -> Result<(), PolicyError> {
+    fn parse(&mut self, rules: PathRules) -> Result<(), PolicyError> {
         let patterns = self.texts.iter().map(|text| Pattern::new(&self.attribute, text, rules));
         self.patterns = patterns.collect::<Result<_, _>>()?;
         Ok(())
@@ -338,7 +338,7 @@ impl Policy {
         }
         let texts = patterns.iter().map(|pattern| pattern.as_ref().to_owned()).collect();
         let mut condition = Condition { attribute, texts, patterns: Vec::new() };
-        condition.parse(&self.path_rules)?;
+        condition.parse(self.path_rules)?;
         self.conditions.push(condition);
         Ok(())
     }
@@ -346,7 +346,7 @@ impl Policy {
     /// Sets the path rules, by which the patterns of paths are parsed.
     pub(crate) fn set_path_rules(&mut self, rules: PathRules) -> Result<(), PolicyError> {
         self.path_rules = rules;
-        self.conditions.iter_mut().try_for_each(|condition| condition.parse(&rules))
+        self.conditions.iter_mut().try_for_each(|condition| condition.parse(rules))
     }
 
     pub(crate) fn set_key(&mut self, attributes: &[impl AsRef<str>]) -> Result<(), PolicyError> {

@@ -127,7 +127,7 @@ impl PathRules {
     /// # Errors
     ///
     /// The path has a spelling that is rejected.
-    pub fn normalize<'p>(&self, path: &'p str) -> Result<Cow<'p, str>, PathError> {
+    pub fn normalize(self, path: &str) -> Result<Cow<'_, str>, PathError> {
         let path = path.split(['?', '#']).next().unwrap_or_default();
         if self.is_normal(path) {
             return Ok(Cow::Borrowed(path));
@@ -161,7 +161,7 @@ impl PathRules {
 
     /// Returns the form of a path that patterns match: the normal form without slashes at the end
     /// and, if the case does not matter, in lower case.
-    pub(super) fn matched<'p>(&self, path: &'p str) -> Result<Cow<'p, str>, PathError> {
+    pub(super) fn matched(self, path: &str) -> Result<Cow<'_, str>, PathError> {
         let normal = self.normalize(path)?;
         let length = normal.trim_end_matches('/').len().max(1);
         let has_capitals = || normal.bytes().any(|byte| byte.is_ascii_uppercase());
@@ -178,7 +178,7 @@ impl PathRules {
     }
 
     /// Returns the form of a pattern with stars, in which a star is a letter like others.
-    pub(super) fn pattern(&self, text: &str) -> Result<String, PatternError> {
+    pub(super) fn pattern(self, text: &str) -> Result<String, PatternError> {
         if text.starts_with('*') && !text.starts_with("**") {
             return Err(PatternError::LeadingStar);
         }
@@ -206,14 +206,15 @@ impl PathRules {
         Ok(pattern)
     }
 
-    fn is_normal(&self, path: &str) -> bool {
+    fn is_normal(self, path: &str) -> bool {
+        let has_empty_segments = self.merge_slashes && path.contains("//");
         path.starts_with('/')
-            && !(self.merge_slashes && path.contains("//"))
+            && !has_empty_segments
             && !path.contains("/.")
             && !path.bytes().any(|byte| matches!(byte, b'%' | b';' | b'\\'))
     }
 
-    fn without_parameters<'s>(&self, segment: &'s str) -> Result<&'s str, PathError> {
+    fn without_parameters(self, segment: &str) -> Result<&str, PathError> {
         match (segment.split_once(';'), self.parameters) {
             (None, _) | (_, PathSpelling::Keep) => Ok(segment),
             (Some(_), PathSpelling::Reject) => Err(PathError::Parameter),
@@ -224,7 +225,7 @@ impl PathRules {
     /// Decodes characters that need no percent-encoding. Others stay encoded, in upper case, and a
     /// `%` without a code becomes `%25`: it is a letter, and must not start a code with what
     /// follows it once that is decoded.
-    fn decode<'p>(&self, path: &'p str) -> Result<Cow<'p, str>, PathError> {
+    fn decode(self, path: &str) -> Result<Cow<'_, str>, PathError> {
         if !path.contains(['%', '\\']) {
             return Ok(Cow::Borrowed(path));
         }

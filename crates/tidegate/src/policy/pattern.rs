@@ -25,7 +25,7 @@ impl Pattern {
     pub(super) fn new(
         attribute: &KeySource,
         text: &str,
-        rules: &PathRules,
+        rules: PathRules,
     ) -> Result<Self, PolicyError> {
         let is_path = attribute.is_path();
         let normal = if is_path {
@@ -160,7 +160,7 @@ mod tests {
         let rules = PathRules::default();
         let path = KeySource::path();
         let matches = |pattern: &str, path_of_request: &str| {
-            let pattern = Pattern::new(&path, pattern, &rules).expect("a pattern");
+            let pattern = Pattern::new(&path, pattern, rules).expect("a pattern");
             pattern.matches(&rules.matched(path_of_request).expect("a path"))
         };
         for (pattern, request) in [
@@ -175,16 +175,16 @@ mod tests {
             assert!(matches(pattern, request), "{pattern} {request}");
         }
         for refused in ["/limited%2f**", "/a/../*", "*.png", "*", "/a;x/**", "/a%2fb"] {
-            let error = Pattern::new(&path, refused, &rules).expect_err(refused).to_string();
+            let error = Pattern::new(&path, refused, rules).expect_err(refused).to_string();
             assert!(error.contains(&format!("{refused:?} would never match")), "{error}");
         }
         let decoding = rules.with_encoded_slashes(PathSpelling::Decode);
-        let pattern = Pattern::new(&path, "/limited%2f**", &decoding).expect("a pattern");
+        let pattern = Pattern::new(&path, "/limited%2f**", decoding).expect("a pattern");
         assert!(pattern.matches("/limited/x"));
         let any_case = rules.with_case_insensitive(true);
-        let pattern = Pattern::new(&path, "/Admin/**", &any_case).expect("a pattern");
+        let pattern = Pattern::new(&path, "/Admin/**", any_case).expect("a pattern");
         assert!(pattern.matches("/admin/x"));
-        let host = Pattern::new(&KeySource::host(), "*.Example.COM", &rules).expect("a pattern");
+        let host = Pattern::new(&KeySource::host(), "*.Example.COM", rules).expect("a pattern");
         assert!(host.matches("a.example.com"));
     }
 

@@ -140,6 +140,12 @@ impl MemoryStore {
         self.keys.count.load(Ordering::Relaxed)
     }
 
+    /// Returns the maximum number of keys.
+    #[must_use]
+    pub fn max_keys(&self) -> usize {
+        self.max_keys
+    }
+
     /// Returns the number of keys that a full store has forgotten although they still counted. If
     /// it grows, the store needs a higher maximum, or someone floods it with keys.
     #[must_use]
