@@ -264,7 +264,7 @@ impl<'a> PolicyDecision<'a> {
 
     /// Denies a charge that can never be admitted.
     pub(super) fn reject(&mut self) {
-        let limit = self.quota().map_or(0, Quota::limit);
+        let limit = self.quota().map_or(0, Quota::burst);
         self.decision = Decision::deny(limit, Duration::ZERO).with_source(Source::Deny);
         self.decided = true;
         self.rejected = true;
