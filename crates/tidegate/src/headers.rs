@@ -12,6 +12,12 @@ use crate::algorithm::{Algorithm, mul_div_rem};
 use crate::decision::{Decision, Source};
 use crate::quota::Quota;
 
+/// Type URI of the problem details of a denial, from the IETF draft. Its member `violated-policies`
+/// has the names of the policies that the request exceeds.
+pub const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+/// Title of the problem type [`QUOTA_EXCEEDED`].
+pub const QUOTA_EXCEEDED_TITLE: &str = "Quota Exceeded";
+
 /// State of one policy after a request, as the headers show it.
 ///
 /// [`PolicyDecisions::header_states`](crate::PolicyDecisions::header_states) returns those of a

@@ -109,7 +109,7 @@ pub(crate) async fn forward_auth(
     let denied = !decisions.is_allowed();
     let mut response = if denied {
         let status = parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into);
-        Problem::new(status, denial_reason(&decisions)).into_http()
+        Problem::denied(status, denial_reason(&decisions), &decisions).into_http()
     } else {
         Response::new(Full::default())
     };
