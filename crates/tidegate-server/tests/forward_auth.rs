@@ -134,6 +134,50 @@ fn policies_match_the_original_request() {
     }
 }
 
+/// A proxy that does not describe the request bypasses the policies that match by path. That must
+/// not go unnoticed.
+#[test]
+fn missing_description_of_the_request_is_logged_once_and_counted() {
+    const WARNING: &str = "forward-auth request without";
+    let counts = |service: &Service| -> Vec<u64> {
+        let metrics = service.admin("/metrics").body;
+        let count = |part: &str| {
+            let line = format!("tidegate_forward_auth_incomplete_total{{missing=\"{part}\"}} ");
+            let (_, rest) = metrics.split_once(&line).expect("the metric");
+            rest.lines().next().and_then(|count| count.parse().ok()).expect("a number")
+        };
+        ["uri", "method", "host"].map(count).to_vec()
+    };
+    let service = one_policy("match: {path: /login, method: POST}");
+    let described = [("X-Original-URI", "/"), ("X-Original-Method", "GET")];
+    assert_eq!(send(&service, "", &described).status, 200);
+    assert_eq!(statuses(&service, "?policy=p", &[], 2), [200, 429]);
+    assert_eq!(counts(&service), [0, 0, 0]);
+    assert!(!service.output().contains(WARNING), "{}", service.output());
+
+    assert_eq!(statuses(&service, "", &[GET], 3), [200; 3], "no policy applies");
+    assert_eq!(send(&service, "", &[("X-Forwarded-Uri", "/login")]).status, 200);
+    assert_eq!(counts(&service), [3, 1, 0]);
+    service.wait_until("both headers are logged", |service| {
+        service.output().contains(&format!("{WARNING} X-Forwarded-Method"))
+    });
+    let output = service.output();
+    assert_eq!(output.matches(&format!("{WARNING} X-Forwarded-Uri")).count(), 1, "{output}");
+    for fix in [
+        "proxy_set_header X-Forwarded-Uri $request_uri;",
+        "header_up X-Forwarded-Uri {uri}",
+        "use forwardAuth",
+    ] {
+        assert!(output.contains(fix), "{fix} in\n{output}");
+    }
+
+    // Nothing is missing that a policy needs.
+    let by_ip = one_policy("key: [ip]");
+    assert_eq!(statuses(&by_ip, "", &[], 2), [200, 429]);
+    assert_eq!(counts(&by_ip), [0, 0, 0]);
+    assert!(!by_ip.output().contains(WARNING));
+}
+
 #[test]
 fn named_policy_is_applied_alone_regardless_of_its_match() {
     let service = Service::start(

@@ -133,7 +133,7 @@ proptest! {
             let (capacity, window) = (policy.number("q").expect("q"), policy.number("w").expect("w"));
             prop_assert!(window >= 1);
             prop_assert!(item.number("r").expect("r") <= capacity, "{:?} {:?}", policy, item);
-            // q / w is the rate, as exactly as whole seconds can tell.
+            // q / w is the rate, as exactly as whole seconds can be.
             let refill = capacity as f64 * state.quota.window().as_secs_f64();
             let refill = refill / state.quota.limit() as f64;
             prop_assert!((refill - 1e-3..refill + 1.001).contains(&(window as f64)));

@@ -88,7 +88,8 @@ fn origin(text: &str) -> Option<HeaderValue> {
     if !is_scheme || host.host().is_empty() || !authority.bytes().all(is_host) {
         return None;
     }
-    if authority.ends_with(':') || host.port().is_some_and(|port| port.as_str().len() > 5) {
+    let port = authority.strip_prefix(host.host())?;
+    if !port.is_empty() && port.strip_prefix(':')?.parse::<u16>().is_err() {
         return None;
     }
     let default_port = DEFAULT_PORTS.iter().find(|(name, _)| *name == scheme);
