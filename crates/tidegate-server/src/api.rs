@@ -22,7 +22,7 @@ use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
 use crate::state::ServerState;
 
-mod forward_auth;
+pub(crate) mod forward_auth;
 pub(crate) mod json;
 pub(crate) mod problem;
 pub(crate) mod token;

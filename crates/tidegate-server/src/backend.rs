@@ -298,10 +298,10 @@ fn when_full(
     let quota = charge.quota();
     match charge.on_store_failure() {
         OnStoreFailure::Allow if decides => {
-            Ok(Decision::allow(quota.limit(), quota.burst()).with_source(Source::Allow))
+            Ok(Decision::allow(quota.burst(), quota.burst()).with_source(Source::Allow))
         }
         OnStoreFailure::Deny if decides => {
-            let denied = Decision::deny(quota.limit(), Duration::from_secs(1));
+            let denied = Decision::deny(quota.burst(), Duration::from_secs(1));
             Ok(denied.with_reset_after(Duration::ZERO).with_source(Source::Deny))
         }
         _ => Err(error),

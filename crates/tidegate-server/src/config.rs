@@ -15,12 +15,14 @@ use tidegate::{Algorithm, ClientIp, Policies};
 use crate::envoy::rules::Rules;
 use crate::tls;
 
+mod cors;
 mod gateway;
 mod listen;
 mod raw;
 mod redaction;
 mod store;
 
+pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::GatewayConfig;
 pub(crate) use listen::Listen;
 pub(crate) use store::{RedisConfig, StoreConfig};

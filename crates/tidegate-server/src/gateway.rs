@@ -25,6 +25,7 @@ use crate::state::ServerState;
 
 mod body;
 mod client;
+mod cors;
 mod error;
 mod head;
 mod limit;
@@ -56,7 +57,7 @@ pub(crate) fn service(
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
     };
-    Ok(LimitedGateway::new(state, &Gateway(Arc::new(proxy))))
+    Ok(LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy))))
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,

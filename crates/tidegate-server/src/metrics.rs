@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use tidegate::{Source, StoreError};
 
+use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
 use crate::duration;
 use crate::logs::panics;
@@ -26,6 +27,8 @@ pub(crate) struct Metrics {
     store_errors: [AtomicU64; ERROR_KINDS.len()],
     reload_successes: AtomicU64,
     reload_failures: AtomicU64,
+    /// Forward-auth requests by the part of the original request that is missing.
+    incomplete_forward_auth: [AtomicU64; PARTS],
 }
 
 /// Decisions of one policy, by outcome.
@@ -124,6 +127,10 @@ impl Metrics {
     pub(crate) fn count_reload(&self, success: bool) {
         let counter = if success { &self.reload_successes } else { &self.reload_failures };
         counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_incomplete_forward_auth(&self, part: usize) {
+        self.incomplete_forward_auth[part].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Writes the counters of each policy.
@@ -249,6 +256,19 @@ impl Metrics {
             let _ = writeln!(
                 text,
                 "tidegate_config_reloads_total{{outcome=\"{outcome}\"}} {}",
+                load(counter)
+            );
+        }
+        head(
+            &mut text,
+            "tidegate_forward_auth_incomplete_total",
+            "counter",
+            "Forward-auth requests without a header that policies need, by the missing part.",
+        );
+        for (part, counter) in PART_NAMES.iter().zip(&self.incomplete_forward_auth) {
+            let _ = writeln!(
+                text,
+                "tidegate_forward_auth_incomplete_total{{missing=\"{part}\"}} {}",
                 load(counter)
             );
         }

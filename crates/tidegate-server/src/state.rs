@@ -10,6 +10,7 @@ use tidegate::{
     Query, Store as _, StoreError, Timestamp,
 };
 
+use crate::api::forward_auth::missing::UsedParts;
 use crate::backend::{Backend, StrictBackend};
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Unit, override_name};
@@ -37,6 +38,7 @@ pub(crate) struct ActiveConfig {
     pub(crate) limiter: ServerLimiter<Arc<Backend>>,
     /// For Envoy, whose `failure_mode_deny` decides if the store fails.
     pub(crate) strict_limiter: ServerLimiter<StrictBackend>,
+    pub(crate) forward_auth_parts: UsedParts,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
@@ -80,6 +82,7 @@ impl ActiveConfig {
         let rules = config.envoy.rules.rules().map(|rule| rule.path.as_str());
         let names = config.policies.iter().map(Policy::name).chain(rules);
         let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, names));
+        let forward_auth_parts = UsedParts::of(&config.policies);
         let policies = Arc::new(config.policies);
         let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), Arc::clone(&policies))
             .with_observer(Arc::clone(&observer));
@@ -92,6 +95,7 @@ impl ActiveConfig {
             tls: config.tls,
             limiter: limiter.with_timeout(timeout),
             strict_limiter: strict_limiter.with_timeout(timeout),
+            forward_auth_parts,
             x_ratelimit_headers: config.x_ratelimit_headers,
             api_token: config.api_token,
             admin_token: config.admin_token,

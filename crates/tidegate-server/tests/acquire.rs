@@ -88,6 +88,17 @@ fn json_output_matches_the_api() {
 }
 
 #[test]
+fn limit_shown_is_the_burst_so_that_no_more_is_left() {
+    let bucket =
+        ["--algorithm", "token-bucket", "--limit", "10", "--window", LONG, "--burst", "50"];
+    let arguments = [&["acquire", "u"][..], &bucket].concat();
+    let line = text(&tidegate(&arguments).stdout);
+    assert!(line.starts_with("allowed  49 of 50 left"), "{line}");
+    let body = bodies(&tidegate(&[&arguments[..], &["--json"]].concat())).remove(0);
+    assert_eq!((&body["limit"], &body["remaining"]), (&json!(50), &json!(49)));
+}
+
+#[test]
 fn flags_are_read_from_the_environment() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.args(["acquire", "user123"]).env_clear();

@@ -36,7 +36,12 @@ fn allowed_requests_get_200_and_denied_ones_429_with_retry_after() {
     assert_eq!(denied.header("content-type"), Some("application/problem+json"));
     assert_eq!(denied.header("retry-after"), Some("3600"));
     assert_eq!(denied.header("ratelimit"), Some("\"all\";r=0;t=3600"));
-    assert_eq!(denied.json()["title"], "Too Many Requests");
+    assert_eq!(
+        denied.json()["type"],
+        "https://iana.org/assignments/http-problem-types#quota-exceeded"
+    );
+    assert_eq!(denied.json()["title"], "Quota Exceeded");
+    assert_eq!(denied.json()["violated-policies"], serde_json::json!(["all"]));
     let detail = denied.json()["detail"].as_str().expect("a detail").to_owned();
     assert!(detail.contains("\"all\"") && detail.contains("try again in"), "{detail}");
 }
@@ -45,10 +50,11 @@ fn allowed_requests_get_200_and_denied_ones_429_with_retry_after() {
 fn denials_use_the_status_that_the_proxy_requests() {
     let service = Service::start("policies: [{name: all, limit: 1, window: 1h}]");
     assert_eq!(send(&service, "", &[]).status, 200);
-    for (status, title) in [(401, "Unauthorized"), (403, "Forbidden"), (429, "Too Many Requests")] {
+    for status in [401, 403, 429] {
         let denied = send(&service, &format!("?deny_status={status}"), &[]);
         assert_eq!(denied.status, status);
-        assert_eq!(denied.json()["title"], title);
+        assert_eq!(denied.json()["status"], status);
+        assert_eq!(denied.json()["violated-policies"], serde_json::json!(["all"]));
         assert!(denied.header("retry-after").is_some());
     }
 }
@@ -128,6 +134,50 @@ fn policies_match_the_original_request() {
     }
 }
 
+/// A proxy that does not describe the request bypasses the policies that match by path. That must
+/// not go unnoticed.
+#[test]
+fn missing_description_of_the_request_is_logged_once_and_counted() {
+    const WARNING: &str = "forward-auth request without";
+    let counts = |service: &Service| -> Vec<u64> {
+        let metrics = service.admin("/metrics").body;
+        let count = |part: &str| {
+            let line = format!("tidegate_forward_auth_incomplete_total{{missing=\"{part}\"}} ");
+            let (_, rest) = metrics.split_once(&line).expect("the metric");
+            rest.lines().next().and_then(|count| count.parse().ok()).expect("a number")
+        };
+        ["uri", "method", "host"].map(count).to_vec()
+    };
+    let service = one_policy("match: {path: /login, method: POST}");
+    let described = [("X-Original-URI", "/"), ("X-Original-Method", "GET")];
+    assert_eq!(send(&service, "", &described).status, 200);
+    assert_eq!(statuses(&service, "?policy=p", &[], 2), [200, 429]);
+    assert_eq!(counts(&service), [0, 0, 0]);
+    assert!(!service.output().contains(WARNING), "{}", service.output());
+
+    assert_eq!(statuses(&service, "", &[GET], 3), [200; 3], "no policy applies");
+    assert_eq!(send(&service, "", &[("X-Forwarded-Uri", "/login")]).status, 200);
+    assert_eq!(counts(&service), [3, 1, 0]);
+    service.wait_until("both headers are logged", |service| {
+        service.output().contains(&format!("{WARNING} X-Forwarded-Method"))
+    });
+    let output = service.output();
+    assert_eq!(output.matches(&format!("{WARNING} X-Forwarded-Uri")).count(), 1, "{output}");
+    for fix in [
+        "proxy_set_header X-Forwarded-Uri $request_uri;",
+        "header_up X-Forwarded-Uri {uri}",
+        "use forwardAuth",
+    ] {
+        assert!(output.contains(fix), "{fix} in\n{output}");
+    }
+
+    // Nothing is missing that a policy needs.
+    let by_ip = one_policy("key: [ip]");
+    assert_eq!(statuses(&by_ip, "", &[], 2), [200, 429]);
+    assert_eq!(counts(&by_ip), [0, 0, 0]);
+    assert!(!by_ip.output().contains(WARNING));
+}
+
 #[test]
 fn named_policy_is_applied_alone_regardless_of_its_match() {
     let service = Service::start(
@@ -147,7 +197,10 @@ fn named_policy_is_applied_alone_regardless_of_its_match() {
     assert_eq!(send(&service, "?policy=login", &[("X-User-Id", "u2")]).status, 200);
     let keyless = send(&service, "?policy=login", &[]);
     assert_eq!((keyless.status, keyless.header("ratelimit")), (200, None), "missing_key: skip");
-    assert_eq!(send(&service, "?policy=strict", &[]).status, 429, "missing_key: deny");
+    let keyless = send(&service, "?policy=strict", &[]);
+    assert_eq!((keyless.status, keyless.header("retry-after")), (429, None), "missing_key: deny");
+    assert_eq!(keyless.header("ratelimit"), Some("\"strict\";r=0"), "no wait helps");
+    assert_eq!(keyless.json()["type"], "about:blank", "no quota is exceeded");
     assert_eq!(
         send(&service, "", &user).header("ratelimit"),
         Some("\"every\";r=999;t=3600, \"strict\";r=1;t=3600")

@@ -291,7 +291,7 @@ impl RawDecision {
     pub(crate) fn into_decision(self, quota: &Quota, source: Source) -> Decision {
         Decision {
             allowed: self.allowed,
-            limit: quota.limit(),
+            limit: quota.burst(),
             remaining: self.remaining,
             retry_after: duration_from_micros(self.retry_after),
             reset_after: Duration::from_micros(self.reset_after),
@@ -310,7 +310,7 @@ fn duration_from_micros(micros: u64) -> Duration {
 /// Returns the quotient and the remainder of `a * b / m`, without overflow in between. For numbers
 /// that a `Quota` allows, the quotient fits 64 bits.
 #[inline]
-fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
+pub(crate) fn mul_div_rem(a: u64, b: u64, m: u64) -> (u64, u64) {
     // Most products fit 64 bits, where a division is much cheaper than in 128.
     if let Some(product) = a.checked_mul(b) {
         // Little or nothing has drained from a busy key since its last request.

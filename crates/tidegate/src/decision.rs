@@ -37,7 +37,8 @@ use std::time::Duration;
 pub struct Decision {
     /// Whether the request may pass.
     pub allowed: bool,
-    /// Units per window of the quota.
+    /// Capacity of the quota: the [burst](crate::Quota::burst) of a bucket, the limit of the other
+    /// algorithms. `remaining` never exceeds it.
     pub limit: u64,
     /// Units that another request could take right after this decision.
     pub remaining: u64,

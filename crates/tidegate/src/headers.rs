@@ -2,13 +2,21 @@
 //! `X-RateLimit-*`.
 //!
 //! The first two follow the IETF draft on rate limit header fields: a list of items, each with the
-//! policy's name as a quoted string and its numbers as parameters. Seconds are rounded up, so a
+//! policy's name as a quoted string and its numbers as parameters. Strings in such fields are
+//! ASCII, so all other bytes of a name, and `%`, are percent-encoded. Seconds are rounded up, so a
 //! client that waits them is admitted.
 
 use std::time::Duration;
 
-use crate::decision::Decision;
+use crate::algorithm::{Algorithm, mul_div_rem};
+use crate::decision::{Decision, Source};
 use crate::quota::Quota;
+
+/// Type URI of the problem details of a denial, from the IETF draft. Its member `violated-policies`
+/// has the names of the policies that the request exceeds.
+pub const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+/// Title of the problem type [`QUOTA_EXCEEDED`].
+pub const QUOTA_EXCEEDED_TITLE: &str = "Quota Exceeded";
 
 /// State of one policy after a request, as the headers show it.
 ///
@@ -55,10 +63,21 @@ pub fn to_headers(states: &[PolicyState<'_>], with_x_headers: bool) -> Vec<(&'st
 ///
 /// | name | value | if |
 /// | --- | --- | --- |
-/// | `ratelimit-policy` | limit `q` and window `w` in seconds of each policy | always |
-/// | `ratelimit` | units left `r` and reset `t` in seconds of each policy | always |
-/// | `retry-after` | wait of the binding policy in seconds, at least 1 | it denies |
-/// | `x-ratelimit-limit`, `-remaining`, `-reset` | those of the binding policy | `with_x_headers` |
+/// | `ratelimit-policy` | capacity `q` and the seconds `w` in which it refills | always |
+/// | `ratelimit` | units left `r` and the seconds `t` until there are more | always |
+/// | `retry-after` | seconds to wait, at least 1 | denied, and a wait helps |
+/// | `x-ratelimit-limit`, `-remaining` | capacity and units left | `with_x_headers` |
+/// | `x-ratelimit-reset` | seconds until the capacity is full | the same, unless no wait helps |
+///
+/// The first two list all policies, the others are those of the binding policy.
+///
+/// * The capacity is the [burst](Quota::burst) of a bucket and the limit of the other algorithms.
+///   `q` divided by `w` is the rate, and no number of units left exceeds `q`.
+/// * `t` is the wait of a policy that denies, and is never longer than `retry-after`. Otherwise it
+///   is the time until the next unit for a bucket, and until the end of a fixed window. The sliding
+///   algorithms do not report when their oldest unit leaves: `t` is the time until all have left.
+/// * A policy whose whole capacity is available has no `t`. Neither has a denial that no wait
+///   helps, because the request lacks the policy's key.
 ///
 /// ```
 /// use std::time::Duration;
@@ -80,30 +99,66 @@ pub fn for_each_header<'a>(
     with_x_headers: bool,
     mut header: impl FnMut(&'static str, &str),
 ) {
-    let binding = states.clone().map(|state| state.decision).min_by_key(Decision::rank);
+    let binding = states.clone().min_by_key(|state| state.decision.rank());
     let Some(binding) = binding else { return };
+    let wait = binding.decision.retry_after;
+    let retry_after = (!binding.decision.allowed && !wait.is_zero()).then(|| seconds(wait));
     let mut value = String::with_capacity(64);
     for PolicyState { policy, quota, .. } in states.clone() {
-        push_quoted(&mut value, policy);
-        push_number(&mut value, ";q=", quota.limit());
-        push_number(&mut value, ";w=", seconds(quota.window()));
+        push_name(&mut value, policy);
+        push_number(&mut value, ";q=", quota.burst());
+        push_number(&mut value, ";w=", quota.drain_micros().div_ceil(1_000_000));
     }
     header("ratelimit-policy", &value);
     value.clear();
-    for PolicyState { policy, decision, .. } in states {
-        push_quoted(&mut value, policy);
-        push_number(&mut value, ";r=", decision.remaining);
-        push_number(&mut value, ";t=", seconds(decision.reset_after));
+    for state in states {
+        push_name(&mut value, state.policy);
+        push_number(&mut value, ";r=", state.decision.remaining);
+        if let Some(wait) = state.more_after() {
+            push_number(&mut value, ";t=", seconds(wait).min(retry_after.unwrap_or(u64::MAX)));
+        }
     }
     header("ratelimit", &value);
     let mut digits = itoa::Buffer::new();
-    if !binding.allowed {
-        header("retry-after", digits.format(seconds(binding.retry_after).max(1)));
+    if let Some(retry_after) = retry_after {
+        header("retry-after", digits.format(retry_after));
     }
     if with_x_headers {
-        header("x-ratelimit-limit", digits.format(binding.limit));
-        header("x-ratelimit-remaining", digits.format(binding.remaining));
-        header("x-ratelimit-reset", digits.format(seconds(binding.reset_after)));
+        header("x-ratelimit-limit", digits.format(binding.quota.burst()));
+        header("x-ratelimit-remaining", digits.format(binding.decision.remaining));
+        if binding.decision.allowed || retry_after.is_some() {
+            let reset = binding.decision.reset_after.max(wait);
+            header("x-ratelimit-reset", digits.format(seconds(reset)));
+        }
+    }
+}
+
+impl PolicyState<'_> {
+    /// Returns the time until more quota becomes available. `None` if all of it is available, or if
+    /// no wait helps.
+    fn more_after(&self) -> Option<Duration> {
+        let Decision { allowed, remaining, retry_after, reset_after, source, .. } = self.decision;
+        let is_bucket =
+            matches!(self.quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket);
+        let wait = if !allowed {
+            retry_after
+        // While the store is unavailable, the bucket that decides is a share of the quota.
+        } else if is_bucket && source != Source::Local {
+            self.next_unit_after(remaining, reset_after)
+        } else {
+            reset_after
+        };
+        Some(wait).filter(|wait| !wait.is_zero())
+    }
+
+    /// Returns the time until a bucket has one unit more: the time until it is full, less the time
+    /// in which all further units arrive.
+    fn next_unit_after(&self, remaining: u64, reset_after: Duration) -> Duration {
+        let Some(further) = self.quota.burst().saturating_sub(remaining).checked_sub(1) else {
+            return Duration::ZERO;
+        };
+        let (refill, _) = mul_div_rem(further, self.quota.window_micros(), self.quota.limit());
+        reset_after.saturating_sub(Duration::from_micros(refill))
     }
 }
 
@@ -117,17 +172,23 @@ fn push_number(value: &mut String, name: &str, number: u64) {
     value.push_str(itoa::Buffer::new().format(number));
 }
 
-/// Appends an item to a list. A string of structured fields has only printable ASCII.
-fn push_quoted(value: &mut String, text: &str) {
+/// Appends an item to a list: the name as a string of structured fields, which has only printable
+/// ASCII. Names that differ stay different.
+fn push_name(value: &mut String, name: &str) {
+    const HEX: &[u8; 16] = b"0123456789ABCDEF";
     value.push_str(if value.is_empty() { "\"" } else { ", \"" });
-    if text.bytes().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\')) {
-        value.push_str(text);
+    let is_plain = |byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\' | b'%');
+    if name.bytes().all(is_plain) {
+        value.push_str(name);
     } else {
-        for character in text.chars() {
-            match character {
-                '"' | '\\' => value.extend(['\\', character]),
-                ' '..='~' => value.push(character),
-                _ => value.push('?'),
+        for byte in name.bytes() {
+            match byte {
+                b'"' | b'\\' => value.extend(['\\', char::from(byte)]),
+                _ if is_plain(byte) => value.push(char::from(byte)),
+                _ => {
+                    let digit = |number: u8| char::from(HEX[usize::from(number)]);
+                    value.extend(['%', digit(byte >> 4), digit(byte & 15)]);
+                }
             }
         }
     }
@@ -137,6 +198,8 @@ fn push_quoted(value: &mut String, text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
 
     fn decision(allowed: bool, retry_after: Duration) -> Decision {
         Decision {
@@ -156,7 +219,7 @@ mod tests {
             headers,
             [
                 ("ratelimit-policy", "\"p\";q=10;w=2".to_owned()),
-                ("ratelimit", "\"p\";r=3;t=2".to_owned()),
+                ("ratelimit", "\"p\";r=3;t=1".to_owned()),
                 ("retry-after", "1".to_owned()),
                 ("x-ratelimit-limit", "10".to_owned()),
                 ("x-ratelimit-remaining", "3".to_owned()),
@@ -171,10 +234,90 @@ mod tests {
     }
 
     #[test]
+    fn burst_is_the_limit_shown_and_the_window_keeps_the_rate() {
+        let minute = 60 * SECOND;
+        let quota = |limit, burst| {
+            Quota::token_bucket(limit, minute).and_then(|quota| quota.with_burst(burst))
+        };
+        for (limit, burst, policy) in
+            [(10, 50, "q=50;w=300"), (10, 2, "q=2;w=12"), (7, 8, "q=8;w=69"), (1_000, 1, "q=1;w=1")]
+        {
+            let quota = quota(limit, burst).expect("valid");
+            let decision = Decision::allow(burst, burst - 1).with_reset_after(SECOND);
+            let state = PolicyState { policy: "p", quota: &quota, decision };
+            let headers = to_headers(&[state], true);
+            assert_eq!(headers[0].1, format!("\"p\";{policy}"));
+            assert_eq!(headers[2], ("x-ratelimit-limit", burst.to_string()));
+        }
+    }
+
+    #[test]
+    fn t_is_at_most_retry_after_for_every_policy() {
+        let hour = Quota::fixed_window(10, 3_600 * SECOND).expect("valid");
+        let minute = Quota::token_bucket(10, 60 * SECOND).expect("valid");
+        let states = [
+            PolicyState {
+                policy: "hour",
+                quota: &hour,
+                decision: Decision::allow(10, 4).with_reset_after(1_800 * SECOND),
+            },
+            PolicyState {
+                policy: "minute",
+                quota: &minute,
+                decision: Decision::deny(10, 6 * SECOND).with_reset_after(18 * SECOND),
+            },
+        ];
+        let headers = to_headers(&states, false);
+        assert_eq!(headers[1].1, "\"hour\";r=4;t=6, \"minute\";r=0;t=6");
+        assert_eq!(headers[2], ("retry-after", "6".to_owned()));
+    }
+
+    #[test]
+    fn nothing_is_said_about_a_wait_that_does_not_help() {
+        let quota = Quota::token_bucket(10, 60 * SECOND).expect("valid");
+        let headers = |decision| {
+            to_headers(&[PolicyState { policy: "p", quota: &quota, decision }], true)
+                .into_iter()
+                .skip(1)
+                .map(|(name, value)| format!("{name}: {value}"))
+                .collect::<Vec<_>>()
+        };
+        // The key is missing.
+        let rejected = Decision::deny(10, Duration::ZERO).with_source(Source::Deny);
+        assert_eq!(
+            headers(rejected),
+            ["ratelimit: \"p\";r=0", "x-ratelimit-limit: 10", "x-ratelimit-remaining: 0"]
+        );
+        // Everything is available.
+        assert_eq!(
+            headers(Decision::allow(10, 10)),
+            [
+                "ratelimit: \"p\";r=10",
+                "x-ratelimit-limit: 10",
+                "x-ratelimit-remaining: 10",
+                "x-ratelimit-reset: 0"
+            ]
+        );
+        // The store is unavailable and the policy fails closed.
+        let closed = Decision::deny(10, SECOND).with_reset_after(Duration::ZERO);
+        assert_eq!(
+            headers(closed.with_source(Source::Deny)),
+            [
+                "ratelimit: \"p\";r=0;t=1",
+                "retry-after: 1",
+                "x-ratelimit-limit: 10",
+                "x-ratelimit-remaining: 0",
+                "x-ratelimit-reset: 1"
+            ]
+        );
+    }
+
+    #[test]
     fn policy_name_cannot_break_out_of_its_header() {
         let mut value = String::new();
-        push_quoted(&mut value, "a\"b\\c\r\né");
-        push_quoted(&mut value, "plain");
-        assert_eq!(value, r#""a\"b\\c???", "plain""#);
+        push_name(&mut value, "a\"b\\c\r\né");
+        push_name(&mut value, "50%");
+        push_name(&mut value, "plain");
+        assert_eq!(value, r#""a\"b\\c%0D%0A%C3%A9", "50%25", "plain""#);
     }
 }

@@ -23,8 +23,8 @@
 //! All clones of a layer, and all its services, share the limiter and so the counts.
 //!
 //! * A denied request gets 429 with `RateLimit`, `RateLimit-Policy`, `Retry-After` and a
-//!   problem+json body; a gRPC client gets the status `RESOURCE_EXHAUSTED` with `RetryInfo`. The
-//!   body of the request is not read.
+//!   problem+json body of the type `quota-exceeded`; a gRPC client gets the status
+//!   `RESOURCE_EXHAUSTED` with `RetryInfo`. The body of the request is not read.
 //! * An admitted request gets the same headers on the response of the service.
 //! * The layer sleeps for the delay of a `leaky-bucket` before it calls the service. A request that
 //!   is dropped in that time returns its units.

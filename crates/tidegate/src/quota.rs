@@ -306,8 +306,7 @@ impl Quota {
         self.window
     }
 
-    /// Returns the time in which a full bucket drains.
-    #[cfg(feature = "resilience")]
+    /// Returns the time in which a full bucket drains; for the other algorithms, the window.
     pub(crate) fn drain_micros(&self) -> u64 {
         self.drain
     }

@@ -15,6 +15,8 @@ use crate::config::Secret;
 use crate::listener::{Peer, Request};
 use crate::state::ServerState;
 
+pub(crate) mod missing;
+
 /// Header with the token, for proxies that cannot set `Authorization` or must forward the client's.
 const TOKEN: &str = "x-tidegate-token";
 /// Headers in which proxies describe the request.
@@ -87,10 +89,13 @@ pub(crate) async fn forward_auth(
     let (mut head, _) = request.into_parts();
     take_token(active.api_token.as_ref(), &mut head.headers)?;
     let address = client_address(&active.client_ip, peer, &head.headers)?;
+    let method = proxy_header(&head.headers, &METHOD, Some)?;
+    let uri = proxy_header(&head.headers, &URI, origin_form)?;
+    let host = proxy_header(&head.headers, &HOST, Some)?.map(nearest_host);
     let request = RequestParts::forwarded(&head.headers, active.client_ip.group(address))
-        .with_method(proxy_header(&head.headers, &METHOD, Some)?)
-        .with_path_and_query(proxy_header(&head.headers, &URI, origin_form)?)
-        .with_host(proxy_header(&head.headers, &HOST, Some)?.map(nearest_host));
+        .with_method(method)
+        .with_path_and_query(uri)
+        .with_host(host);
     // A proxy that forwards the client's query would let the client choose its policy.
     if head.uri.query().is_some_and(|query| !query.is_empty() && request.raw_query() == Some(query))
     {
@@ -103,13 +108,17 @@ pub(crate) async fn forward_auth(
     let Query(parameters) = parameters.map_err(|error| Problem::bad_request(error.body_text()))?;
     let query = match &parameters.policy {
         Some(policy) => DecisionQuery::attributes_for(policy, &request),
-        None => DecisionQuery::attributes(&request),
+        None => {
+            let described = [uri.is_some(), method.is_some(), host.is_some()];
+            active.forward_auth_parts.check(described, &state.metrics);
+            DecisionQuery::attributes(&request)
+        }
     };
     let decisions = active.decide(&head.headers, Action::Acquire, query).await?;
     let denied = !decisions.is_allowed();
     let mut response = if denied {
         let status = parameters.deny_status.map_or(StatusCode::TOO_MANY_REQUESTS, Into::into);
-        Problem::new(status, denial_reason(&decisions)).into_http()
+        Problem::denied(status, denial_reason(&decisions), &decisions).into_http()
     } else {
         Response::new(Full::default())
     };

@@ -239,7 +239,7 @@ pub(crate) struct DecisionBody<'a> {
     allowed: bool,
     /// Policy that decided; null if no policy applies.
     policy: Option<&'a str>,
-    /// Units per window.
+    /// Capacity: the units per window, or the burst of a bucket. `remaining` never exceeds it.
     limit: u64,
     /// Units that are available right after this decision.
     remaining: u64,

@@ -5,20 +5,26 @@ use axum::response::IntoResponse;
 use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
-use tidegate::Error;
+use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
+use tidegate::{Error, PolicyDecision, PolicyDecisions};
 
 use crate::logs;
 
 /// Error response for the client.
 #[derive(Debug, Serialize, utoipa::ToSchema)]
 pub(crate) struct Problem {
-    /// Always about:blank: the title is the reason phrase of the status.
+    /// about:blank if the title is the reason phrase of the status. A request that exceeds a limit
+    /// has the type quota-exceeded of the IETF draft on rate limit header fields.
     #[serde(rename = "type")]
     kind: &'static str,
     title: &'static str,
     status: u16,
     /// Description of the error and how to fix it.
     detail: String,
+    /// Policies that the request exceeds, for the type quota-exceeded.
+    #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
+    #[schema(required = false)]
+    violated_policies: Vec<String>,
     /// Whether the response asks for a bearer token.
     #[serde(skip)]
     challenge: bool,
@@ -32,8 +38,24 @@ impl Problem {
             title,
             status: status.as_u16(),
             detail: detail.into(),
+            violated_policies: Vec::new(),
             challenge: false,
         }
+    }
+
+    /// Creates the problem of a request that these decisions deny.
+    pub(crate) fn denied(
+        status: StatusCode,
+        detail: impl Into<String>,
+        decisions: &PolicyDecisions<'_>,
+    ) -> Self {
+        let exceeded = decisions.exceeded().map(PolicyDecision::policy);
+        let violated_policies: Vec<String> = exceeded.map(str::to_owned).collect();
+        let problem = Self::new(status, detail);
+        if violated_policies.is_empty() {
+            return problem;
+        }
+        Self { kind: QUOTA_EXCEEDED, title: QUOTA_EXCEEDED_TITLE, violated_policies, ..problem }
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {

@@ -1,11 +1,11 @@
-//! The `gateway` section: upstreams and their timeouts.
+//! The `gateway` section: upstreams, their timeouts, and browsers.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_saphyr::Spanned;
 
-use super::{ConfigError, duration, raw};
+use super::{ConfigError, CorsConfig, cors, duration, raw};
 use crate::gateway::Upstream;
 use tidegate::internals::Document;
 
@@ -17,6 +17,8 @@ pub(crate) struct GatewayConfig {
     pub(crate) connect_timeout: Duration,
     pub(crate) header_timeout: Duration,
     pub(crate) idle_timeout: Duration,
+    pub(crate) exempt_preflight: bool,
+    pub(crate) cors: Option<CorsConfig>,
 }
 
 pub(super) fn validate(
@@ -43,5 +45,7 @@ pub(super) fn validate(
         connect_timeout: timeout(&raw.connect_timeout, 2)?,
         header_timeout: timeout(&raw.header_timeout, 30)?,
         idle_timeout: timeout(&raw.idle_timeout, 60)?,
+        exempt_preflight: raw.exempt_preflight,
+        cors: raw.cors.as_ref().map(|raw| cors::validate(document, raw)).transpose()?,
     })
 }

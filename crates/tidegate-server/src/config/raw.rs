@@ -244,4 +244,31 @@ pub(super) struct RawGateway {
     /// Idle timeout of bodies and upgraded connections; 60s by default.
     #[schemars(with = "Option<String>")]
     pub(super) idle_timeout: Option<Spanned<String>>,
+    /// Forward CORS preflight requests (`OPTIONS` with `Origin` and
+    /// `Access-Control-Request-Method`) without counting them. Browsers send them automatically and
+    /// without credentials.
+    pub(super) exempt_preflight: bool,
+    /// CORS headers of the responses that the gateway makes itself, such as 429, so that scripts of
+    /// these origins can read them.
+    pub(super) cors: Option<RawCors>,
+}
+
+/// CORS headers of the gateway's own responses. Responses of an upstream keep its headers.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "Cors")]
+pub(super) struct RawCors {
+    /// Origins whose scripts may read the responses, such as `https://app.example.com`; or `*`
+    /// alone for all.
+    #[schemars(with = "Vec<String>", length(min = 1, max = 100))]
+    pub(super) allow_origins: Spanned<Vec<Spanned<String>>>,
+    /// Also allow requests with cookies or other credentials. It requires a list of origins instead
+    /// of `*`.
+    #[serde(default)]
+    pub(super) allow_credentials: bool,
+    /// Headers that scripts may read; by default those that the gateway adds: `RateLimit`,
+    /// `RateLimit-Policy`, `Retry-After` and `X-RateLimit-*`. They are also added to the list of an
+    /// upstream that sends CORS headers.
+    #[schemars(with = "Option<Vec<String>>", length(max = 100))]
+    pub(super) expose_headers: Option<Spanned<Vec<Spanned<String>>>>,
 }

@@ -87,6 +87,29 @@ fn validation_errors_show_their_position() {
 }
 
 #[test]
+fn errors_in_cors_show_their_position() {
+    for (cors, place, message) in [
+        ("{}", "1:", "allow_origins"),
+        ("{allow_origins: []}", "1:33:", "list 1 to 100 origins"),
+        ("{allow_origins: [app.example.com]}", "1:34:", "is not an origin: write it like https://"),
+        ("{allow_origins: ['https://a/']}", "1:34:", "without a path"),
+        ("{allow_origins: ['*', 'https://a']}", "1:34:", "remove the others"),
+        ("{allow_origins: ['*'], allow_credentials: true}", "1:33:", "list the origins instead"),
+        ("{allow_origins: ['*'], expose_headers: ['a b']}", "1:57:", "is not the name of a header"),
+        (
+            "{allow_origins: ['https://a'], expose_headers: ['*'], allow_credentials: true}",
+            "1:65:",
+            "list the headers instead",
+        ),
+        ("{allow_origin: ['*']}", "1:18:", "did you mean `allow_origins`?"),
+    ] {
+        let text = error(&format!("gateway: {{cors: {cors}}}\n"));
+        let starts = text.starts_with(&format!("tidegate.yaml:{place}"));
+        assert!(starts && text.contains(message), "{cors}: {text}");
+    }
+}
+
+#[test]
 fn errors_of_numbers_show_the_valid_range() {
     for number in ["-1", "1.5", "1e3", "null", "many", "99999999999999999999999", "0", "[1]"] {
         let text =

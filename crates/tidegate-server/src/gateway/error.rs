@@ -8,6 +8,7 @@ use http::{HeaderValue, StatusCode, header};
 use hyper_util::client::legacy;
 
 use super::body::Stalled;
+use super::cors::OwnResponse;
 use crate::api::problem::Problem;
 
 /// Reason why a request got no response from an upstream.
@@ -99,6 +100,7 @@ impl ProxyError {
 impl IntoResponse for ProxyError {
     fn into_response(self) -> Response {
         let mut response = Problem::new(self.status(), self.reason()).into_response();
+        response.extensions_mut().insert(OwnResponse);
         if self == Self::NoUpstream {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }

@@ -12,6 +12,7 @@ use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
 use super::Gateway;
+use crate::config::{CorsConfig, GatewayConfig};
 use crate::listener::{Peer, Request};
 use crate::state::{ActiveConfig, ServerState};
 
@@ -48,19 +49,26 @@ pub(crate) struct LimitedGateway {
     /// Used while `x_ratelimit_headers` is set, which a reload may change.
     with_x_headers: RateLimit<Gateway, GatewayLimiter>,
     without_x_headers: RateLimit<Gateway, GatewayLimiter>,
+    cors: Option<Arc<CorsConfig>>,
 }
 
 impl LimitedGateway {
-    pub(super) fn new(state: &Arc<ServerState>, gateway: &Gateway) -> Self {
+    pub(super) fn new(
+        state: &Arc<ServerState>,
+        settings: &GatewayConfig,
+        gateway: &Gateway,
+    ) -> Self {
         let layer = |x_headers| {
-            RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
-                .x_ratelimit_headers(x_headers)
-                .layer(gateway.clone())
+            let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
+                .x_ratelimit_headers(x_headers);
+            let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
+            layer.layer(gateway.clone())
         };
         Self {
             state: Arc::clone(state),
             with_x_headers: layer(true),
             without_x_headers: layer(false),
+            cors: settings.cors.clone().map(Arc::new),
         }
     }
 }
@@ -80,12 +88,16 @@ impl Service<Request> for LimitedGateway {
         let has_body = !http_body::Body::is_end_stream(request.body());
         let closes_if_denied = is_http1 && has_body;
         let closes = is_http1 && request.headers().contains_key(header::UPGRADE);
+        let cors = self.cors.as_ref().map(|cors| {
+            let origin = request.headers().get(header::ORIGIN).cloned();
+            (Arc::clone(cors), origin)
+        });
         let limited = if self.state.active().x_ratelimit_headers {
             &mut self.with_x_headers
         } else {
             &mut self.without_x_headers
         };
-        ResponseFuture { response: limited.call(request), closes, closes_if_denied }
+        ResponseFuture { response: limited.call(request), closes, closes_if_denied, cors }
     }
 }
 
@@ -97,6 +109,8 @@ pub(crate) struct ResponseFuture {
     closes: bool,
     /// The body of a denied request is not read to its end.
     closes_if_denied: bool,
+    /// CORS settings, and the `Origin` of the request.
+    cors: Option<(Arc<CorsConfig>, Option<HeaderValue>)>,
 }
 
 impl Future for ResponseFuture {
@@ -113,6 +127,9 @@ impl Future for ResponseFuture {
             }
             if let Some(limits) = response.extensions_mut().remove::<UpstreamRateLimitHeaders>() {
                 limits.restore(response.headers_mut());
+            }
+            if let Some((cors, origin)) = &self.cors {
+                cors.add_headers(origin.as_ref(), &mut response);
             }
             response
         })

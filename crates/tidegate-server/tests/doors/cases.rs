@@ -253,5 +253,8 @@ fn policies() -> Vec<Case> {
             .outcomes([Allowed, Allowed]),
         by_header("token bucket", "ann", "ann").fields("algorithm: token-bucket\nlimit: 1"),
         by_header("leaky bucket", "ann", "ann").fields("algorithm: leaky-bucket\nlimit: 1"),
+        by_header("bucket with a burst", "ann", "ann")
+            .fields("algorithm: token-bucket\nlimit: 1\nburst: 2")
+            .outcomes([Allowed, Allowed]),
     ]
 }

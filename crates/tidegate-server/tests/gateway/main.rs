@@ -3,6 +3,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+/// Headers for scripts in browsers.
+mod cors;
 /// Slow, stalled and unreachable peers.
 mod failures;
 /// Headers, bodies and policies of forwarded requests.

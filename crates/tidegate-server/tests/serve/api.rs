@@ -4,7 +4,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::support::{Service, request};
+use crate::support::{Response, Service, request};
 use crate::{POLICIES, attributes};
 
 #[test]
@@ -47,6 +47,48 @@ fn acquire_accepts_three_request_forms() {
     });
     assert_eq!(service.acquire(&quota).status, 200);
     assert_eq!(service.acquire(&quota).status, 429);
+}
+
+#[test]
+fn t_is_the_time_until_more_quota_and_the_limit_shown_is_the_burst() {
+    let service = Service::start(POLICIES);
+    let acquire = |burst: u64| {
+        let quota =
+            json!({"algorithm": "token-bucket", "limit": 10, "window": "1d", "burst": burst});
+        service.acquire(&json!({"key": "u1", "quota": quota, "cost": 1}))
+    };
+    let first = acquire(50);
+    assert_eq!(first.header("ratelimit-policy"), Some(r#""token-bucket-86400s";q=50;w=432000"#));
+    assert_eq!(first.header("ratelimit"), Some(r#""token-bucket-86400s";r=49;t=8640"#));
+    assert_eq!(first.header("x-ratelimit-limit"), Some("50"));
+    assert_eq!(first.header("x-ratelimit-remaining"), Some("49"));
+    assert_eq!((&first.json()["limit"], &first.json()["remaining"]), (&json!(50), &json!(49)));
+
+    // With a burst of 3, the count of the same key has one unit left after its second request.
+    let headers = |response: &Response| {
+        let wait = response.header("ratelimit").and_then(|item| item.rsplit_once(";t="));
+        let number = |text: &str| text.parse::<u64>().expect("seconds");
+        let name = |name| response.header(name).map(number);
+        (wait.map(|(_, wait)| number(wait)), name("retry-after"), name("x-ratelimit-reset"))
+    };
+    let near = |wait: Option<u64>, units: u64| {
+        let wait = wait.expect("a wait");
+        assert!((8_640 * units - 600..=8_640 * units).contains(&wait), "{wait} for {units}");
+    };
+    for spent in [2, 3] {
+        let allowed = acquire(3);
+        assert_eq!(allowed.status, 200);
+        let (more, retry_after, reset) = headers(&allowed);
+        near(more, 1);
+        near(reset, spent);
+        assert_eq!(retry_after, None);
+    }
+    let denied = acquire(3);
+    assert_eq!(denied.status, 429);
+    let (more, retry_after, reset) = headers(&denied);
+    near(retry_after, 1);
+    near(reset, 3);
+    assert_eq!(more, retry_after, "not the time until the bucket is full");
 }
 
 #[test]
@@ -131,6 +173,8 @@ fn policies_apply_as_configured() {
     // A missing key attribute.
     let stranger = service.acquire(&attributes(&[("path", "/members")]));
     assert_eq!((stranger.status, &stranger.json()["source"]), (429, &json!("deny")));
+    assert_eq!(stranger.header("retry-after"), None, "no wait helps");
+    assert!(!stranger.header("ratelimit").expect("a policy").contains(";t="), "{stranger:?}");
     assert_eq!(
         service.acquire(&attributes(&[("path", "/api/x")])).json()["policy"],
         Value::Null,

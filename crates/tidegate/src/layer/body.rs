@@ -36,7 +36,7 @@ pin_project! {
     /// assert_eq!(admitted.into_body().collect().await?.to_bytes(), "hello");
     /// let denied = service.oneshot(Request::new(())).await?;
     /// let problem = denied.into_body().collect().await?.to_bytes();
-    /// assert!(problem.starts_with(br#"{"type":"about:blank","title":"Too Many Requests""#));
+    /// assert!(problem.ends_with(br#""violated-policies":["fixed-window-60s"]}"#));
     /// # Ok(())
     /// # }
     /// ```
@@ -57,6 +57,13 @@ pin_project! {
 }
 
 impl<B> Body<B> {
+    /// Returns whether the layer itself made the response, because it denied the request or could
+    /// not decide it.
+    #[must_use]
+    pub fn is_of_layer(&self) -> bool {
+        matches!(self.kind, Kind::Layer { .. })
+    }
+
     pub(super) fn of_service(body: B) -> Self {
         Self { kind: Kind::Service { body } }
     }

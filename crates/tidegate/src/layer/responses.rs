@@ -13,7 +13,7 @@ use super::body::Body;
 use super::grpc::{self, Code};
 use super::headers::for_each_header_value;
 use crate::charge::ChargeError;
-use crate::headers::seconds;
+use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
 use crate::limiter::Error;
 use crate::policy::{PolicyDecision, PolicyDecisions};
 
@@ -174,11 +174,25 @@ fn too_many_requests(denial: &Denial<'_>) -> Response<Bytes> {
     push_json(&mut more, denial.denied_by().policy());
     let millis = denial.retry_after().as_nanos().div_ceil(1_000_000);
     let _ = write!(more, ",\"retry_after_ms\":{millis}");
-    problem(StatusCode::TOO_MANY_REQUESTS, &denial.detail(), &more)
+    let mut exceeded = denial.decisions().exceeded().peekable();
+    let status = StatusCode::TOO_MANY_REQUESTS;
+    if exceeded.peek().is_none() {
+        return problem(status, blank(status), &denial.detail(), &more);
+    }
+    more.push_str(",\"violated-policies\":");
+    let mut separator = '[';
+    for entry in exceeded {
+        more.push(separator);
+        push_json(&mut more, entry.policy());
+        separator = ',';
+    }
+    more.push(']');
+    problem(status, (QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE), &denial.detail(), &more)
 }
 
 fn no_decision(error: &Error) -> Response<Bytes> {
-    problem(class(error).0, &explanation(error), "")
+    let status = class(error).0;
+    problem(status, blank(status), &explanation(error), "")
 }
 
 /// Returns the statuses of an error: of the client, the store or the setup.
@@ -203,15 +217,21 @@ fn explanation(error: &Error) -> String {
     }
 }
 
+/// Returns the type and title of a problem that has nothing to say beyond its status.
+fn blank(status: StatusCode) -> (&'static str, &'static str) {
+    ("about:blank", status.canonical_reason().unwrap_or("Error"))
+}
+
 /// Returns RFC 9457 problem details, with more members.
-fn problem(status: StatusCode, detail: &str, more: &str) -> Response<Bytes> {
-    let title = status.canonical_reason().unwrap_or("Error");
+fn problem(
+    status: StatusCode,
+    (kind, title): (&str, &str),
+    detail: &str,
+    more: &str,
+) -> Response<Bytes> {
     let mut json = String::with_capacity(256);
-    let _ = write!(
-        json,
-        r#"{{"type":"about:blank","title":"{title}","status":{},"detail":"#,
-        status.as_u16()
-    );
+    let status_code = status.as_u16();
+    let _ = write!(json, r#"{{"type":"{kind}","title":"{title}","status":{status_code},"detail":"#);
     push_json(&mut json, detail);
     json.push_str(more);
     json.push('}');
@@ -269,6 +289,9 @@ mod tests {
         let body = json(&too_many_requests(&denial));
         assert_eq!(body["policy"], name);
         assert_eq!(body["retry_after_ms"], 0);
+        // A missing key exceeds no quota.
+        assert_eq!(body["type"], "about:blank");
+        assert_eq!(body.get("violated-policies"), None);
         let mut text = String::new();
         push_json(&mut text, "line\nbreak\0");
         assert_eq!(serde_json::from_str::<String>(&text).expect("JSON"), "line\nbreak\0");

@@ -98,6 +98,15 @@ impl<'a> PolicyDecisions<'a> {
         denials.min_by_key(|entry| entry.decision.rank())
     }
 
+    /// Iterates over the limits that a denied request exceeds. It is empty if the request is denied
+    /// for another reason: it lacks the key of a policy, or the store is unavailable.
+    pub fn exceeded(&self) -> impl Iterator<Item = &PolicyDecision<'a>> {
+        let is_denied = !self.is_allowed();
+        self.enforced().filter(move |entry| {
+            is_denied && entry.is_denied() && entry.decision.source != Source::Deny
+        })
+    }
+
     /// Returns how long an admitted request has to wait for its turn: the longest delay of the
     /// enforced limits. Only a `leaky-bucket` has one. The caller sleeps, for example by
     /// [`Clock::sleep`](crate::Clock::sleep) of the store's clock.
@@ -264,7 +273,7 @@ impl<'a> PolicyDecision<'a> {
 
     /// Denies a charge that can never be admitted.
     pub(super) fn reject(&mut self) {
-        let limit = self.quota().map_or(0, Quota::limit);
+        let limit = self.quota().map_or(0, Quota::burst);
         self.decision = Decision::deny(limit, Duration::ZERO).with_source(Source::Deny);
         self.decided = true;
         self.rejected = true;

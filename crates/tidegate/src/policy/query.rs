@@ -259,7 +259,7 @@ impl<'a> PreparedCharge<'a> {
     /// invalid. There is no wait after which the request would pass.
     #[must_use]
     pub fn rejected(policy: &'a Policy) -> Self {
-        let denied = Decision::deny(policy.quota().limit(), Duration::ZERO);
+        let denied = Decision::deny(policy.quota().burst(), Duration::ZERO);
         Self {
             cost: policy.default_cost(),
             enforcement: policy.mode().into(),

@@ -175,7 +175,7 @@ impl Model {
         }
         Decision {
             allowed: !denied,
-            limit: quota.limit(),
+            limit: quota.burst(),
             remaining: u64::try_from(remaining).expect("no more than the burst"),
             retry_after: Duration::from_micros(retry_after),
             reset_after: Duration::from_micros(reset_after),

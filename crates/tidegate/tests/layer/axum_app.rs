@@ -106,7 +106,9 @@ async fn allowed_and_denied_responses_have_the_rate_limit_headers() {
     assert!((1..=86_400).contains(&wait));
     let problem = denied.json();
     assert_eq!(problem["status"], 429);
-    assert_eq!(problem["title"], "Too Many Requests");
+    assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+    assert_eq!(problem["title"], "Quota Exceeded");
+    assert_eq!(problem["violated-policies"], serde_json::json!(["daily"]));
     assert_eq!(problem["policy"], "daily");
     let millis = problem["retry_after_ms"].as_u64().expect("a number");
     assert_eq!(millis.div_ceil(1_000), wait);

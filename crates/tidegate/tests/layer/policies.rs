@@ -97,6 +97,7 @@ async fn several_policies_are_all_or_nothing() {
         let denied = asker.get("//search/", &ann).await;
         assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
         assert_eq!(denied.json()["policy"], "search");
+        assert_eq!(denied.json()["violated-policies"], serde_json::json!(["search"]));
     }
     let alone = asker.get("/", &ann).await;
     assert_eq!(
@@ -104,6 +105,29 @@ async fn several_policies_are_all_or_nothing() {
         "8",
         "denied requests spend no units of the other policy"
     );
+}
+
+#[tokio::test]
+async fn a_denial_names_every_policy_that_it_violates() {
+    let site = site(&limiter(), vec![policy("ä", 1), policy("b", 2), policy("c", 1)]).await;
+    let asker = site.asker();
+    let ann = [("x-user-id", "ann")];
+    assert_eq!(asker.get("/", &ann).await.status, StatusCode::OK);
+    let denied = asker.get("/", &ann).await;
+    assert_eq!(denied.json()["violated-policies"], serde_json::json!(["ä", "c"]));
+    assert!(denied.header("ratelimit").starts_with("\"%C3%A4\";r=0;t="), "{denied:?}");
+}
+
+#[tokio::test]
+async fn a_denial_for_a_missing_key_promises_no_wait() {
+    let strict = policy("strict", 1).missing_key(MissingKey::Deny);
+    let site = site(&limiter(), vec![strict]).await;
+    let denied = site.asker().get("/", &[]).await;
+    assert_eq!(denied.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(denied.header("ratelimit"), "\"strict\";r=0");
+    assert_eq!(denied.header("ratelimit-policy"), "\"strict\";q=1;w=8640000");
+    assert_eq!((denied.header("retry-after"), denied.header("x-ratelimit-reset")), ("", ""));
+    assert_eq!(denied.json()["type"], "about:blank", "no quota is exceeded");
 }
 
 #[tokio::test]

@@ -204,16 +204,16 @@ fn is_local(charge: &Charge<'_>) -> bool {
 
 /// Marks a decision of the local store. Its limit is that of the full quota, not of the share.
 fn as_local(charge: &Charge<'_>, decision: Decision) -> Decision {
-    Decision { limit: charge.quota().limit(), source: Source::Local, ..decision }
+    Decision { limit: charge.quota().burst(), source: Source::Local, ..decision }
 }
 
 /// Returns the decision of the failure policies `allow` and `deny`.
 fn fixed_decision(charge: &Charge<'_>, allowed: bool) -> Decision {
     let quota = charge.quota();
     if allowed {
-        Decision::allow(quota.limit(), quota.burst()).with_source(Source::Allow)
+        Decision::allow(quota.burst(), quota.burst()).with_source(Source::Allow)
     } else {
-        Decision::deny(quota.limit(), RETRY_INTERVAL)
+        Decision::deny(quota.burst(), RETRY_INTERVAL)
             .with_reset_after(Duration::ZERO)
             .with_source(Source::Deny)
     }

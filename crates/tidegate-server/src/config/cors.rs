@@ -1,0 +1,165 @@
+//! The `gateway.cors` section: headers for scripts in browsers.
+
+use http::{HeaderName, HeaderValue};
+use serde_saphyr::Spanned;
+use tidegate::internals::Document;
+
+use super::{ConfigError, raw};
+
+/// Maximum number of origins, and of exposed headers.
+const MAX_ENTRIES: usize = 100;
+/// Headers that the gateway adds, in the spelling of their specifications.
+const OWN_HEADERS: [&str; 6] = [
+    "RateLimit",
+    "RateLimit-Policy",
+    "Retry-After",
+    "X-RateLimit-Limit",
+    "X-RateLimit-Remaining",
+    "X-RateLimit-Reset",
+];
+const DEFAULT_PORTS: [(&str, &str); 2] = [("http", ":80"), ("https", ":443")];
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CorsConfig {
+    pub(crate) allowed: AllowedOrigins,
+    pub(crate) allow_credentials: bool,
+    /// Value of `Access-Control-Expose-Headers`.
+    pub(crate) expose_headers: HeaderValue,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum AllowedOrigins {
+    Any,
+    /// Origins as browsers send them.
+    Listed(Vec<HeaderValue>),
+}
+
+pub(super) fn validate(
+    document: &Document<'_>,
+    raw: &raw::RawCors,
+) -> Result<CorsConfig, ConfigError> {
+    let allowed = origins(document, &raw.allow_origins)?;
+    if allowed == AllowedOrigins::Any && raw.allow_credentials {
+        let message = "browsers reject * with allow_credentials: list the origins instead";
+        return Err(document.error_at(&raw.allow_origins, message));
+    }
+    Ok(CorsConfig {
+        allowed,
+        allow_credentials: raw.allow_credentials,
+        expose_headers: exposed(document, raw)?,
+    })
+}
+
+fn origins(
+    document: &Document<'_>,
+    list: &Spanned<Vec<Spanned<String>>>,
+) -> Result<AllowedOrigins, ConfigError> {
+    if !(1..=MAX_ENTRIES).contains(&list.value.len()) {
+        let message = format!("list 1 to {MAX_ENTRIES} origins, such as https://app.example.com");
+        return Err(document.error_at(list, &message));
+    }
+    if let Some(any) = list.value.iter().find(|entry| entry.value == "*") {
+        if list.value.len() > 1 {
+            return Err(document.error_at(any, "* allows every origin: remove the others"));
+        }
+        return Ok(AllowedOrigins::Any);
+    }
+    let parse = |entry: &Spanned<String>| {
+        origin(&entry.value).ok_or_else(|| {
+            let message = format!(
+                "{:?} is not an origin: write it like https://app.example.com or \
+                 http://localhost:3000, without a path, or * for all",
+                entry.value
+            );
+            document.error_at(entry, &message)
+        })
+    };
+    Ok(AllowedOrigins::Listed(list.value.iter().map(parse).collect::<Result<_, _>>()?))
+}
+
+/// Returns an origin as browsers send it: in lower case, and without the default port.
+fn origin(text: &str) -> Option<HeaderValue> {
+    let text = text.to_ascii_lowercase();
+    let (scheme, authority) = text.split_once("://")?;
+    let is_scheme = scheme.starts_with(|first: char| first.is_ascii_lowercase())
+        && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
+    let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
+    let host = http::uri::Authority::try_from(authority).ok()?;
+    if !is_scheme || host.host().is_empty() || !authority.bytes().all(is_host) {
+        return None;
+    }
+    let port = authority.strip_prefix(host.host())?;
+    if !port.is_empty() && port.strip_prefix(':')?.parse::<u16>().is_err() {
+        return None;
+    }
+    let default_port = DEFAULT_PORTS.iter().find(|(name, _)| *name == scheme);
+    let authority =
+        default_port.and_then(|(_, port)| authority.strip_suffix(port)).unwrap_or(authority);
+    HeaderValue::try_from(format!("{scheme}://{authority}")).ok()
+}
+
+fn exposed(document: &Document<'_>, raw: &raw::RawCors) -> Result<HeaderValue, ConfigError> {
+    let Some(list) = &raw.expose_headers else {
+        return join(document, OWN_HEADERS.into_iter());
+    };
+    if list.value.len() > MAX_ENTRIES {
+        let message = format!("list at most {MAX_ENTRIES} headers");
+        return Err(document.error_at(list, &message));
+    }
+    for entry in &list.value {
+        if HeaderName::try_from(entry.value.as_str()).is_err() {
+            let message = format!("{:?} is not the name of a header", entry.value);
+            return Err(document.error_at(entry, &message));
+        }
+        if entry.value == "*" && raw.allow_credentials {
+            let message = "browsers ignore * with allow_credentials: list the headers instead";
+            return Err(document.error_at(entry, message));
+        }
+    }
+    join(document, list.value.iter().map(|entry| entry.value.as_str()))
+}
+
+fn join<'a>(
+    document: &Document<'_>,
+    names: impl Iterator<Item = &'a str>,
+) -> Result<HeaderValue, ConfigError> {
+    let names: Vec<&str> = names.collect();
+    HeaderValue::try_from(names.join(", ")).map_err(|error| document.error(&error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn origins_have_the_form_that_browsers_send() {
+        for (text, expected) in [
+            ("https://app.example.com", "https://app.example.com"),
+            ("HTTPS://App.Example.com:443", "https://app.example.com"),
+            ("http://localhost:80", "http://localhost"),
+            ("http://localhost:8080", "http://localhost:8080"),
+            ("http://[::1]:3000", "http://[::1]:3000"),
+            ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ] {
+            assert_eq!(origin(text).expect(text), expected);
+        }
+        for text in [
+            "app.example.com",
+            "https://app.example.com/",
+            "https://app.example.com/path",
+            "https://user@app.example.com",
+            "https://*.example.com",
+            "https://bücher.example",
+            "https://a b",
+            "https://",
+            "://a",
+            "1://a",
+            "https://a:",
+            "https://a:123456",
+            "null",
+            "",
+        ] {
+            assert_eq!(origin(text), None, "{text}");
+        }
+    }
+}
