@@ -25,6 +25,7 @@ pub(crate) struct Metrics {
     store_errors: [AtomicU64; ERROR_KINDS.len()],
     reload_successes: AtomicU64,
     reload_failures: AtomicU64,
+    upstream_retries: AtomicU64,
 }
 
 /// Decisions of one policy, by outcome.
@@ -123,6 +124,11 @@ impl Metrics {
     pub(crate) fn count_reload(&self, success: bool) {
         let counter = if success { &self.reload_successes } else { &self.reload_failures };
         counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a request that the gateway sends again.
+    pub(crate) fn count_upstream_retry(&self) {
+        self.upstream_retries.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Writes the counters of each policy.
@@ -229,6 +235,13 @@ impl Metrics {
                 load(counter)
             );
         }
+        head(
+            &mut text,
+            "tidegate_upstream_retries_total",
+            "counter",
+            "Requests that the gateway sent again, to the same or to another upstream.",
+        );
+        let _ = writeln!(text, "tidegate_upstream_retries_total {}", load(&self.upstream_retries));
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
