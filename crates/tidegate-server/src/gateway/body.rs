@@ -182,35 +182,123 @@ impl Body for Download {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (mut hint, rest) = (self.body.size_hint(), self.rest.len() as u64);
-        let upper = hint.upper();
-        hint.set_lower(hint.lower() + rest);
-        if let Some(upper) = upper {
-            hint.set_upper(upper + rest);
-        }
-        hint
+        with_more(self.body.size_hint(), self.rest.len())
     }
 }
 
-/// Body of a request to an upstream. If it is dropped before the first poll, it is handed back for
-/// a retry with another upstream.
+/// Maximum size of a body that can be sent again after it was sent.
+const MAX_RECORDED_BYTES: usize = 64 * 1024;
+
+/// Body of a client's request that can be sent again, as long as all that was read of it is
+/// recorded.
+#[derive(Debug)]
+pub(super) struct RequestBody {
+    upload: Upload,
+    /// Data that was read. `None` if it is not complete.
+    recorded: Option<Vec<Bytes>>,
+    /// Number of recorded pieces that this attempt has sent.
+    sent: usize,
+    /// Bytes that may still be recorded.
+    room: usize,
+}
+
+impl RequestBody {
+    pub(super) fn new(upload: Upload) -> Self {
+        Self { upload, recorded: Some(Vec::new()), sent: 0, room: MAX_RECORDED_BYTES }
+    }
+
+    /// Stops recording: once some of the body was sent, it cannot be sent again.
+    fn without_recording(mut self) -> Self {
+        self.room = 0;
+        self
+    }
+
+    fn unsent(&self) -> &[Bytes] {
+        self.recorded.as_ref().map_or(&[], |recorded| &recorded[self.sent..])
+    }
+
+    fn record(&mut self, frame: Option<&Result<Frame<Bytes>, axum::BoxError>>) {
+        let data = match frame {
+            // The end of the body is found again by the next attempt.
+            None => return,
+            Some(Ok(frame)) => frame.data_ref(),
+            Some(Err(_)) => None,
+        };
+        let room = data.and_then(|data| self.room.checked_sub(data.len().max(1)));
+        match (data, room, &mut self.recorded) {
+            (Some(data), Some(room), Some(recorded)) => {
+                recorded.push(data.clone());
+                self.sent = recorded.len();
+                self.room = room;
+            }
+            _ => self.recorded = None,
+        }
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = axum::BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+        let this = self.get_mut();
+        if let Some(data) = this.unsent().first().cloned() {
+            this.sent += 1;
+            return Poll::Ready(Some(Ok(Frame::data(data))));
+        }
+        if this.upload.is_end_stream() {
+            return Poll::Ready(None);
+        }
+        let frame = ready!(Pin::new(&mut this.upload).poll_frame(cx));
+        this.record(frame.as_ref());
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.unsent().is_empty() && self.upload.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let unsent: usize = self.unsent().iter().map(Bytes::len).sum();
+        with_more(self.upload.size_hint(), unsent)
+    }
+}
+
+/// Adds bytes to a hint.
+fn with_more(mut hint: SizeHint, bytes: usize) -> SizeHint {
+    let bytes = bytes as u64;
+    // The upper bound first: it must never be below the lower one.
+    if let Some(upper) = hint.upper() {
+        hint.set_upper(upper + bytes);
+    }
+    hint.set_lower(hint.lower() + bytes);
+    hint
+}
+
+/// Body of one attempt to send a request to an upstream. When it is dropped, the client's body is
+/// handed back for another attempt, if it can be sent again.
 #[derive(Debug)]
 pub(super) struct UpstreamRequestBody {
     /// `None` if the request has no body.
-    body: Option<Upload>,
+    body: Option<RequestBody>,
     idle_timer: IdleTimer,
-    /// `None` after the first poll.
-    unused: Option<oneshot::Sender<Upload>>,
+    returned: Option<oneshot::Sender<RequestBody>>,
 }
 
 impl UpstreamRequestBody {
-    /// Returns the body, and the receiver that gets the client's body back if it was not used.
+    /// Returns the body, and the receiver that gets the client's body back. Unless the request
+    /// `may_repeat`, it only gets a body of which nothing was sent.
     pub(super) fn new(
-        body: Option<Upload>,
+        body: Option<RequestBody>,
+        may_repeat: bool,
         idle_timer: IdleTimer,
-    ) -> (Self, oneshot::Receiver<Upload>) {
+    ) -> (Self, oneshot::Receiver<RequestBody>) {
         let (sender, receiver) = oneshot::channel();
-        (Self { body, idle_timer, unused: Some(sender) }, receiver)
+        let body = if may_repeat { body } else { body.map(RequestBody::without_recording) };
+        (Self { body, idle_timer, returned: Some(sender) }, receiver)
     }
 }
 
@@ -223,7 +311,6 @@ impl Body for UpstreamRequestBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
-        this.unused = None;
         let Some(body) = &mut this.body else { return Poll::Ready(None) };
         let polled = Pin::new(body).poll_frame(cx);
         match &polled {
@@ -244,9 +331,12 @@ impl Body for UpstreamRequestBody {
 
 impl Drop for UpstreamRequestBody {
     fn drop(&mut self) {
-        if let (Some(body), Some(unused)) = (self.body.take(), self.unused.take()) {
-            // The receiver is gone if the request was cancelled.
-            let _ = unused.send(body);
+        if let (Some(mut body), Some(returned)) = (self.body.take(), self.returned.take())
+            && body.recorded.is_some()
+        {
+            body.sent = 0;
+            // The receiver is gone if the upstream has responded, or if the request was cancelled.
+            let _ = returned.send(body);
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::policy::{Attributes, normalize_host};
 /// requests through it.
 ///
 /// The host is in lower case and without its port, and several headers of one name are one,
-/// separated by commas. Of several query parameters or cookies of one name, the first is returned;
+/// separated by commas (cookies by semicolons). Of several query parameters or cookies of one name, the first is returned;
 /// a request with different ones is ambiguous, and an error for a policy that counts by them. Bytes
 /// that are not UTF-8 have a character for each byte, so that different values stay different keys.
 /// Policies normalize the values further, so that another spelling is not another key.
@@ -192,7 +192,9 @@ impl<'a> RequestParts<'a> {
     fn header(&self, name: &str) -> Option<Cow<'_, str>> {
         let mut values = self.headers.get_all(name).iter().map(|value| text(value.as_bytes()));
         let first = values.next()?;
-        Some(values.fold(first, |all, value| Cow::Owned(format!("{all}, {value}"))))
+        // Cookies are the one list that commas do not separate (RFC 9113, 8.2.3).
+        let separator = if name.eq_ignore_ascii_case(COOKIE.as_str()) { "; " } else { ", " };
+        Some(values.fold(first, |all, value| Cow::Owned(format!("{all}{separator}{value}"))))
     }
 
     fn queries(&self, name: &str) -> impl Iterator<Item = Cow<'_, str>> {
@@ -234,6 +236,8 @@ impl Attributes for RequestParts<'_> {
 
     fn is_ambiguous(&self, name: &str) -> bool {
         match name.split_once('.') {
+            // Cookies may be split into several headers.
+            Some(("header", name)) if name.eq_ignore_ascii_case(COOKIE.as_str()) => false,
             Some(("header", name)) => self.headers.get_all(name).iter().nth(1).is_some(),
             Some(("query", name)) => differ(self.queries(name)),
             Some(("cookie", name)) => differ(self.cookies(name)),
@@ -367,6 +371,7 @@ mod tests {
         );
         assert_eq!(attribute(&head, "header.x-plan").as_deref(), Some("free, gold"));
         assert_eq!(attribute(&head, "cookie.b").as_deref(), Some("2"));
+        assert_eq!(attribute(&head, "header.Cookie").as_deref(), Some("a=1; b=2"));
     }
 
     #[test]
