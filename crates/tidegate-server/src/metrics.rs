@@ -12,6 +12,7 @@ use tidegate::{Source, StoreError};
 
 use crate::backend::{Backend, RedisBackend};
 use crate::duration;
+use crate::envoy::RejectionCounters;
 
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
@@ -25,6 +26,7 @@ pub(crate) struct Metrics {
     store_errors: [AtomicU64; ERROR_KINDS.len()],
     reload_successes: AtomicU64,
     reload_failures: AtomicU64,
+    pub(crate) envoy_rejections: RejectionCounters,
 }
 
 /// Decisions of one policy, by outcome.
@@ -193,6 +195,16 @@ impl Metrics {
             "tidegate_store_seconds",
             "Duration of a call to the store.",
         );
+        head(
+            &mut text,
+            "tidegate_envoy_rejections_total",
+            "counter",
+            "Calls of Envoy that were denied because they cannot be decided, by reason.",
+        );
+        for (reason, count) in self.envoy_rejections.counts() {
+            let _ =
+                writeln!(text, "tidegate_envoy_rejections_total{{reason=\"{reason}\"}} {count}");
+        }
         head(
             &mut text,
             "tidegate_store_errors_total",

@@ -10,7 +10,7 @@ use tidegate::{
     Query, Store as _, StoreError, Timestamp,
 };
 
-use crate::backend::{Backend, StrictBackend};
+use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Unit, override_name};
 use crate::hot_keys::HotKeys;
@@ -26,17 +26,12 @@ pub(crate) struct ServerState {
     started: Instant,
 }
 
-/// Decides by policies; `S` is the backend, with or without its fallback.
-type ServerLimiter<S> = PolicyLimiter<S, Arc<DecisionObserver>>;
-
 /// Configuration that a reload replaces as a whole.
 pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
-    pub(crate) limiter: ServerLimiter<Arc<Backend>>,
-    /// For Envoy, whose `failure_mode_deny` decides if the store fails.
-    pub(crate) strict_limiter: ServerLimiter<StrictBackend>,
+    pub(crate) limiter: PolicyLimiter<Arc<Backend>, Arc<DecisionObserver>>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
@@ -80,18 +75,14 @@ impl ActiveConfig {
         let rules = config.envoy.rules.rules().map(|rule| rule.path.as_str());
         let names = config.policies.iter().map(Policy::name).chain(rules);
         let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, names));
-        let policies = Arc::new(config.policies);
-        let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), Arc::clone(&policies))
-            .with_observer(Arc::clone(&observer));
-        let strict = Limiter::new(StrictBackend(Arc::clone(backend)));
-        let strict_limiter = PolicyLimiter::new(strict, policies).with_observer(observer);
+        let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), config.policies)
+            .with_observer(observer);
         let timeout = backend.timeout().unwrap_or(tidegate::DEFAULT_QUERY_TIMEOUT);
         Self {
             client_ip: config.client_ip,
             envoy: config.envoy,
             tls: config.tls,
             limiter: limiter.with_timeout(timeout),
-            strict_limiter: strict_limiter.with_timeout(timeout),
             x_ratelimit_headers: config.x_ratelimit_headers,
             api_token: config.api_token,
             admin_token: config.admin_token,
@@ -128,7 +119,7 @@ impl ActiveConfig {
             for limit in &limits {
                 if let Limit::Quota(_, quota) = limit {
                     let charge = Charge::new(key, quota).with_policy(policy);
-                    self.strict_limiter.limiter().reset(&charge).await?;
+                    self.limiter.limiter().reset(&charge).await?;
                 }
             }
         }
