@@ -138,8 +138,10 @@ async fn should_rate_limit(
     if request.descriptors.is_empty() {
         return Err(Status::invalid_argument("there are no descriptors: send at least one").into());
     }
+    let descriptors = request.descriptors.len();
+    let invalid = |reason: String| Rejection::Invalid { reason, descriptors };
     let (plans, charges) = plan::for_request(&active, &request)
-        .map_err(|status| Rejection::Invalid(status.message().to_owned()))?;
+        .map_err(|status| invalid(status.message().to_owned()))?;
     let failure = strictest(&charges);
     let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
     let query = Query::prepared(charges).on_span(&on_span);
@@ -149,7 +151,7 @@ async fn should_rate_limit(
             logs::store_failed(&error);
             return undecided(&plans, failure);
         }
-        Err(other) => return Err(Rejection::Invalid(other.to_string()).into()),
+        Err(other) => return Err(invalid(other.to_string()).into()),
     };
     let mut response = ResponseBuilder::default();
     let mut decided = decisions.iter().peekable();

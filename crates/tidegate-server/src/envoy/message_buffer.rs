@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::rejection::Rejection;
 
-/// Maximum number of buffered bytes of one connection: four messages of the maximum size.
-const MAX_CONNECTION_BYTES: usize = 16 * 1024 * 1024;
+/// Maximum number of buffered bytes of one connection: several messages of the maximum size.
+const MAX_CONNECTION_BYTES: usize = 20 * 1024 * 1024;
 /// Maximum number of buffered bytes of all connections.
 const MAX_TOTAL_BYTES: usize = 256 * 1024 * 1024;
 
@@ -108,10 +108,9 @@ mod tests {
         drop(more);
         assert_eq!(first.own.load(Ordering::Relaxed), 0);
 
-        let others: Vec<_> =
-            (0..MAX_TOTAL_BYTES / MAX_CONNECTION_BYTES).map(|_| total.connection()).collect();
+        let others: Vec<_> = (0..16).map(|_| total.connection()).collect();
         for other in &others {
-            other.reserve(MAX_CONNECTION_BYTES).expect("within the budget");
+            other.reserve(MAX_TOTAL_BYTES / 16).expect("within the budget");
         }
         let over = Rejection::BufferedBytes { max: MAX_TOTAL_BYTES, scope: "listener" };
         assert_eq!(first.buffer().extend(b"x"), Err(over));

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::grpc::{self, GrpcResponse};
 use super::proto::envoy::service::ratelimit::v3::RateLimitResponse;
-use super::proto::envoy::service::ratelimit::v3::rate_limit_response::Code;
+use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 use crate::logs::LogThrottle;
 
 /// Reason of a denial without a decision.
@@ -21,8 +21,8 @@ pub(crate) enum Rejection {
     BufferedBytes { max: usize, scope: &'static str },
     #[error("{count} {parts}: at most {max} are allowed")]
     TooManyParts { count: usize, parts: &'static str, max: usize },
-    #[error("{0}")]
-    Invalid(String),
+    #[error("{reason}")]
+    Invalid { reason: String, descriptors: usize },
 }
 
 /// Numbers of rejections, by their label.
@@ -38,7 +38,7 @@ impl Rejection {
             Self::MessageSize { .. } => 0,
             Self::BufferedBytes { .. } => 1,
             Self::TooManyParts { .. } => 2,
-            Self::Invalid(_) => 3,
+            Self::Invalid { .. } => 3,
         }
     }
 
@@ -53,8 +53,16 @@ impl Rejection {
                 "a call of Envoy was denied because it cannot be decided (logged once per minute)"
             );
         }
+        let descriptors = match self {
+            Self::Invalid { descriptors, .. } => descriptors,
+            // They are not read.
+            Self::MessageSize { .. } | Self::BufferedBytes { .. } | Self::TooManyParts { .. } => 0,
+        };
+        let over_limit =
+            DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() };
         grpc::response(&RateLimitResponse {
             overall_code: Code::OverLimit.into(),
+            statuses: vec![over_limit; descriptors],
             ..RateLimitResponse::default()
         })
     }
