@@ -16,7 +16,8 @@ use super::Request;
 /// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
 /// report a reset stream instead of the response they received.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
-const MAX_LINGER_BYTES: usize = 64 * 1024;
+/// Maximum number of bytes to discard, above the size of any message of the API.
+const MAX_LINGER_BYTES: usize = 8 * 1024 * 1024;
 
 /// Body of a request. On drop, the unread rest of an HTTP/2 body is discarded for up to
 /// [`LINGER_TIMEOUT`]; for HTTP/1.1, `guarded_stream.rs` does this.
@@ -65,14 +66,14 @@ impl Drop for LingeringBody {
     }
 }
 
-/// Reads up to [`MAX_LINGER_BYTES`]. After that it only keeps the stream open, and flow control
-/// stops the client.
+/// Reads up to [`MAX_LINGER_BYTES`], and then resets the stream. It always reads: unread bytes take
+/// up the flow control window of the connection and would stall its other streams.
 async fn discard(mut body: hyper::body::Incoming) {
     let mut left = MAX_LINGER_BYTES;
     while let Some(Ok(frame)) = body.frame().await {
         left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
-        if left == 0 && !body.is_end_stream() {
-            std::future::pending::<()>().await;
+        if left == 0 {
+            return;
         }
     }
 }

@@ -8,6 +8,8 @@ mod proto;
 
 /// Charges, refunds and peeks of requests.
 mod charges;
+/// Decisions while the store is unavailable.
+mod failures;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
