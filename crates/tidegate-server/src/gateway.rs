@@ -39,6 +39,7 @@ use body::{Download, IdleTimeoutBody, IdleTimer, RequestBody, UpstreamRequestBod
 use client::Clients;
 use connection::Progress;
 use error::ProxyError;
+use head::DroppedHeaders;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use retry::Retry;
 pub(crate) use upstreams::Upstream;
@@ -60,6 +61,7 @@ pub(crate) fn service(
         clients: Clients::new(tls, settings.connect_timeout),
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
+        underscore_headers: settings.underscore_headers,
     };
     Ok(LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy))))
 }
@@ -103,6 +105,7 @@ struct Proxy {
     clients: Clients,
     header_timeout: Duration,
     idle_timeout: Duration,
+    underscore_headers: bool,
 }
 
 impl Proxy {
@@ -130,7 +133,12 @@ impl Proxy {
             *head.extensions.get::<Peer>().ok_or(ProxyError::Ambiguous("the peer is unknown"))?;
         let protocol = head::upgrade(head.version, &head.headers);
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
-        head::to_upstream(&mut head, peer, &self.state.active().client_ip, protocol);
+        let active = self.state.active();
+        let dropped = DroppedHeaders {
+            underscored: !self.underscore_headers,
+            method_overrides: active.reads_method,
+        };
+        head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let body = (!body.is_end_stream())

@@ -34,6 +34,8 @@ pub(crate) struct ActiveConfig {
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) limiter: PolicyLimiter<Arc<Backend>, Arc<DecisionObserver>>,
     pub(crate) forward_auth_parts: UsedParts,
+    /// Whether a policy depends on the method.
+    pub(crate) reads_method: bool,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
@@ -78,6 +80,10 @@ impl ActiveConfig {
         let names = config.policies.iter().map(Policy::name).chain(rules);
         let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, names));
         let forward_auth_parts = UsedParts::of(&config.policies);
+        let reads_method = config
+            .policies
+            .iter()
+            .any(|policy| policy.references().any(|attribute| attribute == "method"));
         let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), config.policies)
             .with_observer(observer);
         let timeout = backend.timeout().unwrap_or(tidegate::DEFAULT_QUERY_TIMEOUT);
@@ -87,6 +93,7 @@ impl ActiveConfig {
             tls: config.tls,
             limiter: limiter.with_timeout(timeout),
             forward_auth_parts,
+            reads_method,
             x_ratelimit_headers: config.x_ratelimit_headers,
             api_token: config.api_token,
             admin_token: config.admin_token,

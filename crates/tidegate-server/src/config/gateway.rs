@@ -17,6 +17,8 @@ pub(crate) struct GatewayConfig {
     pub(crate) connect_timeout: Duration,
     pub(crate) header_timeout: Duration,
     pub(crate) idle_timeout: Duration,
+    /// Whether headers with an underscore in their name are forwarded.
+    pub(crate) underscore_headers: bool,
     pub(crate) exempt_preflight: bool,
     pub(crate) cors: Option<CorsConfig>,
 }
@@ -45,6 +47,7 @@ pub(super) fn validate(
         connect_timeout: timeout(&raw.connect_timeout, 2)?,
         header_timeout: timeout(&raw.header_timeout, 30)?,
         idle_timeout: timeout(&raw.idle_timeout, 60)?,
+        underscore_headers: raw.underscore_headers,
         exempt_preflight: raw.exempt_preflight,
         cors: raw.cors.as_ref().map(|raw| cors::validate(document, raw)).transpose()?,
     })

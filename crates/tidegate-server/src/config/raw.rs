@@ -260,6 +260,9 @@ pub(super) struct RawGateway {
     /// Idle timeout of bodies and upgraded connections; 60s by default.
     #[schemars(with = "Option<String>")]
     pub(super) idle_timeout: Option<Spanned<String>>,
+    /// Forward headers with an underscore in their name; false by default, because many
+    /// applications cannot distinguish `X_User_Id` from `X-User-Id`.
+    pub(super) underscore_headers: bool,
     /// Forward CORS preflight requests (`OPTIONS` with `Origin` and
     /// `Access-Control-Request-Method`) without counting them. Browsers send them automatically and
     /// without credentials.

@@ -39,6 +39,21 @@ const HTTP_UPGRADES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
 
 const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 
+/// Headers by which a proxy tells some frameworks the original path. From a client, they would lead
+/// to another path than the one that the policies matched.
+const PATH_OVERRIDES: [HeaderName; 3] = [
+    HeaderName::from_static("x-original-url"),
+    HeaderName::from_static("x-original-uri"),
+    HeaderName::from_static("x-rewrite-url"),
+];
+
+/// Headers by which some frameworks take another method than that of the request.
+const METHOD_OVERRIDES: [HeaderName; 3] = [
+    HeaderName::from_static("x-http-method-override"),
+    HeaderName::from_static("x-http-method"),
+    HeaderName::from_static("x-method-override"),
+];
+
 /// Number of passes through a gateway, by `Via`, after which a request is considered looping.
 const MAX_PASSES: usize = 8;
 
@@ -58,6 +73,11 @@ pub(super) fn check(head: &Parts) -> Result<(), ProxyError> {
         return Err(ProxyError::Loop);
     }
     check_host(head)?;
+    // HTTP/1.1 removes them, and HTTP/2 has none (RFC 9113, 8.2.1). An HTTP/1.1 upstream would see
+    // another value than the policies.
+    if head.headers.values().any(has_outer_space) {
+        return Err(ProxyError::Ambiguous("a header value has a space at its start or end"));
+    }
     if is_repeated(&head.headers, &header::CONTENT_LENGTH) {
         return Err(ProxyError::Ambiguous("there is more than one Content-Length"));
     }
@@ -96,6 +116,11 @@ fn check_host(head: &Parts) -> Result<(), ProxyError> {
     }
 }
 
+fn has_outer_space(value: &HeaderValue) -> bool {
+    let is_space = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
+    is_space(value.as_bytes().first()) || is_space(value.as_bytes().last())
+}
+
 fn is_repeated(headers: &HeaderMap, name: &HeaderName) -> bool {
     headers.get_all(name).iter().nth(1).is_some()
 }
@@ -118,12 +143,22 @@ pub(super) fn upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderVal
     headers.get(header::UPGRADE).cloned()
 }
 
+/// Headers of a request that are not forwarded.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DroppedHeaders {
+    /// Headers with an underscore in their name.
+    pub(super) underscored: bool,
+    /// Headers that name another method, because a policy depends on the method.
+    pub(super) method_overrides: bool,
+}
+
 /// Rewrites the request head for an upstream, except for its target and its Host.
 pub(super) fn to_upstream(
     head: &mut Parts,
     peer: Peer,
     client_ip: &ClientIp,
     upgrade: Option<HeaderValue>,
+    dropped: DroppedHeaders,
 ) {
     let host = head.headers.get(header::HOST).cloned();
     let host = host.or_else(|| HeaderValue::from_str(head.uri.authority()?.as_str()).ok());
@@ -131,6 +166,14 @@ pub(super) fn to_upstream(
         elements(&head.headers, &header::TE).any(|value| value.eq_ignore_ascii_case(b"trailers"));
     let headers = &mut head.headers;
     remove_hop_by_hop(headers);
+    if dropped.underscored {
+        remove_underscored(headers);
+    }
+    if dropped.method_overrides {
+        for name in METHOD_OVERRIDES {
+            headers.remove(name);
+        }
+    }
     // hyper sends `100 Continue` itself when the body is first polled.
     headers.remove(header::EXPECT);
     headers.remove(HTTP2_SETTINGS);
@@ -173,6 +216,9 @@ fn set_forwarded(
     if !client_ip.trusts(address) {
         headers.remove(header::FORWARDED);
         remove_x_forwarded(headers);
+        for name in PATH_OVERRIDES {
+            headers.remove(name);
+        }
     }
     let mut chain = elements(headers, &X_FORWARDED_FOR).collect::<Vec<_>>().join(&b", "[..]);
     if !chain.is_empty() {
@@ -186,6 +232,16 @@ fn set_forwarded(
     headers.entry(X_FORWARDED_PROTO).or_insert(scheme);
     if let Some(host) = host {
         headers.entry(X_FORWARDED_HOST).or_insert_with(|| host.clone());
+    }
+}
+
+/// Removes headers with an underscore in their name: applications behind CGI, WSGI and the like
+/// cannot distinguish `X_User_Id` from `X-User-Id`.
+fn remove_underscored(headers: &mut HeaderMap) {
+    let is_underscored = |name: &&HeaderName| name.as_str().contains('_');
+    let names: Vec<HeaderName> = headers.keys().filter(is_underscored).cloned().collect();
+    for name in names {
+        headers.remove(name);
     }
 }
 

@@ -11,7 +11,7 @@ use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestPa
 use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
-use super::Gateway;
+use super::{Gateway, path};
 use crate::config::{CorsConfig, GatewayConfig};
 use crate::listener::{Peer, Request};
 use crate::state::{ActiveConfig, ServerState};
@@ -83,7 +83,9 @@ impl Service<Request> for LimitedGateway {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request) -> ResponseFuture {
+    fn call(&mut self, mut request: Request) -> ResponseFuture {
+        let active = self.state.active();
+        path::normalize(request.uri_mut(), active.policies());
         let is_http1 = request.version() < Version::HTTP_2;
         let has_body = !http_body::Body::is_end_stream(request.body());
         let closes_if_denied = is_http1 && has_body;
@@ -92,7 +94,7 @@ impl Service<Request> for LimitedGateway {
             let origin = request.headers().get(header::ORIGIN).cloned();
             (Arc::clone(cors), origin)
         });
-        let limited = if self.state.active().x_ratelimit_headers {
+        let limited = if active.x_ratelimit_headers {
             &mut self.with_x_headers
         } else {
             &mut self.without_x_headers

@@ -23,6 +23,8 @@ mod messages;
 mod retries;
 /// Ambiguous requests, at the level of bytes.
 mod smuggling;
+/// Spellings of one key or path.
+mod spellings;
 /// Upstream that records the received bytes.
 mod upstream;
 /// TLS and HTTP/2 on both sides.

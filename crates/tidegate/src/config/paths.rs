@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde_saphyr::Spanned;
 
 use super::document::{ConfigError, Document};
+use super::number::Bounded;
 use super::policy::parse_name;
 use crate::policy::{PathRules, PathSpelling};
 
@@ -24,6 +25,9 @@ pub struct RawPaths {
     parameters: Option<Spanned<String>>,
     /// Whether `/a//b` and `/a/b` are the same path; true by default.
     merge_slashes: Option<bool>,
+    /// Length of the longest path, in bytes; 16384 by default. A request with a longer one gets
+    /// 414.
+    max_bytes: Option<Bounded<1, 65_536>>,
 }
 
 impl RawPaths {
@@ -32,7 +36,11 @@ impl RawPaths {
             Some(name) => parse_name(document, name),
             None => Ok(PathSpelling::default()),
         };
-        Ok(PathRules::default()
+        let mut rules = PathRules::default();
+        if let Some(max_bytes) = self.max_bytes {
+            rules = rules.with_max_bytes(usize::try_from(max_bytes.get()).unwrap_or(usize::MAX));
+        }
+        Ok(rules
             .with_case_insensitive(self.case_insensitive)
             .with_encoded_slashes(spelling(&self.encoded_slashes)?)
             .with_parameters(spelling(&self.parameters)?)

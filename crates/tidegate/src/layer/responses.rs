@@ -15,7 +15,7 @@ use super::headers::for_each_header_value;
 use crate::charge::ChargeError;
 use crate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE, seconds};
 use crate::limiter::Error;
-use crate::policy::{PolicyDecision, PolicyDecisions};
+use crate::policy::{PathError, PolicyDecision, PolicyDecisions, SelectError};
 
 type OnDenied = dyn Fn(&Denial<'_>) -> Response<Bytes> + Send + Sync;
 type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
@@ -200,6 +200,9 @@ fn class(error: &Error) -> (StatusCode, Code) {
     use ChargeError::{CostTooHigh, Key, ZeroCost};
     match error {
         Error::Store(_) => (StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable),
+        Error::Select(SelectError::Path(PathError::TooLong(_))) => {
+            (StatusCode::URI_TOO_LONG, Code::InvalidArgument)
+        }
         Error::Select(_) | Error::Charge(Key(_) | CostTooHigh { .. } | ZeroCost) => {
             (StatusCode::BAD_REQUEST, Code::InvalidArgument)
         }

@@ -38,6 +38,7 @@ pub struct PathRules {
     encoded_slashes: PathSpelling,
     parameters: PathSpelling,
     merge_slashes: bool,
+    max_bytes: usize,
 }
 
 /// Error of a path with a spelling that [`PathRules`] rejects.
@@ -56,7 +57,13 @@ pub enum PathError {
          meaning by `paths.parameters`"
     )]
     Parameter,
+    /// The path is longer than the maximum.
+    #[error("the path has more than {0} bytes")]
+    TooLong(usize),
 }
+
+/// Length of the longest path by default. Browsers and servers rarely support more.
+const DEFAULT_MAX_BYTES: usize = 16 * 1024;
 
 impl Default for PathRules {
     fn default() -> Self {
@@ -65,6 +72,7 @@ impl Default for PathRules {
             encoded_slashes: PathSpelling::Reject,
             parameters: PathSpelling::Reject,
             merge_slashes: true,
+            max_bytes: DEFAULT_MAX_BYTES,
         }
     }
 }
@@ -76,6 +84,7 @@ impl PathRules {
         encoded_slashes: PathSpelling::Keep,
         parameters: PathSpelling::Keep,
         merge_slashes: true,
+        max_bytes: usize::MAX,
     };
 
     /// Sets whether `/Login` and `/login` are the same path; they differ by default.
@@ -108,6 +117,13 @@ impl PathRules {
         self
     }
 
+    /// Sets the length of the longest path; 16 KiB by default.
+    #[must_use]
+    pub fn with_max_bytes(mut self, max_bytes: usize) -> Self {
+        self.max_bytes = max_bytes;
+        self
+    }
+
     /// Returns these rules, without those that reject paths.
     pub(super) fn rejecting_nothing(mut self) -> Self {
         for spelling in [&mut self.encoded_slashes, &mut self.parameters] {
@@ -115,6 +131,7 @@ impl PathRules {
                 *spelling = PathSpelling::Keep;
             }
         }
+        self.max_bytes = usize::MAX;
         self
     }
 
@@ -129,6 +146,9 @@ impl PathRules {
     /// The path has a spelling that is rejected.
     pub fn normalize(self, path: &str) -> Result<Cow<'_, str>, PathError> {
         let path = path.split(['?', '#']).next().unwrap_or_default();
+        if path.len() > self.max_bytes {
+            return Err(PathError::TooLong(self.max_bytes));
+        }
         if self.is_normal(path) {
             return Ok(Cow::Borrowed(path));
         }
@@ -387,6 +407,9 @@ mod tests {
             assert_eq!(rules(PathSpelling::Decode).normalize(path).as_deref(), Ok(decoded));
             assert_eq!(rules(PathSpelling::Keep).normalize(path).as_deref(), Ok(kept));
         }
+        let short = PathRules::default().with_max_bytes(4);
+        assert_eq!(short.normalize("/abc?query").as_deref(), Ok("/abc"));
+        assert_eq!(short.normalize("/abcd"), Err(PathError::TooLong(4)));
         let any_case = PathRules::default().with_case_insensitive(true);
         assert_eq!(any_case.matched("/Login/").as_deref(), Ok("/login"));
         assert_eq!(any_case.normalize("/Login/").as_deref(), Ok("/Login/"));
