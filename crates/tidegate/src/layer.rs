@@ -353,6 +353,9 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
 
     /// Passes CORS preflight requests without a decision: browsers send them automatically, and
     /// without credentials.
+    ///
+    /// Scripts can only read a denial that has CORS headers, so a layer that adds them belongs
+    /// outside of this one.
     #[must_use]
     pub fn exempt_preflight(self) -> Self {
         self.with(|shared| shared.exempt_preflight = true)
