@@ -13,14 +13,16 @@ use http_body_util::Full;
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::layer::for_each_header_value;
-use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query, Timestamp};
+use tidegate::{
+    Action, ChargeError, ClientIp, Policies, PolicyDecision, PolicyDecisions, Query, Timestamp,
+};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
 use crate::body_reader::{BodyError, BodyReader};
 use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
-use crate::state::ServerState;
+use crate::state::{ActiveConfig, ServerState};
 
 pub(crate) mod forward_auth;
 pub(crate) mod json;
@@ -285,7 +287,7 @@ async fn decide(
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     // The capacity includes the headers that hyper adds.
     let mut headers = HeaderMap::with_capacity(12);
-    add_rate_limit_headers(&mut headers, &decisions, active.x_ratelimit_headers, denied);
+    add_rate_limit_headers(&mut headers, &decisions, &active, denied);
     Ok(json_response(status, headers, json::decisions_body(&decisions)))
 }
 
@@ -294,14 +296,23 @@ async fn decide(
 pub(crate) fn add_rate_limit_headers(
     headers: &mut HeaderMap,
     decisions: &PolicyDecisions<'_>,
-    with_x_headers: bool,
+    active: &ActiveConfig,
     denied: bool,
 ) {
-    for_each_header_value(decisions.header_states(), with_x_headers, |name, value| {
+    let partition_key =
+        |entry: &PolicyDecision<'_>| active.partition_keys.then(|| partition_key(entry)).flatten();
+    let states = decisions.header_states_with(partition_key);
+    for_each_header_value(states, active.x_ratelimit_headers, |name, value| {
         if denied || name != header::RETRY_AFTER {
             headers.insert(name, value);
         }
     });
+}
+
+/// Returns the partition key of a decision: the first half of the SHA-256 of its key.
+pub(crate) fn partition_key(decision: &PolicyDecision<'_>) -> Option<[u8; 16]> {
+    let hash = ring::digest::digest(&ring::digest::SHA256, decision.key()?.as_bytes());
+    hash.as_ref().first_chunk().copied()
 }
 
 /// Rejects unknown attributes: a policy would never match a misspelt one.

@@ -43,6 +43,7 @@ pub(crate) struct Config {
     pub(crate) files: Vec<PathBuf>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) x_ratelimit_headers: bool,
+    pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
 }
@@ -133,6 +134,7 @@ fn validate(
         files,
         tls,
         x_ratelimit_headers: raw.headers.x_ratelimit,
+        partition_keys: raw.headers.partition_key,
         api_token,
         admin_token,
     })

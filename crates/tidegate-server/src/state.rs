@@ -40,6 +40,7 @@ pub(crate) struct ActiveConfig {
     pub(crate) strict_limiter: ServerLimiter<StrictBackend>,
     pub(crate) forward_auth_parts: UsedParts,
     pub(crate) x_ratelimit_headers: bool,
+    pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
 }
@@ -97,6 +98,7 @@ impl ActiveConfig {
             strict_limiter: strict_limiter.with_timeout(timeout),
             forward_auth_parts,
             x_ratelimit_headers: config.x_ratelimit_headers,
+            partition_keys: config.partition_keys,
             api_token: config.api_token,
             admin_token: config.admin_token,
         }

@@ -196,11 +196,14 @@ pub(super) struct RawTls {
 pub(super) struct RawHeaders {
     /// Also send the older `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
     pub(super) x_ratelimit: bool,
+    /// Also send the partition key (`pk`) in `RateLimit` and `RateLimit-Policy`: the first 16 bytes
+    /// of the SHA-256 of the policy's key. By default it is not sent.
+    pub(super) partition_key: bool,
 }
 
 impl Default for RawHeaders {
     fn default() -> Self {
-        Self { x_ratelimit: true }
+        Self { x_ratelimit: true, partition_key: false }
     }
 }
 

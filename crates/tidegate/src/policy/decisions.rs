@@ -132,7 +132,19 @@ impl<'a> PolicyDecisions<'a> {
     pub fn header_states(&self) -> impl Iterator<Item = PolicyState<'_>> + Clone {
         self.enforced().filter_map(|entry| {
             let quota = entry.charge.quota()?;
-            Some(PolicyState { policy: entry.policy(), quota, decision: entry.decision })
+            Some(PolicyState::new(entry.policy(), quota, entry.decision))
+        })
+    }
+
+    /// Iterates over the same states, with the partition keys that the closure returns: hashes of
+    /// the [keys](PolicyDecision::key).
+    pub fn header_states_with(
+        &self,
+        partition_key: impl Fn(&PolicyDecision<'_>) -> Option<[u8; 16]> + Clone,
+    ) -> impl Iterator<Item = PolicyState<'_>> + Clone {
+        self.enforced().filter_map(move |entry| {
+            let state = PolicyState::new(entry.policy(), entry.charge.quota()?, entry.decision);
+            Some(PolicyState { partition_key: partition_key(entry), ..state })
         })
     }
 
