@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use axum::body::Body;
 use axum::response::IntoResponse as _;
 use http::request::Parts;
-use http::{HeaderValue, Request, Response, StatusCode, Version, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
@@ -107,9 +107,14 @@ struct Proxy {
 impl Proxy {
     async fn handle(&self, request: listener::Request) -> Response<Body> {
         let is_http1 = request.version() < Version::HTTP_2;
+        let is_head = request.method() == Method::HEAD;
         self.forward(request).await.unwrap_or_else(|error| {
             tracing::debug!(reason = error.reason(), "forwarding a request failed");
             let mut response = error.into_response();
+            // Over HTTP/2, hyper would send the body, and clients would reject the response.
+            if is_head {
+                *response.body_mut() = Body::empty();
+            }
             // Close the connection: the peer and the upstream may disagree on where the next
             // request starts.
             if is_http1 && matches!(error, ProxyError::Ambiguous(_) | ProxyError::Method(_)) {
