@@ -14,7 +14,7 @@ use super::upstreams::Protocol;
 /// Time limit for hyper to drop the body of a failed request.
 const BODY_RETURN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What may follow a failed attempt to send a request.
+/// Next step after a failed attempt to send a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Retry {
     /// The request may have been processed.
