@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use axum::body::Body;
 use axum::response::IntoResponse as _;
 use http::request::Parts;
-use http::{HeaderValue, Request, Response, StatusCode, Version, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
@@ -25,18 +25,22 @@ use crate::state::ServerState;
 
 mod body;
 mod client;
+mod connection;
 mod cors;
 mod error;
 mod head;
 mod limit;
 mod path;
+mod retry;
 mod tunnel;
 mod upstreams;
 
-use body::{Download, IdleTimeoutBody, IdleTimer, Upload, UpstreamRequestBody};
+use body::{Download, IdleTimeoutBody, IdleTimer, RequestBody, UpstreamRequestBody};
 use client::Clients;
+use connection::Progress;
 use error::ProxyError;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
+use retry::Retry;
 pub(crate) use upstreams::Upstream;
 use upstreams::{Protocol, Upstreams};
 
@@ -104,9 +108,14 @@ struct Proxy {
 impl Proxy {
     async fn handle(&self, request: listener::Request) -> Response<Body> {
         let is_http1 = request.version() < Version::HTTP_2;
+        let is_head = request.method() == Method::HEAD;
         self.forward(request).await.unwrap_or_else(|error| {
             tracing::debug!(reason = error.reason(), "forwarding a request failed");
             let mut response = error.into_response();
+            // Over HTTP/2, hyper would send the body, and clients would reject the response.
+            if is_head {
+                *response.body_mut() = Body::empty();
+            }
             // Close the connection: the peer and the upstream may disagree on where the next
             // request starts.
             if is_http1 && matches!(error, ProxyError::Ambiguous(_) | ProxyError::Method(_)) {
@@ -127,31 +136,40 @@ impl Proxy {
         let protocol = head::upgrade(head.version, &head.headers);
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
         head::to_upstream(&mut head, peer, &self.state.active().client_ip, protocol);
-        let body = (!body.is_end_stream()).then(|| IdleTimeoutBody::new(body, self.idle_timeout));
-        let response = self.send(head, body).await?;
+        let is_http1 = head.version < Version::HTTP_2;
+        let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
+        let body = (!body.is_end_stream())
+            .then(|| RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout)));
+        let mut response = self.send(head, body).await?;
+        if announces_trailers {
+            head::announce_grpc_trailers(response.headers_mut());
+        }
         self.to_client(response, client_upgrade)
     }
 
-    /// Sends the request to one upstream after the other, until one is reached.
+    /// Sends the request to one upstream after the other, until one is reached, and once more if an
+    /// upstream closed the connection without processing the request.
     async fn send(
         &self,
         mut head: Parts,
-        mut body: Option<Upload>,
+        mut body: Option<RequestBody>,
     ) -> Result<Response<Incoming>, ProxyError> {
         let has_body = body.is_some();
-        let mut last_error = ProxyError::Unreachable;
+        let mut is_repeated = false;
         let mut candidates = self.upstreams.candidates().peekable();
-        while let Some(upstream) = candidates.next() {
+        let Some(mut upstream) = candidates.next() else { return Err(ProxyError::NoUpstream) };
+        loop {
+            let may_repeat = !is_repeated && Retry::is_possible(&head.method, upstream.protocol);
             let uri = upstream
                 .uri(&head.uri)
                 .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
             let idle_timer = IdleTimer::start();
-            let (request_body, mut unused_body) =
-                UpstreamRequestBody::new(body.take(), idle_timer.clone());
+            let (request_body, returned_body) =
+                UpstreamRequestBody::new(body.take(), may_repeat, idle_timer.clone());
             let mut request = Request::new(request_body);
             *request.uri_mut() = uri;
             *request.method_mut() = head.method.clone();
-            *request.headers_mut() = if candidates.peek().is_some() {
+            *request.headers_mut() = if may_repeat || candidates.peek().is_some() {
                 head.headers.clone()
             } else {
                 std::mem::take(&mut head.headers)
@@ -162,7 +180,11 @@ impl Proxy {
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
-            let client = self.clients.get(upstream.protocol);
+            let client = if is_repeated {
+                self.clients.for_retry(upstream.protocol)
+            } else {
+                self.clients.get(upstream.protocol)
+            };
             let result = tokio::select! {
                 result = client.request(request) => result.map_err(|error| {
                     tracing::debug!(
@@ -170,31 +192,47 @@ impl Proxy {
                         error = &error as &dyn std::error::Error,
                         "request to an upstream failed"
                     );
-                    ProxyError::new(&error)
+                    let retry = Retry::after(&error, &head.method, upstream.protocol);
+                    (ProxyError::new(&error), retry)
                 }),
-                () = idle_timer.expired(self.header_timeout) => Err(ProxyError::ResponseTimeout),
+                () = idle_timer.expired(self.header_timeout) => {
+                    Err((ProxyError::ResponseTimeout, Retry::No))
+                }
             };
-            match result {
+            let (error, mut retry) = match result {
                 Ok(response) => {
                     upstream.record_success();
+                    if let Some(progress) = response.extensions().get::<Progress>() {
+                        progress.record_response();
+                    }
                     return Ok(response);
                 }
-                Err(error) => {
-                    if error.is_upstream_failure() {
-                        self.upstreams.record_failure(upstream, error.reason());
-                    }
-                    // Retry only a request of which nothing was sent.
-                    body = unused_body.try_recv().ok();
-                    if !matches!(error, ProxyError::Unreachable | ProxyError::ConnectTimeout)
-                        || has_body != body.is_some()
-                    {
-                        return Err(error);
-                    }
-                    last_error = error;
+                Err(failure) => failure,
+            };
+            if is_repeated && retry == Retry::OtherConnection {
+                retry = Retry::No;
+            }
+            if has_body && retry != Retry::No {
+                body = retry::returned(returned_body).await;
+                if body.is_none() {
+                    retry = Retry::No;
                 }
             }
+            // A connection that was closed while it was idle is no failure of the upstream.
+            if retry != Retry::OtherConnection && error.is_upstream_failure() {
+                self.upstreams.record_failure(upstream, error.reason());
+            }
+            match retry {
+                Retry::No => return Err(error),
+                Retry::OtherConnection => is_repeated = true,
+                Retry::OtherUpstream => match candidates.next() {
+                    Some(next) => upstream = next,
+                    None if self.upstreams.all_ejected() => return Err(ProxyError::NoUpstream),
+                    None => return Err(error),
+                },
+            }
+            self.state.metrics.count_upstream_retry();
         }
-        Err(if self.upstreams.all_ejected() { ProxyError::NoUpstream } else { last_error })
     }
 
     fn to_client(

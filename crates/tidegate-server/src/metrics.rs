@@ -28,6 +28,7 @@ pub(crate) struct Metrics {
     reload_failures: AtomicU64,
     /// Forward-auth requests by the part of the original request that is missing.
     incomplete_forward_auth: [AtomicU64; PARTS],
+    upstream_retries: AtomicU64,
 }
 
 /// Decisions of one policy, by outcome.
@@ -130,6 +131,11 @@ impl Metrics {
 
     pub(crate) fn count_incomplete_forward_auth(&self, part: usize) {
         self.incomplete_forward_auth[part].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a request that the gateway sends again.
+    pub(crate) fn count_upstream_retry(&self) {
+        self.upstream_retries.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Writes the counters of each policy.
@@ -249,6 +255,13 @@ impl Metrics {
                 load(counter)
             );
         }
+        head(
+            &mut text,
+            "tidegate_upstream_retries_total",
+            "counter",
+            "Requests that the gateway sent again, to the same or to another upstream.",
+        );
+        let _ = writeln!(text, "tidegate_upstream_retries_total {}", load(&self.upstream_retries));
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));

@@ -182,35 +182,117 @@ impl Body for Download {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (mut hint, rest) = (self.body.size_hint(), self.rest.len() as u64);
-        let upper = hint.upper();
-        hint.set_lower(hint.lower() + rest);
-        if let Some(upper) = upper {
-            hint.set_upper(upper + rest);
-        }
-        hint
+        with_more(self.body.size_hint(), self.rest.len())
     }
 }
 
-/// Body of a request to an upstream. If it is dropped before the first poll, it is handed back for
-/// a retry with another upstream.
+/// Maximum size of a body that can be sent again after it was sent.
+const MAX_RECORDED_BYTES: usize = 64 * 1024;
+
+/// Body of a client's request that can be sent again, as long as all that was sent of it is
+/// recorded.
+#[derive(Debug)]
+pub(super) struct RequestBody {
+    /// Data that an earlier attempt has read. It comes before the rest of the upload.
+    start: Bytes,
+    upload: Upload,
+    /// Copy of the data that this attempt has sent, `None` if it is incomplete. Clones of the
+    /// frames would keep whole read buffers in memory.
+    recorded: Option<Vec<u8>>,
+    max_recorded: usize,
+}
+
+impl RequestBody {
+    pub(super) fn new(upload: Upload) -> Self {
+        Self { start: Bytes::new(), upload, recorded: Some(Vec::new()), max_recorded: 0 }
+    }
+
+    /// Returns the body for another attempt.
+    fn rewound(mut self) -> Option<Self> {
+        let recorded = self.recorded.replace(Vec::new())?;
+        if !recorded.is_empty() {
+            self.start = recorded.into();
+        }
+        Some(self)
+    }
+
+    fn record(&mut self, data: Option<&Bytes>) {
+        let length = self.recorded.as_ref().map_or(0, Vec::len);
+        let room = self.max_recorded.saturating_sub(length);
+        match (data, &mut self.recorded) {
+            (Some(data), Some(recorded)) if data.len() <= room => recorded.extend_from_slice(data),
+            _ => self.recorded = None,
+        }
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = axum::BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+        let this = self.get_mut();
+        if !this.start.is_empty() {
+            let data = std::mem::take(&mut this.start);
+            this.record(Some(&data));
+            return Poll::Ready(Some(Ok(Frame::data(data))));
+        }
+        if this.upload.is_end_stream() {
+            return Poll::Ready(None);
+        }
+        let frame = ready!(Pin::new(&mut this.upload).poll_frame(cx));
+        // The end of the body is found again by the next attempt.
+        if let Some(frame) = &frame {
+            this.record(frame.as_ref().ok().and_then(Frame::data_ref));
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.start.is_empty() && self.upload.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        with_more(self.upload.size_hint(), self.start.len())
+    }
+}
+
+/// Adds bytes to a hint.
+fn with_more(mut hint: SizeHint, bytes: usize) -> SizeHint {
+    let bytes = bytes as u64;
+    // The upper bound first: it must never be below the lower one.
+    if let Some(upper) = hint.upper() {
+        hint.set_upper(upper + bytes);
+    }
+    hint.set_lower(hint.lower() + bytes);
+    hint
+}
+
+/// Body of one attempt to send a request to an upstream. When it is dropped, the client's body is
+/// handed back for another attempt, if it can be sent again.
 #[derive(Debug)]
 pub(super) struct UpstreamRequestBody {
     /// `None` if the request has no body.
-    body: Option<Upload>,
+    body: Option<RequestBody>,
     idle_timer: IdleTimer,
-    /// `None` after the first poll.
-    unused: Option<oneshot::Sender<Upload>>,
+    returned: Option<oneshot::Sender<RequestBody>>,
 }
 
 impl UpstreamRequestBody {
-    /// Returns the body, and the receiver that gets the client's body back if it was not used.
+    /// Returns the body, and the receiver that gets the client's body back. Unless the request
+    /// `may_repeat`, it only gets a body of which nothing was sent.
     pub(super) fn new(
-        body: Option<Upload>,
+        body: Option<RequestBody>,
+        may_repeat: bool,
         idle_timer: IdleTimer,
-    ) -> (Self, oneshot::Receiver<Upload>) {
+    ) -> (Self, oneshot::Receiver<RequestBody>) {
         let (sender, receiver) = oneshot::channel();
-        (Self { body, idle_timer, unused: Some(sender) }, receiver)
+        let max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
+        let body = body.map(|body| RequestBody { max_recorded, ..body });
+        (Self { body, idle_timer, returned: Some(sender) }, receiver)
     }
 }
 
@@ -223,7 +305,6 @@ impl Body for UpstreamRequestBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
-        this.unused = None;
         let Some(body) = &mut this.body else { return Poll::Ready(None) };
         let polled = Pin::new(body).poll_frame(cx);
         match &polled {
@@ -244,9 +325,11 @@ impl Body for UpstreamRequestBody {
 
 impl Drop for UpstreamRequestBody {
     fn drop(&mut self) {
-        if let (Some(body), Some(unused)) = (self.body.take(), self.unused.take()) {
-            // The receiver is gone if the request was cancelled.
-            let _ = unused.send(body);
+        if let (Some(body), Some(returned)) = (self.body.take(), self.returned.take())
+            && let Some(body) = body.rewound()
+        {
+            // The receiver is gone if the upstream has responded, or if the request was cancelled.
+            let _ = returned.send(body);
         }
     }
 }

@@ -7,27 +7,36 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::Uri;
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{ClientConfig, RootCertStore};
-use tokio::net::TcpStream;
 
 use super::body::UpstreamRequestBody;
+use super::connection::UpstreamStream;
 use super::upstreams::Protocol;
 
 /// Idle connections are closed before most servers close them: a request that meets a connection
-/// closed by the server fails.
+/// closed by the server must be sent again, or fails.
 const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_IDLE_CONNECTIONS: usize = 1024;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
+/// Maximum number of headers in an HTTP/1.1 response. hyper prepares space for all of them with
+/// each response.
+const MAX_HEADERS: usize = 256;
+/// Maximum size of the headers in an HTTP/2 response: as much as hyper accepts over HTTP/1.1.
+const MAX_HEADER_BYTES: u32 = 400 * 1024;
+
+type UpstreamClient = Client<TimeoutConnector, UpstreamRequestBody>;
 
 /// One HTTP client per protocol.
 #[derive(Debug, Clone)]
 pub(super) struct Clients {
-    http1: Client<TimeoutConnector, UpstreamRequestBody>,
-    http2: Client<TimeoutConnector, UpstreamRequestBody>,
+    http1: UpstreamClient,
+    /// Client that opens a connection for each request.
+    http1_unpooled: UpstreamClient,
+    http2: UpstreamClient,
 }
 
 impl Clients {
@@ -48,19 +57,36 @@ impl Clients {
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new());
         builder
             .pool_idle_timeout(POOL_IDLE_TIMEOUT)
-            .pool_max_idle_per_host(MAX_IDLE_CONNECTIONS)
-            .set_host(false);
+            .set_host(false)
+            .http1_max_headers(MAX_HEADERS)
+            // A proxy corrects these two in responses (RFC 9112, 5.1 and 5.2).
+            .http1_allow_spaces_after_header_name_in_responses(true)
+            .http1_allow_obsolete_multiline_headers_in_responses(true)
+            .pool_max_idle_per_host(0);
+        let http1_unpooled = builder.build(http1.clone());
+        builder.pool_max_idle_per_host(MAX_IDLE_CONNECTIONS);
         let http1 = builder.build(http1);
         builder
             .http2_only(true)
             .http2_keep_alive_interval(HTTP2_PING_INTERVAL)
+            .http2_max_header_list_size(MAX_HEADER_BYTES)
             .http2_adaptive_window(true);
-        Self { http1, http2: builder.build(http2) }
+        Self { http1, http1_unpooled, http2: builder.build(http2) }
     }
 
-    pub(super) fn get(&self, protocol: Protocol) -> &Client<TimeoutConnector, UpstreamRequestBody> {
+    pub(super) fn get(&self, protocol: Protocol) -> &UpstreamClient {
         match protocol {
             Protocol::Http1 => &self.http1,
+            Protocol::Http2 => &self.http2,
+        }
+    }
+
+    /// Returns the client for a request that failed on a pooled connection. For HTTP/1.1 it avoids
+    /// the other pooled connections, which may be closed as well. Requests over HTTP/2 share one
+    /// new connection.
+    pub(super) fn for_retry(&self, protocol: Protocol) -> &UpstreamClient {
+        match protocol {
+            Protocol::Http1 => &self.http1_unpooled,
             Protocol::Http2 => &self.http2,
         }
     }
@@ -97,7 +123,7 @@ pub(super) struct TimeoutConnector {
 }
 
 impl tower::Service<Uri> for TimeoutConnector {
-    type Response = MaybeHttpsStream<TokioIo<TcpStream>>;
+    type Response = TokioIo<UpstreamStream>;
     type Error = axum::BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
@@ -110,7 +136,7 @@ impl tower::Service<Uri> for TimeoutConnector {
         let timeout = self.timeout;
         Box::pin(async move {
             match tokio::time::timeout(timeout, connecting).await {
-                Ok(result) => result,
+                Ok(result) => result.map(|stream| TokioIo::new(UpstreamStream::new(stream))),
                 Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
             }
         })

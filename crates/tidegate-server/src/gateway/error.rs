@@ -11,12 +11,16 @@ use super::body::Stalled;
 use super::cors::OwnResponse;
 use crate::api::problem::Problem;
 
+/// Common methods that are forwarded, for the `Allow` of a 405. Others are forwarded, too.
+const ALLOWED_METHODS: &str = "GET, HEAD, POST, PUT, DELETE, PATCH, OPTIONS";
+
 /// Reason why a request got no response from an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ProxyError {
     /// The request is ambiguous or invalid for a gateway.
     Ambiguous(&'static str),
     Method(&'static str),
+    Trace,
     /// The request passed through this gateway too often.
     Loop,
     /// The client stopped sending its body.
@@ -28,8 +32,12 @@ pub(super) enum ProxyError {
     /// All upstreams are ejected, and none could be reached.
     NoUpstream,
     ConnectTimeout,
-    /// The upstream closed the connection, or sent an invalid response.
+    /// The upstream closed the connection.
     ConnectionLost,
+    /// The upstream sent no valid HTTP.
+    InvalidResponse,
+    /// The head of the response has too many headers or bytes.
+    ResponseTooLarge,
     /// The upstream sent no response head in time.
     ResponseTimeout,
 }
@@ -40,13 +48,19 @@ impl ProxyError {
         let mut timed_out = false;
         let mut stalled = false;
         let mut body_failed = false;
+        let mut invalid = false;
+        let mut too_large = false;
         while let Some(source) = cause {
             timed_out |= source
                 .downcast_ref::<io::Error>()
                 .is_some_and(|io| io.kind() == io::ErrorKind::TimedOut);
             stalled |= source.is::<Stalled>();
-            // hyper reports errors of a body that we provide as user errors.
-            body_failed |= source.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_user);
+            if let Some(error) = source.downcast_ref::<hyper::Error>() {
+                // hyper reports errors of a body that we provide as user errors.
+                body_failed |= error.is_user();
+                invalid |= error.is_parse();
+                too_large |= error.is_parse_too_large();
+            }
             cause = source.source();
         }
         match (error.is_connect(), timed_out) {
@@ -54,6 +68,8 @@ impl ProxyError {
             (true, false) => Self::Unreachable,
             _ if stalled => Self::RequestBodyTimeout,
             _ if body_failed => Self::RequestBodyBroken,
+            _ if too_large => Self::ResponseTooLarge,
+            _ if invalid => Self::InvalidResponse,
             _ => Self::ConnectionLost,
         }
     }
@@ -64,6 +80,7 @@ impl ProxyError {
             self,
             Self::Ambiguous(_)
                 | Self::Method(_)
+                | Self::Trace
                 | Self::Loop
                 | Self::RequestBodyTimeout
                 | Self::RequestBodyBroken
@@ -74,9 +91,13 @@ impl ProxyError {
         match self {
             Self::Ambiguous(_) | Self::RequestBodyBroken => StatusCode::BAD_REQUEST,
             Self::Method(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::Trace => StatusCode::METHOD_NOT_ALLOWED,
             Self::Loop => StatusCode::LOOP_DETECTED,
             Self::RequestBodyTimeout => StatusCode::REQUEST_TIMEOUT,
-            Self::Unreachable | Self::ConnectionLost => StatusCode::BAD_GATEWAY,
+            Self::Unreachable
+            | Self::ConnectionLost
+            | Self::InvalidResponse
+            | Self::ResponseTooLarge => StatusCode::BAD_GATEWAY,
             Self::NoUpstream => StatusCode::SERVICE_UNAVAILABLE,
             Self::ConnectTimeout | Self::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
         }
@@ -85,6 +106,9 @@ impl ProxyError {
     pub(super) fn reason(self) -> &'static str {
         match self {
             Self::Ambiguous(reason) | Self::Method(reason) => reason,
+            Self::Trace => {
+                "TRACE is not forwarded: its response would repeat the request's headers"
+            }
             Self::Loop => "forwarding loop: an upstream leads back to this gateway",
             Self::RequestBodyTimeout => "timeout while reading the request body",
             Self::RequestBodyBroken => "the request body is incomplete or malformed",
@@ -92,6 +116,10 @@ impl ProxyError {
             Self::NoUpstream => "no upstream is reachable; try again in a moment",
             Self::ConnectTimeout => "timeout while connecting to the upstream",
             Self::ConnectionLost => "the upstream closed the connection before it responded",
+            Self::InvalidResponse => "the upstream sent an invalid response",
+            Self::ResponseTooLarge => {
+                "the upstream's response has more than 256 headers or 400 KiB of them"
+            }
             Self::ResponseTimeout => "the upstream did not respond in time",
         }
     }
@@ -101,8 +129,15 @@ impl IntoResponse for ProxyError {
     fn into_response(self) -> Response {
         let mut response = Problem::new(self.status(), self.reason()).into_response();
         response.extensions_mut().insert(OwnResponse);
-        if self == Self::NoUpstream {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        let headers = response.headers_mut();
+        match self {
+            Self::NoUpstream => {
+                headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            Self::Trace => {
+                headers.insert(header::ALLOW, HeaderValue::from_static(ALLOWED_METHODS));
+            }
+            _ => {}
         }
         response
     }

@@ -31,6 +31,9 @@ const HOP_BY_HOP: [HeaderName; 8] = [
 const FORBIDDEN_TRAILERS: [HeaderName; 4] =
     [header::CONTENT_LENGTH, header::HOST, header::AUTHORIZATION, header::FORWARDED];
 
+const GRPC_TRAILERS: HeaderValue =
+    HeaderValue::from_static("grpc-status, grpc-message, grpc-status-details-bin");
+
 /// Upgrades that continue with HTTP. Requests on such a connection would bypass all limits.
 const HTTP_UPGRADES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
 
@@ -44,6 +47,10 @@ const MAX_PASSES: usize = 8;
 pub(super) fn check(head: &Parts) -> Result<(), ProxyError> {
     if head.method == Method::CONNECT {
         return Err(ProxyError::Method("CONNECT is not supported: this gateway opens no tunnels"));
+    }
+    // The response to TRACE repeats the request, with headers that scripts must not read.
+    if head.method == Method::TRACE {
+        return Err(ProxyError::Trace);
     }
     if elements(&head.headers, &header::VIA).filter(|hop| hop.ends_with(b" tidegate")).count()
         >= MAX_PASSES
@@ -127,6 +134,7 @@ pub(super) fn to_upstream(
     // hyper sends `100 Continue` itself when the body is first polled.
     headers.remove(header::EXPECT);
     headers.remove(HTTP2_SETTINGS);
+    join_cookies(headers);
     if accepts_trailers {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
@@ -139,6 +147,19 @@ pub(super) fn to_upstream(
         headers.insert(header::HOST, host);
     }
     headers.append(header::VIA, via(head.version));
+}
+
+/// Joins the cookies that an HTTP/2 client has sent in several fields (RFC 9113, 8.2.3). HTTP/1.1
+/// servers expect one field, and many read only the first.
+fn join_cookies(headers: &mut HeaderMap) {
+    if !is_repeated(headers, &header::COOKIE) {
+        return;
+    }
+    let fields = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes);
+    let joined = fields.collect::<Vec<_>>().join(&b"; "[..]);
+    if let Ok(joined) = HeaderValue::try_from(joined) {
+        headers.insert(header::COOKIE, joined);
+    }
 }
 
 /// Sets `X-Forwarded-For`, `-Proto` and `-Host`. Values from an untrusted peer are dropped first.
@@ -203,10 +224,40 @@ pub(super) fn to_client(version: Version, headers: &mut HeaderMap) {
     if headers.contains_key(header::TRANSFER_ENCODING) {
         headers.remove(header::CONTENT_LENGTH);
     }
+    merge_lengths(headers);
     remove_hop_by_hop(headers);
     // The rate limit headers follow: one reservation avoids repeated growth.
     headers.reserve(8);
     headers.append(header::VIA, via(version));
+}
+
+/// Replaces several equal lengths by one (RFC 9110, 8.6). hyper has rejected different ones, except
+/// in responses without a body, which need no length.
+fn merge_lengths(headers: &mut HeaderMap) {
+    let length = headers.get(header::CONTENT_LENGTH);
+    let is_list = length.is_some_and(|length| length.as_bytes().contains(&b','));
+    if !is_list && !is_repeated(headers, &header::CONTENT_LENGTH) {
+        return;
+    }
+    let lengths: Vec<&[u8]> = elements(headers, &header::CONTENT_LENGTH).collect();
+    let [first, others @ ..] = &lengths[..] else { return };
+    let is_same = others.iter().all(|other| other == first);
+    let merged = HeaderValue::from_bytes(first).ok().filter(|_| is_same);
+    headers.remove(header::CONTENT_LENGTH);
+    if let Some(length) = merged {
+        headers.insert(header::CONTENT_LENGTH, length);
+    }
+}
+
+/// Announces the trailers of a gRPC response, because hyper sends only announced ones to HTTP/1.1
+/// clients. The names of other trailers are not known before the body has ended.
+pub(super) fn announce_grpc_trailers(headers: &mut HeaderMap) {
+    let content_type = headers.get(header::CONTENT_TYPE);
+    if content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
+        && !headers.contains_key(header::TRAILER)
+    {
+        headers.insert(header::TRAILER, GRPC_TRAILERS);
+    }
 }
 
 fn via(version: Version) -> HeaderValue {

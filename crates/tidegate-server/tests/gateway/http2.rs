@@ -1,8 +1,10 @@
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
+use std::io::Write as _;
 use std::process::Command;
 
-use crate::support::{Service, TEST_TIMEOUT, request, with_free_ports};
+use crate::frames::{
+    DATA, END_HEADERS, END_STREAM, Frames, GET, HEADERS, POST, RST_STREAM, WINDOW_UPDATE,
+};
+use crate::support::{Service, request, with_free_ports};
 use crate::upstream::{OK, Upstream};
 use crate::versions::{port, with_certificate};
 
@@ -80,61 +82,6 @@ fn error_responses_arrive_although_the_body_is_not_read() {
         assert_eq!(send(body, "/v1/acquire"), ["2 401"; 30]);
         assert_eq!(send(body, "/nowhere"), ["2 404"; 30]);
         assert_eq!(send(body, "/openapi.json"), ["2 405"; 30]);
-    }
-}
-
-/// HTTP/2 client at the level of frames.
-struct Frames(TcpStream);
-
-const DATA: u8 = 0;
-const HEADERS: u8 = 1;
-const RST_STREAM: u8 = 3;
-const SETTINGS: u8 = 4;
-const PING: u8 = 6;
-const WINDOW_UPDATE: u8 = 8;
-const END_STREAM: u8 = 1;
-const END_HEADERS: u8 = 4;
-const ACK: u8 = 1;
-
-/// HPACK encoding of `:method: GET` or `POST`, `:scheme: http`, `:path: /`, `:authority: h`.
-const GET: &[u8] = b"\x82\x86\x84\x41\x01h";
-const POST: &[u8] = b"\x83\x86\x84\x41\x01h";
-
-impl Frames {
-    /// Connects with an initial flow control window for streams.
-    fn connect(address: &str, window: u32) -> Self {
-        let stream = TcpStream::connect(address).expect("the service listens");
-        stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
-        let mut frames = Self(stream);
-        frames.0.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").expect("sent");
-        frames.send(SETTINGS, 0, 0, &[&[0, 4][..], &window.to_be_bytes()].concat());
-        frames
-    }
-
-    fn send(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
-        let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
-        let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
-        self.0.write_all(&[&head, payload].concat()).expect("sent");
-    }
-
-    /// Returns the kind, flags and payload of the next frame of a stream, and acknowledges frames
-    /// of the connection.
-    fn next(&mut self) -> (u8, u8, Vec<u8>) {
-        loop {
-            let mut head = [0; 9];
-            self.0.read_exact(&mut head).expect("a frame");
-            let [high, middle, low, kind, flags, stream @ ..] = head;
-            let mut payload = vec![0; u32::from_be_bytes([0, high, middle, low]) as usize];
-            self.0.read_exact(&mut payload).expect("a frame");
-            match (kind, u32::from_be_bytes(stream)) {
-                (PING | SETTINGS, 0) if flags & ACK == 0 => {
-                    let payload = if kind == PING { payload } else { Vec::new() };
-                    self.send(kind, ACK, 0, &payload);
-                }
-                (_, 0) => {}
-                _ => return (kind, flags, payload),
-            }
-        }
     }
 }
 

@@ -3,16 +3,24 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+/// Cookies that HTTP/2 sends in several fields.
+mod cookies;
 /// Headers for scripts in browsers.
 mod cors;
 /// Slow, stalled and unreachable peers.
 mod failures;
 /// Headers, bodies and policies of forwarded requests.
 mod forwarding;
+/// HTTP/2 at the level of frames.
+mod frames;
 /// HTTP/2 streams: early responses and stalled clients.
 mod http2;
 /// Large bodies, many requests, killed upstreams.
 mod load;
+/// Informational responses, trailers and many headers.
+mod messages;
+/// Requests that are sent again on another connection.
+mod retries;
 /// Ambiguous requests, at the level of bytes.
 mod smuggling;
 /// Upstream that records the received bytes.

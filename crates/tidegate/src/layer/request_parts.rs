@@ -17,7 +17,7 @@ use crate::policy::{Attributes, normalize_host, normalize_path};
 ///
 /// Spellings that mean the same are normalized, so that another spelling is not another key: the
 /// path has no query or dot segments, the host is in lower case and without its port, and several
-/// headers of one name are one, separated by commas. Of several query parameters or cookies of one
+/// headers of one name are one, separated by commas (cookies by semicolons). Of several query parameters or cookies of one
 /// name, the first counts. Bytes that are not UTF-8 have a character for each byte, so that
 /// different values stay different keys.
 ///
@@ -192,7 +192,9 @@ impl<'a> RequestParts<'a> {
     fn header(&self, name: &str) -> Option<Cow<'_, str>> {
         let mut values = self.headers.get_all(name).iter().map(|value| text(value.as_bytes()));
         let first = values.next()?;
-        Some(values.fold(first, |all, value| Cow::Owned(format!("{all}, {value}"))))
+        // Cookies are the one list that commas do not separate (RFC 9113, 8.2.3).
+        let separator = if name.eq_ignore_ascii_case(COOKIE.as_str()) { "; " } else { ", " };
+        Some(values.fold(first, |all, value| Cow::Owned(format!("{all}{separator}{value}"))))
     }
 
     fn query(&self, name: &str) -> Option<Cow<'_, str>> {
@@ -352,6 +354,7 @@ mod tests {
         );
         assert_eq!(attribute(&head, "header.x-plan").as_deref(), Some("free, gold"));
         assert_eq!(attribute(&head, "cookie.b").as_deref(), Some("2"));
+        assert_eq!(attribute(&head, "header.Cookie").as_deref(), Some("a=1; b=2"));
     }
 
     #[test]
