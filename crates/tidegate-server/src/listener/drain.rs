@@ -62,7 +62,7 @@ impl ConnectionState {
         self.is_old.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the connection is old and can tell its client so at any time.
+    /// Returns whether the connection is old, and its protocol has a message for that.
     fn can_send_goaway(&self) -> bool {
         self.is_old.load(Ordering::Relaxed) && self.is_http2.load(Ordering::Relaxed)
     }
@@ -130,8 +130,8 @@ mod tests {
 
     use super::*;
 
-    const AGE: Duration = Duration::from_secs(600);
-    const GRACE: Duration = Duration::from_secs(30);
+    const MAX_AGE: Duration = Duration::from_secs(600);
+    const GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 
     /// Connection with one request that takes this long after the drain started.
     struct Busy {
@@ -165,49 +165,61 @@ mod tests {
         assert!(!state.closes_after(version), "the connection is not old yet");
         let busy = Busy { rest, ends: None };
         drive(busy, Busy::start_drain, stop.subscribe(), Some(max_age), &state).await;
-        assert_eq!(state.closes_after(Version::HTTP_11), start.elapsed() >= AGE * 9 / 10);
+        assert_eq!(state.closes_after(Version::HTTP_11), start.elapsed() >= MAX_AGE * 9 / 10);
         start.elapsed()
     }
 
     #[tokio::test(start_paused = true)]
     async fn old_connection_completes_its_requests_within_the_grace_period() {
         let stop = watch::Sender::new(false);
-        let max_age = MaxAge { age: AGE, grace: Some(GRACE) };
-        let (earliest, latest) = (AGE * 9 / 10, AGE * 11 / 10);
+        let max_age = MaxAge { age: MAX_AGE, grace: Some(GRACE_TIMEOUT) };
+        let (earliest, latest) = (MAX_AGE * 9 / 10, MAX_AGE * 11 / 10);
         let rest = Duration::from_secs(20);
         let lived = lifetime(rest, &stop, max_age, Version::HTTP_2).await;
         assert!((earliest + rest..=latest + rest * 2).contains(&lived), "{lived:?}");
-        let lived = lifetime(GRACE * 100, &stop, max_age, Version::HTTP_2).await;
-        assert!((earliest + GRACE..=latest + GRACE * 2).contains(&lived), "{lived:?}");
-        let unbounded = MaxAge { age: AGE, grace: None };
-        assert!(lifetime(GRACE * 100, &stop, unbounded, Version::HTTP_2).await >= GRACE * 100);
+        let lived = lifetime(GRACE_TIMEOUT * 100, &stop, max_age, Version::HTTP_2).await;
+        assert!(
+            (earliest + GRACE_TIMEOUT..=latest + GRACE_TIMEOUT * 2).contains(&lived),
+            "{lived:?}"
+        );
+        let unbounded = MaxAge { age: MAX_AGE, grace: None };
+        assert!(
+            lifetime(GRACE_TIMEOUT * 100, &stop, unbounded, Version::HTTP_2).await
+                >= GRACE_TIMEOUT * 100
+        );
     }
 
     #[tokio::test(start_paused = true)]
     async fn shutdown_drains_at_any_age_and_has_no_grace_period_of_its_own() {
-        let max_age = MaxAge { age: AGE, grace: Some(GRACE) };
+        let max_age = MaxAge { age: MAX_AGE, grace: Some(GRACE_TIMEOUT) };
         for version in [Version::HTTP_11, Version::HTTP_2] {
             let stop = watch::Sender::new(true);
-            let lived = lifetime(GRACE * 2, &stop, max_age, version).await;
-            assert!((GRACE * 2..GRACE * 3).contains(&lived), "{version:?}: {lived:?}");
+            let lived = lifetime(GRACE_TIMEOUT * 2, &stop, max_age, version).await;
+            assert!(
+                (GRACE_TIMEOUT * 2..GRACE_TIMEOUT * 3).contains(&lived),
+                "{version:?}: {lived:?}"
+            );
         }
         let stop = watch::Sender::new(false);
         let lived = async {
-            let lived = lifetime(GRACE, &stop, max_age, Version::HTTP_11);
+            let lived = lifetime(GRACE_TIMEOUT, &stop, max_age, Version::HTTP_11);
             let stops = async {
-                tokio::time::sleep(AGE * 2).await;
+                tokio::time::sleep(MAX_AGE * 2).await;
                 stop.send_replace(true);
             };
             tokio::join!(lived, stops).0
         };
         let lived = lived.await;
-        assert!((AGE * 2 + GRACE..AGE * 3).contains(&lived), "an old idle one: {lived:?}");
+        assert!(
+            (MAX_AGE * 2 + GRACE_TIMEOUT..MAX_AGE * 3).contains(&lived),
+            "an old idle one: {lived:?}"
+        );
     }
 
     #[test]
     fn jitter_is_ten_percent() {
         for (random, seconds) in [(0, 540), (100, 600), (200, 660), (201, 540)] {
-            assert_eq!(with_jitter(AGE, random), Duration::from_secs(seconds));
+            assert_eq!(with_jitter(MAX_AGE, random), Duration::from_secs(seconds));
         }
     }
 }

@@ -49,7 +49,7 @@ async fn old_http2_connection_completes_its_requests_and_closes() {
     let slow = tokio::spawn(sender.send_request(slow));
     let (first, second) = BODY.split_at(10);
     slow_body.send(Ok(Frame::data(first.into()))).await.expect("it is read");
-    // Other requests are answered until the client is told to go away.
+    // Other requests are answered until the client gets GOAWAY.
     loop {
         if sender.ready().await.is_err() {
             break;

@@ -100,7 +100,7 @@ fn socket_of_a_dead_process_is_replaced_and_that_of_a_live_one_is_kept() {
     let mut killed = Service::start(&config);
     killed.signal("KILL");
     let _ = killed.wait_for_exit();
-    assert!(sockets.path("http").exists(), "nobody removed it");
+    assert!(sockets.path("http").exists(), "its file remains");
     let _service = Service::start(&config);
     let ready = || curl(&sockets.path("admin"), &["http://localhost/readyz"]).0;
     assert_eq!(ready(), "200");
