@@ -162,8 +162,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             burst,
             key: rule.keys.iter().map(String::as_str).collect(),
             mode: rule.mode.as_str(),
-            // The call fails with this gRPC status, and Envoy's failure_mode_deny decides.
-            on_store_failure: "unavailable",
+            on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
             overrides: 0,
             rule: rule.name.as_deref(),
         })

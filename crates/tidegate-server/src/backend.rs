@@ -27,23 +27,16 @@ pub(crate) enum Backend {
 /// calls in metrics and traces.
 pub(crate) struct RedisBackend {
     fallback: Fallback<CachedRedis>,
-    /// The same store without the fallback, for callers with their own failure mode.
-    without_fallback: CachedRedis,
     timeout: Duration,
 }
 
-type CachedRedis = Arc<DenyCache<Breaker<InstrumentedStore<RedisStore>>>>;
+type CachedRedis = DenyCache<Breaker<InstrumentedStore<RedisStore>>>;
 
 /// Store that records each call in metrics and traces.
 pub(crate) struct InstrumentedStore<S> {
     store: S,
     metrics: Arc<Metrics>,
 }
-
-/// View of a [`Backend`] in which a failure of the store is an error, whatever `on_store_failure`
-/// says.
-#[derive(Clone)]
-pub(crate) struct StrictBackend(pub(crate) Arc<Backend>);
 
 impl Backend {
     /// Creates the store. If Redis is unavailable, it is used as soon as it recovers.
@@ -116,37 +109,23 @@ impl Store for Backend {
         }
     }
 
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        match self {
+            Self::Memory(_) => Err(error),
+            Self::Redis(redis) => redis.fallback.fall_back(action, charges, error),
+        }
+    }
+
     fn clock(&self) -> &dyn Clock {
         match self {
             Self::Memory(memory) => memory.store.clock(),
             Self::Redis(redis) => redis.fallback.clock(),
         }
-    }
-}
-
-impl Store for StrictBackend {
-    async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
-        match &*self.0 {
-            Backend::Redis(redis) => Box::pin(redis.without_fallback.decide(action, charge)).await,
-            Backend::Memory(memory) => memory.decide(action, charge).await,
-        }
-    }
-
-    async fn decide_all(
-        &self,
-        action: Action,
-        charges: &[Charge<'_>],
-    ) -> Result<Vec<Decision>, StoreError> {
-        match &*self.0 {
-            Backend::Redis(redis) => {
-                Box::pin(redis.without_fallback.decide_all(action, charges)).await
-            }
-            Backend::Memory(memory) => Box::pin(memory.decide_all(action, charges)).await,
-        }
-    }
-
-    fn clock(&self) -> &dyn Clock {
-        self.0.clock()
     }
 }
 
@@ -190,9 +169,8 @@ impl RedisBackend {
         // several nodes decide one after the other.
         let deadline = timeout + Duration::from_millis(25);
         let breaker = Breaker::builder(store).timeout(deadline).probe_timeout(timeout);
-        let without_fallback = Arc::new(DenyCache::new(breaker.build()));
-        let fallback = Fallback::builder(Arc::clone(&without_fallback)).fleet(fleet).local(local);
-        Self { fallback: fallback.build(), without_fallback, timeout }
+        let cached = DenyCache::new(breaker.build());
+        Self { fallback: Fallback::builder(cached).fleet(fleet).local(local).build(), timeout }
     }
 
     pub(crate) fn fallback(&self) -> &Fallback<CachedRedis> {
@@ -203,8 +181,8 @@ impl RedisBackend {
         self.deny_cache().store()
     }
 
-    pub(crate) fn deny_cache(&self) -> &DenyCache<Breaker<InstrumentedStore<RedisStore>>> {
-        &self.without_fallback
+    pub(crate) fn deny_cache(&self) -> &CachedRedis {
+        self.fallback.store()
     }
 
     pub(crate) fn store(&self) -> &RedisStore {
@@ -286,7 +264,7 @@ impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
 }
 
 /// Returns the decision of the failure mode if memory is full. There is no other store to fall back
-/// to, so only `allow` and `deny` apply.
+/// to, so `local` is an error, too.
 fn when_full(
     action: Action,
     charge: &Charge<'_>,

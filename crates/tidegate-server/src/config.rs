@@ -10,9 +10,9 @@ use std::time::Duration;
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
 use tidegate::internals::{Document, duration as durations};
-use tidegate::{Algorithm, ClientIp, Policies};
+use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
-use crate::envoy::rules::Rules;
+use crate::envoy::rules::{Rule, Rules};
 use crate::tls;
 
 mod cors;
@@ -24,7 +24,7 @@ mod store;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::GatewayConfig;
-pub(crate) use listen::Listen;
+pub(crate) use listen::{Listen, ListenAddress};
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
 
@@ -53,6 +53,18 @@ pub(crate) struct Config {
 pub(crate) struct EnvoyConfig {
     pub(crate) rules: Rules,
     pub(crate) algorithm: Algorithm,
+    pub(crate) on_store_failure: OnStoreFailure,
+    /// Exceptions, by the name of a rule.
+    on_store_failures: BTreeMap<String, OnStoreFailure>,
+}
+
+impl EnvoyConfig {
+    /// Returns how a rule is decided while the store is unavailable.
+    pub(crate) fn on_store_failure_of(&self, rule: &Rule) -> OnStoreFailure {
+        let named = rule.name.as_ref().filter(|_| !self.on_store_failures.is_empty());
+        let own = named.and_then(|name| self.on_store_failures.get(name));
+        own.copied().unwrap_or(self.on_store_failure)
+    }
 }
 
 /// Text that is never printed.
@@ -208,7 +220,24 @@ fn envoy(
         unknown
             .map_or_else(|| document.error(&message), |(_, name)| document.error_at(name, &message))
     })?;
-    Ok(EnvoyConfig { rules, algorithm })
+    let on_store_failure = raw
+        .on_store_failure
+        .as_ref()
+        .map_or(Ok(OnStoreFailure::Local), |it| named(document, it))?;
+    let mut on_store_failures = BTreeMap::new();
+    for (name, failure) in &raw.on_store_failures {
+        if !rules.rules().any(|rule| rule.name.as_ref() == Some(name)) {
+            return Err(document.error_at(
+                failure,
+                &format!(
+                    "envoy.on_store_failures: no rule is named {name:?}: write the rate_limit.name \
+                     of a rule of envoy.files"
+                ),
+            ));
+        }
+        on_store_failures.insert(name.clone(), named(document, failure)?);
+    }
+    Ok(EnvoyConfig { rules, algorithm, on_store_failure, on_store_failures })
 }
 
 fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {

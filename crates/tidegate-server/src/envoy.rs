@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use axum::Router;
 use hyper::service::{Service, service_fn};
-use tidegate::{Action, Error, PolicyDecision, Query};
+use tidegate::internals::PreparedCharge;
+use tidegate::{Action, Error, OnStoreFailure, PolicyDecision, Query};
+use tokio::sync::watch;
 use tonic::Status;
 use tonic_health::ServingStatus;
 use tower::ServiceExt as _;
@@ -19,23 +21,31 @@ use crate::state::ServerState;
 pub(crate) mod rules;
 
 mod grpc;
+mod message_buffer;
 mod plan;
 mod proto;
+mod rejection;
+mod request;
 
-use grpc::{GrpcBody, GrpcResponse};
+use grpc::{GrpcBody, GrpcResponse, MessageReader, ReadError};
+use message_buffer::{ConnectionBytes, TotalBytes};
 use plan::DescriptorPlan;
 use proto::envoy::config::core::v3::HeaderValue;
 use proto::envoy::service::ratelimit::v3::rate_limit_response::{
     Code, DescriptorStatus, RateLimit, rate_limit,
 };
 use proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use rejection::Rejection;
+pub(crate) use rejection::RejectionCounters;
 use rules::Unit;
 
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
-/// Maximum number of descriptors per request: more are a mistake or an attack.
-const MAX_DESCRIPTORS: usize = 100;
-const MAX_MESSAGE_BYTES: usize = 256 * 1024;
+/// Names for health checks: the whole server, the service, and the name of envoyproxy/ratelimit.
+const HEALTH_NAMES: [&str; 3] = ["", SERVICE, "ratelimit"];
+/// Reader of requests. The maximum size is that of gRPC servers in general.
+const REQUESTS: MessageReader<RateLimitRequest> =
+    MessageReader { decode: request::decode, max_bytes: 4 * 1024 * 1024 };
 /// Descriptor set for gRPC reflection.
 const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
@@ -44,12 +54,25 @@ pub(crate) struct Envoy {
     state: Arc<ServerState>,
     /// Health and reflection.
     tonic_routes: Router,
+    buffered: TotalBytes,
 }
 
 impl Envoy {
-    pub(crate) async fn new(state: Arc<ServerState>) -> anyhow::Result<Arc<Self>> {
+    /// Creates the service. Its health is `NOT_SERVING` once `stopped` turns true.
+    pub(crate) async fn new(
+        state: Arc<ServerState>,
+        mut stopped: watch::Receiver<bool>,
+    ) -> anyhow::Result<Arc<Self>> {
         let (reporter, health) = tonic_health::server::health_reporter();
-        reporter.set_service_status(SERVICE, ServingStatus::Serving).await;
+        for name in HEALTH_NAMES {
+            reporter.set_service_status(name, ServingStatus::Serving).await;
+        }
+        tokio::spawn(async move {
+            let _ = stopped.wait_for(|stopped| *stopped).await;
+            for name in HEALTH_NAMES {
+                reporter.set_service_status(name, ServingStatus::NotServing).await;
+            }
+        });
         let reflection = || {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
@@ -57,7 +80,8 @@ impl Envoy {
         let routes = tonic::service::Routes::new(health)
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?);
-        Ok(Arc::new(Self { state, tonic_routes: routes.into_axum_router() }))
+        let tonic_routes = routes.into_axum_router();
+        Ok(Arc::new(Self { state, tonic_routes, buffered: TotalBytes::default() }))
     }
 
     /// Returns the service for one connection. Rate limit calls are answered by a plain hyper
@@ -66,10 +90,11 @@ impl Envoy {
         self: &Arc<Self>,
     ) -> impl Service<Request, Response = GrpcResponse, Error = Infallible, Future: Send> + use<>
     {
-        let envoy = Arc::clone(self);
+        let connection = Arc::new((Arc::clone(self), self.buffered.connection()));
         service_fn(move |request: Request| {
-            let envoy = Arc::clone(&envoy);
+            let connection = Arc::clone(&connection);
             async move {
+                let (envoy, buffered) = &*connection;
                 if request.uri().path() != SHOULD_RATE_LIMIT {
                     let call = Box::pin(envoy.tonic_routes.clone().oneshot(request));
                     return match grpc::with_message_timeout(call).await {
@@ -77,46 +102,57 @@ impl Envoy {
                         Err(timed_out) => Ok(timed_out.into_http()),
                     };
                 }
-                match grpc::rejection(&request) {
-                    Some(rejection) => Ok(rejection),
-                    None => Ok(should_rate_limit(&envoy.state, request)
-                        .await
-                        .unwrap_or_else(Status::into_http)),
+                if let Some(http_error) = grpc::rejection(&request) {
+                    return Ok(http_error);
+                }
+                match should_rate_limit(&envoy.state, buffered, request).await {
+                    Ok(response) => Ok(response),
+                    Err(ReadError::Failed(status)) => Ok(status.into_http()),
+                    Err(ReadError::Rejected(rejection)) => {
+                        Ok(rejection.into_response(&envoy.state.metrics.envoy_rejections))
+                    }
                 }
             }
         })
     }
 }
 
-async fn should_rate_limit(state: &ServerState, request: Request) -> Result<GrpcResponse, Status> {
+async fn should_rate_limit(
+    state: &ServerState,
+    buffered: &ConnectionBytes,
+    request: Request,
+) -> Result<GrpcResponse, ReadError> {
     let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
     grpc::check_encoding(&head.headers)?;
-    let request: RateLimitRequest = grpc::read(body, MAX_MESSAGE_BYTES).await?;
+    // Lives as long as the message.
+    let mut buffer = buffered.buffer();
+    let request = REQUESTS.read(body, &mut buffer).await?;
     if request.domain.is_empty() {
         return Err(Status::invalid_argument(
             "the domain is empty: send the domain of the rules to apply",
-        ));
+        )
+        .into());
     }
-    if request.descriptors.is_empty() || request.descriptors.len() > MAX_DESCRIPTORS {
-        return Err(Status::invalid_argument(format!(
-            "{} descriptors: from 1 to {MAX_DESCRIPTORS} are allowed",
-            request.descriptors.len()
-        )));
+    if request.descriptors.is_empty() {
+        return Err(Status::invalid_argument("there are no descriptors: send at least one").into());
     }
-    let (plans, charges) = plan::for_request(&active, &request)?;
+    let descriptors = request.descriptors.len();
+    let invalid = |reason: String| Rejection::Invalid { reason, descriptors };
+    let (plans, charges) = plan::for_request(&active, &request)
+        .map_err(|status| invalid(status.message().to_owned()))?;
+    let failure = strictest(&charges);
     let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
     let query = Query::prepared(charges).on_span(&on_span);
-    let decided = active.strict_limiter.decide(Action::Acquire, query).await;
-    let decisions = decided.map_err(|error| match error {
-        // The status is never UNKNOWN, so that Envoy's failure_mode_deny decides.
-        Error::Store(error) => {
+    let decisions = match active.limiter.decide(Action::Acquire, query).await {
+        Ok(decisions) => decisions,
+        Err(Error::Store(error)) => {
             logs::store_failed(&error);
-            Status::unavailable("the store is unavailable")
+            return undecided(&plans, failure);
         }
-        other => Status::invalid_argument(other.to_string()),
-    })?;
+        Err(other) => return Err(invalid(other.to_string()).into()),
+    };
     let mut response = ResponseBuilder::default();
     let mut decided = decisions.iter().peekable();
     let mut end = 0;
@@ -130,6 +166,40 @@ async fn should_rate_limit(state: &ServerState, request: Request) -> Result<Grpc
         response.add(plan, binding);
     }
     Ok(grpc::response(&response.build(decisions.is_allowed())))
+}
+
+/// Returns the strictest failure mode of the enforced charges.
+fn strictest(charges: &[PreparedCharge<'_>]) -> OnStoreFailure {
+    let enforced = charges.iter().filter(|charge| !charge.is_shadow());
+    let strictness = |failure: &OnStoreFailure| match failure {
+        OnStoreFailure::Allow => 0,
+        OnStoreFailure::Local => 1,
+        OnStoreFailure::Deny => 2,
+        OnStoreFailure::Error => 3,
+    };
+    let modes = enforced.map(PreparedCharge::on_store_failure);
+    modes.max_by_key(strictness).unwrap_or(OnStoreFailure::Allow)
+}
+
+/// Returns the response to a call that even the fallback could not decide, because its memory is
+/// full. Only `error` is an error, which Envoy would let pass.
+fn undecided(
+    plans: &[DescriptorPlan<'_>],
+    failure: OnStoreFailure,
+) -> Result<GrpcResponse, ReadError> {
+    if failure == OnStoreFailure::Error {
+        return Err(Status::unavailable("the store is unavailable").into());
+    }
+    let allowed = failure == OnStoreFailure::Allow;
+    let mut response = ResponseBuilder::default();
+    for plan in plans {
+        response.add(plan, None);
+        let is_limited = matches!(plan, DescriptorPlan::Limited(_));
+        if let Some(status) = response.statuses.last_mut().filter(|_| is_limited && !allowed) {
+            status.set_code(Code::OverLimit);
+        }
+    }
+    Ok(grpc::response(&response.build(allowed)))
 }
 
 fn current_limit(requests: u64, unit: Option<Unit>, name: Option<&str>) -> RateLimit {

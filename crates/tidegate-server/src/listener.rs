@@ -3,6 +3,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,11 +11,9 @@ use http_body::Body;
 use hyper::service::Service as HyperService;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::util::MapRequest;
@@ -22,16 +21,23 @@ use tower::{Service, ServiceExt as _};
 
 use crate::logs::LogThrottle;
 
+mod drain;
 mod executor;
 mod framing;
 mod guarded_stream;
 mod lingering;
+mod socket;
 mod stall;
 
+pub(crate) use drain::MaxAge;
+use drain::{ConnectionState, OpenConnections};
 use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
+use lingering::ConnectionService;
 pub(crate) use lingering::LingeringBody;
-use lingering::LingeringService;
+
+pub(crate) use socket::Socket;
+use socket::Stream;
 pub(crate) use stall::WriteProgress;
 
 /// Maximum number of open connections; further clients wait in the accept queue.
@@ -48,6 +54,7 @@ const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
 /// Client side of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
+    /// Address; 127.0.0.1 on a Unix socket.
     pub(crate) address: SocketAddr,
     /// Whether the connection uses TLS.
     pub(crate) tls: bool,
@@ -58,6 +65,7 @@ pub(crate) struct Peer {
 pub(crate) struct ListenerConfig {
     /// Time that in-flight requests have to complete during shutdown.
     pub(crate) drain_timeout: Duration,
+    pub(crate) max_age: Option<MaxAge>,
     /// Maximum time a client may go without reading any of its response.
     pub(crate) write_timeout: Duration,
     /// Rejects requests that another server could parse differently (request smuggling).
@@ -83,7 +91,7 @@ where
 /// Serves until `stop` turns true, then drains in-flight requests. `service` is called once per
 /// connection.
 pub(crate) async fn serve<S, B>(
-    listener: TcpListener,
+    listener: Socket,
     service: impl Fn(Peer) -> S,
     tls: impl Fn() -> Option<Arc<ServerConfig>>,
     mut stop: watch::Receiver<bool>,
@@ -95,7 +103,7 @@ pub(crate) async fn serve<S, B>(
     B::Data: Send,
     B::Error: Into<axum::BoxError>,
 {
-    let graceful = GracefulShutdown::new();
+    let open = OpenConnections::new();
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let accepted = tokio::select! {
@@ -103,25 +111,26 @@ pub(crate) async fn serve<S, B>(
             _ = stop.wait_for(|stop| *stop) => break,
         };
         let Some((stream, address, permit)) = accepted else { continue };
-        let _ = stream.set_nodelay(true);
         let tls = tls();
-        let watcher = graceful.watcher();
+        let guard = open.guard();
+        let stop = stop.clone();
         let service = service(Peer { address, tls: tls.is_some() });
         tokio::spawn(async move {
+            let _guard = guard;
             // Connection errors are the client's, so they are not logged.
             match tls {
-                None => serve_connection(stream, permit, service, watcher, config).await,
+                None => serve_connection(stream, permit, service, stop, config).await,
                 Some(tls) => {
                     let handshake = TlsAcceptor::from(tls).accept(stream);
                     if let Ok(Ok(stream)) = tokio::time::timeout(HEADER_TIMEOUT, handshake).await {
-                        serve_connection(stream, permit, service, watcher, config).await;
+                        serve_connection(stream, permit, service, stop, config).await;
                     }
                 }
             }
         });
     }
     drop(listener);
-    let _ = tokio::time::timeout(config.drain_timeout, graceful.shutdown()).await;
+    let _ = tokio::time::timeout(config.drain_timeout, open.closed()).await;
 }
 
 /// Serves one HTTP/1.1 or HTTP/2 connection until it closes.
@@ -129,7 +138,7 @@ async fn serve_connection<I, S, B>(
     stream: I,
     permit: OwnedSemaphorePermit,
     service: S,
-    watcher: Watcher,
+    stop: watch::Receiver<bool>,
     config: ListenerConfig,
 ) where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -160,18 +169,21 @@ async fn serve_connection<I, S, B>(
         .max_header_list_size(MAX_HEADER_BYTES)
         .keep_alive_interval(HTTP2_PING_INTERVAL)
         .keep_alive_timeout(HEADER_TIMEOUT);
-    let service = LingeringService(service);
-    let connection =
-        builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-    let _ = executor.drive(watcher.watch(connection)).await;
+    let state = Arc::new(ConnectionState::default());
+    let service = ConnectionService { service, state: Arc::clone(&state) };
+    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+    let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
+        connection.graceful_shutdown();
+    };
+    executor.drive(drain::drive(connection, start_drain, stop, config.max_age, &state)).await;
 }
 
 pub(crate) type Request = hyper::Request<LingeringBody>;
 
 async fn accept(
-    listener: &TcpListener,
+    listener: &Socket,
     connections: &Arc<Semaphore>,
-) -> Option<(tokio::net::TcpStream, SocketAddr, OwnedSemaphorePermit)> {
+) -> Option<(Stream, SocketAddr, OwnedSemaphorePermit)> {
     let permit = Arc::clone(connections).acquire_owned().await.ok()?;
     match listener.accept().await {
         Ok((stream, address)) => Some((stream, address, permit)),

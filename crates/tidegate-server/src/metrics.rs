@@ -13,6 +13,7 @@ use tidegate::{Source, StoreError};
 use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
 use crate::duration;
+use crate::envoy::RejectionCounters;
 
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
@@ -29,6 +30,7 @@ pub(crate) struct Metrics {
     /// Forward-auth requests by the part of the original request that is missing.
     incomplete_forward_auth: [AtomicU64; PARTS],
     upstream_retries: AtomicU64,
+    pub(crate) envoy_rejections: RejectionCounters,
 }
 
 /// Decisions of one policy, by outcome.
@@ -206,6 +208,16 @@ impl Metrics {
             "tidegate_store_seconds",
             "Duration of a call to the store.",
         );
+        head(
+            &mut text,
+            "tidegate_envoy_rejections_total",
+            "counter",
+            "Calls of Envoy that were denied because they cannot be decided, by reason.",
+        );
+        for (reason, count) in self.envoy_rejections.counts() {
+            let _ =
+                writeln!(text, "tidegate_envoy_rejections_total{{reason=\"{reason}\"}} {count}");
+        }
         head(
             &mut text,
             "tidegate_store_errors_total",

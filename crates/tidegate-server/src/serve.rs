@@ -1,6 +1,5 @@
 //! `tidegate serve` and `tidegate gateway`: startup, signal handling, drain and shutdown.
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,15 +8,14 @@ use std::time::Duration;
 use anyhow::Context as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tidegate::Policies;
-use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::admin::{self, Admin};
-use crate::config::{Config, GatewayConfig, Listen, RedisConfig, StoreConfig};
+use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
 use crate::envoy::Envoy;
-use crate::listener::{self, ListenerConfig};
+use crate::listener::{self, ListenerConfig, MaxAge, Socket};
 use crate::state::ServerState;
 use crate::{api, doctor, gateway, reload};
 
@@ -25,6 +23,9 @@ use crate::{api, doctor, gateway, reload};
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(8);
 /// The admin listener shuts down after all others and has only short requests.
 const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time that in-flight requests of the API have to complete on a connection that has reached
+/// `listen.max_connection_age`.
+const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for settling pending debits during shutdown.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time an API client may go without reading any of its response.
@@ -67,12 +68,14 @@ pub(crate) async fn serve(
     announce: impl FnOnce(&Listen),
 ) -> anyhow::Result<()> {
     let signals = Signals::new()?;
-    let http_listener = bind(config.listen.http, "listen.http").await?;
-    let grpc_listener = bind(config.listen.grpc, "listen.grpc").await?;
     let mut listen = config.listen.clone();
-    (listen.http, listen.grpc) = (http_listener.local_addr()?, grpc_listener.local_addr()?);
+    let http_listener = bind(&listen, "http", &listen.http).await?;
+    let grpc_listener = bind(&listen, "grpc", &listen.grpc).await?;
+    (listen.http, listen.grpc) = (http_listener.address()?, grpc_listener.address()?);
+    let grace = Some(AGE_GRACE_TIMEOUT);
+    let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
     let service = Service::start(config, file, |_| ()).await?;
-    listen.admin = service.admin_address;
+    listen.admin = service.admin_address.clone();
 
     let state = &service.state;
     let stopped = &service.stopped;
@@ -85,15 +88,15 @@ pub(crate) async fn serve(
         http_service,
         current_tls(state),
         stopped.clone(),
-        api_listener_config(DRAIN_TIMEOUT),
+        api_listener_config(DRAIN_TIMEOUT, max_age),
     ));
-    let envoy = Envoy::new(Arc::clone(state)).await?;
+    let envoy = Envoy::new(Arc::clone(state), stopped.clone()).await?;
     let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
         move |_| envoy.service(),
         current_tls(state),
         stopped.clone(),
-        api_listener_config(DRAIN_TIMEOUT),
+        api_listener_config(DRAIN_TIMEOUT, max_age),
     ));
     announce(&listen);
     service.run(signals, [http_task, grpc_task]).await;
@@ -107,12 +110,12 @@ pub(crate) async fn gateway(
     announce: impl FnOnce(&Listen),
 ) -> anyhow::Result<()> {
     let signals = Signals::new()?;
-    let listener = bind(config.listen.gateway, "listen.gateway").await?;
     let mut listen = config.listen.clone();
-    listen.gateway = listener.local_addr()?;
+    let listener = bind(&listen, "gateway", &listen.gateway).await?;
+    listen.gateway = listener.address()?;
     let settings = config.gateway.clone();
     let service = Service::start(config, file, gateway::warn_about_unused_policies).await?;
-    listen.admin = service.admin_address;
+    listen.admin = service.admin_address.clone();
 
     let gateway_service = gateway::service(&settings, &service.state)?;
     let gateway_task = tokio::spawn(listener::serve(
@@ -122,6 +125,8 @@ pub(crate) async fn gateway(
         service.stopped.clone(),
         ListenerConfig {
             drain_timeout: DRAIN_TIMEOUT,
+            // A long download may complete: `idle_timeout` ends a stalled one.
+            max_age: listen.max_connection_age.map(|age| MaxAge { age, grace: None }),
             write_timeout: settings.idle_timeout,
             reject_ambiguous: true,
             inline_streams: false,
@@ -132,9 +137,10 @@ pub(crate) async fn gateway(
     Ok(())
 }
 
-fn api_listener_config(drain_timeout: Duration) -> ListenerConfig {
+fn api_listener_config(drain_timeout: Duration, max_age: Option<MaxAge>) -> ListenerConfig {
     ListenerConfig {
         drain_timeout,
+        max_age,
         write_timeout: WRITE_TIMEOUT,
         reject_ambiguous: false,
         inline_streams: true,
@@ -163,7 +169,7 @@ struct Service {
     ready: Arc<AtomicBool>,
     stop: watch::Sender<bool>,
     stopped: watch::Receiver<bool>,
-    admin_address: SocketAddr,
+    admin_address: ListenAddress,
     admin_stop: watch::Sender<bool>,
     admin: JoinHandle<()>,
 }
@@ -178,8 +184,8 @@ impl Service {
         raise_file_limit();
         warn(&config.policies);
         let (files, store) = (config.files.clone(), config.store.clone());
-        let admin_listener = bind(config.listen.admin, "listen.admin").await?;
-        let admin_address = admin_listener.local_addr()?;
+        let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
+        let admin_address = admin_listener.address()?;
         let state = Arc::new(ServerState::start(config).await.context("store")?);
         if let StoreConfig::Redis(config) = &store {
             tokio::spawn(check_redis(Arc::clone(&state), RedisConfig::clone(config)));
@@ -199,7 +205,7 @@ impl Service {
             move |peer| listener::with_peer(&router, peer),
             || None,
             admin_stopped,
-            api_listener_config(ADMIN_DRAIN_TIMEOUT),
+            api_listener_config(ADMIN_DRAIN_TIMEOUT, None),
         ));
         Ok(Self { state, ready, stop, stopped, admin_address, admin_stop, admin })
     }
@@ -257,8 +263,8 @@ fn current_tls(
     move || state.active().tls.clone()
 }
 
-async fn bind(address: SocketAddr, field: &str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address).await.with_context(|| format!("{field}: cannot listen on {address}"))
+async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyhow::Result<Socket> {
+    Socket::bind(address, listen.unix_mode).await.with_context(|| format!("listen.{name}"))
 }
 
 /// Loads the configuration from a file, or the built-in sample.

@@ -11,7 +11,7 @@ use tidegate::{
 };
 
 use crate::api::forward_auth::missing::UsedParts;
-use crate::backend::{Backend, StrictBackend};
+use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Unit, override_name};
 use crate::hot_keys::HotKeys;
@@ -27,17 +27,12 @@ pub(crate) struct ServerState {
     started: Instant,
 }
 
-/// Decides by policies; `S` is the backend, with or without its fallback.
-type ServerLimiter<S> = PolicyLimiter<S, Arc<DecisionObserver>>;
-
 /// Configuration that a reload replaces as a whole.
 pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
-    pub(crate) limiter: ServerLimiter<Arc<Backend>>,
-    /// For Envoy, whose `failure_mode_deny` decides if the store fails.
-    pub(crate) strict_limiter: ServerLimiter<StrictBackend>,
+    pub(crate) limiter: PolicyLimiter<Arc<Backend>, Arc<DecisionObserver>>,
     pub(crate) forward_auth_parts: UsedParts,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) partition_keys: bool,
@@ -84,18 +79,14 @@ impl ActiveConfig {
         let names = config.policies.iter().map(Policy::name).chain(rules);
         let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, names));
         let forward_auth_parts = UsedParts::of(&config.policies);
-        let policies = Arc::new(config.policies);
-        let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), Arc::clone(&policies))
-            .with_observer(Arc::clone(&observer));
-        let strict = Limiter::new(StrictBackend(Arc::clone(backend)));
-        let strict_limiter = PolicyLimiter::new(strict, policies).with_observer(observer);
+        let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), config.policies)
+            .with_observer(observer);
         let timeout = backend.timeout().unwrap_or(tidegate::DEFAULT_QUERY_TIMEOUT);
         Self {
             client_ip: config.client_ip,
             envoy: config.envoy,
             tls: config.tls,
             limiter: limiter.with_timeout(timeout),
-            strict_limiter: strict_limiter.with_timeout(timeout),
             forward_auth_parts,
             x_ratelimit_headers: config.x_ratelimit_headers,
             partition_keys: config.partition_keys,
@@ -134,7 +125,7 @@ impl ActiveConfig {
             for limit in &limits {
                 if let Limit::Quota(_, quota) = limit {
                     let charge = Charge::new(key, quota).with_policy(policy);
-                    self.strict_limiter.limiter().reset(&charge).await?;
+                    self.limiter.limiter().reset(&charge).await?;
                 }
             }
         }

@@ -190,6 +190,8 @@ pub enum OnStoreFailure {
     Allow,
     /// Fail closed: for limits that protect something, such as logins.
     Deny,
+    /// Return the store's error, so that the caller decides.
+    Error,
 }
 
 /// Number of units that a request takes, [`Fixed(1)`](Self::Fixed) by default.
@@ -491,7 +493,14 @@ fn join(values: &[impl AsRef<str>]) -> String {
 
 enum_names!(MissingKey, "missing_key", Skip = "skip", Deny = "deny");
 enum_names!(Mode, "mode", Enforce = "enforce", Shadow = "shadow");
-enum_names!(OnStoreFailure, "on_store_failure", Local = "local", Allow = "allow", Deny = "deny");
+enum_names!(
+    OnStoreFailure,
+    "on_store_failure",
+    Local = "local",
+    Allow = "allow",
+    Deny = "deny",
+    Error = "error"
+);
 
 #[cfg(test)]
 mod tests {

@@ -1,13 +1,12 @@
 //! `tidegate gateway`: runs the reverse proxy.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Args;
 
-use crate::config::{self, Listen, StoreConfig};
+use crate::config::{self, Listen, ListenAddress, StoreConfig};
 use crate::gateway::Upstream;
 use crate::logs::{self, LogFormat};
 use crate::serve;
@@ -32,9 +31,9 @@ pub(super) struct GatewayCommand {
     #[arg(long = "upstream", value_name = "URL", env = "TIDEGATE_UPSTREAM", value_delimiter = ',')]
     upstreams: Vec<String>,
 
-    /// Address to listen on, overrides the file; 127.0.0.1:8000 by default
+    /// Address to listen on (IP:PORT or unix:PATH), overrides the file; 127.0.0.1:8000 by default
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_LISTEN")]
-    listen: Option<SocketAddr>,
+    listen: Option<ListenAddress>,
 
     /// Configuration file; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
@@ -56,7 +55,7 @@ impl GatewayCommand {
         if let Some(url) = &self.redis {
             config.store = config.store.with_redis(url);
         }
-        if let Some(address) = self.listen {
+        if let Some(address) = self.listen.clone() {
             config.listen.gateway = address;
         }
         if !self.upstreams.is_empty() {
@@ -85,10 +84,11 @@ impl GatewayCommand {
                 anstream::println!(
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
-                     \x20 gateway  {scheme}://{gateway}   to {upstreams}\n\
-                     \x20 admin    http://{admin}   \
-                     (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
-                    env!("CARGO_PKG_VERSION")
+                     \x20 gateway  {}   to {upstreams}\n\
+                     \x20 admin    {}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
+                    env!("CARGO_PKG_VERSION"),
+                    gateway.shown(scheme),
+                    admin.shown("http"),
                 );
             }
         };

@@ -96,12 +96,17 @@ fn banner(
     format!(
         "Tidegate {} on {store}, with {source}\n\
          \n\
-         \x20 API    {scheme}://{http}\n\
-         \x20 Envoy  {grpc_scheme}://{grpc}\n\
-         \x20 admin  http://{admin}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n\
+         \x20 API    {}\n\
+         \x20 Envoy  {}\n\
+         \x20 admin  {}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n\
          \n\
          Try it:\n\
-         \x20 curl -i {ca_flag}{token_flag}-d '{request}' {scheme}://{http}/v1/acquire\n",
-        env!("CARGO_PKG_VERSION")
+         \x20 curl -i {}{ca_flag}{token_flag}-d '{request}' {}\n",
+        env!("CARGO_PKG_VERSION"),
+        http.shown(scheme),
+        grpc.shown(grpc_scheme),
+        admin.shown("http"),
+        http.curl_options(),
+        http.url(scheme, "/v1/acquire"),
     )
 }

@@ -6,8 +6,8 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
-use tidegate::Algorithm;
 use tidegate::internals::{Bounded, OneOrMany, RawPolicy};
+use tidegate::{Algorithm, OnStoreFailure};
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
@@ -35,7 +35,7 @@ pub(super) struct RawConfig {
     pub(super) policies: Vec<RawPolicy>,
 }
 
-/// Addresses to listen on.
+/// Addresses to listen on: `IP:PORT`, or `unix:PATH` for a Unix socket.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 #[schemars(rename = "Listen")]
@@ -53,6 +53,15 @@ pub(super) struct RawListen {
     /// Requests of `tidegate gateway`; 127.0.0.1:8000 by default.
     #[schemars(with = "Option<String>")]
     pub(super) gateway: Option<Spanned<String>>,
+    /// Permissions of the files of Unix sockets, in octal; '660' by default: the user and the group
+    /// of this process may connect.
+    #[schemars(with = "Option<String>", regex(pattern = r"^0?[0-7]{3}$"))]
+    pub(super) unix_mode: Option<Spanned<String>>,
+    /// Age at which connections to http, grpc and gateway are closed after their requests in
+    /// flight, so that clients distribute them again over the instances behind a load balancer; 1h
+    /// by default, varied by 10 %; `off` for never.
+    #[schemars(with = "Option<String>")]
+    pub(super) max_connection_age: Option<Spanned<String>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
@@ -222,6 +231,13 @@ pub(super) struct RawEnvoy {
     /// Algorithms of single rules, by the name of the rule.
     #[schemars(with = "BTreeMap<String, Algorithm>")]
     pub(super) algorithms: BTreeMap<String, Spanned<String>>,
+    /// Decision of the rules while the store is unavailable: local (default), allow, deny, or
+    /// error, which ends the call with UNAVAILABLE, so that Envoy's `failure_mode_deny` decides.
+    #[schemars(with = "Option<OnStoreFailure>")]
+    pub(super) on_store_failure: Option<Spanned<String>>,
+    /// Decisions of single rules while the store is unavailable, by the name of the rule.
+    #[schemars(with = "BTreeMap<String, OnStoreFailure>")]
+    pub(super) on_store_failures: BTreeMap<String, Spanned<String>>,
 }
 
 /// Upstreams of `tidegate gateway`.

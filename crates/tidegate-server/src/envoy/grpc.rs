@@ -12,6 +12,8 @@ use prost::Message;
 use tonic::Status;
 use tonic::metadata::{GRPC_CONTENT_TYPE, MetadataValue};
 
+use super::message_buffer::MessageBuffer;
+use super::rejection::Rejection;
 use crate::body_reader::{BODY_TIMEOUT, BodyError, BodyReader};
 use crate::listener::Request;
 
@@ -72,31 +74,99 @@ pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
     Err(status)
 }
 
-/// Reads the message of a call, of at most `limit` bytes. Messages after the first one must be
-/// complete, and are ignored.
-pub(super) async fn read<M, B>(body: B, limit: usize) -> Result<M, Status>
-where
-    M: Message + Default,
-    B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
-{
-    let mut reader = BodyReader::new(body);
-    let mut message = None;
-    // Nearly every message arrives in one chunk, which is not copied.
-    let first = reader.next_chunk().await.map_err(read_error)?.unwrap_or_default();
-    let decoded = decode_messages(&first, limit, &mut message)?;
-    let mut is_complete = decoded == first.len();
-    if !reader.is_end() {
-        let mut rest = first[decoded..].to_vec();
-        while let Some(chunk) = reader.next_chunk().await.map_err(read_error)? {
-            rest.extend_from_slice(&chunk);
-            rest.drain(..decode_messages(&rest, limit, &mut message)?);
+/// Reason why a call has no message to decide.
+#[derive(Debug)]
+pub(super) enum ReadError {
+    /// The call ends with this status.
+    Failed(Status),
+    /// The call is denied.
+    Rejected(Rejection),
+}
+
+impl From<Status> for ReadError {
+    fn from(status: Status) -> Self {
+        Self::Failed(status)
+    }
+}
+
+impl From<Rejection> for ReadError {
+    fn from(rejection: Rejection) -> Self {
+        Self::Rejected(rejection)
+    }
+}
+
+/// Reader of the message of a call.
+pub(super) struct MessageReader<M> {
+    /// Decodes a complete message.
+    pub(super) decode: fn(&[u8]) -> Result<M, ReadError>,
+    pub(super) max_bytes: usize,
+}
+
+impl<M> MessageReader<M> {
+    /// Reads the message of a call. Messages after the first one must be complete, and are ignored.
+    /// The buffer holds the bytes of a message that does not arrive in one chunk.
+    pub(super) async fn read<B>(
+        &self,
+        body: B,
+        buffer: &mut MessageBuffer<'_>,
+    ) -> Result<M, ReadError>
+    where
+        B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
+    {
+        let mut reader = BodyReader::new(body);
+        let mut message = None;
+        // Nearly every message arrives in one chunk, which is not copied.
+        let first = reader.next_chunk().await.map_err(read_error)?.unwrap_or_default();
+        let decoded = self.decode_messages(&first, &mut message)?;
+        let mut is_complete = decoded == first.len();
+        if !reader.is_end() {
+            buffer.extend(&first[decoded..])?;
+            while let Some(chunk) = reader.next_chunk().await.map_err(read_error)? {
+                buffer.extend(&chunk)?;
+                let decoded = self.decode_messages(&buffer.bytes, &mut message)?;
+                buffer.bytes.drain(..decoded);
+            }
+            is_complete = buffer.bytes.is_empty();
         }
-        is_complete = rest.is_empty();
+        if !is_complete {
+            return Err(Status::internal("the message is shorter than its length prefix").into());
+        }
+        message.ok_or_else(|| Status::internal("the request has no message").into())
     }
-    if !is_complete {
-        return Err(Status::internal("the message is shorter than its length prefix"));
+
+    /// Decodes the first message of the call, and skips the other complete ones at the start of
+    /// these bytes. Returns the number of bytes of these messages.
+    fn decode_messages(&self, bytes: &[u8], first: &mut Option<M>) -> Result<usize, ReadError> {
+        let mut rest = bytes;
+        while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX_BYTES>()
+        {
+            match flag {
+                0 => {}
+                1 => {
+                    return Err(Status::internal(
+                        "the message is compressed, but the header grpc-encoding is missing",
+                    )
+                    .into());
+                }
+                other => {
+                    return Err(Status::internal(format!(
+                        "the message's compression flag is {other}, not 0 or 1"
+                    ))
+                    .into());
+                }
+            }
+            let length = usize::try_from(u32::from_be_bytes(*length)).unwrap_or(usize::MAX);
+            if length > self.max_bytes {
+                return Err(Rejection::MessageSize { length, max: self.max_bytes }.into());
+            }
+            let Some((message, after)) = after.split_at_checked(length) else { break };
+            if first.is_none() {
+                *first = Some((self.decode)(message)?);
+            }
+            rest = after;
+        }
+        Ok(bytes.len() - rest.len())
     }
-    message.ok_or_else(|| Status::internal("the request has no message"))
 }
 
 fn read_error<E: std::error::Error + Send + Sync + 'static>(error: BodyError<E>) -> Status {
@@ -116,42 +186,6 @@ pub(super) async fn with_message_timeout<T>(
     call: impl Future<Output = T> + Unpin,
 ) -> Result<T, Status> {
     Box::pin(tokio::time::timeout(BODY_TIMEOUT, call)).await.map_err(|_| message_timed_out())
-}
-
-/// Decodes the complete messages at the start of these bytes, and keeps the first message of the
-/// call. Returns the number of bytes that were decoded.
-fn decode_messages<M: Message + Default>(
-    bytes: &[u8],
-    limit: usize,
-    first: &mut Option<M>,
-) -> Result<usize, Status> {
-    let mut rest = bytes;
-    while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX_BYTES>() {
-        match flag {
-            0 => {}
-            1 => {
-                return Err(Status::internal(
-                    "the message is compressed, but the header grpc-encoding is missing",
-                ));
-            }
-            other => {
-                return Err(Status::internal(format!(
-                    "the message's compression flag is {other}, not 0 or 1"
-                )));
-            }
-        }
-        let length = usize::try_from(u32::from_be_bytes(*length)).unwrap_or(usize::MAX);
-        if length > limit {
-            return Err(Status::out_of_range(format!(
-                "the message has {length} bytes: at most {limit} are allowed"
-            )));
-        }
-        let Some((message, after)) = after.split_at_checked(length) else { break };
-        let message = M::decode(message).map_err(|error| Status::internal(error.to_string()))?;
-        first.get_or_insert(message);
-        rest = after;
-    }
-    Ok(bytes.len() - rest.len())
 }
 
 /// Returns the response of a successful call.

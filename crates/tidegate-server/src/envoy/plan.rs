@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tidegate::internals::PreparedCharge;
-use tidegate::{Action, Decision, Enforcement, Policy, Source};
+use tidegate::{Action, Decision, Enforcement, OnStoreFailure, Policy, Source};
 use tonic::Status;
 
 use super::proto::envoy::extensions::common::ratelimit::v3::{
@@ -14,6 +14,7 @@ use super::proto::envoy::extensions::common::ratelimit::v3::{
 use super::proto::envoy::service::ratelimit::v3::RateLimitRequest;
 use super::proto::envoy::r#type::v3::RateLimitUnit;
 use super::rules::{self, Limit, MatchedRule, Rule, Unit};
+use crate::config::EnvoyConfig;
 use crate::duration;
 use crate::state::ActiveConfig;
 
@@ -41,8 +42,7 @@ struct Hits {
     /// Number of units, if it is explicit.
     cost: Option<u64>,
     action: Action,
-    /// Whether it is an explicit refund of 0, whose status is OK even if the limit is exceeded. (No
-    /// other refund denies either, but its errors must not be ignored, as those of a shadow are.)
+    /// Whether it is an explicit refund of 0, whose status is OK even if the limit is exceeded.
     never_denies: bool,
 }
 
@@ -67,7 +67,11 @@ impl Hits {
 
     /// Returns the charge with these hits.
     fn apply_to(self, charge: PreparedCharge<'_>, enforcement: Enforcement) -> PreparedCharge<'_> {
-        let enforcement = if self.never_denies { Enforcement::Shadow } else { enforcement };
+        // A failed refund is answered with OK, too: an error would let the other descriptors pass.
+        let ignores_errors =
+            self.action == Action::Refund && charge.on_store_failure() != OnStoreFailure::Error;
+        let is_ignored = self.never_denies || ignores_errors;
+        let enforcement = if is_ignored { Enforcement::Shadow } else { enforcement };
         let charge = match self.cost {
             Some(cost) => charge.with_cost(cost),
             None => charge,
@@ -110,7 +114,7 @@ pub(super) fn for_request<'a>(
             {
                 DescriptorPlan::NoLimit
             }
-            (None, Some(matched)) => by_rule(matched, hits, &mut charges),
+            (None, Some(matched)) => by_rule(&active.envoy, matched, hits, &mut charges),
         });
     }
     Ok((plans, charges))
@@ -122,6 +126,7 @@ fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&str, &str
 
 /// Charges by a rule of the files.
 fn by_rule<'a>(
+    envoy: &EnvoyConfig,
     matched: MatchedRule<'a>,
     hits: Hits,
     charges: &mut Vec<PreparedCharge<'a>>,
@@ -137,6 +142,7 @@ fn by_rule<'a>(
             (*unit, quota.limit(), PreparedCharge::new(&rule.path, key, quota))
         }
     };
+    let charge = charge.with_on_store_failure(envoy.on_store_failure_of(rule));
     charges.push(hits.apply_to(charge, rule.mode.into()).with_metric_name(metric));
     let (unit, name) = (Some(unit), rule.name.as_deref());
     DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name, charges: 1 })
@@ -181,6 +187,7 @@ fn by_override<'a>(
         Limit::Quota(_, quota) => PreparedCharge::with_own_quota(policy, key, quota),
         _ => PreparedCharge::of_zero_limit(policy, key, zero_limit_denial(unit.window())),
     };
+    let charge = charge.with_on_store_failure(active.envoy.on_store_failure);
     // The metric has no values: clients choose them, so their number is unbounded.
     let without_values = entries(descriptor).map(|(key, _)| (key, ""));
     let metric = rules::metric_name(domain, without_values);
@@ -207,7 +214,7 @@ fn by_policies<'a>(
         policy.references().any(|name| name == "domain" || name.starts_with("descriptor."))
     };
     let selection = active
-        .strict_limiter
+        .limiter
         .select_where(&attributes, hits.cost.map(|cost| cost.max(1)), references_envoy)
         .map_err(|error| Status::invalid_argument(error.to_string()))?;
     let counted = selection.charges.iter().map(|selected| (selected.policy(), selected.quota()));

@@ -1,22 +1,26 @@
 //! Request bodies that may still be arriving after the response was sent.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use http::Version;
+use futures_util::future::Either;
+use http::{HeaderValue, StatusCode, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::service::Service as HyperService;
 use tokio::runtime::Handle;
 
 use super::Request;
+use super::drain::ConnectionState;
 
 /// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
 /// report a reset stream instead of the response they received.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
-const MAX_LINGER_BYTES: usize = 64 * 1024;
+/// Maximum number of bytes to discard, above the size of any message of the API.
+const MAX_LINGER_BYTES: usize = 8 * 1024 * 1024;
 
 /// Body of a request. On drop, the unread rest of an HTTP/2 body is discarded for up to
 /// [`LINGER_TIMEOUT`]; for HTTP/1.1, `guarded_stream.rs` does this.
@@ -65,30 +69,51 @@ impl Drop for LingeringBody {
     }
 }
 
-/// Reads up to [`MAX_LINGER_BYTES`]. After that it only keeps the stream open, and flow control
-/// stops the client.
+/// Reads up to [`MAX_LINGER_BYTES`], and then resets the stream. It always reads: unread bytes take
+/// up the flow control window of the connection and would stall its other streams.
 async fn discard(mut body: hyper::body::Incoming) {
     let mut left = MAX_LINGER_BYTES;
     while let Some(Ok(frame)) = body.frame().await {
         left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
-        if left == 0 && !body.is_end_stream() {
-            std::future::pending::<()>().await;
+        if left == 0 {
+            return;
         }
     }
 }
 
-/// Service wrapper that turns hyper's bodies into lingering ones.
-pub(super) struct LingeringService<S>(pub(super) S);
+/// Service wrapper that turns hyper's bodies into lingering ones, and closes an old HTTP/1.1
+/// connection after a response.
+pub(super) struct ConnectionService<S> {
+    pub(super) service: S,
+    pub(super) state: Arc<ConnectionState>,
+}
 
-impl<S: HyperService<Request>> HyperService<hyper::Request<hyper::body::Incoming>>
-    for LingeringService<S>
+type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+impl<S, B> HyperService<hyper::Request<hyper::body::Incoming>> for ConnectionService<S>
+where
+    S: HyperService<Request, Response = http::Response<B>>,
+    S::Future: Send + 'static,
 {
     type Response = S::Response;
     type Error = S::Error;
-    type Future = S::Future;
+    type Future = Either<S::Future, BoxFuture<Result<S::Response, S::Error>>>;
 
-    fn call(&self, request: hyper::Request<hyper::body::Incoming>) -> S::Future {
+    fn call(&self, request: hyper::Request<hyper::body::Incoming>) -> Self::Future {
+        let closes = self.state.closes_after(request.version());
         let lingers = request.version() == Version::HTTP_2;
-        self.0.call(request.map(|body| LingeringBody { body: Some(body), lingers }))
+        let response =
+            self.service.call(request.map(|body| LingeringBody { body: Some(body), lingers }));
+        if !closes {
+            return Either::Left(response);
+        }
+        Either::Right(Box::pin(async move {
+            let mut response = response.await?;
+            if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert(header::CONNECTION, close);
+            }
+            Ok(response)
+        }))
     }
 }

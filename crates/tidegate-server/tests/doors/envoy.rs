@@ -55,17 +55,16 @@ impl Door for EnvoyDoor {
             descriptors: vec![RateLimitDescriptor { entries, ..RateLimitDescriptor::default() }],
             hits_addend: 0,
         };
-        let response = match self.client.should_rate_limit(request).await {
-            Ok(response) => response.into_inner(),
-            Err(status) => {
-                assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status}");
-                return Answer { outcome: Outcome::Error, limit: None, headers: None };
-            }
-        };
-        let denied = response.overall_code == i32::from(Code::OverLimit);
-        let outcome = if denied { Outcome::Denied } else { Outcome::Allowed };
+        let response = self.client.should_rate_limit(request).await.expect("a response");
+        let response = response.into_inner();
         let status = &response.statuses[0];
         let limit = status.current_limit.as_ref();
+        let outcome = match (response.overall_code(), limit) {
+            (Code::OverLimit, Some(_)) => Outcome::Denied,
+            // An invalid request must not pass, as it would after a gRPC error.
+            (Code::OverLimit, None) => Outcome::Error,
+            _ => Outcome::Allowed,
+        };
         let limit = limit
             .map(|limit| (u64::from(limit.requests_per_unit), u64::from(status.limit_remaining)));
         Answer { outcome, limit, headers: None }

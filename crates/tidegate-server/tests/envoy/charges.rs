@@ -273,23 +273,6 @@ async fn peek_without_a_key_is_not_counted_as_a_decision() {
 }
 
 #[tokio::test]
-async fn failed_refund_is_unavailable() {
-    let redis = Redis::start();
-    let (_service, mut client) =
-        start_on(&format!("store: {{redis: '{}'}}\n{FILES}", redis.url()), RULES).await;
-    let user = descriptor(&[("user", "u")]);
-    assert_eq!(client.send_all(vec![hits(user.clone(), 5)]).await.overall_code(), Code::Ok);
-    drop(redis);
-    let request = RateLimitRequest {
-        domain: "edge".to_owned(),
-        descriptors: vec![back(hits(user, 5))],
-        hits_addend: 0,
-    };
-    let failed = client.try_send(request).await.map(|response| response.statuses);
-    assert_eq!(failed.expect_err("the store is down").code(), tonic::Code::Unavailable);
-}
-
-#[tokio::test]
 async fn many_reports_are_recorded() {
     let config = "
 envoy: {files: [ratelimit.yaml]}
@@ -305,25 +288,6 @@ policies:
         response.map(|response| response.overall_code()).map_err(|e| e.to_string()),
         Ok(Code::Ok)
     );
-}
-
-#[tokio::test]
-async fn full_memory_is_unavailable_whatever_the_policy() {
-    let config = "
-store: {max_keys: 1}
-envoy: {files: [ratelimit.yaml]}
-policies:
-  - {name: a, match: {domain: edge}, key: [descriptor.tenant], limit: 5, window: 1h, on_store_failure: allow}
-";
-    let (_service, mut client) = start_on(config, RULES).await;
-    let mut codes = Vec::new();
-    for number in 0..2_000 {
-        let each = vec![descriptor(&[("tenant", &format!("t{number}"))])];
-        let request =
-            RateLimitRequest { domain: "edge".to_owned(), descriptors: each, hits_addend: 0 };
-        codes.push(client.try_send(request).await.map(|r| r.overall_code()).map_err(|e| e.code()));
-    }
-    assert!(codes.contains(&Err(tonic::Code::Unavailable)), "{:?}", codes.last());
 }
 
 #[tokio::test]

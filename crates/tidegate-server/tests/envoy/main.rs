@@ -8,8 +8,12 @@ mod proto;
 
 /// Charges, refunds and peeks of requests.
 mod charges;
+/// Decisions while the store is unavailable.
+mod failures;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
+/// Calls that cannot be decided.
+mod rejections;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 

@@ -49,8 +49,9 @@ async fn limits_in_requests_create_few_labels() {
 async fn store_failures_are_logged_once_per_minute() {
     let redis = Redis::start();
     let policy = "policies:\n  - {name: p, limit: 5, window: 1h}\n";
+    let envoy = "envoy: {files: [ratelimit.yaml], on_store_failure: error}\n";
     let (service, mut client) =
-        start(&format!("store: {{redis: '{}'}}\n{FILES}{policy}", redis.url())).await;
+        start(&format!("store: {{redis: '{}'}}\n{envoy}{policy}", redis.url())).await;
     assert_eq!(client.send(&[("path", "/x")]).await.code(), Code::Ok);
     drop(redis);
     let descriptors = vec![descriptor(&[("path", "/x")])];
@@ -80,16 +81,18 @@ descriptors:
   - {key: soft, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 5}}
   - {key: free, rate_limit: {unlimited: true}}
 ";
-    let (service, _client) = start_on(FILES, rules).await;
+    let envoy = "envoy: {files: [ratelimit.yaml], on_store_failures: {each-user: deny}}\n";
+    let (service, _client) = start_on(envoy, rules).await;
     let rule = |name: &str, limit: u64, window_ms: u64, key: &[&str], mode: &str| {
         json!({
             "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
-            "burst": limit, "key": key, "mode": mode, "on_store_failure": "unavailable",
+            "burst": limit, "key": key, "mode": mode, "on_store_failure": "local",
             "overrides": 0,
         })
     };
     let mut each_user = rule("edge.tenant.user", 1, 7_200_000, &["tenant", "user"], "enforce");
     each_user["rule"] = json!("each-user");
+    each_user["on_store_failure"] = json!("deny");
     let soft = rule("edge.soft", 5, 86_400_000, &["soft"], "quota");
     assert_eq!(
         service.admin("/v1/policies").json(),

@@ -33,6 +33,21 @@ impl Client {
         headers: &[(&str, &str)],
         body: &str,
     ) -> io::Result<Response> {
+        let mut request =
+            format!("{method} {path} HTTP/1.1\r\nHost: example.com\r\nConnection: close\r\n");
+        for (name, value) in headers {
+            let _ = write!(request, "{name}: {value}\r\n");
+        }
+        let _ = write!(request, "Content-Length: {}\r\n\r\n{body}", body.len());
+        self.try_send_bytes(proxy, request.as_bytes())
+    }
+
+    /// Sends a request as it is.
+    pub(crate) fn send_bytes(self, proxy: SocketAddr, request: &[u8]) -> Response {
+        self.try_send_bytes(proxy, request).expect("the service listens")
+    }
+
+    fn try_send_bytes(self, proxy: SocketAddr, request: &[u8]) -> io::Result<Response> {
         // std cannot bind the source address of a connection.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
         let stream = runtime.block_on(async {
@@ -43,13 +58,7 @@ impl Client {
         let mut stream = stream?;
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(TEST_TIMEOUT))?;
-        let mut request =
-            format!("{method} {path} HTTP/1.1\r\nHost: example.com\r\nConnection: close\r\n");
-        for (name, value) in headers {
-            let _ = write!(request, "{name}: {value}\r\n");
-        }
-        let _ = write!(request, "Content-Length: {}\r\n\r\n{body}", body.len());
-        stream.write_all(request.as_bytes())?;
+        stream.write_all(request)?;
         Ok(read_response(&mut stream))
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use crate::app::App;
 use crate::client::Client;
 use crate::proxy::{Proxy, Recipe, changed, deployed};
-use crate::support::{Response, Service};
+use crate::support::{Redis, Response, Service};
 
 const ENVOY: Recipe<'static> = Recipe {
     program: "envoy",
@@ -32,10 +32,16 @@ const LIMITS: [(&str, &str); 3] = [
 const WINDOW: Duration = Duration::from_secs(1);
 
 fn tidegate(more: &str) -> Service {
+    tidegate_with(&[], more)
+}
+
+/// Starts Tidegate with changes in its file and more sections.
+fn tidegate_with(changes: &[(&str, &str)], more: &str) -> Service {
     let folder = tempfile::tempdir().expect("a temporary directory");
-    let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
-        .map(|address| (address, "127.0.0.1:0"));
-    let config = changed(&deployed("envoy/tidegate.yaml"), &free);
+    let config = changed(&deployed("envoy/tidegate.yaml"), changes);
+    let config = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
+        .iter()
+        .fold(config, |config, address| config.replace(address, "127.0.0.1:0"));
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, format!("{config}\n{more}")).expect("written");
     let rules = changed(&deployed("envoy/ratelimit.yaml"), &LIMITS);
@@ -145,6 +151,135 @@ fn envoy_limits_by_descriptors_and_fails_open() {
     let send = |envoy: &Proxy| Client(40).get(envoy.address, "/export", &[("X-Api-Key", "silver")]);
     envoy.wait_until("failure_mode_deny: false allows requests", |envoy| send(envoy).status == 200);
     assert_eq!(send(&envoy).header("x-ratelimit-limit"), None);
+}
+
+/// Sends eight requests with one API key, which has a limit of 3, and returns their statuses.
+fn send_eight(envoy: &Proxy, key: &str) -> Vec<u16> {
+    // Each request has another address, because addresses have a limit, too.
+    let send = |client| Client(client).get(envoy.address, "/items", &[("X-Api-Key", key)]).status;
+    (70..78).map(send).collect()
+}
+
+fn passed(statuses: &[u16]) -> usize {
+    statuses.iter().filter(|status| **status == 200).count()
+}
+
+const THREE_PER_KEY: (&str, &str) =
+    ("minute, requests_per_unit: 20}", "hour, requests_per_unit: 3}");
+
+#[test]
+fn store_failures_are_decided_as_configured() {
+    for (mode, fails_closed, expected) in [
+        ("local", false, [vec![200; 3], vec![429; 5]].concat()),
+        ("allow", false, vec![200; 8]),
+        ("deny", false, vec![429; 8]),
+        ("error", false, vec![200; 8]),
+        ("error", true, vec![500; 8]),
+    ] {
+        let (app, redis) = (App::start(), Redis::start());
+        let mode_line = format!("envoy:\n  on_store_failure: {mode}");
+        let changes = if mode == "local" { vec![] } else { vec![("envoy:", mode_line.as_str())] };
+        let store = format!("store: {{redis: '{}', instances: 1}}", redis.url());
+        let tidegate = tidegate_with(&changes, &store);
+        let rules = tidegate.folder().join("ratelimit.yaml");
+        let text = fs::read_to_string(&rules).expect("rules");
+        fs::write(&rules, changed(&text, &[THREE_PER_KEY])).expect("written");
+        tidegate.wait_until("the new rules apply", |tidegate| {
+            tidegate.output().contains("configuration reloaded")
+        });
+        let failure_mode = format!("failure_mode_deny: {fails_closed}");
+        let changes = [("failure_mode_deny: false", failure_mode.as_str()), ENVOY.changes[0]];
+        let envoy = start(&Recipe { changes: &changes, ..ENVOY }, &app, &tidegate);
+        assert_eq!(passed(&send_eight(&envoy, "bronze")), 3, "Redis decides");
+        drop(redis);
+        let started = Instant::now();
+        assert_eq!(send_eight(&envoy, "silver"), expected, "{mode}");
+        // Envoy waits up to ten seconds, Tidegate for at most 100 ms per request.
+        assert!(started.elapsed() < Duration::from_secs(8), "{mode}: {:?}", started.elapsed());
+        assert!(!tidegate.output().contains("panicked"));
+    }
+}
+
+/// Envoy passes requests whose call fails, so no value of a client may make it fail.
+#[test]
+fn unusual_values_of_clients_do_not_open_the_limits() {
+    let by_policy = "
+policies:
+  - {name: by-tenant, match: {domain: edge}, key: [descriptor.tenant], limit: 3, window: 1h}
+";
+    let (app, tidegate) = (App::start(), tidegate(by_policy));
+    let rules = tidegate.folder().join("ratelimit.yaml");
+    let text = fs::read_to_string(&rules).expect("rules");
+    fs::write(&rules, changed(&text, &[THREE_PER_KEY])).expect("written");
+    tidegate.wait_until("the new rules apply", |tidegate| {
+        tidegate.output().contains("configuration reloaded")
+    });
+    let with_tenant = "descriptor_key: api_key }
+              - actions:
+                - request_headers: { header_name: x-tenant, descriptor_key: tenant }
+              - actions:
+                - header_value_match";
+    let usual = "descriptor_key: api_key }
+              - actions:
+                - header_value_match";
+    let changes = [(usual, with_tenant), ENVOY.changes[0]];
+    let envoy = start(&Recipe { changes: &changes, ..ENVOY }, &app, &tidegate);
+    let long = "k".repeat(50_000);
+    let longer_tab = format!("{long}\tx");
+    for key in ["a\tb", "caf\u{e9}", &long, &longer_tab] {
+        assert_eq!(passed(&send_eight(&envoy, key)), 3, "{:?}", &key[..3]);
+    }
+    // Not UTF-8, which Envoy sends as it is. The application does not understand it.
+    let send = |client| {
+        let head = b"GET /items HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Api-Key: ";
+        Client(client).send_bytes(envoy.address, &[head, &b"\xff\xfe\r\n\r\n"[..]].concat())
+    };
+    let statuses: Vec<u16> = (80..88).map(|client| send(client).status).collect();
+    let denied = statuses.iter().filter(|status| **status == 429).count();
+    assert_eq!(denied, 5, "{statuses:?}");
+    // Policies of Tidegate count short keys without control characters, and deny all others.
+    let tenant = |tenant: &str| {
+        let send = |client| Client(client).get(envoy.address, "/items", &[("X-Tenant", tenant)]);
+        (90..98).map(send).filter(|response| response.status == 200).count()
+    };
+    assert_eq!([tenant("short"), tenant("a\tb"), tenant(&long)], [3, 0, 0]);
+}
+
+/// Envoy reaches Tidegate through a Unix socket, with a `pipe` address.
+#[test]
+fn envoy_uses_a_unix_socket() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let socket = folder.path().join("grpc.sock");
+    let address = format!("unix:{}", socket.display());
+    let tidegate = tidegate_with(&[("127.0.0.1:8081", &address)], "");
+    assert_eq!(tidegate.grpc.as_deref(), Some(address.as_str()));
+    let pipe = format!("pipe: {{ path: {} }}", socket.display());
+    let tcp = "socket_address: { address: 127.0.0.1, port_value: 1 }";
+    let changes = [(tcp, pipe.as_str()), ENVOY.changes[0]];
+    let app = App::start();
+    let envoy =
+        Proxy::start(&Recipe { changes: &changes, ..ENVOY }, app.port, (8081, "127.0.0.1:1"));
+    let export = || Client(50).get(envoy.address, "/export", &[("X-Api-Key", "silver")]).status;
+    assert_eq!([export(), export(), export()], [200, 200, 429]);
+}
+
+/// Envoy opens another connection and loses no call: with `failure_mode_deny`, a lost one is a 500.
+#[test]
+fn old_connections_of_envoy_are_replaced() {
+    let with_age = ("listen:", "listen:\n  max_connection_age: 1s");
+    let (app, tidegate) = (App::start(), tidegate_with(&[with_age], ""));
+    let changes = [("failure_mode_deny: false", "failure_mode_deny: true"), ENVOY.changes[0]];
+    let envoy = start(&Recipe { changes: &changes, ..ENVOY }, &app, &tidegate);
+    let started = Instant::now();
+    let (mut requests, mut denied) = (0, 0);
+    while started.elapsed() < Duration::from_secs(5) {
+        let key = format!("k{}", requests / 4);
+        let status = Client(61).get(envoy.address, "/export", &[("X-Api-Key", &key)]).status;
+        assert!([200, 429].contains(&status), "{status} after {:?}", started.elapsed());
+        requests += 1;
+        denied += usize::from(status == 429);
+    }
+    assert!(requests >= 8 && denied.abs_diff(requests / 2) <= 2, "{denied} of {requests} denied");
 }
 
 /// Envoy reports the bytes of each response at the end of the stream, and ignores our response.

@@ -103,6 +103,12 @@ impl Service {
         Self::launch("gateway", folder, &file, &arguments, &[])
     }
 
+    /// Starts a gateway on a directory with a tidegate.yaml, with these arguments.
+    pub(crate) fn gateway_on(folder: tempfile::TempDir, arguments: &[&str]) -> Self {
+        let file = folder.path().join("tidegate.yaml");
+        Self::launch("gateway", folder, &file, arguments, &[])
+    }
+
     pub(crate) fn start_on(folder: tempfile::TempDir, file: &Path, arguments: &[&str]) -> Self {
         Self::launch("serve", folder, file, arguments, &[])
     }
@@ -131,9 +137,10 @@ impl Service {
         let mut service =
             Self { process, http: String::new(), grpc: None, admin: String::new(), output, folder };
         let address = |output: &str, name: &str| {
-            let (text, json) = (format!("{name}=127.0.0.1:"), format!("\"{name}\":\"127.0.0.1:"));
-            let (_, rest) = output.split_once(&text).or_else(|| output.split_once(&json))?;
-            Some(format!("127.0.0.1:{}", rest.split(|c: char| !c.is_ascii_digit()).next()?))
+            let (text, json) = (format!(" {name}="), format!("\"{name}\":\""));
+            let (_, line) = output.split_once("listening")?;
+            let (_, rest) = line.split_once(&text).or_else(|| line.split_once(&json))?;
+            Some(rest.split([' ', '"', '\n']).next()?.to_owned())
         };
         service.wait_until("the service listens", |service| service.output().contains("listening"));
         let text = service.output();

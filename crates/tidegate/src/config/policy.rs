@@ -67,7 +67,7 @@ pub struct RawPolicy {
     /// enforce (default), or shadow: decides and counts, but never denies.
     #[schemars(with = "Option<Mode>")]
     mode: Option<Spanned<String>>,
-    /// Decision while the store is unavailable: local (default), allow or deny.
+    /// Decision while the store is unavailable: local (default), allow, deny or error.
     #[schemars(with = "Option<OnStoreFailure>")]
     on_store_failure: Option<Spanned<String>>,
     /// Other limits for some keys.

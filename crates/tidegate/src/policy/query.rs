@@ -384,6 +384,12 @@ impl<'a> PreparedCharge<'a> {
         self.enforcement
     }
 
+    /// Returns how the charge is decided while the store is unavailable.
+    #[must_use]
+    pub fn on_store_failure(&self) -> OnStoreFailure {
+        self.on_store_failure
+    }
+
     /// Returns whether a denial has no effect.
     #[must_use]
     pub fn is_shadow(&self) -> bool {

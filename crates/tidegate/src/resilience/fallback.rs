@@ -38,9 +38,10 @@ mod settlement;
 /// | `local` | by this instance's [share](Fleet::share), in memory | `Local` |
 /// | `allow` | allowed (fail open) | `Allow` |
 /// | `deny` | denied with a `retry_after` of one second (fail closed) | `Deny` |
+/// | `error` | none: the store's error is returned | |
 ///
-/// Several charges stay all or nothing, whatever their policies are. A cost above the instance's
-/// share is denied.
+/// Several charges stay all or nothing, whatever their policies are: with one `error` among them,
+/// all of them end with the store's error. A cost above the instance's share is denied.
 ///
 /// * A refund of units that were admitted locally and are not charged to the store yet is made
 ///   locally. Any other refund returns the store's error.
@@ -423,6 +424,15 @@ impl<S: SharedStore> Store for Fallback<S> {
             }
             Err(error) => inner.fall_back(action, charges, error),
         }
+    }
+
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        self.inner.fall_back(action, charges, error)
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -41,12 +41,19 @@ impl<S: SharedStore> FallbackCore<S> {
         match action {
             Action::Acquire | Action::Peek => {}
             Action::Refund if memory_helps => return self.refund_locally(charges, error),
-            Action::Report if memory_helps => return self.report_locally(charges, in_doubt),
+            Action::Report if memory_helps => {
+                return self.report_locally(charges, &error, in_doubt);
+            }
             Action::Refund | Action::Reset | Action::ChargeUpTo | Action::Report => {
                 return Err(error);
             }
         }
-        if !memory_helps && charges.iter().any(is_local) {
+        let is_undecidable = |charge: &Charge<'_>| match charge.on_store_failure() {
+            OnStoreFailure::Local => !memory_helps,
+            OnStoreFailure::Allow | OnStoreFailure::Deny => false,
+            OnStoreFailure::Error => true,
+        };
+        if charges.iter().any(is_undecidable) {
             return Err(error);
         }
         self.decide_locally(action, charges, in_doubt)
@@ -119,7 +126,9 @@ impl<S: SharedStore> FallbackCore<S> {
             share,
         ) {
             (OnStoreFailure::Allow, _) => Ok(fixed_decision(charge, true)),
-            (OnStoreFailure::Deny, _) => Ok(fixed_decision(charge, false)),
+            // `error` has no error here: the store works, but another charge of the call has a debt
+            // that is not settled yet.
+            (OnStoreFailure::Deny | OnStoreFailure::Error, _) => Ok(fixed_decision(charge, false)),
             (OnStoreFailure::Local, Some(share)) if charge.cost() <= share.burst() => {
                 let decision = decided.next().unwrap_or_else(|| fixed_decision(charge, false));
                 Ok(as_local(charge, decision))
@@ -171,15 +180,17 @@ impl<S: SharedStore> FallbackCore<S> {
     }
 
     /// Records a report in memory and in the ledger, if the failure policy is `local`. With the
-    /// other policies it is lost.
+    /// other policies it is lost. An error is returned after all others are recorded.
     fn report_locally(
         &self,
         charges: &[Charge<'_>],
+        error: &StoreError,
         in_doubt: bool,
     ) -> Result<Vec<Decision>, StoreError> {
         let report = |charge: &Charge<'_>| match charge.on_store_failure() {
             OnStoreFailure::Allow => Ok(fixed_decision(charge, true)),
             OnStoreFailure::Deny => Ok(fixed_decision(charge, false)),
+            OnStoreFailure::Error => Err(error.clone()),
             OnStoreFailure::Local => {
                 let quota = self.share(charge).unwrap_or_else(|| charge.quota().clone());
                 let decision = self.local.decide_now(Action::Report, &charge.with_quota(&quota))?;
@@ -187,7 +198,8 @@ impl<S: SharedStore> FallbackCore<S> {
                 Ok(as_local(charge, decision))
             }
         };
-        charges.iter().map(report).collect()
+        let reported: Vec<Result<Decision, StoreError>> = charges.iter().map(report).collect();
+        reported.into_iter().collect()
     }
 
     /// Deletes the local count and the debt of this charge's key.
