@@ -8,8 +8,12 @@ mod proto;
 
 /// Charges, refunds and peeks of requests.
 mod charges;
+/// Rules in several files, folders and patterns.
+mod files;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
+/// Shadow mode, dynamic metadata, shared counts and what is left.
+mod responses;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 

@@ -102,8 +102,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             positions.iter().filter_map(|position| entries[*position].charge.charge()).collect();
         let call = self.limiter().decide_all(action, &charges);
         let decisions = self.with_deadline(deadline, call).await?;
+        let all_fit = decisions.is_allowed();
         for (position, decision) in positions.iter().zip(decisions) {
-            entries[*position].set(decision);
+            let entry = &mut entries[*position];
+            if action == Action::Peek && entry.action() == Action::Acquire {
+                entry.set_peeked(decision, all_fit);
+            } else {
+                entry.set(decision);
+            }
         }
         Ok(positions)
     }
@@ -127,6 +133,10 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let Some(charge) = entry.charge.charge() else { return Ok(false) };
         let decided = self.with_deadline(deadline, self.limiter().decide(action, &charge)).await;
         match decided {
+            Ok(decision) if action == Action::Peek && entry.action() == Action::Acquire => {
+                entry.set_peeked(decision, decision.allowed);
+                Ok(false)
+            }
             Ok(decision) => {
                 entry.set(decision);
                 Ok(action == Action::Acquire && decision.allowed)
@@ -157,8 +167,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             .await;
         if refunded {
             for position in charged {
-                let units = entries[*position].charge.charge().map_or(0, |charge| charge.cost());
-                entries[*position].decision.remaining += units;
+                let entry = &mut entries[*position];
+                entry.decision.remaining = entry.remaining_without(entry.decision.remaining);
             }
         }
     }
