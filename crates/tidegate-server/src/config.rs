@@ -45,7 +45,7 @@ pub(crate) struct Config {
     /// Configuration file, all files that it names, and folders with files that it names by a
     /// folder or pattern. They are watched for changes.
     pub(crate) files: Vec<PathBuf>,
-    /// What is valid, but perhaps not as its author expects.
+    /// Parts that are valid, but perhaps not as their author expects.
     pub(crate) warnings: Vec<RulesWarning>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) x_ratelimit_headers: bool,

@@ -40,7 +40,7 @@ fn check_prints_json() {
     assert_eq!((code, &empty["good"], &empty["line"]), (Some(2), &json!(false), &Value::Null));
 }
 
-/// What envoyproxy/ratelimit loads, but does not do as it is written.
+/// Rules that envoyproxy/ratelimit loads, but not as they are written.
 const DOUBTFUL_RULES: &str = "\
 domain: d
 descriptors:

@@ -131,7 +131,7 @@ impl Rules {
         self.rules.iter()
     }
 
-    /// Returns what is loaded, but perhaps not as its author expects.
+    /// Returns the parts that are loaded, but perhaps not as their author expects.
     pub(crate) fn warnings(&self) -> &[RulesWarning] {
         &self.warnings
     }

@@ -25,7 +25,7 @@ pub(super) struct Note<K = NoteKind> {
     pub(super) kind: K,
 }
 
-/// What is loaded, but perhaps not as its author expects.
+/// Reason why a part is loaded, but perhaps not as its author expects.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoteKind {
     #[error("{name} has no effect here: it belongs {place}")]

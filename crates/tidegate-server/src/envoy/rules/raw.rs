@@ -209,7 +209,7 @@ impl RawFile {
             Some(Ok(document)) => document.value,
             Some(Err(error)) => return Err(yaml_error(file, text, &error)),
         };
-        // ratelimit does not even parse it, so an error in it is none of the file.
+        // ratelimit does not parse it, so it may have errors.
         let second = documents.next().map(|document| match document {
             Ok(document) => document.referenced,
             Err(error) => error.location().unwrap_or(Location::UNKNOWN),

@@ -9,7 +9,7 @@ use super::error::RulesError;
 use super::raw::{MAX_FILE_BYTES, MAX_TEXT_BYTES};
 use super::*;
 
-/// What ratelimit loads although it looks like a mistake, and domains in several files.
+/// Texts that look like mistakes but are loaded by ratelimit; domains in several files.
 mod loading;
 
 const SAMPLE: &str = include_str!("../../../tests/data/envoy-ratelimit.yaml");

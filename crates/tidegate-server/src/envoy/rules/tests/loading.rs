@@ -175,6 +175,59 @@ fn what_ratelimit_refuses_is_refused() {
     }
 }
 
+/// The features of ratelimit's own examples and tests.
+#[test]
+fn every_feature_of_ratelimit_is_loaded_without_a_warning() {
+    let text = "
+# Nested wildcards: only the outer one is shared, or both are.
+domain: features
+descriptors:
+  - key: team
+    value: team/*
+    share_threshold: true
+    descriptors:
+      - key: file
+        value: doc/*
+        share_threshold: false
+        descriptors:
+          - {key: kind, rate_limit: {unit: minute, requests_per_unit: 1}}
+      - key: picture
+        value: p*g*f
+        share_threshold: true
+        rate_limit: {unit: minute, requests_per_unit: 2}
+  - key: route
+    value: /v1*end
+    share_threshold: true
+    value_to_metric: true
+    rate_limit: {unit: minute, unit_multiplier: 5, requests_per_unit: 3}
+  - {key: route, value: /v1-exact-end, rate_limit: {unit: minute, requests_per_unit: 4}}
+  - key: tier
+    value: gold
+    quota_mode: true
+    metadata: {name: gold, pool: {weight: 1}}
+    rate_limit: {unit: year, requests_per_unit: 5, name: gold, replaces: [{name: x}, {name: y}]}
+  - {key: open, rate_limit: {unlimited: true, name: open}}
+  - {key: closed, rate_limit: {unit: second, requests_per_unit: 0}}
+  - {key: listed, value: without-a-limit}
+  - {key: tried, shadow_mode: true, detailed_metric: true, rate_limit: {unit: week, requests_per_unit: 6}}
+";
+    let rules = load(text).expect("it loads");
+    assert_eq!(rules.warnings(), []);
+    let key = |entries: &[(&str, &str)]| found(&rules, entries).key;
+    assert_eq!(
+        key(&[("team", "team/a"), ("file", "doc/b"), ("kind", "c")]),
+        "features|team=team/*|file=doc/b|kind=c"
+    );
+    assert_eq!(
+        key(&[("team", "team/a"), ("picture", "pngif")]),
+        "features|team=team/*|picture=p*g*f"
+    );
+    assert_eq!(key(&[("route", "/v1/x/end")]), "features|route=/v1*end");
+    assert_eq!(limit_of(&rules, &[("route", "/v1-exact-end")]).0, 4);
+    let empty = load_files(&[("1.yaml", "domain: a\ndescriptors:\n"), ("2.yaml", "domain: b\n")]);
+    assert_eq!(empty.expect("it loads").domains().collect::<Vec<_>>(), ["a", "b"]);
+}
+
 #[test]
 fn files_of_a_domain_are_merged() {
     let key = |key: &str, requests: u64| {
