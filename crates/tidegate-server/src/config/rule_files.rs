@@ -41,7 +41,7 @@ impl RuleFiles {
             let file = folder.join(&name);
             let is_yaml =
                 matches!(Path::new(&name).extension(), Some(ext) if ext == "yaml" || ext == "yml");
-            if is_yaml && !file.is_dir() {
+            if is_yaml && is_loadable(&file) {
                 self.add_file(file)?;
                 is_empty = false;
             } else if file.is_file() {
@@ -66,6 +66,7 @@ impl RuleFiles {
     /// Adds the files that match a pattern. A folder that matches is not a file.
     fn add_matches(&mut self, base: &Path, pattern: &str) -> Result<(), String> {
         let mut found = vec![base.to_owned()];
+        let mut is_behind_pattern = false;
         for part in Path::new(pattern).components() {
             let text = part.as_os_str().to_string_lossy();
             found = match part {
@@ -75,6 +76,7 @@ impl RuleFiles {
                     ));
                 }
                 Component::Normal(_) if is_pattern(&text) => {
+                    is_behind_pattern = true;
                     let mut matching = Vec::new();
                     for folder in found.into_iter().filter(|folder| is_folder(folder)) {
                         let names = names_in(&folder)?;
@@ -84,10 +86,16 @@ impl RuleFiles {
                     }
                     matching
                 }
-                _ => found.into_iter().map(|folder| folder.join(part)).collect(),
+                _ => {
+                    // A folder that matches may get its file later.
+                    let folders =
+                        found.iter().filter(|folder| is_behind_pattern && folder.is_dir());
+                    folders.for_each(|folder| self.watch(folder.clone()));
+                    found.into_iter().map(|folder| folder.join(part)).collect()
+                }
             };
         }
-        found.retain(|file| file.symlink_metadata().is_ok() && !file.is_dir());
+        found.retain(|file| file.symlink_metadata().is_ok() && is_loadable(file));
         if found.is_empty() {
             return Err(format!("{}: no file matches this pattern", base.join(pattern).display()));
         }
@@ -119,7 +127,10 @@ fn names_in(folder: &Path) -> Result<Vec<String>, String> {
 pub(crate) fn names(folder: &Path) -> std::io::Result<Vec<String>> {
     let mut names = Vec::new();
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    for entry in std::fs::read_dir(folder)?.take(MAX_NAMES) {
+    for entry in std::fs::read_dir(folder)? {
+        if names.len() == MAX_NAMES {
+            return Err(std::io::Error::other(format!("it has more than {MAX_NAMES} names")));
+        }
         if let Ok(name) = entry?.file_name().into_string()
             && !name.starts_with('.')
         {
@@ -128,6 +139,12 @@ pub(crate) fn names(folder: &Path) -> std::io::Result<Vec<String>> {
     }
     names.sort_unstable();
     Ok(names)
+}
+
+/// Returns whether a name is that of a file, or of a broken symlink, which is an error later. Reading
+/// a pipe would never end.
+fn is_loadable(path: &Path) -> bool {
+    path.metadata().map_or(true, |metadata| metadata.is_file())
 }
 
 fn is_folder(path: &Path) -> bool {
@@ -245,6 +262,13 @@ mod tests {
             let message = expanded(&[entry]).expect_err("an error");
             assert!(message.contains(error), "{entry}: {message}");
         }
+        let mut found = RuleFiles::default();
+        found.add(root, "teams/*/more.yaml").expect("a pattern");
+        assert_eq!(
+            found.folders,
+            ["teams", "teams/a", "teams/b"].map(|folder| root.join(folder)).into(),
+            "a file that is added to teams/a would match"
+        );
         let mut found = RuleFiles::default();
         found.add(root, "limits").expect("a folder");
         let warned: Vec<String> = found.warnings.iter().map(ToString::to_string).collect();
