@@ -31,7 +31,7 @@ mod tests;
 pub(crate) struct Rules {
     domains: BTreeMap<String, Level>,
     /// In the order of the files. Nodes refer to them by index.
-    rules: Vec<Rule>,
+    all: Vec<Rule>,
     warnings: Vec<RulesWarning>,
 }
 
@@ -110,7 +110,7 @@ impl Rules {
             level = &found.node.children;
             matches.push(found);
         }
-        let rule = &self.rules[matches.last()?.node.rule?];
+        let rule = &self.all[matches.last()?.node.rule?];
         let counter_entries = matches.iter().map(|entry| (entry.key, entry.counter_value));
         let metric = if rule.detailed_metric {
             Cow::Owned(metric_name(domain, counter_entries.clone()))
@@ -128,7 +128,7 @@ impl Rules {
     }
 
     pub(crate) fn rules(&self) -> impl Iterator<Item = &Rule> {
-        self.rules.iter()
+        self.all.iter()
     }
 
     /// Returns the parts that are loaded, but perhaps not as their author expects.
@@ -223,7 +223,7 @@ struct Level {
 
 #[derive(Debug)]
 struct Node {
-    /// Index in [`Rules::rules`].
+    /// Index in [`Rules::all`].
     rule: Option<usize>,
     children: Level,
     value_to_metric: bool,

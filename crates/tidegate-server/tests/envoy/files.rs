@@ -56,7 +56,7 @@ async fn files_of_folders_and_patterns_are_merged_and_reloaded() {
     for (key, expected) in [("a", Some(1)), ("b", Some(2)), ("one", Some(3)), ("c", None)] {
         assert_eq!(limit(&mut client, key).await, expected, "{key}");
     }
-    let root = service.folder().to_owned();
+    let root = service.folder();
     fs::write(root.join("limits/c.yml"), rule("edge", "c", 4)).expect("written");
     wait_for_limit(&service, &mut client, "c", Some(4)).await;
     fs::write(root.join("extra/d.yaml"), rule("edge", "d", 5)).expect("written");

@@ -253,3 +253,38 @@ async fn timeout_at<T>(
     })
     .await
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crate::internals::PreparedCharge;
+    use crate::{Action, Enforcement, Limiter, MemoryStore, Policies, PolicyLimiter, Query, Quota};
+
+    /// Returns what is left of each limit, in the order of the charges.
+    async fn remaining(limiter: &PolicyLimiter, charges: Vec<PreparedCharge<'_>>) -> Vec<u64> {
+        let charges = charges.into_iter().map(PreparedCharge::into_owned).collect();
+        let decisions = limiter.decide(Action::Acquire, Query::prepared(charges)).await;
+        let decisions = decisions.expect("decided");
+        decisions.iter().map(|entry| entry.decision().remaining).collect()
+    }
+
+    #[tokio::test]
+    async fn denied_request_shows_what_is_left_without_it() {
+        let policies = Policies::new(vec![]).expect("valid");
+        let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+        let hour = Duration::from_secs(3600);
+        let ten = Quota::fixed_window(10, hour).expect("valid");
+        let one = Quota::fixed_window(1, hour).expect("valid");
+        let tight = || PreparedCharge::new("tight", "u", &one);
+        let wide = || PreparedCharge::new("wide", "u", &ten);
+        let shadow = || wide().with_enforcement(Enforcement::Shadow);
+        assert_eq!(remaining(&limiter, vec![tight(), shadow()]).await, [0, 9]);
+        assert_eq!(remaining(&limiter, vec![tight(), wide()]).await, [0, 9]);
+        assert_eq!(remaining(&limiter, vec![tight(), shadow()]).await, [0, 9]);
+        // A cost above the limit denies the request before anything is taken.
+        let too_much = || PreparedCharge::new("burst", "u", &ten).with_cost(20).with_capped_cost();
+        assert_eq!(remaining(&limiter, vec![too_much(), wide()]).await, [10, 9]);
+        assert_eq!(remaining(&limiter, vec![too_much(), tight(), wide()]).await, [10, 0, 9]);
+    }
+}

@@ -34,9 +34,9 @@ impl Rules {
             loader.load_level(level, &domain, &[], descriptors)?;
         }
         let Loader { rules, warnings, .. } = loader;
-        let all = Self { domains, rules, warnings: warnings.into_list() };
-        all.check_algorithm_names(algorithms)?;
-        Ok(all)
+        let rules = Self { domains, all: rules, warnings: warnings.into_list() };
+        rules.check_algorithm_names(algorithms)?;
+        Ok(rules)
     }
 
     /// Rejects an algorithm for an unknown rule: its name is misspelt, or the rule was renamed.
@@ -45,7 +45,7 @@ impl Rules {
         algorithms: &BTreeMap<String, Algorithm>,
     ) -> Result<(), RulesError> {
         let mut names: Vec<&str> =
-            self.rules.iter().filter_map(|rule| rule.name.as_deref()).collect();
+            self.all.iter().filter_map(|rule| rule.name.as_deref()).collect();
         let Some(name) = algorithms.keys().find(|name| !names.contains(&name.as_str())) else {
             return Ok(());
         };
