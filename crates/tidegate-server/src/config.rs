@@ -12,7 +12,7 @@ use serde_saphyr::Spanned;
 use tidegate::internals::{Document, duration as durations};
 use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
-use crate::envoy::rules::{Rule, Rules};
+use crate::envoy::rules::{Rule, Rules, RulesWarning};
 use crate::tls;
 
 mod cors;
@@ -20,16 +20,21 @@ mod gateway;
 mod listen;
 mod raw;
 mod redaction;
+pub(crate) mod rule_files;
 mod store;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::GatewayConfig;
 pub(crate) use listen::{Listen, ListenAddress};
+use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
 
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
+
+/// Part of a limit from which on units count as near the limit, as in ratelimit.
+const DEFAULT_NEAR_LIMIT_RATIO: f32 = 0.8;
 
 #[derive(Debug)]
 pub(crate) struct Config {
@@ -39,8 +44,11 @@ pub(crate) struct Config {
     pub(crate) policies: Policies,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) gateway: GatewayConfig,
-    /// Configuration file and all files that it names, which are watched for changes.
+    /// Configuration file, all files that it names, and folders with files that it names by a
+    /// folder or pattern. They are watched for changes.
     pub(crate) files: Vec<PathBuf>,
+    /// Parts that are valid, but perhaps not as their author expects.
+    pub(crate) warnings: Vec<RulesWarning>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) partition_keys: bool,
@@ -48,7 +56,7 @@ pub(crate) struct Config {
     pub(crate) admin_token: Option<Secret>,
 }
 
-/// Rules of envoyproxy/ratelimit and their default algorithm.
+/// Rules of envoyproxy/ratelimit, their default algorithm, and how requests are answered.
 #[derive(Debug)]
 pub(crate) struct EnvoyConfig {
     pub(crate) rules: Rules,
@@ -56,6 +64,12 @@ pub(crate) struct EnvoyConfig {
     pub(crate) on_store_failure: OnStoreFailure,
     /// Exceptions, by the name of a rule.
     on_store_failures: BTreeMap<String, OnStoreFailure>,
+    /// Whether no request is denied.
+    pub(crate) shadow_mode: bool,
+    /// Whether responses have `dynamic_metadata`.
+    pub(crate) dynamic_metadata: bool,
+    /// Part of a limit from which on units count as near the limit.
+    pub(crate) near_limit_ratio: f32,
 }
 
 impl EnvoyConfig {
@@ -111,6 +125,12 @@ impl Config {
         validate(folder, &document, raw)
     }
 
+    pub(crate) fn log_warnings(&self) {
+        for warning in &self.warnings {
+            tracing::warn!("{warning}");
+        }
+    }
+
     /// Returns the JSON Schema, for editors.
     pub(crate) fn schema() -> schemars::Schema {
         schemars::schema_for!(raw::RawConfig)
@@ -128,9 +148,11 @@ fn validate(
     let policies = Policies::from_raw(document, &raw.attributes, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
-    let mut files: Vec<PathBuf> =
-        raw.envoy.files.iter().map(|file| folder.join(&file.value)).collect();
-    let envoy = envoy(document, &raw.envoy, &files)?;
+    let (envoy, rule_files) = envoy(document, folder, &raw.envoy)?;
+    let mut warnings = rule_files.warnings;
+    warnings.extend_from_slice(envoy.rules.warnings());
+    let mut files = rule_files.files;
+    files.extend(rule_files.folders);
     let (tls, tls_files) = tls(document, folder, raw.tls)?;
     files.extend(tls_files);
     files.extend(store_files);
@@ -144,6 +166,7 @@ fn validate(
         envoy,
         gateway,
         files,
+        warnings,
         tls,
         x_ratelimit_headers: raw.headers.x_ratelimit,
         partition_keys: raw.headers.partition_key,
@@ -193,9 +216,9 @@ fn tls(
 
 fn envoy(
     document: &Document<'_>,
+    folder: &Path,
     raw: &raw::RawEnvoy,
-    files: &[PathBuf],
-) -> Result<EnvoyConfig, ConfigError> {
+) -> Result<(EnvoyConfig, RuleFiles), ConfigError> {
     let algorithm =
         raw.algorithm.as_ref().map_or(Ok(Algorithm::FixedWindow), |name| named(document, name))?;
     let algorithms = raw
@@ -203,13 +226,17 @@ fn envoy(
         .iter()
         .map(|(rule, name)| Ok((rule.clone(), named(document, name)?)))
         .collect::<Result<BTreeMap<String, Algorithm>, ConfigError>>()?;
-    let mut texts = Vec::with_capacity(files.len());
-    for (file, field) in files.iter().zip(&raw.files) {
-        let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|error| {
-            document.error_at(field, &format!("{name}: cannot be read: {error}"))
-        })?;
-        texts.push((name, text));
+    let mut files = RuleFiles::default();
+    let mut texts = Vec::with_capacity(raw.files.len());
+    for field in &raw.files {
+        files.add(folder, &field.value).map_err(|error| document.error_at(field, &error))?;
+        for file in &files.files[texts.len()..] {
+            let name = file.display().to_string();
+            let text = std::fs::read_to_string(file).map_err(|error| {
+                document.error_at(field, &format!("{name}: cannot be read: {error}"))
+            })?;
+            texts.push((name, text));
+        }
     }
     let rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
         let message = format!("envoy: {error}");
@@ -237,7 +264,20 @@ fn envoy(
         }
         on_store_failures.insert(name.clone(), named(document, failure)?);
     }
-    Ok(EnvoyConfig { rules, algorithm, on_store_failure, on_store_failures })
+    let ratio = raw.near_limit_ratio.as_ref();
+    if let Some(outside) = ratio.filter(|ratio| !(0.0..=1.0).contains(&ratio.value)) {
+        return Err(document.error_at(outside, "near_limit_ratio must be a number from 0 to 1"));
+    }
+    let envoy = EnvoyConfig {
+        rules,
+        algorithm,
+        on_store_failure,
+        on_store_failures,
+        shadow_mode: raw.shadow_mode,
+        dynamic_metadata: raw.dynamic_metadata,
+        near_limit_ratio: ratio.map_or(DEFAULT_NEAR_LIMIT_RATIO, |ratio| ratio.value),
+    };
+    Ok((envoy, files))
 }
 
 fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use hyper::service::{Service, service_fn};
 use tidegate::internals::PreparedCharge;
-use tidegate::{Action, Error, OnStoreFailure, PolicyDecision, Query};
+use tidegate::{Action, Enforcement, Error, OnStoreFailure, PolicyDecision, Query};
 use tokio::sync::watch;
 use tonic::Status;
 use tonic_health::ServingStatus;
@@ -20,6 +20,7 @@ use crate::state::ServerState;
 
 pub(crate) mod rules;
 
+mod dynamic_metadata;
 mod grpc;
 mod message_buffer;
 mod plan;
@@ -140,9 +141,15 @@ async fn should_rate_limit(
     }
     let descriptors = request.descriptors.len();
     let invalid = |reason: String| Rejection::Invalid { reason, descriptors };
-    let (plans, charges) = plan::for_request(&active, &request)
+    let (plans, mut charges) = plan::for_request(&active, &request)
         .map_err(|status| invalid(status.message().to_owned()))?;
     let failure = strictest(&charges);
+    // In shadow mode the request passes, but statuses show what denies it, as in ratelimit.
+    let own_modes: Option<Vec<Enforcement>> = active.envoy.shadow_mode.then(|| {
+        let own_modes = charges.iter().map(PreparedCharge::enforcement).collect();
+        charges = charges.drain(..).map(|c| c.with_enforcement(Enforcement::Shadow)).collect();
+        own_modes
+    });
     let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
     let query = Query::prepared(charges).on_span(&on_span);
     let decisions = match active.limiter.decide(Action::Acquire, query).await {
@@ -161,11 +168,20 @@ async fn should_rate_limit(
             end += limited.charges;
         }
         let own = std::iter::from_fn(|| decided.next_if(|decision| decision.position() < end));
+        let own = own.map(|entry| {
+            let mode = own_modes.as_ref().map_or(entry.enforcement(), |own| own[entry.position()]);
+            (mode == Enforcement::Shadow, entry)
+        });
         // A decision in shadow mode counts only if no limit is enforced.
-        let binding = own.min_by_key(|entry| (entry.is_shadow(), entry.decision().rank()));
+        let binding = own.min_by_key(|(is_shadow, entry)| (*is_shadow, entry.decision().rank()));
         response.add(plan, binding);
     }
-    Ok(grpc::response(&response.build(decisions.is_allowed())))
+    let mut response = response.build(decisions.is_allowed());
+    if active.envoy.dynamic_metadata {
+        let metadata = dynamic_metadata::of_response(&request, &plans, &response.statuses);
+        response.dynamic_metadata = Some(metadata);
+    }
+    Ok(grpc::response(&response))
 }
 
 /// Returns the strictest failure mode of the enforced charges.
@@ -228,14 +244,15 @@ struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    /// Adds the status of a descriptor, with the binding decision of its charges.
-    fn add(&mut self, plan: &DescriptorPlan<'_>, binding: Option<&PolicyDecision<'_>>) {
+    /// Adds the status of a descriptor, with the binding decision of its charges, and whether that
+    /// one is in shadow mode.
+    fn add(&mut self, plan: &DescriptorPlan<'_>, binding: Option<(bool, &PolicyDecision<'_>)>) {
         let ok = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
         let status = match (plan, binding) {
             (DescriptorPlan::Unlimited, _) => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
-            (DescriptorPlan::Limited(limited), Some(binding)) => {
+            (DescriptorPlan::Limited(limited), Some((is_shadow, binding))) => {
                 let decision = binding.decision();
-                let over = binding.is_denied() && !binding.is_shadow();
+                let over = binding.is_denied() && !is_shadow;
                 if over {
                     self.retry_after = self.retry_after.max(decision.retry_after);
                 }
@@ -262,6 +279,7 @@ impl ResponseBuilder {
             overall_code: if allowed { Code::Ok } else { Code::OverLimit }.into(),
             statuses: self.statuses,
             response_headers_to_add: if allowed { Vec::new() } else { vec![retry_after()] },
+            dynamic_metadata: None,
         }
     }
 }

@@ -40,6 +40,7 @@ pub(crate) struct Outcomes {
     denied: AtomicU64,
     shadow_denied: AtomicU64,
     missing_key: AtomicU64,
+    near_limit: AtomicU64,
     /// Decisions of a fallback, by source.
     fallback: [AtomicU64; FALLBACKS.len()],
 }
@@ -67,6 +68,13 @@ impl Outcomes {
     /// Counts a request that lacks the policy's key.
     pub(crate) fn count_missing_key(&self) {
         self.missing_key.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts units that were admitted near the limit.
+    pub(crate) fn count_near_limit(&self, units: u64) {
+        if units > 0 {
+            self.near_limit.fetch_add(units, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn count_source(&self, source: Source) {
@@ -165,6 +173,16 @@ impl Metrics {
         for (policy, outcomes) in all.iter() {
             let (policy, count) = (escaped(policy), load(&outcomes.missing_key));
             let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
+        }
+        head(
+            text,
+            "tidegate_near_limit_total",
+            "counter",
+            "Units admitted near the limit, by policy.",
+        );
+        for (policy, outcomes) in all.iter() {
+            let (policy, count) = (escaped(policy), load(&outcomes.near_limit));
+            let _ = writeln!(text, "tidegate_near_limit_total{{policy=\"{policy}\"}} {count}");
         }
         head(
             text,

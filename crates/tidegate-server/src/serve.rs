@@ -183,6 +183,7 @@ impl Service {
     ) -> anyhow::Result<Self> {
         raise_file_limit();
         warn(&config.policies);
+        config.log_warnings();
         let (files, store) = (config.files.clone(), config.store.clone());
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;

@@ -77,7 +77,8 @@ impl ActiveConfig {
     ) -> Self {
         let rules = config.envoy.rules.rules().map(|rule| rule.path.as_str());
         let names = config.policies.iter().map(Policy::name).chain(rules);
-        let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, names));
+        let ratio = config.envoy.near_limit_ratio;
+        let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, ratio, names));
         let forward_auth_parts = UsedParts::of(&config.policies);
         let limiter = PolicyLimiter::new(Limiter::new(Arc::clone(backend)), config.policies)
             .with_observer(observer);

@@ -221,8 +221,9 @@ impl Default for RawHeaders {
 #[serde(deny_unknown_fields, default)]
 #[schemars(rename = "Envoy")]
 pub(super) struct RawEnvoy {
-    /// YAML files of envoyproxy/ratelimit, unmodified. Paths are relative to the directory of this
-    /// file.
+    /// YAML files of envoyproxy/ratelimit, unmodified: files, folders (their `.yaml` and `.yml`
+    /// files) and patterns with `*` and `?`. Paths are relative to the directory of this file. Names
+    /// that start with a dot are skipped. Files of one domain are merged.
     #[schemars(with = "Vec<String>")]
     pub(super) files: Vec<Spanned<String>>,
     /// Algorithm of the rules; fixed-window by default.
@@ -238,6 +239,14 @@ pub(super) struct RawEnvoy {
     /// Decisions of single rules while the store is unavailable, by the name of the rule.
     #[schemars(with = "BTreeMap<String, OnStoreFailure>")]
     pub(super) on_store_failures: BTreeMap<String, Spanned<String>>,
+    /// Let every request pass: limits are decided and counted, but none denies; false by default.
+    pub(super) shadow_mode: bool,
+    /// Send `dynamic_metadata` in responses: the domain, the descriptors, and the `metadata` of the
+    /// rules that allow the request; false by default.
+    pub(super) dynamic_metadata: bool,
+    /// Part of a limit from which on units count in `tidegate_near_limit_total`; 0.8 by default.
+    #[schemars(with = "Option<f32>", range(min = 0, max = 1))]
+    pub(super) near_limit_ratio: Option<Spanned<f32>>,
 }
 
 /// Upstreams of `tidegate gateway`.

@@ -227,6 +227,8 @@ fn errors_in_other_sections_show_their_position() {
         ("envoy:\n  on_store_failures: {a: deny}\n", "2:26:", "no rule is named \"a\""),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
         ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
+        ("envoy:\n  files: [nowhere/*.yaml]\n", "2:11:", "no file matches this pattern"),
+        ("envoy:\n  near_limit_ratio: 1.5\n", "2:21:", "must be a number from 0 to 1"),
         (
             "tls:\n  certificate: nowhere.pem\n  key: key.pem\n",
             "2:16:",

@@ -10,10 +10,14 @@ mod proto;
 mod charges;
 /// Decisions while the store is unavailable.
 mod failures;
+/// Rules in several files, folders and patterns.
+mod files;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
 /// Calls that cannot be decided.
 mod rejections;
+/// Shadow mode, dynamic metadata, shared counts and what is left.
+mod responses;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 

@@ -104,8 +104,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let fall_back = |error| self.limiter().store().fall_back(action, &charges, error);
         let decisions = self.with_deadline(deadline, call, |error| Ok(fall_back(error)?.into()));
         let decisions = decisions.await?;
+        let all_fit = decisions.is_allowed();
         for (position, decision) in positions.iter().zip(decisions) {
-            entries[*position].set(decision);
+            let entry = &mut entries[*position];
+            if action == Action::Peek && entry.action() == Action::Acquire {
+                entry.set_peeked(decision, all_fit);
+            } else {
+                entry.set(decision);
+            }
         }
         Ok(positions)
     }
@@ -134,6 +140,10 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         };
         let call = self.limiter().decide(action, &charge);
         match self.with_deadline(deadline, call, fall_back).await {
+            Ok(decision) if action == Action::Peek && entry.action() == Action::Acquire => {
+                entry.set_peeked(decision, decision.allowed);
+                Ok(false)
+            }
             Ok(decision) => {
                 entry.set(decision);
                 Ok(action == Action::Acquire && decision.allowed)
@@ -164,8 +174,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             .await;
         if refunded {
             for position in charged {
-                let units = entries[*position].charge.charge().map_or(0, |charge| charge.cost());
-                entries[*position].decision.remaining += units;
+                let entry = &mut entries[*position];
+                entry.decision.remaining = entry.remaining_without(entry.decision.remaining);
             }
         }
     }
@@ -250,4 +260,39 @@ async fn timeout_at<T>(
         Poll::Pending => timer.as_mut().poll(cx).map(|()| None),
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crate::internals::PreparedCharge;
+    use crate::{Action, Enforcement, Limiter, MemoryStore, Policies, PolicyLimiter, Query, Quota};
+
+    /// Returns what is left of each limit, in the order of the charges.
+    async fn remaining(limiter: &PolicyLimiter, charges: Vec<PreparedCharge<'_>>) -> Vec<u64> {
+        let charges = charges.into_iter().map(PreparedCharge::into_owned).collect();
+        let decisions = limiter.decide(Action::Acquire, Query::prepared(charges)).await;
+        let decisions = decisions.expect("decided");
+        decisions.iter().map(|entry| entry.decision().remaining).collect()
+    }
+
+    #[tokio::test]
+    async fn denied_request_shows_what_is_left_without_it() {
+        let policies = Policies::new(vec![]).expect("valid");
+        let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+        let hour = Duration::from_secs(3600);
+        let ten = Quota::fixed_window(10, hour).expect("valid");
+        let one = Quota::fixed_window(1, hour).expect("valid");
+        let tight = || PreparedCharge::new("tight", "u", &one);
+        let wide = || PreparedCharge::new("wide", "u", &ten);
+        let shadow = || wide().with_enforcement(Enforcement::Shadow);
+        assert_eq!(remaining(&limiter, vec![tight(), shadow()]).await, [0, 9]);
+        assert_eq!(remaining(&limiter, vec![tight(), wide()]).await, [0, 9]);
+        assert_eq!(remaining(&limiter, vec![tight(), shadow()]).await, [0, 9]);
+        // A cost above the limit denies the request before anything is taken.
+        let too_much = || PreparedCharge::new("burst", "u", &ten).with_cost(20).with_capped_cost();
+        assert_eq!(remaining(&limiter, vec![too_much(), wide()]).await, [10, 9]);
+        assert_eq!(remaining(&limiter, vec![too_much(), tight(), wide()]).await, [10, 0, 9]);
+    }
 }
