@@ -21,7 +21,7 @@ mod raw;
 mod redaction;
 mod store;
 
-pub(crate) use gateway::GatewayConfig;
+pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
 pub(crate) use listen::Listen;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;

@@ -23,19 +23,28 @@ use crate::config::GatewayConfig;
 use crate::listener::{self, Peer};
 use crate::state::ServerState;
 
+mod access_log;
 mod body;
 mod client;
 mod error;
+mod exchange;
 mod head;
 mod limit;
+mod metrics;
 mod path;
+mod spans;
+mod telemetry;
 mod tunnel;
 mod upstreams;
 
+use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, IdleTimer, Upload, UpstreamRequestBody};
 use client::Clients;
+pub(crate) use client::tls as upstream_tls;
 use error::ProxyError;
+use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
+pub(crate) use telemetry::{Telemetry, UpstreamHealth};
 pub(crate) use upstreams::Upstream;
 use upstreams::{Protocol, Upstreams};
 
@@ -43,11 +52,15 @@ use upstreams::{Protocol, Upstreams};
 pub(crate) fn service(
     settings: &GatewayConfig,
     state: &Arc<ServerState>,
-) -> anyhow::Result<LimitedGateway> {
+) -> anyhow::Result<ObservedGateway> {
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
     let upstreams =
         Upstreams::new(upstreams).context("there is no upstream: name one with --upstream")?;
+    let upstreams = Arc::new(upstreams);
+    let access_log = settings.access_log.as_ref().map(AccessLog::start).transpose()?;
+    let telemetry = Arc::new(Telemetry::new(access_log, Arc::clone(&upstreams)));
+    state.set_gateway(Arc::clone(&telemetry));
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
@@ -56,7 +69,8 @@ pub(crate) fn service(
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
     };
-    Ok(LimitedGateway::new(state, &Gateway(Arc::new(proxy))))
+    let gateway = LimitedGateway::new(state, &Gateway(Arc::new(proxy)));
+    Ok(ObservedGateway { gateway, state: Arc::clone(state), telemetry })
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,
@@ -94,7 +108,7 @@ impl Service<listener::Request> for Gateway {
 
 struct Proxy {
     state: Arc<ServerState>,
-    upstreams: Upstreams,
+    upstreams: Arc<Upstreams>,
     clients: Clients,
     header_timeout: Duration,
     idle_timeout: Duration,
@@ -127,8 +141,9 @@ impl Proxy {
         let client_upgrade = protocol.is_some().then_some(client_upgrade);
         head::to_upstream(&mut head, peer, &self.state.active().client_ip, protocol);
         let body = (!body.is_end_stream()).then(|| IdleTimeoutBody::new(body, self.idle_timeout));
+        let exchange = Exchange::of(&head.extensions).cloned();
         let response = self.send(head, body).await?;
-        self.to_client(response, client_upgrade)
+        self.to_client(response, client_upgrade, exchange)
     }
 
     /// Sends the request to one upstream after the other, until one is reached.
@@ -139,8 +154,8 @@ impl Proxy {
     ) -> Result<Response<Incoming>, ProxyError> {
         let has_body = body.is_some();
         let mut last_error = ProxyError::Unreachable;
-        let mut candidates = self.upstreams.candidates().peekable();
-        while let Some(upstream) = candidates.next() {
+        let mut candidates = self.upstreams.candidates().enumerate().peekable();
+        while let Some((resends, upstream)) = candidates.next() {
             let uri = upstream
                 .uri(&head.uri)
                 .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
@@ -161,6 +176,7 @@ impl Proxy {
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
+            let call = UpstreamCall::start(upstream, &head.extensions, resends, &mut request);
             let client = self.clients.get(upstream.protocol);
             let result = tokio::select! {
                 result = client.request(request) => result.map_err(|error| {
@@ -173,6 +189,7 @@ impl Proxy {
                 }),
                 () = idle_timer.expired(self.header_timeout) => Err(ProxyError::ResponseTimeout),
             };
+            call.finish(result.as_ref().map(Response::status).map_err(|error| *error));
             match result {
                 Ok(response) => {
                     upstream.record_success();
@@ -200,6 +217,7 @@ impl Proxy {
         &self,
         mut response: Response<Incoming>,
         client_upgrade: Option<OnUpgrade>,
+        exchange: Option<Arc<Exchange>>,
     ) -> Result<Response<Body>, ProxyError> {
         // The listener picks the version towards the client, independent of the upstream's.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
@@ -219,7 +237,7 @@ impl Proxy {
         // An upgrade that the client did not request is a protocol error of the upstream.
         let client_upgrade = client_upgrade.ok_or(ProxyError::ConnectionLost)?;
         let upstream_upgrade = hyper::upgrade::on(&mut response);
-        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout));
+        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout, exchange));
         let headers = response.headers_mut();
         let protocol = headers.get(header::UPGRADE).cloned();
         head::to_client(version, headers);

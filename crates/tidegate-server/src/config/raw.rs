@@ -9,6 +9,8 @@ use serde_saphyr::Spanned;
 use tidegate::Algorithm;
 use tidegate::internals::{Bounded, OneOrMany, RawPolicy};
 
+use super::AccessLogFormat;
+
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -243,4 +245,28 @@ pub(super) struct RawGateway {
     /// Idle timeout of bodies and upgraded connections; 60s by default.
     #[schemars(with = "Option<String>")]
     pub(super) idle_timeout: Option<Spanned<String>>,
+    pub(super) access_log: Option<RawAccessLog>,
+}
+
+/// Access log of `tidegate gateway`: one line per request, written when its response has ended.
+/// Off by default.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "AccessLog")]
+pub(super) struct RawAccessLog {
+    /// File to append to, relative to the directory of this file; or `stdout` or `stderr`. A file
+    /// that was moved is opened again.
+    #[schemars(with = "String", length(min = 1))]
+    pub(super) path: Spanned<String>,
+    /// Format of a line; `combined` by default.
+    #[serde(default)]
+    pub(super) format: AccessLogFormat,
+    /// Whether query strings are logged, in the request line and in the referer; true by default.
+    /// Queries may contain secrets.
+    #[serde(default = "enabled")]
+    pub(super) query: bool,
+}
+
+fn enabled() -> bool {
+    true
 }
