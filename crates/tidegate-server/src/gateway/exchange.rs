@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
-use http::{Extensions, Method, Request, Response, StatusCode};
+use http::{Extensions, Method, Request, Response, StatusCode, header};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use tidegate::{Error, PolicyDecisions, layer};
 use tower::Service;
@@ -105,7 +105,10 @@ impl Exchange {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn respond(self: Arc<Self>, response: Response<layer::Body<Body>>) -> Response<ObservedBody> {
+    fn respond(
+        self: Arc<Self>,
+        mut response: Response<layer::Body<Body>>,
+    ) -> Response<ObservedBody> {
         let status = response.status();
         let mut progress = self.progress();
         progress.status = Some(status);
@@ -113,10 +116,15 @@ impl Exchange {
             progress.duration = Some(self.start.elapsed());
         }
         drop(progress);
-        // Such a response has no body, whatever the length of the one it describes.
+        // Such a response has no body, whatever the length of the one it describes. hyper leaves
+        // the body out over HTTP/1.1 only.
         let has_body = !self.is_head
             && !status.is_informational()
             && ![StatusCode::NO_CONTENT, StatusCode::NOT_MODIFIED].contains(&status);
+        let described = response.body().size_hint().exact().filter(|_| self.is_head);
+        if let Some(length) = described.filter(|length| *length > 0) {
+            response.headers_mut().entry(header::CONTENT_LENGTH).or_insert(length.into());
+        }
         response.map(|body| ObservedBody {
             body,
             exchange: self,
@@ -282,6 +290,9 @@ impl HttpBody for ObservedBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let this = self.get_mut();
+        if this.is_complete {
+            return Poll::Ready(None);
+        }
         let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
         match &frame {
             None => this.is_complete = true,
@@ -292,18 +303,18 @@ impl HttpBody for ObservedBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.is_complete || self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        if self.is_complete { SizeHint::with_exact(0) } else { self.body.size_hint() }
     }
 }
 
 impl Drop for ObservedBody {
     fn drop(&mut self) {
         // hyper drops a body of known length without asking for its end.
-        let is_complete = self.is_complete || self.body.is_end_stream();
+        let is_complete = self.is_end_stream();
         let mut progress = self.exchange.progress();
         progress.bytes += self.bytes;
         progress.aborted = match (self.has_failed, is_complete) {

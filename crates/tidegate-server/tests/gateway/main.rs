@@ -3,6 +3,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+/// Lines of the access log.
+mod access_log;
 /// Slow, stalled and unreachable peers.
 mod failures;
 /// Headers, bodies and policies of forwarded requests.
@@ -13,6 +15,8 @@ mod http2;
 mod load;
 /// Ambiguous requests, at the level of bytes.
 mod smuggling;
+/// Metrics, and upstreams in `/readyz`.
+mod telemetry;
 /// Upstream that records the received bytes.
 mod upstream;
 /// TLS and HTTP/2 on both sides.

@@ -42,6 +42,30 @@ impl Collector {
         tokio::spawn(server.serve_with_incoming(incoming));
     }
 
+    /// Starts for OTLP over HTTP, on a free port and this path, and returns the address. Requests
+    /// without the header `x-tenant: ours` are rejected.
+    #[allow(dead_code, reason = "each test binary uses its own part")]
+    pub(crate) async fn start_http(&self, path: &'static str) -> String {
+        use axum::body::Bytes;
+        use axum::http::{HeaderMap, StatusCode};
+        use prost::Message as _;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        let collector = self.clone();
+        let export = async move |headers: HeaderMap, body: Bytes| {
+            if headers.get("x-tenant").is_none_or(|tenant| tenant != "ours") {
+                return (StatusCode::UNAUTHORIZED, Vec::new());
+            }
+            assert_eq!(headers["content-type"], "application/x-protobuf");
+            let request = ExportTraceServiceRequest::decode(body).expect("a message");
+            collector.0.lock().expect("no panic").push(request);
+            (StatusCode::OK, ExportTraceServiceResponse::default().encode_to_vec())
+        };
+        let router = axum::Router::new().route(path, axum::routing::post(export));
+        tokio::spawn(axum::serve(listener, router).into_future());
+        format!("http://{address}")
+    }
+
     /// Returns the spans so far.
     pub(crate) fn spans(&self) -> Vec<Span> {
         let received = self.0.lock().expect("no panic");
