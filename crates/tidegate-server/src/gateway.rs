@@ -154,8 +154,8 @@ impl Proxy {
     ) -> Result<Response<Incoming>, ProxyError> {
         let has_body = body.is_some();
         let mut last_error = ProxyError::Unreachable;
-        let mut candidates = self.upstreams.candidates().enumerate().peekable();
-        while let Some((resends, upstream)) = candidates.next() {
+        let mut candidates = self.upstreams.candidates().peekable();
+        while let Some(upstream) = candidates.next() {
             let uri = upstream
                 .uri(&head.uri)
                 .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
@@ -176,7 +176,7 @@ impl Proxy {
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
-            let call = UpstreamCall::start(upstream, &head.extensions, resends, &mut request);
+            let call = UpstreamCall::start(upstream, &head.extensions, &mut request);
             let client = self.clients.get(upstream.protocol);
             let result = tokio::select! {
                 result = client.request(request) => result.map_err(|error| {

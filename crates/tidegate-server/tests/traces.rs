@@ -12,6 +12,8 @@ mod collector;
 #[path = "gateway/upstream.rs"]
 mod upstream;
 
+use std::sync::Arc;
+
 use collector::Collector;
 use opentelemetry_proto::tonic::common::v1::any_value;
 use opentelemetry_proto::tonic::trace::v1::Span;
@@ -225,6 +227,34 @@ async fn traces_can_be_sent_over_http() {
     .await;
     assert_eq!(collector.parents().len(), 1);
     assert!(output.contains("traces are sent over http/protobuf"), "{output}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn traces_can_be_sent_over_https() {
+    use tokio_rustls::rustls::{ServerConfig, crypto::ring, pki_types::PrivateKeyDer};
+    let certified =
+        rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).expect("a certificate");
+    let key = PrivateKeyDer::try_from(certified.signing_key.serialize_der()).expect("a key");
+    let tls = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .with_no_client_auth()
+        .with_single_cert(vec![certified.cert.der().clone()], key)
+        .expect("a configuration");
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("ca.pem");
+    std::fs::write(&file, certified.cert.pem()).expect("written");
+    let collector = Collector::default();
+    let environment = vec![
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.start_https("/v1/traces", tls).await),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf".to_owned()),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=ours".to_owned()),
+    ];
+    let output = request_and_shut_down(environment.clone()).await;
+    assert!(collector.parents().is_empty(), "the certificate is not trusted: {output}");
+    let trusted = ("OTEL_EXPORTER_OTLP_CERTIFICATE", file.display().to_string());
+    let output = request_and_shut_down(environment.into_iter().chain([trusted]).collect()).await;
+    assert_eq!(collector.parents().len(), 1, "{output}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

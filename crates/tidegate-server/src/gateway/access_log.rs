@@ -41,11 +41,12 @@ pub(crate) struct AccessLog {
 #[derive(Debug)]
 pub(super) struct RequestFields {
     /// Time of arrival.
-    pub(super) time: SystemTime,
-    pub(super) client: IpAddr,
-    pub(super) method: Method,
-    pub(super) uri: Uri,
-    pub(super) version: Version,
+    time: SystemTime,
+    /// `None` if the peer has no IP address.
+    client: Option<IpAddr>,
+    method: Method,
+    uri: Uri,
+    version: Version,
     host: Option<HeaderValue>,
     referer: Option<HeaderValue>,
     user_agent: Option<HeaderValue>,
@@ -98,7 +99,7 @@ impl DecisionFields {
 impl RequestFields {
     pub(super) fn new<B>(
         request: &http::Request<B>,
-        client: IpAddr,
+        client: Option<IpAddr>,
         trace_id: Option<TraceId>,
     ) -> Self {
         let headers = request.headers();
@@ -199,7 +200,11 @@ fn combined(request: &RequestFields, response: &ResponseFields<'_>, query: bool)
     let mut line = Vec::with_capacity(512);
     let time = UtcTime::new(request.time);
     // Writing to a vector never fails.
-    let _ = write!(line, "{} - - [{}] \"", request.client, time.combined());
+    let _ = match request.client {
+        Some(client) => write!(line, "{client}"),
+        None => write!(line, "-"),
+    };
+    let _ = write!(line, " - - [{}] \"", time.combined());
     push_escaped(&mut line, request.method.as_str().as_bytes());
     line.push(b' ');
     push_escaped(&mut line, request.target(query).as_bytes());
@@ -241,7 +246,9 @@ fn cut(text: &[u8]) -> &[u8] {
 fn json(request: &RequestFields, response: &ResponseFields<'_>, query: bool) -> Vec<u8> {
     let mut object = JsonObject(Vec::with_capacity(768));
     object.display("time", UtcTime::new(request.time).rfc3339());
-    object.display("client", request.client);
+    if let Some(client) = request.client {
+        object.display("client", client);
+    }
     object.text("method", Some(request.method.as_str().as_bytes()));
     object.text("target", Some(request.target(query).as_bytes()));
     object.display("protocol", request.protocol());
@@ -339,7 +346,7 @@ mod tests {
             request = request.header(name, HeaderValue::from_bytes(value).expect("a value"));
         }
         let request = request.header("host", "a.example").body(()).expect("a request");
-        let mut fields = RequestFields::new(&request, "203.0.113.9".parse().expect("an IP"), None);
+        let mut fields = RequestFields::new(&request, "203.0.113.9".parse().ok(), None);
         fields.time = UNIX_EPOCH + Duration::from_millis(1_767_225_599_007);
         fields
     }

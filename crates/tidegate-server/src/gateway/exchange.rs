@@ -34,16 +34,18 @@ pub(super) struct Exchange {
     is_head: bool,
     /// `None` without an access log.
     request: Option<Box<RequestFields>>,
-    progress: Mutex<Progress>,
+    state: Mutex<ExchangeState>,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct ExchangeState {
     status: Option<StatusCode>,
     bytes: u64,
     aborted: Option<Aborted>,
     /// Duration of a request that ended before its connection, which became a tunnel.
     duration: Option<Duration>,
+    /// Number of requests sent to upstreams.
+    sent: u32,
     upstream: Option<InFlight>,
     upstream_status: Option<StatusCode>,
     decision: Option<DecisionFields>,
@@ -70,9 +72,9 @@ impl Exchange {
             peer.map(resolve)
         };
         let span = spans::server(request, peer, client);
-        let fields = telemetry.access_log().and_then(|_| {
+        let fields = telemetry.access_log().map(|_| {
             let trace = logs::trace_id(&span, request.headers());
-            Some(Box::new(RequestFields::new(request, client()?, trace)))
+            Box::new(RequestFields::new(request, client(), trace))
         });
         Arc::new(Self {
             telemetry: Arc::clone(telemetry),
@@ -80,7 +82,7 @@ impl Exchange {
             span,
             is_head: request.method() == Method::HEAD,
             request: fields,
-            progress: Mutex::default(),
+            state: Mutex::default(),
         })
     }
 
@@ -92,17 +94,17 @@ impl Exchange {
     /// Records what the policies decided.
     pub(super) fn decided(&self, result: Result<&PolicyDecisions<'_>, &Error>) {
         if self.telemetry.access_log().is_some_and(super::AccessLog::shows_decisions) {
-            self.progress().decision = Some(DecisionFields::new(result.ok()));
+            self.state().decision = Some(DecisionFields::new(result.ok()));
         }
     }
 
     /// Adds bytes that a tunnel sent to the client.
     pub(super) fn add_bytes(&self, bytes: u64) {
-        self.progress().bytes += bytes;
+        self.state().bytes += bytes;
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, ExchangeState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn respond(
@@ -110,12 +112,12 @@ impl Exchange {
         mut response: Response<layer::Body<Body>>,
     ) -> Response<ObservedBody> {
         let status = response.status();
-        let mut progress = self.progress();
-        progress.status = Some(status);
+        let mut state = self.state();
+        state.status = Some(status);
         if status == StatusCode::SWITCHING_PROTOCOLS {
-            progress.duration = Some(self.start.elapsed());
+            state.duration = Some(self.start.elapsed());
         }
-        drop(progress);
+        drop(state);
         // Such a response has no body, whatever the length of the one it describes. hyper leaves
         // the body out over HTTP/1.1 only.
         let has_body = !self.is_head
@@ -137,26 +139,26 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        let progress = self.progress.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let code = progress.status.map_or(CLIENT_CLOSED_REQUEST, |status| status.as_u16());
-        if progress.status.is_none() {
-            progress.aborted = Some(Aborted::Client);
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let code = state.status.map_or(CLIENT_CLOSED_REQUEST, |status| status.as_u16());
+        if state.status.is_none() {
+            state.aborted = Some(Aborted::Client);
         }
         let duration = self.start.elapsed();
-        self.telemetry.metrics.observe(progress.duration.unwrap_or(duration));
-        self.telemetry.metrics.finish(code, progress.aborted);
-        spans::end_server(&self.span, progress.status, progress.aborted);
+        self.telemetry.metrics.observe(state.duration.unwrap_or(duration));
+        self.telemetry.metrics.finish(code, state.aborted);
+        spans::end_server(&self.span, state.status, state.aborted);
         if let (Some(log), Some(request)) = (self.telemetry.access_log(), &self.request) {
             log.log(
                 request,
                 &ResponseFields {
                     status: code,
-                    bytes: progress.bytes,
+                    bytes: state.bytes,
                     duration,
-                    upstream: progress.upstream.as_ref().map(|upstream| upstream.0.url.as_str()),
-                    upstream_status: progress.upstream_status.map(|status| status.as_u16()),
-                    decision: progress.decision.as_ref(),
-                    aborted: progress.aborted.map(Aborted::as_str),
+                    upstream: state.upstream.as_ref().map(|upstream| upstream.0.url.as_str()),
+                    upstream_status: state.upstream_status.map(|status| status.as_u16()),
+                    decision: state.decision.as_ref(),
+                    aborted: state.aborted.map(Aborted::as_str),
                 },
             );
         }
@@ -190,17 +192,20 @@ pub(super) struct UpstreamCall<'u> {
 }
 
 impl<'u> UpstreamCall<'u> {
-    /// Starts the call and adds its trace headers to the request. `resends` is the number of
-    /// earlier tries.
+    /// Starts the call and adds its trace headers to the request. `client_request` are the
+    /// extensions of the client's request.
     pub(super) fn start<B>(
         upstream: &'u Upstream,
         client_request: &Extensions,
-        resends: usize,
         request: &mut Request<B>,
     ) -> Self {
         let exchange = Exchange::of(client_request).cloned();
+        let mut resends = 0;
         if let Some(exchange) = &exchange {
-            exchange.progress().upstream = Some(InFlight::new(&upstream.metrics));
+            let mut state = exchange.state();
+            resends = state.sent;
+            state.sent += 1;
+            state.upstream = Some(InFlight::new(&upstream.metrics));
         }
         let span = spans::client(upstream, resends, request);
         Self { metrics: &upstream.metrics, exchange, start: Instant::now(), span }
@@ -212,7 +217,7 @@ impl<'u> UpstreamCall<'u> {
             Ok(status) => {
                 self.metrics.count_response(status, self.start.elapsed());
                 if let Some(exchange) = &self.exchange {
-                    exchange.progress().upstream_status = Some(status);
+                    exchange.state().upstream_status = Some(status);
                 }
             }
             Err(error) => self.metrics.count_error(error),
@@ -315,9 +320,9 @@ impl Drop for ObservedBody {
     fn drop(&mut self) {
         // hyper drops a body of known length without asking for its end.
         let is_complete = self.is_end_stream();
-        let mut progress = self.exchange.progress();
-        progress.bytes += self.bytes;
-        progress.aborted = match (self.has_failed, is_complete) {
+        let mut state = self.exchange.state();
+        state.bytes += self.bytes;
+        state.aborted = match (self.has_failed, is_complete) {
             (true, _) => Some(Aborted::Upstream),
             (false, false) => Some(Aborted::Client),
             (false, true) => None,

@@ -8,7 +8,7 @@ use super::error::ProxyError;
 use crate::metrics::{Histogram, escaped, head};
 
 /// Status codes that are counted one by one; all others count as `other`.
-const FIRST_CODE: u16 = 100;
+const MIN_CODE: u16 = 100;
 const CODES: usize = 500;
 
 /// Errors by which a request to an upstream can fail, as labels.
@@ -64,7 +64,7 @@ impl GatewayMetrics {
     /// Counts a request whose response, or tunnel, has ended.
     pub(super) fn finish(&self, code: u16, aborted: Option<Aborted>) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
-        let index = usize::from(code.wrapping_sub(FIRST_CODE)).min(CODES);
+        let index = usize::from(code.wrapping_sub(MIN_CODE)).min(CODES);
         self.codes[index].fetch_add(1, Ordering::Relaxed);
         if let Some(side) = aborted {
             self.aborted[side as usize].fetch_add(1, Ordering::Relaxed);
@@ -81,7 +81,7 @@ impl GatewayMetrics {
         for (index, counter) in self.codes.iter().enumerate() {
             let count = load(counter);
             let code = if index < CODES {
-                (usize::from(FIRST_CODE) + index).to_string()
+                (usize::from(MIN_CODE) + index).to_string()
             } else {
                 "other".to_owned()
             };

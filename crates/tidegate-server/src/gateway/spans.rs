@@ -72,7 +72,7 @@ pub(super) fn end_server(span: &Span, status: Option<StatusCode>, aborted: Optio
 
 /// Starts the span of a request to an upstream and sends its trace headers with the request.
 /// `resends` is the number of earlier tries.
-pub(super) fn client<B>(upstream: &Upstream, resends: usize, request: &mut Request<B>) -> Span {
+pub(super) fn client<B>(upstream: &Upstream, resends: u32, request: &mut Request<B>) -> Span {
     if !tracing::enabled!(target: TRACE, tracing::Level::DEBUG) {
         return Span::none();
     }

@@ -255,7 +255,7 @@ fn moved_file_is_opened_again() {
 }
 
 #[test]
-fn client_that_goes_away_is_logged() {
+fn client_that_disconnects_is_logged() {
     // The upstream sends half of its response and waits for the test.
     let (release, released) = mpsc::channel::<()>();
     let released = Arc::new(Mutex::new(released));

@@ -46,11 +46,42 @@ impl Collector {
     /// without the header `x-tenant: ours` are rejected.
     #[allow(dead_code, reason = "each test binary uses its own part")]
     pub(crate) async fn start_http(&self, path: &'static str) -> String {
-        use axum::body::Bytes;
-        use axum::http::{HeaderMap, StatusCode};
-        use prost::Message as _;
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
+        tokio::spawn(axum::serve(listener, self.router(path)).into_future());
+        format!("http://{address}")
+    }
+
+    /// Starts for OTLP over HTTPS.
+    #[allow(dead_code, reason = "each test binary uses its own part")]
+    pub(crate) async fn start_https(
+        &self,
+        path: &'static str,
+        tls: tokio_rustls::rustls::ServerConfig,
+    ) -> String {
+        use hyper_util::rt::{TokioExecutor, TokioIo};
+        use hyper_util::service::TowerToHyperService;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        let service = TowerToHyperService::new(self.router(path));
+        let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(tls));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (service, acceptor) = (service.clone(), acceptor.clone());
+                tokio::spawn(async move {
+                    let Ok(stream) = acceptor.accept(stream).await else { return };
+                    let server = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new());
+                    let _ = server.serve_connection(TokioIo::new(stream), service).await;
+                });
+            }
+        });
+        format!("https://localhost:{}", address.port())
+    }
+
+    fn router(&self, path: &str) -> axum::Router {
+        use axum::body::Bytes;
+        use http::{HeaderMap, StatusCode};
+        use prost::Message as _;
         let collector = self.clone();
         let export = async move |headers: HeaderMap, body: Bytes| {
             if headers.get("x-tenant").is_none_or(|tenant| tenant != "ours") {
@@ -61,9 +92,7 @@ impl Collector {
             collector.0.lock().expect("no panic").push(request);
             (StatusCode::OK, ExportTraceServiceResponse::default().encode_to_vec())
         };
-        let router = axum::Router::new().route(path, axum::routing::post(export));
-        tokio::spawn(axum::serve(listener, router).into_future());
-        format!("http://{address}")
+        axum::Router::new().route(path, axum::routing::post(export))
     }
 
     /// Returns the spans so far.
