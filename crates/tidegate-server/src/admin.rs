@@ -50,9 +50,9 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     }
 }
 
-/// Requirements of a readiness probe besides a running process.
+/// Requirements of a readiness probe besides a running process. Other parameters are ignored: some
+/// load balancers add their own.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct ReadyzQuery {
     require: Option<Requirement>,
 }

@@ -256,7 +256,7 @@ pub(super) struct RawGateway {
 pub(super) struct RawAccessLog {
     /// File to append to, relative to the directory of this file; or `stdout` or `stderr`. A file
     /// that was moved is opened again.
-    #[schemars(with = "String", length(min = 1))]
+    #[schemars(with = "String", regex(pattern = r"\S"))]
     pub(super) path: Spanned<String>,
     /// Format of a line; `combined` by default.
     #[serde(default)]

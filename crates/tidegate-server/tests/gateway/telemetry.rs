@@ -165,6 +165,7 @@ fn probe_can_require_an_upstream() {
     assert_eq!((plain.status, &plain.json()["upstreams_up"]), (200, &0.into()));
     assert_eq!(gateway.admin("/readyz?require=store").status, 200);
     assert_eq!(gateway.admin("/readyz?require=x").status, 400);
+    assert_eq!(gateway.admin("/readyz?probe=7").status, 200);
     let service = Service::start("");
     assert_eq!(service.admin("/readyz").json().get("upstreams_total"), None);
     assert_eq!(service.admin("/readyz?require=upstreams").status, 400);

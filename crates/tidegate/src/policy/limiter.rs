@@ -364,3 +364,23 @@ fn one(charge: PreparedCharge<'_>) -> Vec<PolicyDecision<'_>> {
 fn numbered<'a>(charges: impl Iterator<Item = PreparedCharge<'a>>) -> Vec<PolicyDecision<'a>> {
     charges.enumerate().map(|(position, charge)| PolicyDecision::new(charge, position)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quota::Quota;
+
+    #[test]
+    fn traced_names_are_unique_and_bounded() {
+        let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let of = |names: &[String]| {
+            let charges = names.iter().map(|name| PreparedCharge::new(name, "secret", &quota));
+            policy_names(&numbered(charges))
+        };
+        assert_eq!(of(&[]), "");
+        assert_eq!(of(&["a", "b", "a"].map(str::to_owned)), "a,b");
+        let many: Vec<String> = (0..50).map(|number| format!("p{number}")).collect();
+        let traced = of(&many);
+        assert!(traced.starts_with("p0,p1,") && traced.ends_with(",p19,…"), "{traced}");
+    }
+}
