@@ -24,7 +24,7 @@ pub(crate) mod rule_files;
 mod store;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
-pub(crate) use gateway::GatewayConfig;
+pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
 pub(crate) use listen::{Listen, ListenAddress};
 use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};

@@ -23,24 +23,33 @@ use crate::config::GatewayConfig;
 use crate::listener::{self, Peer};
 use crate::state::ServerState;
 
+mod access_log;
 mod body;
 mod client;
 mod connection;
 mod cors;
 mod error;
+mod exchange;
 mod head;
 mod limit;
+mod metrics;
 mod path;
 mod retry;
+mod spans;
+mod telemetry;
 mod tunnel;
 mod upstreams;
 
+use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, IdleTimer, RequestBody, UpstreamRequestBody};
 use client::Clients;
+pub(crate) use client::tls as upstream_tls;
 use connection::Progress;
 use error::ProxyError;
+use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use retry::Retry;
+pub(crate) use telemetry::{Telemetry, UpstreamHealth};
 pub(crate) use upstreams::Upstream;
 use upstreams::{Protocol, Upstreams};
 
@@ -48,11 +57,15 @@ use upstreams::{Protocol, Upstreams};
 pub(crate) fn service(
     settings: &GatewayConfig,
     state: &Arc<ServerState>,
-) -> anyhow::Result<LimitedGateway> {
+) -> anyhow::Result<ObservedGateway> {
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
     let upstreams =
         Upstreams::new(upstreams).context("there is no upstream: name one with --upstream")?;
+    let upstreams = Arc::new(upstreams);
+    let access_log = settings.access_log.as_ref().map(AccessLog::start).transpose()?;
+    let telemetry = Arc::new(Telemetry::new(access_log, Arc::clone(&upstreams)));
+    state.set_gateway(Arc::clone(&telemetry));
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
@@ -61,7 +74,8 @@ pub(crate) fn service(
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
     };
-    Ok(LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy))))
+    let gateway = LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy)));
+    Ok(ObservedGateway { gateway, state: Arc::clone(state), telemetry })
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,
@@ -99,7 +113,7 @@ impl Service<listener::Request> for Gateway {
 
 struct Proxy {
     state: Arc<ServerState>,
-    upstreams: Upstreams,
+    upstreams: Arc<Upstreams>,
     clients: Clients,
     header_timeout: Duration,
     idle_timeout: Duration,
@@ -140,11 +154,12 @@ impl Proxy {
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let body = (!body.is_end_stream())
             .then(|| RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout)));
+        let exchange = Exchange::of(&head.extensions).cloned();
         let mut response = self.send(head, body).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());
         }
-        self.to_client(response, client_upgrade)
+        self.to_client(response, client_upgrade, exchange)
     }
 
     /// Sends the request to one upstream after the other, until one is reached, and once more if an
@@ -180,6 +195,7 @@ impl Proxy {
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
+            let call = UpstreamCall::start(upstream, &head.extensions, &mut request);
             let client = if is_repeated {
                 self.clients.for_retry(upstream.protocol)
             } else {
@@ -199,6 +215,7 @@ impl Proxy {
                     Err((ProxyError::ResponseTimeout, Retry::No))
                 }
             };
+            call.finish(result.as_ref().map(Response::status).map_err(|(error, _)| *error));
             let (error, mut retry) = match result {
                 Ok(response) => {
                     upstream.record_success();
@@ -239,6 +256,7 @@ impl Proxy {
         &self,
         mut response: Response<Incoming>,
         client_upgrade: Option<OnUpgrade>,
+        exchange: Option<Arc<Exchange>>,
     ) -> Result<Response<Body>, ProxyError> {
         // The listener picks the version towards the client, independent of the upstream's.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
@@ -258,7 +276,7 @@ impl Proxy {
         // An upgrade that the client did not request is a protocol error of the upstream.
         let client_upgrade = client_upgrade.ok_or(ProxyError::ConnectionLost)?;
         let upstream_upgrade = hyper::upgrade::on(&mut response);
-        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout));
+        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout, exchange));
         let headers = response.headers_mut();
         let protocol = headers.get(header::UPGRADE).cloned();
         head::to_client(version, headers);

@@ -118,6 +118,10 @@ pub(crate) async fn gateway(
     listen.admin = service.admin_address.clone();
 
     let gateway_service = gateway::service(&settings, &service.state)?;
+    let telemetry = service.state.gateway().map(Arc::clone);
+    if settings.access_log.is_some() {
+        tokio::spawn(reopen_access_log(signal(SignalKind::hangup())?, Arc::clone(&service.state)));
+    }
     let gateway_task = tokio::spawn(listener::serve(
         listener,
         move |peer| listener::with_peer(&gateway_service, peer),
@@ -134,7 +138,19 @@ pub(crate) async fn gateway(
     ));
     announce(&listen);
     service.run(signals, [gateway_task]).await;
+    if let Some(log) = telemetry.as_ref().and_then(|telemetry| telemetry.access_log()) {
+        log.stop();
+    }
     Ok(())
+}
+
+/// Opens the access log again on SIGHUP, for tools that rotate it.
+async fn reopen_access_log(mut hangup: Signal, state: Arc<ServerState>) {
+    while hangup.recv().await.is_some() {
+        if let Some(log) = state.gateway().and_then(|telemetry| telemetry.access_log()) {
+            log.reopen();
+        }
+    }
 }
 
 fn api_listener_config(drain_timeout: Duration, max_age: Option<MaxAge>) -> ListenerConfig {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde_saphyr::Spanned;
 
 use super::{ConfigError, CorsConfig, cors, duration, raw};
@@ -19,6 +20,46 @@ pub(crate) struct GatewayConfig {
     pub(crate) idle_timeout: Duration,
     pub(crate) exempt_preflight: bool,
     pub(crate) cors: Option<CorsConfig>,
+    pub(crate) access_log: Option<AccessLogConfig>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct AccessLogConfig {
+    pub(crate) destination: LogDestination,
+    pub(crate) format: AccessLogFormat,
+    /// Whether query strings are logged.
+    pub(crate) query: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum LogDestination {
+    Stdout,
+    Stderr,
+    File(PathBuf),
+}
+
+impl LogDestination {
+    /// Parses `stdout`, `stderr` or a path relative to a folder.
+    pub(crate) fn new(folder: &Path, path: &str) -> Self {
+        match path {
+            "stdout" => Self::Stdout,
+            "stderr" => Self::Stderr,
+            path => Self::File(folder.join(path)),
+        }
+    }
+}
+
+/// Format of the lines of an access log.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, JsonSchema, clap::ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum AccessLogFormat {
+    /// The combined format of Apache and nginx.
+    #[default]
+    Combined,
+    /// One JSON object per line, with the decision, the upstream and the trace.
+    Json,
 }
 
 pub(super) fn validate(
@@ -47,5 +88,29 @@ pub(super) fn validate(
         idle_timeout: timeout(&raw.idle_timeout, 60)?,
         exempt_preflight: raw.exempt_preflight,
         cors: raw.cors.as_ref().map(|raw| cors::validate(document, raw)).transpose()?,
+        access_log: raw
+            .access_log
+            .as_ref()
+            .map(|raw| access_log(document, folder, raw))
+            .transpose()?,
+    })
+}
+
+fn access_log(
+    document: &Document<'_>,
+    folder: &Path,
+    raw: &raw::RawAccessLog,
+) -> Result<AccessLogConfig, ConfigError> {
+    if raw.path.value.trim().is_empty() {
+        return Err(document.error_at(
+            &raw.path,
+            "gateway.access_log.path is empty: write a file, stdout or stderr, or remove \
+             access_log",
+        ));
+    }
+    Ok(AccessLogConfig {
+        destination: LogDestination::new(folder, &raw.path.value),
+        format: raw.format,
+        query: raw.query,
     })
 }

@@ -9,6 +9,8 @@ use serde_saphyr::Spanned;
 use tidegate::internals::{Bounded, OneOrMany, RawPolicy};
 use tidegate::{Algorithm, OnStoreFailure};
 
+use super::AccessLogFormat;
+
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -278,6 +280,7 @@ pub(super) struct RawGateway {
     /// CORS headers of the responses that the gateway makes itself, such as 429, so that scripts of
     /// these origins can read them.
     pub(super) cors: Option<RawCors>,
+    pub(super) access_log: Option<RawAccessLog>,
 }
 
 /// CORS headers of the gateway's own responses. Responses of an upstream keep its headers.
@@ -298,4 +301,27 @@ pub(super) struct RawCors {
     /// upstream that sends CORS headers.
     #[schemars(with = "Option<Vec<String>>", length(max = 100))]
     pub(super) expose_headers: Option<Spanned<Vec<Spanned<String>>>>,
+}
+
+/// Access log of `tidegate gateway`: one line per request, written when its response has ended.
+/// Off by default.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "AccessLog")]
+pub(super) struct RawAccessLog {
+    /// File to append to, relative to the directory of this file; or `stdout` or `stderr`. A file
+    /// that was moved is opened again.
+    #[schemars(with = "String", regex(pattern = r"\S"))]
+    pub(super) path: Spanned<String>,
+    /// Format of a line; `combined` by default.
+    #[serde(default)]
+    pub(super) format: AccessLogFormat,
+    /// Whether query strings are logged, in the request line and in the referer; true by default.
+    /// Queries may contain secrets.
+    #[serde(default = "enabled")]
+    pub(super) query: bool,
+}
+
+fn enabled() -> bool {
+    true
 }

@@ -12,6 +12,7 @@ use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
 use super::Gateway;
+use super::exchange::Exchange;
 use crate::api;
 use crate::config::{CorsConfig, GatewayConfig};
 use crate::listener::{Peer, Request};
@@ -35,7 +36,12 @@ impl RequestLimiter for GatewayLimiter {
     ) -> Result<PolicyDecisions<'a>, Error> {
         let peer = parts.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
         let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
-        active.decide(&parts.headers, Action::Acquire, Query::attributes(&request)).await
+        // The trace of the request continues in the span of its exchange, which is entered now.
+        let result = active.limiter.decide(Action::Acquire, Query::attributes(&request)).await;
+        if let Some(exchange) = Exchange::of(&parts.extensions) {
+            exchange.decided(result.as_ref());
+        }
+        result
     }
 
     async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
