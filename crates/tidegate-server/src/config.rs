@@ -5,11 +5,10 @@ use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::internals::{Document, duration as durations};
+use tidegate::internals::Document;
 use tidegate::{Algorithm, ClientIp, Policies};
 
 use crate::envoy::rules::Rules;
@@ -19,6 +18,7 @@ mod gateway;
 mod listen;
 mod raw;
 mod redaction;
+mod schema;
 mod store;
 
 pub(crate) use gateway::GatewayConfig;
@@ -98,7 +98,7 @@ impl Config {
 
     /// Returns the JSON Schema, for editors.
     pub(crate) fn schema() -> schemars::Schema {
-        schemars::schema_for!(raw::RawConfig)
+        schema::config_schema()
     }
 }
 
@@ -130,7 +130,7 @@ fn validate(
         gateway,
         files,
         tls,
-        x_ratelimit_headers: raw.headers.x_ratelimit,
+        x_ratelimit_headers: raw.headers.x_ratelimit.get(),
         api_token,
         admin_token,
     })
@@ -224,10 +224,6 @@ fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp
     ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
 }
 
-fn duration(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    durations::parse(&text.value).map_err(|error| document.error_at(text, &error))
-}
-
 fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
@@ -242,5 +238,7 @@ pub(crate) fn describe(path: Option<&PathBuf>) -> String {
     path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
 }
 
+#[cfg(test)]
+mod schema_tests;
 #[cfg(test)]
 mod tests;

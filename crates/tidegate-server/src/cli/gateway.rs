@@ -72,8 +72,7 @@ impl GatewayCommand {
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
-        let store =
-            if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let is_text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {

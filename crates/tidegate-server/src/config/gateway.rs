@@ -3,9 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde_saphyr::Spanned;
-
-use super::{ConfigError, duration, raw};
+use super::{ConfigError, raw};
 use crate::gateway::Upstream;
 use tidegate::internals::Document;
 
@@ -29,8 +27,8 @@ pub(super) fn validate(
             .parse::<Upstream>()
             .map_err(|error| document.error_at(text, &error.to_string()))?;
     }
-    let timeout = |text: &Option<Spanned<String>>, default: u64| {
-        text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
+    let timeout = |written: Option<raw::GatewayTimeout>, default: u64| {
+        written.map_or(Duration::from_secs(default), raw::GatewayTimeout::get)
     };
     let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
     if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
@@ -40,8 +38,8 @@ pub(super) fn validate(
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),
         ca,
-        connect_timeout: timeout(&raw.connect_timeout, 2)?,
-        header_timeout: timeout(&raw.header_timeout, 30)?,
-        idle_timeout: timeout(&raw.idle_timeout, 60)?,
+        connect_timeout: timeout(raw.connect_timeout, 2),
+        header_timeout: timeout(raw.header_timeout, 30),
+        idle_timeout: timeout(raw.idle_timeout, 60),
     })
 }
