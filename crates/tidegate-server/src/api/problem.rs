@@ -2,7 +2,7 @@
 
 use axum::body::{Body, Bytes};
 use axum::response::IntoResponse;
-use http::{HeaderValue, Response, StatusCode, header};
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
 use tidegate::Error;
@@ -19,9 +19,9 @@ pub(crate) struct Problem {
     status: u16,
     /// Description of the error and how to fix it.
     detail: String,
-    /// Whether the response asks for a bearer token.
+    /// Header that tells the client what would be right.
     #[serde(skip)]
-    challenge: bool,
+    header: Option<(HeaderName, HeaderValue)>,
 }
 
 impl Problem {
@@ -32,12 +32,20 @@ impl Problem {
             title,
             status: status.as_u16(),
             detail: detail.into(),
-            challenge: false,
+            header: None,
         }
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
+        let header = Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
+        Self { header, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
+    }
+
+    /// Returns the error for a compressed body; RFC 7694 defines the header.
+    pub(crate) fn encoded_body() -> Self {
+        let header = Some((header::ACCEPT_ENCODING, HeaderValue::from_static("identity")));
+        let detail = "the body has a Content-Encoding, which is not supported: send it without";
+        Self { header, ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail) }
     }
 
     pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
@@ -77,10 +85,8 @@ impl Problem {
             StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
-        if self.challenge {
-            response
-                .headers_mut()
-                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        if let Some((name, value)) = self.header {
+            response.headers_mut().insert(name, value);
         }
         response
     }
