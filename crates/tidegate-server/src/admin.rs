@@ -14,7 +14,7 @@ use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
 
 use crate::api::problem::Problem;
-use crate::api::{method_not_allowed, not_found, read_json, token};
+use crate::api::{check_encoding, method_not_allowed, not_found, read_json, token};
 use crate::backend::RedisBackend;
 use crate::envoy::rules::Limit;
 use crate::gateway::UpstreamHealth;
@@ -272,6 +272,7 @@ struct ResetBody {
 }
 
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
+    check_encoding(request.headers())?;
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
     let active = admin.state.active();
     active.reset(&policy, &key).await?;

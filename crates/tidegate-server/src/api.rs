@@ -26,6 +26,7 @@ use crate::state::{ActiveConfig, ServerState};
 
 pub(crate) mod forward_auth;
 pub(crate) mod json;
+mod openapi;
 pub(crate) mod problem;
 pub(crate) mod token;
 
@@ -65,25 +66,28 @@ impl Modify for BearerToken {
 enum Problems {
     /// The query is invalid
     #[response(status = 400, content_type = "application/problem+json")]
-    InvalidQuery(#[to_schema] Problem),
+    InvalidQuery(Problem),
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
-    Unauthorized(#[to_schema] Problem),
+    Unauthorized(Problem),
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
-    UnknownPolicy(#[to_schema] Problem),
+    UnknownPolicy(Problem),
     /// The path does not support this method
     #[response(status = 405, content_type = "application/problem+json")]
-    WrongMethod(#[to_schema] Problem),
+    WrongMethod(Problem),
     /// The body was not sent in time
     #[response(status = 408, content_type = "application/problem+json")]
-    BodyTimeout(#[to_schema] Problem),
+    BodyTimeout(Problem),
     /// The body has more than 64 KiB
     #[response(status = 413, content_type = "application/problem+json")]
-    BodyTooLarge(#[to_schema] Problem),
+    BodyTooLarge(Problem),
+    /// The body has a Content-Encoding
+    #[response(status = 415, content_type = "application/problem+json")]
+    EncodedBody(Problem),
     /// The store is unavailable
     #[response(status = 503, content_type = "application/problem+json")]
-    StoreUnavailable(#[to_schema] Problem),
+    StoreUnavailable(Problem),
 }
 
 /// Response with a complete body.
@@ -122,11 +126,9 @@ async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiR
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json_response(
-                StatusCode::OK,
-                HeaderMap::new(),
-                serde_json::to_vec(&Api::openapi()).unwrap_or_default(),
-            ));
+            let has_tls = state.active().tls.is_some();
+            let document = openapi::document(&request, has_tls);
+            return Ok(json_response(StatusCode::OK, HeaderMap::new(), document));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
@@ -249,6 +251,7 @@ async fn decide(
     let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
+    check_encoding(&head.headers)?;
     let bytes = read(body).await?;
     let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
@@ -274,6 +277,10 @@ async fn decide(
             ));
         }
     };
+    if body.age_ms.is_some_and(|age| age > json::MAX_AGE_MS) {
+        let reason = format!("age_ms is more than {}, the longest time", json::MAX_AGE_MS);
+        return Err(Problem::bad_request(reason));
+    }
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
@@ -360,6 +367,16 @@ pub(crate) fn client_address(
         ));
     }
     Ok(resolved.address)
+}
+
+/// Rejects a compressed body, which would be a syntax error otherwise.
+pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), Problem> {
+    let all = headers.get_all(header::CONTENT_ENCODING);
+    let is_identity = |value: &HeaderValue| {
+        let codings = value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+        codings.into_iter().all(|one| one.is_empty() || one.eq_ignore_ascii_case(b"identity"))
+    };
+    if all.iter().all(is_identity) { Ok(()) } else { Err(Problem::encoded_body()) }
 }
 
 /// Reads a JSON body, bounded in size and time.

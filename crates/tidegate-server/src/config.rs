@@ -5,11 +5,10 @@ use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::internals::{Document, duration as durations};
+use tidegate::internals::Document;
 use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
 use crate::envoy::rules::{Rule, Rules, RulesWarning};
@@ -21,6 +20,7 @@ mod listen;
 mod raw;
 mod redaction;
 pub(crate) mod rule_files;
+mod schema;
 mod store;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
@@ -133,7 +133,7 @@ impl Config {
 
     /// Returns the JSON Schema, for editors.
     pub(crate) fn schema() -> schemars::Schema {
-        schemars::schema_for!(raw::RawConfig)
+        schema::config_schema()
     }
 }
 
@@ -168,8 +168,8 @@ fn validate(
         files,
         warnings,
         tls,
-        x_ratelimit_headers: raw.headers.x_ratelimit,
-        partition_keys: raw.headers.partition_key,
+        x_ratelimit_headers: raw.headers.x_ratelimit.get(),
+        partition_keys: raw.headers.partition_key.get(),
         api_token,
         admin_token,
     })
@@ -273,8 +273,8 @@ fn envoy(
         algorithm,
         on_store_failure,
         on_store_failures,
-        shadow_mode: raw.shadow_mode,
-        dynamic_metadata: raw.dynamic_metadata,
+        shadow_mode: raw.shadow_mode.get(),
+        dynamic_metadata: raw.dynamic_metadata.get(),
         near_limit_ratio: ratio.map_or(DEFAULT_NEAR_LIMIT_RATIO, |ratio| ratio.value),
     };
     Ok((envoy, files))
@@ -297,10 +297,6 @@ fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp
     ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
 }
 
-fn duration(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    durations::parse(&text.value).map_err(|error| document.error_at(text, &error))
-}
-
 fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
@@ -315,5 +311,7 @@ pub(crate) fn describe(path: Option<&PathBuf>) -> String {
     path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
 }
 
+#[cfg(test)]
+mod schema_tests;
 #[cfg(test)]
 mod tests;

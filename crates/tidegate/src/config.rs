@@ -37,6 +37,8 @@ mod message;
 pub(crate) mod number;
 pub(crate) mod policy;
 pub(crate) mod redaction;
+#[doc(hidden)]
+pub mod schema;
 
 pub use document::ConfigError;
 

@@ -217,10 +217,11 @@ pub mod internals {
     #[cfg(feature = "config")]
     pub use crate::config::{
         document::Document,
-        duration,
-        number::Bounded,
+        duration::{self, BoundedDuration},
+        number::{Bounded, Flag},
         policy::{OneOrMany, RawPolicy},
         redaction::Redaction,
+        schema,
     };
     pub use crate::policy::PreparedCharge;
 }

@@ -27,6 +27,8 @@ pub(crate) use key_source::AttributeNames;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
 pub use key_source::{AttributeError, KeySource};
+#[cfg(feature = "config")]
+pub(crate) use key_source::{NAMES as ATTRIBUTE_NAMES, PREFIXES as ATTRIBUTE_PREFIXES};
 pub use limiter::{DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, TRACE_TARGET};
 use pattern::Pattern;
 pub use pattern::{normalize_host, normalize_path};

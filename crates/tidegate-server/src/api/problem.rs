@@ -2,7 +2,7 @@
 
 use axum::body::{Body, Bytes};
 use axum::response::IntoResponse;
-use http::{HeaderValue, Response, StatusCode, header};
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
 use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
@@ -25,9 +25,9 @@ pub(crate) struct Problem {
     #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
     #[schema(required = false)]
     violated_policies: Vec<String>,
-    /// Whether the response asks for a bearer token.
+    /// Header that tells the client what would be right.
     #[serde(skip)]
-    challenge: bool,
+    header: Option<(HeaderName, HeaderValue)>,
 }
 
 impl Problem {
@@ -39,7 +39,7 @@ impl Problem {
             status: status.as_u16(),
             detail: detail.into(),
             violated_policies: Vec::new(),
-            challenge: false,
+            header: None,
         }
     }
 
@@ -59,7 +59,15 @@ impl Problem {
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
+        let header = Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
+        Self { header, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
+    }
+
+    /// Returns the error for a compressed body; RFC 7694 defines the header.
+    pub(crate) fn encoded_body() -> Self {
+        let header = Some((header::ACCEPT_ENCODING, HeaderValue::from_static("identity")));
+        let detail = "the body has a Content-Encoding, which is not supported: send it without";
+        Self { header, ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail) }
     }
 
     pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
@@ -99,10 +107,8 @@ impl Problem {
             StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
-        if self.challenge {
-            response
-                .headers_mut()
-                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        if let Some((name, value)) = self.header {
+            response.headers_mut().insert(name, value);
         }
         response
     }

@@ -82,8 +82,7 @@ impl GatewayCommand {
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
-        let store =
-            if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         // The lines of an access log are not mixed with other text.
         let logs_to_stdout = config

@@ -39,13 +39,13 @@ pub(super) fn validate(
     raw: &raw::RawCors,
 ) -> Result<CorsConfig, ConfigError> {
     let allowed = origins(document, &raw.allow_origins)?;
-    if allowed == AllowedOrigins::Any && raw.allow_credentials {
+    if allowed == AllowedOrigins::Any && raw.allow_credentials.get() {
         let message = "browsers reject * with allow_credentials: list the origins instead";
         return Err(document.error_at(&raw.allow_origins, message));
     }
     Ok(CorsConfig {
         allowed,
-        allow_credentials: raw.allow_credentials,
+        allow_credentials: raw.allow_credentials.get(),
         expose_headers: exposed(document, raw)?,
     })
 }
@@ -111,7 +111,7 @@ fn exposed(document: &Document<'_>, raw: &raw::RawCors) -> Result<HeaderValue, C
             let message = format!("{:?} is not the name of a header", entry.value);
             return Err(document.error_at(entry, &message));
         }
-        if entry.value == "*" && raw.allow_credentials {
+        if entry.value == "*" && raw.allow_credentials.get() {
             let message = "browsers ignore * with allow_credentials: list the headers instead";
             return Err(document.error_at(entry, message));
         }

@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use schemars::JsonSchema;
-use serde_saphyr::Spanned;
 
-use super::{ConfigError, CorsConfig, cors, duration, raw};
+use super::{ConfigError, CorsConfig, cors, raw};
 use crate::gateway::Upstream;
 use tidegate::internals::Document;
 
@@ -72,8 +71,8 @@ pub(super) fn validate(
             .parse::<Upstream>()
             .map_err(|error| document.error_at(text, &error.to_string()))?;
     }
-    let timeout = |text: &Option<Spanned<String>>, default: u64| {
-        text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
+    let timeout = |written: Option<raw::GatewayTimeout>, default: u64| {
+        written.map_or(Duration::from_secs(default), raw::GatewayTimeout::get)
     };
     let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
     if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
@@ -83,10 +82,10 @@ pub(super) fn validate(
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),
         ca,
-        connect_timeout: timeout(&raw.connect_timeout, 2)?,
-        header_timeout: timeout(&raw.header_timeout, 30)?,
-        idle_timeout: timeout(&raw.idle_timeout, 60)?,
-        exempt_preflight: raw.exempt_preflight,
+        connect_timeout: timeout(raw.connect_timeout, 2),
+        header_timeout: timeout(raw.header_timeout, 30),
+        idle_timeout: timeout(raw.idle_timeout, 60),
+        exempt_preflight: raw.exempt_preflight.get(),
         cors: raw.cors.as_ref().map(|raw| cors::validate(document, raw)).transpose()?,
         access_log: raw
             .access_log
@@ -111,6 +110,6 @@ fn access_log(
     Ok(AccessLogConfig {
         destination: LogDestination::new(folder, &raw.path.value),
         format: raw.format,
-        query: raw.query,
+        query: raw.query.get(),
     })
 }

@@ -7,9 +7,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde_saphyr::Spanned;
-use tidegate::internals::Document;
+use tidegate::internals::{Document, duration};
 
-use super::{ConfigError, duration, raw};
+use super::{ConfigError, raw};
 
 const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
@@ -209,7 +209,7 @@ fn max_connection_age(
     if text.value == "off" {
         return Ok(None);
     }
-    let age = duration(document, text)?;
+    let age = duration::parse(&text.value).map_err(|error| document.error_at(text, &error))?;
     if age < MIN_MAX_CONNECTION_AGE {
         let message = format!("{:?} is too short: write at least 1s, or off", text.value);
         return Err(document.error_at(text, &message));

@@ -111,7 +111,9 @@ fn errors_in_cors_show_their_position() {
 
 #[test]
 fn errors_of_numbers_show_the_valid_range() {
-    for number in ["-1", "1.5", "1e3", "null", "many", "99999999999999999999999", "0", "[1]"] {
+    for number in
+        ["-1", "1.5", "1e30", "'5'", "yes", "null", "many", "99999999999999999999999", "0", "[1]"]
+    {
         let text =
             error(&format!("policies:\n  - name: a\n    limit: {number}\n    window: 60s\n"));
         let expected = "tidegate.yaml:3:12: limit: must be a whole number from 1 to 1000000000000";
@@ -189,8 +191,8 @@ fn errors_in_other_sections_show_their_position() {
             "both redis and sentinel",
         ),
         ("store:\n  sentinel: {master: m, nodes: []}\n", "2:32:", "store.sentinel.nodes is empty"),
-        ("store:\n  redis: redis://h\n  timeout: 0s\n", "3:12:", "must be more than 0"),
-        ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "is more than 60s"),
+        ("store:\n  redis: redis://h\n  timeout: 0s\n", "3:12:", "must be from 1ms to 1m"),
+        ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "must be from 1ms to 1m"),
         ("store:\n  redis: redis://h\n  instances: 0\n", "3:14:", "a whole number from 1 to 10000"),
         ("store:\n  redis: redis://h\n  prefix: ''\n", "3:11:", "is not usable"),
         (
@@ -248,6 +250,18 @@ fn errors_in_other_sections_show_their_position() {
         ("policies: []\n---\npolicies: []\n", "3:1:", "a configuration is one document"),
         ("listen: 5\n", "1:9:", "listen: must be fields"),
         ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
+        ("headers: {x_ratelimit: yes}\n", "1:24:", "YAML 1.2 has no yes, no, on or off"),
+        ("headers: {x_ratelimit: 'true'}\n", "1:24:", "must be true or false, without quotes"),
+        (
+            "store:\n  sentinel: {master: '', nodes: [redis://h]}\n",
+            "2:22:",
+            "store.sentinel.master is empty",
+        ),
+        ("store: {prefix: '{a}'}\n", "1:17:", "is not usable"),
+        ("gateway:\n  header_timeout: 0s\n", "2:19:", "must be from 1ms to 1d"),
+        ("gateway:\n  connect_timeout: 2d\n", "2:20:", "must be from 1ms to 1d"),
+        ("gateway:\n  idle_timeout: 60\n", "2:17:", "write it like 500ms"),
+        ("gateway:\n  upstreams: ['http://h:99999']\n", "2:15:", "is not an upstream"),
     ] {
         let found = error(text);
         assert!(
@@ -262,6 +276,18 @@ fn errors_in_other_sections_show_their_position() {
         "listen: {max_connection_age: off}\n",
     ] {
         assert!(Config::parse("good", good).is_ok(), "{good}");
+    }
+}
+
+#[test]
+fn flag_with_a_server_keeps_the_other_settings_of_the_store() {
+    for text in [
+        "store: {prefix: api, timeout: 50ms}\n",
+        "store: {prefix: api, timeout: 50ms, redis: 'redis://h'}\n",
+    ] {
+        let store = Config::parse("tidegate.yaml", text).expect("valid").store;
+        let StoreConfig::Redis(redis) = store.with_redis("redis://other") else { panic!("Redis") };
+        assert_eq!((redis.prefix(), redis.timeout().as_millis()), ("api", 50), "{text}");
     }
 }
 

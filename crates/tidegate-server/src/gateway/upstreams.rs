@@ -72,7 +72,7 @@ impl std::str::FromStr for Upstream {
         };
         let authority = uri
             .authority()
-            .filter(|authority| !authority.host().is_empty())
+            .filter(|authority| has_valid_host(authority) && has_valid_port(authority))
             .ok_or_else(invalid)?
             .clone();
         if uri.query().is_some() {
@@ -88,6 +88,21 @@ impl std::str::FromStr for Upstream {
             metrics: Arc::new(UpstreamMetrics::new(text)),
         })
     }
+}
+
+/// Checks what the URI parser leaves open: a host in brackets must be an IPv6 address.
+fn has_valid_host(authority: &Authority) -> bool {
+    let host = authority.host();
+    match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && !host.contains(['[', ']']),
+    }
+}
+
+/// A port after the host must be a number up to 65535, which the URI parser does not check.
+fn has_valid_port(authority: &Authority) -> bool {
+    let has_port = authority.as_str().len() > authority.host().len();
+    !has_port || authority.port_u16().is_some()
 }
 
 impl Upstream {

@@ -15,7 +15,7 @@ use serde_json::Value;
 #[path = "../../../tidegate/tests/support/server.rs"]
 mod server;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use server::{Redis, folder_in_memory};
+pub(crate) use server::{Redis, folder_in_memory, free_port};
 
 /// Time after which a test is considered hanging.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);

@@ -124,6 +124,8 @@ impl<'a> Document<'a> {
     fn read<T: DeserializeOwned>(&self) -> Result<T, serde_saphyr::Error> {
         let mut options = Options::default();
         options.with_snippet = false;
+        // As in YAML 1.2 and in JSON Schema, `yes` is a text.
+        options.strict_booleans = true;
         serde_saphyr::from_str_with_options(self.text, options)
     }
 
