@@ -16,7 +16,7 @@ use tidegate::store::redis::NodeHealth;
 use crate::api::problem::Problem;
 use crate::api::{method_not_allowed, not_found, read_json, token};
 use crate::backend::RedisBackend;
-use crate::envoy::rules::Limit;
+use crate::envoy::rules::{Limit, RuleMode};
 use crate::state::ServerState;
 
 #[derive(Clone)]
@@ -161,7 +161,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             window_ms: window.as_millis(),
             burst,
             key: rule.keys.iter().map(String::as_str).collect(),
-            mode: rule.mode.as_str(),
+            mode: if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode }.as_str(),
             // The call fails with this gRPC status, and Envoy's failure_mode_deny decides.
             on_store_failure: "unavailable",
             overrides: 0,
