@@ -16,7 +16,7 @@ use tidegate::store::redis::NodeHealth;
 use crate::api::problem::Problem;
 use crate::api::{check_encoding, method_not_allowed, not_found, read_json, token};
 use crate::backend::RedisBackend;
-use crate::envoy::rules::Limit;
+use crate::envoy::rules::{Limit, RuleMode};
 use crate::gateway::UpstreamHealth;
 use crate::metrics;
 use crate::state::ServerState;
@@ -222,7 +222,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             window_ms: window.as_millis(),
             burst,
             key: rule.keys.iter().map(String::as_str).collect(),
-            mode: rule.mode.as_str(),
+            mode: if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode }.as_str(),
             on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
             overrides: 0,
             rule: rule.name.as_deref(),

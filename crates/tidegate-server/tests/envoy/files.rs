@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use super::support::{Service, with_free_ports};
-use super::{Client, RateLimitServiceClient, channel};
+use super::{Client, RateLimitServiceClient, channel, wait_for_time_in_the_minute};
 
 /// Returns a file with one rule.
 fn rule(domain: &str, key: &str, requests: u32) -> String {
@@ -16,6 +16,7 @@ fn rule(domain: &str, key: &str, requests: u32) -> String {
 }
 
 async fn start_in(files: &str, prepare: impl FnOnce(&Path)) -> (Service, Client) {
+    wait_for_time_in_the_minute().await;
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, with_free_ports(&format!("envoy: {{files: {files}}}\n"))).expect("written");

@@ -184,6 +184,10 @@ async fn shadow_mode_lets_every_request_pass() {
                 format!(r#"tidegate_decisions_total{{policy="{policy}",outcome="{outcome}"}}"#);
             metric(service, &line)
         };
+        let listed: Json =
+            serde_json::from_str(&service.admin("/v1/policies").body).expect("a JSON body");
+        let policies = listed.as_array().expect("a list");
+        assert!(!policies.is_empty() && policies.iter().all(|policy| policy["mode"] == "shadow"));
         assert_eq!(count("edge.narrow", "shadow_denied"), 3);
         assert_eq!(count("edge.shut", "shadow_denied"), 1);
         assert_eq!((count("edge.narrow", "denied"), count("edge.shut", "denied")), (0, 0));

@@ -7,26 +7,32 @@ use std::marker::PhantomData;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde_saphyr::{Location, Spanned};
 
+use super::raw::{RawDescriptor, RawFile, RawLimit};
+
 /// Mapping with known fields.
 pub(super) trait Fields: Default {
     /// Names of its fields.
     const NAMES: &'static [&'static str];
 
     /// Reads the value of a field, which may have been read before.
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<(), A::Error>;
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error>;
 
     fn notes(&mut self) -> &mut Vec<Note>;
 }
 
 /// Note on a part of a file.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Note<K = NoteKind> {
     pub(super) location: Location,
     pub(super) kind: K,
 }
 
 /// Reason why a part is loaded, but perhaps not as its author expects.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub(super) enum NoteKind {
     #[error("{name} has no effect here: it belongs {place}")]
     Misplaced { name: &'static str, place: &'static str },
@@ -42,28 +48,11 @@ pub(super) enum NoteKind {
     UnitOfUnlimited(String),
 }
 
-/// Fields of every mapping in a file, and where they belong.
+/// Fields of the mappings in a file, and where they belong.
 const PLACES: [(&str, &[&str]); 3] = [
-    ("at the top of the file", &["domain"]),
-    (
-        "to a descriptor",
-        &[
-            "key",
-            "value",
-            "rate_limit",
-            "descriptors",
-            "shadow_mode",
-            "quota_mode",
-            "detailed_metric",
-            "value_to_metric",
-            "share_threshold",
-            "metadata",
-        ],
-    ),
-    (
-        "into rate_limit",
-        &["unit", "requests_per_unit", "unit_multiplier", "unlimited", "name", "replaces"],
-    ),
+    ("to a descriptor", RawDescriptor::NAMES),
+    ("into rate_limit", RawLimit::NAMES),
+    ("at the top of the file", RawFile::NAMES),
 ];
 
 /// Deserializes a mapping.

@@ -153,7 +153,7 @@ impl<'a> Loader<'a> {
             .copied()
             .unwrap_or(self.algorithm);
         let mut replaces = Vec::new();
-        for replaced in limit.replaces.take().unwrap_or_default() {
+        for replaced in std::mem::take(&mut limit.replaces) {
             if replaced.name.is_empty() {
                 return Err(self.error(location, RulesErrorKind::MissingReplacedName));
             }

@@ -41,13 +41,15 @@ pub(super) struct RawLimit {
     pub(super) unit: Option<Spanned<String>>,
     pub(super) requests_per_unit: Option<u32>,
     pub(super) unit_multiplier: Option<u32>,
-    pub(super) unlimited: Option<bool>,
+    pub(super) unlimited: bool,
     pub(super) name: Option<String>,
-    pub(super) replaces: Option<Vec<RawReplaced>>,
+    pub(super) replaces: Vec<RawReplaced>,
+    /// Fields that are written, also those that are null.
+    written: Vec<&'static str>,
     pub(super) notes: Vec<Note>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct RawReplaced {
     pub(super) name: String,
     pub(super) notes: Vec<Note>,
@@ -56,7 +58,11 @@ pub(super) struct RawReplaced {
 impl Fields for RawFile {
     const NAMES: &'static [&'static str] = &["domain", "descriptors"];
 
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<(), A::Error> {
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
         match name {
             "domain" => self.domain = map.next_value::<Text>()?.0.unwrap_or_default(),
             _ => self.descriptors = map.next_value::<Option<_>>()?.unwrap_or_default(),
@@ -83,7 +89,11 @@ impl Fields for RawDescriptor {
         "metadata",
     ];
 
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<(), A::Error> {
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
         match name {
             "key" => self.key = map.next_value::<Text>()?.0.unwrap_or_default(),
             "value" => self.value = map.next_value::<Text>()?.0.unwrap_or_default(),
@@ -122,7 +132,12 @@ impl Fields for RawLimit {
     const NAMES: &'static [&'static str] =
         &["unit", "requests_per_unit", "unit_multiplier", "unlimited", "name", "replaces"];
 
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<(), A::Error> {
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        self.written.push(name);
         match name {
             "unit" => {
                 let Spanned { value, referenced, defined, .. } =
@@ -132,9 +147,9 @@ impl Fields for RawLimit {
             }
             "requests_per_unit" => self.requests_per_unit = map.next_value::<Requests>()?.0,
             "unit_multiplier" => self.unit_multiplier = map.next_value::<Multiplier>()?.0,
-            "unlimited" => self.unlimited = map.next_value::<Flag>()?.0,
+            "unlimited" => self.unlimited = map.next_value::<Flag>()?.0.unwrap_or_default(),
             "name" => self.name = map.next_value::<Text>()?.0.filter(|name| !name.is_empty()),
-            _ => self.replaces = map.next_value()?,
+            _ => self.replaces = map.next_value::<Option<_>>()?.unwrap_or_default(),
         }
         Ok(())
     }
@@ -147,7 +162,11 @@ impl Fields for RawLimit {
 impl Fields for RawReplaced {
     const NAMES: &'static [&'static str] = &["name"];
 
-    fn read<'de, A: MapAccess<'de>>(&mut self, _: &str, map: &mut A) -> Result<(), A::Error> {
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        _: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
         self.name = map.next_value::<Text>()?.0.unwrap_or_default();
         Ok(())
     }
@@ -230,19 +249,25 @@ fn yaml_error(file: &str, text: &str, error: &serde_saphyr::Error) -> RulesError
 }
 
 impl RawLimit {
-    /// Takes the fields of an earlier limit that this one lacks.
+    /// Takes the fields of an earlier limit that are not written in this one.
     fn add_missing(&mut self, earlier: Self) {
-        self.unit = self.unit.take().or(earlier.unit);
-        self.requests_per_unit = self.requests_per_unit.or(earlier.requests_per_unit);
-        self.unit_multiplier = self.unit_multiplier.or(earlier.unit_multiplier);
-        self.unlimited = self.unlimited.or(earlier.unlimited);
-        self.name = self.name.take().or(earlier.name);
-        self.replaces = self.replaces.take().or(earlier.replaces);
+        for name in earlier.written {
+            if self.written.contains(&name) {
+                continue;
+            }
+            match name {
+                "unit" => self.unit.clone_from(&earlier.unit),
+                "requests_per_unit" => self.requests_per_unit = earlier.requests_per_unit,
+                "unit_multiplier" => self.unit_multiplier = earlier.unit_multiplier,
+                "unlimited" => self.unlimited = earlier.unlimited,
+                "name" => self.name.clone_from(&earlier.name),
+                _ => self.replaces.clone_from(&earlier.replaces),
+            }
+        }
         self.notes.extend(earlier.notes);
     }
 
-    /// Returns the limit, or the error of its fields. Notes what counts although it should not be
-    /// written like that.
+    /// Returns the limit, or the error of its fields. Notes the parts that are probably mistakes.
     pub(super) fn validate(
         &mut self,
         location: Location,
@@ -250,7 +275,7 @@ impl RawLimit {
     ) -> Result<Limit, Note<RulesErrorKind>> {
         let error = |kind| Note { location, kind };
         let known = self.unit.as_ref().map(|unit| (unit, Unit::named(&unit.value)));
-        match (self.unlimited.unwrap_or_default(), known) {
+        match (self.unlimited, known) {
             (true, None) => Ok(Limit::Unlimited),
             (true, Some((unit, None))) => {
                 let kind = NoteKind::UnitOfUnlimited(unit.value.clone());

@@ -73,6 +73,14 @@ fn what_ratelimit_loads_is_loaded_with_a_warning() {
             vec![three],
         ),
         (
+            below_k(
+                "  rate_limit: {unit: day, requests_per_unit: 4, name: n}\n  \
+                 rate_limit: {requests_per_unit: 3, name: }",
+            ),
+            "rules.yaml:5: rate_limit is written more than once: each field counts as it is",
+            vec![three],
+        ),
+        (
             below_k("  rate_limit: {unit: hour, requests_per_unit: 3}\n  rate_limit:"),
             "rules.yaml:5: rate_limit is written more than once",
             vec![],
