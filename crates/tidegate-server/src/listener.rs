@@ -35,7 +35,6 @@ use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
 use lingering::ConnectionService;
 pub(crate) use lingering::LingeringBody;
-
 pub(crate) use socket::Socket;
 use socket::Stream;
 pub(crate) use stall::WriteProgress;
