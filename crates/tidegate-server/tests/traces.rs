@@ -284,7 +284,10 @@ fn attributes<const N: usize>(span: &Span, names: [&str; N]) -> [Option<String>;
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    let text = |byte: &u8| {
+        [byte >> 4, byte & 15].map(|digit| char::from(b"0123456789abcdef"[usize::from(digit)]))
+    };
+    bytes.iter().flat_map(text).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -228,6 +228,10 @@ fn referer(request: &RequestFields, query: bool) -> Option<&[u8]> {
 /// Appends a text as nginx does: quotes, backslashes and all bytes that are not printable ASCII
 /// become `\xNN`.
 fn push_escaped(line: &mut Vec<u8>, text: &[u8]) {
+    if is_plain(cut(text)) {
+        line.extend_from_slice(cut(text));
+        return;
+    }
     for byte in cut(text) {
         match byte {
             b'"' | b'\\' | 0..0x20 | 0x7f.. => {
@@ -236,6 +240,11 @@ fn push_escaped(line: &mut Vec<u8>, text: &[u8]) {
             byte => line.push(*byte),
         }
     }
+}
+
+/// Returns whether a text needs no escapes, as nearly all.
+fn is_plain(text: &[u8]) -> bool {
+    text.iter().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\'))
 }
 
 fn cut(text: &[u8]) -> &[u8] {
@@ -307,6 +316,11 @@ impl JsonObject {
         let Some(text) = text else { return };
         self.name(name);
         self.0.push(b'"');
+        if is_plain(cut(text)) {
+            self.0.extend_from_slice(cut(text));
+            self.0.push(b'"');
+            return;
+        }
         for chunk in cut(text).utf8_chunks() {
             for character in chunk.valid().chars() {
                 match character {

@@ -206,31 +206,21 @@ pub(super) fn write_upstreams<'a>(
     for (metrics, _, label) in &upstreams {
         metrics.seconds.write_series(text, name, label);
     }
-    let numbers: [(&str, &str, &str, fn(&UpstreamMetrics, bool) -> u64); 3] = [
-        (
-            "tidegate_upstream_requests_in_flight",
-            "gauge",
-            "Requests to an upstream whose response has not ended.",
-            |metrics, _| load(&metrics.in_flight),
-        ),
-        (
-            "tidegate_upstream_up",
-            "gauge",
-            "Whether an upstream is up: its last three requests have not all failed.",
-            |_, up| u64::from(up),
-        ),
-        (
-            "tidegate_upstream_ejections_total",
-            "counter",
-            "Number of times that an upstream was ejected.",
-            |metrics, _| load(&metrics.ejections),
-        ),
-    ];
-    for (name, kind, help, value) in numbers {
-        head(text, name, kind, help);
-        for (metrics, up, label) in &upstreams {
-            let _ = writeln!(text, "{name}{{{label}}} {}", value(metrics, *up));
-        }
+    let name = "tidegate_upstream_requests_in_flight";
+    head(text, name, "gauge", "Requests to an upstream whose response has not ended.");
+    for (metrics, _, label) in &upstreams {
+        let _ = writeln!(text, "{name}{{{label}}} {}", load(&metrics.in_flight));
+    }
+    let name = "tidegate_upstream_up";
+    let help = "Whether an upstream is up: its last three requests have not all failed.";
+    head(text, name, "gauge", help);
+    for (_, up, label) in &upstreams {
+        let _ = writeln!(text, "{name}{{{label}}} {}", u8::from(*up));
+    }
+    let name = "tidegate_upstream_ejections_total";
+    head(text, name, "counter", "Number of times that an upstream was ejected.");
+    for (metrics, _, label) in &upstreams {
+        let _ = writeln!(text, "{name}{{{label}}} {}", load(&metrics.ejections));
     }
 }
 

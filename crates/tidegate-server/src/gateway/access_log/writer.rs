@@ -1,7 +1,7 @@
 //! Writer of the access log: a thread of its own, so that a slow disk never delays a request.
 //!
 //! Lines wait in a buffer of limited size, and those that do not fit are dropped and counted. Each
-//! write takes all lines that wait. A file that was moved or removed, as logrotate does, is opened
+//! write takes all lines that wait, and waits a moment for more. A file that was moved or removed, as logrotate does, is opened
 //! again before the next write.
 
 use std::fs::{File, OpenOptions};
@@ -17,6 +17,10 @@ use crate::logs::LogThrottle;
 
 /// Maximum number of bytes that wait to be written: some seconds of requests at full load.
 const MAX_BUFFERED_BYTES: usize = 4 * 1024 * 1024;
+/// Number of bytes that are written without waiting for more.
+const BATCH_BYTES: usize = 256 * 1024;
+/// Wait for more lines: a write per line would cost more than the line.
+const LINGER_TIMEOUT: Duration = Duration::from_millis(20);
 /// Mode of a new file: lines contain the addresses of clients.
 const FILE_MODE: u32 = 0o640;
 
@@ -64,11 +68,12 @@ impl LogWriter {
             self.0.dropped.fetch_add(1, Ordering::Relaxed);
             return;
         }
+        let was_full = queue.bytes.len() >= BATCH_BYTES;
         queue.bytes.extend_from_slice(line);
         queue.lines += 1;
-        let is_first = queue.lines == 1;
+        let is_due = queue.lines == 1 || (queue.bytes.len() >= BATCH_BYTES && !was_full);
         drop(queue);
-        if is_first {
+        if is_due {
             self.0.wake.notify_one();
         }
     }
@@ -106,8 +111,12 @@ impl Shared {
         let mut bytes = Vec::new();
         loop {
             let is_idle = |queue: &mut Queue| queue.lines == 0 && !queue.reopen && !queue.stop;
-            let mut queue =
+            let queue =
                 self.wake.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
+            let is_filling =
+                |queue: &mut Queue| queue.bytes.len() < BATCH_BYTES && !queue.reopen && !queue.stop;
+            let lingered = self.wake.wait_timeout_while(queue, LINGER_TIMEOUT, is_filling);
+            let (mut queue, _) = lingered.unwrap_or_else(PoisonError::into_inner);
             bytes.clear();
             std::mem::swap(&mut queue.bytes, &mut bytes);
             let lines = std::mem::take(&mut queue.lines);
