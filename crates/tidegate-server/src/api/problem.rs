@@ -19,7 +19,7 @@ pub(crate) struct Problem {
     status: u16,
     /// Description of the error and how to fix it.
     detail: String,
-    /// Header that tells the client what would be right.
+    /// Header with what would be right.
     #[serde(skip)]
     header: Option<(&'static str, &'static str)>,
 }
