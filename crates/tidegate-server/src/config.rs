@@ -105,9 +105,8 @@ impl fmt::Debug for Secret {
 impl Config {
     /// Loads and validates a file.
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|error| {
-            ConfigError::unreadable(&path.display().to_string(), &error.to_string())
-        })?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError::from_io(&path.display().to_string(), &error))?;
         let folder = path.parent().unwrap_or_else(|| Path::new(""));
         let mut config = Self::parse_in(folder, &path.display().to_string(), &text)?;
         config.files.insert(0, path.to_owned());

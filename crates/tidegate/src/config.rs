@@ -39,6 +39,7 @@ pub(crate) mod policy;
 pub(crate) mod redaction;
 #[doc(hidden)]
 pub mod schema;
+mod syntax;
 
 pub use document::ConfigError;
 
@@ -110,8 +111,8 @@ impl Policies {
     /// The file cannot be read, is not YAML, or has an invalid policy.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let name = path.as_ref().display().to_string();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| ConfigError::unreadable(&name, &error.to_string()))?;
+        let text =
+            std::fs::read_to_string(path).map_err(|error| ConfigError::from_io(&name, &error))?;
         Self::from_yaml(&name, &text)
     }
 

@@ -1,10 +1,10 @@
 //! Compares the JSON Schema with `config check`: the same documents must be valid for both.
 //!
 //! The documents are the examples of the documents with one change each, so a new field is
-//! compared as soon as an example has it. A JSON Schema validator that nobody here wrote judges the
-//! schema.
+//! compared as soon as an example has it. An independent validator judges the schema.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -21,7 +21,7 @@ mod probes;
 const INEXPRESSIBLE: [(&str, &str); 20] = [
     ("is used twice", "compares the names of two policies"),
     ("is overridden twice", "compares the keys of two overrides"),
-    ("is declared twice", "uniqueItems tells 5 from \"5\""),
+    ("is declared twice", "for uniqueItems, 5 differs from \"5\""),
     ("is there twice", "header names are compared without their case"),
     ("unknown attribute", "depends on the list in `attributes`"),
     ("is already in use", "compares two addresses"),
@@ -185,10 +185,10 @@ fn write_files(folder: &Path) {
         document.split(|character: char| !character.is_alphanumeric() && !"-_.".contains(character))
     });
     for name in words.chain(["ca.pem"]) {
-        let content = match name {
-            key if key.ends_with("key.pem") => signed.signing_key.serialize_pem(),
-            certificate if certificate.ends_with(".pem") => signed.cert.pem(),
-            rules if rules.ends_with(".yaml") => "domain: edge\n".to_owned(),
+        let content = match Path::new(name).extension().and_then(OsStr::to_str) {
+            Some("pem") if name.ends_with("key.pem") => signed.signing_key.serialize_pem(),
+            Some("pem") => signed.cert.pem(),
+            Some("yaml") => "domain: edge\n".to_owned(),
             _ => continue,
         };
         std::fs::write(folder.join(name), content).expect("written");

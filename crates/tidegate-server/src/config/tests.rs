@@ -280,6 +280,67 @@ fn errors_in_other_sections_show_their_position() {
 }
 
 #[test]
+fn usual_mistakes_in_yaml_are_named() {
+    let mut wrong = Vec::new();
+    let mut compare = |text: &str, place: &str, message: &str| {
+        let found = error(text);
+        let is_right =
+            found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message);
+        if !is_right || found.contains("S3CR3T") {
+            wrong.push(format!("{text}\n{found}"));
+        }
+    };
+    // Each text starts at line 5 of the file.
+    for (rest, place, message) in [
+        ("\tmode: shadow", "5:1:", "a tab in the indentation: use spaces"),
+        ("    match:\n\t  path: /a", "6:1:", "a tab in the indentation: use spaces"),
+        ("  \u{a0} mode: shadow", "5:3:", "a special space in the indentation"),
+        ("    cost:5", "5:5:", "a space is missing after the colon"),
+        ("    match: {path:/a}", "5:13:", "a space is missing after the colon"),
+        ("    match: {host: *.example.com}", "5:19:", "starts with * must be in quotes, such as"),
+        ("    match:\n      path: *", "6:13:", "a text that starts with * must be in quotes"),
+        ("    match:\n      path: **/x", "6:13:", "a text that starts with * must be in quotes"),
+        ("    match: {path: /users/{id}}", "5:26:", "must be in quotes, such as '/users/{id}'"),
+        ("    match:\n      path: {id}/a", "6:13:", "a text that starts with { must be in quotes"),
+        ("    match: {path: [/a, /b}", "5:19:", "mismatched bracket '[' closed by '}'"),
+        ("    match: {path: /a", "5:12:", "unclosed bracket '{'"),
+        ("   mode: shadow", "5:4:", "the indentation does not fit the lines above"),
+        ("     mode: shadow", "5:10:", "the indentation does not fit the lines above"),
+        ("    match: {path: @a}", "5:19:", "a text that starts with @ must be in quotes"),
+        ("    match:\n      path: a: b", "6:14:", "a text with a colon and a space must be in"),
+        ("    match: {path: 'a}\n    mode: shadow", "5:19:", "unclosed quote"),
+        ("    count_denied: yes", "5:19:", "YAML 1.2 has no yes, no, on or off"),
+        ("    count_denied: On", "5:19:", "YAML 1.2 has no yes, no, on or off"),
+    ] {
+        let text = format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n{rest}\n");
+        // The ends of lines do not matter, nor does a byte order mark.
+        for text in [text.clone(), text.replace('\n', "\r\n"), format!("\u{feff}{text}")] {
+            compare(&text, place, message);
+        }
+    }
+    for (text, place, message) in [
+        ("policies:\n\t- name: a\n", "2:1:", "a tab in the indentation: use spaces"),
+        ("policies:\n  - name:a\n    limit: 5\n", "2:5:", "a space is missing after the colon"),
+        (
+            "policies:\n  - name: a\n  limit: 5\n  window: 60s\n",
+            "3:3:",
+            "`limit` must start in column 5, like the other fields of line 2",
+        ),
+        ("listen\n", "1:1:", "a colon is missing after this name"),
+        ("auth:\n\tapi_token: S3CR3T\n", "2:1:", "a tab in the indentation"),
+        ("auth:\n  api_token:S3CR3T\n", "2:3:", "a space is missing after the colon"),
+        ("auth:\n  api_token: *S3CR3T\n", "2:14:", "a text that starts with * must be in quotes"),
+        ("auth:\n  api_token: @S3CR3T\n", "2:14:", "a text that starts with @ must be in quotes"),
+        ("auth:\n  api_token: 'S3CR3T\nlisten: {}\n", "2:14:", "this quote is not closed"),
+    ] {
+        compare(text, place, message);
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    let valid = "\u{feff}policies:\r\n  - {name: a, limit: 10, window: 60s}\r\n";
+    assert!(Config::parse("windows.yaml", valid).is_ok());
+}
+
+#[test]
 fn flag_with_a_server_keeps_the_other_settings_of_the_store() {
     for text in [
         "store: {prefix: api, timeout: 50ms}\n",

@@ -209,7 +209,7 @@ pub(super) const PROBES: [Probe; 40] = [
             r#"["QUERY"]"#,
             r#"["a b"]"#,
             r#"[""]"#,
-            r#"[null]"#,
+            "[null]",
             r#""tenant""#,
             "{}",
         ],
