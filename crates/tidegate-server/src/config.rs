@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::internals::Document;
+use tidegate::internals::{Document, Ratio};
 use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
 use crate::envoy::rules::{Rule, Rules, RulesWarning};
@@ -263,10 +263,6 @@ fn envoy(
         }
         on_store_failures.insert(name.clone(), named(document, failure)?);
     }
-    let ratio = raw.near_limit_ratio.as_ref();
-    if let Some(outside) = ratio.filter(|ratio| !(0.0..=1.0).contains(&ratio.value)) {
-        return Err(document.error_at(outside, "near_limit_ratio must be a number from 0 to 1"));
-    }
     let envoy = EnvoyConfig {
         rules,
         algorithm,
@@ -274,7 +270,7 @@ fn envoy(
         on_store_failures,
         shadow_mode: raw.shadow_mode.get(),
         dynamic_metadata: raw.dynamic_metadata.get(),
-        near_limit_ratio: ratio.map_or(DEFAULT_NEAR_LIMIT_RATIO, |ratio| ratio.value),
+        near_limit_ratio: raw.near_limit_ratio.map_or(DEFAULT_NEAR_LIMIT_RATIO, Ratio::get),
     };
     Ok((envoy, files))
 }

@@ -218,7 +218,7 @@ pub mod internals {
     pub use crate::config::{
         document::Document,
         duration::{self, BoundedDuration},
-        number::{Bounded, Flag},
+        number::{Bounded, Flag, Ratio},
         policy::{OneOrMany, RawPolicy},
         redaction::Redaction,
         schema,

@@ -192,7 +192,8 @@ pub enum OnStoreFailure {
     Allow,
     /// Fail closed: for limits that protect something, such as logins.
     Deny,
-    /// Return the store's error, so that the caller decides.
+    /// Return the store's error, so that the caller decides. Policies of a configuration do not
+    /// have it.
     Error,
 }
 

@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::ValueEnum as _;
 use schemars::JsonSchema;
+use serde_saphyr::Spanned;
+use tidegate::internals::Document;
 
 use super::{ConfigError, CorsConfig, cors, raw};
 use crate::gateway::Upstream;
-use tidegate::internals::Document;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GatewayConfig {
@@ -49,10 +51,8 @@ impl LogDestination {
 }
 
 /// Format of the lines of an access log.
-#[derive(
-    Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, JsonSchema, clap::ValueEnum,
-)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, JsonSchema, clap::ValueEnum)]
+#[schemars(rename_all = "lowercase")]
 pub(crate) enum AccessLogFormat {
     /// The combined format of Apache and nginx.
     #[default]
@@ -109,7 +109,25 @@ fn access_log(
     }
     Ok(AccessLogConfig {
         destination: LogDestination::new(folder, &raw.path.value),
-        format: raw.format,
+        format: raw
+            .format
+            .as_ref()
+            .map_or(Ok(AccessLogFormat::default()), |name| access_log_format(document, name))?,
         query: raw.query.get(),
+    })
+}
+
+fn access_log_format(
+    document: &Document<'_>,
+    name: &Spanned<String>,
+) -> Result<AccessLogFormat, ConfigError> {
+    AccessLogFormat::from_str(&name.value, false).map_err(|_| {
+        let names: Vec<String> = AccessLogFormat::value_variants()
+            .iter()
+            .filter_map(|format| Some(format.to_possible_value()?.get_name().to_owned()))
+            .collect();
+        let message =
+            format!("unknown format {:?}: it must be one of {}", name.value, names.join(", "));
+        document.unknown_name_at(name, &message)
     })
 }

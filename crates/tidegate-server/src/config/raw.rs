@@ -7,12 +7,14 @@ use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tidegate::internals::schema::CustomAttributes;
-use tidegate::internals::{Bounded, BoundedDuration, Flag, OneOrMany, RawPolicy};
+use tidegate::internals::{Bounded, BoundedDuration, Flag, OneOrMany, Ratio, RawPolicy};
 use tidegate::{Algorithm, OnStoreFailure};
 
 use super::AccessLogFormat;
+use super::listen::UnixMode;
 use super::schema::{
-    Address, Master, Network, Prefix, RedisUrl, RedisUrls, Token, UpstreamUrl, add_config_rules,
+    Address, ConnectionAge, HeaderName, Master, Network, NotBlank, Origin, Permissions, Prefix,
+    RedisUrl, RedisUrls, RuleFile, UpstreamUrl, add_config_rules, add_cors_rules,
     add_sentinel_rules, add_store_rules, add_tls_rules,
 };
 
@@ -63,12 +65,12 @@ pub(super) struct RawListen {
     pub(super) gateway: Option<Spanned<String>>,
     /// Permissions of the files of Unix sockets, in octal; '660' by default: the user and the group
     /// of this process may connect.
-    #[schemars(with = "Option<String>", regex(pattern = r"^0?[0-7]{3}$"))]
-    pub(super) unix_mode: Option<Spanned<String>>,
+    #[schemars(with = "Option<Permissions>")]
+    pub(super) unix_mode: Option<UnixMode>,
     /// Age at which connections to http, grpc and gateway are closed after their requests in
     /// flight, so that clients distribute them again over the instances behind a load balancer; 1h
     /// by default, varied by 10 %; `off` for never.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<ConnectionAge>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
 }
 
@@ -164,11 +166,11 @@ pub(super) struct RawClientIp {
 pub(super) struct RawAuth {
     /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`).
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "Token")]
+    #[schemars(with = "NotBlank")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
     /// Bearer token for the admin listener; /healthz and /readyz work without it.
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "Token")]
+    #[schemars(with = "NotBlank")]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
 }
 
@@ -232,7 +234,7 @@ pub(super) struct RawEnvoy {
     /// YAML files of envoyproxy/ratelimit, unmodified: files, folders (their `.yaml` and `.yml`
     /// files) and patterns with `*` and `?`. Paths are relative to the directory of this file. Names
     /// that start with a dot are skipped. Files of one domain are merged.
-    #[schemars(with = "Vec<String>")]
+    #[schemars(with = "Vec<RuleFile>")]
     pub(super) files: Vec<Spanned<String>>,
     /// Algorithm of the rules; fixed-window by default.
     #[schemars(with = "Option<Algorithm>")]
@@ -253,8 +255,7 @@ pub(super) struct RawEnvoy {
     /// rules that allow the request; false by default.
     pub(super) dynamic_metadata: Flag,
     /// Part of a limit from which on units count in `tidegate_near_limit_total`; 0.8 by default.
-    #[schemars(with = "Option<f32>", range(min = 0, max = 1))]
-    pub(super) near_limit_ratio: Option<Spanned<f32>>,
+    pub(super) near_limit_ratio: Option<Ratio>,
 }
 
 /// Upstreams of `tidegate gateway`.
@@ -289,11 +290,11 @@ pub(super) struct RawGateway {
 /// CORS headers of the gateway's own responses. Responses of an upstream keep its headers.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Cors")]
+#[schemars(rename = "Cors", transform = add_cors_rules)]
 pub(super) struct RawCors {
     /// Origins whose scripts may read the responses, such as `https://app.example.com`; or `*`
     /// alone for all.
-    #[schemars(with = "Vec<String>", length(min = 1, max = 100))]
+    #[schemars(with = "Vec<Origin>", length(min = 1, max = 100))]
     pub(super) allow_origins: Spanned<Vec<Spanned<String>>>,
     /// Also allow requests with cookies or other credentials. It requires a list of origins instead
     /// of `*`.
@@ -302,7 +303,7 @@ pub(super) struct RawCors {
     /// Headers that scripts may read; by default those that the gateway adds: `RateLimit`,
     /// `RateLimit-Policy`, `Retry-After` and `X-RateLimit-*`. They are also added to the list of an
     /// upstream that sends CORS headers.
-    #[schemars(with = "Option<Vec<String>>", length(max = 100))]
+    #[schemars(with = "Option<Vec<HeaderName>>", length(max = 100))]
     pub(super) expose_headers: Option<Spanned<Vec<Spanned<String>>>>,
 }
 
@@ -314,11 +315,11 @@ pub(super) struct RawCors {
 pub(super) struct RawAccessLog {
     /// File to append to, relative to the directory of this file; or `stdout` or `stderr`. A file
     /// that was moved is opened again.
-    #[schemars(with = "String", regex(pattern = r"\S"))]
+    #[schemars(with = "NotBlank")]
     pub(super) path: Spanned<String>,
     /// Format of a line; `combined` by default.
-    #[serde(default)]
-    pub(super) format: AccessLogFormat,
+    #[schemars(with = "Option<AccessLogFormat>")]
+    pub(super) format: Option<Spanned<String>>,
     /// Whether query strings are logged, in the request line and in the referer; true by default.
     /// Queries may contain secrets.
     #[serde(default = "enabled")]

@@ -25,6 +25,9 @@ impl RuleFiles {
     /// Adds the files of one entry of `envoy.files`, relative to `base`. The names of a folder and
     /// those that match a pattern are sorted.
     pub(super) fn add(&mut self, base: &Path, entry: &str) -> Result<(), String> {
+        if Path::new(entry).components().any(|part| part.as_os_str() == "**") {
+            return Err(format!("{entry:?}: ** is not supported: write one entry for each level"));
+        }
         let path = base.join(entry);
         if is_pattern(entry) && !path.exists() {
             self.add_matches(base, entry)
@@ -70,11 +73,6 @@ impl RuleFiles {
         for part in Path::new(pattern).components() {
             let text = part.as_os_str().to_string_lossy();
             found = match part {
-                Component::Normal(_) if text == "**" => {
-                    return Err(format!(
-                        "{pattern:?}: ** is not supported: write one entry for each level"
-                    ));
-                }
                 Component::Normal(_) if is_pattern(&text) => {
                     is_behind_pattern = true;
                     let mut matching = Vec::new();

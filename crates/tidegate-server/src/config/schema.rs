@@ -6,8 +6,10 @@ use std::borrow::Cow;
 use schemars::transform::Transform as _;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
-use tidegate::internals::schema::{TEXT_TYPES, YamlForms, number_pattern};
+use tidegate::internals::duration;
+use tidegate::internals::schema::{HEADER_NAME, TEXT_TYPES, YamlForms, number_pattern};
 
+use super::listen::{CONNECTION_AGES, MAX_UNIX_PATH_BYTES};
 use super::raw::RawConfig;
 
 /// Returns the JSON Schema of the configuration.
@@ -45,11 +47,13 @@ fn port() -> String {
 /// Returns the expression of listen addresses.
 fn address_pattern() -> String {
     let scope = format!("(?:%{})?", number_pattern(0, u64::from(u32::MAX)));
-    format!(r"^(?:{}|\[{}{scope}\]):{}$", ipv4(), ipv6(), port())
+    // A path has at most this many characters. If some are not ASCII, it may have even fewer.
+    let path = format!(r"/[^\u0000]{{0,{}}}", MAX_UNIX_PATH_BYTES - 1);
+    format!(r"^(?:(?:{}|\[{}{scope}\]):{}|unix:{path})$", ipv4(), ipv6(), port())
 }
 
-/// Loopback among the listen addresses, in any spelling.
-const LOOPBACK: &str = r"^(?:127\.|\[[0:]*:(?:0{0,3}1|0\.0\.0\.1)(?:%[0-9]+)?\]:)";
+/// Loopback, in any spelling, and Unix sockets among the listen addresses.
+const LOOPBACK: &str = r"^(?:unix:|127\.|\[[0:]*:(?:0{0,3}1|0\.0\.0\.1)(?:%[0-9]+)?\]:)";
 
 fn network_pattern() -> String {
     let ipv4_prefix = "(?:0?[0-9]|[12][0-9]|3[0-2])";
@@ -94,6 +98,21 @@ fn upstream_pattern() -> String {
     format!("^(?:[hH][tT][tT][pP][sS]?|h2c?)://(?:{HOST}|{ipv6})(?::{port})?{PATH}(?:#.*)?$")
 }
 
+/// Returns the expression of the origins of scripts.
+fn origin_pattern() -> String {
+    let ipv6 = format!(r"\[{}\]", ipv6());
+    let port = port();
+    format!(r"^(?:\*|[A-Za-z][0-9A-Za-z+.-]*://(?:[0-9A-Za-z._-]+|{ipv6})(?::{port})?)$")
+}
+
+fn connection_age_pattern() -> String {
+    let [min, max] = CONNECTION_AGES.map(std::time::Duration::from_micros);
+    format!("^off$|{}", duration::pattern(min, max))
+}
+
+/// Expression of files, folders and patterns of Envoy's rules.
+const RULE_FILE: &str = r"^(?!(?:[\s\S]*/)?\*\*(?:/|$))";
+
 /// Defines a type that only has a schema.
 macro_rules! schema_type {
     ($(#[$doc:meta])* $name:ident, $schema:expr) => {
@@ -122,6 +141,16 @@ schema_type!(
     json_schema!({"type": "string", "pattern": address_pattern()})
 );
 schema_type!(
+    /// Permissions of a file, in octal.
+    Permissions,
+    json_schema!({"type": "string", "pattern": "^0?[0-7]{3}$"})
+);
+schema_type!(
+    /// Age of a connection, or `off`.
+    ConnectionAge,
+    json_schema!({"type": "string", "pattern": connection_age_pattern()})
+);
+schema_type!(
     /// Address or network of proxies.
     Network,
     json_schema!({"type": "string", "pattern": network_pattern()})
@@ -147,6 +176,21 @@ schema_type!(
     json_schema!({"type": "string", "pattern": upstream_pattern()})
 );
 schema_type!(
+    /// Origin of scripts, or `*`.
+    Origin,
+    json_schema!({"type": "string", "pattern": origin_pattern()})
+);
+schema_type!(
+    /// Name of a header, or `*`.
+    HeaderName,
+    json_schema!({"type": TEXT_TYPES, "pattern": format!("^{HEADER_NAME}+$")})
+);
+schema_type!(
+    /// File, folder or pattern of Envoy's rules.
+    RuleFile,
+    json_schema!({"type": TEXT_TYPES, "pattern": RULE_FILE})
+);
+schema_type!(
     /// Prefix of the keys in Redis.
     Prefix,
     json_schema!({"type": TEXT_TYPES, "pattern": r"^[^{}\u0000-\u001f\u007f-\u009f]+$"})
@@ -157,8 +201,8 @@ schema_type!(
     json_schema!({"type": TEXT_TYPES, "minLength": 1})
 );
 schema_type!(
-    /// Token, which must not be blank.
-    Token,
+    /// Text that must not be blank, such as a token.
+    NotBlank,
     json_schema!({"type": TEXT_TYPES, "pattern": r"\S"})
 );
 
@@ -210,6 +254,28 @@ pub(super) fn add_sentinel_rules(schema: &mut Schema) {
 pub(super) fn add_tls_rules(schema: &mut Schema) {
     let rules = [requires("certificate", "key"), requires("key", "certificate")];
     schema.insert("allOf".to_owned(), json!(rules));
+}
+
+/// Forbids `*` beside other origins, and with credentials.
+pub(super) fn add_cors_rules(schema: &mut Schema) {
+    let without_any = || json!({"items": {"not": {"const": "*"}}});
+    let rules = json!([
+        {
+            "if": {"properties": {"allow_origins": {"contains": {"const": "*"}}}},
+            "then": {"properties": {"allow_origins": {"maxItems": 1}}}
+        },
+        {
+            "if": {
+                "required": ["allow_credentials"],
+                "properties": {"allow_credentials": {"const": true}}
+            },
+            "then": {"properties": {
+                "allow_origins": without_any(),
+                "expose_headers": without_any()
+            }}
+        }
+    ]);
+    schema.insert("allOf".to_owned(), rules);
 }
 
 /// Returns the condition that a field has a value.

@@ -13,12 +13,14 @@ use serde_json::{Value, json};
 use tidegate::internals::schema::number_pattern;
 
 use super::Config;
+use door_probes::DOOR_PROBES;
 use probes::{BASE, PROBES, Probe};
 
+mod door_probes;
 mod probes;
 
 /// Rules that a JSON Schema cannot express: a part of the message, and the reason.
-const INEXPRESSIBLE: [(&str, &str); 20] = [
+const INEXPRESSIBLE: [(&str, &str); 23] = [
     ("is used twice", "compares the names of two policies"),
     ("is overridden twice", "compares the keys of two overrides"),
     ("is declared twice", "for uniqueItems, 5 differs from \"5\""),
@@ -35,6 +37,9 @@ const INEXPRESSIBLE: [(&str, &str); 20] = [
     ("cannot be read", "reads a file"),
     ("cannot read", "reads a file"),
     ("envoy: ", "reads the rules of other files"),
+    ("no rule is named", "reads the rules of other files"),
+    ("no file matches", "reads a folder"),
+    ("this folder has no files", "reads a folder"),
     ("must agree on", "compares two URLs"),
     ("is too long", "adds the parts of a duration"),
     ("all parts together", "adds the parts of a duration"),
@@ -60,7 +65,7 @@ const WRONG_TYPES: [&str; 14] = [
 ];
 
 /// Texts that are near the bounds of some field, for every place that has a text or a list.
-const TEXTS: [&str; 64] = [
+const TEXTS: [&str; 73] = [
     "",
     " ",
     "x",
@@ -101,6 +106,15 @@ const TEXTS: [&str; 64] = [
     "[1:2:3]:9000",
     "256.0.0.1:80",
     "localhost:9000",
+    "unix:/run/a.sock",
+    "unix:a.sock",
+    "660",
+    "0660",
+    "off",
+    "https://app.example.com",
+    "*",
+    "a/**",
+    "error",
     "0.0.0.0:9000",
     "10.0.0.0/8",
     "10.0.0.0/33",
@@ -193,6 +207,11 @@ fn write_files(folder: &Path) {
         };
         std::fs::write(folder.join(name), content).expect("written");
     }
+    std::fs::create_dir(folder.join("empty")).expect("created");
+    let rule = "domain: named\ndescriptors:\n  - {key: k, rate_limit: {name: export, unit: day, \
+                requests_per_unit: 1}}\n";
+    std::fs::create_dir(folder.join("rules")).expect("created");
+    std::fs::write(folder.join("rules/named.yaml"), rule).expect("written");
 }
 
 /// Returns the pointers to all places of a document.
@@ -371,7 +390,7 @@ fn schema_agrees_with_config_check() {
     let mut wrong = Vec::new();
     let mut corpus = Corpus::default();
     let base: Value = serde_json::from_str(BASE).expect("JSON");
-    for Probe { place, valid, invalid } in PROBES {
+    for Probe { place, valid, invalid } in PROBES.into_iter().chain(DOOR_PROBES) {
         for (values, is_valid) in [(valid, true), (invalid, false)] {
             for text in values {
                 let mut document = base.clone();
@@ -392,6 +411,19 @@ fn schema_agrees_with_config_check() {
     for name in ["x".repeat(512), "x".repeat(513), "é".repeat(300)] {
         let policy = json!({"name": name, "limit": 1, "window": "1s"});
         corpus.add("/policies/0/name", json!({"policies": [policy]}));
+    }
+    for path in ["d".repeat(106), "d".repeat(107), "é".repeat(53), "é".repeat(54)] {
+        corpus.add("/listen/http", json!({"listen": {"http": format!("unix:/{path}")}}));
+    }
+    for count in [100, 101] {
+        let origins: Vec<String> = (0..count).map(|n| format!("https://{n}.example")).collect();
+        let headers: Vec<String> = (0..count).map(|n| format!("x-{n}")).collect();
+        for cors in [
+            json!({"allow_origins": origins}),
+            json!({"allow_origins": ["*"], "expose_headers": headers}),
+        ] {
+            corpus.add("/gateway/cors", json!({"gateway": {"cors": cors}}));
+        }
     }
     assert!(corpus.documents.len() >= 250, "{}", corpus.documents.len());
     let mut numbers = BTreeSet::new();

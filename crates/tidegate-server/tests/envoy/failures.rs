@@ -16,6 +16,7 @@ descriptors:
   - {key: user, rate_limit: {unit: year, requests_per_unit: 3}}
   - {key: strict, rate_limit: {name: strict, unit: year, requests_per_unit: 3}}
   - {key: loose, rate_limit: {name: loose, unit: year, requests_per_unit: 3}}
+  - {key: failing, rate_limit: {name: failing, unit: year, requests_per_unit: 3}}
   - {key: soft, quota_mode: true, rate_limit: {unit: year, requests_per_unit: 3}}
   - {key: soft-too, quota_mode: true, rate_limit: {unit: year, requests_per_unit: 3}}
 ";
@@ -58,14 +59,13 @@ async fn rules_are_decided_by_on_store_failure() {
         let config = format!(
             "
 store: {{redis: '{}', instances: 1}}
-envoy: {{{mode} on_store_failures: {{strict: deny, loose: allow}}, files: [ratelimit.yaml]}}
+envoy: {{{mode} on_store_failures: {{strict: deny, loose: allow, failing: error}},
+  files: [ratelimit.yaml]}}
 policies:
   - {{name: open, match: {{domain: edge}}, key: [descriptor.open], limit: 3, window: 1h,
      on_store_failure: allow}}
   - {{name: shut, match: {{domain: edge}}, key: [descriptor.shut], limit: 3, window: 1h,
      on_store_failure: deny}}
-  - {{name: failing, match: {{domain: edge}}, key: [descriptor.failing], limit: 3, window: 1h,
-     on_store_failure: error}}
 ",
             redis.url()
         );
@@ -81,10 +81,10 @@ policies:
         for (key, expected) in [
             ("strict", DENIED),
             ("loose", ALLOWED),
+            ("failing", UNAVAILABLE),
             // Policies of Tidegate have their own setting.
             ("open", ALLOWED),
             ("shut", DENIED),
-            ("failing", UNAVAILABLE),
         ] {
             let asked = descriptor(&[(key, "u")]);
             assert_eq!(ask_six_times(&mut client, &asked).await, vec![expected; 6], "{key}");

@@ -1,4 +1,5 @@
-//! [`Bounded`]: a number of a configuration within its bounds. [`Flag`]: true or false.
+//! [`Bounded`]: a number of a configuration within its bounds. [`Ratio`]: a part of a whole.
+//! [`Flag`]: true or false.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -92,6 +93,80 @@ pub(super) fn whole(number: f64) -> Option<u64> {
     const MAX_EXACT: f64 = 9_007_199_254_740_992.0;
     let is_whole = (0.0..=MAX_EXACT).contains(&number) && number.fract() == 0.0;
     if is_whole { format!("{number:.0}").parse().ok() } else { None }
+}
+
+/// A number from 0 to 1.
+///
+/// ```
+/// use tidegate::internals::{Document, Ratio};
+///
+/// let ratio: Ratio = Document::new("ratio.yaml", "0.8").parse()?;
+/// assert_eq!(ratio.get(), 0.8);
+/// let error = Document::new("ratio.yaml", "80").parse::<Ratio>().unwrap_err();
+/// assert_eq!(error.message(), "must be a number from 0 to 1");
+/// # Ok::<(), tidegate::config::ConfigError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ratio(f32);
+
+impl Ratio {
+    /// Returns the number.
+    #[must_use]
+    pub fn get(self) -> f32 {
+        self.0
+    }
+}
+
+impl<'de> Deserialize<'de> for Ratio {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(RatioVisitor)
+    }
+}
+
+/// Reads a number. A text is not a number, even if it has digits, as in a JSON Schema.
+struct RatioVisitor;
+
+impl Visitor<'_> for RatioVisitor {
+    type Value = Ratio;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a number from 0 to 1")
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "a ratio needs no more digits")]
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<Ratio, E> {
+        let within = Some(number).filter(|number| (0.0..=1.0).contains(number));
+        let ratio = within.map(|number| Ratio(number as f32));
+        ratio.ok_or_else(|| E::custom("must be a number from 0 to 1"))
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Ratio, E> {
+        self.visit_f64(u32::try_from(number).map_or(f64::INFINITY, f64::from))
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Ratio, E> {
+        self.visit_f64(u32::try_from(number).map_or(f64::INFINITY, f64::from))
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Ratio, E> {
+        let is_number = text.trim().parse::<f64>().is_ok();
+        let hint = if is_number { ", without quotes" } else { "" };
+        Err(E::custom(format_args!("must be a number from 0 to 1{hint}")))
+    }
+}
+
+impl JsonSchema for Ratio {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        "Ratio".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({"type": "number", "minimum": 0, "maximum": 1})
+    }
 }
 
 /// True or false. Other words, such as `yes`, and quoted texts are errors, as in a JSON Schema.

@@ -12,7 +12,8 @@ use super::document::{ConfigError, Document};
 use super::duration;
 use super::number::{Bounded, Flag, whole};
 use super::schema::{
-    AttributeName, KeyAttributes, Matches, PolicyName, Texts, Window, add_policy_rules,
+    AttributeName, KeyAttributes, Matches, PolicyFailure, PolicyName, Texts, Window,
+    add_policy_rules,
 };
 use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
@@ -23,6 +24,10 @@ use crate::quota::{Quota, QuotaError};
 
 /// A limit, a burst or a cost.
 type Units = Bounded<1, { Quota::MAX_LIMIT }>;
+
+/// Decisions of a policy while the store is unavailable.
+pub(super) const POLICY_FAILURES: [OnStoreFailure; 3] =
+    [OnStoreFailure::Local, OnStoreFailure::Allow, OnStoreFailure::Deny];
 
 /// A named limit.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
@@ -70,8 +75,8 @@ pub struct RawPolicy {
     /// enforce (default), or shadow: decides and counts, but never denies.
     #[schemars(with = "Option<Mode>")]
     mode: Option<Spanned<String>>,
-    /// Decision while the store is unavailable: local (default), allow, deny or error.
-    #[schemars(with = "Option<OnStoreFailure>")]
+    /// Decision while the store is unavailable: local (default), allow or deny.
+    #[schemars(with = "Option<PolicyFailure>")]
     on_store_failure: Option<Spanned<String>>,
     /// Other limits for some keys.
     #[serde(default)]
@@ -120,7 +125,7 @@ impl RawPolicy {
             policy.set_mode(parse_name(document, mode)?);
         }
         if let Some(failure) = &raw.on_store_failure {
-            policy.set_on_store_failure(parse_name(document, failure)?);
+            policy.set_on_store_failure(policy_failure(document, failure)?);
         }
         for entry in &raw.overrides {
             let window = entry.window.as_ref().unwrap_or(&raw.window);
@@ -235,6 +240,20 @@ fn parse_name<T: FromStr<Err = UnknownName>>(
     text.value
         .parse()
         .map_err(|error: UnknownName| document.unknown_name_at(text, &error.to_string()))
+}
+
+/// Returns the decision while the store is unavailable. Only Envoy's rules can pass the error on:
+/// callers of the API and clients of the gateway have no setting of their own for it.
+fn policy_failure(
+    document: &Document<'_>,
+    text: &Spanned<String>,
+) -> Result<OnStoreFailure, ConfigError> {
+    let named = POLICY_FAILURES.into_iter().find(|failure| failure.as_str() == text.value);
+    named.ok_or_else(|| {
+        let names = POLICY_FAILURES.map(OnStoreFailure::as_str);
+        let error = UnknownName::new("on_store_failure", &text.value, &names);
+        document.unknown_name_at(text, &error.to_string())
+    })
 }
 
 /// Another limit for one key.

@@ -9,9 +9,10 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
 use super::duration;
+use super::policy::POLICY_FAILURES;
 use crate::algorithm::{Algorithm, Encoding};
 use crate::key::MAX_KEY_BYTES;
-use crate::policy::{ATTRIBUTE_NAMES, ATTRIBUTE_PREFIXES};
+use crate::policy::{ATTRIBUTE_NAMES, ATTRIBUTE_PREFIXES, OnStoreFailure};
 use crate::quota::{MAX_WINDOW, MIN_WINDOW, Quota};
 
 /// Text without control characters, at least one character long.
@@ -21,7 +22,7 @@ pub const NO_CONTROL: &str = r"^[^\u0000-\u001f\u007f-\u009f]+$";
 const NAME: &str = r"[^\s\u0000-\u001f\u007f-\u009f]";
 
 /// Characters of the name of a header: RFC 9110 calls them `tchar`.
-const HEADER_NAME: &str = r"[0-9A-Za-z!#$%&'*+.^_`|~-]";
+pub const HEADER_NAME: &str = r"[0-9A-Za-z!#$%&'*+.^_`|~-]";
 
 /// Types of a text in YAML: a plain `5` or `true` is accepted as a text.
 pub const TEXT_TYPES: [&str; 3] = ["string", "number", "boolean"];
@@ -168,6 +169,11 @@ schema_type!(
             "type": TEXTS_TYPES, "items": {"type": TEXT_TYPES}, "minItems": 1
         }
     })
+);
+schema_type!(
+    /// Schema of the decision of a policy while the store is unavailable.
+    PolicyFailure,
+    json_schema!({"type": "string", "enum": POLICY_FAILURES.map(OnStoreFailure::as_str)})
 );
 schema_type!(
     /// Schema of the window of a quota.
