@@ -31,10 +31,11 @@ const LIMITS: [(&str, &str); 3] = [
 ];
 const WINDOW: Duration = Duration::from_secs(1);
 
-fn deployed_config() -> String {
-    let free = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
-        .map(|address| (address, "127.0.0.1:0"));
-    changed(&deployed("envoy/tidegate.yaml"), &free)
+/// Returns the deployed configuration with changes, and with free ports.
+fn deployed_config(changes: &[(&str, &str)]) -> String {
+    let config = changed(&deployed("envoy/tidegate.yaml"), changes);
+    let ports = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"];
+    ports.iter().fold(config, |config, address| config.replace(address, "127.0.0.1:0"))
 }
 
 fn tidegate(more: &str) -> Service {
@@ -44,7 +45,7 @@ fn tidegate(more: &str) -> Service {
 /// Starts Tidegate with changes in its file and more sections.
 fn tidegate_with(changes: &[(&str, &str)], more: &str) -> Service {
     let folder = tempfile::tempdir().expect("a temporary directory");
-    let config = changed(&deployed_config(), changes);
+    let config = deployed_config(changes);
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, format!("{config}\n{more}")).expect("written");
     let rules = changed(&deployed("envoy/ratelimit.yaml"), &LIMITS);
@@ -323,7 +324,7 @@ fn envoy_sends_a_token_and_can_fail_closed() {
 fn envoy_gets_metadata_and_shadow_mode_denies_nothing() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let options = "files: [limits/]\n  shadow_mode: true\n  dynamic_metadata: true";
-    let config = changed(&deployed_config(), &[("files: [ratelimit.yaml]", options)]);
+    let config = changed(&deployed_config(&[]), &[("files: [ratelimit.yaml]", options)]);
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, config).expect("written");
     fs::create_dir(folder.path().join("limits")).expect("a directory");
