@@ -1,8 +1,8 @@
 //! Writer of the access log: a thread of its own, so that a slow disk never delays a request.
 //!
 //! Lines wait in a buffer of limited size, and those that do not fit are dropped and counted. Each
-//! write takes all lines that wait, and waits a moment for more. A file that was moved or removed, as logrotate does, is opened
-//! again before the next write.
+//! write takes all lines that wait, and waits a moment for more. A file that was moved or removed,
+//! as logrotate does, is opened again before the next write.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
