@@ -153,7 +153,7 @@ impl Proxy {
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let body = (!body.is_end_stream())
-            .then(|| RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout)));
+            .then(|| Box::new(RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout))));
         let exchange = Exchange::of(&head.extensions).cloned();
         let mut response = self.send(head, body).await?;
         if announces_trailers {
@@ -167,9 +167,8 @@ impl Proxy {
     async fn send(
         &self,
         mut head: Parts,
-        mut body: Option<RequestBody>,
+        mut body: Option<Box<RequestBody>>,
     ) -> Result<Response<Incoming>, ProxyError> {
-        let has_body = body.is_some();
         let mut is_repeated = false;
         let mut candidates = self.upstreams.candidates().peekable();
         let Some(mut upstream) = candidates.next() else { return Err(ProxyError::NoUpstream) };
@@ -229,7 +228,7 @@ impl Proxy {
             if is_repeated && retry == Retry::OtherConnection {
                 retry = Retry::No;
             }
-            if has_body && retry != Retry::No {
+            if let (Some(returned_body), true) = (returned_body, retry != Retry::No) {
                 body = retry::returned(returned_body).await;
                 if body.is_none() {
                     retry = Retry::No;

@@ -208,7 +208,7 @@ impl RequestBody {
     }
 
     /// Returns the body for another attempt.
-    fn rewound(mut self) -> Option<Self> {
+    fn rewound(mut self: Box<Self>) -> Option<Box<Self>> {
         let recorded = self.recorded.replace(Vec::new())?;
         if !recorded.is_empty() {
             self.start = recorded.into();
@@ -275,24 +275,26 @@ fn with_more(mut hint: SizeHint, bytes: usize) -> SizeHint {
 /// handed back for another attempt, if it can be sent again.
 #[derive(Debug)]
 pub(super) struct UpstreamRequestBody {
-    /// `None` if the request has no body.
-    body: Option<RequestBody>,
+    /// `None` if the request has no body. Boxed, because hyper moves requests several times.
+    body: Option<Box<RequestBody>>,
     idle_timer: IdleTimer,
-    returned: Option<oneshot::Sender<RequestBody>>,
+    returned: Option<oneshot::Sender<Box<RequestBody>>>,
 }
 
 impl UpstreamRequestBody {
-    /// Returns the body, and the receiver that gets the client's body back. Unless the request
-    /// `may_repeat`, it only gets a body of which nothing was sent.
+    /// Returns the body, and the receiver that gets the client's body back, if there is one. Unless
+    /// the request `may_repeat`, it only gets a body of which nothing was sent.
     pub(super) fn new(
-        body: Option<RequestBody>,
+        body: Option<Box<RequestBody>>,
         may_repeat: bool,
         idle_timer: IdleTimer,
-    ) -> (Self, oneshot::Receiver<RequestBody>) {
+    ) -> (Self, Option<oneshot::Receiver<Box<RequestBody>>>) {
+        let Some(mut body) = body else {
+            return (Self { body: None, idle_timer, returned: None }, None);
+        };
+        body.max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
         let (sender, receiver) = oneshot::channel();
-        let max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
-        let body = body.map(|body| RequestBody { max_recorded, ..body });
-        (Self { body, idle_timer, returned: Some(sender) }, receiver)
+        (Self { body: Some(body), idle_timer, returned: Some(sender) }, Some(receiver))
     }
 }
 
@@ -315,11 +317,11 @@ impl Body for UpstreamRequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_none_or(Body::is_end_stream)
+        self.body.as_deref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
+        self.body.as_deref().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
     }
 }
 

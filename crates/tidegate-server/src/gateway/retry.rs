@@ -78,6 +78,8 @@ fn is_idle_close(error: &legacy::Error, protocol: Protocol) -> bool {
 }
 
 /// Returns the body of a failed request, if it can be sent again.
-pub(super) async fn returned(body: oneshot::Receiver<RequestBody>) -> Option<RequestBody> {
+pub(super) async fn returned(
+    body: oneshot::Receiver<Box<RequestBody>>,
+) -> Option<Box<RequestBody>> {
     tokio::time::timeout(BODY_RETURN_TIMEOUT, body).await.ok()?.ok()
 }
