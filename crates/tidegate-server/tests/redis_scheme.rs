@@ -12,7 +12,7 @@ use support::{Redis, free_port, with_free_ports};
 /// The timeout is long enough for a busy machine.
 const ACQUIRE: [&str; 8] = ["acquire", "k", "--limit", "5", "--window", "60s", "--timeout", "5s"];
 
-/// Runs a command that is expected to exit by itself.
+/// Runs a command that is expected to exit on its own.
 fn tidegate(arguments: &[&str]) -> Output {
     let mut command = Command::new("timeout");
     command.arg("60").arg(env!("CARGO_BIN_EXE_tidegate")).args(arguments);

@@ -25,7 +25,7 @@ pub(crate) struct Problem {
     #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
     #[schema(required = false)]
     violated_policies: Vec<String>,
-    /// Header that tells the client what would be right.
+    /// Header with what would be right, such as the accepted encodings.
     #[serde(skip)]
     header: Option<(HeaderName, HeaderValue)>,
 }

@@ -1,8 +1,7 @@
 //! Compares the JSON Schema with `config check`: the same documents must be valid for both.
 //!
 //! The documents are the examples of the documents with one change each, so a new field is
-//! compared as soon as an example has it. A JSON Schema validator that nobody here wrote judges the
-//! schema.
+//! compared as soon as an example has it. An independent JSON Schema validator judges the schema.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -23,7 +22,7 @@ mod probes;
 const INEXPRESSIBLE: [(&str, &str); 23] = [
     ("is used twice", "compares the names of two policies"),
     ("is overridden twice", "compares the keys of two overrides"),
-    ("is declared twice", "uniqueItems tells 5 from \"5\""),
+    ("is declared twice", "uniqueItems distinguishes 5 from \"5\""),
     ("is there twice", "header names are compared without their case"),
     ("unknown attribute", "depends on the list in `attributes`"),
     ("is already in use", "compares two addresses"),

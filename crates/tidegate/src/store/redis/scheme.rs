@@ -23,7 +23,7 @@ pub(super) const ONLY_TLS: &str = "the server speaks TLS on this port, and the U
 
 /// Duration of a TLS handshake after which the port is asked without TLS. A Redis without TLS waits
 /// for the rest of a command and answers nothing. It is shorter than any connect timeout.
-const SLOW_HANDSHAKE: Duration = Duration::from_millis(250);
+const PROBE_AFTER: Duration = Duration::from_millis(250);
 const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Result of a TLS handshake.
@@ -42,7 +42,7 @@ pub(super) async fn handshake(
     let name = ServerName::try_from(host.to_owned())
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
     let plain = async {
-        sleep(SLOW_HANDSHAKE).await;
+        sleep(PROBE_AFTER).await;
         if !speaks_plain(host, port).await {
             std::future::pending::<()>().await;
         }
