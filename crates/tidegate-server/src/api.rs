@@ -13,17 +13,20 @@ use http_body_util::Full;
 use hyper::service::{Service, service_fn};
 use serde::Deserialize;
 use tidegate::layer::for_each_header_value;
-use tidegate::{Action, ChargeError, ClientIp, Policies, PolicyDecisions, Query, Timestamp};
+use tidegate::{
+    Action, ChargeError, ClientIp, Policies, PolicyDecision, PolicyDecisions, Query, Timestamp,
+};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
 use crate::body_reader::{BodyError, BodyReader};
 use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
-use crate::state::ServerState;
+use crate::state::{ActiveConfig, ServerState};
 
 pub(crate) mod forward_auth;
 pub(crate) mod json;
+mod openapi;
 pub(crate) mod problem;
 pub(crate) mod token;
 
@@ -63,25 +66,28 @@ impl Modify for BearerToken {
 enum Problems {
     /// The query is invalid
     #[response(status = 400, content_type = "application/problem+json")]
-    InvalidQuery(#[to_schema] Problem),
+    InvalidQuery(Problem),
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
-    Unauthorized(#[to_schema] Problem),
+    Unauthorized(Problem),
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
-    UnknownPolicy(#[to_schema] Problem),
+    UnknownPolicy(Problem),
     /// The path does not support this method
     #[response(status = 405, content_type = "application/problem+json")]
-    WrongMethod(#[to_schema] Problem),
+    WrongMethod(Problem),
     /// The body was not sent in time
     #[response(status = 408, content_type = "application/problem+json")]
-    BodyTimeout(#[to_schema] Problem),
+    BodyTimeout(Problem),
     /// The body has more than 64 KiB
     #[response(status = 413, content_type = "application/problem+json")]
-    BodyTooLarge(#[to_schema] Problem),
+    BodyTooLarge(Problem),
+    /// The body has a Content-Encoding
+    #[response(status = 415, content_type = "application/problem+json")]
+    EncodedBody(Problem),
     /// The store is unavailable
     #[response(status = 503, content_type = "application/problem+json")]
-    StoreUnavailable(#[to_schema] Problem),
+    StoreUnavailable(Problem),
 }
 
 /// Response with a complete body.
@@ -120,11 +126,9 @@ async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiR
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json_response(
-                StatusCode::OK,
-                HeaderMap::new(),
-                serde_json::to_vec(&Api::openapi()).unwrap_or_default(),
-            ));
+            let has_tls = state.active().tls.is_some();
+            let document = openapi::document(&request, has_tls);
+            return Ok(json_response(StatusCode::OK, HeaderMap::new(), document));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
@@ -247,6 +251,7 @@ async fn decide(
     let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
+    check_encoding(&head.headers)?;
     let bytes = read(body).await?;
     let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {
@@ -272,6 +277,10 @@ async fn decide(
             ));
         }
     };
+    if body.age_ms.is_some_and(|age| age > json::MAX_AGE_MS) {
+        let reason = format!("age_ms is more than {}, the longest time", json::MAX_AGE_MS);
+        return Err(Problem::bad_request(reason));
+    }
     if body.cost == Some(0) {
         return Err(Problem::bad_request(ChargeError::ZeroCost.to_string()));
     }
@@ -285,7 +294,7 @@ async fn decide(
     let status = if denied { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     // The capacity includes the headers that hyper adds.
     let mut headers = HeaderMap::with_capacity(12);
-    add_rate_limit_headers(&mut headers, &decisions, active.x_ratelimit_headers, denied);
+    add_rate_limit_headers(&mut headers, &decisions, &active, denied);
     Ok(json_response(status, headers, json::decisions_body(&decisions)))
 }
 
@@ -294,14 +303,23 @@ async fn decide(
 pub(crate) fn add_rate_limit_headers(
     headers: &mut HeaderMap,
     decisions: &PolicyDecisions<'_>,
-    with_x_headers: bool,
+    active: &ActiveConfig,
     denied: bool,
 ) {
-    for_each_header_value(decisions.header_states(), with_x_headers, |name, value| {
+    let partition_key =
+        |entry: &PolicyDecision<'_>| active.partition_keys.then(|| partition_key(entry)).flatten();
+    let states = decisions.header_states_with(partition_key);
+    for_each_header_value(states, active.x_ratelimit_headers, |name, value| {
         if denied || name != header::RETRY_AFTER {
             headers.insert(name, value);
         }
     });
+}
+
+/// Returns the partition key of a decision: the first half of the SHA-256 of its key.
+pub(crate) fn partition_key(decision: &PolicyDecision<'_>) -> Option<[u8; 16]> {
+    let hash = ring::digest::digest(&ring::digest::SHA256, decision.key()?.as_bytes());
+    hash.as_ref().first_chunk().copied()
 }
 
 /// Rejects unknown attributes: a policy would never match a misspelt one.
@@ -349,6 +367,16 @@ pub(crate) fn client_address(
         ));
     }
     Ok(resolved.address)
+}
+
+/// Rejects a compressed body, which would be a syntax error otherwise.
+pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), Problem> {
+    let all = headers.get_all(header::CONTENT_ENCODING);
+    let is_identity = |value: &HeaderValue| {
+        let codings = value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+        codings.into_iter().all(|one| one.is_empty() || one.eq_ignore_ascii_case(b"identity"))
+    };
+    if all.iter().all(is_identity) { Ok(()) } else { Err(Problem::encoded_body()) }
 }
 
 /// Reads a JSON body, bounded in size and time.

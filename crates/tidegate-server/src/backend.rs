@@ -46,8 +46,8 @@ impl Backend {
     ) -> Result<Self, StoreError> {
         let metrics = Arc::clone(metrics);
         match config {
-            StoreConfig::Memory { max_keys } => {
-                let store = MemoryStore::builder().max_keys(*max_keys).build();
+            StoreConfig::Memory(settings) => {
+                let store = MemoryStore::builder().max_keys(settings.max_keys).build();
                 Ok(Self::Memory(InstrumentedStore { store, metrics }))
             }
             StoreConfig::Redis(config) => {
@@ -110,6 +110,18 @@ impl Store for Backend {
         }
     }
 
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        match self {
+            Self::Memory(_) => Err(error),
+            Self::Redis(redis) => redis.fallback.fall_back(action, charges, error),
+        }
+    }
+
     fn clock(&self) -> &dyn Clock {
         match self {
             Self::Memory(memory) => memory.store.clock(),
@@ -129,7 +141,7 @@ impl RedisBackend {
                     %error,
                     "Redis is unavailable: each policy's on_store_failure decides until it recovers"
                 );
-                if config.instances.is_none() {
+                if config.settings.instances.is_none() {
                     let assumed = Fleet::ASSUMED_INSTANCES;
                     tracing::warn!(
                         "store.instances is not set: until Redis is available, this instance \
@@ -140,11 +152,11 @@ impl RedisBackend {
                 config.builder().connect_in_background()?
             }
         };
-        let fleet = match config.instances {
+        let fleet = match config.settings.instances {
             Some(instances) => Fleet::new().with_min_instances(instances),
             None => Fleet::new(),
         };
-        let local = MemoryStore::builder().max_keys(config.max_keys).build();
+        let local = MemoryStore::builder().max_keys(config.settings.max_keys).build();
         Ok(Self::around(InstrumentedStore { store, metrics }, config.timeout(), fleet, local))
     }
 

@@ -5,14 +5,13 @@ use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::internals::{Document, duration as durations};
+use tidegate::internals::{Document, Ratio};
 use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
-use crate::envoy::rules::{Rule, Rules};
+use crate::envoy::rules::{Rule, Rules, RulesWarning};
 use crate::tls;
 
 mod cors;
@@ -20,16 +19,22 @@ mod gateway;
 mod listen;
 mod raw;
 mod redaction;
+pub(crate) mod rule_files;
+mod schema;
 mod store;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
-pub(crate) use gateway::GatewayConfig;
+pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
 pub(crate) use listen::{Listen, ListenAddress};
+use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
 
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
+
+/// Part of a limit from which on units count as near the limit, as in ratelimit.
+const DEFAULT_NEAR_LIMIT_RATIO: f32 = 0.8;
 
 #[derive(Debug)]
 pub(crate) struct Config {
@@ -39,15 +44,19 @@ pub(crate) struct Config {
     pub(crate) policies: Policies,
     pub(crate) envoy: EnvoyConfig,
     pub(crate) gateway: GatewayConfig,
-    /// Configuration file and all files that it names, which are watched for changes.
+    /// Configuration file, all files that it names, and folders with files that it names by a
+    /// folder or pattern. They are watched for changes.
     pub(crate) files: Vec<PathBuf>,
+    /// Parts that are valid, but perhaps not as their author expects.
+    pub(crate) warnings: Vec<RulesWarning>,
     pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
     pub(crate) x_ratelimit_headers: bool,
+    pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
 }
 
-/// Rules of envoyproxy/ratelimit and their default algorithm.
+/// Rules of envoyproxy/ratelimit, their default algorithm, and how requests are answered.
 #[derive(Debug)]
 pub(crate) struct EnvoyConfig {
     pub(crate) rules: Rules,
@@ -55,6 +64,12 @@ pub(crate) struct EnvoyConfig {
     pub(crate) on_store_failure: OnStoreFailure,
     /// Exceptions, by the name of a rule.
     on_store_failures: BTreeMap<String, OnStoreFailure>,
+    /// Whether no request is denied.
+    pub(crate) shadow_mode: bool,
+    /// Whether responses have `dynamic_metadata`.
+    pub(crate) dynamic_metadata: bool,
+    /// Part of a limit from which on units count as near the limit.
+    pub(crate) near_limit_ratio: f32,
 }
 
 impl EnvoyConfig {
@@ -90,9 +105,8 @@ impl fmt::Debug for Secret {
 impl Config {
     /// Loads and validates a file.
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|error| {
-            ConfigError::unreadable(&path.display().to_string(), &error.to_string())
-        })?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError::from_io(&path.display().to_string(), &error))?;
         let folder = path.parent().unwrap_or_else(|| Path::new(""));
         let mut config = Self::parse_in(folder, &path.display().to_string(), &text)?;
         config.files.insert(0, path.to_owned());
@@ -110,9 +124,15 @@ impl Config {
         validate(folder, &document, raw)
     }
 
+    pub(crate) fn log_warnings(&self) {
+        for warning in &self.warnings {
+            tracing::warn!("{warning}");
+        }
+    }
+
     /// Returns the JSON Schema, for editors.
     pub(crate) fn schema() -> schemars::Schema {
-        schemars::schema_for!(raw::RawConfig)
+        schema::config_schema()
     }
 }
 
@@ -127,9 +147,11 @@ fn validate(
     let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
-    let mut files: Vec<PathBuf> =
-        raw.envoy.files.iter().map(|file| folder.join(&file.value)).collect();
-    let envoy = envoy(document, &raw.envoy, &files)?;
+    let (envoy, rule_files) = envoy(document, folder, &raw.envoy)?;
+    let mut warnings = rule_files.warnings;
+    warnings.extend_from_slice(envoy.rules.warnings());
+    let mut files = rule_files.files;
+    files.extend(rule_files.folders);
     let (tls, tls_files) = tls(document, folder, raw.tls)?;
     files.extend(tls_files);
     files.extend(store_files);
@@ -143,8 +165,10 @@ fn validate(
         envoy,
         gateway,
         files,
+        warnings,
         tls,
-        x_ratelimit_headers: raw.headers.x_ratelimit,
+        x_ratelimit_headers: raw.headers.x_ratelimit.get(),
+        partition_keys: raw.headers.partition_key.get(),
         api_token,
         admin_token,
     })
@@ -191,9 +215,9 @@ fn tls(
 
 fn envoy(
     document: &Document<'_>,
+    folder: &Path,
     raw: &raw::RawEnvoy,
-    files: &[PathBuf],
-) -> Result<EnvoyConfig, ConfigError> {
+) -> Result<(EnvoyConfig, RuleFiles), ConfigError> {
     let algorithm =
         raw.algorithm.as_ref().map_or(Ok(Algorithm::FixedWindow), |name| named(document, name))?;
     let algorithms = raw
@@ -201,13 +225,17 @@ fn envoy(
         .iter()
         .map(|(rule, name)| Ok((rule.clone(), named(document, name)?)))
         .collect::<Result<BTreeMap<String, Algorithm>, ConfigError>>()?;
-    let mut texts = Vec::with_capacity(files.len());
-    for (file, field) in files.iter().zip(&raw.files) {
-        let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|error| {
-            document.error_at(field, &format!("{name}: cannot be read: {error}"))
-        })?;
-        texts.push((name, text));
+    let mut files = RuleFiles::default();
+    let mut texts = Vec::with_capacity(raw.files.len());
+    for field in &raw.files {
+        files.add(folder, &field.value).map_err(|error| document.error_at(field, &error))?;
+        for file in &files.files[texts.len()..] {
+            let name = file.display().to_string();
+            let text = std::fs::read_to_string(file).map_err(|error| {
+                document.error_at(field, &format!("{name}: cannot be read: {error}"))
+            })?;
+            texts.push((name, text));
+        }
     }
     let rules = Rules::load(&texts, algorithm, &algorithms).map_err(|error| {
         let message = format!("envoy: {error}");
@@ -235,7 +263,16 @@ fn envoy(
         }
         on_store_failures.insert(name.clone(), named(document, failure)?);
     }
-    Ok(EnvoyConfig { rules, algorithm, on_store_failure, on_store_failures })
+    let envoy = EnvoyConfig {
+        rules,
+        algorithm,
+        on_store_failure,
+        on_store_failures,
+        shadow_mode: raw.shadow_mode.get(),
+        dynamic_metadata: raw.dynamic_metadata.get(),
+        near_limit_ratio: raw.near_limit_ratio.map_or(DEFAULT_NEAR_LIMIT_RATIO, Ratio::get),
+    };
+    Ok((envoy, files))
 }
 
 fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp, ConfigError> {
@@ -255,10 +292,6 @@ fn client_ip(document: &Document<'_>, raw: &raw::RawClientIp) -> Result<ClientIp
     ClientIp::new(networks, prefix).map_err(|error| document.error(&error.to_string()))
 }
 
-fn duration(document: &Document<'_>, text: &Spanned<String>) -> Result<Duration, ConfigError> {
-    durations::parse(&text.value).map_err(|error| document.error_at(text, &error))
-}
-
 fn named<T: std::str::FromStr<Err = tidegate::UnknownName>>(
     document: &Document<'_>,
     text: &Spanned<String>,
@@ -273,5 +306,7 @@ pub(crate) fn describe(path: Option<&PathBuf>) -> String {
     path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
 }
 
+#[cfg(test)]
+mod schema_tests;
 #[cfg(test)]
 mod tests;

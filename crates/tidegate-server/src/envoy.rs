@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use hyper::service::{Service, service_fn};
 use tidegate::internals::PreparedCharge;
-use tidegate::{Action, Error, OnStoreFailure, PolicyDecision, Query};
+use tidegate::{Action, Enforcement, Error, OnStoreFailure, PolicyDecision, Query};
 use tokio::sync::watch;
 use tonic::Status;
 use tonic_health::ServingStatus;
@@ -20,6 +20,7 @@ use crate::state::ServerState;
 
 pub(crate) mod rules;
 
+mod dynamic_metadata;
 mod grpc;
 mod message_buffer;
 mod plan;
@@ -27,7 +28,7 @@ mod proto;
 mod rejection;
 mod request;
 
-use grpc::{GrpcBody, GrpcResponse, MessageReader, ReadError};
+use grpc::{CallError, GrpcBody, GrpcResponse, MessageReader};
 use message_buffer::{ConnectionBytes, TotalBytes};
 use plan::DescriptorPlan;
 use proto::envoy::config::core::v3::HeaderValue;
@@ -46,6 +47,8 @@ const HEALTH_NAMES: [&str; 3] = ["", SERVICE, "ratelimit"];
 /// Reader of requests. The maximum size is that of gRPC servers in general.
 const REQUESTS: MessageReader<RateLimitRequest> =
     MessageReader { decode: request::decode, max_bytes: 4 * 1024 * 1024 };
+/// Maximum size of messages for health and reflection, which are a few names.
+const MAX_TONIC_MESSAGE_BYTES: usize = 16 * 1024;
 /// Descriptor set for gRPC reflection.
 const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
@@ -77,9 +80,10 @@ impl Envoy {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
         };
-        let routes = tonic::service::Routes::new(health)
-            .add_service(reflection().build_v1()?)
-            .add_service(reflection().build_v1alpha()?);
+        let max = MAX_TONIC_MESSAGE_BYTES;
+        let routes = tonic::service::Routes::new(health.max_decoding_message_size(max))
+            .add_service(reflection().build_v1()?.max_decoding_message_size(max))
+            .add_service(reflection().build_v1alpha()?.max_decoding_message_size(max));
         let tonic_routes = routes.into_axum_router();
         Ok(Arc::new(Self { state, tonic_routes, buffered: TotalBytes::default() }))
     }
@@ -102,13 +106,13 @@ impl Envoy {
                         Err(timed_out) => Ok(timed_out.into_http()),
                     };
                 }
-                if let Some(http_error) = grpc::rejection(&request) {
+                if let Some(http_error) = grpc::check_http(&request) {
                     return Ok(http_error);
                 }
                 match should_rate_limit(&envoy.state, buffered, request).await {
                     Ok(response) => Ok(response),
-                    Err(ReadError::Failed(status)) => Ok(status.into_http()),
-                    Err(ReadError::Rejected(rejection)) => {
+                    Err(CallError::Failed(status)) => Ok(status.into_http()),
+                    Err(CallError::Rejected(rejection)) => {
                         Ok(rejection.into_response(&envoy.state.metrics.envoy_rejections))
                     }
                 }
@@ -121,7 +125,7 @@ async fn should_rate_limit(
     state: &ServerState,
     buffered: &ConnectionBytes,
     request: Request,
-) -> Result<GrpcResponse, ReadError> {
+) -> Result<GrpcResponse, CallError> {
     let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
@@ -140,9 +144,15 @@ async fn should_rate_limit(
     }
     let descriptors = request.descriptors.len();
     let invalid = |reason: String| Rejection::Invalid { reason, descriptors };
-    let (plans, charges) = plan::for_request(&active, &request)
+    let (plans, mut charges) = plan::for_request(&active, &request)
         .map_err(|status| invalid(status.message().to_owned()))?;
     let failure = strictest(&charges);
+    // In shadow mode the request passes, but statuses show what denies it, as in ratelimit.
+    let own_modes: Option<Vec<Enforcement>> = active.envoy.shadow_mode.then(|| {
+        let own_modes = charges.iter().map(PreparedCharge::enforcement).collect();
+        charges = charges.drain(..).map(|c| c.with_enforcement(Enforcement::Shadow)).collect();
+        own_modes
+    });
     let on_span = |span: &tracing::Span| logs::continue_trace(span, &head.headers);
     let query = Query::prepared(charges).on_span(&on_span);
     let decisions = match active.limiter.decide(Action::Acquire, query).await {
@@ -161,11 +171,20 @@ async fn should_rate_limit(
             end += limited.charges;
         }
         let own = std::iter::from_fn(|| decided.next_if(|decision| decision.position() < end));
+        let own = own.map(|entry| {
+            let mode = own_modes.as_ref().map_or(entry.enforcement(), |own| own[entry.position()]);
+            (mode == Enforcement::Shadow, entry)
+        });
         // A decision in shadow mode counts only if no limit is enforced.
-        let binding = own.min_by_key(|entry| (entry.is_shadow(), entry.decision().rank()));
+        let binding = own.min_by_key(|(is_shadow, entry)| (*is_shadow, entry.decision().rank()));
         response.add(plan, binding);
     }
-    Ok(grpc::response(&response.build(decisions.is_allowed())))
+    let mut response = response.build(decisions.is_allowed());
+    if active.envoy.dynamic_metadata {
+        let metadata = dynamic_metadata::of_response(&request, &plans, &response.statuses);
+        response.dynamic_metadata = Some(metadata);
+    }
+    Ok(grpc::response(&response))
 }
 
 /// Returns the strictest failure mode of the enforced charges.
@@ -182,11 +201,11 @@ fn strictest(charges: &[PreparedCharge<'_>]) -> OnStoreFailure {
 }
 
 /// Returns the response to a call that even the fallback could not decide, because its memory is
-/// full or the deadline was exceeded. Only `error` is an error, which Envoy would let pass.
+/// full. Only `error` is an error, which Envoy would let pass.
 fn undecided(
     plans: &[DescriptorPlan<'_>],
     failure: OnStoreFailure,
-) -> Result<GrpcResponse, ReadError> {
+) -> Result<GrpcResponse, CallError> {
     if failure == OnStoreFailure::Error {
         return Err(Status::unavailable("the store is unavailable").into());
     }
@@ -228,14 +247,15 @@ struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    /// Adds the status of a descriptor, with the binding decision of its charges.
-    fn add(&mut self, plan: &DescriptorPlan<'_>, binding: Option<&PolicyDecision<'_>>) {
+    /// Adds the status of a descriptor, with the binding decision of its charges, and whether that
+    /// one is in shadow mode.
+    fn add(&mut self, plan: &DescriptorPlan<'_>, binding: Option<(bool, &PolicyDecision<'_>)>) {
         let ok = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
         let status = match (plan, binding) {
             (DescriptorPlan::Unlimited, _) => DescriptorStatus { limit_remaining: u32::MAX, ..ok },
-            (DescriptorPlan::Limited(limited), Some(binding)) => {
+            (DescriptorPlan::Limited(limited), Some((is_shadow, binding))) => {
                 let decision = binding.decision();
-                let over = binding.is_denied() && !binding.is_shadow();
+                let over = binding.is_denied() && !is_shadow;
                 if over {
                     self.retry_after = self.retry_after.max(decision.retry_after);
                 }
@@ -262,6 +282,7 @@ impl ResponseBuilder {
             overall_code: if allowed { Code::Ok } else { Code::OverLimit }.into(),
             statuses: self.statuses,
             response_headers_to_add: if allowed { Vec::new() } else { vec![retry_after()] },
+            dynamic_metadata: None,
         }
     }
 }

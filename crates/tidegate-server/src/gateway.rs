@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use axum::body::Body;
 use axum::response::IntoResponse as _;
 use http::request::Parts;
-use http::{HeaderValue, Request, Response, StatusCode, Version, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
@@ -23,25 +23,34 @@ use crate::config::GatewayConfig;
 use crate::listener::{self, Peer};
 use crate::state::ServerState;
 
+mod access_log;
 mod body;
 mod client;
 mod connection;
 mod cors;
 mod error;
+mod exchange;
 mod head;
 mod limit;
+mod metrics;
 mod path;
 mod retry;
+mod spans;
+mod telemetry;
 mod tunnel;
 mod upstreams;
 
+use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, IdleTimer, RequestBody, UpstreamRequestBody};
 use client::Clients;
+pub(crate) use client::tls as upstream_tls;
 use connection::Progress;
 use error::ProxyError;
+use exchange::{Exchange, ObservedGateway, UpstreamCall};
 use head::DroppedHeaders;
 use limit::{LimitedGateway, UpstreamRateLimitHeaders};
 use retry::Retry;
+pub(crate) use telemetry::{Telemetry, UpstreamHealth};
 pub(crate) use upstreams::Upstream;
 use upstreams::{Protocol, Upstreams};
 
@@ -49,11 +58,15 @@ use upstreams::{Protocol, Upstreams};
 pub(crate) fn service(
     settings: &GatewayConfig,
     state: &Arc<ServerState>,
-) -> anyhow::Result<LimitedGateway> {
+) -> anyhow::Result<ObservedGateway> {
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
     let upstreams =
         Upstreams::new(upstreams).context("there is no upstream: name one with --upstream")?;
+    let upstreams = Arc::new(upstreams);
+    let access_log = settings.access_log.as_ref().map(AccessLog::start).transpose()?;
+    let telemetry = Arc::new(Telemetry::new(access_log, Arc::clone(&upstreams)));
+    state.set_gateway(Arc::clone(&telemetry));
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
@@ -63,7 +76,8 @@ pub(crate) fn service(
         idle_timeout: settings.idle_timeout,
         underscore_headers: settings.underscore_headers,
     };
-    Ok(LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy))))
+    let gateway = LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy)));
+    Ok(ObservedGateway { gateway, state: Arc::clone(state), telemetry })
 }
 
 /// Warns about policies that never apply to the gateway. One file may configure several services,
@@ -101,7 +115,7 @@ impl Service<listener::Request> for Gateway {
 
 struct Proxy {
     state: Arc<ServerState>,
-    upstreams: Upstreams,
+    upstreams: Arc<Upstreams>,
     clients: Clients,
     header_timeout: Duration,
     idle_timeout: Duration,
@@ -111,9 +125,14 @@ struct Proxy {
 impl Proxy {
     async fn handle(&self, request: listener::Request) -> Response<Body> {
         let is_http1 = request.version() < Version::HTTP_2;
+        let is_head = request.method() == Method::HEAD;
         self.forward(request).await.unwrap_or_else(|error| {
             tracing::debug!(reason = error.reason(), "forwarding a request failed");
             let mut response = error.into_response();
+            // Over HTTP/2, hyper would send the body, and clients would reject the response.
+            if is_head {
+                *response.body_mut() = Body::empty();
+            }
             // Close the connection: the peer and the upstream may disagree on where the next
             // request starts.
             if is_http1 && matches!(error, ProxyError::Ambiguous(_) | ProxyError::Method(_)) {
@@ -142,12 +161,13 @@ impl Proxy {
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
         let body = (!body.is_end_stream())
-            .then(|| RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout)));
+            .then(|| Box::new(RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout))));
+        let exchange = Exchange::of(&head.extensions).cloned();
         let mut response = self.send(head, body).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());
         }
-        self.to_client(response, client_upgrade)
+        self.to_client(response, client_upgrade, exchange)
     }
 
     /// Sends the request to one upstream after the other, until one is reached, and once more if an
@@ -155,9 +175,8 @@ impl Proxy {
     async fn send(
         &self,
         mut head: Parts,
-        mut body: Option<RequestBody>,
+        mut body: Option<Box<RequestBody>>,
     ) -> Result<Response<Incoming>, ProxyError> {
-        let has_body = body.is_some();
         let mut is_repeated = false;
         let mut candidates = self.upstreams.candidates().peekable();
         let Some(mut upstream) = candidates.next() else { return Err(ProxyError::NoUpstream) };
@@ -183,6 +202,7 @@ impl Proxy {
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
+            let call = UpstreamCall::start(upstream, &head.extensions, &mut request);
             let client = if is_repeated {
                 self.clients.for_retry(upstream.protocol)
             } else {
@@ -202,6 +222,7 @@ impl Proxy {
                     Err((ProxyError::ResponseTimeout, Retry::No))
                 }
             };
+            call.finish(result.as_ref().map(Response::status).map_err(|(error, _)| *error));
             let (error, mut retry) = match result {
                 Ok(response) => {
                     upstream.record_success();
@@ -215,7 +236,7 @@ impl Proxy {
             if is_repeated && retry == Retry::OtherConnection {
                 retry = Retry::No;
             }
-            if has_body && retry != Retry::No {
+            if let (Some(returned_body), true) = (returned_body, retry != Retry::No) {
                 body = retry::returned(returned_body).await;
                 if body.is_none() {
                     retry = Retry::No;
@@ -242,6 +263,7 @@ impl Proxy {
         &self,
         mut response: Response<Incoming>,
         client_upgrade: Option<OnUpgrade>,
+        exchange: Option<Arc<Exchange>>,
     ) -> Result<Response<Body>, ProxyError> {
         // The listener picks the version towards the client, independent of the upstream's.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
@@ -261,7 +283,7 @@ impl Proxy {
         // An upgrade that the client did not request is a protocol error of the upstream.
         let client_upgrade = client_upgrade.ok_or(ProxyError::ConnectionLost)?;
         let upstream_upgrade = hyper::upgrade::on(&mut response);
-        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout));
+        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout, exchange));
         let headers = response.headers_mut();
         let protocol = headers.get(header::UPGRADE).cloned();
         head::to_client(version, headers);

@@ -30,11 +30,11 @@ mod socket;
 mod stall;
 
 pub(crate) use drain::MaxAge;
-use drain::OpenConnections;
+use drain::{ConnectionState, OpenConnections};
 use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
+use lingering::ConnectionService;
 pub(crate) use lingering::LingeringBody;
-use lingering::LingeringService;
 pub(crate) use socket::Socket;
 use socket::Stream;
 pub(crate) use stall::WriteProgress;
@@ -168,12 +168,13 @@ async fn serve_connection<I, S, B>(
         .max_header_list_size(MAX_HEADER_BYTES)
         .keep_alive_interval(HTTP2_PING_INTERVAL)
         .keep_alive_timeout(HEADER_TIMEOUT);
-    let service = LingeringService(service);
+    let state = Arc::new(ConnectionState::default());
+    let service = ConnectionService { service, state: Arc::clone(&state) };
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
     let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
         connection.graceful_shutdown();
     };
-    executor.drive(drain::drive(connection, start_drain, stop, config.max_age)).await;
+    executor.drive(drain::drive(connection, start_drain, stop, config.max_age, &state)).await;
 }
 
 pub(crate) type Request = hyper::Request<LingeringBody>;

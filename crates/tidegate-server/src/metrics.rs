@@ -12,11 +12,15 @@ use tidegate::{Source, StoreError};
 
 use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
-use crate::duration;
 use crate::envoy::RejectionCounters;
 use crate::logs::panics;
 
-#[derive(Debug, Default)]
+mod histogram;
+pub(crate) mod process;
+
+pub(crate) use histogram::Histogram;
+
+#[derive(Debug)]
 pub(crate) struct Metrics {
     /// Outcomes of every policy since the start, so that a reload resets no counter.
     outcomes: RwLock<BTreeMap<String, Arc<Outcomes>>>,
@@ -41,6 +45,7 @@ pub(crate) struct Outcomes {
     denied: AtomicU64,
     shadow_denied: AtomicU64,
     missing_key: AtomicU64,
+    near_limit: AtomicU64,
     /// Decisions of a fallback, by source.
     fallback: [AtomicU64; FALLBACKS.len()],
 }
@@ -70,9 +75,34 @@ impl Outcomes {
         self.missing_key.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Counts units that were admitted near the limit.
+    pub(crate) fn count_near_limit(&self, units: u64) {
+        if units > 0 {
+            self.near_limit.fetch_add(units, Ordering::Relaxed);
+        }
+    }
+
     pub(crate) fn count_source(&self, source: Source) {
         if let Some(index) = FALLBACKS.iter().position(|known| *known == source) {
             self.fallback[index].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            outcomes: RwLock::default(),
+            override_names: AtomicUsize::new(0),
+            sources: Default::default(),
+            decision_seconds: Histogram::of_decisions(),
+            store_seconds: Histogram::of_decisions(),
+            store_errors: Default::default(),
+            reload_successes: AtomicU64::new(0),
+            reload_failures: AtomicU64::new(0),
+            incomplete_forward_auth: Default::default(),
+            upstream_retries: AtomicU64::new(0),
+            envoy_rejections: RejectionCounters::default(),
         }
     }
 }
@@ -166,6 +196,16 @@ impl Metrics {
         for (policy, outcomes) in all.iter() {
             let (policy, count) = (escaped(policy), load(&outcomes.missing_key));
             let _ = writeln!(text, "tidegate_missing_key_total{{policy=\"{policy}\"}} {count}");
+        }
+        head(
+            text,
+            "tidegate_near_limit_total",
+            "counter",
+            "Units admitted near the limit, by policy.",
+        );
+        for (policy, outcomes) in all.iter() {
+            let (policy, count) = (escaped(policy), load(&outcomes.near_limit));
+            let _ = writeln!(text, "tidegate_near_limit_total{{policy=\"{policy}\"}} {count}");
         }
         head(
             text,
@@ -378,84 +418,19 @@ fn write_redis(text: &mut String, redis: &RedisBackend) {
     }
 }
 
-fn head(text: &mut String, name: &str, kind: &str, help: &str) {
+/// Writes the description and the type of a metric.
+pub(crate) fn head(text: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
 /// Escapes the value of a label.
-fn escaped(value: &str) -> String {
+pub(crate) fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
-}
-
-/// Histogram of durations, in buckets from 10 µs to 1 s.
-#[derive(Debug, Default)]
-pub(crate) struct Histogram {
-    buckets: [AtomicU64; BOUNDS.len() + 1],
-    nanos: AtomicU64,
-}
-
-/// Upper bounds of the buckets, in microseconds and as labels in seconds.
-const BOUNDS: [(u64, &str); 16] = [
-    (10, "1e-05"),
-    (25, "2.5e-05"),
-    (50, "5e-05"),
-    (100, "0.0001"),
-    (250, "0.00025"),
-    (500, "0.0005"),
-    (1_000, "0.001"),
-    (2_500, "0.0025"),
-    (5_000, "0.005"),
-    (10_000, "0.01"),
-    (25_000, "0.025"),
-    (50_000, "0.05"),
-    (100_000, "0.1"),
-    (250_000, "0.25"),
-    (500_000, "0.5"),
-    (1_000_000, "1"),
-];
-
-impl Histogram {
-    pub(crate) fn observe(&self, duration: Duration) {
-        let micros = duration::micros_rounded_up(duration);
-        let bucket = BOUNDS.partition_point(|(bound, _)| *bound < micros);
-        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
-        self.nanos.fetch_add(duration::nanos(duration), Ordering::Relaxed);
-    }
-
-    fn write(&self, text: &mut String, name: &str, help: &str) {
-        head(text, name, "histogram", help);
-        let mut count = 0;
-        for (bucket, bound) in
-            self.buckets.iter().zip(BOUNDS.iter().map(|(_, bound)| *bound).chain(["+Inf"]))
-        {
-            count += bucket.load(Ordering::Relaxed);
-            let _ = writeln!(text, "{name}_bucket{{le=\"{bound}\"}} {count}");
-        }
-        let seconds = Duration::from_nanos(self.nanos.load(Ordering::Relaxed)).as_secs_f64();
-        let _ = writeln!(text, "{name}_sum {seconds}\n{name}_count {count}");
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn buckets_are_cumulative_and_include_their_bound() {
-        let histogram = Histogram::default();
-        for micros in [1, 10, 11, 1_000_000, 1_000_001] {
-            histogram.observe(Duration::from_micros(micros));
-        }
-        let mut text = String::new();
-        histogram.write(&mut text, "x", "y");
-        assert!(text.contains("x_bucket{le=\"1e-05\"} 2\n"), "{text}");
-        assert!(text.contains("x_bucket{le=\"2.5e-05\"} 3\n"), "{text}");
-        assert!(
-            text.contains("x_bucket{le=\"1\"} 4\n") && text.contains("x_bucket{le=\"+Inf\"} 5\n"),
-            "{text}"
-        );
-        assert!(text.contains("x_count 5\n") && text.contains("x_sum 2.000023\n"), "{text}");
-    }
 
     fn memory() -> Backend {
         Backend::memory(tidegate::MemoryStore::new(), Arc::default())

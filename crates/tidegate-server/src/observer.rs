@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tidegate::{Action, Enforcement, Observer, Policy, PolicyDecision, PolicyDecisions};
+use tidegate::{Action, Enforcement, Observer, Policy, PolicyDecision, PolicyDecisions, Quota};
 
 use crate::hot_keys::HotKeys;
 use crate::metrics::{Metrics, Outcomes};
@@ -18,6 +18,8 @@ pub(crate) struct DecisionObserver {
     metrics: Arc<Metrics>,
     hot_keys: Arc<HotKeys>,
     started: Instant,
+    /// Part of a limit from which on units count as near the limit.
+    near_limit_ratio: f32,
     /// Counters by the name of a policy or rule. The map never changes, so counting needs no lock.
     outcomes: HashMap<String, Arc<Outcomes>>,
 }
@@ -28,6 +30,7 @@ impl DecisionObserver {
         metrics: &Arc<Metrics>,
         hot_keys: &Arc<HotKeys>,
         started: Instant,
+        near_limit_ratio: f32,
         names: impl Iterator<Item = &'a str>,
     ) -> Self {
         let outcomes =
@@ -36,17 +39,22 @@ impl DecisionObserver {
             metrics: Arc::clone(metrics),
             hot_keys: Arc::clone(hot_keys),
             started,
+            near_limit_ratio,
             outcomes: outcomes.collect(),
         }
     }
 
-    fn count(&self, decision: &PolicyDecision<'_>, uptime: u64) {
+    /// `is_taken`: whether an admitted charge took its units.
+    fn count(&self, decision: &PolicyDecision<'_>, is_taken: bool, uptime: u64) {
         let made = decision.decision();
         self.metrics.count_source(made.source);
         let is_shadow = decision.enforcement() != Enforcement::Enforce;
         let name = decision.metric_name();
+        let near_limit =
+            if made.allowed && is_taken { near_limit(decision, self.near_limit_ratio) } else { 0 };
         if let Some(outcomes) = self.outcomes.get(name) {
             outcomes.count(made.allowed, is_shadow);
+            outcomes.count_near_limit(near_limit);
             if !decision.is_rejected() {
                 outcomes.count_source(made.source);
             }
@@ -54,6 +62,7 @@ impl DecisionObserver {
             let is_rule = self.outcomes.contains_key(decision.policy());
             let outcomes = self.metrics.envoy_outcomes(name, decision.policy(), is_rule);
             outcomes.count(made.allowed, is_shadow);
+            outcomes.count_near_limit(near_limit);
         }
         if let Some(key) = decision.key().filter(|_| name != OWN_QUOTA) {
             self.hot_keys.record(uptime, decision.policy(), key, made.allowed);
@@ -61,12 +70,30 @@ impl DecisionObserver {
     }
 }
 
+/// Returns how many units of an admitted charge are above this part of the limit, as ratelimit
+/// counts them.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "ratelimit rounds like this, too, and the ratio is from 0 to 1"
+)]
+fn near_limit(decision: &PolicyDecision<'_>, ratio: f32) -> u64 {
+    let capacity = decision.quota().map_or(0, Quota::burst);
+    let used = capacity.saturating_sub(decision.decision().remaining);
+    let threshold = (capacity as f32 * ratio).floor() as u64;
+    used.saturating_sub(threshold).min(decision.cost())
+}
+
 impl Observer for DecisionObserver {
     fn decided(&self, action: Action, decisions: &PolicyDecisions<'_>, start: Instant) {
         let uptime = start.saturating_duration_since(self.started).as_secs();
+        let is_allowed = decisions.is_allowed();
         for decision in decisions {
-            if matches!(decision.action(), Action::Acquire | Action::Report) {
-                self.count(decision, uptime);
+            match decision.action() {
+                Action::Acquire => self.count(decision, is_allowed, uptime),
+                Action::Report => self.count(decision, true, uptime),
+                _ => {}
             }
         }
         if matches!(action, Action::Acquire | Action::Report) {

@@ -15,7 +15,7 @@ use tidegate::Policies;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, rule_files};
 use crate::logs::panics;
 use crate::serve::RestartOnlyConfig;
 use crate::state::ServerState;
@@ -60,7 +60,7 @@ pub(crate) fn watch(
     Ok(())
 }
 
-/// Watcher of the configuration file and all files that it names.
+/// Watcher of the configuration file and all files and folders that it names.
 struct ConfigWatcher {
     watcher: RecommendedWatcher,
     warn: fn(&Policies),
@@ -122,6 +122,7 @@ impl ConfigWatcher {
                     );
                 }
                 (self.warn)(&config.policies);
+                config.log_warnings();
                 state.reload(config);
                 state.metrics.count_reload(true);
                 tracing::info!(file = %self.file.display(), "configuration reloaded");
@@ -154,7 +155,7 @@ impl ConfigWatcher {
 
     fn watch_folders(&mut self) {
         let folders: BTreeSet<PathBuf> =
-            self.files.iter().flat_map(|file| links::folders(file)).collect();
+            self.files.iter().flat_map(|file| watched_folders(file)).collect();
         for unused in self.folders.difference(&folders) {
             // Fails if the directory was removed, because its watch is gone with it.
             let _ = self.watcher.unwatch(unused);
@@ -173,12 +174,23 @@ impl ConfigWatcher {
     }
 }
 
-/// Modification time and contents of a file, if it exists.
+/// Returns the directories to watch for changes of a file, or of the names in a folder.
+fn watched_folders(file: &Path) -> BTreeSet<PathBuf> {
+    if file.is_dir() { links::folders(&file.join("any name")) } else { links::folders(file) }
+}
+
+/// Modification time and contents of a file, or the names in a folder, if it exists.
 type FileSnapshot = Option<(SystemTime, Vec<u8>)>;
 
 fn snapshot(files: &[PathBuf]) -> Vec<FileSnapshot> {
     let read = |file: &Path| {
-        std::io::Result::Ok((std::fs::metadata(file)?.modified()?, std::fs::read(file)?))
+        let metadata = std::fs::metadata(file)?;
+        if metadata.is_dir() {
+            // The time of a folder also changes with names that are skipped.
+            let names = rule_files::names(file)?.join("\n");
+            return std::io::Result::Ok((SystemTime::UNIX_EPOCH, names.into_bytes()));
+        }
+        Ok((metadata.modified()?, std::fs::read(file)?))
     };
     files.iter().map(|file| read(file).ok()).collect()
 }

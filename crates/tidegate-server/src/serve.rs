@@ -25,7 +25,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(8);
 const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that in-flight requests of the API have to complete on a connection that has reached
 /// `listen.max_connection_age`.
-const MAX_AGE_GRACE: Duration = Duration::from_secs(30);
+const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for settling pending debits during shutdown.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time an API client may go without reading any of its response.
@@ -72,7 +72,7 @@ pub(crate) async fn serve(
     let http_listener = bind(&listen, "http", &listen.http).await?;
     let grpc_listener = bind(&listen, "grpc", &listen.grpc).await?;
     (listen.http, listen.grpc) = (http_listener.address()?, grpc_listener.address()?);
-    let grace = Some(MAX_AGE_GRACE);
+    let grace = Some(AGE_GRACE_TIMEOUT);
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
     let service = Service::start(config, file, |_| ()).await?;
     listen.admin = service.admin_address.clone();
@@ -118,6 +118,10 @@ pub(crate) async fn gateway(
     listen.admin = service.admin_address.clone();
 
     let gateway_service = gateway::service(&settings, &service.state)?;
+    let telemetry = service.state.gateway().map(Arc::clone);
+    if settings.access_log.is_some() {
+        tokio::spawn(reopen_access_log(signal(SignalKind::hangup())?, Arc::clone(&service.state)));
+    }
     let gateway_task = tokio::spawn(listener::serve(
         listener,
         move |peer| listener::with_peer(&gateway_service, peer),
@@ -134,7 +138,19 @@ pub(crate) async fn gateway(
     ));
     announce(&listen);
     service.run(signals, [gateway_task]).await;
+    if let Some(log) = telemetry.as_ref().and_then(|telemetry| telemetry.access_log()) {
+        log.stop();
+    }
     Ok(())
+}
+
+/// Opens the access log again on SIGHUP, for tools that rotate it.
+async fn reopen_access_log(mut hangup: Signal, state: Arc<ServerState>) {
+    while hangup.recv().await.is_some() {
+        if let Some(log) = state.gateway().and_then(|telemetry| telemetry.access_log()) {
+            log.reopen();
+        }
+    }
 }
 
 fn api_listener_config(drain_timeout: Duration, max_age: Option<MaxAge>) -> ListenerConfig {
@@ -183,6 +199,7 @@ impl Service {
     ) -> anyhow::Result<Self> {
         raise_file_limit();
         warn(&config.policies);
+        config.log_warnings();
         let (files, store) = (config.files.clone(), config.store.clone());
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;

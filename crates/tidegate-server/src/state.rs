@@ -1,6 +1,6 @@
 //! State that all front doors share: the active configuration, the store, metrics and hot keys.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
@@ -14,6 +14,7 @@ use crate::api::forward_auth::missing::UsedParts;
 use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Unit, override_name};
+use crate::gateway::Telemetry;
 use crate::hot_keys::HotKeys;
 use crate::logs;
 use crate::metrics::Metrics;
@@ -24,6 +25,8 @@ pub(crate) struct ServerState {
     pub(crate) backend: Arc<Backend>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) hot_keys: Arc<HotKeys>,
+    /// Set by `tidegate gateway`.
+    gateway: OnceLock<Arc<Telemetry>>,
     started: Instant,
 }
 
@@ -37,6 +40,7 @@ pub(crate) struct ActiveConfig {
     /// Whether a policy depends on the method.
     pub(crate) reads_method: bool,
     pub(crate) x_ratelimit_headers: bool,
+    pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
     pub(crate) admin_token: Option<Secret>,
 }
@@ -48,7 +52,18 @@ impl ServerState {
         let backend = Arc::new(Backend::start(&config.store, &metrics).await?);
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
         let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys, started);
-        Ok(Self { active: ArcSwap::from_pointee(active), backend, metrics, hot_keys, started })
+        let (active, gateway) = (ArcSwap::from_pointee(active), OnceLock::new());
+        Ok(Self { active, backend, metrics, hot_keys, gateway, started })
+    }
+
+    /// Shows the gateway in the admin API.
+    pub(crate) fn set_gateway(&self, gateway: Arc<Telemetry>) {
+        let _ = self.gateway.set(gateway);
+    }
+
+    /// Returns the counters and the health of the gateway; `None` for `tidegate serve`.
+    pub(crate) fn gateway(&self) -> Option<&Arc<Telemetry>> {
+        self.gateway.get()
     }
 
     /// Activates a new configuration. The counts stay.
@@ -78,7 +93,8 @@ impl ActiveConfig {
     ) -> Self {
         let rules = config.envoy.rules.rules().map(|rule| rule.path.as_str());
         let names = config.policies.iter().map(Policy::name).chain(rules);
-        let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, names));
+        let ratio = config.envoy.near_limit_ratio;
+        let observer = Arc::new(DecisionObserver::new(metrics, hot_keys, started, ratio, names));
         let forward_auth_parts = UsedParts::of(&config.policies);
         let reads_method = config
             .policies
@@ -95,6 +111,7 @@ impl ActiveConfig {
             forward_auth_parts,
             reads_method,
             x_ratelimit_headers: config.x_ratelimit_headers,
+            partition_keys: config.partition_keys,
             api_token: config.api_token,
             admin_token: config.admin_token,
         }

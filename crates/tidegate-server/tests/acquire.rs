@@ -82,6 +82,7 @@ fn json_output_matches_the_api() {
     });
     let mut whole = first.clone();
     whole["decisions"] = json!([first]);
+    whole["decisions"][0]["mode"] = json!("enforce");
     assert_eq!(bodies[0], whole);
     assert_eq!(bodies[1]["allowed"], false);
     assert!(bodies[1]["retry_after_ms"].as_u64().expect("a number") > 8_639_000_000);

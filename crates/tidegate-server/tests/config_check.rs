@@ -23,7 +23,7 @@ fn check(file: &Path, text: &str) -> (Option<i32>, Value) {
 fn check_prints_json() {
     let folder = tempfile::tempdir().expect("a temporary directory");
     let file = folder.path().join("tidegate.yaml");
-    let good = json!({"file": file, "good": true, "policies": 1, "envoy_rules": 0});
+    let good = json!({"file": file, "good": true, "policies": 1, "envoy_rules": 0, "warnings": []});
     assert_eq!(check(&file, "policies:\n  - {name: a, limit: 1, window: 1s}\n"), (Some(0), good));
     let (code, wrong) = check(&file, "policies:\n  - {name: a, limit: 0, window: 1s}\n");
     let message = "limit: must be a whole number from 1 to 1000000000000";
@@ -38,6 +38,83 @@ fn check_prints_json() {
     assert!(message.ends_with("(did you mean `header.x`?)"), "{message}");
     let (code, empty) = check(&file, "");
     assert_eq!((code, &empty["good"], &empty["line"]), (Some(2), &json!(false), &Value::Null));
+}
+
+/// Rules that envoyproxy/ratelimit loads, but not as they are written.
+const DOUBTFUL_RULES: &str = "\
+domain: d
+descriptors:
+- key: k
+  name: by-k
+  rate_limit:
+    unit: day
+    shadow_mode: true
+---
+domain: e
+";
+
+#[test]
+fn check_prints_warnings_with_their_lines() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    std::fs::create_dir(folder.path().join("limits")).expect("a directory");
+    let rules = folder.path().join("limits/d.yaml");
+    std::fs::write(&rules, DOUBTFUL_RULES).expect("written");
+    std::fs::write(folder.path().join("limits/notes.txt"), "").expect("written");
+    let file = folder.path().join("tidegate.yaml");
+    let (code, checked) = check(&file, "envoy: {files: [limits]}\n");
+    assert_eq!(
+        (code, &checked["good"], &checked["envoy_rules"]),
+        (Some(0), &json!(true), &json!(1))
+    );
+    let lines: Vec<(bool, Option<u64>, &str)> = checked["warnings"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|warning| {
+            let message = warning["message"].as_str().expect("a message");
+            (warning["file"] == json!(rules), warning["line"].as_u64(), message)
+        })
+        .collect();
+    let mut found = lines.iter().map(|(of_rules, line, message)| (*of_rules, *line, *message));
+    for (of_rules, line, start) in [
+        (false, None, "is not loaded: of a folder, only names"),
+        (true, Some(9), "this document is not loaded"),
+        (true, Some(4), "name has no effect here"),
+        (true, Some(7), "shadow_mode has no effect here"),
+        (true, Some(6), "rate_limit.requests_per_unit is missing and counts as 0"),
+    ] {
+        let matches = |found: (bool, Option<u64>, &str)| {
+            found.0 == of_rules && found.1 == line && found.2.starts_with(start)
+        };
+        assert!(found.clone().any(matches), "{start}: {checked:#}");
+    }
+    assert_eq!(found.by_ref().count(), 5, "{checked:#}");
+    // As text they go to the standard error.
+    let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["config", "check", file.to_str().expect("UTF-8")])
+        .output()
+        .expect("the binary runs");
+    assert_eq!(output.status.code(), Some(0));
+    let printed = String::from_utf8(output.stderr).expect("UTF-8");
+    assert!(printed.contains("d.yaml:7: shadow_mode has no effect here"), "{printed}");
+    assert!(printed.lines().all(|line| line.starts_with("warning: ")), "{printed}");
+}
+
+#[test]
+fn folders_and_patterns_without_files_are_errors() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    std::fs::create_dir(folder.path().join("limits")).expect("a directory");
+    let file = folder.path().join("tidegate.yaml");
+    for (entry, message) in [
+        ("limits", "limits: this folder has no files that end in .yaml or .yml"),
+        ("'limits/*.yaml'", "limits/*.yaml: no file matches this pattern"),
+        ("nowhere/", "nowhere/: cannot be read: No such file or directory"),
+    ] {
+        let (code, wrong) = check(&file, &format!("envoy:\n  files: [{entry}]\n"));
+        assert_eq!((code, &wrong["line"], &wrong["column"]), (Some(2), &json!(2), &json!(11)));
+        let found = wrong["message"].as_str().expect("a message");
+        assert!(found.contains(message), "{found}");
+    }
 }
 
 #[test]

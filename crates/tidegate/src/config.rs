@@ -38,6 +38,9 @@ pub(crate) mod number;
 pub(crate) mod paths;
 pub(crate) mod policy;
 pub(crate) mod redaction;
+#[doc(hidden)]
+pub mod schema;
+mod syntax;
 
 pub use document::ConfigError;
 
@@ -113,8 +116,8 @@ impl Policies {
     /// The file cannot be read, is not YAML, or has an invalid policy.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let name = path.as_ref().display().to_string();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| ConfigError::unreadable(&name, &error.to_string()))?;
+        let text =
+            std::fs::read_to_string(path).map_err(|error| ConfigError::from_io(&name, &error))?;
         Self::from_yaml(&name, &text)
     }
 

@@ -31,6 +31,17 @@ pub struct PolicyState<'a> {
     pub quota: &'a Quota,
     /// Decision of the policy.
     pub decision: Decision,
+    /// Hash of the key, shown as the optional parameter `pk` of both lists; usually `None`. A key
+    /// may be a secret, so the key itself is never shown.
+    pub partition_key: Option<[u8; 16]>,
+}
+
+impl<'a> PolicyState<'a> {
+    /// Creates the state of a policy, without its partition key.
+    #[must_use]
+    pub fn new(policy: &'a str, quota: &'a Quota, decision: Decision) -> Self {
+        Self { policy, quota, decision, partition_key: None }
+    }
 }
 
 /// Returns the headers for these decisions, with names in lower case. Empty if no policy applies.
@@ -42,7 +53,7 @@ pub struct PolicyState<'a> {
 /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
 /// let limiter = Limiter::new(MemoryStore::new());
 /// let decision = limiter.blocking().acquire(&Charge::new("user123", &quota))?;
-/// let state = headers::PolicyState { policy: "per-user", quota: &quota, decision };
+/// let state = headers::PolicyState::new("per-user", &quota, decision);
 /// let headers = headers::to_headers(&[state], false);
 /// assert_eq!(headers[0], ("ratelimit-policy", r#""per-user";q=100;w=60"#.to_owned()));
 /// assert_eq!(headers[1], ("ratelimit", r#""per-user";r=99;t=60"#.to_owned()));
@@ -86,7 +97,7 @@ pub fn to_headers(states: &[PolicyState<'_>], with_x_headers: bool) -> Vec<(&'st
 ///
 /// let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
 /// let decision = Decision::deny(100, Duration::from_millis(1_500));
-/// let state = PolicyState { policy: "per-user", quota: &quota, decision };
+/// let state = PolicyState::new("per-user", &quota, decision);
 /// let mut head = String::new();
 /// for_each_header([state].into_iter(), false, |name, value| {
 ///     head.push_str(&format!("{name}: {value}\r\n"));
@@ -104,10 +115,11 @@ pub fn for_each_header<'a>(
     let wait = binding.decision.retry_after;
     let retry_after = (!binding.decision.allowed && !wait.is_zero()).then(|| seconds(wait));
     let mut value = String::with_capacity(64);
-    for PolicyState { policy, quota, .. } in states.clone() {
+    for PolicyState { policy, quota, partition_key, .. } in states.clone() {
         push_name(&mut value, policy);
         push_number(&mut value, ";q=", quota.burst());
         push_number(&mut value, ";w=", quota.drain_micros().div_ceil(1_000_000));
+        push_partition_key(&mut value, partition_key);
     }
     header("ratelimit-policy", &value);
     value.clear();
@@ -117,6 +129,7 @@ pub fn for_each_header<'a>(
         if let Some(wait) = state.more_after() {
             push_number(&mut value, ";t=", seconds(wait).min(retry_after.unwrap_or(u64::MAX)));
         }
+        push_partition_key(&mut value, state.partition_key);
     }
     header("ratelimit", &value);
     let mut digits = itoa::Buffer::new();
@@ -172,6 +185,21 @@ fn push_number(value: &mut String, name: &str, number: u64) {
     value.push_str(itoa::Buffer::new().format(number));
 }
 
+/// Appends the parameter `pk`, a byte sequence in Base64.
+fn push_partition_key(value: &mut String, partition_key: Option<[u8; 16]>) {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let Some(bytes) = partition_key else { return };
+    value.push_str(";pk=:");
+    for chunk in bytes.chunks(3) {
+        let group = chunk.iter().fold(0, |group, byte| (group << 8) | usize::from(*byte));
+        let group = group << (8 * (3 - chunk.len()));
+        for position in 0..=chunk.len() {
+            value.push(char::from(DIGITS[(group >> (18 - 6 * position)) & 63]));
+        }
+    }
+    value.push_str("==:");
+}
+
 /// Appends an item to a list: the name as a string of structured fields, which has only printable
 /// ASCII. Names that differ stay different.
 fn push_name(value: &mut String, name: &str) {
@@ -213,7 +241,7 @@ mod tests {
     #[test]
     fn seconds_are_rounded_up_and_a_denial_has_at_least_one() {
         let quota = Quota::fixed_window(10, Duration::from_millis(1_500)).expect("valid");
-        let state = |decision| PolicyState { policy: "p", quota: &quota, decision };
+        let state = |decision| PolicyState::new("p", &quota, decision);
         let headers = to_headers(&[state(decision(false, Duration::from_micros(1)))], true);
         assert_eq!(
             headers,
@@ -244,8 +272,7 @@ mod tests {
         {
             let quota = quota(limit, burst).expect("valid");
             let decision = Decision::allow(burst, burst - 1).with_reset_after(SECOND);
-            let state = PolicyState { policy: "p", quota: &quota, decision };
-            let headers = to_headers(&[state], true);
+            let headers = to_headers(&[PolicyState::new("p", &quota, decision)], true);
             assert_eq!(headers[0].1, format!("\"p\";{policy}"));
             assert_eq!(headers[2], ("x-ratelimit-limit", burst.to_string()));
         }
@@ -255,18 +282,10 @@ mod tests {
     fn t_is_at_most_retry_after_for_every_policy() {
         let hour = Quota::fixed_window(10, 3_600 * SECOND).expect("valid");
         let minute = Quota::token_bucket(10, 60 * SECOND).expect("valid");
-        let states = [
-            PolicyState {
-                policy: "hour",
-                quota: &hour,
-                decision: Decision::allow(10, 4).with_reset_after(1_800 * SECOND),
-            },
-            PolicyState {
-                policy: "minute",
-                quota: &minute,
-                decision: Decision::deny(10, 6 * SECOND).with_reset_after(18 * SECOND),
-            },
-        ];
+        let allowed = Decision::allow(10, 4).with_reset_after(1_800 * SECOND);
+        let denied = Decision::deny(10, 6 * SECOND).with_reset_after(18 * SECOND);
+        let states =
+            [PolicyState::new("hour", &hour, allowed), PolicyState::new("minute", &minute, denied)];
         let headers = to_headers(&states, false);
         assert_eq!(headers[1].1, "\"hour\";r=4;t=6, \"minute\";r=0;t=6");
         assert_eq!(headers[2], ("retry-after", "6".to_owned()));
@@ -276,7 +295,7 @@ mod tests {
     fn nothing_is_said_about_a_wait_that_does_not_help() {
         let quota = Quota::token_bucket(10, 60 * SECOND).expect("valid");
         let headers = |decision| {
-            to_headers(&[PolicyState { policy: "p", quota: &quota, decision }], true)
+            to_headers(&[PolicyState::new("p", &quota, decision)], true)
                 .into_iter()
                 .skip(1)
                 .map(|(name, value)| format!("{name}: {value}"))

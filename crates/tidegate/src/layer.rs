@@ -97,7 +97,9 @@ use tower_layer::Layer;
 
 use crate::client_ip::ClientIp;
 use crate::limiter::{Error, Limiter};
-use crate::policy::{KeySource, Observer, OnStoreFailure, Policies, PolicyLimiter, check_http};
+use crate::policy::{
+    KeySource, Observer, OnStoreFailure, Policies, PolicyDecision, PolicyLimiter, check_http,
+};
 use crate::quota::Quota;
 use crate::store::Store;
 
@@ -353,6 +355,9 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
 
     /// Passes CORS preflight requests without a decision: browsers send them automatically, and
     /// without credentials.
+    ///
+    /// Scripts can only read a denial that has CORS headers, so a layer that adds them belongs
+    /// outside of this one.
     #[must_use]
     pub fn exempt_preflight(self) -> Self {
         self.with(|shared| shared.exempt_preflight = true)
@@ -419,6 +424,17 @@ impl<G: RequestLimiter> RateLimitLayer<G> {
     #[must_use]
     pub fn x_ratelimit_headers(self, enabled: bool) -> Self {
         self.with(|shared| shared.responses.x_ratelimit_headers = enabled)
+    }
+
+    /// Shows the partition key that the closure returns as the parameter `pk` of `RateLimit` and
+    /// `RateLimit-Policy`; by default none. It should be a hash of the policy's key, which may be a
+    /// secret. A client that sends requests of several users sees by it which of them share a count.
+    #[must_use]
+    pub fn partition_key(
+        self,
+        hash: impl Fn(&PolicyDecision<'_>) -> Option<[u8; 16]> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(|shared| shared.responses.partition_key = Some(Arc::new(hash)))
     }
 
     fn with(mut self, change: impl FnOnce(&mut LayerState<G>)) -> Self {

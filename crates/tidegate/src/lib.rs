@@ -217,11 +217,12 @@ pub mod internals {
     #[cfg(feature = "config")]
     pub use crate::config::{
         document::Document,
-        duration,
-        number::Bounded,
+        duration::{self, BoundedDuration},
+        number::{Bounded, Flag, Ratio},
         paths::RawPaths,
         policy::{OneOrMany, RawPolicy},
         redaction::Redaction,
+        schema,
     };
     pub use crate::policy::PreparedCharge;
 }

@@ -29,6 +29,8 @@ pub(crate) use key_source::AttributeNames;
 #[cfg(feature = "tower")]
 pub(crate) use key_source::check_http;
 pub use key_source::{AttributeError, KeySource};
+#[cfg(feature = "config")]
+pub(crate) use key_source::{NAMES as ATTRIBUTE_NAMES, PREFIXES as ATTRIBUTE_PREFIXES};
 pub use limiter::{DEFAULT_QUERY_TIMEOUT, Observer, PolicyLimiter, TRACE_TARGET};
 pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_path};
 use pattern::Pattern;
@@ -202,7 +204,8 @@ pub enum OnStoreFailure {
     Allow,
     /// Fail closed: for limits that protect something, such as logins.
     Deny,
-    /// Return the store's error, so that the caller decides.
+    /// Return the store's error, so that the caller decides. Policies of a configuration do not
+    /// have it.
     Error,
 }
 

@@ -103,8 +103,9 @@ pub enum QuotaError {
     NoCountDenied(Algorithm),
 }
 
-const MIN_WINDOW: u64 = 1_000;
-const MAX_WINDOW: u64 = 366 * 86_400 * 1_000_000;
+/// Microseconds.
+pub(crate) const MIN_WINDOW: u64 = 1_000;
+pub(crate) const MAX_WINDOW: u64 = 366 * 86_400 * 1_000_000;
 const MAX_DRAIN: u64 = 10 * MAX_WINDOW;
 
 impl Quota {

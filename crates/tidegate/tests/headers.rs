@@ -26,11 +26,12 @@ fn play(quota: &Quota, steps: &[(u64, u64)]) -> (ManualClock, Limiter, Decision)
     (clock, limiter, last.expect("a step"))
 }
 
-/// Item of a header: its name and its numbers.
+/// Item of a header: its name and its parameters.
 #[derive(Debug)]
 struct Parsed {
     name: String,
     numbers: Vec<(String, u64)>,
+    partition_key: Option<Vec<u8>>,
 }
 
 impl Parsed {
@@ -49,8 +50,13 @@ fn parse(header: &str) -> Vec<Parsed> {
             BareItem::Integer(number) => u64::try_from(i64::from(*number)).expect("not negative"),
             other => panic!("{header}: {other:?} is not an integer"),
         };
-        let numbers = item.params.iter().map(|(name, value)| (name.to_string(), number(value)));
-        Parsed { name: name.as_str().to_owned(), numbers: numbers.collect() }
+        let (bytes, numbers): (Vec<_>, Vec<_>) =
+            item.params.iter().partition(|(name, _)| name.as_str() == "pk");
+        let partition_key = bytes.first().map(|(_, value)| {
+            value.as_byte_sequence().unwrap_or_else(|| panic!("{header}: not bytes")).to_vec()
+        });
+        let numbers = numbers.into_iter().map(|(name, value)| (name.to_string(), number(value)));
+        Parsed { name: name.as_str().to_owned(), numbers: numbers.collect(), partition_key }
     };
     list.iter().map(item).collect()
 }
@@ -105,6 +111,7 @@ proptest! {
     fn headers_are_structured_fields_with_one_item_per_policy(
         policies in prop::collection::vec((names(), quotas(), steps()), 1..4),
         with_x_headers: bool,
+        partition_key: Option<[u8; 16]>,
     ) {
         let decisions: Vec<(Decision, &str, &Quota)> = policies
             .iter()
@@ -115,7 +122,10 @@ proptest! {
             .collect();
         let states: Vec<PolicyState<'_>> = decisions
             .iter()
-            .map(|(decision, policy, quota)| PolicyState { policy, quota, decision: *decision })
+            .map(|(decision, policy, quota)| PolicyState {
+                partition_key,
+                ..PolicyState::new(policy, quota, *decision)
+            })
             .collect();
         let headers = to_headers(&states, with_x_headers);
         let policy_items = parse(header(&headers, "ratelimit-policy").expect("always"));
@@ -129,20 +139,22 @@ proptest! {
         );
         for ((state, policy), item) in states.iter().zip(&policy_items).zip(&items) {
             prop_assert_eq!(&policy.name, &item.name);
+            prop_assert_eq!(&policy.partition_key, &partition_key.map(|key| key.to_vec()));
+            prop_assert_eq!(&policy.partition_key, &item.partition_key);
             prop_assert_eq!(percent_decoded(&item.name), state.policy);
             let (capacity, window) = (policy.number("q").expect("q"), policy.number("w").expect("w"));
             prop_assert!(window >= 1);
             prop_assert!(item.number("r").expect("r") <= capacity, "{:?} {:?}", policy, item);
-            // q / w is the rate, as exactly as whole seconds can be.
-            let refill = capacity as f64 * state.quota.window().as_secs_f64();
-            let refill = refill / state.quota.limit() as f64;
-            prop_assert!((refill - 1e-3..refill + 1.001).contains(&(window as f64)));
+            // q / w is the rate, rounded to whole seconds.
+            let refill = u128::from(capacity) * state.quota.window().as_micros();
+            let refill = refill.div_ceil(u128::from(state.quota.limit()) * 1_000_000);
+            prop_assert_eq!(u128::from(window), refill);
             let wait = item.number("t");
             let Decision { allowed, reset_after, .. } = state.decision;
             prop_assert_eq!(wait.is_some(), !allowed || reset_after > Duration::ZERO);
             if let Some(wait) = wait {
                 prop_assert!(wait >= 1 && wait <= retry_after.unwrap_or(u64::MAX));
-                prop_assert!(wait <= reset_after.as_micros().div_ceil(1_000_000) as u64);
+                prop_assert!(u128::from(wait) <= reset_after.as_micros().div_ceil(1_000_000));
             }
         }
         let distinct = |names: Vec<&str>| names.into_iter().collect::<BTreeSet<_>>().len();
@@ -161,7 +173,7 @@ proptest! {
     #[test]
     fn more_quota_is_available_after_t_and_not_before(quota in quotas(), steps in steps()) {
         let (clock, limiter, decision) = play(&quota, &steps);
-        let state = PolicyState { policy: "p", quota: &quota, decision };
+        let state = PolicyState::new("p", &quota, decision);
         let headers = to_headers(&[state], false);
         let item = parse(header(&headers, "ratelimit").expect("always")).remove(0);
         let Some(wait) = item.number("t") else { return Ok(()) };
@@ -176,7 +188,7 @@ proptest! {
         if decision.allowed && !is_sliding(&quota) {
             prop_assert_eq!(remaining(&limiter), decision.remaining, "{:?} {:?}", decision, item);
         }
-        clock.advance(Duration::from_secs(wait) - clock.now().saturating_duration_since(start));
+        clock.set(start.saturating_add(Duration::from_secs(wait)));
         prop_assert!(remaining(&limiter) > decision.remaining, "{:?} {:?}", decision, item);
     }
 }

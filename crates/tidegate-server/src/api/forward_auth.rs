@@ -122,7 +122,7 @@ pub(crate) async fn forward_auth(
     } else {
         Response::new(Full::default())
     };
-    add_rate_limit_headers(response.headers_mut(), &decisions, active.x_ratelimit_headers, denied);
+    add_rate_limit_headers(response.headers_mut(), &decisions, &active, denied);
     Ok(response)
 }
 

@@ -8,11 +8,14 @@ use std::marker::PhantomData;
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 use tidegate::{
-    Algorithm, Decision, Encoding, PolicyDecision, PolicyDecisions, Quota, normalize_host,
+    Algorithm, Decision, Encoding, Mode, PolicyDecision, PolicyDecisions, Quota, normalize_host,
 };
 
 use super::forward_auth::nearest_host;
 use crate::duration::millis_rounded_up;
+
+/// The largest `age_ms`: 10 years, longer than any count is kept.
+pub(crate) const MAX_AGE_MS: u64 = 10 * 366 * 86_400_000;
 
 /// Query in one of three forms: policy and key; attributes; key and quota.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
@@ -229,7 +232,27 @@ pub(crate) struct DecisionsBody<'a> {
     #[serde(flatten)]
     binding: DecisionBody<'a>,
     /// Decision of each policy. Empty if no policy applies.
-    decisions: Vec<DecisionBody<'a>>,
+    decisions: Vec<PolicyDecisionBody<'a>>,
+}
+
+/// Decision of one policy.
+#[derive(utoipa::ToSchema)]
+#[expect(dead_code, reason = "only for the schema; `to_json` writes it")]
+pub(crate) struct PolicyDecisionBody<'a> {
+    #[serde(flatten)]
+    decision: DecisionBody<'a>,
+    /// Whether a denial by this policy has an effect: in shadow mode it has none.
+    #[schema(value_type = Modes)]
+    mode: &'static str,
+}
+
+/// Whether a denial is enforced.
+#[derive(utoipa::ToSchema)]
+#[schema(rename_all = "kebab-case")]
+#[expect(dead_code, reason = "only for the schema")]
+pub(crate) enum Modes {
+    Enforce,
+    Shadow,
 }
 
 /// Decision, with durations in milliseconds.
@@ -238,6 +261,7 @@ pub(crate) struct DecisionBody<'a> {
     /// Whether the request may pass.
     allowed: bool,
     /// Policy that decided; null if no policy applies.
+    #[schema(required)]
     policy: Option<&'a str>,
     /// Capacity: the units per window, or the burst of a bucket. `remaining` never exceeds it.
     limit: u64,
@@ -314,7 +338,7 @@ impl<'a> DecisionBody<'a> {
 /// Returns the body for the decision of one policy.
 pub(crate) fn decision_body(policy: &str, decision: &Decision) -> Vec<u8> {
     let body = DecisionBody::new(policy, decision);
-    to_json(&body, [body].into_iter())
+    to_json(&body, [(body, Mode::Enforce)].into_iter())
 }
 
 /// Returns the body for the decisions on a request.
@@ -327,21 +351,25 @@ pub(crate) fn decisions_body(decisions: &PolicyDecisions<'_>) -> Vec<u8> {
         Some(binding) => DecisionBody { allowed: false, ..DecisionBody::for_policy(binding) },
         None => DecisionBody { policy: None, ..DecisionBody::new("", &Decision::allow(0, 0)) },
     };
-    to_json(&binding, decisions.iter().map(DecisionBody::for_policy))
+    let with_mode = |decision| {
+        let mode = if PolicyDecision::is_shadow(decision) { Mode::Shadow } else { Mode::Enforce };
+        (DecisionBody::for_policy(decision), mode)
+    };
+    to_json(&binding, decisions.iter().map(with_mode))
 }
 
 /// Writes a [`DecisionsBody`] without serde, which takes several times as long. This is most of the
 /// work of a response.
 fn to_json<'a>(
     binding: &DecisionBody<'a>,
-    decisions: impl ExactSizeIterator<Item = DecisionBody<'a>>,
+    decisions: impl ExactSizeIterator<Item = (DecisionBody<'a>, Mode)>,
 ) -> Vec<u8> {
     let mut json = Vec::with_capacity(256 * (1 + decisions.len()));
     json.push(b'{');
     binding.push_json(&mut json);
     let fields = 1..json.len();
     json.extend_from_slice(b",\"decisions\":[");
-    for (number, decision) in decisions.enumerate() {
+    for (number, (decision, mode)) in decisions.enumerate() {
         json.extend_from_slice(if number == 0 { b"{" } else { b",{" });
         // Usually there is only the binding decision.
         if decision == *binding {
@@ -349,7 +377,10 @@ fn to_json<'a>(
         } else {
             decision.push_json(&mut json);
         }
-        json.push(b'}');
+        json.extend_from_slice(match mode {
+            Mode::Enforce => b",\"mode\":\"enforce\"}",
+            Mode::Shadow => b",\"mode\":\"shadow\"}",
+        });
     }
     json.extend_from_slice(b"]}");
     json
@@ -406,6 +437,7 @@ mod tests {
             });
             let mut whole = entry.clone();
             whole["decisions"] = serde_json::json!([entry]);
+            whole["decisions"][0]["mode"] = "enforce".into();
             assert_eq!(json, whole);
         }
     }

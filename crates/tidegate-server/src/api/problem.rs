@@ -23,11 +23,11 @@ pub(crate) struct Problem {
     detail: String,
     /// Policies that the request exceeds, for the type quota-exceeded.
     #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
-    #[schema(required = false)]
+    #[schema(required = false, max_items = 128)]
     violated_policies: Vec<String>,
-    /// Whether the response asks for a bearer token.
+    /// Header with what would be right.
     #[serde(skip)]
-    challenge: bool,
+    header: Option<(&'static str, &'static str)>,
 }
 
 impl Problem {
@@ -39,7 +39,7 @@ impl Problem {
             status: status.as_u16(),
             detail: detail.into(),
             violated_policies: Vec::new(),
-            challenge: false,
+            header: None,
         }
     }
 
@@ -59,7 +59,15 @@ impl Problem {
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
+        let header = Some(("www-authenticate", "Bearer"));
+        Self { header, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
+    }
+
+    /// Returns the error for a compressed body; RFC 7694 defines the header.
+    pub(crate) fn encoded_body() -> Self {
+        let header = Some(("accept-encoding", "identity"));
+        let detail = "the body has a Content-Encoding, which is not supported: send it without";
+        Self { header, ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail) }
     }
 
     pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
@@ -99,10 +107,8 @@ impl Problem {
             StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
-        if self.challenge {
-            response
-                .headers_mut()
-                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        if let Some((name, value)) = self.header {
+            response.headers_mut().insert(name, HeaderValue::from_static(value));
         }
         response
     }

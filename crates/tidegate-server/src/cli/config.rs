@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
+use super::style;
 use crate::config::Config;
+use crate::envoy::rules::RulesWarning;
 
 /// Check a configuration file, or print its JSON Schema or a sample.
 #[derive(Debug, Args)]
@@ -34,8 +36,8 @@ Secrets in the file are never printed, and no server is contacted.")]
         #[arg(value_name = "FILE")]
         file: PathBuf,
 
-        /// Print one JSON object: file and good, then the number of policies and rules, or line,
-        /// column and message
+        /// Print one JSON object: file and good, then the number of policies and rules and a list
+        /// of warnings, or line, column and message
         #[arg(long)]
         json: bool,
     },
@@ -60,6 +62,10 @@ impl ConfigCommand {
             ConfigSubcommand::Check { file, json: true } => return Ok(check_as_json(&file)),
             ConfigSubcommand::Check { file, json: false } => {
                 let config = Config::load(&file)?;
+                for warning in &config.warnings {
+                    let (yellow, reset) = (style::WARNING, style::RESET);
+                    anstream::eprintln!("{yellow}warning{reset}: {warning}");
+                }
                 let policies = config.policies.iter().count();
                 let rules = &config.envoy.rules;
                 let envoy = match rules.rules().count() {
@@ -85,10 +91,19 @@ fn check_as_json(file: &Path) -> ExitCode {
         Ok(config) => {
             let policies = config.policies.iter().count();
             let rules = config.envoy.rules.rules().count();
-            (
-                json!({"file": name, "good": true, "policies": policies, "envoy_rules": rules}),
-                ExitCode::SUCCESS,
-            )
+            let warning = |warning: &RulesWarning| {
+                let RulesWarning { file, line, message } = warning;
+                json!({"file": file, "line": line, "message": message})
+            };
+            let warnings: Vec<_> = config.warnings.iter().map(warning).collect();
+            let result = json!({
+                "file": name,
+                "good": true,
+                "policies": policies,
+                "envoy_rules": rules,
+                "warnings": warnings,
+            });
+            (result, ExitCode::SUCCESS)
         }
         Err(error) => {
             let (line, column) = error.position().unzip();

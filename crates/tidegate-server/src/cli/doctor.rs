@@ -69,11 +69,11 @@ impl DoctorCommand {
             None if self.redis.is_none() => {
                 bail!("no Redis to check: give --redis URL, or --config FILE with one")
             }
-            None => StoreConfig::Memory { max_keys: 0 },
+            None => StoreConfig::Memory(Box::default()),
         };
         let report = match self.redis.as_ref().map_or(store.clone(), |urls| store.with_redis(urls))
         {
-            StoreConfig::Memory { .. } => {
+            StoreConfig::Memory(_) => {
                 let message =
                     "there is no Redis to check: this configuration keeps its counters in memory";
                 Report::from(Finding::note("store", message))
@@ -126,7 +126,7 @@ impl DoctorCommand {
         let mut report = doctor::run_checks(&store, &options).await;
         // Without a file, there are no settings of a service to check.
         if self.config.is_some() {
-            report.add(doctor::instances(redis.instances));
+            report.add(doctor::instances(redis.settings.instances));
         }
         Ok(report)
     }

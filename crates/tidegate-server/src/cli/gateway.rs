@@ -1,12 +1,14 @@
 //! `tidegate gateway`: runs the reverse proxy.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Args;
 
-use crate::config::{self, Listen, ListenAddress, StoreConfig};
+use crate::config::{
+    self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination, StoreConfig,
+};
 use crate::gateway::Upstream;
 use crate::logs::{self, LogFormat};
 use crate::serve;
@@ -44,6 +46,14 @@ pub(super) struct GatewayCommand {
     #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
     redis: Option<String>,
 
+    /// Write an access log to this file, overrides the configuration; or to stdout or stderr
+    #[arg(long, value_name = "PATH", env = "TIDEGATE_ACCESS_LOG")]
+    access_log: Option<String>,
+
+    /// Format of the access log, overrides the configuration; combined by default
+    #[arg(long, value_name = "FORMAT", env = "TIDEGATE_ACCESS_LOG_FORMAT")]
+    access_log_format: Option<AccessLogFormat>,
+
     /// Format of the logs
     #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
     log_format: LogFormat,
@@ -61,6 +71,7 @@ impl GatewayCommand {
         if !self.upstreams.is_empty() {
             config.gateway.upstreams.clone_from(&self.upstreams);
         }
+        config.gateway.access_log = self.access_log(config.gateway.access_log.take())?;
         for text in &config.gateway.upstreams {
             text.parse::<Upstream>().context("--upstream")?;
         }
@@ -71,16 +82,21 @@ impl GatewayCommand {
         );
         let upstreams = config.gateway.upstreams.join(", ");
         let source = config::describe(self.config.as_ref());
-        let store =
-            if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let is_text = self.log_format == LogFormat::Text;
+        // The lines of an access log are not mixed with other text.
+        let logs_to_stdout = config
+            .gateway
+            .access_log
+            .as_ref()
+            .is_some_and(|log| log.destination == LogDestination::Stdout);
+        let has_banner = self.log_format == LogFormat::Text && !logs_to_stdout;
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
             tracing::info!(
                 http = %gateway, %admin, %upstreams, store, config = %source, "listening"
             );
-            if is_text {
+            if has_banner {
                 anstream::println!(
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
@@ -99,5 +115,31 @@ impl GatewayCommand {
         // Blocking tasks, such as the file watcher, must not delay the exit.
         runtime.shutdown_background();
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Returns the access log of the configuration, as the flags change it.
+    fn access_log(
+        &self,
+        configured: Option<AccessLogConfig>,
+    ) -> anyhow::Result<Option<AccessLogConfig>> {
+        let path = self.access_log.as_deref();
+        anyhow::ensure!(path != Some(""), "--access-log is empty: name a file, stdout or stderr");
+        let named = path.map(|path| LogDestination::new(Path::new(""), path));
+        let mut log = match (configured, named) {
+            (configured, None) => configured,
+            (Some(log), Some(destination)) => Some(AccessLogConfig { destination, ..log }),
+            (None, Some(destination)) => Some(AccessLogConfig {
+                destination,
+                format: AccessLogFormat::default(),
+                query: true,
+            }),
+        };
+        if let Some(format) = self.access_log_format {
+            let log = log
+                .as_mut()
+                .context("--access-log-format needs an access log: name one with --access-log")?;
+            log.format = format;
+        }
+        Ok(log)
     }
 }

@@ -47,8 +47,7 @@ impl ServeCommand {
             config.store = config.store.with_redis(url);
         }
         let source = config::describe(self.config.as_ref());
-        let store =
-            if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
+        let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
         let access =
             ApiAccess { tls: config.tls.is_some(), needs_token: config.api_token.is_some() };

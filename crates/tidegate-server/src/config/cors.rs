@@ -1,5 +1,7 @@
 //! The `gateway.cors` section: headers for scripts in browsers.
 
+use std::net::Ipv6Addr;
+
 use http::{HeaderName, HeaderValue};
 use serde_saphyr::Spanned;
 use tidegate::internals::Document;
@@ -17,7 +19,7 @@ const OWN_HEADERS: [&str; 6] = [
     "X-RateLimit-Remaining",
     "X-RateLimit-Reset",
 ];
-const DEFAULT_PORTS: [(&str, &str); 2] = [("http", ":80"), ("https", ":443")];
+const DEFAULT_PORTS: [(&str, u16); 2] = [("http", 80), ("https", 443)];
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CorsConfig {
@@ -39,13 +41,13 @@ pub(super) fn validate(
     raw: &raw::RawCors,
 ) -> Result<CorsConfig, ConfigError> {
     let allowed = origins(document, &raw.allow_origins)?;
-    if allowed == AllowedOrigins::Any && raw.allow_credentials {
+    if allowed == AllowedOrigins::Any && raw.allow_credentials.get() {
         let message = "browsers reject * with allow_credentials: list the origins instead";
         return Err(document.error_at(&raw.allow_origins, message));
     }
     Ok(CorsConfig {
         allowed,
-        allow_credentials: raw.allow_credentials,
+        allow_credentials: raw.allow_credentials.get(),
         expose_headers: exposed(document, raw)?,
     })
 }
@@ -83,19 +85,24 @@ fn origin(text: &str) -> Option<HeaderValue> {
     let (scheme, authority) = text.split_once("://")?;
     let is_scheme = scheme.starts_with(|first: char| first.is_ascii_lowercase())
         && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
-    let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
-    let host = http::uri::Authority::try_from(authority).ok()?;
-    if !is_scheme || host.host().is_empty() || !authority.bytes().all(is_host) {
+    let host_end = authority.find(']').map_or_else(|| authority.find(':'), |end| Some(end + 1));
+    let (host, port) = authority.split_at(host_end.unwrap_or(authority.len()));
+    let is_name = !host.is_empty()
+        && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte));
+    let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let is_host = is_name || address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok());
+    if !is_scheme || !is_host {
         return None;
     }
-    let port = authority.strip_prefix(host.host())?;
-    if !port.is_empty() && port.strip_prefix(':')?.parse::<u16>().is_err() {
-        return None;
-    }
-    let default_port = DEFAULT_PORTS.iter().find(|(name, _)| *name == scheme);
-    let authority =
-        default_port.and_then(|(_, port)| authority.strip_suffix(port)).unwrap_or(authority);
-    HeaderValue::try_from(format!("{scheme}://{authority}")).ok()
+    let port = if port.is_empty() { None } else { Some(port_number(port.strip_prefix(':')?)?) };
+    let is_default = port.is_some_and(|port| DEFAULT_PORTS.contains(&(scheme, port)));
+    let port = port.filter(|_| !is_default).map_or_else(String::new, |port| format!(":{port}"));
+    HeaderValue::try_from(format!("{scheme}://{host}{port}")).ok()
+}
+
+/// Parses digits. The parser of numbers also accepts a sign.
+fn port_number(text: &str) -> Option<u16> {
+    text.parse().ok().filter(|_| text.bytes().all(|digit| digit.is_ascii_digit()))
 }
 
 fn exposed(document: &Document<'_>, raw: &raw::RawCors) -> Result<HeaderValue, ConfigError> {
@@ -111,7 +118,7 @@ fn exposed(document: &Document<'_>, raw: &raw::RawCors) -> Result<HeaderValue, C
             let message = format!("{:?} is not the name of a header", entry.value);
             return Err(document.error_at(entry, &message));
         }
-        if entry.value == "*" && raw.allow_credentials {
+        if entry.value == "*" && raw.allow_credentials.get() {
             let message = "browsers ignore * with allow_credentials: list the headers instead";
             return Err(document.error_at(entry, message));
         }
@@ -137,6 +144,8 @@ mod tests {
             ("https://app.example.com", "https://app.example.com"),
             ("HTTPS://App.Example.com:443", "https://app.example.com"),
             ("http://localhost:80", "http://localhost"),
+            ("http://localhost:0080", "http://localhost"),
+            ("https://localhost:80", "https://localhost:80"),
             ("http://localhost:8080", "http://localhost:8080"),
             ("http://[::1]:3000", "http://[::1]:3000"),
             ("chrome-extension://abcdef", "chrome-extension://abcdef"),
@@ -156,6 +165,13 @@ mod tests {
             "1://a",
             "https://a:",
             "https://a:123456",
+            "https://a:+443",
+            "https://a:443:443",
+            "https://[zz]",
+            "https://[::1",
+            "https://[::1]443",
+            "https://::1",
+            "https://a[::1]",
             "null",
             "",
         ] {

@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::ValueEnum as _;
+use schemars::JsonSchema;
 use serde_saphyr::Spanned;
-
-use super::{ConfigError, CorsConfig, cors, duration, raw};
-use crate::gateway::Upstream;
 use tidegate::internals::Document;
+
+use super::{ConfigError, CorsConfig, cors, raw};
+use crate::gateway::Upstream;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GatewayConfig {
@@ -21,6 +23,44 @@ pub(crate) struct GatewayConfig {
     pub(crate) underscore_headers: bool,
     pub(crate) exempt_preflight: bool,
     pub(crate) cors: Option<CorsConfig>,
+    pub(crate) access_log: Option<AccessLogConfig>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct AccessLogConfig {
+    pub(crate) destination: LogDestination,
+    pub(crate) format: AccessLogFormat,
+    /// Whether query strings are logged.
+    pub(crate) query: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum LogDestination {
+    Stdout,
+    Stderr,
+    File(PathBuf),
+}
+
+impl LogDestination {
+    /// Parses `stdout`, `stderr` or a path relative to a folder.
+    pub(crate) fn new(folder: &Path, path: &str) -> Self {
+        match path {
+            "stdout" => Self::Stdout,
+            "stderr" => Self::Stderr,
+            path => Self::File(folder.join(path)),
+        }
+    }
+}
+
+/// Format of the lines of an access log.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, JsonSchema, clap::ValueEnum)]
+#[schemars(rename_all = "lowercase")]
+pub(crate) enum AccessLogFormat {
+    /// The combined format of Apache and nginx.
+    #[default]
+    Combined,
+    /// One JSON object per line, with the decision, the upstream and the trace.
+    Json,
 }
 
 pub(super) fn validate(
@@ -33,8 +73,8 @@ pub(super) fn validate(
             .parse::<Upstream>()
             .map_err(|error| document.error_at(text, &error.to_string()))?;
     }
-    let timeout = |text: &Option<Spanned<String>>, default: u64| {
-        text.as_ref().map_or(Ok(Duration::from_secs(default)), |text| duration(document, text))
+    let timeout = |written: Option<raw::GatewayTimeout>, default: u64| {
+        written.map_or(Duration::from_secs(default), raw::GatewayTimeout::get)
     };
     let ca = raw.ca.as_ref().map(|file| folder.join(&file.value));
     if let (Some(file), Some(ca)) = (&raw.ca, &ca) {
@@ -44,11 +84,53 @@ pub(super) fn validate(
     Ok(GatewayConfig {
         upstreams: raw.upstreams.iter().map(|text| text.value.clone()).collect(),
         ca,
-        connect_timeout: timeout(&raw.connect_timeout, 2)?,
-        header_timeout: timeout(&raw.header_timeout, 30)?,
-        idle_timeout: timeout(&raw.idle_timeout, 60)?,
-        underscore_headers: raw.underscore_headers,
-        exempt_preflight: raw.exempt_preflight,
+        connect_timeout: timeout(raw.connect_timeout, 2),
+        header_timeout: timeout(raw.header_timeout, 30),
+        idle_timeout: timeout(raw.idle_timeout, 60),
+        exempt_preflight: raw.exempt_preflight.get(),
+        underscore_headers: raw.underscore_headers.get(),
         cors: raw.cors.as_ref().map(|raw| cors::validate(document, raw)).transpose()?,
+        access_log: raw
+            .access_log
+            .as_ref()
+            .map(|raw| access_log(document, folder, raw))
+            .transpose()?,
+    })
+}
+
+fn access_log(
+    document: &Document<'_>,
+    folder: &Path,
+    raw: &raw::RawAccessLog,
+) -> Result<AccessLogConfig, ConfigError> {
+    if raw.path.value.trim().is_empty() {
+        return Err(document.error_at(
+            &raw.path,
+            "gateway.access_log.path is empty: write a file, stdout or stderr, or remove \
+             access_log",
+        ));
+    }
+    Ok(AccessLogConfig {
+        destination: LogDestination::new(folder, &raw.path.value),
+        format: raw
+            .format
+            .as_ref()
+            .map_or(Ok(AccessLogFormat::default()), |name| access_log_format(document, name))?,
+        query: raw.query.get(),
+    })
+}
+
+fn access_log_format(
+    document: &Document<'_>,
+    name: &Spanned<String>,
+) -> Result<AccessLogFormat, ConfigError> {
+    AccessLogFormat::from_str(&name.value, false).map_err(|_| {
+        let names: Vec<String> = AccessLogFormat::value_variants()
+            .iter()
+            .filter_map(|format| Some(format.to_possible_value()?.get_name().to_owned()))
+            .collect();
+        let message =
+            format!("unknown format {:?}: it must be one of {}", name.value, names.join(", "));
+        document.unknown_name_at(name, &message)
     })
 }

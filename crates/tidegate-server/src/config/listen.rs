@@ -6,16 +6,18 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::de::{self, Deserialize, Deserializer, IntoDeserializer as _, Visitor};
 use serde_saphyr::Spanned;
-use tidegate::internals::Document;
+use tidegate::internals::{BoundedDuration, Document};
 
-use super::{ConfigError, duration, raw};
+use super::{ConfigError, raw};
 
 const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
-const MIN_MAX_CONNECTION_AGE: Duration = Duration::from_secs(1);
+/// Minimum and maximum of `max_connection_age`, in microseconds: from a second to 366 days.
+pub(super) const CONNECTION_AGES: [u64; 2] = [1_000_000, 366 * 86_400_000_000];
 /// Maximum length of the path of a Unix socket, in bytes: that of Linux, without the final NUL.
-const MAX_UNIX_PATH_BYTES: usize = 107;
+pub(super) const MAX_UNIX_PATH_BYTES: usize = 107;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Listen {
@@ -140,7 +142,7 @@ pub(super) fn validate(
         grpc: address(document, raw.grpc.as_ref(), 8081)?,
         admin: address(document, raw.admin.as_ref(), 8082)?,
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
-        unix_mode: unix_mode(document, raw.unix_mode.as_ref())?,
+        unix_mode: raw.unix_mode.map_or(DEFAULT_UNIX_MODE, |mode| mode.0),
         max_connection_age: max_connection_age(document, raw.max_connection_age.as_ref())?,
     };
     let is_exposed = !has_admin_token && listen.admin.is_remote();
@@ -186,33 +188,67 @@ fn address(
         .map_err(|error: ListenAddressError| document.error_at(text, &error.to_string()))
 }
 
-fn unix_mode(document: &Document<'_>, raw: Option<&Spanned<String>>) -> Result<u32, ConfigError> {
-    let Some(text) = raw else { return Ok(DEFAULT_UNIX_MODE) };
-    let digits = text.value.strip_prefix('0').filter(|rest| rest.len() == 3);
-    let digits = digits.unwrap_or(&text.value);
-    let mode = u32::from_str_radix(digits, 8).ok().filter(|_| digits.len() == 3);
-    mode.ok_or_else(|| {
-        let message = format!(
-            "{:?} are not permissions: write three octal digits, such as '660' (user and group) or \
-             '666' (everybody)",
-            text.value
-        );
-        document.error_at(text, &message)
-    })
+/// Permissions of the file of a Unix socket: octal digits in quotes. Without quotes, YAML parsers
+/// read them as different numbers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct UnixMode(u32);
+
+impl<'de> Deserialize<'de> for UnixMode {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(UnixModeVisitor)
+    }
+}
+
+struct UnixModeVisitor;
+
+impl UnixModeVisitor {
+    fn without_quotes<E: de::Error>() -> E {
+        E::custom(
+            "write three octal digits in quotes, such as '660': without quotes they are a \
+             decimal number",
+        )
+    }
+}
+
+impl Visitor<'_> for UnixModeVisitor {
+    type Value = UnixMode;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("three octal digits in quotes, such as '660'")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<UnixMode, E> {
+        let digits = text.strip_prefix('0').filter(|rest| rest.len() == 3).unwrap_or(text);
+        let is_octal = digits.len() == 3 && digits.bytes().all(|digit| digit.is_ascii_digit());
+        let mode = u32::from_str_radix(digits, 8).ok().filter(|_| is_octal);
+        mode.map(UnixMode).ok_or_else(|| {
+            E::custom(format_args!(
+                "{text:?} are not permissions: write three octal digits, such as '660' (user and \
+                 group) or '666' (all users)"
+            ))
+        })
+    }
+
+    fn visit_u64<E: de::Error>(self, _: u64) -> Result<UnixMode, E> {
+        Err(Self::without_quotes())
+    }
+
+    fn visit_i64<E: de::Error>(self, _: i64) -> Result<UnixMode, E> {
+        Err(Self::without_quotes())
+    }
 }
 
 fn max_connection_age(
     document: &Document<'_>,
     raw: Option<&Spanned<String>>,
 ) -> Result<Option<Duration>, ConfigError> {
+    type Age = BoundedDuration<{ CONNECTION_AGES[0] }, { CONNECTION_AGES[1] }>;
     let Some(text) = raw else { return Ok(Some(DEFAULT_MAX_CONNECTION_AGE)) };
     if text.value == "off" {
         return Ok(None);
     }
-    let age = duration(document, text)?;
-    if age < MIN_MAX_CONNECTION_AGE {
-        let message = format!("{:?} is too short: write at least 1s, or off", text.value);
-        return Err(document.error_at(text, &message));
-    }
-    Ok(Some(age))
+    let age = Age::deserialize(text.value.as_str().into_deserializer());
+    age.map(|age| Some(age.get())).map_err(|error: de::value::Error| {
+        document.error_at(text, &format!("{error}, or off for never"))
+    })
 }

@@ -1,18 +1,33 @@
 //! Configuration as it is written in the file. `config.rs` validates it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 
 use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
-use tidegate::internals::{Bounded, OneOrMany, RawPaths, RawPolicy};
+use tidegate::internals::schema::CustomAttributes;
+use tidegate::internals::{Bounded, BoundedDuration, Flag, OneOrMany, Ratio, RawPaths, RawPolicy};
 use tidegate::{Algorithm, OnStoreFailure};
+
+use super::AccessLogFormat;
+use super::listen::UnixMode;
+use super::schema::{
+    Address, ConnectionAge, HeaderName, Master, Network, NotBlank, Origin, Permissions, Prefix,
+    RedisUrl, RedisUrls, RuleFile, UpstreamUrl, add_config_rules, add_cors_rules,
+    add_sentinel_rules, add_store_rules, add_tls_rules,
+};
+
+/// Timeout of a decision, in microseconds: no request should wait longer than a minute.
+pub(super) type StoreTimeout = BoundedDuration<1_000, 60_000_000>;
+
+/// Timeout of the gateway, in microseconds: from a millisecond to a day.
+pub(super) type GatewayTimeout = BoundedDuration<1_000, 86_400_000_000>;
 
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Config")]
+#[schemars(rename = "Config", transform = add_config_rules)]
 pub(super) struct RawConfig {
     pub(super) listen: RawListen,
     pub(super) store: RawStore,
@@ -25,12 +40,7 @@ pub(super) struct RawConfig {
     pub(super) paths: RawPaths,
     /// Attributes that API clients send in addition to the built-in ones, such as tenant. Any other
     /// name is an error.
-    #[schemars(
-        with = "BTreeSet<String>",
-        inner(regex(
-            pattern = r"^(?!(ip|method|path|host|domain|header|query|cookie|descriptor)$|(header|query|cookie|descriptor)\.)\S+$"
-        ))
-    )]
+    #[schemars(with = "CustomAttributes")]
     pub(super) attributes: Vec<Spanned<String>>,
     /// Rate limit policies. Every policy that applies to a request must allow it.
     pub(super) policies: Vec<RawPolicy>,
@@ -42,38 +52,38 @@ pub(super) struct RawConfig {
 #[schemars(rename = "Listen")]
 pub(super) struct RawListen {
     /// HTTP API; 127.0.0.1:8080 by default.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Address>")]
     pub(super) http: Option<Spanned<String>>,
     /// Envoy's rate limit service; 127.0.0.1:8081 by default.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Address>")]
     pub(super) grpc: Option<Spanned<String>>,
     /// Metrics and health; 127.0.0.1:8082 by default. Other than loopback only with
     /// `auth.admin_token`.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Address>")]
     pub(super) admin: Option<Spanned<String>>,
     /// Requests of `tidegate gateway`; 127.0.0.1:8000 by default.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Address>")]
     pub(super) gateway: Option<Spanned<String>>,
     /// Permissions of the files of Unix sockets, in octal; '660' by default: the user and the group
     /// of this process may connect.
-    #[schemars(with = "Option<String>", regex(pattern = r"^0?[0-7]{3}$"))]
-    pub(super) unix_mode: Option<Spanned<String>>,
+    #[schemars(with = "Option<Permissions>")]
+    pub(super) unix_mode: Option<UnixMode>,
     /// Age at which connections to http, grpc and gateway are closed after their requests in
     /// flight, so that clients distribute them again over the instances behind a load balancer; 1h
     /// by default, varied by 10 %; `off` for never.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<ConnectionAge>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Store")]
+#[schemars(rename = "Store", transform = add_store_rules)]
 pub(super) struct RawStore {
     /// `redis://[user:password@]host[:port][/database]`, or `rediss://` for TLS; a list of some
     /// nodes for a cluster.
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "Option<OneOrMany>")]
+    #[schemars(with = "RedisUrls")]
     pub(super) redis: Option<Spanned<Option<OneOrMany>>>,
     #[schemars(with = "Option<RawSentinel>")]
     pub(super) sentinel: Option<Spanned<RawSentinel>>,
@@ -82,11 +92,10 @@ pub(super) struct RawStore {
     #[schemars(with = "Option<RawStoreTls>")]
     pub(super) tls: Option<Spanned<RawStoreTls>>,
     /// Prefix of every key in Redis; `rate_limit` by default.
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Prefix>")]
     pub(super) prefix: Option<Spanned<String>>,
     /// Timeout of a decision by Redis; 100ms by default.
-    #[schemars(with = "Option<String>")]
-    pub(super) timeout: Option<Spanned<String>>,
+    pub(super) timeout: Option<StoreTimeout>,
     /// Minimum number of instances of Tidegate. During an outage of Redis, each instance enforces
     /// its share of the limits. Instances learn their number through Redis; this setting is for
     /// those that start during an outage, which otherwise assume 10.
@@ -98,26 +107,27 @@ pub(super) struct RawStore {
 /// Redis behind Sentinels.
 #[derive(serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Sentinel")]
+#[schemars(rename = "Sentinel", transform = add_sentinel_rules)]
 pub(super) struct RawSentinel {
     /// Name of the primary, as in `sentinel monitor NAME …`.
-    pub(super) master: String,
+    #[schemars(with = "Master")]
+    pub(super) master: Spanned<String>,
     /// Sentinels, `redis://[user:password@]host[:port]`.
-    #[schemars(with = "Vec<String>")]
+    #[schemars(with = "Vec<RedisUrl>", length(min = 1))]
     pub(super) nodes: Spanned<Vec<String>>,
     /// User on the Redis servers, if it differs from the one on the Sentinels.
     #[schemars(with = "Option<String>")]
     pub(super) username: Option<Spanned<String>>,
     /// Password on the Redis servers, if it differs from the one on the Sentinels.
     #[serde(default, deserialize_with = "present")]
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "String")]
     pub(super) password: Option<Spanned<Option<String>>>,
 }
 
 /// TLS towards Redis. Paths are relative to the directory of this file.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "StoreTls")]
+#[schemars(rename = "StoreTls", transform = add_tls_rules)]
 pub(super) struct RawStoreTls {
     /// CA of the servers' certificates, in PEM; the system's roots by default.
     #[schemars(with = "Option<String>")]
@@ -144,7 +154,7 @@ pub(super) struct RawClientIp {
     /// Networks whose `X-Forwarded-For` (or `Forwarded`) is trusted. These proxies must set the
     /// header themselves: one that they only pass on comes from the client. Without any, the peer's
     /// address is used.
-    #[schemars(with = "Vec<String>")]
+    #[schemars(with = "Vec<Network>")]
     pub(super) trusted_proxies: Vec<Spanned<String>>,
     /// Prefix length by which IPv6 clients are grouped; 64 by default.
     pub(super) ipv6_prefix: Option<Bounded<1, 128>>,
@@ -157,11 +167,11 @@ pub(super) struct RawClientIp {
 pub(super) struct RawAuth {
     /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`).
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "NotBlank")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
     /// Bearer token for the admin listener; /healthz and /readyz work without it.
     #[serde(deserialize_with = "present")]
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "NotBlank")]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
 }
 
@@ -205,12 +215,15 @@ pub(super) struct RawTls {
 #[schemars(rename = "Headers")]
 pub(super) struct RawHeaders {
     /// Also send the older `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
-    pub(super) x_ratelimit: bool,
+    pub(super) x_ratelimit: Flag,
+    /// Also send the partition key (`pk`) in `RateLimit` and `RateLimit-Policy`: the first 16 bytes
+    /// of the SHA-256 of the policy's key. By default it is not sent.
+    pub(super) partition_key: Flag,
 }
 
 impl Default for RawHeaders {
     fn default() -> Self {
-        Self { x_ratelimit: true }
+        Self { x_ratelimit: Flag::new(true), partition_key: Flag::new(false) }
     }
 }
 
@@ -219,9 +232,10 @@ impl Default for RawHeaders {
 #[serde(deny_unknown_fields, default)]
 #[schemars(rename = "Envoy")]
 pub(super) struct RawEnvoy {
-    /// YAML files of envoyproxy/ratelimit, unmodified. Paths are relative to the directory of this
-    /// file.
-    #[schemars(with = "Vec<String>")]
+    /// YAML files of envoyproxy/ratelimit, unmodified: files, folders (their `.yaml` and `.yml`
+    /// files) and patterns with `*` and `?`. Paths are relative to the directory of this file. Names
+    /// that start with a dot are skipped. Files of one domain are merged.
+    #[schemars(with = "Vec<RuleFile>")]
     pub(super) files: Vec<Spanned<String>>,
     /// Algorithm of the rules; fixed-window by default.
     #[schemars(with = "Option<Algorithm>")]
@@ -236,6 +250,13 @@ pub(super) struct RawEnvoy {
     /// Decisions of single rules while the store is unavailable, by the name of the rule.
     #[schemars(with = "BTreeMap<String, OnStoreFailure>")]
     pub(super) on_store_failures: BTreeMap<String, Spanned<String>>,
+    /// Let every request pass: limits are decided and counted, but none denies; false by default.
+    pub(super) shadow_mode: Flag,
+    /// Send `dynamic_metadata` in responses: the domain, the descriptors, and the `metadata` of the
+    /// rules that allow the request; false by default.
+    pub(super) dynamic_metadata: Flag,
+    /// Part of a limit from which on units count in `tidegate_near_limit_total`; 0.8 by default.
+    pub(super) near_limit_ratio: Option<Ratio>,
 }
 
 /// Upstreams of `tidegate gateway`.
@@ -245,49 +266,70 @@ pub(super) struct RawEnvoy {
 pub(super) struct RawGateway {
     /// `http://HOST[:PORT][/BASE]` or `https://…` for HTTP/1.1, `h2c://…` or `h2://…` for HTTP/2.
     /// Several are used in turns.
-    #[schemars(with = "Vec<String>")]
+    #[schemars(with = "Vec<UpstreamUrl>")]
     pub(super) upstreams: Vec<Spanned<String>>,
     /// CA of the upstreams' certificates, in PEM; the system's roots by default. The path is
     /// relative to the directory of this file.
     #[schemars(with = "Option<String>")]
     pub(super) ca: Option<Spanned<String>>,
     /// Timeout for connecting to an upstream, including TLS; 2s by default.
-    #[schemars(with = "Option<String>")]
-    pub(super) connect_timeout: Option<Spanned<String>>,
+    pub(super) connect_timeout: Option<GatewayTimeout>,
     /// Timeout for the response head of an upstream; 30s by default.
-    #[schemars(with = "Option<String>")]
-    pub(super) header_timeout: Option<Spanned<String>>,
+    pub(super) header_timeout: Option<GatewayTimeout>,
     /// Idle timeout of bodies and upgraded connections; 60s by default.
-    #[schemars(with = "Option<String>")]
-    pub(super) idle_timeout: Option<Spanned<String>>,
+    pub(super) idle_timeout: Option<GatewayTimeout>,
     /// Forward headers with an underscore in their name; false by default, because many
     /// applications cannot distinguish `X_User_Id` from `X-User-Id`.
-    pub(super) underscore_headers: bool,
+    pub(super) underscore_headers: Flag,
     /// Forward CORS preflight requests (`OPTIONS` with `Origin` and
     /// `Access-Control-Request-Method`) without counting them. Browsers send them automatically and
     /// without credentials.
-    pub(super) exempt_preflight: bool,
+    pub(super) exempt_preflight: Flag,
     /// CORS headers of the responses that the gateway makes itself, such as 429, so that scripts of
     /// these origins can read them.
     pub(super) cors: Option<RawCors>,
+    pub(super) access_log: Option<RawAccessLog>,
 }
 
 /// CORS headers of the gateway's own responses. Responses of an upstream keep its headers.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Cors")]
+#[schemars(rename = "Cors", transform = add_cors_rules)]
 pub(super) struct RawCors {
     /// Origins whose scripts may read the responses, such as `https://app.example.com`; or `*`
     /// alone for all.
-    #[schemars(with = "Vec<String>", length(min = 1, max = 100))]
+    #[schemars(with = "Vec<Origin>", length(min = 1, max = 100))]
     pub(super) allow_origins: Spanned<Vec<Spanned<String>>>,
     /// Also allow requests with cookies or other credentials. It requires a list of origins instead
     /// of `*`.
     #[serde(default)]
-    pub(super) allow_credentials: bool,
+    pub(super) allow_credentials: Flag,
     /// Headers that scripts may read; by default those that the gateway adds: `RateLimit`,
     /// `RateLimit-Policy`, `Retry-After` and `X-RateLimit-*`. They are also added to the list of an
     /// upstream that sends CORS headers.
-    #[schemars(with = "Option<Vec<String>>", length(max = 100))]
+    #[schemars(with = "Option<Vec<HeaderName>>", length(max = 100))]
     pub(super) expose_headers: Option<Spanned<Vec<Spanned<String>>>>,
+}
+
+/// Access log of `tidegate gateway`: one line per request, written when its response has ended.
+/// Off by default.
+#[derive(Debug, serde::Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "AccessLog")]
+pub(super) struct RawAccessLog {
+    /// File to append to, relative to the directory of this file; or `stdout` or `stderr`. A file
+    /// that was moved is opened again.
+    #[schemars(with = "NotBlank")]
+    pub(super) path: Spanned<String>,
+    /// Format of a line; `combined` by default.
+    #[schemars(with = "Option<AccessLogFormat>")]
+    pub(super) format: Option<Spanned<String>>,
+    /// Whether query strings are logged, in the request line and in the referer; true by default.
+    /// Queries may contain secrets.
+    #[serde(default = "enabled")]
+    pub(super) query: Flag,
+}
+
+fn enabled() -> Flag {
+    Flag::new(true)
 }

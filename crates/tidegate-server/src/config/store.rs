@@ -7,34 +7,52 @@ use serde_saphyr::Spanned;
 use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
 
-use super::{ConfigError, Secret, duration, raw};
+use super::{ConfigError, Secret, raw};
 use crate::doctor::Topology;
 use crate::tls;
 use tidegate::internals::{Document, OneOrMany};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StoreConfig {
-    Memory { max_keys: usize },
+    /// The settings are for a Redis that a flag names.
+    Memory(Box<StoreSettings>),
     Redis(Box<RedisConfig>),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RedisConfig {
     servers: Servers,
+    pub(crate) settings: StoreSettings,
+}
+
+/// Settings that do not depend on the servers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StoreSettings {
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
     /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
     /// default is assumed until the instances have agreed on their number.
     pub(crate) instances: Option<usize>,
-    /// Maximum number of keys in memory during an outage of Redis.
+    /// Maximum number of keys in memory: of the memory store, or during an outage of Redis.
     pub(crate) max_keys: usize,
+}
+
+impl Default for StoreSettings {
+    fn default() -> Self {
+        Self {
+            prefix: DEFAULT_PREFIX.to_owned(),
+            timeout: DEFAULT_TIMEOUT,
+            tls: None,
+            instances: None,
+            max_keys: DEFAULT_MAX_KEYS,
+        }
+    }
 }
 
 const DEFAULT_MAX_KEYS: usize = 10_000_000;
 const DEFAULT_PREFIX: &str = "rate_limit";
 const DEFAULT_TIMEOUT: Duration = Duration::from_millis(100);
-const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Servers {
@@ -54,11 +72,11 @@ struct RedisTls {
 impl StoreConfig {
     /// Replaces the servers with those of a flag and keeps all other settings.
     pub(crate) fn with_redis(self, urls: &str) -> Self {
-        let redis = match self {
-            Self::Redis(redis) => *redis,
-            Self::Memory { .. } => RedisConfig::new(urls),
+        let settings = match self {
+            Self::Redis(redis) => redis.settings,
+            Self::Memory(settings) => *settings,
         };
-        Self::Redis(Box::new(RedisConfig { servers: Servers::parse(urls), ..redis }))
+        Self::Redis(Box::new(RedisConfig { servers: Servers::parse(urls), settings }))
     }
 }
 
@@ -76,28 +94,22 @@ impl Servers {
 impl RedisConfig {
     /// Returns the default settings for these servers.
     pub(crate) fn new(urls: &str) -> Self {
-        Self {
-            servers: Servers::parse(urls),
-            prefix: DEFAULT_PREFIX.to_owned(),
-            timeout: DEFAULT_TIMEOUT,
-            tls: None,
-            instances: None,
-            max_keys: DEFAULT_MAX_KEYS,
-        }
+        Self { servers: Servers::parse(urls), settings: StoreSettings::default() }
     }
 
-    pub(crate) fn with_timeout(self, timeout: Duration) -> Self {
-        Self { timeout, ..self }
+    pub(crate) fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.timeout = timeout;
+        self
     }
 
     /// Returns the prefix of every key.
     pub(crate) fn prefix(&self) -> &str {
-        &self.prefix
+        &self.settings.prefix
     }
 
     /// Returns the timeout of a decision.
     pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
+        self.settings.timeout
     }
 
     /// Returns the topology by the configured addresses. A cluster that is configured by a single
@@ -125,7 +137,7 @@ impl RedisConfig {
                 }
             }
         };
-        if let Some(files) = &self.tls {
+        if let Some(files) = &self.settings.tls {
             let mut tls = Tls::new();
             if let Some(ca) = &files.ca {
                 tls = tls.ca(ca.as_bytes());
@@ -135,7 +147,7 @@ impl RedisConfig {
             }
             builder = builder.tls(tls);
         }
-        builder.prefix(&self.prefix).timeout(self.timeout)
+        builder.prefix(&self.settings.prefix).timeout(self.settings.timeout)
     }
 }
 
@@ -145,11 +157,26 @@ pub(super) fn validate(
     folder: &Path,
     raw: raw::RawStore,
 ) -> Result<(StoreConfig, Vec<PathBuf>), ConfigError> {
-    let max_keys = raw
-        .max_keys
-        .map_or(DEFAULT_MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
+    let (tls, files) = tls(document, folder, raw.tls)?;
+    let defaults = StoreSettings::default();
+    let settings = StoreSettings {
+        prefix: raw.prefix.as_ref().map_or(defaults.prefix, |prefix| prefix.value.clone()),
+        timeout: raw.timeout.map_or(defaults.timeout, raw::StoreTimeout::get),
+        tls,
+        instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
+        max_keys: raw
+            .max_keys
+            .map_or(defaults.max_keys, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX)),
+    };
+    if let Some(prefix) = &raw.prefix {
+        // With a URL that is surely valid, only the prefix can be wrong.
+        RedisStore::builder("redis://127.0.0.1")
+            .prefix(&prefix.value)
+            .check()
+            .map_err(|error| document.error_at(prefix, &format!("store: {error}")))?;
+    }
     let (servers, urls) = match (raw.redis, raw.sentinel) {
-        (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
+        (None, None) => return Ok((StoreConfig::Memory(Box::new(settings)), files)),
         (Some(_), Some(sentinel)) => {
             return Err(document
                 .error_at(&sentinel, "store has both redis and sentinel: remove one of them"));
@@ -173,40 +200,11 @@ pub(super) fn validate(
         }
         (None, Some(sentinel)) => sentinels(document, sentinel.value)?,
     };
-    let timeout = match &raw.timeout {
-        None => DEFAULT_TIMEOUT,
-        Some(text) => match duration(document, text)? {
-            Duration::ZERO => {
-                return Err(document
-                    .error_at(text, "store.timeout must be more than 0: 100ms is a good start"));
-            }
-            long if long > MAX_TIMEOUT => {
-                let message = "store.timeout is more than 60s, longer than any request should \
-                               wait: 100ms is a good start";
-                return Err(document.error_at(text, message));
-            }
-            timeout => timeout,
-        },
-    };
-    let (tls, files) = tls(document, folder, raw.tls)?;
-    let redis = RedisConfig {
-        servers,
-        prefix: raw
-            .prefix
-            .as_ref()
-            .map_or_else(|| DEFAULT_PREFIX.to_owned(), |prefix| prefix.value.clone()),
-        timeout,
-        tls,
-        instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
-        max_keys,
-    };
-    redis.builder().check().map_err(|error| {
-        let message = format!("store: {error}");
-        match &raw.prefix {
-            Some(prefix) if message.contains("prefix") => document.error_at(prefix, &message),
-            _ => document.error_at(&urls, &message),
-        }
-    })?;
+    let redis = RedisConfig { servers, settings };
+    redis
+        .builder()
+        .check()
+        .map_err(|error| document.error_at(&urls, &format!("store: {error}")))?;
     Ok((StoreConfig::Redis(Box::new(redis)), files))
 }
 
@@ -239,7 +237,11 @@ fn sentinels(
         "store.sentinel.nodes",
         "redis://10.0.0.1:26379",
     )?;
-    Ok((Servers::Sentinel { master: raw.master, nodes, credentials }, place))
+    if raw.master.value.is_empty() {
+        let message = "store.sentinel.master is empty: write the name in `sentinel monitor NAME …`";
+        return Err(document.error_at(&raw.master, message));
+    }
+    Ok((Servers::Sentinel { master: raw.master.value, nodes, credentials }, place))
 }
 
 /// Rejects an empty list of addresses.

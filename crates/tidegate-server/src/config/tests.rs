@@ -111,7 +111,9 @@ fn errors_in_cors_show_their_position() {
 
 #[test]
 fn errors_of_numbers_show_the_valid_range() {
-    for number in ["-1", "1.5", "1e3", "null", "many", "99999999999999999999999", "0", "[1]"] {
+    for number in
+        ["-1", "1.5", "1e30", "'5'", "yes", "null", "many", "99999999999999999999999", "0", "[1]"]
+    {
         let text =
             error(&format!("policies:\n  - name: a\n    limit: {number}\n    window: 60s\n"));
         let expected = "tidegate.yaml:3:12: limit: must be a whole number from 1 to 1000000000000";
@@ -153,6 +155,7 @@ fn errors_in_policies_show_their_position() {
         ("match: {'': a}", "5:13:", "is not an attribute name"),
         ("match: {paths: /x}", "5:13:", "match: unknown attribute \"paths\""),
         ("key: ['']", "5:11:", "is not an attribute name"),
+        ("on_store_failure: error", "5:23:", "it must be one of local, allow, deny"),
         ("key: [headers.x-user]", "5:11:", "did you mean `header.x-user`?"),
         ("key: tenant", "5:10:", "key: unknown attribute \"tenant\""),
         ("key: null", "5:5:", "a text or a list of texts, not nothing"),
@@ -189,8 +192,8 @@ fn errors_in_other_sections_show_their_position() {
             "both redis and sentinel",
         ),
         ("store:\n  sentinel: {master: m, nodes: []}\n", "2:32:", "store.sentinel.nodes is empty"),
-        ("store:\n  redis: redis://h\n  timeout: 0s\n", "3:12:", "must be more than 0"),
-        ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "is more than 60s"),
+        ("store:\n  redis: redis://h\n  timeout: 0s\n", "3:12:", "must be from 1ms to 1m"),
+        ("store:\n  redis: redis://h\n  timeout: 5m\n", "3:12:", "must be from 1ms to 1m"),
         ("store:\n  redis: redis://h\n  instances: 0\n", "3:14:", "a whole number from 1 to 10000"),
         ("store:\n  redis: redis://h\n  prefix: ''\n", "3:11:", "is not usable"),
         (
@@ -214,8 +217,29 @@ fn errors_in_other_sections_show_their_position() {
             "3:10:",
             "0.0.0.0:9 is already in use",
         ),
+        (
+            "listen:\n  http: unix:/run/a.sock\n  admin: unix:/run/a.sock\n",
+            "3:10:",
+            "unix:/run/a.sock is already in use",
+        ),
+        ("listen:\n  grpc: unix:a.sock\n", "2:9:", "must be absolute"),
+        ("listen:\n  unix_mode: '1660'\n", "2:14:", "three octal digits"),
+        ("listen:\n  unix_mode: 660\n", "2:14:", "three octal digits in quotes"),
+        ("listen:\n  max_connection_age: 10ms\n", "2:23:", "from 1s to 366d, or off"),
+        ("listen:\n  max_connection_age: soon\n", "2:23:", "is not a duration"),
+        ("envoy:\n  on_store_failure: closed\n", "2:21:", "one of local, allow, deny, error"),
+        ("envoy:\n  on_store_failures: {a: deny}\n", "2:26:", "no rule is named \"a\""),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
         ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
+        ("envoy:\n  files: [nowhere/*.yaml]\n", "2:11:", "no file matches this pattern"),
+        ("envoy:\n  near_limit_ratio: 1.5\n", "2:21:", "must be a number from 0 to 1"),
+        ("envoy:\n  near_limit_ratio: '0.5'\n", "2:21:", "from 0 to 1, without quotes"),
+        ("envoy:\n  on_store_failure: eror\n", "2:21:", "did you mean `error`?"),
+        (
+            "gateway:\n  access_log:\n    path: a\n    format: jsn\n",
+            "4:13:",
+            "one of combined, json (did you mean `json`?)",
+        ),
         (
             "tls:\n  certificate: nowhere.pem\n  key: key.pem\n",
             "2:16:",
@@ -235,6 +259,18 @@ fn errors_in_other_sections_show_their_position() {
         ("policies: []\n---\npolicies: []\n", "3:1:", "a configuration is one document"),
         ("listen: 5\n", "1:9:", "listen: must be fields"),
         ("headers: {x_ratelimit: maybe}\n", "1:24:", "x_ratelimit: must be true or false"),
+        ("headers: {x_ratelimit: yes}\n", "1:24:", "YAML 1.2 has no yes, no, on or off"),
+        ("headers: {x_ratelimit: 'true'}\n", "1:24:", "must be true or false, without quotes"),
+        (
+            "store:\n  sentinel: {master: '', nodes: [redis://h]}\n",
+            "2:22:",
+            "store.sentinel.master is empty",
+        ),
+        ("store: {prefix: '{a}'}\n", "1:17:", "is not usable"),
+        ("gateway:\n  header_timeout: 0s\n", "2:19:", "must be from 1ms to 1d"),
+        ("gateway:\n  connect_timeout: 2d\n", "2:20:", "must be from 1ms to 1d"),
+        ("gateway:\n  idle_timeout: 60\n", "2:17:", "write it like 500ms"),
+        ("gateway:\n  upstreams: ['http://h:99999']\n", "2:15:", "is not an upstream"),
     ] {
         let found = error(text);
         assert!(
@@ -242,10 +278,86 @@ fn errors_in_other_sections_show_their_position() {
             "{text}\n{found}"
         );
     }
-    for good in
-        ["listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n", "listen: {admin: 127.0.0.1:8080}\n"]
-    {
+    for good in [
+        "listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n",
+        "listen: {admin: 127.0.0.1:8080}\n",
+        "listen: {http: unix:/run/a.sock, admin: unix:/run/b.sock, unix_mode: '0660'}\n",
+        "listen: {max_connection_age: off}\n",
+    ] {
         assert!(Config::parse("good", good).is_ok(), "{good}");
+    }
+}
+
+#[test]
+fn usual_mistakes_in_yaml_are_named() {
+    let mut wrong = Vec::new();
+    let mut compare = |text: &str, place: &str, message: &str| {
+        let found = error(text);
+        let is_right =
+            found.starts_with(&format!("tidegate.yaml:{place}")) && found.contains(message);
+        if !is_right || found.contains("S3CR3T") {
+            wrong.push(format!("{text}\n{found}"));
+        }
+    };
+    // Each text starts at line 5 of the file.
+    for (rest, place, message) in [
+        ("\tmode: shadow", "5:1:", "a tab in the indentation: use spaces"),
+        ("    match:\n\t  path: /a", "6:1:", "a tab in the indentation: use spaces"),
+        ("  \u{a0} mode: shadow", "5:3:", "a special space in the indentation"),
+        ("    cost:5", "5:5:", "a space is missing after the colon"),
+        ("    match: {path:/a}", "5:13:", "a space is missing after the colon"),
+        ("    match: {host: *.example.com}", "5:19:", "starts with * must be in quotes, such as"),
+        ("    match:\n      path: *", "6:13:", "a text that starts with * must be in quotes"),
+        ("    match:\n      path: **/x", "6:13:", "a text that starts with * must be in quotes"),
+        ("    match: {path: /users/{id}}", "5:26:", "must be in quotes, such as '/users/{id}'"),
+        ("    match:\n      path: {id}/a", "6:13:", "a text that starts with { must be in quotes"),
+        ("    match: {path: [/a, /b}", "5:19:", "mismatched bracket '[' closed by '}'"),
+        ("    match: {path: /a", "5:12:", "unclosed bracket '{'"),
+        ("   mode: shadow", "5:4:", "the indentation does not fit the lines above"),
+        ("     mode: shadow", "5:10:", "the indentation does not fit the lines above"),
+        ("    match: {path: @a}", "5:19:", "a text that starts with @ must be in quotes"),
+        ("    match:\n      path: a: b", "6:14:", "a text with a colon and a space must be in"),
+        ("    match: {path: 'a}\n    mode: shadow", "5:19:", "unclosed quote"),
+        ("    count_denied: yes", "5:19:", "YAML 1.2 has no yes, no, on or off"),
+        ("    count_denied: On", "5:19:", "YAML 1.2 has no yes, no, on or off"),
+    ] {
+        let text = format!("policies:\n  - name: a\n    limit: 10\n    window: 60s\n{rest}\n");
+        // The ends of lines do not matter, nor does a byte order mark.
+        for text in [text.clone(), text.replace('\n', "\r\n"), format!("\u{feff}{text}")] {
+            compare(&text, place, message);
+        }
+    }
+    for (text, place, message) in [
+        ("policies:\n\t- name: a\n", "2:1:", "a tab in the indentation: use spaces"),
+        ("policies:\n  - name:a\n    limit: 5\n", "2:5:", "a space is missing after the colon"),
+        (
+            "policies:\n  - name: a\n  limit: 5\n  window: 60s\n",
+            "3:3:",
+            "`limit` must start in column 5, like the other fields of line 2",
+        ),
+        ("listen\n", "1:1:", "a colon is missing after this name"),
+        ("auth:\n\tapi_token: S3CR3T\n", "2:1:", "a tab in the indentation"),
+        ("auth:\n  api_token:S3CR3T\n", "2:3:", "a space is missing after the colon"),
+        ("auth:\n  api_token: *S3CR3T\n", "2:14:", "a text that starts with * must be in quotes"),
+        ("auth:\n  api_token: @S3CR3T\n", "2:14:", "a text that starts with @ must be in quotes"),
+        ("auth:\n  api_token: 'S3CR3T\nlisten: {}\n", "2:14:", "this quote is not closed"),
+    ] {
+        compare(text, place, message);
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    let valid = "\u{feff}policies:\r\n  - {name: a, limit: 10, window: 60s}\r\n";
+    assert!(Config::parse("windows.yaml", valid).is_ok());
+}
+
+#[test]
+fn flag_with_a_server_keeps_the_other_settings_of_the_store() {
+    for text in [
+        "store: {prefix: api, timeout: 50ms}\n",
+        "store: {prefix: api, timeout: 50ms, redis: 'redis://h'}\n",
+    ] {
+        let store = Config::parse("tidegate.yaml", text).expect("valid").store;
+        let StoreConfig::Redis(redis) = store.with_redis("redis://other") else { panic!("Redis") };
+        assert_eq!((redis.prefix(), redis.timeout().as_millis()), ("api", 50), "{text}");
     }
 }
 

@@ -1,9 +1,11 @@
 //! Charges of each descriptor: by a rule of ratelimit's files, by the limit in the request, or by
 //! Tidegate's policies.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use prost_types::Struct;
 use tidegate::internals::PreparedCharge;
 use tidegate::{Action, Decision, Enforcement, OnStoreFailure, Policy, Source};
 use tonic::Status;
@@ -32,6 +34,8 @@ pub(super) struct LimitedDescriptor<'a> {
     pub(super) limit: u64,
     pub(super) unit: Option<Unit>,
     pub(super) name: Option<&'a str>,
+    /// Metadata of the rule.
+    pub(super) metadata: Option<&'a Struct>,
     /// Number of charges, which follow those of the earlier descriptors.
     pub(super) charges: usize,
 }
@@ -145,7 +149,8 @@ fn by_rule<'a>(
     let charge = charge.with_on_store_failure(envoy.on_store_failure_of(rule));
     charges.push(hits.apply_to(charge, rule.mode.into()).with_metric_name(metric));
     let (unit, name) = (Some(unit), rule.name.as_deref());
-    DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name, charges: 1 })
+    let metadata = rule.metadata.as_ref();
+    DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name, metadata, charges: 1 })
 }
 
 /// Returns the denial of a limit of 0, with a wait until the next window starts.
@@ -156,9 +161,10 @@ fn zero_limit_denial(window: Duration) -> Decision {
     Decision::deny(0, wait).with_source(Source::Deny)
 }
 
-/// Charges by the limit in the request.
+/// Charges by the limit in the request. It replaces the limit of the descriptor's rule, but counts
+/// on, if both have the same window.
 fn by_override<'a>(
-    active: &ActiveConfig,
+    active: &'a ActiveConfig,
     domain: &str,
     descriptor: &RateLimitDescriptor,
     limit_override: RateLimitOverride,
@@ -177,23 +183,38 @@ fn by_override<'a>(
             return Err(Status::invalid_argument("the limit of a descriptor has no unit"));
         }
     };
-    let limit = Limit::new(active.envoy.algorithm, limit_override.requests_per_unit, 1, unit)
-        .map_err(|error| {
+    let found = active.envoy.rules.find(domain, entries(descriptor));
+    let shared = found.and_then(|matched| match &matched.rule.limit {
+        Limit::Quota(_, quota) if quota.window() == unit.window() => Some((matched, quota)),
+        _ => None,
+    });
+    let algorithm = shared.as_ref().map_or(active.envoy.algorithm, |(_, quota)| quota.algorithm());
+    let limit =
+        Limit::new(algorithm, limit_override.requests_per_unit, 1, unit).map_err(|error| {
             Status::invalid_argument(format!("the limit of a descriptor is invalid: {error}"))
         })?;
-    let policy = rules::override_name(active.envoy.algorithm, unit);
+    let on_store_failure = shared.as_ref().map_or(active.envoy.on_store_failure, |(matched, _)| {
+        active.envoy.on_store_failure_of(matched.rule)
+    });
+    let (policy, metric) = match shared {
+        Some((matched, _)) => (Cow::Borrowed(matched.rule.path.as_str()), matched.metric),
+        None => {
+            // The metric has no values: clients choose them, so their number is unbounded.
+            let without_values = entries(descriptor).map(|(key, _)| (key, ""));
+            let metric = rules::metric_name(domain, without_values);
+            (Cow::Owned(rules::override_name(algorithm, unit)), Cow::Owned(metric))
+        }
+    };
     let key = rules::counter_key(domain, entries(descriptor));
     let charge = match limit {
         Limit::Quota(_, quota) => PreparedCharge::with_own_quota(policy, key, quota),
         _ => PreparedCharge::of_zero_limit(policy, key, zero_limit_denial(unit.window())),
     };
-    let charge = charge.with_on_store_failure(active.envoy.on_store_failure);
-    // The metric has no values: clients choose them, so their number is unbounded.
-    let without_values = entries(descriptor).map(|(key, _)| (key, ""));
-    let metric = rules::metric_name(domain, without_values);
+    let charge = charge.with_on_store_failure(on_store_failure);
     charges.push(hits.apply_to(charge, Enforcement::Enforce).with_metric_name(metric));
     let (limit, unit) = (u64::from(limit_override.requests_per_unit), Some(unit));
-    Ok(DescriptorPlan::Limited(LimitedDescriptor { limit, unit, name: None, charges: 1 }))
+    let plan = LimitedDescriptor { limit, unit, name: None, metadata: None, charges: 1 };
+    Ok(DescriptorPlan::Limited(plan))
 }
 
 /// Charges by policies that reference `domain` or `descriptor.KEY`.
@@ -228,6 +249,7 @@ fn by_policies<'a>(
         limit: quota.limit(),
         unit: Unit::ALL.into_iter().find(|unit| unit.window() == quota.window()),
         name: Some(policy.name()),
+        metadata: None,
         charges: selection.charges.len() + rejections.len(),
     };
     charges.extend(selection.charges.into_iter().map(|selected| {

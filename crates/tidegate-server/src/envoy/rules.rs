@@ -1,24 +1,27 @@
 //! Rules of envoyproxy/ratelimit: loads its YAML files unmodified and finds the rule for a
-//! descriptor.
+//! descriptor. Files of one domain are merged.
 //!
 //! A domain is a tree. The name of a node is its *composite*: `key_value`, or `key` alone for any
 //! value. The search descends one level per entry of the descriptor: to the exact composite, else
-//! the first matching wildcard of the file, else the key alone. It never backtracks, and only the
+//! the first matching wildcard of the files, else the key alone. It never backtracks, and only the
 //! node of the last entry can limit the descriptor.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use serde_saphyr::{Location, Spanned};
+use prost_types::Struct;
 use tidegate::{Algorithm, Enforcement, Quota, QuotaError};
 
+mod error;
+mod fields;
+mod load;
+mod metadata;
 mod names;
 mod raw;
 
-use names::{composite, printable};
+pub(crate) use error::RulesWarning;
 pub(crate) use names::{counter_key, metric_name, override_name};
-use raw::{MAX_FILE_BYTES, RawDescriptor, RawFile, RawLimit};
 
 #[cfg(test)]
 mod tests;
@@ -28,7 +31,8 @@ mod tests;
 pub(crate) struct Rules {
     domains: BTreeMap<String, Level>,
     /// In the order of the files. Nodes refer to them by index.
-    rules: Vec<Rule>,
+    all: Vec<Rule>,
+    warnings: Vec<RulesWarning>,
 }
 
 /// Node with a limit.
@@ -45,6 +49,8 @@ pub(crate) struct Rule {
     pub(crate) replaces: Vec<String>,
     pub(crate) limit: Limit,
     pub(crate) mode: RuleMode,
+    /// For the response to Envoy, if requests are within the limit.
+    pub(crate) metadata: Option<Struct>,
     detailed_metric: bool,
 }
 
@@ -88,97 +94,7 @@ pub(crate) struct MatchedRule<'a> {
     pub(crate) key: String,
 }
 
-/// Error in a file, with its location and how to fix it.
-#[derive(Debug, thiserror::Error)]
-#[error("{location}: {kind}")]
-pub(crate) struct RulesError {
-    /// File and line, or the field of the configuration.
-    location: String,
-    kind: RulesErrorKind,
-}
-
-#[derive(Debug, thiserror::Error)]
-enum RulesErrorKind {
-    #[error("has {0} bytes: at most {MAX_FILE_BYTES} are allowed")]
-    TooLarge(usize),
-    #[error("{field}{message}")]
-    Yaml { field: String, message: String },
-    #[error("domain is missing or empty: write the domain that Envoy's rate limit filter sends")]
-    MissingDomain,
-    #[error("domain {domain:?} is already defined in {first}: keep each domain in one file")]
-    DuplicateDomain { domain: String, first: String },
-    #[error("key is missing or empty: a descriptor needs the key of an entry")]
-    MissingKey,
-    #[error("descriptor {0:?} is duplicated: merge the two")]
-    DuplicateDescriptor(String),
-    #[error("share_threshold needs a wildcard to share: write a value with a *, such as files/*")]
-    NoWildcardToShare,
-    #[error("rate_limit.unit is missing: it must be one of {}", Unit::names())]
-    MissingUnit,
-    #[error("rate_limit.requests_per_unit is missing: write 0 to deny every request")]
-    MissingRequests,
-    #[error("rate_limit has both unlimited and the unit {}: remove one of them", .0.as_str())]
-    UnlimitedWithUnit(Unit),
-    #[error("rate_limit.{field}: {error}")]
-    Quota { field: &'static str, error: QuotaError },
-    #[error(
-        "rate_limit.replaces has an entry without a name: write the name of the rule to replace"
-    )]
-    MissingReplacedName,
-    #[error("rate_limit.replaces has the rule's own name {0:?}: a rule cannot replace itself")]
-    ReplacesItself(String),
-    #[error("no rule is named {name:?}: {known}")]
-    UnknownRule { name: String, known: String },
-}
-
 impl Rules {
-    /// Loads files, given by name and text. Rules use `algorithm`, unless their name is in
-    /// `algorithms`.
-    pub(crate) fn load(
-        files: &[(String, String)],
-        algorithm: Algorithm,
-        algorithms: &BTreeMap<String, Algorithm>,
-    ) -> Result<Self, RulesError> {
-        let mut all = Self { domains: BTreeMap::new(), rules: Vec::new() };
-        let mut file_of_domain = BTreeMap::new();
-        for (file, text) in files {
-            let location = FileLocation { file, location: Location::UNKNOWN };
-            let RawFile { domain, descriptors } = RawFile::parse(file, text)?;
-            if domain.is_empty() {
-                return Err(location.error(RulesErrorKind::MissingDomain));
-            }
-            if let Some(first) = file_of_domain.insert(domain.clone(), file) {
-                let kind = RulesErrorKind::DuplicateDomain { domain, first: first.clone() };
-                return Err(location.error(kind));
-            }
-            let mut loader = Loader { file, algorithm, algorithms, rules: &mut all.rules };
-            let level = loader.load_level(&domain, &[], descriptors)?;
-            all.domains.insert(domain, level);
-        }
-        all.check_algorithm_names(algorithms)?;
-        Ok(all)
-    }
-
-    /// Rejects an algorithm for an unknown rule: its name is misspelt, or the rule was renamed.
-    fn check_algorithm_names(
-        &self,
-        algorithms: &BTreeMap<String, Algorithm>,
-    ) -> Result<(), RulesError> {
-        let mut names: Vec<&str> =
-            self.rules.iter().filter_map(|rule| rule.name.as_deref()).collect();
-        let Some(name) = algorithms.keys().find(|name| !names.contains(&name.as_str())) else {
-            return Ok(());
-        };
-        names.sort_unstable();
-        names.dedup();
-        let known = match names.as_slice() {
-            [] => "no rule of the files has a rate_limit.name".to_owned(),
-            names => format!("the names in the files are {}", names.join(", ")),
-        };
-        let kind = RulesErrorKind::UnknownRule { name: name.clone(), known };
-        Err(RulesError { location: "envoy.algorithms".to_owned(), kind })
-    }
-
     /// Returns the rule for a descriptor, given by the keys and values of its entries. `None` if
     /// the descriptor has no limit.
     pub(crate) fn find<'a>(
@@ -194,7 +110,7 @@ impl Rules {
             level = &found.node.children;
             matches.push(found);
         }
-        let rule = &self.rules[matches.last()?.node.rule?];
+        let rule = &self.all[matches.last()?.node.rule?];
         let counter_entries = matches.iter().map(|entry| (entry.key, entry.counter_value));
         let metric = if rule.detailed_metric {
             Cow::Owned(metric_name(domain, counter_entries.clone()))
@@ -212,7 +128,12 @@ impl Rules {
     }
 
     pub(crate) fn rules(&self) -> impl Iterator<Item = &Rule> {
-        self.rules.iter()
+        self.all.iter()
+    }
+
+    /// Returns the parts that are loaded, but perhaps not as their author expects.
+    pub(crate) fn warnings(&self) -> &[RulesWarning] {
+        &self.warnings
     }
 }
 
@@ -282,6 +203,10 @@ impl Unit {
         })
     }
 
+    fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(name))
+    }
+
     fn names() -> String {
         Self::ALL.map(Self::as_str).join(", ")
     }
@@ -298,11 +223,20 @@ struct Level {
 
 #[derive(Debug)]
 struct Node {
-    /// Index in [`Rules::rules`].
+    /// Index in [`Rules::all`].
     rule: Option<usize>,
     children: Level,
     value_to_metric: bool,
     share_threshold: bool,
+    origin: Origin,
+}
+
+/// Place where a node is defined.
+#[derive(Debug, Clone, Copy)]
+struct Origin {
+    /// Index of the file.
+    file: usize,
+    line: u64,
 }
 
 /// Composite with one or more `*`, each of which matches any text, including an empty one.
@@ -376,120 +310,5 @@ impl Wildcard {
     fn value_for(&self, key: &str) -> &str {
         let value = self.composite.strip_prefix(key).and_then(|rest| rest.strip_prefix('_'));
         value.unwrap_or(&self.composite)
-    }
-}
-
-/// Converts the descriptors of one file into nodes and rules.
-struct Loader<'a> {
-    file: &'a str,
-    algorithm: Algorithm,
-    algorithms: &'a BTreeMap<String, Algorithm>,
-    rules: &'a mut Vec<Rule>,
-}
-
-impl Loader<'_> {
-    fn load_level(
-        &mut self,
-        path: &str,
-        keys: &[String],
-        descriptors: Vec<Spanned<RawDescriptor>>,
-    ) -> Result<Level, RulesError> {
-        let mut level = Level::default();
-        for Spanned { value: raw, referenced: location, .. } in descriptors {
-            let location = FileLocation { file: self.file, location };
-            if raw.key.is_empty() {
-                return Err(location.error(RulesErrorKind::MissingKey));
-            }
-            let composite = composite(&raw.key, &raw.value);
-            let path = format!("{path}.{composite}");
-            if level.nodes.contains_key(&composite) {
-                return Err(location.error(RulesErrorKind::DuplicateDescriptor(path)));
-            }
-            match Wildcard::new(&composite) {
-                Some(wildcard) => level.wildcards.push(wildcard),
-                None if raw.share_threshold => {
-                    return Err(location.error(RulesErrorKind::NoWildcardToShare));
-                }
-                None => {}
-            }
-            let keys: Vec<String> = keys.iter().chain([&raw.key]).cloned().collect();
-            let node = self.load_node(&path, &keys, raw)?;
-            level.nodes.insert(composite, node);
-        }
-        Ok(level)
-    }
-
-    fn load_node(
-        &mut self,
-        path: &str,
-        keys: &[String],
-        raw: RawDescriptor,
-    ) -> Result<Node, RulesError> {
-        let mut rule = None;
-        if let Some(Spanned { value: limit, referenced: location, .. }) = &raw.rate_limit {
-            let location = FileLocation { file: self.file, location: *location };
-            rule = Some(self.rules.len());
-            self.rules.push(
-                self.load_rule(path, keys, &raw, limit).map_err(|kind| location.error(kind))?,
-            );
-        }
-        Ok(Node {
-            rule,
-            children: self.load_level(path, keys, raw.descriptors)?,
-            value_to_metric: raw.value_to_metric,
-            share_threshold: raw.share_threshold,
-        })
-    }
-
-    fn load_rule(
-        &self,
-        path: &str,
-        keys: &[String],
-        raw: &RawDescriptor,
-        limit: &RawLimit,
-    ) -> Result<Rule, RulesErrorKind> {
-        let name = Some(limit.name.clone()).filter(|name| !name.is_empty());
-        let algorithm = name
-            .as_ref()
-            .and_then(|name| self.algorithms.get(name))
-            .copied()
-            .unwrap_or(self.algorithm);
-        let replaces: Vec<String> =
-            limit.replaces.iter().map(|replaced| replaced.name.clone()).collect();
-        if replaces.iter().any(String::is_empty) {
-            return Err(RulesErrorKind::MissingReplacedName);
-        }
-        if let Some(name) = name.as_ref().filter(|name| replaces.contains(name)) {
-            return Err(RulesErrorKind::ReplacesItself(name.clone()));
-        }
-        Ok(Rule {
-            path: printable(path),
-            name,
-            keys: keys.to_vec(),
-            replaces,
-            limit: limit.validate(algorithm)?,
-            mode: match (raw.shadow_mode, raw.quota_mode) {
-                (true, _) => RuleMode::Shadow,
-                (false, true) => RuleMode::Quota,
-                (false, false) => RuleMode::Enforce,
-            },
-            detailed_metric: raw.detailed_metric,
-        })
-    }
-}
-
-/// Location in a file.
-struct FileLocation<'a> {
-    file: &'a str,
-    location: Location,
-}
-
-impl FileLocation<'_> {
-    fn error(&self, kind: RulesErrorKind) -> RulesError {
-        let location = match self.location.line() {
-            0 => self.file.to_owned(),
-            line => format!("{}:{line}", self.file),
-        };
-        RulesError { location, kind }
     }
 }

@@ -189,48 +189,38 @@ impl Body for Download {
 /// Maximum size of a body that can be sent again after it was sent.
 const MAX_RECORDED_BYTES: usize = 64 * 1024;
 
-/// Body of a client's request that can be sent again, as long as all that was read of it is
+/// Body of a client's request that can be sent again, as long as all that was sent of it is
 /// recorded.
 #[derive(Debug)]
 pub(super) struct RequestBody {
+    /// Data that an earlier attempt has read. It comes before the rest of the upload.
+    start: Bytes,
     upload: Upload,
-    /// Data that was read. `None` if it is not complete.
-    recorded: Option<Vec<Bytes>>,
-    /// Number of recorded pieces that this attempt has sent.
-    sent: usize,
-    /// Bytes that may still be recorded.
-    room: usize,
+    /// Copy of the data that this attempt has sent, `None` if it is incomplete. Clones of the
+    /// frames would keep whole read buffers in memory.
+    recorded: Option<Vec<u8>>,
+    max_recorded: usize,
 }
 
 impl RequestBody {
     pub(super) fn new(upload: Upload) -> Self {
-        Self { upload, recorded: Some(Vec::new()), sent: 0, room: MAX_RECORDED_BYTES }
+        Self { start: Bytes::new(), upload, recorded: Some(Vec::new()), max_recorded: 0 }
     }
 
-    /// Stops recording: once some of the body was sent, it cannot be sent again.
-    fn without_recording(mut self) -> Self {
-        self.room = 0;
-        self
+    /// Returns the body for another attempt.
+    fn rewound(mut self: Box<Self>) -> Option<Box<Self>> {
+        let recorded = self.recorded.replace(Vec::new())?;
+        if !recorded.is_empty() {
+            self.start = recorded.into();
+        }
+        Some(self)
     }
 
-    fn unsent(&self) -> &[Bytes] {
-        self.recorded.as_ref().map_or(&[], |recorded| &recorded[self.sent..])
-    }
-
-    fn record(&mut self, frame: Option<&Result<Frame<Bytes>, axum::BoxError>>) {
-        let data = match frame {
-            // The end of the body is found again by the next attempt.
-            None => return,
-            Some(Ok(frame)) => frame.data_ref(),
-            Some(Err(_)) => None,
-        };
-        let room = data.and_then(|data| self.room.checked_sub(data.len().max(1)));
-        match (data, room, &mut self.recorded) {
-            (Some(data), Some(room), Some(recorded)) => {
-                recorded.push(data.clone());
-                self.sent = recorded.len();
-                self.room = room;
-            }
+    fn record(&mut self, data: Option<&Bytes>) {
+        let length = self.recorded.as_ref().map_or(0, Vec::len);
+        let room = self.max_recorded.saturating_sub(length);
+        match (data, &mut self.recorded) {
+            (Some(data), Some(recorded)) if data.len() <= room => recorded.extend_from_slice(data),
             _ => self.recorded = None,
         }
     }
@@ -245,25 +235,28 @@ impl Body for RequestBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
-        if let Some(data) = this.unsent().first().cloned() {
-            this.sent += 1;
+        if !this.start.is_empty() {
+            let data = std::mem::take(&mut this.start);
+            this.record(Some(&data));
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
         if this.upload.is_end_stream() {
             return Poll::Ready(None);
         }
         let frame = ready!(Pin::new(&mut this.upload).poll_frame(cx));
-        this.record(frame.as_ref());
+        // The end of the body is found again by the next attempt.
+        if let Some(frame) = &frame {
+            this.record(frame.as_ref().ok().and_then(Frame::data_ref));
+        }
         Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
-        self.unsent().is_empty() && self.upload.is_end_stream()
+        self.start.is_empty() && self.upload.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        let unsent: usize = self.unsent().iter().map(Bytes::len).sum();
-        with_more(self.upload.size_hint(), unsent)
+        with_more(self.upload.size_hint(), self.start.len())
     }
 }
 
@@ -282,23 +275,26 @@ fn with_more(mut hint: SizeHint, bytes: usize) -> SizeHint {
 /// handed back for another attempt, if it can be sent again.
 #[derive(Debug)]
 pub(super) struct UpstreamRequestBody {
-    /// `None` if the request has no body.
-    body: Option<RequestBody>,
+    /// `None` if the request has no body. Boxed, because hyper moves requests several times.
+    body: Option<Box<RequestBody>>,
     idle_timer: IdleTimer,
-    returned: Option<oneshot::Sender<RequestBody>>,
+    returned: Option<oneshot::Sender<Box<RequestBody>>>,
 }
 
 impl UpstreamRequestBody {
-    /// Returns the body, and the receiver that gets the client's body back. Unless the request
-    /// `may_repeat`, it only gets a body of which nothing was sent.
+    /// Returns the body, and the receiver that gets the client's body back, if there is one. Unless
+    /// the request `may_repeat`, it only gets a body of which nothing was sent.
     pub(super) fn new(
-        body: Option<RequestBody>,
+        body: Option<Box<RequestBody>>,
         may_repeat: bool,
         idle_timer: IdleTimer,
-    ) -> (Self, oneshot::Receiver<RequestBody>) {
+    ) -> (Self, Option<oneshot::Receiver<Box<RequestBody>>>) {
+        let Some(mut body) = body else {
+            return (Self { body: None, idle_timer, returned: None }, None);
+        };
+        body.max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
         let (sender, receiver) = oneshot::channel();
-        let body = if may_repeat { body } else { body.map(RequestBody::without_recording) };
-        (Self { body, idle_timer, returned: Some(sender) }, receiver)
+        (Self { body: Some(body), idle_timer, returned: Some(sender) }, Some(receiver))
     }
 }
 
@@ -321,20 +317,19 @@ impl Body for UpstreamRequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_none_or(Body::is_end_stream)
+        self.body.as_deref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
+        self.body.as_deref().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
     }
 }
 
 impl Drop for UpstreamRequestBody {
     fn drop(&mut self) {
-        if let (Some(mut body), Some(returned)) = (self.body.take(), self.returned.take())
-            && body.recorded.is_some()
+        if let (Some(body), Some(returned)) = (self.body.take(), self.returned.take())
+            && let Some(body) = body.rewound()
         {
-            body.sent = 0;
             // The receiver is gone if the upstream has responded, or if the request was cancelled.
             let _ = returned.send(body);
         }

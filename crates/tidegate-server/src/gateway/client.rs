@@ -59,6 +59,9 @@ impl Clients {
             .pool_idle_timeout(POOL_IDLE_TIMEOUT)
             .set_host(false)
             .http1_max_headers(MAX_HEADERS)
+            // A proxy corrects these two in responses (RFC 9112, 5.1 and 5.2).
+            .http1_allow_spaces_after_header_name_in_responses(true)
+            .http1_allow_obsolete_multiline_headers_in_responses(true)
             .pool_max_idle_per_host(0);
         let http1_unpooled = builder.build(http1.clone());
         builder.pool_max_idle_per_host(MAX_IDLE_CONNECTIONS);

@@ -280,10 +280,29 @@ pub(super) fn to_client(version: Version, headers: &mut HeaderMap) {
     if headers.contains_key(header::TRANSFER_ENCODING) {
         headers.remove(header::CONTENT_LENGTH);
     }
+    merge_lengths(headers);
     remove_hop_by_hop(headers);
     // The rate limit headers follow: one reservation avoids repeated growth.
     headers.reserve(8);
     headers.append(header::VIA, via(version));
+}
+
+/// Replaces several equal lengths by one (RFC 9110, 8.6). hyper has rejected different ones, except
+/// in responses without a body, which need no length.
+fn merge_lengths(headers: &mut HeaderMap) {
+    let length = headers.get(header::CONTENT_LENGTH);
+    let is_list = length.is_some_and(|length| length.as_bytes().contains(&b','));
+    if !is_list && !is_repeated(headers, &header::CONTENT_LENGTH) {
+        return;
+    }
+    let lengths: Vec<&[u8]> = elements(headers, &header::CONTENT_LENGTH).collect();
+    let [first, others @ ..] = &lengths[..] else { return };
+    let is_same = others.iter().all(|other| other == first);
+    let merged = HeaderValue::from_bytes(first).ok().filter(|_| is_same);
+    headers.remove(header::CONTENT_LENGTH);
+    if let Some(length) = merged {
+        headers.insert(header::CONTENT_LENGTH, length);
+    }
 }
 
 /// Announces the trailers of a gRPC response, because hyper sends only announced ones to HTTP/1.1

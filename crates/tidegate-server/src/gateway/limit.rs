@@ -11,7 +11,9 @@ use tidegate::layer::{self, RateLimit, RateLimitLayer, RequestLimiter, RequestPa
 use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
+use super::exchange::Exchange;
 use super::{Gateway, path};
+use crate::api;
 use crate::config::{CorsConfig, GatewayConfig};
 use crate::listener::{Peer, Request};
 use crate::state::{ActiveConfig, ServerState};
@@ -34,7 +36,12 @@ impl RequestLimiter for GatewayLimiter {
     ) -> Result<PolicyDecisions<'a>, Error> {
         let peer = parts.extensions.get::<Peer>().ok_or(Error::UnknownPeer)?;
         let request = RequestParts::new(parts, Some(peer.address.ip()), &active.client_ip);
-        active.decide(&parts.headers, Action::Acquire, Query::attributes(&request)).await
+        // The trace of the request continues in the span of its exchange, which is entered now.
+        let result = active.limiter.decide(Action::Acquire, Query::attributes(&request)).await;
+        if let Some(exchange) = Exchange::of(&parts.extensions) {
+            exchange.decided(result.as_ref());
+        }
+        result
     }
 
     async fn refund(&self, active: &Arc<ActiveConfig>, decisions: &PolicyDecisions<'_>) {
@@ -46,9 +53,8 @@ impl RequestLimiter for GatewayLimiter {
 #[derive(Clone)]
 pub(crate) struct LimitedGateway {
     state: Arc<ServerState>,
-    /// Used while `x_ratelimit_headers` is set, which a reload may change.
-    with_x_headers: RateLimit<Gateway, GatewayLimiter>,
-    without_x_headers: RateLimit<Gateway, GatewayLimiter>,
+    /// Services by `x_ratelimit_headers` and `partition_keys`, which a reload may change.
+    services: [[RateLimit<Gateway, GatewayLimiter>; 2]; 2],
     cors: Option<Arc<CorsConfig>>,
 }
 
@@ -58,16 +64,17 @@ impl LimitedGateway {
         settings: &GatewayConfig,
         gateway: &Gateway,
     ) -> Self {
-        let layer = |x_headers| {
+        let service = |x_headers, partition_keys| {
             let layer = RateLimitLayer::with_request_limiter(GatewayLimiter(Arc::clone(state)))
                 .x_ratelimit_headers(x_headers);
             let layer = if settings.exempt_preflight { layer.exempt_preflight() } else { layer };
+            let layer =
+                if partition_keys { layer.partition_key(api::partition_key) } else { layer };
             layer.layer(gateway.clone())
         };
         Self {
             state: Arc::clone(state),
-            with_x_headers: layer(true),
-            without_x_headers: layer(false),
+            services: [false, true].map(|x| [false, true].map(|keys| service(x, keys))),
             cors: settings.cors.clone().map(Arc::new),
         }
     }
@@ -94,11 +101,8 @@ impl Service<Request> for LimitedGateway {
             let origin = request.headers().get(header::ORIGIN).cloned();
             (Arc::clone(cors), origin)
         });
-        let limited = if active.x_ratelimit_headers {
-            &mut self.with_x_headers
-        } else {
-            &mut self.without_x_headers
-        };
+        let by_x_headers = &mut self.services[usize::from(active.x_ratelimit_headers)];
+        let limited = &mut by_x_headers[usize::from(active.partition_keys)];
         ResponseFuture { response: limited.call(request), closes, closes_if_denied, cors }
     }
 }

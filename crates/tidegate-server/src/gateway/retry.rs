@@ -14,7 +14,7 @@ use super::upstreams::Protocol;
 /// Time limit for hyper to drop the body of a failed request.
 const BODY_RETURN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What may follow a failed attempt to send a request.
+/// Next step after a failed attempt to send a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Retry {
     /// The request may have been processed.
@@ -33,35 +33,44 @@ impl Retry {
 
     pub(super) fn after(error: &legacy::Error, method: &Method, protocol: Protocol) -> Self {
         if error.is_connect() {
-            Self::OtherUpstream
-        } else if is_refused(error) || method.is_idempotent() && is_idle_close(error, protocol) {
-            // The pool must not use this connection again. Requests in flight on it continue.
-            if let Some(connection) = error.connect_info() {
-                connection.poison();
-            }
-            Self::OtherConnection
-        } else {
-            Self::No
+            return Self::OtherUpstream;
         }
+        let http2_error = http2_error(error);
+        let is_repeatable = http2_error.is_some_and(is_refused)
+            || method.is_idempotent()
+                && http2_error.is_none_or(h2::Error::is_io)
+                && is_idle_close(error, protocol);
+        if !is_repeatable {
+            return Self::No;
+        }
+        // The pool must not use this connection again. Requests in flight on it continue.
+        if let Some(connection) = error.connect_info() {
+            connection.poison();
+        }
+        Self::OtherConnection
     }
+}
+
+fn http2_error(error: &legacy::Error) -> Option<&h2::Error> {
+    let mut cause = error.source();
+    while let Some(source) = cause {
+        if let Some(error) = source.downcast_ref() {
+            return Some(error);
+        }
+        cause = source.source();
+    }
+    None
 }
 
 /// Returns whether an HTTP/2 server has declared that it did not process the request: it refused
 /// the stream, or sent a GOAWAY for an earlier one (RFC 9113, 8.7).
-fn is_refused(error: &legacy::Error) -> bool {
-    let mut cause = error.source();
-    while let Some(source) = cause {
-        if let Some(error) = source.downcast_ref::<h2::Error>() {
-            return error.is_remote()
-                && (error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM));
-        }
-        cause = source.source();
-    }
-    false
+fn is_refused(error: &h2::Error) -> bool {
+    let is_refused = error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM);
+    error.is_remote() && is_refused
 }
 
-/// Returns whether the upstream closed a connection that it had kept alive, at the moment when the
-/// request was sent. Nothing of the response has arrived.
+/// Returns whether the upstream closed a connection that it had kept alive, when the request was
+/// sent. Nothing of the response has arrived.
 fn is_idle_close(error: &legacy::Error, protocol: Protocol) -> bool {
     Progress::of(error).is_some_and(|progress| {
         progress.has_responded() && (protocol == Protocol::Http2 || progress.awaits_response())
@@ -69,6 +78,8 @@ fn is_idle_close(error: &legacy::Error, protocol: Protocol) -> bool {
 }
 
 /// Returns the body of a failed request, if it can be sent again.
-pub(super) async fn returned(body: oneshot::Receiver<RequestBody>) -> Option<RequestBody> {
+pub(super) async fn returned(
+    body: oneshot::Receiver<Box<RequestBody>>,
+) -> Option<Box<RequestBody>> {
     tokio::time::timeout(BODY_RETURN_TIMEOUT, body).await.ok()?.ok()
 }

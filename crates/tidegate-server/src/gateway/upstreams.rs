@@ -1,5 +1,6 @@
 //! Round-robin choice of upstreams, with ejection of those that fail several times in a row.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -7,6 +8,7 @@ use http::Uri;
 use http::uri::{Authority, Scheme};
 use siphasher::sip::SipHasher13;
 
+use super::metrics::UpstreamMetrics;
 use crate::duration;
 
 /// Number of consecutive failures that eject an upstream.
@@ -28,6 +30,7 @@ pub(crate) struct Upstream {
     failures: AtomicU32,
     /// End of the ejection, in milliseconds since the start of the gateway.
     ejected_until: AtomicU64,
+    pub(super) metrics: Arc<UpstreamMetrics>,
 }
 
 /// HTTP version towards an upstream.
@@ -68,7 +71,7 @@ impl std::str::FromStr for Upstream {
         };
         let authority = uri
             .authority()
-            .filter(|authority| !authority.host().is_empty())
+            .filter(|authority| has_valid_host(authority) && has_valid_port(authority))
             .ok_or_else(invalid)?
             .clone();
         if uri.query().is_some() {
@@ -81,8 +84,24 @@ impl std::str::FromStr for Upstream {
             protocol,
             failures: AtomicU32::new(0),
             ejected_until: AtomicU64::new(0),
+            metrics: Arc::new(UpstreamMetrics::new(text)),
         })
     }
+}
+
+/// Checks what the URI parser leaves open: a host in brackets must be an IPv6 address.
+fn has_valid_host(authority: &Authority) -> bool {
+    let host = authority.host();
+    match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && !host.contains(['[', ']']),
+    }
+}
+
+/// A port after the host must be a number up to 65535, which the URI parser does not check.
+fn has_valid_port(authority: &Authority) -> bool {
+    let has_port = authority.as_str().len() > authority.host().len();
+    !has_port || authority.port_u16().is_some()
 }
 
 impl Upstream {
@@ -113,7 +132,17 @@ impl Upstream {
         Uri::from_parts(parts).ok()
     }
 
-    fn is_ejected(&self, now: u64) -> bool {
+    /// Returns whether the last requests have not all failed.
+    pub(super) fn is_up(&self) -> bool {
+        self.failures.load(Ordering::Relaxed) < MAX_FAILURES
+    }
+
+    pub(super) fn port(&self) -> u16 {
+        let default = if self.scheme == Scheme::HTTPS { 443 } else { 80 };
+        self.authority.port_u16().unwrap_or(default)
+    }
+
+    fn is_ejected_at(&self, now: u64) -> bool {
         self.ejected_until.load(Ordering::Relaxed) > now
     }
 }
@@ -128,7 +157,16 @@ pub(crate) struct Upstreams {
 
 impl Upstreams {
     /// Returns `None` without any upstream.
-    pub(crate) fn new(all: Vec<Upstream>) -> Option<Self> {
+    pub(crate) fn new(mut all: Vec<Upstream>) -> Option<Self> {
+        // An upstream may be listed several times, to give it more turns. Its metrics are one.
+        for index in 1..all.len() {
+            let (earlier, rest) = all.split_at_mut(index);
+            if let Some(same) =
+                earlier.iter().find(|other| other.metrics.url == rest[0].metrics.url)
+            {
+                rest[0].metrics = Arc::clone(&same.metrics);
+            }
+        }
         (!all.is_empty()).then(|| Self { all, next: AtomicUsize::new(0), start: Instant::now() })
     }
 
@@ -138,17 +176,25 @@ impl Upstreams {
     pub(super) fn candidates(&self) -> impl Iterator<Item = &Upstream> {
         let now = self.now();
         let turn = self.next.fetch_add(1, Ordering::Relaxed);
-        let all_ejected = self.all.iter().all(|upstream| upstream.is_ejected(now));
+        let all_ejected = self.all.iter().all(|upstream| upstream.is_ejected_at(now));
         let eligible =
-            self.all.iter().filter(move |upstream| all_ejected || !upstream.is_ejected(now));
+            self.all.iter().filter(move |upstream| all_ejected || !upstream.is_ejected_at(now));
         let count = eligible.clone().count();
         eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES))
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Upstream> {
+        self.all.iter()
+    }
+
+    pub(super) fn is_ejected(&self, upstream: &Upstream) -> bool {
+        upstream.is_ejected_at(self.now())
     }
 
     /// Returns whether every upstream is ejected.
     pub(super) fn all_ejected(&self) -> bool {
         let now = self.now();
-        self.all.iter().all(|upstream| upstream.is_ejected(now))
+        self.all.iter().all(|upstream| upstream.is_ejected_at(now))
     }
 
     /// Counts a failure and ejects the upstream after too many in a row.
@@ -157,7 +203,11 @@ impl Upstreams {
         if failures >= MAX_FAILURES {
             let now = self.now();
             let until = now + jittered(EJECTION_TIME, now, failures);
-            if upstream.ejected_until.swap(until, Ordering::Relaxed) == 0 {
+            let previous = upstream.ejected_until.swap(until, Ordering::Relaxed);
+            if previous <= now {
+                upstream.metrics.count_ejection();
+            }
+            if previous == 0 {
                 tracing::warn!(upstream = %upstream.authority, reason, "upstream ejected");
             }
         }

@@ -4,13 +4,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use http::HeaderMap;
-use opentelemetry::propagation::{Extractor, TextMapPropagator as _};
-use opentelemetry::trace::TraceContextExt as _;
+use opentelemetry::propagation::TextMapPropagator as _;
+use opentelemetry::trace::{TraceContextExt as _, TraceId};
+use opentelemetry_http::{HeaderExtractor, HeaderInjector};
+use opentelemetry_otlp::{Protocol, WithExportConfig as _, WithHttpConfig as _};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
+
+use super::otlp::OtlpClient;
 
 /// Target of the spans that are exported. Their level is below the log level, so they cost nothing
 /// without a collector.
@@ -32,7 +36,15 @@ pub(super) fn provider() -> anyhow::Result<Option<SdkTracerProvider>> {
     if !is_enabled() {
         return Ok(None);
     }
-    let exporter = opentelemetry_otlp::SpanExporter::builder().with_tonic().build()?;
+    let builder = opentelemetry_otlp::SpanExporter::builder();
+    let exporter = match protocol().1 {
+        Protocol::Grpc => builder.with_tonic().with_protocol(Protocol::Grpc).build()?,
+        protocol => builder
+            .with_http()
+            .with_protocol(protocol)
+            .with_http_client(OtlpClient::new()?)
+            .build()?,
+    };
     let exporter = ExportErrorLogger { exporter, is_failing: AtomicBool::new(false) };
     Ok(Some(SdkTracerProvider::builder().with_batch_exporter(exporter).build()))
 }
@@ -47,18 +59,30 @@ fn is_enabled() -> bool {
         && !is("OTEL_TRACES_EXPORTER", "none")
 }
 
-/// Warns if an unsupported protocol is configured. Called after logging has started.
-pub(super) fn warn_about_protocol() {
+/// Returns the variable that sets the protocol, with its value, and the protocol to use: gRPC
+/// unless HTTP is set.
+fn protocol() -> (Option<(&'static str, String)>, Protocol) {
     let names = ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"];
     let set = names.into_iter().find_map(|name| Some((name, variable(name)?)));
-    if let Some((name, protocol)) = set.filter(|(_, protocol)| protocol != "grpc") {
-        tracing::warn!(
-            "{name} is {protocol:?}, but only grpc is supported: traces are sent over grpc"
-        );
+    let is_http = set.as_ref().is_some_and(|(_, value)| value.starts_with("http/"));
+    (set, if is_http { Protocol::HttpBinary } else { Protocol::Grpc })
+}
+
+/// Warns if an unsupported protocol is configured. Called after logging has started.
+pub(super) fn warn_about_protocol() {
+    if let (Some((name, value)), protocol) = protocol() {
+        let used = if protocol == Protocol::Grpc { "grpc" } else { "http/protobuf" };
+        if value != used {
+            tracing::warn!(
+                "{name} is {value:?}, but only grpc and http/protobuf are supported: traces are \
+                 sent over {used}"
+            );
+        }
     }
 }
 
-fn variable(name: &str) -> Option<String> {
+/// Returns an environment variable that is set and not empty.
+pub(super) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -70,16 +94,27 @@ pub(crate) fn continue_trace(span: &tracing::Span, head: &HeaderMap) {
     }
 }
 
-struct HeaderExtractor<'a>(&'a HeaderMap);
-
-impl Extractor for HeaderExtractor<'_> {
-    fn get(&self, key: &str) -> Option<&str> {
-        self.0.get(key)?.to_str().ok()
+/// Replaces the trace headers of a request by those of a span. Without a trace exporter the
+/// headers stay as they are.
+pub(crate) fn propagate_trace(span: &tracing::Span, headers: &mut HeaderMap) {
+    let context = span.context();
+    let span = context.span();
+    if !span.span_context().is_valid() {
+        return;
     }
-
-    fn keys(&self) -> Vec<&str> {
-        self.0.keys().map(http::HeaderName::as_str).collect()
+    TraceContextPropagator::new().inject_context(&context, &mut HeaderInjector(headers));
+    if span.span_context().trace_state().header().is_empty() {
+        headers.remove("tracestate");
     }
+}
+
+/// Returns the trace of a span or, without a trace exporter, that of the request.
+pub(crate) fn trace_id(span: &tracing::Span, head: &HeaderMap) -> Option<TraceId> {
+    let of = |context: opentelemetry::Context| {
+        let id = context.span().span_context().trace_id();
+        (id != TraceId::INVALID).then_some(id)
+    };
+    of(span.context()).or_else(|| of(TraceContextPropagator::new().extract(&HeaderExtractor(head))))
 }
 
 /// Exporter wrapper that logs the first failure and the recovery.

@@ -23,8 +23,15 @@ pub(crate) struct Answer {
     pub(crate) headers: Option<Vec<(String, String)>>,
 }
 
-/// Action of a `decide` span, and whether the request was allowed.
-pub(crate) type DecideSpan = (String, Option<bool>);
+/// Fields of a `decide` span.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct DecideSpan {
+    pub(crate) action: String,
+    pub(crate) allowed: Option<bool>,
+    /// Names of the policies that applied.
+    pub(crate) policies: String,
+    pub(crate) denied_by: Option<String>,
+}
 
 /// Everything that a door answered and recorded.
 #[derive(Debug)]

@@ -52,16 +52,18 @@ fn decide_spans(collector: &Collector) -> Vec<DecideSpan> {
         let found = span.attributes.iter().find(|attribute| attribute.key == name)?;
         found.value.clone()?.value
     };
-    let span = |span: &_| {
-        let action = match attribute(span, "action") {
-            Some(Value::StringValue(action)) => action,
-            other => panic!("the action is {other:?}"),
-        };
-        let allowed = match attribute(span, "allowed") {
+    let text = |span: &_, name: &str| match attribute(span, name)? {
+        Value::StringValue(text) => Some(text),
+        other => panic!("{name} is {other:?}"),
+    };
+    let span = |span: &_| DecideSpan {
+        action: text(span, "action").expect("an action"),
+        allowed: match attribute(span, "allowed") {
             Some(Value::BoolValue(allowed)) => Some(allowed),
             _ => None,
-        };
-        (action, allowed)
+        },
+        policies: text(span, "policies").expect("names"),
+        denied_by: text(span, "denied_by"),
     };
     spans.iter().map(span).collect()
 }

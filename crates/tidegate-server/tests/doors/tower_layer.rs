@@ -78,35 +78,35 @@ impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Spans {
     ) {
         let metadata = attributes.metadata();
         if metadata.target() == TRACE_TARGET && metadata.name() == "decide" {
-            let mut fields = Fields::default();
+            let mut fields = DecideSpan::default();
             attributes.record(&mut fields);
             let mut spans = self.0.lock().expect("no panic");
             let span = context.span(id).expect("it is new");
             span.extensions_mut().insert(Position(spans.len()));
-            spans.push((fields.action, None));
+            spans.push(fields);
         }
     }
 
     fn on_record(&self, id: &span::Id, values: &span::Record<'_>, context: Context<'_, S>) {
         let span = context.span(id).expect("it is open");
         if let Some(Position(position)) = span.extensions().get() {
-            let mut fields = Fields::default();
-            values.record(&mut fields);
-            self.0.lock().expect("no panic")[*position].1 = fields.allowed;
+            values.record(&mut self.0.lock().expect("no panic")[*position]);
         }
     }
 }
 
-#[derive(Default)]
-struct Fields {
-    action: String,
-    allowed: Option<bool>,
-}
-
-impl Visit for Fields {
+impl Visit for DecideSpan {
     fn record_bool(&mut self, field: &Field, value: bool) {
         if field.name() == "allowed" {
             self.allowed = Some(value);
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        match field.name() {
+            "policies" => value.clone_into(&mut self.policies),
+            "denied_by" => self.denied_by = Some(value.to_owned()),
+            _ => {}
         }
     }
 

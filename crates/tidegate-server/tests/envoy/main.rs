@@ -10,8 +10,14 @@ mod proto;
 mod charges;
 /// Decisions while the store is unavailable.
 mod failures;
+/// Rules in several files, folders and patterns.
+mod files;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
+/// Calls that cannot be decided.
+mod rejections;
+/// Shadow mode, dynamic metadata, shared counts and what is left.
+mod responses;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 
@@ -32,7 +38,12 @@ const FILES: &str = "envoy: {files: [ratelimit.yaml]}\n";
 
 /// Starts the service with the sample rules of ratelimit, and a client.
 async fn start(config: &str) -> (Service, Client) {
-    // The rules use fixed windows of the clock, none of which may end during a test.
+    start_on(config, RULES).await
+}
+
+/// Waits if the minute ends soon: rules use fixed windows of the clock, none of which may end
+/// during a test.
+async fn wait_for_time_in_the_minute() {
     let now = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .expect("after 1970")
@@ -40,11 +51,11 @@ async fn start(config: &str) -> (Service, Client) {
     if now % 60 >= 50 {
         tokio::time::sleep(std::time::Duration::from_secs(60 - now % 60)).await;
     }
-    start_on(config, RULES).await
 }
 
 /// Starts the service with these rules.
 async fn start_on(config: &str, rules: &str) -> (Service, Client) {
+    wait_for_time_in_the_minute().await;
     let folder = tempfile::tempdir().expect("a temporary directory");
     std::fs::write(folder.path().join("ratelimit.yaml"), rules).expect("written");
     let file = folder.path().join("tidegate.yaml");

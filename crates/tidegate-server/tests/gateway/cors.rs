@@ -2,13 +2,15 @@
 //! a response only if `Access-Control-Allow-Origin` has its origin or `*`, and of its headers only
 //! those that `Access-Control-Expose-Headers` lists.
 
+use std::io::Write as _;
+use std::process::Command;
+
 use super::support::{Response, Service, request};
-use super::upstream::Upstream;
+use super::upstream::{OK, Upstream};
 
 const APP: (&str, &str) = ("Origin", "https://app.example.com");
 const OURS: &str = "RateLimit, RateLimit-Policy, Retry-After, X-RateLimit-Limit, \
                     X-RateLimit-Remaining, X-RateLimit-Reset";
-const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 const LIMIT: &str = "policies: [{name: all, limit: 1, window: 1h}]\n";
 const CORS: &str = "gateway: {cors: {allow_origins: ['https://app.example.com']}}\n";
 
@@ -123,4 +125,75 @@ fn preflights_are_forwarded_without_a_charge_if_they_are_exempt() {
     let gateway = Service::gateway(LIMIT, &[&upstream.url()]);
     let statuses = [options(&gateway, &preflight).status, options(&gateway, &preflight).status];
     assert_eq!(statuses, [200, 429], "by default they count");
+}
+
+/// Page whose script sends three requests to the gateway in its fragment, and shows what it can
+/// read of each response.
+const PAGE: &str = "<!doctype html><pre id=seen></pre><script>
+(async () => {
+  for (let number = 0; number < 3; number++) {
+    let line = 'failed';
+    try {
+      const response = await fetch('http://' + location.hash.slice(1) + '/', {
+        method: 'PUT', headers: {'x-user-id': 'ann'}, credentials: 'include'});
+      const {status, headers} = response;
+      const type = status == 429 ? (await response.json()).type.split('#')[1] : 'none';
+      line = [status, headers.get('x-ratelimit-remaining'), headers.has('retry-after'), type];
+    } catch {}
+    seen.textContent += `<${line}>`;
+  }
+})();
+</script>";
+
+/// Loads the page in Chromium and returns what the script has seen.
+fn seen_by_a_script(gateway_section: impl Fn(&str) -> String) -> String {
+    let site = Upstream::start(|_, stream| {
+        let length = PAGE.len();
+        write!(stream, "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {length}")?;
+        write!(stream, "\r\n\r\n{PAGE}")
+    });
+    // It answers preflights and other requests alike.
+    let app = Upstream::start(|request, stream| {
+        let origin = request.header("origin").unwrap_or("*");
+        write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nVary: Origin\r\n")?;
+        write!(stream, "Access-Control-Allow-Origin: {origin}\r\n")?;
+        write!(stream, "Access-Control-Allow-Credentials: true\r\n")?;
+        write!(stream, "Access-Control-Allow-Methods: PUT\r\n")?;
+        write!(stream, "Access-Control-Allow-Headers: x-user-id\r\n\r\n")
+    });
+    let policies = "policies: [{name: all, limit: 2, window: 1h}]\n";
+    let config = format!("{policies}{}", gateway_section(&site.url()));
+    let gateway = Service::gateway(&config, &[&app.url()]);
+    let profile = tempfile::tempdir().expect("a temporary directory");
+    let output = Command::new("chromium")
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"])
+        .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
+        .args(["--dump-dom", "--virtual-time-budget=60000"])
+        .arg(format!("--user-data-dir={}", profile.path().display()))
+        .arg(format!("{}/#{}", site.url(), gateway.http))
+        .output()
+        .expect("Chromium runs");
+    let page = String::from_utf8(output.stdout).expect("UTF-8");
+    let (_, seen) = page.split_once("<pre id=\"seen\">").expect(&page);
+    let (seen, _) = seen.split_once("</pre>").expect(&page);
+    seen.replace("&lt;", "<").replace("&gt;", ">")
+}
+
+#[test]
+#[ignore = "needs Chromium: apt install chromium"]
+fn chromium_shows_denials_to_scripts_of_allowed_origins() {
+    // The first preflight and the first request use up the limit, and nothing can be read.
+    assert_eq!(seen_by_a_script(|_| String::new()), "<200,,false,none><failed><failed>");
+    let exempt = "gateway:\n  exempt_preflight: true\n";
+    assert_eq!(
+        seen_by_a_script(|_| exempt.to_owned()),
+        "<200,,false,none><200,,false,none><failed>"
+    );
+    let cors = |site: &str| {
+        format!("{exempt}  cors: {{allow_origins: ['{site}'], allow_credentials: true}}\n")
+    };
+    assert_eq!(
+        seen_by_a_script(cors),
+        "<200,1,false,none><200,0,false,none><429,0,true,quota-exceeded>"
+    );
 }

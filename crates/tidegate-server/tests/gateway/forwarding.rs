@@ -164,6 +164,30 @@ fn rate_limit_headers_of_upstreams_are_not_mixed_with_ours() {
 }
 
 #[test]
+fn partition_key_is_an_optional_hash_of_the_key() {
+    let upstream = Upstream::responding_with(OK);
+    // printf %s u1 | sha256sum | head -c 32 | xxd -r -p | base64
+    let pk = ";pk=:u4IDDbwryroyqQvy4geoSg==:";
+    let config = format!("{LIMIT}headers: {{partition_key: true}}\n");
+    let gateway = Service::gateway(&config, &[&upstream.url()]);
+    let send = |gateway: &Service, user| {
+        let response = request(&gateway.http, "GET", "/api/x", &[("X-User-Id", user)], b"");
+        let header = |name| response.header(name).expect("always").to_owned();
+        [header("ratelimit-policy"), header("ratelimit")]
+    };
+    let expected = ["\"per-user\";q=3;w=3600", "\"per-user\";r=2;t=3600"];
+    assert_eq!(send(&gateway, "u1"), expected.map(|item| format!("{item}{pk}")));
+    assert_ne!(send(&gateway, "u2"), expected.map(|item| format!("{item}{pk}")));
+    // A reload applies the setting.
+    let file = std::fs::read_to_string(gateway.file()).expect("the file");
+    let without = file.replace("partition_key: true", "partition_key: false");
+    std::fs::write(gateway.file(), without).expect("written");
+    gateway.wait_until("the partition key is gone", |gateway| {
+        send(gateway, "u3").iter().all(|header| !header.contains("pk="))
+    });
+}
+
+#[test]
 fn forwarded_headers_of_trusted_proxies_are_extended() {
     let upstream = Upstream::responding_with(OK);
     let gateway =

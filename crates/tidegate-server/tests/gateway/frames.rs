@@ -15,6 +15,7 @@ const SETTINGS: u8 = 4;
 const PING: u8 = 6;
 pub(crate) const GOAWAY: u8 = 7;
 pub(crate) const WINDOW_UPDATE: u8 = 8;
+pub(crate) const CONTINUATION: u8 = 9;
 pub(crate) const END_STREAM: u8 = 1;
 pub(crate) const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
@@ -59,6 +60,11 @@ impl Frames {
         let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
         let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
         self.0.write_all(&[&head, payload].concat()).expect("sent");
+    }
+
+    /// Closes the connection.
+    pub(crate) fn close(&self) {
+        self.0.shutdown(std::net::Shutdown::Both).expect("open");
     }
 
     /// Returns the kind, flags and payload of the next frame of a stream, and acknowledges frames

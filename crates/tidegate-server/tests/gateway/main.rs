@@ -3,6 +3,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+/// Lines of the access log.
+mod access_log;
 /// Cookies that HTTP/2 sends in several fields.
 mod cookies;
 /// Headers for scripts in browsers.
@@ -25,6 +27,8 @@ mod retries;
 mod smuggling;
 /// Spellings of one key or path.
 mod spellings;
+/// Metrics, and upstreams in `/readyz`.
+mod telemetry;
 /// Upstream that records the received bytes.
 mod upstream;
 /// TLS and HTTP/2 on both sides.

@@ -3,7 +3,9 @@ use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
-use crate::frames::{DATA, END_HEADERS, END_STREAM, Frames, GET, HEADERS, STATUS_200, field};
+use crate::frames::{
+    CONTINUATION, DATA, END_HEADERS, END_STREAM, Frames, GET, HEADERS, STATUS_200, field,
+};
 use crate::support::{Service, TEST_TIMEOUT, raw, read_response, request};
 use crate::upstream::{OK, Upstream};
 
@@ -33,9 +35,12 @@ fn http2_upstream(answer: &[(u8, u8, Vec<u8>)]) -> String {
 
 /// Sends a GET over HTTP/2 with prior knowledge, and returns all that curl prints.
 fn curl_http2(address: &str) -> String {
-    let url = format!("http://{address}/");
-    let options = ["-s", "-i", "-m", "20", "--http2-prior-knowledge", &url];
-    let output = Command::new("curl").args(options).output().expect("curl runs");
+    curl(&["-i", "--http2-prior-knowledge", &format!("http://{address}/")])
+}
+
+fn curl(arguments: &[&str]) -> String {
+    let output = Command::new("curl").args(["-s", "-m", "20"]).args(arguments).output();
+    let output = output.expect("curl runs");
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stdout).expect("text").to_ascii_lowercase()
 }
@@ -196,6 +201,76 @@ fn trace_is_refused() {
     assert!(upstream.received().is_empty());
 }
 
+#[test]
+fn responses_to_head_requests_have_no_body() {
+    let upstream = Upstream::start(|request, stream| {
+        if request.head.starts_with("HEAD /broken") {
+            return stream.write_all(b"nonsense\r\n\r\n");
+        }
+        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n")
+    });
+    let policy = "policies: [{name: p, match: {path: /limited}, limit: 1, window: 1h}]\n";
+    let gateway = Service::gateway(policy, &[&upstream.url()]);
+    let head = |path: &str, version: &str| {
+        let url = format!("http://{}{path}", gateway.http);
+        let head = curl(&["--head", version, &url]);
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+        let length = length.and_then(|length| length.parse::<u32>().ok()).unwrap_or(0);
+        (head.split(' ').nth(1).map(|status| status.trim().to_owned()).expect("a status"), length)
+    };
+    let ok = ("200".to_owned(), 7);
+    assert_eq!(head("/limited", "--http1.1"), ok);
+    let denied = head("/limited", "--http1.1");
+    assert!(denied.0 == "429" && denied.1 > 0, "{denied:?}");
+    assert_eq!(head("/limited", "--http2-prior-knowledge"), denied);
+    assert_eq!(head("/broken", "--http2-prior-knowledge").0, "502");
+    assert_eq!(head("/other", "--http2-prior-knowledge"), ok);
+}
+
+#[test]
+fn sloppy_responses_are_corrected() {
+    let upstream = Upstream::start(|request, stream| {
+        let mut words = request.head.split(' ');
+        let method = words.next().expect("a method");
+        let head: &[u8] = match words.next().expect("a path") {
+            "/repeated" => b"Content-Length: 2\r\nContent-Length: 2\r\n",
+            "/list" => b"Content-Length: 2, 2\r\n",
+            "/contradictory" => b"Content-Length: 2\r\nContent-Length: 3\r\n",
+            "/space" => b"X-Own : a\r\nContent-Length: 2\r\n",
+            "/folded" => b"X-Own: a\r\n b\r\nContent-Length: 2\r\n",
+            other => panic!("{other}"),
+        };
+        let body = if method == "HEAD" { "" } else { "ok" };
+        stream.write_all(&[b"HTTP/1.1 200 OK\r\n", head, b"\r\n", body.as_bytes()].concat())
+    });
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    for method in ["HEAD", "GET"] {
+        let body = if method == "HEAD" { "" } else { "ok" };
+        for path in ["/repeated", "/list", "/space", "/folded"] {
+            let bytes = format!("{method} {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
+            let response = raw(&gateway.http, bytes.as_bytes());
+            let lengths = response.headers.iter().filter(|(name, _)| name == "content-length");
+            let lengths: Vec<&str> = lengths.map(|(_, value)| value.as_str()).collect();
+            assert_eq!((response.status, response.body.as_str()), (200, body), "{method} {path}");
+            assert_eq!(lengths, ["2"], "{method} {path}");
+            let own = response.header("x-own").map(|value| value.split_whitespace().collect());
+            let expected: Option<Vec<&str>> = match path {
+                "/space" => Some(vec!["a"]),
+                "/folded" => Some(vec!["a", "b"]),
+                _ => None,
+            };
+            assert_eq!(own, expected, "{method} {path}");
+            let url = format!("http://{}{path}", gateway.http);
+            let option = if method == "HEAD" { "--head" } else { "--include" };
+            assert!(curl(&["--http2-prior-knowledge", option, &url]).starts_with("http/2 200"));
+        }
+    }
+    assert_eq!(request(&gateway.http, "GET", "/contradictory", &[], b"").status, 502);
+    let head =
+        raw(&gateway.http, b"HEAD /contradictory HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
+    assert_eq!((head.status, head.header("content-length")), (200, None));
+}
+
 /// Returns a response with this number of headers besides its length.
 fn response_with_headers(count: usize, value: &str) -> String {
     let mut text = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n".to_owned();
@@ -231,6 +306,30 @@ fn responses_may_have_many_headers_up_to_a_bound() {
     // Large heads are bounded, too: about 400 KiB.
     assert_eq!(get("100 2000").status, 200);
     assert_eq!(get("250 8000").status, 502);
+}
+
+#[test]
+fn http2_responses_may_have_large_heads_up_to_a_bound() {
+    let gateway_with = |fields: usize| {
+        let all: Vec<u8> = (0..fields)
+            .flat_map(|number| field(&format!("x-header-{number}"), &"v".repeat(100)))
+            .collect();
+        let pieces: Vec<&[u8]> = all.chunks(16_000).collect();
+        let mut answer = vec![(HEADERS, END_STREAM, STATUS_200.to_vec())];
+        for (number, piece) in pieces.iter().enumerate() {
+            let flags = if number + 1 == pieces.len() { END_HEADERS } else { 0 };
+            answer.push((CONTINUATION, flags, piece.to_vec()));
+        }
+        Service::gateway("", &[&http2_upstream(&answer)])
+    };
+    for fields in [150, 500, 1_500] {
+        let response = request(&gateway_with(fields).http, "GET", "/", &[], b"");
+        assert_eq!(response.status, 200, "{fields}");
+        let forwarded = response.headers.iter().filter(|(name, _)| name.starts_with("x-header-"));
+        assert_eq!(forwarded.count(), fields);
+    }
+    let gateway = gateway_with(5_000);
+    assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 502);
 }
 
 #[test]

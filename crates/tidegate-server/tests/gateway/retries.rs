@@ -277,18 +277,36 @@ fn http2_requests_that_were_refused_are_sent_again_with_their_bodies() {
     }
 }
 
+fn closed(frames: &mut Frames, _: u32) {
+    frames.close();
+}
+
 #[test]
 fn http2_requests_that_may_have_run_are_sent_once() {
-    for (refuse, method) in
-        [(reset_stream as fn(&mut Frames, u32), "POST"), (half_of_a_response, "GET")]
-    {
+    let refuse: [fn(&mut Frames, u32); 3] = [reset_stream, closed, half_of_a_response];
+    for (refuse, method, status) in [
+        (refuse[0], "POST", 502),
+        (refuse[0], "GET", 502),
+        (refuse[1], "POST", 502),
+        (refuse[2], "GET", 200),
+    ] {
         let (url, answers) = refusing_upstream(1, refuse);
         let gateway = Service::gateway("", &[&url]);
         assert_eq!(request(&gateway.http, method, "/", &[], b"").status, 200);
         let response = request(&gateway.http, method, "/", &[], b"");
-        let expected = if method == "POST" { 502 } else { 200 };
-        assert_eq!(response.status, expected, "{response:?}");
+        assert_eq!(response.status, status, "{response:?}");
         assert_eq!(*answers.lock().expect("no panic"), [true, false], "{method}");
         assert_eq!(retries(&gateway), 0, "{method}");
     }
+}
+
+#[test]
+fn idempotent_http2_requests_survive_a_keep_alive_close() {
+    let (url, answers) = refusing_upstream(1, closed);
+    let gateway = Service::gateway("", &[&url]);
+    for _ in 0..3 {
+        assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
+    }
+    assert_eq!(*answers.lock().expect("no panic"), [true, false, true, true]);
+    assert_eq!(retries(&gateway), 1);
 }

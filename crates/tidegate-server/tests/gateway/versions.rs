@@ -127,8 +127,10 @@ async fn grpc_is_forwarded_with_trailers_and_limited() {
 fn json_responses_are_forwarded_unchanged() {
     let service = Service::start("");
     let gateway = Service::gateway("", &[&format!("http://{}", service.http)]);
+    // The description has the host that the client asked for.
+    let host = format!("Host: {}", gateway.http);
     let (direct, through) = (
-        curl(&[&format!("http://{}/openapi.json", service.http)]).0,
+        curl(&["-H", &host, &format!("http://{}/openapi.json", service.http)]).0,
         curl(&["--compressed", &format!("http://{}/openapi.json", gateway.http)]).0,
     );
     assert!(serde_json::from_str::<Value>(&through).is_ok() && through == direct);

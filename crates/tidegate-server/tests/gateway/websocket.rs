@@ -10,7 +10,7 @@ const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
 const ACCEPT: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
 
 /// Upstream that echoes each message.
-fn echo() -> Upstream {
+pub(crate) fn echo() -> Upstream {
     Upstream::start(|request, stream| {
         assert_eq!(request.header("upgrade"), Some("websocket"), "{}", request.head);
         assert_eq!(request.header("connection"), Some("upgrade"), "{}", request.head);
@@ -27,7 +27,7 @@ fn echo() -> Upstream {
     })
 }
 
-fn write_frame(
+pub(crate) fn write_frame(
     stream: &mut TcpStream,
     message: &[u8],
     mask: Option<[u8; 4]>,
@@ -46,7 +46,7 @@ fn write_frame(
     stream.write_all(&frame)
 }
 
-fn read_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
+pub(crate) fn read_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let mut start = [0; 2];
     stream.read_exact(&mut start)?;
     let mut length = u64::from(start[1] & 0x7f);
@@ -65,7 +65,7 @@ fn read_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     Ok(message)
 }
 
-fn connect(gateway: &Service) -> TcpStream {
+pub(crate) fn connect(gateway: &Service) -> TcpStream {
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     let head = format!(
@@ -76,7 +76,7 @@ fn connect(gateway: &Service) -> TcpStream {
     client
 }
 
-fn read_head(client: &mut TcpStream) -> String {
+pub(crate) fn read_head(client: &mut TcpStream) -> String {
     let mut head = Vec::new();
     let mut byte = [0];
     while !head.ends_with(b"\r\n\r\n") {

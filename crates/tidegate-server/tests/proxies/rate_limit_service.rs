@@ -31,6 +31,13 @@ const LIMITS: [(&str, &str); 3] = [
 ];
 const WINDOW: Duration = Duration::from_secs(1);
 
+/// Returns the deployed configuration with changes, and with free ports.
+fn deployed_config(changes: &[(&str, &str)]) -> String {
+    let config = changed(&deployed("envoy/tidegate.yaml"), changes);
+    let ports = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"];
+    ports.iter().fold(config, |config, address| config.replace(address, "127.0.0.1:0"))
+}
+
 fn tidegate(more: &str) -> Service {
     tidegate_with(&[], more)
 }
@@ -38,10 +45,7 @@ fn tidegate(more: &str) -> Service {
 /// Starts Tidegate with changes in its file and more sections.
 fn tidegate_with(changes: &[(&str, &str)], more: &str) -> Service {
     let folder = tempfile::tempdir().expect("a temporary directory");
-    let config = changed(&deployed("envoy/tidegate.yaml"), changes);
-    let config = ["127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8082"]
-        .iter()
-        .fold(config, |config, address| config.replace(address, "127.0.0.1:0"));
+    let config = deployed_config(changes);
     let file = folder.path().join("tidegate.yaml");
     fs::write(&file, format!("{config}\n{more}")).expect("written");
     let rules = changed(&deployed("envoy/ratelimit.yaml"), &LIMITS);
@@ -263,6 +267,25 @@ fn envoy_uses_a_unix_socket() {
     assert_eq!([export(), export(), export()], [200, 200, 429]);
 }
 
+/// Envoy opens another connection and loses no call: with `failure_mode_deny`, a lost one is a 500.
+#[test]
+fn old_connections_of_envoy_are_replaced() {
+    let with_age = ("listen:", "listen:\n  max_connection_age: 1s");
+    let (app, tidegate) = (App::start(), tidegate_with(&[with_age], ""));
+    let changes = [("failure_mode_deny: false", "failure_mode_deny: true"), ENVOY.changes[0]];
+    let envoy = start(&Recipe { changes: &changes, ..ENVOY }, &app, &tidegate);
+    let started = Instant::now();
+    let (mut requests, mut denied) = (0, 0);
+    while started.elapsed() < Duration::from_secs(5) {
+        let key = format!("k{}", requests / 4);
+        let status = Client(61).get(envoy.address, "/export", &[("X-Api-Key", &key)]).status;
+        assert!([200, 429].contains(&status), "{status} after {:?}", started.elapsed());
+        requests += 1;
+        denied += usize::from(status == 429);
+    }
+    assert!(requests >= 8 && denied.abs_diff(requests / 2) <= 2, "{denied} of {requests} denied");
+}
+
 /// Envoy reports the bytes of each response at the end of the stream, and ignores our response.
 #[test]
 fn bytes_reported_by_envoy_exhaust_a_budget() {
@@ -294,4 +317,50 @@ fn envoy_sends_a_token_and_can_fail_closed() {
     drop(tidegate);
     envoy.wait_until("failure_mode_deny: true denies requests", |envoy| export(envoy) == 500);
     assert_eq!(app.requests("/export").len(), 2);
+}
+
+/// Two files of one domain in a folder. Envoy's access logs and headers can show the metadata.
+#[test]
+fn envoy_gets_metadata_and_shadow_mode_denies_nothing() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let options = "files: [limits/]\n  shadow_mode: true\n  dynamic_metadata: true";
+    let config = changed(&deployed_config(&[]), &[("files: [ratelimit.yaml]", options)]);
+    let file = folder.path().join("tidegate.yaml");
+    fs::write(&file, config).expect("written");
+    fs::create_dir(folder.path().join("limits")).expect("a directory");
+    for (name, key, requests) in [("one", "remote_address", 2), ("two", "api_key", 3)] {
+        let rules = format!(
+            "domain: edge\ndescriptors:\n- key: {key}\n  metadata: {{{name}: {{left: yes}}}}\n  \
+             rate_limit: {{unit: hour, requests_per_unit: {requests}}}\n"
+        );
+        fs::write(folder.path().join(format!("limits/{name}.yaml")), rules).expect("written");
+    }
+    let (app, tidegate) = (App::start(), Service::start_on(folder, &file, &[]));
+    let show = r#"domains: ["*"]
+              response_headers_to_add:
+              - header: { key: x-domain, value: "%DYNAMIC_METADATA(envoy.filters.http.ratelimit:domain)%" }
+              - header: { key: x-one, value: "%DYNAMIC_METADATA(envoy.filters.http.ratelimit:metadata:one:left)%" }
+              - header: { key: x-two, value: "%DYNAMIC_METADATA(envoy.filters.http.ratelimit:metadata:two:left)%" }"#;
+    let changes = [("0.25s", "10s"), (r#"domains: ["*"]"#, show)];
+    let envoy = start(&Recipe { changes: &changes, ..ENVOY }, &app, &tidegate);
+    let shown: Vec<(u16, [Option<String>; 3])> = (0..4)
+        .map(|_| {
+            let response = Client(70).get(envoy.address, "/", &[("X-Api-Key", "silver")]);
+            let header = |name: &str| response.header(name).map(str::to_owned);
+            (response.status, ["x-domain", "x-one", "x-two"].map(header))
+        })
+        .collect();
+    let expected = [(true, true), (true, true), (false, true), (false, false)].map(|(one, two)| {
+        let shown = |is_left: bool| is_left.then(|| "true".to_owned());
+        (200, [Some("edge".to_owned()), shown(one), shown(two)])
+    });
+    assert_eq!(shown, expected);
+    let metrics = tidegate.admin("/metrics").body;
+    for line in [
+        r#"tidegate_decisions_total{policy="edge.remote_address",outcome="shadow_denied"} 2"#,
+        r#"tidegate_decisions_total{policy="edge.api_key",outcome="shadow_denied"} 1"#,
+        r#"tidegate_near_limit_total{policy="edge.api_key"} 1"#,
+    ] {
+        assert!(metrics.contains(line), "{line}: {metrics}");
+    }
 }

@@ -16,6 +16,7 @@ fn acquire_accepts_three_request_forms() {
     });
     let mut whole = first.clone();
     whole["decisions"] = json!([first]);
+    whole["decisions"][0]["mode"] = json!("enforce");
     let response = service.acquire(&json!({"policy": "per-user", "key": "u1"}));
     assert_eq!(response.status, 200);
     assert_eq!(response.header("content-type"), Some("application/json"));
@@ -229,13 +230,97 @@ fn shadow_policy_never_denies_and_counts_denials() {
         );
         let line = &response.json()["decisions"][0];
         assert_eq!(
-            (&line["policy"], &line["allowed"]),
-            (&json!("watched"), &json!(false)),
+            (&line["policy"], &line["allowed"], &line["mode"]),
+            (&json!("watched"), &json!(false), &json!("shadow")),
             "{payload}"
         );
     }
     let metrics = service.admin("/metrics").body;
     assert!(metrics.contains(r#"{policy="watched",outcome="shadow_denied"} 4"#), "{metrics}");
+}
+
+#[test]
+fn decisions_mark_the_policies_in_shadow_mode() {
+    let service = Service::start(
+        "policies:\n  - {name: new, mode: shadow, limit: 1, window: 1h}\n  \
+         - {name: old, limit: 5, window: 1h}\n",
+    );
+    let modes = |body: Value| -> Vec<(Value, Value, Value)> {
+        let decisions = body["decisions"].as_array().expect("a list").iter();
+        let fields = |entry: &Value| ["policy", "mode", "allowed"].map(|name| entry[name].clone());
+        decisions.map(fields).map(|[policy, mode, allowed]| (policy, mode, allowed)).collect()
+    };
+    for is_allowed in [true, false] {
+        let response = service.acquire(&json!({"attributes": {"path": "/"}}));
+        assert_eq!((response.status, &response.json()["policy"]), (200, &json!("old")));
+        let expected = [("new", "shadow", is_allowed), ("old", "enforce", true)];
+        let expected =
+            expected.map(|(policy, mode, allowed)| (json!(policy), json!(mode), json!(allowed)));
+        assert_eq!(modes(response.json()), expected);
+    }
+}
+
+#[test]
+fn compressed_bodies_get_415_and_what_is_accepted() {
+    let service = Service::start(POLICIES);
+    let body = br#"{"policy": "per-user", "key": "u"}"#;
+    let send = |address: &str, path: &str, encoding: &str| {
+        request(address, "POST", path, &[("Content-Encoding", encoding)], body)
+    };
+    for (address, path) in [
+        (&service.http, "/v1/acquire"),
+        (&service.http, "/v1/peek"),
+        (&service.http, "/v1/refund"),
+        (&service.http, "/v1/report"),
+        (&service.admin, "/v1/reset"),
+    ] {
+        for encoding in ["gzip", "br", "identity, gzip", "GZIP", "zstd"] {
+            let response = send(address, path, encoding);
+            assert_eq!(response.status, 415, "{path} {encoding}: {response:?}");
+            assert_eq!(response.header("accept-encoding"), Some("identity"), "{path} {encoding}");
+            assert_eq!(response.header("content-type"), Some("application/problem+json"));
+            let detail = response.json()["detail"].as_str().expect("a detail").to_owned();
+            assert!(detail.contains("Content-Encoding"), "{detail}");
+        }
+        for encoding in ["identity", "Identity", ""] {
+            let response = send(address, path, encoding);
+            assert!(matches!(response.status, 200 | 204), "{path} {encoding}: {response:?}");
+        }
+    }
+}
+
+#[test]
+fn openapi_has_the_server_and_the_bounds_of_all_values() {
+    let service = Service::start(POLICIES);
+    let api = request(&service.http, "GET", "/openapi.json", &[], b"").json();
+    assert_eq!(api["servers"], json!([{"url": format!("http://{}", service.http)}]));
+    // Every number has a range, every text a length, names or a pattern, and every list a length.
+    let mut unbounded = Vec::new();
+    for (name, body) in api["components"]["schemas"].as_object().expect("types") {
+        let parts = body["allOf"].as_array().cloned().unwrap_or_default();
+        for schema in parts.iter().chain([body]) {
+            for (field, schema) in schema["properties"].as_object().into_iter().flatten() {
+                let has = |keyword: &str| schema.get(keyword).is_some();
+                let is_bounded = match schema["type"].to_string() {
+                    kind if kind.contains("integer") => has("minimum") && has("maximum"),
+                    kind if kind.contains("string") => has("maxLength") || has("pattern"),
+                    kind if kind.contains("array") => has("maxItems"),
+                    kind if kind.contains("object") => has("maxProperties"),
+                    _ => true,
+                };
+                if !is_bounded {
+                    unbounded.push(format!("{name}.{field}: {schema}"));
+                }
+            }
+        }
+    }
+    assert!(unbounded.is_empty(), "{unbounded:#?}");
+    for path in api["paths"].as_object().expect("paths").values() {
+        for parameter in path["get"]["parameters"].as_array().into_iter().flatten() {
+            let schema = &parameter["schema"];
+            assert!(schema.get("enum").or(schema.get("maxLength")).is_some(), "{parameter}");
+        }
+    }
 }
 
 #[test]

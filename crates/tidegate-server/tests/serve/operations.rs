@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::POLICIES;
-use crate::support::{Redis, Service, request};
+use crate::support::{Redis, Service, TEST_TIMEOUT, request};
 
 #[test]
 fn api_and_admin_have_separate_tokens() {
@@ -159,4 +159,30 @@ fn service_starts_during_an_outage_and_uses_redis_after_it() {
     service.wait_until("the metric reports it", |service| {
         service.admin("/metrics").body.contains("tidegate_store_up 1\n")
     });
+}
+
+#[test]
+fn process_metrics_are_those_of_the_process() {
+    let service = Service::start("");
+    let text = service.admin("/metrics").body;
+    let value = |name: &str| -> f64 {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("{name} in {text}"))
+    };
+    let resident = value("process_resident_memory_bytes");
+    #[allow(clippy::cast_precision_loss, reason = "a few megabytes")]
+    let expected = (service.memory() * 1024) as f64;
+    assert!((0.5..2.0).contains(&(resident / expected)), "{resident} of {expected}");
+    assert!(value("process_virtual_memory_bytes") > resident);
+    // The connection of the scrape may be closed by now.
+    let files =
+        value("process_open_fds") - f64::from(u32::try_from(service.open_files()).expect("few"));
+    assert!((0.0..=3.0).contains(&files), "{files}");
+    assert_eq!(service.file_limits().0, value("process_max_fds").to_string());
+    assert!(value("process_threads") >= 2.0);
+    assert!((0.0..60.0).contains(&value("process_cpu_seconds_total")));
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("now");
+    let age = now.as_secs_f64() - value("process_start_time_seconds");
+    // The boot time of Linux has whole seconds.
+    assert!((-2.0..TEST_TIMEOUT.as_secs_f64() + 2.0).contains(&age), "{age}");
 }

@@ -15,7 +15,7 @@ use serde_json::Value;
 #[path = "../../../tidegate/tests/support/server.rs"]
 mod server;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use server::{Redis, folder_in_memory};
+pub(crate) use server::{Redis, folder_in_memory, free_port};
 
 /// Time after which a test is considered hanging.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);
@@ -101,6 +101,12 @@ impl Service {
         };
         arguments.extend(upstreams.iter().flat_map(|upstream| ["--upstream", upstream]));
         Self::launch("gateway", folder, &file, &arguments, &[])
+    }
+
+    /// Starts a gateway on a directory with a tidegate.yaml, with these arguments.
+    pub(crate) fn gateway_on(folder: tempfile::TempDir, arguments: &[&str]) -> Self {
+        let file = folder.path().join("tidegate.yaml");
+        Self::launch("gateway", folder, &file, arguments, &[])
     }
 
     pub(crate) fn start_on(folder: tempfile::TempDir, file: &Path, arguments: &[&str]) -> Self {

@@ -9,6 +9,7 @@ use serde_saphyr::{Location, Options, Spanned};
 
 use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
+use super::syntax;
 
 /// Configuration text that errors refer to.
 ///
@@ -113,20 +114,30 @@ impl<'a> Document<'a> {
             return Err(self.error("is empty: `tidegate config sample` prints an example"));
         }
         self.read().map_err(|error| {
+            let error = error.without_snippet();
+            if let Some(cause) = syntax::cause(self.text, error) {
+                return self.error_at_place(Some((cause.line, cause.column)), &cause.message);
+            }
             let locations = error
                 .locations()
                 .map(|locations| [locations.reference_location, locations.defined_location]);
             let is_secret = locations.is_none_or(|locations| {
                 locations.into_iter().any(|location| self.is_secret(location))
             });
-            let message = message::describe(error.without_snippet(), is_secret, self.redaction);
-            self.error_at_location(error.location(), &message)
+            let mut message = message::describe(error, is_secret, self.redaction);
+            let place = error.location().and_then(place_of);
+            if let (Some((line, column)), true) = (place, message.starts_with("must be a text")) {
+                message.push_str(syntax::note_on_type(self.text, line, column));
+            }
+            self.error_at_place(place, &message)
         })
     }
 
     fn read<T: DeserializeOwned>(&self) -> Result<T, serde_saphyr::Error> {
         let mut options = Options::default();
         options.with_snippet = false;
+        // As in YAML 1.2 and in JSON Schema, `yes` is a text.
+        options.strict_booleans = true;
         serde_saphyr::from_str_with_options(self.text, options)
     }
 
@@ -147,7 +158,7 @@ impl<'a> Document<'a> {
     pub fn error_at<T>(&self, value: &Spanned<T>, message: &str) -> ConfigError {
         let is_secret = self.is_secret(value.referenced) || self.is_secret(value.defined);
         let message = if is_secret { without_quoted(message) } else { message.to_owned() };
-        self.error_at_location(Some(value.referenced), &message)
+        self.error_at_place(place_of(value.referenced), &message)
     }
 
     /// Returns an error about an unknown name, with a suggestion if the message lists similar ones.
@@ -159,7 +170,7 @@ impl<'a> Document<'a> {
     /// Returns an error about the whole document, without a position.
     #[must_use]
     pub fn error(&self, message: &str) -> ConfigError {
-        self.error_at_location(None, message)
+        self.error_at_place(None, message)
     }
 
     fn is_secret(&self, location: Location) -> bool {
@@ -167,10 +178,9 @@ impl<'a> Document<'a> {
         line.checked_sub(1).is_none_or(|line| self.redaction.may_be_secret(self.text, line))
     }
 
-    fn error_at_location(&self, location: Option<Location>, message: &str) -> ConfigError {
-        let position = location.and_then(|location| {
-            let line = usize::try_from(location.line()).ok()?;
-            let column = usize::try_from(location.column()).ok()?;
+    /// Returns an error at a line and column, from 1.
+    fn error_at_place(&self, place: Option<(usize, usize)>, message: &str) -> ConfigError {
+        let position = place.and_then(|(line, column)| {
             redaction::lines(self.text).nth(line.checked_sub(1)?)?;
             let text = self.redaction.redacted_line(self.text, line - 1);
             Some(SourceLine { line, column, text })
@@ -195,6 +205,11 @@ impl<'a> Document<'a> {
             || !self.redaction.may_be_secret(self.text, position.line - 1);
         (is_shown && !field.is_empty()).then_some(field)
     }
+}
+
+/// Returns the line and column.
+fn place_of(location: Location) -> Option<(usize, usize)> {
+    Some((usize::try_from(location.line()).ok()?, usize::try_from(location.column()).ok()?))
 }
 
 /// Whether a document has any content.
@@ -240,6 +255,15 @@ impl ConfigError {
     #[must_use]
     pub fn unreadable(file: &str, reason: &str) -> Self {
         Self { file: file.to_owned(), position: None, message: format!("cannot be read: {reason}") }
+    }
+
+    /// Creates the error for a file that cannot be read for this reason.
+    #[must_use]
+    pub fn from_io(file: &str, error: &std::io::Error) -> Self {
+        if error.kind() == std::io::ErrorKind::InvalidData {
+            return Self::unreadable(file, "it is not UTF-8: save it with this encoding");
+        }
+        Self::unreadable(file, &error.to_string())
     }
 
     /// Returns the error in one line, for logs: `file:line:column: message`.

@@ -1,7 +1,14 @@
-//! Human-readable durations: `500ms`, `60s`, `5m`, `1h30m`, `30d`.
+//! Human-readable durations: `500ms`, `60s`, `5m`, `1h30m`, `30d`; [`BoundedDuration`]: one within
+//! its bounds.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::time::Duration;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::de::{Deserialize, Deserializer, Error as _};
+
+use super::schema::number_pattern;
 
 /// The units in microseconds, the largest first.
 const UNITS: [(&str, u64); 6] = [
@@ -69,6 +76,81 @@ pub fn readable(duration: Duration) -> String {
         }
     }
     text
+}
+
+/// Returns the regular expression of the durations from `min` to `max`. A sum of several parts, such
+/// as `1m 5s`, only has to be above zero: a regular expression cannot add.
+#[must_use]
+pub fn pattern(min: Duration, max: Duration) -> String {
+    let (min, max) = (crate::clock::micros(min), crate::clock::micros(max));
+    let single = UNITS.iter().filter(|(_, size)| min.div_ceil(*size) <= max / size);
+    let single = single
+        .map(|(name, size)| format!("{}{name}", number_pattern(min.div_ceil(*size), max / size)));
+    let single = single.collect::<Vec<_>>().join("|");
+    let names = UNITS.map(|(name, _)| name).join("|");
+    let above_zero = if min > 0 { "(?=.*[1-9])" } else { "" };
+    format!(r"^\s*(?:(?:{single})\s*|{above_zero}(?:[0-9]+(?:{names})\s*){{2,}})$")
+}
+
+/// A duration from `MIN` to `MAX` microseconds.
+///
+/// ```
+/// use tidegate::internals::{BoundedDuration, Document};
+///
+/// type Timeout = BoundedDuration<1_000, 60_000_000>;
+/// let timeout: Timeout = Document::new("timeout.yaml", "100ms").parse()?;
+/// assert_eq!(timeout.get().as_millis(), 100);
+/// let error = Document::new("timeout.yaml", "0s").parse::<Timeout>().unwrap_err();
+/// assert_eq!(error.message(), "must be from 1ms to 1m");
+/// # Ok::<(), tidegate::config::ConfigError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BoundedDuration<const MIN: u64, const MAX: u64>(Duration);
+
+impl<const MIN: u64, const MAX: u64> BoundedDuration<MIN, MAX> {
+    const BOUNDS: [Duration; 2] = [Duration::from_micros(MIN), Duration::from_micros(MAX)];
+
+    /// Returns the duration.
+    #[must_use]
+    pub fn get(self) -> Duration {
+        self.0
+    }
+}
+
+impl<'de, const MIN: u64, const MAX: u64> Deserialize<'de> for BoundedDuration<MIN, MAX> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let duration = parse(&text).map_err(D::Error::custom)?;
+        let [min, max] = Self::BOUNDS;
+        if !(min..=max).contains(&duration) {
+            let (min, max) = (readable(min), readable(max));
+            let sum = sum_note(&text);
+            return Err(D::Error::custom(format_args!("must be from {min} to {max}{sum}")));
+        }
+        Ok(Self(duration))
+    }
+}
+
+/// Returns a note for the range of a duration that has several parts.
+pub(super) fn sum_note(text: &str) -> &'static str {
+    let numbers = text.split(|character: char| !character.is_ascii_digit());
+    let is_sum = numbers.filter(|number| !number.is_empty()).count() > 1;
+    if is_sum { ", all parts together" } else { "" }
+}
+
+impl<const MIN: u64, const MAX: u64> JsonSchema for BoundedDuration<MIN, MAX> {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        "Duration".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let [min, max] = Self::BOUNDS;
+        json_schema!({"type": "string", "pattern": pattern(min, max)})
+    }
 }
 
 #[cfg(test)]

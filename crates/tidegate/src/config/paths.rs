@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde_saphyr::Spanned;
 
 use super::document::{ConfigError, Document};
-use super::number::Bounded;
+use super::number::{Bounded, Flag};
 use super::policy::parse_name;
 use crate::policy::{PathRules, PathSpelling};
 
@@ -14,7 +14,7 @@ use crate::policy::{PathRules, PathSpelling};
 #[schemars(rename = "Paths")]
 pub struct RawPaths {
     /// Whether `/Login` and `/login` are the same path; false by default.
-    case_insensitive: bool,
+    case_insensitive: Flag,
     /// `%2F`, `%5C` and backslashes: reject (default) the request, decode them to slashes, or keep
     /// them as they are.
     #[schemars(with = "Option<PathSpelling>")]
@@ -24,7 +24,7 @@ pub struct RawPaths {
     #[schemars(with = "Option<PathSpelling>")]
     parameters: Option<Spanned<String>>,
     /// Whether `/a//b` and `/a/b` are the same path; true by default.
-    merge_slashes: Option<bool>,
+    merge_slashes: Option<Flag>,
     /// Length of the longest path, in bytes; 16384 by default. A request with a longer one gets
     /// 414.
     max_bytes: Option<Bounded<1, 65_536>>,
@@ -41,9 +41,9 @@ impl RawPaths {
             rules = rules.with_max_bytes(usize::try_from(max_bytes.get()).unwrap_or(usize::MAX));
         }
         Ok(rules
-            .with_case_insensitive(self.case_insensitive)
+            .with_case_insensitive(self.case_insensitive.get())
             .with_encoded_slashes(spelling(&self.encoded_slashes)?)
             .with_parameters(spelling(&self.parameters)?)
-            .with_merge_slashes(self.merge_slashes.unwrap_or(true)))
+            .with_merge_slashes(self.merge_slashes.is_none_or(Flag::get)))
     }
 }

@@ -1,6 +1,6 @@
 //! [`RawPolicy`]: a policy as written in a configuration, and its validation.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
@@ -10,7 +10,11 @@ use serde_saphyr::Spanned;
 
 use super::document::{ConfigError, Document};
 use super::duration;
-use super::number::Bounded;
+use super::number::{Bounded, Flag, whole};
+use super::schema::{
+    AttributeName, KeyAttributes, Matches, PolicyFailure, PolicyName, Texts, Window,
+    add_policy_rules,
+};
 use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
 use crate::policy::{
@@ -22,24 +26,28 @@ use crate::quota::{Quota, QuotaError};
 /// A limit, a burst or a cost.
 type Units = Bounded<1, { Quota::MAX_LIMIT }>;
 
+/// Decisions of a policy while the store is unavailable.
+pub(super) const POLICY_FAILURES: [OnStoreFailure; 3] =
+    [OnStoreFailure::Local, OnStoreFailure::Allow, OnStoreFailure::Deny];
+
 /// A named limit.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Policy")]
+#[schemars(rename = "Policy", transform = add_policy_rules)]
 pub struct RawPolicy {
     /// Name in responses, metrics and Redis keys.
-    #[schemars(with = "String")]
+    #[schemars(with = "PolicyName")]
     pub(super) name: Spanned<String>,
     /// Attributes that must match: ip, method, path, host, header.NAME, query.NAME, cookie.NAME,
     /// domain, descriptor.KEY, or one declared in `attributes`. Each has a pattern or a list of
     /// patterns; `*` matches anything except a slash, `**` matches anything.
     #[serde(default, rename = "match")]
-    #[schemars(with = "BTreeMap<String, OneOrMany>")]
+    #[schemars(with = "Matches")]
     matches: Conditions,
     /// Attributes whose values are counted separately, named as in `match`. Without a key, all
     /// requests are counted together.
     #[serde(default, deserialize_with = "present")]
-    #[schemars(with = "OneOrMany")]
+    #[schemars(with = "KeyAttributes")]
     key: Option<Spanned<KeyNames>>,
     /// Treatment of a request without the key: skip (default) or deny.
     #[schemars(with = "Option<MissingKey>")]
@@ -51,13 +59,13 @@ pub struct RawPolicy {
     #[schemars(with = "Option<Encoding>")]
     encoding: Option<Spanned<String>>,
     /// For sliding-log: whether denied requests count too.
-    #[schemars(with = "Option<bool>")]
-    count_denied: Option<Spanned<bool>>,
+    #[schemars(with = "Option<Flag>")]
+    count_denied: Option<Spanned<Flag>>,
     /// Units per window.
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
     /// Duration such as 500ms, 60s, 5m, 1h, 30d.
-    #[schemars(with = "String")]
+    #[schemars(with = "Window")]
     window: Spanned<String>,
     /// Capacity of a bucket; the limit by default.
     #[schemars(with = "Option<Units>")]
@@ -68,8 +76,8 @@ pub struct RawPolicy {
     /// enforce (default), or shadow: decides and counts, but never denies.
     #[schemars(with = "Option<Mode>")]
     mode: Option<Spanned<String>>,
-    /// Decision while the store is unavailable: local (default), allow, deny or error.
-    #[schemars(with = "Option<OnStoreFailure>")]
+    /// Decision while the store is unavailable: local (default), allow or deny.
+    #[schemars(with = "Option<PolicyFailure>")]
     on_store_failure: Option<Spanned<String>>,
     /// Other limits for some keys.
     #[serde(default)]
@@ -120,7 +128,7 @@ impl RawPolicy {
             policy.set_mode(parse_name(document, mode)?);
         }
         if let Some(failure) = &raw.on_store_failure {
-            policy.set_on_store_failure(parse_name(document, failure)?);
+            policy.set_on_store_failure(policy_failure(document, failure)?);
         }
         for entry in &raw.overrides {
             let window = entry.window.as_ref().unwrap_or(&raw.window);
@@ -155,7 +163,8 @@ impl RawPolicy {
         let mut quota =
             Quota::new(algorithm, limit.value.get(), duration).map_err(|error| match error {
                 QuotaError::Window(_) | QuotaError::WindowFraction(_) => {
-                    document.error_at(window, &error.to_string())
+                    let sum = duration::sum_note(&window.value);
+                    document.error_at(window, &format!("{error}{sum}"))
                 }
                 _ => document.error_at(limit, &error.to_string()),
             })?;
@@ -166,7 +175,7 @@ impl RawPolicy {
         }
         if let Some(count_denied) = &self.count_denied {
             quota = quota
-                .with_count_denied(count_denied.value)
+                .with_count_denied(count_denied.value.get())
                 .map_err(|error| document.error_at(count_denied, &error.to_string()))?;
         }
         if let Some(burst) = burst {
@@ -236,24 +245,37 @@ pub(super) fn parse_name<T: FromStr<Err = UnknownName>>(
         .map_err(|error: UnknownName| document.unknown_name_at(text, &error.to_string()))
 }
 
+/// Returns the decision while the store is unavailable. Only Envoy's rules can pass the error on:
+/// callers of the API and clients of the gateway have no setting of their own for it.
+fn policy_failure(
+    document: &Document<'_>,
+    text: &Spanned<String>,
+) -> Result<OnStoreFailure, ConfigError> {
+    let known = POLICY_FAILURES.into_iter().find(|failure| failure.as_str() == text.value);
+    known.ok_or_else(|| {
+        let names = POLICY_FAILURES.map(OnStoreFailure::as_str);
+        let error = UnknownName::new("on_store_failure", &text.value, &names);
+        document.unknown_name_at(text, &error.to_string())
+    })
+}
+
 /// Another limit for one key.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Override {
     /// Value of the key; for a key of several attributes, a list in the same order.
-    #[schemars(with = "OneOrMany")]
+    #[schemars(with = "Texts")]
     key: Spanned<OneOrMany>,
     #[schemars(with = "Units")]
     limit: Spanned<Units>,
-    #[schemars(with = "Option<String>")]
+    #[schemars(with = "Option<Window>")]
     window: Option<Spanned<String>>,
     #[schemars(with = "Option<Units>")]
     burst: Option<Spanned<Units>>,
 }
 
 /// A text, or a list of texts.
-#[derive(Debug, JsonSchema)]
-#[schemars(untagged)]
+#[derive(Debug)]
 pub enum OneOrMany {
     /// A single text.
     One(String),
@@ -313,7 +335,7 @@ impl Default for OneOrMany {
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged, rename = "Cost")]
 enum RawCost {
-    Fixed(u64),
+    Fixed(#[schemars(with = "Units")] u64),
     Attribute(CostAttribute),
 }
 
@@ -340,7 +362,7 @@ impl RawCost {
 #[serde(deny_unknown_fields)]
 struct CostAttribute {
     /// Attribute, named as in `match`.
-    #[schemars(with = "String")]
+    #[schemars(with = "AttributeName")]
     attribute: Spanned<String>,
     /// Cost if the attribute is absent or not a whole number; 1 by default.
     default: Option<Units>,
@@ -364,6 +386,18 @@ impl<'de> Deserialize<'de> for OneOrMany {
 
             fn visit_u64<E: de::Error>(self, number: u64) -> Result<OneOrMany, E> {
                 Ok(OneOrMany::One(number.to_string()))
+            }
+
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(number.to_string()))
+            }
+
+            fn visit_bool<E: de::Error>(self, value: bool) -> Result<OneOrMany, E> {
+                Ok(OneOrMany::One(value.to_string()))
+            }
+
+            fn visit_f64<E: de::Error>(self, _: f64) -> Result<OneOrMany, E> {
+                Err(E::custom("write this text in quotes, or 5.0 would be read as 5"))
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut texts: A) -> Result<OneOrMany, A::Error> {
@@ -444,6 +478,11 @@ impl<'de> Deserialize<'de> for RawCost {
                 u64::try_from(units)
                     .map(RawCost::Fixed)
                     .map_err(|_| E::custom("a cost is at least 1"))
+            }
+
+            fn visit_f64<E: de::Error>(self, units: f64) -> Result<RawCost, E> {
+                let found = de::Unexpected::Float(units);
+                whole(units).map(RawCost::Fixed).ok_or_else(|| E::invalid_type(found, &self))
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<RawCost, A::Error> {

@@ -71,6 +71,14 @@ impl<B> Body<B> {
     pub(super) fn of_layer(bytes: Bytes) -> Self {
         Self { kind: Kind::Layer { bytes } }
     }
+
+    /// Returns the length of a body of the layer.
+    pub(super) fn layer_length(&self) -> Option<usize> {
+        match &self.kind {
+            Kind::Service { .. } => None,
+            Kind::Layer { bytes } => Some(bytes.len()),
+        }
+    }
 }
 
 impl<B> http_body::Body for Body<B>

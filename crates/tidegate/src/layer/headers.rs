@@ -97,7 +97,7 @@ mod tests {
             [(allowed, true), (denied, true), (allowed, false), (denied, false)]
         {
             let states = [("per-user", decision), ("odd \"name\"", allowed)]
-                .map(|(policy, decision)| PolicyState { policy, quota: &quota, decision });
+                .map(|(policy, decision)| PolicyState::new(policy, &quota, decision));
             let mut typed = Vec::new();
             for_each_header_value(states.iter().copied(), with_x_headers, |name, value| {
                 typed.push((name.as_str().to_owned(), value.to_str().expect("text").to_owned()));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderMap, HeaderValue, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 
 use super::body::Body;
 use super::grpc::{self, Code};
@@ -18,6 +18,7 @@ use crate::limiter::Error;
 use crate::policy::{PathError, PolicyDecision, PolicyDecisions, SelectError};
 
 type OnDenied = dyn Fn(&Denial<'_>) -> Response<Bytes> + Send + Sync;
+type PartitionKey = dyn Fn(&PolicyDecision<'_>) -> Option<[u8; 16]> + Send + Sync;
 type OnError = dyn Fn(&Error) -> Response<Bytes> + Send + Sync;
 
 /// Denied request, from which [`RateLimitLayer::on_denied`] builds its response.
@@ -73,6 +74,7 @@ pub struct Denial<'a> {
 #[derive(Clone)]
 pub(super) struct Responses {
     pub(super) x_ratelimit_headers: bool,
+    pub(super) partition_key: Option<Arc<PartitionKey>>,
     pub(super) on_denied: Arc<OnDenied>,
     pub(super) on_error: Arc<OnError>,
 }
@@ -81,6 +83,7 @@ impl Default for Responses {
     fn default() -> Self {
         Self {
             x_ratelimit_headers: true,
+            partition_key: None,
             on_denied: Arc::new(too_many_requests),
             on_error: Arc::new(no_decision),
         }
@@ -154,18 +157,18 @@ impl Responses {
     /// Adds the headers. Lists are appended to those of an inner layer; of headers with a single
     /// value, that of the inner layer stays.
     pub(super) fn add_headers(&self, headers: &mut HeaderMap, decisions: &PolicyDecisions<'_>) {
-        for_each_header_value(
-            decisions.header_states(),
-            self.x_ratelimit_headers,
-            |name, value| {
-                let is_list = matches!(name.as_str(), "ratelimit" | "ratelimit-policy");
-                if is_list {
-                    headers.append(name, value);
-                } else {
-                    headers.entry(name).or_insert(value);
-                }
-            },
-        );
+        let insert = |name: HeaderName, value: HeaderValue| {
+            let is_list = matches!(name.as_str(), "ratelimit" | "ratelimit-policy");
+            if is_list {
+                headers.append(name, value);
+            } else {
+                headers.entry(name).or_insert(value);
+            }
+        };
+        let partition_key =
+            |entry: &PolicyDecision<'_>| self.partition_key.as_ref().and_then(|key| key(entry));
+        let states = decisions.header_states_with(partition_key);
+        for_each_header_value(states, self.x_ratelimit_headers, insert);
     }
 }
 

@@ -6,7 +6,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use http::{Method, Request, Response, StatusCode, header};
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use tokio::runtime::Handle;
 use tower_service::Service;
 
@@ -119,11 +120,14 @@ where
     let snapshot = shared.limiter.snapshot();
     let decisions = match shared.limiter.acquire(&snapshot, &parts).await {
         Ok(decisions) => decisions,
-        Err(error) => return Ok(shared.responses.error_response(&parts, &error)),
+        Err(error) => {
+            let response = shared.responses.error_response(&parts, &error);
+            return Ok(without_body_for_head(&parts.method, response));
+        }
     };
     if let Some(denied_by) = decisions.denied_by() {
         let denial = Denial { parts: &parts, decisions: &decisions, denied_by };
-        return Ok(shared.responses.denied(&denial));
+        return Ok(without_body_for_head(&parts.method, shared.responses.denied(&denial)));
     }
     let decisions = wait_for_turn(&shared, &snapshot, decisions).await;
     let result = ready.call(Request::from_parts(parts, body)).await;
@@ -133,6 +137,19 @@ where
     let mut response = result?;
     shared.responses.add_headers(response.headers_mut(), &decisions);
     Ok(response.map(Body::of_service))
+}
+
+/// Removes the body of the layer's own response to a HEAD request. Over HTTP/2, hyper would send
+/// it, and clients would reject the response.
+fn without_body_for_head<R>(method: &Method, response: Response<Body<R>>) -> Response<Body<R>> {
+    if method != Method::HEAD {
+        return response;
+    }
+    let (mut parts, body) = response.into_parts();
+    if let Some(length) = body.layer_length() {
+        parts.headers.insert(header::CONTENT_LENGTH, HeaderValue::from(length));
+    }
+    Response::from_parts(parts, Body::of_layer(Bytes::new()))
 }
 
 impl<G> LayerState<G> {

@@ -132,7 +132,19 @@ impl<'a> PolicyDecisions<'a> {
     pub fn header_states(&self) -> impl Iterator<Item = PolicyState<'_>> + Clone {
         self.enforced().filter_map(|entry| {
             let quota = entry.charge.quota()?;
-            Some(PolicyState { policy: entry.policy(), quota, decision: entry.decision })
+            Some(PolicyState::new(entry.policy(), quota, entry.decision))
+        })
+    }
+
+    /// Iterates over the same states, with the partition keys that the closure returns: hashes of
+    /// the [keys](PolicyDecision::key).
+    pub fn header_states_with(
+        &self,
+        partition_key: impl Fn(&PolicyDecision<'_>) -> Option<[u8; 16]> + Clone,
+    ) -> impl Iterator<Item = PolicyState<'_>> + Clone {
+        self.enforced().filter_map(move |entry| {
+            let state = PolicyState::new(entry.policy(), entry.charge.quota()?, entry.decision);
+            Some(PolicyState { partition_key: partition_key(entry), ..state })
         })
     }
 
@@ -221,6 +233,12 @@ impl<'a> PolicyDecision<'a> {
         self.charge.quota()
     }
 
+    /// Returns the number of units that the request asked for.
+    #[must_use]
+    pub fn cost(&self) -> u64 {
+        self.charge.cost()
+    }
+
     /// Returns the action that was decided.
     #[must_use]
     pub fn action(&self) -> Action {
@@ -280,15 +298,30 @@ impl<'a> PolicyDecision<'a> {
     }
 
     /// Takes the store's decision.
-    pub(super) fn set(&mut self, mut decision: Decision) {
+    pub(super) fn set(&mut self, decision: Decision) {
+        self.decision = decision;
+        self.decided = true;
+    }
+
+    /// Adds the units of this charge to what is left after it. A decision without a count, such as
+    /// that of a failure mode, has not subtracted them.
+    pub(super) fn remaining_without(&self, remaining: u64) -> u64 {
+        let units = self.charge.charge().map_or(0, |charge| charge.cost());
+        remaining.saturating_add(units).min(self.quota().map_or(0, Quota::burst))
+    }
+
+    /// Takes the store's decision on a peek that replaced an acquire, because nothing is to be
+    /// taken yet. `counts_spend`: the decision counts the units as taken, because all charges of
+    /// its call fit.
+    pub(super) fn set_peeked(&mut self, mut decision: Decision, counts_spend: bool) {
+        if counts_spend {
+            decision.remaining = self.remaining_without(decision.remaining);
+        }
         if self.charge.exceeds_capacity() {
             // The store was asked for the burst, not for the whole cost.
-            let asked = self.charge.charge().map_or(0, |charge| charge.cost());
-            decision.remaining += if decision.allowed { asked } else { 0 };
             decision.retry_after = decision.retry_after.max(decision.reset_after);
             decision.allowed = false;
         }
-        self.decision = decision;
-        self.decided = true;
+        self.set(decision);
     }
 }

@@ -5,8 +5,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
-const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
+pub(crate) const NAMES: [&str; 5] = ["ip", "method", "path", "host", "domain"];
+pub(crate) const PREFIXES: [&str; 4] = ["header", "query", "cookie", "descriptor"];
 
 /// The number of characters of an unknown name that are compared and shown: clients choose their
 /// length.

@@ -52,7 +52,13 @@ pub const DEFAULT_QUERY_TIMEOUT: Duration = Duration::from_millis(100);
 /// Target of the `decide` spans of a [`PolicyLimiter`], which are at the debug level. A subscriber
 /// enables them by this target without the debug events of the library, for example with the
 /// filter `info,tidegate::trace=debug`.
+///
+/// A span has the fields `action`; `policies`, the names of the limits that apply, separated by
+/// commas; `allowed`; and, if the request is denied, `denied_by`. Keys are never recorded.
 pub const TRACE_TARGET: &str = "tidegate::trace";
+
+/// Maximum number of names in the field `policies` of a span.
+const MAX_TRACED_NAMES: usize = 20;
 
 /// Receives every decision of a [`PolicyLimiter`], for metrics and hot keys.
 ///
@@ -198,7 +204,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let on_span = query.on_span;
         let entries = self.prepare(action, query)?;
         let span = tracing::debug_span!(
-            target: TRACE_TARGET, "decide", ?action, allowed = tracing::field::Empty
+            target: TRACE_TARGET,
+            "decide",
+            ?action,
+            policies = tracing::field::Empty,
+            allowed = tracing::field::Empty,
+            denied_by = tracing::field::Empty
         );
         if span.is_disabled() {
             return self.decide_prepared(action, start, entries).await;
@@ -206,9 +217,14 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         if let Some(on_span) = on_span {
             on_span(&span);
         }
+        // Recorded before the decision, which may fail.
+        span.record("policies", policy_names(&entries));
         let decided = self.decide_prepared(action, start, entries).instrument(span.clone());
         let decisions = decided.await?;
         span.record("allowed", decisions.is_allowed());
+        if let Some(denial) = decisions.denied_by() {
+            span.record("denied_by", denial.policy());
+        }
         Ok(decisions)
     }
 
@@ -322,10 +338,47 @@ impl<S, O: Clone> Clone for PolicyLimiter<S, O> {
     }
 }
 
+/// Returns the names of the limits, separated by commas, up to [`MAX_TRACED_NAMES`]. A limit that
+/// applies several times is named once.
+fn policy_names(entries: &[PolicyDecision<'_>]) -> String {
+    let mut names: Vec<&str> = Vec::with_capacity(entries.len().min(MAX_TRACED_NAMES));
+    for name in entries.iter().map(PolicyDecision::policy) {
+        if names.contains(&name) {
+            continue;
+        }
+        if names.len() == MAX_TRACED_NAMES {
+            names.push("…");
+            break;
+        }
+        names.push(name);
+    }
+    names.join(",")
+}
+
 fn one(charge: PreparedCharge<'_>) -> Vec<PolicyDecision<'_>> {
     vec![PolicyDecision::new(charge, 0)]
 }
 
 fn numbered<'a>(charges: impl Iterator<Item = PreparedCharge<'a>>) -> Vec<PolicyDecision<'a>> {
     charges.enumerate().map(|(position, charge)| PolicyDecision::new(charge, position)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quota::Quota;
+
+    #[test]
+    fn traced_names_are_unique_and_bounded() {
+        let quota = Quota::fixed_window(1, Duration::from_secs(1)).expect("valid");
+        let of = |names: &[String]| {
+            let charges = names.iter().map(|name| PreparedCharge::new(name, "secret", &quota));
+            policy_names(&numbered(charges))
+        };
+        assert_eq!(of(&[]), "");
+        assert_eq!(of(&["a", "b", "a"].map(str::to_owned)), "a,b");
+        let many: Vec<String> = (0..50).map(|number| format!("p{number}")).collect();
+        let traced = of(&many);
+        assert!(traced.starts_with("p0,p1,") && traced.ends_with(",p19,…"), "{traced}");
+    }
 }

@@ -101,9 +101,17 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let charges: Vec<Charge<'_>> =
             positions.iter().filter_map(|position| entries[*position].charge.charge()).collect();
         let call = self.limiter().decide_all(action, &charges);
-        let decisions = self.with_deadline(deadline, call).await?;
+        let fall_back = |error| self.limiter().store().fall_back(action, &charges, error);
+        let decisions = self.with_deadline(deadline, call, |error| Ok(fall_back(error)?.into()));
+        let decisions = decisions.await?;
+        let all_fit = decisions.is_allowed();
         for (position, decision) in positions.iter().zip(decisions) {
-            entries[*position].set(decision);
+            let entry = &mut entries[*position];
+            if action == Action::Peek && entry.action() == Action::Acquire {
+                entry.set_peeked(decision, all_fit);
+            } else {
+                entry.set(decision);
+            }
         }
         Ok(positions)
     }
@@ -125,8 +133,17 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             return Ok(false);
         }
         let Some(charge) = entry.charge.charge() else { return Ok(false) };
-        let decided = self.with_deadline(deadline, self.limiter().decide(action, &charge)).await;
-        match decided {
+        let fall_back = |error| {
+            let charges = std::slice::from_ref(&charge);
+            let decisions = self.limiter().store().fall_back(action, charges, error)?;
+            Ok(decisions[0])
+        };
+        let call = self.limiter().decide(action, &charge);
+        match self.with_deadline(deadline, call, fall_back).await {
+            Ok(decision) if action == Action::Peek && entry.action() == Action::Acquire => {
+                entry.set_peeked(decision, decision.allowed);
+                Ok(false)
+            }
             Ok(decision) => {
                 entry.set(decision);
                 Ok(action == Action::Acquire && decision.allowed)
@@ -157,8 +174,8 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             .await;
         if refunded {
             for position in charged {
-                let units = entries[*position].charge.charge().map_or(0, |charge| charge.cost());
-                entries[*position].decision.remaining += units;
+                let entry = &mut entries[*position];
+                entry.decision.remaining = entry.remaining_without(entry.decision.remaining);
             }
         }
     }
@@ -176,11 +193,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         succeeded
     }
 
-    /// Awaits a call, at most until the deadline.
+    /// Awaits a call, at most until the deadline. After that, `fall_back` decides.
     async fn with_deadline<T>(
         &self,
         deadline: &mut Deadline,
         call: impl Future<Output = Result<T, Error>>,
+        fall_back: impl FnOnce(StoreError) -> Result<T, Error>,
     ) -> Result<T, Error> {
         deadline.calls += 1;
         let at = deadline.at.filter(|_| deadline.calls > 1);
@@ -188,7 +206,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             None => call.await,
             Some(at) => {
                 let start = Instant::now();
-                let late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
+                let late = || fall_back(StoreError::Timeout(start.elapsed()));
                 timeout_at(at, self.limiter().store().clock(), call).await.unwrap_or_else(late)
             }
         }
@@ -242,4 +260,39 @@ async fn timeout_at<T>(
         Poll::Pending => timer.as_mut().poll(cx).map(|()| None),
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crate::internals::PreparedCharge;
+    use crate::{Action, Enforcement, Limiter, MemoryStore, Policies, PolicyLimiter, Query, Quota};
+
+    /// Returns what is left of each limit, in the order of the charges.
+    async fn remaining(limiter: &PolicyLimiter, charges: Vec<PreparedCharge<'_>>) -> Vec<u64> {
+        let charges = charges.into_iter().map(PreparedCharge::into_owned).collect();
+        let decisions = limiter.decide(Action::Acquire, Query::prepared(charges)).await;
+        let decisions = decisions.expect("decided");
+        decisions.iter().map(|entry| entry.decision().remaining).collect()
+    }
+
+    #[tokio::test]
+    async fn denied_request_shows_what_is_left_without_it() {
+        let policies = Policies::new(vec![]).expect("valid");
+        let limiter = PolicyLimiter::new(Limiter::new(MemoryStore::new()), policies);
+        let hour = Duration::from_secs(3600);
+        let ten = Quota::fixed_window(10, hour).expect("valid");
+        let one = Quota::fixed_window(1, hour).expect("valid");
+        let tight = || PreparedCharge::new("tight", "u", &one);
+        let wide = || PreparedCharge::new("wide", "u", &ten);
+        let shadow = || wide().with_enforcement(Enforcement::Shadow);
+        assert_eq!(remaining(&limiter, vec![tight(), shadow()]).await, [0, 9]);
+        assert_eq!(remaining(&limiter, vec![tight(), wide()]).await, [0, 9]);
+        assert_eq!(remaining(&limiter, vec![tight(), shadow()]).await, [0, 9]);
+        // A cost above the limit denies the request before anything is taken.
+        let too_much = || PreparedCharge::new("burst", "u", &ten).with_cost(20).with_capped_cost();
+        assert_eq!(remaining(&limiter, vec![too_much(), wide()]).await, [10, 9]);
+        assert_eq!(remaining(&limiter, vec![too_much(), tight(), wide()]).await, [10, 0, 9]);
+    }
 }

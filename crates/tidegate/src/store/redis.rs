@@ -79,6 +79,7 @@ mod publisher;
 mod queue;
 mod refresh;
 mod requests;
+mod scheme;
 mod script;
 mod server_clock;
 mod slot;

@@ -142,3 +142,22 @@ async fn the_body_of_a_denied_request_is_not_read() {
     }
     assert_eq!(looked_at, [true, false]);
 }
+
+#[tokio::test]
+async fn the_response_to_a_denied_head_request_has_a_length_and_no_body() {
+    let service = layer(1).layer(tower::service_fn(async |_: Request<()>| {
+        Ok::<_, Infallible>(Response::new(Full::new(Bytes::new())))
+    }));
+    let send = |method: &str| {
+        let request = Request::builder().method(method).body(()).expect("a request");
+        service.clone().oneshot(request)
+    };
+    send("GET").await.expect("infallible");
+    let denied = send("HEAD").await.expect("infallible");
+    assert_eq!(denied.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert!(denied.body().is_end_stream());
+    let length = denied.headers()["content-length"].to_str().expect("text").to_owned();
+    let body = http_body_util::BodyExt::collect(send("GET").await.expect("infallible").into_body());
+    let bytes = body.await.expect("infallible").to_bytes();
+    assert_eq!(length, bytes.len().to_string());
+}

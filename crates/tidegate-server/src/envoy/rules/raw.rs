@@ -2,71 +2,191 @@
 
 use std::borrow::Cow;
 
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess};
+use serde_saphyr::options::DuplicateKeyPolicy;
 use serde_saphyr::{Localizer, Location, Spanned, UserMessageFormatter};
 use tidegate::{Algorithm, QuotaError};
 
-use super::{FileLocation, Limit, RulesError, RulesErrorKind, Unit};
+use super::error::{FileLocation, RulesError, RulesErrorKind};
+use super::fields::{self, Fields, Note, NoteKind};
+use super::metadata::Metadata;
+use super::{Limit, Unit};
 
 /// Content of a file. As in Go, null is equivalent to a missing field.
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Default)]
 pub(super) struct RawFile {
-    #[serde(default, deserialize_with = "text")]
     pub(super) domain: String,
-    #[serde(default, deserialize_with = "or_default")]
     pub(super) descriptors: Vec<Spanned<RawDescriptor>>,
+    pub(super) notes: Vec<Note>,
 }
 
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "these are the fields of the file")]
 pub(super) struct RawDescriptor {
-    #[serde(default, deserialize_with = "text")]
     pub(super) key: String,
-    #[serde(default, deserialize_with = "text")]
     pub(super) value: String,
     pub(super) rate_limit: Option<Spanned<RawLimit>>,
-    #[serde(default, deserialize_with = "or_default")]
     pub(super) descriptors: Vec<Spanned<RawDescriptor>>,
-    #[serde(default, deserialize_with = "flag")]
     pub(super) shadow_mode: bool,
-    #[serde(default, deserialize_with = "flag")]
     pub(super) quota_mode: bool,
-    #[serde(default, deserialize_with = "flag")]
     pub(super) detailed_metric: bool,
-    #[serde(default, deserialize_with = "flag")]
     pub(super) value_to_metric: bool,
-    #[serde(default, deserialize_with = "flag")]
     pub(super) share_threshold: bool,
-    /// Dynamic metadata for Envoy, which is not supported. ratelimit sends it only on request.
-    #[serde(rename = "metadata")]
-    _metadata: Option<IgnoredAny>,
+    pub(super) metadata: Metadata,
+    pub(super) notes: Vec<Note>,
 }
 
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Default)]
 pub(super) struct RawLimit {
-    #[serde(default, deserialize_with = "unit")]
-    pub(super) unit: Option<Unit>,
-    #[serde(default, deserialize_with = "requests")]
+    pub(super) unit: Option<Spanned<String>>,
     pub(super) requests_per_unit: Option<u32>,
-    #[serde(default, deserialize_with = "multiplier")]
     pub(super) unit_multiplier: Option<u32>,
-    #[serde(default, deserialize_with = "flag")]
     pub(super) unlimited: bool,
-    #[serde(default, deserialize_with = "text")]
-    pub(super) name: String,
-    #[serde(default, deserialize_with = "or_default")]
+    pub(super) name: Option<String>,
     pub(super) replaces: Vec<RawReplaced>,
+    /// Fields that are written, also those that are null.
+    written: Vec<&'static str>,
+    pub(super) notes: Vec<Note>,
 }
 
-#[derive(Debug, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct RawReplaced {
-    #[serde(default, deserialize_with = "text")]
     pub(super) name: String,
+    pub(super) notes: Vec<Note>,
 }
+
+impl Fields for RawFile {
+    const NAMES: &'static [&'static str] = &["domain", "descriptors"];
+
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        match name {
+            "domain" => self.domain = map.next_value::<Text>()?.0.unwrap_or_default(),
+            _ => self.descriptors = map.next_value::<Option<_>>()?.unwrap_or_default(),
+        }
+        Ok(())
+    }
+
+    fn notes(&mut self) -> &mut Vec<Note> {
+        &mut self.notes
+    }
+}
+
+impl Fields for RawDescriptor {
+    const NAMES: &'static [&'static str] = &[
+        "key",
+        "value",
+        "rate_limit",
+        "descriptors",
+        "shadow_mode",
+        "quota_mode",
+        "detailed_metric",
+        "value_to_metric",
+        "share_threshold",
+        "metadata",
+    ];
+
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        match name {
+            "key" => self.key = map.next_value::<Text>()?.0.unwrap_or_default(),
+            "value" => self.value = map.next_value::<Text>()?.0.unwrap_or_default(),
+            "rate_limit" => {
+                let limit: Option<Spanned<RawLimit>> = map.next_value()?;
+                self.rate_limit = limit.map(|mut limit| {
+                    if let Some(earlier) = self.rate_limit.take() {
+                        limit.value.add_missing(earlier.value);
+                    }
+                    limit
+                });
+            }
+            "descriptors" => self.descriptors = map.next_value::<Option<_>>()?.unwrap_or_default(),
+            "shadow_mode" => self.shadow_mode = map.next_value::<Flag>()?.0.unwrap_or_default(),
+            "quota_mode" => self.quota_mode = map.next_value::<Flag>()?.0.unwrap_or_default(),
+            "detailed_metric" => {
+                self.detailed_metric = map.next_value::<Flag>()?.0.unwrap_or_default();
+            }
+            "value_to_metric" => {
+                self.value_to_metric = map.next_value::<Flag>()?.0.unwrap_or_default();
+            }
+            "share_threshold" => {
+                self.share_threshold = map.next_value::<Flag>()?.0.unwrap_or_default();
+            }
+            _ => self.metadata.0.extend(map.next_value::<Metadata>()?.0),
+        }
+        Ok(())
+    }
+
+    fn notes(&mut self) -> &mut Vec<Note> {
+        &mut self.notes
+    }
+}
+
+impl Fields for RawLimit {
+    const NAMES: &'static [&'static str] =
+        &["unit", "requests_per_unit", "unit_multiplier", "unlimited", "name", "replaces"];
+
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        self.written.push(name);
+        match name {
+            "unit" => {
+                let Spanned { value, referenced, defined, .. } =
+                    map.next_value::<Spanned<Text>>()?;
+                let unit = value.0.filter(|unit| !unit.is_empty());
+                self.unit = unit.map(|unit| Spanned::new(unit, referenced, defined));
+            }
+            "requests_per_unit" => self.requests_per_unit = map.next_value::<Requests>()?.0,
+            "unit_multiplier" => self.unit_multiplier = map.next_value::<Multiplier>()?.0,
+            "unlimited" => self.unlimited = map.next_value::<Flag>()?.0.unwrap_or_default(),
+            "name" => self.name = map.next_value::<Text>()?.0.filter(|name| !name.is_empty()),
+            _ => self.replaces = map.next_value::<Option<_>>()?.unwrap_or_default(),
+        }
+        Ok(())
+    }
+
+    fn notes(&mut self) -> &mut Vec<Note> {
+        &mut self.notes
+    }
+}
+
+impl Fields for RawReplaced {
+    const NAMES: &'static [&'static str] = &["name"];
+
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        _: &'static str,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        self.name = map.next_value::<Text>()?.0.unwrap_or_default();
+        Ok(())
+    }
+
+    fn notes(&mut self) -> &mut Vec<Note> {
+        &mut self.notes
+    }
+}
+
+macro_rules! deserialize_fields {
+    ($($name:ty),*) => {$(
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                fields::deserialize(deserializer)
+            }
+        }
+    )*};
+}
+
+deserialize_fields!(RawFile, RawDescriptor, RawLimit, RawReplaced);
 
 // Far above the needs of real rules, and low enough to bound memory. Aliases multiply the content
 // of a file, so the length of a text is bounded, too.
@@ -95,84 +215,140 @@ impl RawFile {
             alias_limits: serde_saphyr::alias_limits! {
                 max_total_replayed_events: MAX_EVENTS_FROM_ALIASES
             },
+            // `Fields` sees all of them.
+            duplicate_keys: DuplicateKeyPolicy::LastWins,
             legacy_octal_numbers: true,
             with_snippet: false,
         };
-        serde_saphyr::from_str_with_options(text, options).map_err(|error| {
-            let location = error.location().unwrap_or(Location::UNKNOWN);
-            let message =
-                error.render_with_formatter(&UserMessageFormatter.with_localizer(&WithoutLocation));
-            let field =
-                field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
-            FileLocation { file, location }.error(RulesErrorKind::Yaml { field, message })
-        })
+        let mut reader = text.as_bytes();
+        let mut documents =
+            serde_saphyr::read_with_options::<_, Spanned<Self>>(&mut reader, options);
+        let mut parsed = match documents.next() {
+            None => Self::default(),
+            Some(Ok(document)) => document.value,
+            Some(Err(error)) => return Err(yaml_error(file, text, &error)),
+        };
+        // ratelimit does not parse it, so it may have errors.
+        let second = documents.next().map(|document| match document {
+            Ok(document) => document.referenced,
+            Err(error) => error.location().unwrap_or(Location::UNKNOWN),
+        });
+        parsed
+            .notes
+            .extend(second.map(|location| Note { location, kind: NoteKind::SecondDocument }));
+        Ok(parsed)
     }
 }
 
+fn yaml_error(file: &str, text: &str, error: &serde_saphyr::Error) -> RulesError {
+    let location = error.location().unwrap_or(Location::UNKNOWN);
+    let message =
+        error.render_with_formatter(&UserMessageFormatter.with_localizer(&WithoutLocation));
+    let field = field_before(text, location).map(|field| format!("{field}: ")).unwrap_or_default();
+    FileLocation { file, location }.error(RulesErrorKind::Yaml { field, message })
+}
+
 impl RawLimit {
-    /// Returns the limit, or the error of its fields.
-    pub(super) fn validate(&self, algorithm: Algorithm) -> Result<Limit, RulesErrorKind> {
-        match (self.unlimited, self.unit) {
+    /// Takes the fields of an earlier limit that are not written in this one.
+    fn add_missing(&mut self, earlier: Self) {
+        for name in earlier.written {
+            if self.written.contains(&name) {
+                continue;
+            }
+            match name {
+                "unit" => self.unit.clone_from(&earlier.unit),
+                "requests_per_unit" => self.requests_per_unit = earlier.requests_per_unit,
+                "unit_multiplier" => self.unit_multiplier = earlier.unit_multiplier,
+                "unlimited" => self.unlimited = earlier.unlimited,
+                "name" => self.name.clone_from(&earlier.name),
+                _ => self.replaces.clone_from(&earlier.replaces),
+            }
+        }
+        self.notes.extend(earlier.notes);
+    }
+
+    /// Returns the limit, or the error of its fields. Notes the parts that are probably mistakes.
+    pub(super) fn validate(
+        &mut self,
+        location: Location,
+        algorithm: Algorithm,
+    ) -> Result<Limit, Note<RulesErrorKind>> {
+        let error = |kind| Note { location, kind };
+        let known = self.unit.as_ref().map(|unit| (unit, Unit::named(&unit.value)));
+        match (self.unlimited, known) {
             (true, None) => Ok(Limit::Unlimited),
-            (true, Some(unit)) => Err(RulesErrorKind::UnlimitedWithUnit(unit)),
-            (false, None) => Err(RulesErrorKind::MissingUnit),
-            (false, Some(unit)) => {
-                let requests = self.requests_per_unit.ok_or(RulesErrorKind::MissingRequests)?;
+            (true, Some((unit, None))) => {
+                let kind = NoteKind::UnitOfUnlimited(unit.value.clone());
+                self.notes.push(Note { location: unit.defined, kind });
+                Ok(Limit::Unlimited)
+            }
+            (true, Some((_, Some(unit)))) => Err(error(RulesErrorKind::UnlimitedWithUnit(unit))),
+            (false, None) => Err(error(RulesErrorKind::MissingUnit)),
+            (false, Some((unit, None))) => {
+                let kind = RulesErrorKind::UnknownUnit(unit.value.clone());
+                Err(Note { location: unit.referenced, kind })
+            }
+            (false, Some((_, Some(unit)))) => {
+                if self.requests_per_unit.is_none() {
+                    self.notes.push(Note { location, kind: NoteKind::MissingRequests });
+                }
+                let requests = self.requests_per_unit.unwrap_or_default();
                 let limit =
                     Limit::new(algorithm, requests, self.unit_multiplier.unwrap_or(1), unit);
-                limit.map_err(|error| {
-                    let is_window = matches!(error, QuotaError::Window(_));
+                limit.map_err(|quota_error| {
+                    let is_window = matches!(quota_error, QuotaError::Window(_));
                     let field =
                         if is_window { "unit and unit_multiplier" } else { "requests_per_unit" };
-                    RulesErrorKind::Quota { field, error }
+                    error(RulesErrorKind::Quota { field, error: quota_error })
                 })
             }
         }
     }
 }
 
-fn or_default<'de, T: Deserialize<'de> + Default, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<T, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
-}
+/// Text of at most [`MAX_TEXT_BYTES`].
+struct Text(Option<String>);
 
-fn flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
-    or_default(deserializer).map_err(|_| D::Error::custom("must be true or false"))
-}
-
-fn text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
-    let text: String = or_default(deserializer)?;
-    if text.len() > MAX_TEXT_BYTES {
-        return Err(D::Error::custom(format!(
-            "has {} bytes: at most {MAX_TEXT_BYTES} are allowed",
-            text.len()
-        )));
-    }
-    Ok(text)
-}
-
-fn unit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Unit>, D::Error> {
-    let name = text(deserializer)?;
-    let found = Unit::ALL.into_iter().find(|unit| unit.as_str().eq_ignore_ascii_case(&name));
-    match found {
-        None if !name.is_empty() => Err(D::Error::custom(format!(
-            "{name:?} is not a unit: it must be one of {}",
-            Unit::names()
-        ))),
-        found => Ok(found),
+impl<'de> Deserialize<'de> for Text {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text: Option<String> = Option::deserialize(deserializer)?;
+        let length = text.as_ref().map_or(0, String::len);
+        if length > MAX_TEXT_BYTES {
+            return Err(D::Error::custom(format!(
+                "has {length} bytes: at most {MAX_TEXT_BYTES} are allowed"
+            )));
+        }
+        Ok(Self(text))
     }
 }
 
-fn requests<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
-    Option::deserialize(deserializer)
-        .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
+struct Flag(Option<bool>);
+
+impl<'de> Deserialize<'de> for Flag {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let flag = Option::deserialize(deserializer);
+        flag.map(Self).map_err(|_| D::Error::custom("must be true or false"))
+    }
 }
 
-fn multiplier<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
-    match Option::deserialize(deserializer) {
-        Ok(multiplier) if multiplier != Some(0) => Ok(multiplier),
-        _ => Err(D::Error::custom(format!("must be a whole number from 1 to {}", u32::MAX))),
+struct Requests(Option<u32>);
+
+impl<'de> Deserialize<'de> for Requests {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Option::deserialize(deserializer)
+            .map(Self)
+            .map_err(|_| D::Error::custom(format!("must be a whole number from 0 to {}", u32::MAX)))
+    }
+}
+
+struct Multiplier(Option<u32>);
+
+impl<'de> Deserialize<'de> for Multiplier {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Option::deserialize(deserializer) {
+            Ok(multiplier) if multiplier != Some(0) => Ok(Self(multiplier)),
+            _ => Err(D::Error::custom(format!("must be a whole number from 1 to {}", u32::MAX))),
+        }
     }
 }
 

@@ -69,6 +69,9 @@ struct Url {
     database: i64,
 }
 
+/// Nine digits: more databases than any server has.
+const MAX_DATABASE: i64 = 999_999_999;
+
 const URL_SYNTAX: &str =
     "it must look like redis://[user:password@]host[:port][/database], or rediss:// for TLS";
 
@@ -304,6 +307,10 @@ impl Url {
                            verification, is not supported (write a # in a password as %23)";
             return Err(misconfigured(message));
         }
+        // The URL parser would remove these silently.
+        if rest.chars().any(char::is_control) || rest.trim_end() != rest {
+            return Err(invalid());
+        }
         let info = format!("{scheme}://{rest}").into_connection_info().map_err(|_| invalid())?;
         let address = match info.addr() {
             ConnectionAddr::Tcp(host, port) => Address::tcp(host, *port),
@@ -311,6 +318,9 @@ impl Url {
             _ => return Err(invalid()),
         };
         let settings = info.redis_settings();
+        if !(0..=MAX_DATABASE).contains(&settings.db()) {
+            return Err(invalid());
+        }
         Ok(Self {
             address,
             tls,

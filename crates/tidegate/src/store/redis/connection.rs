@@ -7,7 +7,7 @@ use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::timeout;
 
-use super::endpoint::{Address, ConnectionOptions};
+use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::NodeError;
 use super::server_clock::ServerClock;
 
@@ -49,24 +49,37 @@ pub(super) async fn query_once(
     query_timeout: Duration,
 ) -> Result<Value, NodeError> {
     let query = async {
-        let (mut handle, driver) = address.open(options).await?;
+        let (mut handle, driver) = match address.open(options).await {
+            Ok(opened) => opened,
+            Err(OpenError::Failed(error)) => {
+                return Err(NodeError::during_handshake(address, &error));
+            }
+            Err(OpenError::WrongScheme(reason)) => {
+                return Err(NodeError::misconfigured(address, reason));
+            }
+        };
         let driver = tokio::spawn(driver);
         let _connection = Connection::new(handle.clone(), &driver);
         let mut pipeline = Pipeline::new();
         for command in options.handshake_commands().into_iter().chain([command]) {
             pipeline.add_command(command);
         }
-        let replies = handle.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
+        let handshake_error = |error: RedisError| NodeError::during_handshake(address, &error);
+        let replies = match handle.send_packed_commands(&pipeline, 0, pipeline.len()).await {
+            Ok(replies) => replies,
+            Err(error) => {
+                let wrong_scheme = address.wrong_scheme(options).await;
+                return Err(wrong_scheme.unwrap_or_else(|| handshake_error(error)));
+            }
+        };
         let mut last = Value::Nil;
         for reply in replies {
-            last = reply.extract_error()?;
+            last = reply.extract_error().map_err(handshake_error)?;
         }
         Ok(last)
     };
     match timeout(query_timeout, query).await {
-        Ok(reply) => {
-            reply.map_err(|error: RedisError| NodeError::during_handshake(address, &error))
-        }
+        Ok(reply) => reply,
         Err(_) => Err(NodeError::new(address, &format!("no answer within {query_timeout:?}"))),
     }
 }

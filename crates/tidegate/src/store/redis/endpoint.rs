@@ -2,7 +2,6 @@
 //! or all sentinels, share.
 
 use std::fmt;
-use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,9 +10,10 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, RedisConnectionInfo, RedisError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::ClientConfig;
-use tokio_rustls::rustls::pki_types::ServerName;
+
+use super::error::NodeError;
+use super::scheme::{self, Handshake};
 
 /// Address that a node listens on.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -29,6 +29,20 @@ pub(super) struct ConnectionOptions {
     pub(super) password: Option<String>,
     pub(super) database: i64,
     pub(super) tls: Option<Arc<ClientConfig>>,
+}
+
+/// Reason why no connection was opened.
+#[derive(Debug)]
+pub(super) enum OpenError {
+    Failed(RedisError),
+    /// The scheme of the URL is wrong for this port.
+    WrongScheme(&'static str),
+}
+
+impl<E: Into<RedisError>> From<E> for OpenError {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
 }
 
 /// Future that reads and writes a connection's socket. It completes when the connection is closed.
@@ -64,27 +78,34 @@ impl Address {
     pub(super) async fn open(
         &self,
         options: &ConnectionOptions,
-    ) -> Result<(MultiplexedConnection, Driver), RedisError> {
+    ) -> Result<(MultiplexedConnection, Driver), OpenError> {
         match self {
             Self::Tcp { host, port } => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
                 stream.set_nodelay(true)?;
-                match &options.tls {
-                    None => multiplex(stream).await,
-                    Some(config) => {
-                        let name = ServerName::try_from(host.clone())
-                            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-                        multiplex(
-                            TlsConnector::from(Arc::clone(config)).connect(name, stream).await?,
-                        )
-                        .await
-                    }
+                let Some(config) = &options.tls else { return Ok(multiplex(stream).await?) };
+                match scheme::handshake(config, (host, *port), stream).await? {
+                    Handshake::Done(stream) => Ok(multiplex(stream).await?),
+                    Handshake::Plain => Err(OpenError::WrongScheme(scheme::NO_TLS)),
                 }
             }
             #[cfg(unix)]
-            Self::Unix(path) => multiplex(tokio::net::UnixStream::connect(path).await?).await,
+            Self::Unix(path) => Ok(multiplex(tokio::net::UnixStream::connect(path).await?).await?),
             #[cfg(not(unix))]
-            Self::Unix(_) => Err(io::Error::from(io::ErrorKind::Unsupported).into()),
+            Self::Unix(_) => Err(std::io::Error::from(std::io::ErrorKind::Unsupported).into()),
+        }
+    }
+
+    /// Returns the error of a `redis://` URL for a port with TLS. The server closes such a
+    /// connection without an answer.
+    pub(super) async fn wrong_scheme(&self, options: &ConnectionOptions) -> Option<NodeError> {
+        match self {
+            Self::Tcp { host, port }
+                if options.tls.is_none() && scheme::speaks_tls(host, *port).await =>
+            {
+                Some(NodeError::misconfigured(self, scheme::ONLY_TLS))
+            }
+            _ => None,
         }
     }
 }

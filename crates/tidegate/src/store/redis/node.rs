@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use super::connection::{Connection, is_primary_role, parse_time};
-use super::endpoint::{Address, ConnectionOptions};
+use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
@@ -432,7 +432,10 @@ impl NodeShared {
     /// Connects, performs the handshake, and checks the role.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
         let opened = self.address.open(&self.options).await;
-        let (handle, driver) = opened.map_err(|error| self.connect_error(&error))?;
+        let (handle, driver) = opened.map_err(|error| match error {
+            OpenError::Failed(error) => self.connect_error(&error),
+            OpenError::WrongScheme(reason) => NodeError::misconfigured(&self.address, reason),
+        })?;
         let driver = tokio::spawn(driver);
         let connection = Connection::new(handle, &driver);
         let mut handshake = Pipeline::new();
@@ -446,7 +449,13 @@ impl NodeShared {
         let sent = Instant::now();
         let replies =
             connection.handle.clone().send_packed_commands(&handshake, 0, handshake.len()).await;
-        let mut replies = replies.map_err(|error| self.connect_error(&error))?;
+        let mut replies = match replies {
+            Ok(replies) => replies,
+            Err(error) => {
+                let wrong_scheme = self.address.wrong_scheme(&self.options).await;
+                return Err(wrong_scheme.unwrap_or_else(|| self.connect_error(&error)));
+            }
+        };
         for reply in &replies {
             if let Value::ServerError(error) = reply {
                 let error = RedisError::from(error.clone());

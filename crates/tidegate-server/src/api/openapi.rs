@@ -1,0 +1,82 @@
+//! The OpenAPI description: adds the server and the bounds of all values, by the constants that the
+//! API checks.
+
+use http::uri::Authority;
+use http::{Request, header};
+use serde_json::{Value, json};
+use tidegate::internals::schema;
+use tidegate::{MAX_CHARGES, MAX_KEY_BYTES, Quota};
+use utoipa::OpenApi;
+
+use super::json::MAX_AGE_MS;
+use super::{Api, MAX_BODY_BYTES};
+
+/// Bounds of the fields: the type, the field, and what is added to its schema.
+fn bounds() -> Vec<(&'static str, &'static str, Value)> {
+    let name = json!({"minLength": 1, "maxLength": MAX_KEY_BYTES, "pattern": schema::NO_CONTROL});
+    let units = json!({"minimum": 1, "maximum": Quota::MAX_LIMIT});
+    let count = json!({"minimum": 0, "maximum": Quota::MAX_LIMIT});
+    let wait = json!({"minimum": 0, "maximum": MAX_WAIT_MS});
+    vec![
+        ("QueryBody", "policy", name.clone()),
+        ("QueryBody", "key", name.clone()),
+        ("QueryBody", "cost", units.clone()),
+        ("QueryBody", "age_ms", json!({"minimum": 0, "maximum": MAX_AGE_MS})),
+        ("QuotaBody", "limit", units.clone()),
+        ("QuotaBody", "burst", units),
+        ("QuotaBody", "window", json!({"pattern": schema::window_pattern()})),
+        ("DecisionBody", "policy", name),
+        ("DecisionBody", "limit", count.clone()),
+        ("DecisionBody", "remaining", count),
+        ("DecisionBody", "retry_after_ms", wait.clone()),
+        ("DecisionBody", "reset_after_ms", wait.clone()),
+        ("DecisionBody", "delay_ms", wait),
+        ("QueryBody", "attributes", json!({"maxProperties": MAX_BODY_BYTES / MIN_ATTRIBUTE_BYTES})),
+        ("Problem", "type", json!({"maxLength": MAX_DETAIL})),
+        ("Problem", "title", json!({"maxLength": MAX_DETAIL})),
+        ("Problem", "status", json!({"minimum": 400, "maximum": 599})),
+        ("Problem", "detail", json!({"maxLength": MAX_DETAIL})),
+    ]
+}
+
+/// Longest wait in milliseconds: an overdraft of ten bursts, each of which refills in 3,660 days at
+/// most, and one more for the request itself.
+const MAX_WAIT_MS: u64 = 11 * 3_660 * 86_400_000;
+
+/// Length of the shortest attribute in a body: `"":"",`.
+const MIN_ATTRIBUTE_BYTES: usize = 6;
+
+/// More characters than any error message has, even one that quotes a name of the query.
+const MAX_DETAIL: usize = 2 * MAX_BODY_BYTES;
+
+/// Returns the description. The server is the one that the client asked, so that a client that is
+/// generated from it works.
+pub(super) fn document<B>(request: &Request<B>, has_tls: bool) -> Vec<u8> {
+    let mut api = serde_json::to_value(Api::openapi()).unwrap_or_default();
+    api["servers"] = json!([{"url": server(request, has_tls)}]);
+    for (body, field, bounds) in bounds() {
+        let schema = &mut api["components"]["schemas"][body]["properties"][field];
+        if let (Some(schema), Value::Object(bounds)) = (schema.as_object_mut(), bounds) {
+            schema.extend(bounds);
+        }
+    }
+    let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][1];
+    decisions["properties"]["decisions"]["maxItems"] = json!(MAX_CHARGES);
+    let parameters = &mut api["paths"]["/v1/forward-auth"]["get"]["parameters"];
+    for parameter in parameters.as_array_mut().into_iter().flatten() {
+        if parameter["name"] == "policy" {
+            parameter["schema"]["maxLength"] = json!(MAX_KEY_BYTES);
+        }
+    }
+    serde_json::to_vec(&api).unwrap_or_default()
+}
+
+/// Returns the URL of this server as the client knows it, or else one relative to the description.
+fn server<B>(request: &Request<B>, has_tls: bool) -> String {
+    let host = request.headers().get(header::HOST);
+    let host = host.and_then(|host| Authority::try_from(host.as_bytes()).ok());
+    // HTTP/2 has the host in the URI.
+    let host = request.uri().authority().cloned().or(host);
+    let scheme = if has_tls { "https" } else { "http" };
+    host.map_or_else(|| "/".to_owned(), |host| format!("{scheme}://{host}"))
+}
