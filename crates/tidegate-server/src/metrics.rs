@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use tidegate::{Source, StoreError};
+use tidegate::{MemoryStore, Source, StoreError};
 
 use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
@@ -231,14 +231,12 @@ impl Metrics {
         let mut text = String::with_capacity(8 * 1024);
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         self.write_outcomes(&mut text);
-        head(&mut text, "tidegate_decision_sources_total", "counter", "Decisions by source.");
-        for (source, counter) in SOURCES.iter().zip(&self.sources) {
-            let _ = writeln!(
-                text,
-                "tidegate_decision_sources_total{{source=\"{source}\"}} {}",
-                load(counter)
-            );
-        }
+        write_labelled(
+            &mut text,
+            ("tidegate_decision_sources_total", "source"),
+            "Decisions by source.",
+            SOURCES.iter().zip(self.sources.iter().map(load)),
+        );
         self.decision_seconds.write(
             &mut text,
             "tidegate_decision_seconds",
@@ -249,99 +247,104 @@ impl Metrics {
             "tidegate_store_seconds",
             "Duration of a call to the store.",
         );
-        head(
+        write_labelled(
             &mut text,
-            "tidegate_envoy_rejections_total",
-            "counter",
+            ("tidegate_envoy_rejections_total", "reason"),
             "Calls of Envoy that were denied because they cannot be decided, by reason.",
+            self.envoy_rejections.counts(),
         );
-        for (reason, count) in self.envoy_rejections.counts() {
-            let _ =
-                writeln!(text, "tidegate_envoy_rejections_total{{reason=\"{reason}\"}} {count}");
-        }
-        head(
+        write_labelled(
             &mut text,
-            "tidegate_store_errors_total",
-            "counter",
+            ("tidegate_store_errors_total", "kind"),
             "Failed calls to the store, by kind of error.",
+            ERROR_KINDS.iter().zip(self.store_errors.iter().map(load)),
         );
-        for (kind, counter) in ERROR_KINDS.iter().zip(&self.store_errors) {
-            let _ =
-                writeln!(text, "tidegate_store_errors_total{{kind=\"{kind}\"}} {}", load(counter));
-        }
-        head(&mut text, "tidegate_memory_keys", "gauge", "Keys in the memory of this process.");
-        let memory = backend.memory_store();
-        let _ = writeln!(text, "tidegate_memory_keys {}", memory.keys());
-        head(
-            &mut text,
-            "tidegate_memory_max_keys",
-            "gauge",
-            "Keys that the memory of this process has room for.",
-        );
-        let _ = writeln!(text, "tidegate_memory_max_keys {}", memory.max_keys());
-        head(
-            &mut text,
-            "tidegate_memory_evicted_keys_total",
-            "counter",
-            "Keys within their quota that full memory forgot to make room for new ones.",
-        );
-        let _ = writeln!(text, "tidegate_memory_evicted_keys_total {}", memory.evicted_keys());
-        head(
-            &mut text,
-            "tidegate_panics_total",
-            "counter",
-            "Panics, each a defect to be reported.",
-        );
-        let _ = writeln!(text, "tidegate_panics_total {}", panics::count());
-        head(&mut text, "tidegate_store_up", "gauge", "Whether the store is available.");
-        let _ = writeln!(
-            text,
-            "tidegate_store_up {}",
-            u8::from(backend.redis().is_none_or(RedisBackend::is_up))
-        );
+        write_memory(&mut text, backend.memory_store());
+        let is_up = backend.redis().is_none_or(RedisBackend::is_up);
+        let help = "Whether the store is available.";
+        write_numbers(&mut text, &[("tidegate_store_up", "gauge", help, u64::from(is_up))]);
         if let Some(redis) = backend.redis() {
             write_redis(&mut text, redis);
         }
-        head(
+        write_labelled(
             &mut text,
-            "tidegate_config_reloads_total",
-            "counter",
+            ("tidegate_config_reloads_total", "outcome"),
             "Reloads of the configuration, by outcome.",
+            [("success", load(&self.reload_successes)), ("failure", load(&self.reload_failures))],
         );
-        for (outcome, counter) in
-            [("success", &self.reload_successes), ("failure", &self.reload_failures)]
-        {
-            let _ = writeln!(
-                text,
-                "tidegate_config_reloads_total{{outcome=\"{outcome}\"}} {}",
-                load(counter)
-            );
-        }
-        head(
+        write_labelled(
             &mut text,
-            "tidegate_forward_auth_incomplete_total",
-            "counter",
+            ("tidegate_forward_auth_incomplete_total", "missing"),
             "Forward-auth requests without a header that policies need, by the missing part.",
+            PART_NAMES.iter().zip(self.incomplete_forward_auth.iter().map(load)),
         );
-        for (part, counter) in PART_NAMES.iter().zip(&self.incomplete_forward_auth) {
-            let _ = writeln!(
-                text,
-                "tidegate_forward_auth_incomplete_total{{missing=\"{part}\"}} {}",
-                load(counter)
-            );
-        }
-        head(
-            &mut text,
-            "tidegate_upstream_retries_total",
-            "counter",
-            "Requests that the gateway sent again, to the same or to another upstream.",
-        );
-        let _ = writeln!(text, "tidegate_upstream_retries_total {}", load(&self.upstream_retries));
+        let numbers = [
+            (
+                "tidegate_upstream_retries_total",
+                "counter",
+                "Requests that the gateway sent again, to the same or to another upstream.",
+                load(&self.upstream_retries),
+            ),
+            (
+                "tidegate_panics_total",
+                "counter",
+                "Panics, each a defect to be reported.",
+                panics::count(),
+            ),
+        ];
+        write_numbers(&mut text, &numbers);
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
         text
     }
+}
+
+/// Writes a counter for each value of a label.
+fn write_labelled(
+    text: &mut String,
+    (name, label): (&str, &str),
+    help: &str,
+    counts: impl IntoIterator<Item = (impl std::fmt::Display, u64)>,
+) {
+    head(text, name, "counter", help);
+    for (value, count) in counts {
+        let _ = writeln!(text, "{name}{{{label}=\"{value}\"}} {count}");
+    }
+}
+
+/// Writes metrics without labels: name, type, help and value.
+fn write_numbers(text: &mut String, numbers: &[(&str, &str, &str, u64)]) {
+    for (name, kind, help, number) in numbers {
+        head(text, name, kind, help);
+        let _ = writeln!(text, "{name} {number}");
+    }
+}
+
+/// Writes the metrics of the counts in this process.
+fn write_memory(text: &mut String, memory: &MemoryStore) {
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let numbers = [
+        (
+            "tidegate_memory_keys",
+            "gauge",
+            "Keys in the memory of this process.",
+            count(memory.keys()),
+        ),
+        (
+            "tidegate_memory_max_keys",
+            "gauge",
+            "Keys that the memory of this process has room for.",
+            count(memory.max_keys()),
+        ),
+        (
+            "tidegate_memory_evicted_keys_total",
+            "counter",
+            "Keys within their quota that full memory forgot to make room for new ones.",
+            memory.evicted_keys(),
+        ),
+    ];
+    write_numbers(text, &numbers);
 }
 
 /// Writes the metrics of Redis and of the fallback.

@@ -8,8 +8,8 @@ use crate::upstream::{OK, Upstream};
 
 /// Sends a GET over HTTP/1.1 and returns the status.
 fn get(gateway: &Service, target: &str, headers: &[&str]) -> u16 {
-    let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
-    let head = format!("GET {target} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n{headers}\r\n");
+    let start = format!("GET {target} HTTP/1.1\r\nHost: h\r\nConnection: close");
+    let head = [&[start.as_str()], headers, &["", ""]].concat().join("\r\n");
     raw(&gateway.http, head.as_bytes()).status
 }
 
