@@ -39,7 +39,7 @@ const HTTP_UPGRADES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
 
 const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 
-/// Headers by which a proxy tells some frameworks the original path. From a client, they would lead
+/// Headers by which a proxy sends some frameworks the original path. From a client, they would lead
 /// to another path than the one that the policies matched.
 const PATH_OVERRIDES: [HeaderName; 3] = [
     HeaderName::from_static("x-original-url"),

@@ -250,7 +250,7 @@ impl Attributes for RequestParts<'_> {
     }
 }
 
-/// Returns whether the values are not all the same.
+/// Returns whether any two values differ.
 fn differ<'v>(mut values: impl Iterator<Item = Cow<'v, str>>) -> bool {
     let first = values.next();
     values.any(|value| Some(value) != first)

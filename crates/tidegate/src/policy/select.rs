@@ -246,7 +246,7 @@ impl<'r> RequestValues<'r> {
     }
 }
 
-/// Error of a request whose attributes do not tell what it counts under.
+/// Error of a request whose key is invalid or ambiguous.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SelectError {
