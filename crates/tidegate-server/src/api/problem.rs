@@ -2,7 +2,7 @@
 
 use axum::body::{Body, Bytes};
 use axum::response::IntoResponse;
-use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 use serde::Serialize;
 use tidegate::headers::{QUOTA_EXCEEDED, QUOTA_EXCEEDED_TITLE};
@@ -27,7 +27,7 @@ pub(crate) struct Problem {
     violated_policies: Vec<String>,
     /// Header with what would be right, such as the accepted encodings.
     #[serde(skip)]
-    header: Option<(HeaderName, HeaderValue)>,
+    header: Option<(&'static str, &'static str)>,
 }
 
 impl Problem {
@@ -59,13 +59,13 @@ impl Problem {
     }
 
     pub(crate) fn unauthorized(detail: impl Into<String>) -> Self {
-        let header = Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
+        let header = Some(("www-authenticate", "Bearer"));
         Self { header, ..Self::new(StatusCode::UNAUTHORIZED, detail) }
     }
 
     /// Returns the error for a compressed body; RFC 7694 defines the header.
     pub(crate) fn encoded_body() -> Self {
-        let header = Some((header::ACCEPT_ENCODING, HeaderValue::from_static("identity")));
+        let header = Some(("accept-encoding", "identity"));
         let detail = "the body has a Content-Encoding, which is not supported: send it without";
         Self { header, ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail) }
     }
@@ -108,7 +108,7 @@ impl Problem {
         let kind = HeaderValue::from_static("application/problem+json");
         response.headers_mut().insert(header::CONTENT_TYPE, kind);
         if let Some((name, value)) = self.header {
-            response.headers_mut().insert(name, value);
+            response.headers_mut().insert(name, HeaderValue::from_static(value));
         }
         response
     }

@@ -198,10 +198,10 @@ fn write_files(folder: &Path) {
         document.split(|character: char| !character.is_alphanumeric() && !"-_.".contains(character))
     });
     for name in words.chain(["ca.pem"]) {
-        let content = match name {
-            key if key.ends_with("key.pem") => signed.signing_key.serialize_pem(),
-            certificate if certificate.ends_with(".pem") => signed.cert.pem(),
-            rules if rules.ends_with(".yaml") => "domain: edge\n".to_owned(),
+        let content = match name.rsplit_once('.') {
+            Some((key, "pem")) if key.ends_with("key") => signed.signing_key.serialize_pem(),
+            Some((_, "pem")) => signed.cert.pem(),
+            Some((_, "yaml")) => "domain: edge\n".to_owned(),
             _ => continue,
         };
         std::fs::write(folder.join(name), content).expect("written");

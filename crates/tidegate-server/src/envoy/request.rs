@@ -28,19 +28,19 @@ const ENTRIES: u32 = 1;
 pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, ReadError> {
     // A descriptor of two bytes takes 40 times as much memory once it is decoded.
     if message.len() > SMALL_MESSAGE {
-        let (descriptors, entries) = count_parts(message).map_err(malformed)?;
+        let (descriptors, entries) = count_parts(message).map_err(|error| malformed(&error))?;
         check_counts(descriptors, entries)?;
     }
     let request = match RateLimitRequest::decode(message) {
         Ok(request) => request,
-        Err(error) => decode_with_any_bytes(message).map_err(|_| malformed(error))?,
+        Err(error) => decode_with_any_bytes(message).map_err(|_| malformed(&error))?,
     };
     let entries = request.descriptors.iter().map(|descriptor| descriptor.entries.len()).sum();
     check_counts(request.descriptors.len(), entries)?;
     Ok(request)
 }
 
-fn malformed(error: prost::DecodeError) -> ReadError {
+fn malformed(error: &prost::DecodeError) -> ReadError {
     Status::internal(error.to_string()).into()
 }
 

@@ -206,7 +206,8 @@ pub(super) fn write_upstreams<'a>(
     for (metrics, _, label) in &upstreams {
         metrics.seconds.write_series(text, name, label);
     }
-    let numbers: [(&str, &str, &str, fn(&UpstreamMetrics, bool) -> u64); 3] = [
+    type Number = fn(&UpstreamMetrics, bool) -> u64;
+    let numbers: [(&str, &str, &str, Number); 3] = [
         (
             "tidegate_upstream_requests_in_flight",
             "gauge",

@@ -248,8 +248,8 @@ fn policy_failure(
     document: &Document<'_>,
     text: &Spanned<String>,
 ) -> Result<OnStoreFailure, ConfigError> {
-    let named = POLICY_FAILURES.into_iter().find(|failure| failure.as_str() == text.value);
-    named.ok_or_else(|| {
+    let found = POLICY_FAILURES.into_iter().find(|failure| failure.as_str() == text.value);
+    found.ok_or_else(|| {
         let names = POLICY_FAILURES.map(OnStoreFailure::as_str);
         let error = UnknownName::new("on_store_failure", &text.value, &names);
         document.unknown_name_at(text, &error.to_string())

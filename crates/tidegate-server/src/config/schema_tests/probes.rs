@@ -210,7 +210,7 @@ pub(super) const PROBES: [Probe; 27] = [
             r#"["QUERY"]"#,
             r#"["a b"]"#,
             r#"[""]"#,
-            r#"[null]"#,
+            "[null]",
             r#""tenant""#,
             "{}",
         ],
