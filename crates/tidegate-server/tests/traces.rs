@@ -12,6 +12,7 @@ mod collector;
 #[path = "gateway/upstream.rs"]
 mod upstream;
 
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 use collector::Collector;
@@ -284,7 +285,10 @@ fn attributes<const N: usize>(span: &Span, names: [&str; N]) -> [Option<String>;
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 #[tokio::test(flavor = "multi_thread")]

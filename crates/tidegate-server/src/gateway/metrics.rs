@@ -178,6 +178,7 @@ pub(super) fn write_upstreams<'a>(
     text: &mut String,
     upstreams: impl Iterator<Item = (&'a UpstreamMetrics, bool)>,
 ) {
+    type Number = fn(&UpstreamMetrics, bool) -> u64;
     // Upstreams of the same URL share their metrics.
     let mut unique: Vec<(&UpstreamMetrics, bool, String)> = Vec::new();
     for (metrics, up) in upstreams {
@@ -206,7 +207,6 @@ pub(super) fn write_upstreams<'a>(
     for (metrics, _, label) in &upstreams {
         metrics.seconds.write_series(text, name, label);
     }
-    type Number = fn(&UpstreamMetrics, bool) -> u64;
     let numbers: [(&str, &str, &str, Number); 3] = [
         (
             "tidegate_upstream_requests_in_flight",

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use super::head;
 
-/// Values of `/proc/self/stat` (see proc_pid_stat(5)).
+/// Values of `/proc/self/stat` (see `proc_pid_stat(5)`).
 #[derive(Debug, PartialEq, Eq)]
 struct Stat {
     /// CPU time in user and kernel mode, in clock ticks.

@@ -21,7 +21,8 @@ fn log_file(gateway: &Service) -> PathBuf {
 fn lines_of(gateway: &Service, file: &Path, count: usize) -> Vec<String> {
     let read = || std::fs::read(file).unwrap_or_default();
     gateway.wait_until("the lines are written", |_| {
-        read().iter().filter(|byte| **byte == b'\n').count() >= count
+        read().split_inclusive(|byte| *byte == b'\n').filter(|line| line.ends_with(b"\n")).count()
+            >= count
     });
     let text = String::from_utf8(read()).expect("a log is UTF-8");
     let lines: Vec<String> = text.lines().map(str::to_owned).collect();
@@ -209,7 +210,7 @@ fn json_lines_show_the_decision_the_upstream_and_the_trace() {
     }
     assert!(first["duration_ms"].as_f64().is_some_and(|millis| millis > 0.0), "{first}");
     assert!(first["time"].as_str().is_some_and(|time| time.ends_with('Z')), "{first}");
-    let of = |line: &Value| [&line["decision"], &line["policy"]].map(|text| text.clone());
+    let of = |line: &Value| [&line["decision"], &line["policy"]].map(Value::clone);
     assert_eq!(of(&lines[1]), ["shadow_denied", "planned"]);
     assert_eq!(of(&lines[2]), ["denied", "limit"]);
     assert_eq!((&lines[2]["status"], &lines[2]["upstream"]), (&429.into(), &Value::Null));
