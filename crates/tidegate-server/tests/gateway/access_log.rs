@@ -417,7 +417,7 @@ fn log_that_cannot_be_opened_is_an_error() {
     assert_eq!(code, Some(2));
     assert!(text.contains("gateway.access_log.path is empty"), "{text}");
     let (_, text) = run(&format!("{listen}gateway: {{access_log: {{path: x, format: jsn}}}}\n"));
-    assert!(text.contains("expected one of combined, json"), "{text}");
+    assert!(text.contains("must be one of combined, json (did you mean `json`?)"), "{text}");
 }
 
 #[test]
