@@ -10,6 +10,10 @@ const MAX_CONNECTION_BYTES: usize = 20 * 1024 * 1024;
 /// Maximum number of buffered bytes of all connections.
 const MAX_TOTAL_BYTES: usize = 256 * 1024 * 1024;
 
+/// Bytes of a message that do not count, so that a usual message is decided while others use up the
+/// budget. The number of streams bounds their sum to 4 MiB per connection.
+const UNCOUNTED_BYTES: usize = 16 * 1024;
+
 /// Bytes that messages of all connections hold.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TotalBytes(Arc<AtomicUsize>);
@@ -69,7 +73,7 @@ impl MessageBuffer<'_> {
     /// Appends a chunk, if the budget has room for it.
     pub(super) fn extend(&mut self, chunk: &[u8]) -> Result<(), Rejection> {
         let needed = self.bytes.len() + chunk.len();
-        let missing = needed.saturating_sub(self.reserved);
+        let missing = needed.saturating_sub(UNCOUNTED_BYTES).saturating_sub(self.reserved);
         if missing > 0 {
             self.connection.reserve(missing)?;
             self.reserved += missing;
@@ -94,7 +98,8 @@ mod tests {
     #[test]
     fn buffers_share_the_budgets_of_connection_and_listener() {
         let total = TotalBytes::default();
-        let chunk = vec![0; MAX_CONNECTION_BYTES / 4];
+        let chunk = vec![0; MAX_CONNECTION_BYTES / 4 + UNCOUNTED_BYTES];
+        let one_too_many = &chunk[..=UNCOUNTED_BYTES];
         let first = total.connection();
         let mut buffers: Vec<_> = (0..4).map(|_| first.buffer()).collect();
         for buffer in &mut buffers {
@@ -102,7 +107,8 @@ mod tests {
         }
         let mut more = first.buffer();
         let over = Rejection::BufferedBytes { max: MAX_CONNECTION_BYTES, scope: "connection" };
-        assert_eq!(more.extend(b"x"), Err(over));
+        assert_eq!(more.extend(one_too_many), Err(over));
+        more.extend(&chunk[..UNCOUNTED_BYTES]).expect("a small message needs no room");
         drop(buffers);
         more.extend(b"x").expect("the bytes were released");
         drop(more);
@@ -113,9 +119,9 @@ mod tests {
             other.reserve(MAX_TOTAL_BYTES / 16).expect("within the budget");
         }
         let over = Rejection::BufferedBytes { max: MAX_TOTAL_BYTES, scope: "listener" };
-        assert_eq!(first.buffer().extend(b"x"), Err(over));
+        assert_eq!(first.buffer().extend(one_too_many), Err(over));
         others[0].release(1);
-        first.buffer().extend(b"x").expect("one byte was released");
+        first.buffer().extend(one_too_many).expect("one byte was released");
         assert_eq!(total.0.load(Ordering::Relaxed), MAX_TOTAL_BYTES - 1);
     }
 }
