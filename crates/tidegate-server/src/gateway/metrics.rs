@@ -178,7 +178,6 @@ pub(super) fn write_upstreams<'a>(
     text: &mut String,
     upstreams: impl Iterator<Item = (&'a UpstreamMetrics, bool)>,
 ) {
-    type Number = fn(&UpstreamMetrics, bool) -> u64;
     // Upstreams of the same URL share their metrics.
     let mut unique: Vec<(&UpstreamMetrics, bool, String)> = Vec::new();
     for (metrics, up) in upstreams {
