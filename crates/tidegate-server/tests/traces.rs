@@ -12,7 +12,6 @@ mod collector;
 #[path = "gateway/upstream.rs"]
 mod upstream;
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use collector::Collector;
