@@ -22,11 +22,13 @@ use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
 use crate::state::ServerState;
 
+pub(crate) mod browser;
 pub(crate) mod forward_auth;
 pub(crate) mod json;
 pub(crate) mod problem;
 pub(crate) mod token;
 
+use browser::BrowserGuard;
 use json::{AttributesBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody};
 use problem::Problem;
 
@@ -67,6 +69,9 @@ enum Problems {
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
     Unauthorized(#[to_schema] Problem),
+    /// A web page sent the request, and the listener has no token
+    #[response(status = 403, content_type = "application/problem+json")]
+    WebPage(#[to_schema] Problem),
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
     UnknownPolicy(#[to_schema] Problem),
@@ -79,6 +84,9 @@ enum Problems {
     /// The body has more than 64 KiB
     #[response(status = 413, content_type = "application/problem+json")]
     BodyTooLarge(#[to_schema] Problem),
+    /// A browser sent a body that is not JSON
+    #[response(status = 415, content_type = "application/problem+json")]
+    NotJson(#[to_schema] Problem),
     /// The store is unavailable
     #[response(status = 503, content_type = "application/problem+json")]
     StoreUnavailable(#[to_schema] Problem),
@@ -91,14 +99,16 @@ pub(crate) type ApiResponse = Response<Full<Bytes>>;
 /// body and future of each request, which took as long as the rest of a response.
 pub(crate) fn service(
     state: &Arc<ServerState>,
+    guard: &Arc<BrowserGuard>,
     peer: Peer,
 ) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + use<> {
-    let state = Arc::clone(state);
+    let (state, guard) = (Arc::clone(state), Arc::clone(guard));
     service_fn(move |request| {
-        let state = Arc::clone(&state);
+        let (state, guard) = (Arc::clone(&state), Arc::clone(&guard));
         async move {
             let is_head = request.method() == Method::HEAD;
-            let routed = route(&state, peer, request).await;
+            let connection = Connection { state: &state, guard: &guard, peer };
+            let routed = route(connection, request).await;
             let mut response = routed.unwrap_or_else(Problem::into_http);
             if is_head {
                 let length = HttpBody::size_hint(response.body()).lower();
@@ -110,13 +120,22 @@ pub(crate) fn service(
     })
 }
 
-async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
+/// Connection of a client, with all that its requests need.
+#[derive(Clone, Copy)]
+struct Connection<'a> {
+    state: &'a ServerState,
+    guard: &'a BrowserGuard,
+    peer: Peer,
+}
+
+async fn route(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
     let allowed = match (request.uri().path(), request.method()) {
-        ("/v1/acquire", &Method::POST) => return acquire(state, peer, request).await,
-        ("/v1/peek", &Method::POST) => return peek(state, peer, request).await,
-        ("/v1/refund", &Method::POST) => return refund(state, peer, request).await,
-        ("/v1/report", &Method::POST) => return report(state, peer, request).await,
+        ("/v1/acquire", &Method::POST) => return acquire(connection, request).await,
+        ("/v1/peek", &Method::POST) => return peek(connection, request).await,
+        ("/v1/refund", &Method::POST) => return refund(connection, request).await,
+        ("/v1/report", &Method::POST) => return report(connection, request).await,
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
+            let Connection { state, peer, .. } = connection;
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
@@ -181,12 +200,8 @@ pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> Problem {
         Problems,
     )
 )]
-async fn acquire(
-    state: &ServerState,
-    peer: Peer,
-    request: Request,
-) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Acquire, peer, request).await
+async fn acquire(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Acquire, request).await
 }
 
 /// Return the decision that acquire would make, without a charge.
@@ -200,8 +215,8 @@ async fn acquire(
         Problems,
     )
 )]
-async fn peek(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Peek, peer, request).await
+async fn peek(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Peek, request).await
 }
 
 /// Record units that were used already. They are always charged, even beyond the limit.
@@ -218,8 +233,8 @@ async fn peek(state: &ServerState, peer: Peer, request: Request) -> Result<ApiRe
         Problems,
     )
 )]
-async fn report(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Report, peer, request).await
+async fn report(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Report, request).await
 }
 
 /// Return the units of an earlier charge: the units of that charge if `age_ms` is set, otherwise
@@ -234,19 +249,21 @@ async fn report(state: &ServerState, peer: Peer, request: Request) -> Result<Api
         Problems,
     )
 )]
-async fn refund(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Refund, peer, request).await
+async fn refund(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Refund, request).await
 }
 
 async fn decide(
-    state: &ServerState,
+    Connection { state, guard, peer }: Connection<'_>,
     action: Action,
-    peer: Peer,
     request: Request,
 ) -> Result<ApiResponse, Problem> {
     let active = state.active();
     let (head, body) = request.into_parts();
-    token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
+    match &active.api_token {
+        Some(token) => token::check(token, &head.headers).map_err(Problem::unauthorized)?,
+        None => guard.check(&head)?,
+    }
     let bytes = read(body).await?;
     let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;
     if let Some(AttributesBody(attributes)) = &mut body.attributes {

@@ -133,9 +133,9 @@ impl Proxy {
         head::to_upstream(&mut head, peer, &self.state.active().client_ip, protocol);
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
-        let body = (!body.is_end_stream())
-            .then(|| RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout)));
-        let mut response = self.send(head, body).await?;
+        let upload = IdleTimeoutBody::new(body, self.idle_timeout);
+        let upload = body::forwarded(&head.method, upload).await?;
+        let mut response = self.send(head, upload.map(RequestBody::new)).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());
         }

@@ -7,7 +7,7 @@ use arc_swap::ArcSwap;
 use http::HeaderMap;
 use tidegate::{
     Action, Charge, ClientIp, Error, Limiter, Policies, Policy, PolicyDecisions, PolicyLimiter,
-    Query, Store as _, StoreError, Timestamp,
+    Query, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::api::forward_auth::missing::UsedParts;
@@ -15,9 +15,11 @@ use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
 use crate::envoy::rules::{Limit, Unit, override_name};
 use crate::hot_keys::HotKeys;
+use crate::key_hash;
 use crate::logs;
 use crate::metrics::Metrics;
 use crate::observer::DecisionObserver;
+use crate::tls::ListenerTls;
 
 pub(crate) struct ServerState {
     active: ArcSwap<ActiveConfig>,
@@ -31,7 +33,7 @@ pub(crate) struct ServerState {
 pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
     pub(crate) envoy: EnvoyConfig,
-    pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
+    pub(crate) tls: Option<ListenerTls>,
     pub(crate) limiter: PolicyLimiter<Arc<Backend>, Arc<DecisionObserver>>,
     pub(crate) forward_auth_parts: UsedParts,
     pub(crate) x_ratelimit_headers: bool,
@@ -111,6 +113,34 @@ impl ActiveConfig {
     ) -> Result<PolicyDecisions<'a>, Error> {
         let on_span = |span: &tracing::Span| logs::continue_trace(span, headers);
         self.limiter.decide(action, query.on_span(&on_span)).await
+    }
+
+    /// Returns a key as operators see it.
+    pub(crate) fn shown_key(&self, policy: &str, key: String) -> String {
+        match self.show_keys(policy) {
+            ShowKeys::Plain => key,
+            ShowKeys::Hashed => key_hash::of(&key),
+        }
+    }
+
+    /// Returns whether operators see a key as this text, which is not the key itself.
+    pub(crate) fn is_shown_as(&self, policy: &str, key: &str, shown: &str) -> bool {
+        key_hash::is_hash(shown)
+            && self.show_keys(policy) == ShowKeys::Hashed
+            && key_hash::of(key) == shown
+    }
+
+    /// Returns how the keys of a policy or rule are shown. A policy that a reload has removed may
+    /// have hidden its keys.
+    fn show_keys(&self, policy: &str) -> ShowKeys {
+        if let Some(policy) = self.policies().get(policy) {
+            return policy.show_keys();
+        }
+        let rules = self.envoy.rules.rules().filter(|rule| rule.path == policy);
+        if let Some(shown) = rules.map(|rule| rule.show_keys()).max() {
+            return shown;
+        }
+        if self.envoy_limits(policy).is_empty() { ShowKeys::Hashed } else { ShowKeys::Plain }
     }
 
     /// Deletes the count of a key: of a policy, of one of Envoy's rules, or of the limits that

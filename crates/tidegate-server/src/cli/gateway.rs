@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Args;
 
+use super::redis::RedisFlags;
 use crate::config::{self, Listen, ListenAddress, StoreConfig};
 use crate::gateway::Upstream;
 use crate::logs::{self, LogFormat};
@@ -39,10 +40,8 @@ pub(super) struct GatewayCommand {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share counters through this Redis, overrides the file; nodes of a cluster separated by
-    /// commas
-    #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
-    redis: Option<String>,
+    #[command(flatten)]
+    redis: RedisFlags,
 
     /// Format of the logs
     #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
@@ -52,9 +51,7 @@ pub(super) struct GatewayCommand {
 impl GatewayCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
-        if let Some(url) = &self.redis {
-            config.store = config.store.with_redis(url);
-        }
+        config.store = self.redis.apply(config.store)?;
         if let Some(address) = self.listen.clone() {
             config.listen.gateway = address;
         }
@@ -74,6 +71,7 @@ impl GatewayCommand {
         let store =
             if matches!(config.store, StoreConfig::Memory { .. }) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
+        let admin_scheme = super::admin_scheme(&config);
         let is_text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
@@ -88,12 +86,15 @@ impl GatewayCommand {
                      \x20 admin    {}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
                     env!("CARGO_PKG_VERSION"),
                     gateway.shown(scheme),
-                    admin.shown("http"),
+                    admin.shown(admin_scheme),
                 );
             }
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
+        if let Some(warning) = self.redis.warning() {
+            tracing::warn!("{warning}");
+        }
         runtime.block_on(serve::gateway(config, self.config.clone(), announce))?;
         drop(traces);
         // Blocking tasks, such as the file watcher, must not delay the exit.

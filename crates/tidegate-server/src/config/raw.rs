@@ -63,6 +63,15 @@ pub(super) struct RawListen {
     /// by default, varied by 10 %; `off` for never.
     #[schemars(with = "Option<String>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
+    /// Host names by which http and admin are called, such as `tidegate.example.com` or
+    /// `*.example.com`. A listener without a token serves only these names, IP addresses and
+    /// localhost: on loopback to everybody, on other addresses to browsers.
+    #[schemars(
+        with = "Vec<String>",
+        length(max = 100),
+        inner(regex(pattern = r"^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?$"))
+    )]
+    pub(super) allowed_hosts: Vec<Spanned<String>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
@@ -81,6 +90,10 @@ pub(super) struct RawStore {
     /// certificate is sent.
     #[schemars(with = "Option<RawStoreTls>")]
     pub(super) tls: Option<Spanned<RawStoreTls>>,
+    /// File with the password for the URLs of `redis` or of `sentinel.nodes`, which then have none.
+    /// The path is relative to the directory of this file.
+    #[schemars(with = "Option<String>")]
+    pub(super) password_file: Option<Spanned<String>>,
     /// Prefix of every key in Redis; `rate_limit` by default.
     #[schemars(with = "Option<String>")]
     pub(super) prefix: Option<Spanned<String>>,
@@ -112,6 +125,10 @@ pub(super) struct RawSentinel {
     #[serde(default, deserialize_with = "present")]
     #[schemars(with = "Option<String>")]
     pub(super) password: Option<Spanned<Option<String>>>,
+    /// File with that password, instead of `password`. The path is relative to the directory of
+    /// this file.
+    #[schemars(with = "Option<String>")]
+    pub(super) password_file: Option<Spanned<String>>,
 }
 
 /// TLS towards Redis. Paths are relative to the directory of this file.
@@ -181,7 +198,7 @@ impl fmt::Debug for RawAuth {
     }
 }
 
-/// TLS on http, grpc and gateway. Paths are relative to the directory of this file. Changed files
+/// TLS on http, grpc and gateway, optionally on admin. Paths are relative to the directory of this file. Changed files
 /// are reloaded.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -197,6 +214,14 @@ pub(super) struct RawTls {
     /// certificate.
     #[schemars(with = "Option<String>")]
     pub(super) client_ca: Option<Spanned<String>>,
+    /// Lists of revoked client certificates (CRLs), in PEM: one of every CA in `client_ca`, and of
+    /// every intermediate CA.
+    #[schemars(with = "Option<String>")]
+    pub(super) client_crl: Option<Spanned<String>>,
+    /// Use the certificate on the admin listener, too; false by default. Its clients need no
+    /// certificate, because probes have none.
+    #[serde(default)]
+    pub(super) admin: bool,
 }
 
 /// Headers of responses.

@@ -21,6 +21,8 @@ pub(crate) enum StoreConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RedisConfig {
     servers: Servers,
+    /// Password for the URLs, which then have none.
+    password: Option<Secret>,
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
@@ -52,13 +54,22 @@ struct RedisTls {
 }
 
 impl StoreConfig {
-    /// Replaces the servers with those of a flag and keeps all other settings.
+    /// Replaces the servers and their password with those of a flag, and keeps all other settings.
     pub(crate) fn with_redis(self, urls: &str) -> Self {
         let redis = match self {
             Self::Redis(redis) => *redis,
             Self::Memory { .. } => RedisConfig::new(urls),
         };
-        Self::Redis(Box::new(RedisConfig { servers: Servers::parse(urls), ..redis }))
+        let servers = Servers::parse(urls);
+        Self::Redis(Box::new(RedisConfig { servers, password: None, ..redis }))
+    }
+
+    /// Sets the password for the URLs. Returns `None` if there is no Redis.
+    pub(crate) fn with_password(self, password: Secret) -> Option<Self> {
+        match self {
+            Self::Memory { .. } => None,
+            Self::Redis(redis) => Some(Self::Redis(Box::new(redis.with_password(password)))),
+        }
     }
 }
 
@@ -78,12 +89,18 @@ impl RedisConfig {
     pub(crate) fn new(urls: &str) -> Self {
         Self {
             servers: Servers::parse(urls),
+            password: None,
             prefix: DEFAULT_PREFIX.to_owned(),
             timeout: DEFAULT_TIMEOUT,
             tls: None,
             instances: None,
             max_keys: DEFAULT_MAX_KEYS,
         }
+    }
+
+    /// Sets the password for the URLs.
+    pub(crate) fn with_password(self, password: Secret) -> Self {
+        Self { password: Some(password), ..self }
     }
 
     pub(crate) fn with_timeout(self, timeout: Duration) -> Self {
@@ -125,6 +142,9 @@ impl RedisConfig {
                 }
             }
         };
+        if let Some(password) = &self.password {
+            builder = builder.password(password.reveal());
+        }
         if let Some(files) = &self.tls {
             let mut tls = Tls::new();
             if let Some(ca) = &files.ca {
@@ -148,6 +168,7 @@ pub(super) fn validate(
     let max_keys = raw
         .max_keys
         .map_or(DEFAULT_MAX_KEYS, |keys| usize::try_from(keys.get()).unwrap_or(usize::MAX));
+    let mut files = Vec::new();
     let (servers, urls) = match (raw.redis, raw.sentinel) {
         (None, None) => return Ok((StoreConfig::Memory { max_keys }, Vec::new())),
         (Some(_), Some(sentinel)) => {
@@ -171,8 +192,10 @@ pub(super) fn validate(
             };
             (servers, place)
         }
-        (None, Some(sentinel)) => sentinels(document, sentinel.value)?,
+        (None, Some(sentinel)) => sentinels(document, folder, sentinel.value, &mut files)?,
     };
+    let password = raw.password_file.as_ref();
+    let password = password.map(|file| read_password(document, folder, file, &mut files));
     let timeout = match &raw.timeout {
         None => DEFAULT_TIMEOUT,
         Some(text) => match duration(document, text)? {
@@ -188,9 +211,11 @@ pub(super) fn validate(
             timeout => timeout,
         },
     };
-    let (tls, files) = tls(document, folder, raw.tls)?;
+    let (tls, tls_files) = tls(document, folder, raw.tls)?;
+    files.extend(tls_files);
     let redis = RedisConfig {
         servers,
+        password: password.transpose()?,
         prefix: raw
             .prefix
             .as_ref()
@@ -213,24 +238,32 @@ pub(super) fn validate(
 /// Returns the sentinels and the position of their addresses.
 fn sentinels(
     document: &Document<'_>,
+    folder: &Path,
     raw: raw::RawSentinel,
+    files: &mut Vec<PathBuf>,
 ) -> Result<(Servers, Spanned<()>), ConfigError> {
     let place = place_of(&raw.nodes);
-    let credentials = match (raw.username, raw.password) {
-        (Some(user), None) => {
-            let message = "store.sentinel has a username but no password: write both, or neither";
-            return Err(document.error_at(&user, message));
+    let password = match (raw.password, &raw.password_file) {
+        (None, None) => None,
+        (None, Some(file)) => Some(read_password(document, folder, file, files)?),
+        (Some(_), Some(file)) => {
+            let message = "store.sentinel has both password and password_file: remove one of them";
+            return Err(document.error_at(file, message));
         }
-        (_, Some(password)) if password.value.is_none() => {
+        (Some(password), None) if password.value.is_none() => {
             return Err(document.error_at(
                 &password,
                 "this password is empty: write it in quotes, if it starts with a special character",
             ));
         }
-        (user, password) => {
-            let password = password.and_then(|password| password.value).map(Secret::new);
-            password.map(|password| (user.map(|user| user.value), password))
+        (Some(password), None) => password.value.map(Secret::new),
+    };
+    let credentials = match (raw.username, password) {
+        (Some(user), None) => {
+            let message = "store.sentinel has a username but no password: write both, or neither";
+            return Err(document.error_at(&user, message));
         }
+        (user, password) => password.map(|password| (user.map(|user| user.value), password)),
     };
     let nodes = non_empty(
         document,
@@ -240,6 +273,20 @@ fn sentinels(
         "redis://10.0.0.1:26379",
     )?;
     Ok((Servers::Sentinel { master: raw.master, nodes, credentials }, place))
+}
+
+/// Reads the password in a file that the configuration names, and adds the file to `files`.
+fn read_password(
+    document: &Document<'_>,
+    folder: &Path,
+    file: &Spanned<String>,
+    files: &mut Vec<PathBuf>,
+) -> Result<Secret, ConfigError> {
+    let path = folder.join(&file.value);
+    let password = Secret::read(&path)
+        .map_err(|reason| document.error_at(file, &format!("{}: {reason}", tls::shown(&path))))?;
+    files.push(path);
+    Ok(password)
 }
 
 /// Rejects an empty list of addresses.

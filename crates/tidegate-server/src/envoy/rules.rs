@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_saphyr::{Location, Spanned};
-use tidegate::{Algorithm, Enforcement, Quota, QuotaError};
+use tidegate::{Algorithm, Enforcement, Quota, QuotaError, ShowKeys};
 
 mod names;
 mod raw;
@@ -46,6 +46,13 @@ pub(crate) struct Rule {
     pub(crate) limit: Limit,
     pub(crate) mode: RuleMode,
     detailed_metric: bool,
+}
+
+impl Rule {
+    /// Returns the form in which operators see the keys.
+    pub(crate) fn show_keys(&self) -> ShowKeys {
+        ShowKeys::default_for(self.keys.iter().map(String::as_str))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

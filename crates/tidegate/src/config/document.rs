@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{
     self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
-use serde_saphyr::{Location, Options, Spanned};
+use serde_saphyr::{Error, Location, Options, Spanned};
 
 use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
@@ -116,11 +116,16 @@ impl<'a> Document<'a> {
             let locations = error
                 .locations()
                 .map(|locations| [locations.reference_location, locations.defined_location]);
+            // An unknown field is named in the message; its value is never part of it.
+            let is_unknown_field =
+                matches!(error.without_snippet(), Error::SerdeUnknownField { .. });
             let is_secret = locations.is_none_or(|locations| {
-                locations.into_iter().any(|location| self.is_secret(location))
+                locations.into_iter().any(|location| {
+                    self.is_secret(location) || (!is_unknown_field && self.is_unknown(location))
+                })
             });
             let message = message::describe(error.without_snippet(), is_secret, self.redaction);
-            self.error_at_location(error.location(), &message)
+            self.located(error.location(), &message, Redaction::line_without_unknown)
         })
     }
 
@@ -167,12 +172,27 @@ impl<'a> Document<'a> {
         line.checked_sub(1).is_none_or(|line| self.redaction.may_be_secret(self.text, line))
     }
 
+    fn is_unknown(&self, location: Location) -> bool {
+        let line = usize::try_from(location.line()).unwrap_or_default();
+        line.checked_sub(1).is_none_or(|line| self.redaction.has_unknown(self.text, line))
+    }
+
     fn error_at_location(&self, location: Option<Location>, message: &str) -> ConfigError {
+        self.located(location, message, Redaction::redacted_line)
+    }
+
+    /// Returns an error with the line as `shown` returns it.
+    fn located(
+        &self,
+        location: Option<Location>,
+        message: &str,
+        shown: fn(&Redaction, &str, usize) -> String,
+    ) -> ConfigError {
         let position = location.and_then(|location| {
             let line = usize::try_from(location.line()).ok()?;
             let column = usize::try_from(location.column()).ok()?;
             redaction::lines(self.text).nth(line.checked_sub(1)?)?;
-            let text = self.redaction.redacted_line(self.text, line - 1);
+            let text = shown(self.redaction, self.text, line - 1);
             Some(SourceLine { line, column, text })
         });
         let field = position
