@@ -11,8 +11,8 @@ use axum::{Json, Router};
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
+use tidegate::{KeySource, ShowKeys};
 
 use crate::api::browser::BrowserGuard;
 use crate::api::problem::Problem;
@@ -20,6 +20,7 @@ use crate::api::{method_not_allowed, not_found, read_json, token};
 use crate::backend::RedisBackend;
 use crate::envoy::rules::Limit;
 use crate::hot_keys::HotKey;
+use crate::key_hash;
 use crate::state::ServerState;
 
 const CROSS_ORIGIN_RESOURCE_POLICY: HeaderName =
@@ -239,13 +240,16 @@ struct ResetBody {
     key: String,
 }
 
+/// Deletes the count of a key, which may be a hash in the form of the hot keys.
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
     let active = admin.state.active();
-    // A hot key may be sent as it is listed.
-    let listed = admin.state.hot_keys.find(admin.state.uptime(), |hot_policy, hot_key| {
-        hot_policy == policy && active.is_shown_as(&policy, hot_key, &key)
-    });
+    let mut listed = None;
+    if key_hash::is_hash(&key) && active.show_keys(&policy) == ShowKeys::Hashed {
+        listed = admin.state.hot_keys.find(admin.state.uptime(), |hot_policy, hot_key| {
+            hot_policy == policy && key_hash::of(hot_key) == key
+        });
+    }
     active.reset(&policy, listed.as_deref().unwrap_or(&key)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use ring::digest::{SHA256, digest};
 
 const PREFIX: &str = "sha256:";
-/// Bytes of the hash that are shown: enough to tell apart the keys of one service.
+/// Bytes of the hash that are shown: enough to distinguish the keys of one service.
 const SHOWN_BYTES: usize = 8;
 
 /// Returns the hash of a key.

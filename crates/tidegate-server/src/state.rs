@@ -13,7 +13,7 @@ use tidegate::{
 use crate::api::forward_auth::missing::UsedParts;
 use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
-use crate::envoy::rules::{Limit, Unit, override_name};
+use crate::envoy::rules::{Limit, Rule, Unit, override_name};
 use crate::hot_keys::HotKeys;
 use crate::key_hash;
 use crate::logs;
@@ -123,21 +123,14 @@ impl ActiveConfig {
         }
     }
 
-    /// Returns whether operators see a key as this text, which is not the key itself.
-    pub(crate) fn is_shown_as(&self, policy: &str, key: &str, shown: &str) -> bool {
-        key_hash::is_hash(shown)
-            && self.show_keys(policy) == ShowKeys::Hashed
-            && key_hash::of(key) == shown
-    }
-
     /// Returns how the keys of a policy or rule are shown. A policy that a reload has removed may
     /// have hidden its keys.
-    fn show_keys(&self, policy: &str) -> ShowKeys {
+    pub(crate) fn show_keys(&self, policy: &str) -> ShowKeys {
         if let Some(policy) = self.policies().get(policy) {
             return policy.show_keys();
         }
         let rules = self.envoy.rules.rules().filter(|rule| rule.path == policy);
-        if let Some(shown) = rules.map(|rule| rule.show_keys()).max() {
+        if let Some(shown) = rules.map(Rule::show_keys).max() {
             return shown;
         }
         if self.envoy_limits(policy).is_empty() { ShowKeys::Hashed } else { ShowKeys::Plain }

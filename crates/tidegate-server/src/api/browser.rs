@@ -1,5 +1,5 @@
-//! Protection of listeners without a token against web pages, which can make the browser of
-//! somebody on this host send requests.
+//! Protection of listeners without a token against web pages, which can make a browser on this host
+//! or in its network send requests.
 //!
 //! A page of another origin may send a request but not read the response (CSRF). A page whose own
 //! name resolves to this host counts as the same origin (DNS rebinding), and can also read. With a

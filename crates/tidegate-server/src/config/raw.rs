@@ -64,8 +64,8 @@ pub(super) struct RawListen {
     #[schemars(with = "Option<String>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
     /// Host names by which http and admin are called, such as `tidegate.example.com` or
-    /// `*.example.com`. A listener without a token serves only these names, IP addresses and
-    /// localhost: on loopback to everybody, on other addresses to browsers.
+    /// `*.example.com`. On loopback, a listener without a token serves only these names, IP
+    /// addresses and localhost; on other addresses this restricts only browsers.
     #[schemars(
         with = "Vec<String>",
         length(max = 100),

@@ -3,7 +3,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-use crate::support::{Service, request};
+use crate::support::{Service, request, with_free_ports};
 
 const TOKEN: &str = "Bearer 5eCr3t-t0ken";
 
@@ -93,4 +93,25 @@ fn show_keys_has_two_values() {
         .expect("the binary runs");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("one of plain, hashed (did you mean `hashed`?)"), "{text}");
+}
+
+#[test]
+fn rules_with_credentials_in_their_descriptors_are_shown_hashed() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let rules = "domain: edge\ndescriptors:\n  - {key: authorization, rate_limit: {unit: hour, \
+                 requests_per_unit: 1}}\n  - {key: tenant, rate_limit: {unit: hour, \
+                 requests_per_unit: 1}}\n";
+    std::fs::write(folder.path().join("ratelimit.yaml"), rules).expect("written");
+    let file = folder.path().join("tidegate.yaml");
+    let config = with_free_ports("envoy: {files: [ratelimit.yaml]}\n");
+    std::fs::write(&file, config).expect("written");
+    let service = Service::start_on(folder, &file, &[]);
+    let policies = service.admin("/v1/policies").json();
+    let shown = |name: &str| {
+        let mut rules = policies.as_array().expect("a list").iter();
+        let rule = rules.find(|rule| rule["name"] == json!(name)).expect("a rule");
+        rule["show_keys"].clone()
+    };
+    assert_eq!(shown("edge.authorization"), json!("hashed"));
+    assert_eq!(shown("edge.tenant"), json!("plain"));
 }

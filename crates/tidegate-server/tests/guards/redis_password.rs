@@ -124,3 +124,30 @@ fn unusable_password_files_are_errors() {
     let without_redis = acquire(&["--redis-password-file", &path("password")], &[]);
     assert!(text(&without_redis).contains("no Redis"), "{}", text(&without_redis));
 }
+
+#[test]
+fn sentinels_have_a_password_file_of_their_own() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    std::fs::write(folder.path().join("password"), "S3CR3T\n").expect("written");
+    let file = folder.path().join("tidegate.yaml");
+    for (fields, expected) in [
+        ("password_file: password", None),
+        ("username: limiter, password_file: password", None),
+        ("password: a, password_file: password", Some("both password and password_file")),
+        ("username: limiter", Some("has a username but no password")),
+        ("password_file: nowhere", Some("cannot be read")),
+    ] {
+        let sentinel = format!("{{master: m, nodes: ['redis://127.0.0.1:1'], {fields}}}");
+        let config = format!("store: {{sentinel: {sentinel}, password_file: password}}\n");
+        fs::write(&file, config).expect("written");
+        let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(["config", "check"])
+            .arg(&file)
+            .output()
+            .expect("the binary runs");
+        let shown = text(&output);
+        assert_eq!(output.status.success(), expected.is_none(), "{fields}: {shown}");
+        assert!(shown.contains(expected.unwrap_or("valid")), "{fields}: {shown}");
+        assert!(!shown.contains("S3CR3T"), "{shown}");
+    }
+}
