@@ -102,12 +102,14 @@ pub(crate) fn service(
     guard: &Arc<BrowserGuard>,
     peer: Peer,
 ) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + use<> {
-    let (state, guard) = (Arc::clone(state), Arc::clone(guard));
+    // One reference count per request, for both.
+    let shared = Arc::new((Arc::clone(state), Arc::clone(guard)));
     service_fn(move |request| {
-        let (state, guard) = (Arc::clone(&state), Arc::clone(&guard));
+        let shared = Arc::clone(&shared);
         async move {
             let is_head = request.method() == Method::HEAD;
-            let connection = Connection { state: &state, guard: &guard, peer };
+            let (state, guard) = &*shared;
+            let connection = Connection { state, guard, peer };
             let routed = route(connection, request).await;
             let mut response = routed.unwrap_or_else(Problem::into_http);
             if is_head {

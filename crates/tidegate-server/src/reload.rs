@@ -129,7 +129,7 @@ impl ConfigWatcher {
             Err(error) => {
                 state.metrics.count_reload(false);
                 tracing::error!(
-                    error,
+                    %error,
                     "reloading the configuration failed, keeping the current one"
                 );
             }
