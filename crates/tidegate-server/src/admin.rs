@@ -8,24 +8,42 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use http::{HeaderMap, StatusCode, header};
+use http::request::Parts;
+use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tidegate::KeySource;
 use tidegate::store::redis::NodeHealth;
+use tidegate::{KeySource, ShowKeys};
 
+use crate::api::browser::BrowserGuard;
 use crate::api::problem::Problem;
 use crate::api::{check_encoding, method_not_allowed, not_found, read_json, token};
 use crate::backend::RedisBackend;
 use crate::envoy::rules::{Limit, RuleMode};
 use crate::gateway::UpstreamHealth;
+use crate::hot_keys::HotKey;
+use crate::key_hash;
 use crate::metrics;
 use crate::state::ServerState;
+
+const CROSS_ORIGIN_RESOURCE_POLICY: HeaderName =
+    HeaderName::from_static("cross-origin-resource-policy");
 
 #[derive(Clone)]
 pub(crate) struct Admin {
     pub(crate) state: Arc<ServerState>,
     /// False from the start of the shutdown.
     pub(crate) ready: Arc<AtomicBool>,
+    pub(crate) guard: Arc<BrowserGuard>,
+}
+
+impl Admin {
+    /// Checks the token of a request or, without one, that no web page sent it.
+    fn authorize(&self, head: &Parts) -> Result<(), Problem> {
+        match &self.state.active().admin_token {
+            Some(token) => token::check(token, &head.headers).map_err(Problem::unauthorized),
+            None => self.guard.check(head),
+        }
+    }
 }
 
 pub(crate) fn router(admin: Admin) -> Router {
@@ -43,11 +61,18 @@ pub(crate) fn router(admin: Admin) -> Router {
 }
 
 async fn authorize(State(admin): State<Admin>, request: Request, next: Next) -> Response {
-    let active = admin.state.active();
-    match token::check(active.admin_token.as_ref(), request.headers()) {
-        Ok(()) => next.run(request).await,
-        Err(reason) => Problem::unauthorized(reason).into_response(),
+    let (head, body) = request.into_parts();
+    let mut response = match admin.authorize(&head) {
+        Ok(()) => next.run(Request::from_parts(head, body)).await,
+        Err(problem) => problem.into_response(),
+    };
+    // A page of another origin must not get the response as an image or a script either.
+    for (name, value) in
+        [(header::X_CONTENT_TYPE_OPTIONS, "nosniff"), (CROSS_ORIGIN_RESOURCE_POLICY, "same-origin")]
+    {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
     }
+    response
 }
 
 /// Requirements of a readiness probe besides a running process. Other parameters are ignored: some
@@ -68,11 +93,12 @@ enum Requirement {
 
 /// Reports readiness, and the state of the store and of the upstreams as a detail: during an outage
 /// of the store each policy's failure mode still decides, and instances behind one load balancer
-/// share their upstreams. Probes need no token, but without one the addresses are hidden.
+/// share their upstreams. Probes need no token and may use any Host, but then the addresses are
+/// hidden.
 async fn readyz(
     State(admin): State<Admin>,
-    headers: HeaderMap,
     query: Result<Query<ReadyzQuery>, axum::extract::rejection::QueryRejection>,
+    head: Parts,
 ) -> Result<Response, Problem> {
     #[derive(Serialize)]
     struct Readiness {
@@ -100,7 +126,7 @@ async fn readyz(
     };
     let ready = admin.ready.load(Ordering::Relaxed) && is_satisfied;
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let is_authorized = token::check(admin.state.active().admin_token.as_ref(), &headers).is_ok();
+    let is_authorized = admin.authorize(&head).is_ok();
     let body = Readiness {
         ready,
         store: if redis.is_some() { "redis" } else { "memory" },
@@ -188,6 +214,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         key: Vec<&'a str>,
         mode: &'static str,
         on_store_failure: &'static str,
+        show_keys: &'static str,
         overrides: usize,
         /// Name of the rule in envoyproxy/ratelimit's file; `name` is that of its counters.
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -203,6 +230,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
         key: policy.key().iter().map(KeySource::as_str).collect(),
         mode: policy.mode().as_str(),
         on_store_failure: policy.on_store_failure().as_str(),
+        show_keys: policy.show_keys().as_str(),
         overrides: policy.override_count(),
         rule: None,
     });
@@ -224,6 +252,7 @@ async fn policies(State(admin): State<Admin>) -> Response {
             key: rule.keys.iter().map(String::as_str).collect(),
             mode: if active.envoy.shadow_mode { RuleMode::Shadow } else { rule.mode }.as_str(),
             on_store_failure: active.envoy.on_store_failure_of(rule).as_str(),
+            show_keys: rule.show_keys().as_str(),
             overrides: 0,
             rule: rule.name.as_deref(),
         })
@@ -249,18 +278,19 @@ async fn hot_keys(
 ) -> Result<Response, Problem> {
     #[derive(Serialize)]
     struct HotKeysBody {
-        allowed: Vec<crate::hot_keys::HotKey>,
-        denied: Vec<crate::hot_keys::HotKey>,
+        allowed: Vec<HotKey>,
+        denied: Vec<HotKey>,
     }
     let Query(HotKeysQuery { limit }) =
         query.map_err(|error| Problem::bad_request(error.to_string()))?;
     let limit = limit.min(1_000);
     let (now, hot) = (admin.state.uptime(), &admin.state.hot_keys);
-    Ok(Json(HotKeysBody {
-        allowed: hot.heaviest(now, true, limit),
-        denied: hot.heaviest(now, false, limit),
-    })
-    .into_response())
+    let active = admin.state.active();
+    let shown = |allowed| -> Vec<HotKey> {
+        let keys = hot.heaviest(now, allowed, limit).into_iter();
+        keys.map(|hot| HotKey { key: active.shown_key(&hot.policy, hot.key), ..hot }).collect()
+    };
+    Ok(Json(HotKeysBody { allowed: shown(true), denied: shown(false) }).into_response())
 }
 
 /// Counter to reset.
@@ -271,10 +301,17 @@ struct ResetBody {
     key: String,
 }
 
+/// Deletes the count of a key, which may be a hash in the form of the hot keys.
 async fn reset(State(admin): State<Admin>, request: Request) -> Result<StatusCode, Problem> {
     check_encoding(request.headers())?;
     let ResetBody { policy, key } = read_json(request.into_body()).await?;
     let active = admin.state.active();
-    active.reset(&policy, &key).await?;
+    let mut listed = None;
+    if key_hash::is_hash(&key) && active.show_keys(&policy) == ShowKeys::Hashed {
+        listed = admin.state.hot_keys.find(admin.state.uptime(), |hot_policy, hot_key| {
+            hot_policy == policy && key_hash::of(hot_key) == key
+        });
+    }
+    active.reset(&policy, listed.as_deref().unwrap_or(&key)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -24,12 +24,14 @@ use crate::listener::{Peer, Request};
 use crate::observer::OWN_QUOTA;
 use crate::state::{ActiveConfig, ServerState};
 
+pub(crate) mod browser;
 pub(crate) mod forward_auth;
 pub(crate) mod json;
 mod openapi;
 pub(crate) mod problem;
 pub(crate) mod token;
 
+use browser::BrowserGuard;
 use json::{AttributesBody, DecisionBody, DecisionsBody, Object, QueryBody, QuotaBody};
 use problem::Problem;
 
@@ -70,6 +72,9 @@ enum Problems {
     /// The token is missing or wrong
     #[response(status = 401, content_type = "application/problem+json")]
     Unauthorized(Problem),
+    /// A web page sent the request, and the listener has no token
+    #[response(status = 403, content_type = "application/problem+json")]
+    WebPage(Problem),
     /// No such policy
     #[response(status = 404, content_type = "application/problem+json")]
     UnknownPolicy(Problem),
@@ -82,9 +87,9 @@ enum Problems {
     /// The body has more than 64 KiB
     #[response(status = 413, content_type = "application/problem+json")]
     BodyTooLarge(Problem),
-    /// The body has a Content-Encoding
+    /// The body has a Content-Encoding, or a browser sent a body that is not JSON
     #[response(status = 415, content_type = "application/problem+json")]
-    EncodedBody(Problem),
+    UnsupportedBody(Problem),
     /// The store is unavailable
     #[response(status = 503, content_type = "application/problem+json")]
     StoreUnavailable(Problem),
@@ -97,14 +102,18 @@ pub(crate) type ApiResponse = Response<Full<Bytes>>;
 /// body and future of each request, which took as long as the rest of a response.
 pub(crate) fn service(
     state: &Arc<ServerState>,
+    guard: &Arc<BrowserGuard>,
     peer: Peer,
 ) -> impl Service<Request, Response = ApiResponse, Error = Infallible, Future: Send> + use<> {
-    let state = Arc::clone(state);
+    // One reference count per request, for both.
+    let shared = Arc::new((Arc::clone(state), Arc::clone(guard)));
     service_fn(move |request| {
-        let state = Arc::clone(&state);
+        let shared = Arc::clone(&shared);
         async move {
             let is_head = request.method() == Method::HEAD;
-            let routed = route(&state, peer, request).await;
+            let (state, guard) = &*shared;
+            let connection = Connection { state, guard, peer };
+            let routed = route(connection, request).await;
             let mut response = routed.unwrap_or_else(Problem::into_http);
             if is_head {
                 let length = HttpBody::size_hint(response.body()).lower();
@@ -116,17 +125,26 @@ pub(crate) fn service(
     })
 }
 
-async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
+/// Connection of a client, with all that its requests need.
+#[derive(Clone, Copy)]
+struct Connection<'a> {
+    state: &'a ServerState,
+    guard: &'a BrowserGuard,
+    peer: Peer,
+}
+
+async fn route(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
     let allowed = match (request.uri().path(), request.method()) {
-        ("/v1/acquire", &Method::POST) => return acquire(state, peer, request).await,
-        ("/v1/peek", &Method::POST) => return peek(state, peer, request).await,
-        ("/v1/refund", &Method::POST) => return refund(state, peer, request).await,
-        ("/v1/report", &Method::POST) => return report(state, peer, request).await,
+        ("/v1/acquire", &Method::POST) => return acquire(connection, request).await,
+        ("/v1/peek", &Method::POST) => return peek(connection, request).await,
+        ("/v1/refund", &Method::POST) => return refund(connection, request).await,
+        ("/v1/report", &Method::POST) => return report(connection, request).await,
         ("/v1/forward-auth", &Method::GET | &Method::HEAD) => {
+            let Connection { state, peer, .. } = connection;
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            let has_tls = state.active().tls.is_some();
+            let has_tls = connection.state.active().tls.is_some();
             let document = openapi::document(&request, has_tls);
             return Ok(json_response(StatusCode::OK, HeaderMap::new(), document));
         }
@@ -185,12 +203,8 @@ pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> Problem {
         Problems,
     )
 )]
-async fn acquire(
-    state: &ServerState,
-    peer: Peer,
-    request: Request,
-) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Acquire, peer, request).await
+async fn acquire(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Acquire, request).await
 }
 
 /// Return the decision that acquire would make, without a charge.
@@ -204,8 +218,8 @@ async fn acquire(
         Problems,
     )
 )]
-async fn peek(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Peek, peer, request).await
+async fn peek(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Peek, request).await
 }
 
 /// Record units that were used already. They are always charged, even beyond the limit.
@@ -222,8 +236,8 @@ async fn peek(state: &ServerState, peer: Peer, request: Request) -> Result<ApiRe
         Problems,
     )
 )]
-async fn report(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Report, peer, request).await
+async fn report(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Report, request).await
 }
 
 /// Return the units of an earlier charge: the units of that charge if `age_ms` is set, otherwise
@@ -238,19 +252,21 @@ async fn report(state: &ServerState, peer: Peer, request: Request) -> Result<Api
         Problems,
     )
 )]
-async fn refund(state: &ServerState, peer: Peer, request: Request) -> Result<ApiResponse, Problem> {
-    decide(state, Action::Refund, peer, request).await
+async fn refund(connection: Connection<'_>, request: Request) -> Result<ApiResponse, Problem> {
+    decide(connection, Action::Refund, request).await
 }
 
 async fn decide(
-    state: &ServerState,
+    Connection { state, guard, peer }: Connection<'_>,
     action: Action,
-    peer: Peer,
     request: Request,
 ) -> Result<ApiResponse, Problem> {
     let active = state.active();
     let (head, body) = request.into_parts();
-    token::check(active.api_token.as_ref(), &head.headers).map_err(Problem::unauthorized)?;
+    match &active.api_token {
+        Some(token) => token::check(token, &head.headers).map_err(Problem::unauthorized)?,
+        None => guard.check(&head)?,
+    }
     check_encoding(&head.headers)?;
     let bytes = read(body).await?;
     let Object(mut body): Object<QueryBody<'_>> = parse(&bytes)?;

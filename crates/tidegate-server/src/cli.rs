@@ -4,10 +4,13 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::config::Config;
+
 mod acquire;
 mod config;
 mod doctor;
 mod gateway;
+mod redis;
 mod serve;
 pub(crate) mod style;
 
@@ -38,6 +41,12 @@ impl Arguments {
             Command::Doctor(doctor) => doctor.run(),
         }
     }
+}
+
+/// Returns the scheme of the admin listener's URLs.
+fn admin_scheme(config: &Config) -> &'static str {
+    let has_tls = config.tls.as_ref().is_some_and(|tls| tls.admin.is_some());
+    if has_tls { "https" } else { "http" }
 }
 
 /// Formats an argument error, with its suggestion, as one line.

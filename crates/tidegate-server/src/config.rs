@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::Read as _;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
@@ -12,7 +12,7 @@ use tidegate::internals::{Document, Ratio};
 use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
 use crate::envoy::rules::{Rule, Rules, RulesWarning};
-use crate::tls;
+use crate::tls::{self, ListenerTls};
 
 mod cors;
 mod gateway;
@@ -25,7 +25,7 @@ mod store;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
-pub(crate) use listen::{Listen, ListenAddress};
+pub(crate) use listen::{AllowedHosts, Listen, ListenAddress};
 use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
@@ -49,7 +49,7 @@ pub(crate) struct Config {
     pub(crate) files: Vec<PathBuf>,
     /// Parts that are valid, but perhaps not as their author expects.
     pub(crate) warnings: Vec<RulesWarning>,
-    pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
+    pub(crate) tls: Option<ListenerTls>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) partition_keys: bool,
     pub(crate) api_token: Option<Secret>,
@@ -81,6 +81,9 @@ impl EnvoyConfig {
     }
 }
 
+/// Maximum size of a file with a secret.
+const MAX_SECRET_BYTES: u64 = 4_096;
+
 /// Text that is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Secret(String);
@@ -88,6 +91,23 @@ pub(crate) struct Secret(String);
 impl Secret {
     pub(crate) fn new(text: impl Into<String>) -> Self {
         Self(text.into())
+    }
+
+    /// Reads a file that contains only the text, with or without a final line break.
+    pub(crate) fn read(file: &Path) -> Result<Self, String> {
+        let unreadable = |error: std::io::Error| format!("cannot be read: {error}");
+        let opened = std::fs::File::open(file).map_err(unreadable)?;
+        let mut text = String::new();
+        let mut limited = opened.take(MAX_SECRET_BYTES + 1);
+        limited.read_to_string(&mut text).map_err(unreadable)?;
+        if text.len() as u64 > MAX_SECRET_BYTES {
+            return Err(format!("has more than {MAX_SECRET_BYTES} bytes: write only the password"));
+        }
+        let text = text.strip_suffix('\n').unwrap_or(&text);
+        match text.strip_suffix('\r').unwrap_or(text) {
+            "" => Err("is empty: write the password into it".to_owned()),
+            text => Ok(Self::new(text)),
+        }
     }
 
     /// Returns the text, which callers must not print.
@@ -195,12 +215,14 @@ fn tls(
     document: &Document<'_>,
     folder: &Path,
     raw: Option<raw::RawTls>,
-) -> Result<(Option<Arc<rustls::ServerConfig>>, Vec<PathBuf>), ConfigError> {
+) -> Result<(Option<ListenerTls>, Vec<PathBuf>), ConfigError> {
     let Some(raw) = raw else { return Ok((None, Vec::new())) };
+    let path = |file: &Spanned<String>| folder.join(&file.value);
     let paths = tls::TlsFiles {
-        certificate: folder.join(&raw.certificate.value),
-        key: folder.join(&raw.key.value),
-        client_ca: raw.client_ca.as_ref().map(|file| folder.join(&file.value)),
+        certificate: path(&raw.certificate),
+        key: path(&raw.key),
+        client_ca: raw.client_ca.as_ref().map(path),
+        client_crl: raw.client_crl.as_ref().map(path),
     };
     let error_at =
         |field: &Spanned<String>, error: String| document.error_at(field, &format!("tls: {error}"));
@@ -208,9 +230,21 @@ fn tls(
     if let (Some(field), Some(file)) = (&raw.client_ca, &paths.client_ca) {
         tls::certificates(file).map_err(|error| error_at(field, error))?;
     }
-    let loaded = tls::load(&paths).map_err(|error| error_at(&raw.key, error))?;
-    let files = [paths.certificate, paths.key].into_iter().chain(paths.client_ca).collect();
-    Ok((Some(loaded), files))
+    if let (Some(field), Some(file)) = (&raw.client_crl, &paths.client_crl) {
+        if paths.client_ca.is_none() {
+            let message = "client_crl needs client_ca: without it, clients have no certificates";
+            return Err(error_at(field, message.to_owned()));
+        }
+        tls::revocation_lists(file).map_err(|error| error_at(field, error))?;
+    }
+    let service = tls::load(&paths).map_err(|error| error_at(&raw.key, error))?;
+    let has_client_ca = paths.client_ca.is_some();
+    let admin_files = tls::TlsFiles { client_ca: None, client_crl: None, ..paths.clone() };
+    let admin = raw.admin.get().then(|| tls::load(&admin_files)).transpose();
+    let admin = admin.map_err(|error| error_at(&raw.key, error))?;
+    let client_files = paths.client_ca.into_iter().chain(paths.client_crl);
+    let files = [paths.certificate, paths.key].into_iter().chain(client_files).collect();
+    Ok((Some(ListenerTls { service, admin, has_client_ca }), files))
 }
 
 fn envoy(

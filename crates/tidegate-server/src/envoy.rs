@@ -99,6 +99,9 @@ impl Envoy {
             let connection = Arc::clone(&connection);
             async move {
                 let (envoy, buffered) = &*connection;
+                if let Some(http_error) = grpc::wrong_version(&request) {
+                    return Ok(http_error);
+                }
                 if request.uri().path() != SHOULD_RATE_LIMIT {
                     let call = Box::pin(envoy.tonic_routes.clone().oneshot(request));
                     return match grpc::with_message_timeout(call).await {
@@ -128,7 +131,9 @@ async fn should_rate_limit(
 ) -> Result<GrpcResponse, CallError> {
     let active = state.active();
     let (head, body) = request.into_parts();
-    token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
+    if let Some(token) = &active.api_token {
+        token::check(token, &head.headers).map_err(Status::unauthenticated)?;
+    }
     grpc::check_encoding(&head.headers)?;
     // Lives as long as the message.
     let mut buffer = buffered.buffer();

@@ -160,9 +160,10 @@ impl Proxy {
         head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
-        let body = (!body.is_end_stream())
-            .then(|| Box::new(RequestBody::new(IdleTimeoutBody::new(body, self.idle_timeout))));
+        let upload = IdleTimeoutBody::new(body, self.idle_timeout);
+        let upload = body::forwarded(&head.method, upload).await?;
         let exchange = Exchange::of(&head.extensions).cloned();
+        let body = upload.map(|upload| Box::new(RequestBody::new(upload)));
         let mut response = self.send(head, body).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());

@@ -101,6 +101,18 @@ impl HotKeys {
         keys
     }
 
+    /// Returns a key of the last minutes that a predicate on its policy and key accepts.
+    pub(crate) fn find(
+        &self,
+        now_seconds: u64,
+        is_wanted: impl Fn(&str, &str) -> bool,
+    ) -> Option<String> {
+        let keys = [true, false].into_iter().flat_map(|allowed| {
+            self.shards.iter().flat_map(move |shard| totals(&shard.lock(), now_seconds, allowed))
+        });
+        keys.into_iter().find(|hot| is_wanted(&hot.policy, &hot.key)).map(|hot| hot.key)
+    }
+
     fn shard(&self, hash: u64) -> &Shard {
         let [byte, ..] = hash.to_le_bytes();
         &self.shards[usize::from(byte) % SHARDS]

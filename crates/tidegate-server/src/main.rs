@@ -16,6 +16,7 @@ mod duration;
 mod envoy;
 mod gateway;
 mod hot_keys;
+mod key_hash;
 mod listener;
 mod logs;
 mod metrics;

@@ -11,7 +11,6 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
-use tidegate::Policies;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
@@ -37,7 +36,7 @@ pub(crate) fn watch(
     file: PathBuf,
     files: Vec<PathBuf>,
     restart_only: RestartOnlyConfig,
-    warn: fn(&Policies),
+    warn: Box<dyn Fn(&Config) + Send + Sync>,
     state: Arc<ServerState>,
 ) -> anyhow::Result<()> {
     let (sender, changes) = mpsc::channel(1);
@@ -63,7 +62,7 @@ pub(crate) fn watch(
 /// Watcher of the configuration file and all files and folders that it names.
 struct ConfigWatcher {
     watcher: RecommendedWatcher,
-    warn: fn(&Policies),
+    warn: Box<dyn Fn(&Config) + Send + Sync>,
     file: PathBuf,
     files: Vec<PathBuf>,
     folders: BTreeSet<PathBuf>,
@@ -114,14 +113,15 @@ impl ConfigWatcher {
 
     /// Applies the new configuration as a whole, or keeps the current one.
     fn reload(&mut self, restart_only: &RestartOnlyConfig, state: &ServerState) {
-        match self.load() {
+        let loaded = self.load().map_err(|error| error.line());
+        match loaded.and_then(|config| restart_only.check(&config).map(|()| config)) {
             Ok(config) => {
                 if let Some(section) = restart_only.changed_section(&config) {
                     tracing::warn!(
                         "changes in {section} need a restart, all other changes are applied"
                     );
                 }
-                (self.warn)(&config.policies);
+                (self.warn)(&config);
                 config.log_warnings();
                 state.reload(config);
                 state.metrics.count_reload(true);
@@ -130,7 +130,7 @@ impl ConfigWatcher {
             Err(error) => {
                 state.metrics.count_reload(false);
                 tracing::error!(
-                    error = %error.line(),
+                    %error,
                     "reloading the configuration failed, keeping the current one"
                 );
             }

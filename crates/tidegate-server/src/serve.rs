@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use tidegate::Policies;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::admin::{self, Admin};
+use crate::api::browser::BrowserGuard;
 use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
 use crate::envoy::Envoy;
 use crate::listener::{self, ListenerConfig, MaxAge, Socket};
@@ -38,15 +38,31 @@ pub(crate) struct RestartOnlyConfig {
     listen: Listen,
     store: StoreConfig,
     gateway: GatewayConfig,
+    /// Bound address of the admin listener, whatever the configuration says.
+    admin_address: ListenAddress,
 }
 
 impl RestartOnlyConfig {
-    fn new(config: &Config) -> Self {
+    fn new(config: &Config, admin_address: &ListenAddress) -> Self {
         Self {
             listen: config.listen.clone(),
             store: config.store.clone(),
             gateway: config.gateway.clone(),
+            admin_address: admin_address.clone(),
         }
+    }
+
+    /// Returns an error if the admin listener would be open to other hosts without a token.
+    pub(crate) fn check(&self, config: &Config) -> Result<(), String> {
+        let address = &self.admin_address;
+        if config.admin_token.is_some() || !address.is_remote() {
+            return Ok(());
+        }
+        Err(format!(
+            "auth.admin_token is missing, but the admin listener is bound to {address} until a \
+             restart, where other hosts could use it without a token: set a token, or restart with \
+             listen.admin on 127.0.0.1"
+        ))
     }
 
     /// Returns the first section that differs in the new configuration.
@@ -74,14 +90,17 @@ pub(crate) async fn serve(
     (listen.http, listen.grpc) = (http_listener.address()?, grpc_listener.address()?);
     let grace = Some(AGE_GRACE_TIMEOUT);
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
-    let service = Service::start(config, file, |_| ()).await?;
+    let addresses = [("http", listen.http.clone()), ("grpc", listen.grpc.clone())];
+    let guard = Arc::new(BrowserGuard::new(&listen.http, &listen.allowed_hosts));
+    let warn = Box::new(move |config: &Config| warn_about_open_listeners(&addresses, config));
+    let service = Service::start(config, file, warn).await?;
     listen.admin = service.admin_address.clone();
 
     let state = &service.state;
     let stopped = &service.stopped;
     let http_service = {
         let state = Arc::clone(state);
-        move |peer| api::service(&state, peer)
+        move |peer| api::service(&state, &guard, peer)
     };
     let http_task = tokio::spawn(listener::serve(
         http_listener,
@@ -114,7 +133,8 @@ pub(crate) async fn gateway(
     let listener = bind(&listen, "gateway", &listen.gateway).await?;
     listen.gateway = listener.address()?;
     let settings = config.gateway.clone();
-    let service = Service::start(config, file, gateway::warn_about_unused_policies).await?;
+    let warn = Box::new(|config: &Config| gateway::warn_about_unused_policies(&config.policies));
+    let service = Service::start(config, file, warn).await?;
     listen.admin = service.admin_address.clone();
 
     let gateway_service = gateway::service(&settings, &service.state)?;
@@ -191,18 +211,19 @@ struct Service {
 }
 
 impl Service {
-    /// Starts the state. `warn` is called with the policies now and after each reload.
+    /// Starts the state. `warn` is called with the configuration now and after each reload.
     async fn start(
         config: Config,
         file: Option<PathBuf>,
-        warn: fn(&Policies),
+        warn: Box<dyn Fn(&Config) + Send + Sync>,
     ) -> anyhow::Result<Self> {
         raise_file_limit();
-        warn(&config.policies);
+        warn(&config);
         config.log_warnings();
         let (files, store) = (config.files.clone(), config.store.clone());
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;
+        let guard = Arc::new(BrowserGuard::new(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
         if let StoreConfig::Redis(config) = &store {
             tokio::spawn(check_redis(Arc::clone(&state), RedisConfig::clone(config)));
@@ -211,16 +232,23 @@ impl Service {
         let ready = Arc::new(AtomicBool::new(true));
         if let Some(file) = file {
             // Compared with the file alone: command line flags are not a change of the file.
-            let restart_only = RestartOnlyConfig::new(&Config::load(&file)?);
+            let restart_only = RestartOnlyConfig::new(&Config::load(&file)?, &admin_address);
             reload::watch(file, files, restart_only, warn, Arc::clone(&state))?;
         }
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
         let (admin_stop, admin_stopped) = watch::channel(false);
-        let router = admin::router(Admin { state: Arc::clone(&state), ready: Arc::clone(&ready) });
+        let router = {
+            let (state, ready) = (Arc::clone(&state), Arc::clone(&ready));
+            admin::router(Admin { state, ready, guard })
+        };
+        let admin_tls = {
+            let state = Arc::clone(&state);
+            move || state.active().tls.as_ref().and_then(|tls| tls.admin.clone())
+        };
         let admin = tokio::spawn(listener::serve(
             admin_listener,
             move |peer| listener::with_peer(&router, peer),
-            || None,
+            admin_tls,
             admin_stopped,
             api_listener_config(ADMIN_DRAIN_TIMEOUT, None),
         ));
@@ -251,6 +279,22 @@ impl Service {
     }
 }
 
+/// Warns about listeners of the API that other hosts can use without a token or a certificate.
+fn warn_about_open_listeners(addresses: &[(&str, ListenAddress)], config: &Config) {
+    let has_client_ca = config.tls.as_ref().is_some_and(|tls| tls.has_client_ca);
+    if config.api_token.is_some() || has_client_ca {
+        return;
+    }
+    for (listener, address) in addresses.iter().filter(|(_, address)| address.is_remote()) {
+        tracing::warn!(
+            listener,
+            %address,
+            "other hosts can use this listener without a token: set auth.api_token or \
+             tls.client_ca, or listen on 127.0.0.1"
+        );
+    }
+}
+
 /// Logs warnings about the setup of Redis once it is connected.
 async fn check_redis(state: Arc<ServerState>, config: RedisConfig) {
     let Some(redis) = state.backend.redis() else { return };
@@ -277,7 +321,7 @@ fn current_tls(
     state: &Arc<ServerState>,
 ) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
     let state = Arc::clone(state);
-    move || state.active().tls.clone()
+    move || state.active().tls.as_ref().map(|tls| Arc::clone(&tls.service))
 }
 
 async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyhow::Result<Socket> {

@@ -7,18 +7,20 @@ use arc_swap::ArcSwap;
 use http::HeaderMap;
 use tidegate::{
     Action, Charge, ClientIp, Error, Limiter, Policies, Policy, PolicyDecisions, PolicyLimiter,
-    Query, Store as _, StoreError, Timestamp,
+    Query, ShowKeys, Store as _, StoreError, Timestamp,
 };
 
 use crate::api::forward_auth::missing::UsedParts;
 use crate::backend::Backend;
 use crate::config::{Config, EnvoyConfig, Secret};
-use crate::envoy::rules::{Limit, Unit, override_name};
+use crate::envoy::rules::{Limit, Rule, Unit, override_name};
 use crate::gateway::Telemetry;
 use crate::hot_keys::HotKeys;
+use crate::key_hash;
 use crate::logs;
 use crate::metrics::Metrics;
 use crate::observer::DecisionObserver;
+use crate::tls::ListenerTls;
 
 pub(crate) struct ServerState {
     active: ArcSwap<ActiveConfig>,
@@ -34,7 +36,7 @@ pub(crate) struct ServerState {
 pub(crate) struct ActiveConfig {
     pub(crate) client_ip: ClientIp,
     pub(crate) envoy: EnvoyConfig,
-    pub(crate) tls: Option<Arc<rustls::ServerConfig>>,
+    pub(crate) tls: Option<ListenerTls>,
     pub(crate) limiter: PolicyLimiter<Arc<Backend>, Arc<DecisionObserver>>,
     pub(crate) forward_auth_parts: UsedParts,
     /// Whether a policy depends on the method.
@@ -135,6 +137,27 @@ impl ActiveConfig {
     ) -> Result<PolicyDecisions<'a>, Error> {
         let on_span = |span: &tracing::Span| logs::continue_trace(span, headers);
         self.limiter.decide(action, query.on_span(&on_span)).await
+    }
+
+    /// Returns a key as operators see it.
+    pub(crate) fn shown_key(&self, policy: &str, key: String) -> String {
+        match self.show_keys(policy) {
+            ShowKeys::Plain => key,
+            ShowKeys::Hashed => key_hash::of(&key),
+        }
+    }
+
+    /// Returns how the keys of a policy or rule are shown. A policy that a reload has removed may
+    /// have hidden its keys.
+    pub(crate) fn show_keys(&self, policy: &str) -> ShowKeys {
+        if let Some(policy) = self.policies().get(policy) {
+            return policy.show_keys();
+        }
+        let rules = self.envoy.rules.rules().filter(|rule| rule.path == policy);
+        if let Some(shown) = rules.map(Rule::show_keys).max() {
+            return shown;
+        }
+        if self.envoy_limits(policy).is_empty() { ShowKeys::Hashed } else { ShowKeys::Plain }
     }
 
     /// Deletes the count of a key: of a policy, of one of Envoy's rules, or of the limits that

@@ -4,9 +4,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
+
+/// TLS settings of the listeners.
+#[derive(Debug, Clone)]
+pub(crate) struct ListenerTls {
+    /// Settings of http, grpc and gateway.
+    pub(crate) service: Arc<ServerConfig>,
+    /// Settings of the admin listener, unless it has no TLS. They never ask for a client
+    /// certificate, because probes have none.
+    pub(crate) admin: Option<Arc<ServerConfig>>,
+    /// Whether clients of `service` need a certificate.
+    pub(crate) has_client_ca: bool,
+}
 
 /// PEM files of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,6 +27,8 @@ pub(crate) struct TlsFiles {
     pub(crate) key: PathBuf,
     /// CAs that must have signed the certificate of every client.
     pub(crate) client_ca: Option<PathBuf>,
+    /// Lists of revoked client certificates.
+    pub(crate) client_crl: Option<PathBuf>,
 }
 
 /// Loads the TLS settings of a listener. The error names the file.
@@ -30,8 +44,10 @@ pub(crate) fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
             for certificate in certificates(file)? {
                 roots.add(certificate).map_err(|error| format!("{}: {error}", shown(file)))?;
             }
-            let verifier =
-                WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+            let crls = files.client_crl.as_deref().map(revocation_lists).transpose()?;
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                .with_crls(crls.unwrap_or_default())
+                .build();
             builder.with_client_cert_verifier(
                 verifier.map_err(|error| format!("{}: {error}", shown(file)))?,
             )
@@ -67,6 +83,19 @@ pub(crate) fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, 
         format!("{}: cannot read a certificate: {error}", shown(file))
     };
     let found = CertificateDer::pem_file_iter(file).map_err(|error| unreadable(&error))?;
+    let found = found.collect::<Result<Vec<_>, _>>().map_err(|error| unreadable(&error))?;
+    if found.is_empty() { Err(unreadable(&"the file has none in PEM form")) } else { Ok(found) }
+}
+
+/// Reads all revocation lists of a PEM file, at least one.
+pub(crate) fn revocation_lists(
+    file: &Path,
+) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
+    let unreadable = |error: &dyn std::fmt::Display| {
+        format!("{}: cannot read a revocation list: {error}", shown(file))
+    };
+    let found =
+        CertificateRevocationListDer::pem_file_iter(file).map_err(|error| unreadable(&error))?;
     let found = found.collect::<Result<Vec<_>, _>>().map_err(|error| unreadable(&error))?;
     if found.is_empty() { Err(unreadable(&"the file has none in PEM form")) } else { Ok(found) }
 }

@@ -170,7 +170,9 @@ fn mistakes_exit_with_2_and_one_helpful_line() {
 #[test]
 fn unreachable_redis_is_an_error_without_its_password() {
     let url = "redis://default:hunter2@127.0.0.1:1";
-    let output = tidegate(&["acquire", "u", "--limit", "5", "--window", "60s", "--redis", url]);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    let command = command.args(["acquire", "u", "--limit", "5", "--window", "60s"]);
+    let output = command.env("TIDEGATE_REDIS", url).output().expect("the binary runs");
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2));
     assert!(error.contains("cannot be reached: 127.0.0.1:1"), "{error}");

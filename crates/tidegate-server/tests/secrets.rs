@@ -103,6 +103,23 @@ const INVALID_CONFIGS: &[&str] = &[
     "gateway:\n  upstream: http://u:S3CR3T@h\n",
     "gateway:\n  connect_timeout: http://u:S3CR3T@h\n",
     "listen: {http: 'http://u:S3CR3T@h'}\n",
+    "gateway:\n  upstream_key: S3CR3T\n",
+    "gateway:\n  upstream_key:\n    - S3CR3T\n",
+    "gateway: {connect_timeout: 1s, upstream_key: S3CR3T}\n",
+    "gateway: {connect_timeout: x: y, upstream_key: S3CR3T}\n",
+    "gateway: {connect_timeout: [], upstream_key: S3CR3T}\n",
+    "gateway:\n  upstream_key:\n    S3CR3T: [a\n",
+    "gateway:\n  upstream_key: S3CR3T: a\n",
+    "gateway:\n  'upstream key': S3CR3T\n",
+    "headers:\n  x-upstream-key: S3CR3T\n",
+    "listen:\n  http: 127.0.0.1:0\n  signing: 'S3CR3T'\n",
+    "listen:\n  http: 127.0.0.1:0\n  ? signing\n  : S3CR3T\n",
+    "envoy: {webhook: 'https://hooks.example/S3CR3T'}\n",
+    "policies:\n  - {name: a, limit: 1, window: 1s, webhook: 'https://hooks.example/S3CR3T'}\n",
+    "policies:\n  - name: a\n    webhook: https://hooks.example/S3CR3T\n    limit: 1\n",
+    "policies:\n  - name: a\n    limit: 1\n    hooks: [{url: S3CR3T}]\n",
+    "policies:\n  - {name: a, limit: one, webhook: S3CR3T}\n",
+    "policies:\n  - {name: a, limit: 1, window: 1s, cost: {atribute: S3CR3T}}\n",
 ];
 
 fn output_of(command: &[&str], file: &Path) -> (Option<i32>, String) {

@@ -221,7 +221,7 @@ pub mod internals {
         number::{Bounded, Flag, Ratio},
         paths::RawPaths,
         policy::{OneOrMany, RawPolicy},
-        redaction::Redaction,
+        redaction::{Redaction, schema_fields},
         schema,
     };
     pub use crate::policy::PreparedCharge;
@@ -239,7 +239,7 @@ pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
     Mode, Observer, OnStoreFailure, PathError, PathRules, PathSpelling, Policies, Policy,
     PolicyBuilder, PolicyDecision, PolicyDecisions, PolicyError, PolicyLimiter, Query, SelectError,
-    Selected, Selection, TRACE_TARGET, normalize_host, normalize_path,
+    Selected, Selection, ShowKeys, TRACE_TARGET, normalize_host, normalize_path,
 };
 pub use quota::{Quota, QuotaError};
 #[cfg(feature = "resilience")]

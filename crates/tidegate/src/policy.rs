@@ -21,6 +21,7 @@ mod pattern;
 mod pipeline;
 mod query;
 mod select;
+mod show_keys;
 mod value;
 
 pub use builder::PolicyBuilder;
@@ -36,6 +37,7 @@ pub use path::{PathError, PathRules, PathSpelling, normalize_host, normalize_pat
 use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
 pub use select::{Policies, SelectError, Selected, Selection};
+pub use show_keys::ShowKeys;
 
 /// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which
@@ -137,6 +139,8 @@ pub struct Policy {
     cost: Cost,
     mode: Mode,
     on_store_failure: OnStoreFailure,
+    /// `None`: by the attributes of the key.
+    show_keys: Option<ShowKeys>,
     overrides: HashMap<String, Quota>,
     attributes: AttributeNames,
     path_rules: PathRules,
@@ -320,6 +324,7 @@ impl Policy {
             cost: Cost::Fixed(1),
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
+            show_keys: None,
             overrides: HashMap::new(),
             attributes: AttributeNames::default(),
             path_rules: PathRules::KEEP,
@@ -370,6 +375,10 @@ impl Policy {
 
     pub(crate) fn set_on_store_failure(&mut self, on_store_failure: OnStoreFailure) {
         self.on_store_failure = on_store_failure;
+    }
+
+    pub(crate) fn set_show_keys(&mut self, show_keys: ShowKeys) {
+        self.show_keys = Some(show_keys);
     }
 
     pub(crate) fn add_override(
@@ -459,6 +468,13 @@ impl Policy {
     #[must_use]
     pub fn on_store_failure(&self) -> OnStoreFailure {
         self.on_store_failure
+    }
+
+    /// Returns the form in which operators see the keys.
+    #[must_use]
+    pub fn show_keys(&self) -> ShowKeys {
+        let attributes = self.key.iter().map(KeySource::as_str);
+        self.show_keys.unwrap_or_else(|| ShowKeys::default_for(attributes))
     }
 
     /// Returns the number of keys with an override of the quota.

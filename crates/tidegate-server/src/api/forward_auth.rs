@@ -143,7 +143,7 @@ fn take_token(token: Option<&Secret>, headers: &mut HeaderMap) -> Result<(), Pro
     let Some(token) = token else { return Ok(()) };
     match given {
         Some(given) => token::check_plain(token, given.as_bytes()),
-        None => token::check(Some(token), headers).map(|()| {
+        None => token::check(token, headers).map(|()| {
             headers.remove(header::AUTHORIZATION);
         }),
     }

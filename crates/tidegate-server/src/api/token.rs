@@ -5,9 +5,8 @@ use subtle::ConstantTimeEq;
 
 use crate::config::Secret;
 
-/// Checks the bearer token of a request; without a configured token, every request passes.
-pub(crate) fn check(token: Option<&Secret>, headers: &HeaderMap) -> Result<(), &'static str> {
-    let Some(token) = token else { return Ok(()) };
+/// Checks the bearer token of a request.
+pub(crate) fn check(token: &Secret, headers: &HeaderMap) -> Result<(), &'static str> {
     let given = headers.get(header::AUTHORIZATION).and_then(|value| {
         let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
         scheme.eq_ignore_ascii_case("bearer").then_some(token)

@@ -10,9 +10,10 @@ use clap::builder::FalseyValueParser;
 use clap::builder::PossibleValuesParser;
 use tidegate::{Action, Algorithm, Charge, Decision, Encoding, Limiter, MemoryStore, Quota, Store};
 
+use super::redis::RedisFlags;
 use super::style;
 use crate::api::json;
-use crate::config::RedisConfig;
+use crate::config::StoreConfig;
 use tidegate::internals::duration::{self, readable};
 
 /// Decide from a shell whether a request is allowed now.
@@ -72,10 +73,8 @@ pub(super) struct AcquireCommand {
     #[arg(long, value_name = "NAME", env = "TIDEGATE_POLICY")]
     policy: Option<String>,
 
-    /// Share counters through this Redis: redis://[user:password@]host[:port][/database]
-    /// (rediss:// for TLS; nodes of a cluster separated by commas)
-    #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
-    redis: Option<String>,
+    #[command(flatten)]
+    redis: RedisFlags,
 
     /// Timeout of a decision by Redis
     #[arg(
@@ -110,15 +109,14 @@ impl AcquireCommand {
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            match &self.redis {
-                None => self.decide(&Limiter::new(MemoryStore::new()), &charge).await,
-                Some(url) => {
-                    let store = RedisConfig::new(url)
-                        .with_timeout(self.timeout)
-                        .builder()
-                        .connect()
-                        .await
-                        .context("--redis")?;
+            match self.redis.apply(StoreConfig::Memory(Box::default()))? {
+                StoreConfig::Memory(_) => {
+                    self.decide(&Limiter::new(MemoryStore::new()), &charge).await
+                }
+                StoreConfig::Redis(redis) => {
+                    self.redis.print_warning();
+                    let builder = redis.with_timeout(self.timeout).builder();
+                    let store = builder.connect().await.context("--redis")?;
                     self.decide(&Limiter::new(store), &charge).await
                 }
             }

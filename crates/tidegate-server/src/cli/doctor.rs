@@ -10,6 +10,7 @@ use clap::Args;
 use clap::builder::FalseyValueParser;
 use clap::builder::styling::Style;
 
+use super::redis::RedisFlags;
 use super::style;
 use crate::config::{Config, RedisConfig, StoreConfig};
 use crate::doctor::{self, CheckOptions, Finding, Report, Severity};
@@ -38,9 +39,8 @@ pub(super) struct DoctorCommand {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Redis to check, overrides the file; nodes of a cluster separated by commas
-    #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
-    redis: Option<String>,
+    #[command(flatten)]
+    redis: RedisFlags,
 
     /// Timeout of a decision, which latency is compared with [default: the file's, or 100ms]
     #[arg(long, value_name = "DURATION", env = "TIDEGATE_TIMEOUT", value_parser = duration::parse)]
@@ -66,13 +66,13 @@ impl DoctorCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let store = match &self.config {
             Some(file) => Config::load(file)?.store,
-            None if self.redis.is_none() => {
+            None if !self.redis.has_url() => {
                 bail!("no Redis to check: give --redis URL, or --config FILE with one")
             }
             None => StoreConfig::Memory(Box::default()),
         };
-        let report = match self.redis.as_ref().map_or(store.clone(), |urls| store.with_redis(urls))
-        {
+        self.redis.print_warning();
+        let report = match self.redis.apply(store)? {
             StoreConfig::Memory(_) => {
                 let message =
                     "there is no Redis to check: this configuration keeps its counters in memory";

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Args;
 
+use super::redis::RedisFlags;
 use crate::config::{
     self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination, StoreConfig,
 };
@@ -41,10 +42,8 @@ pub(super) struct GatewayCommand {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share counters through this Redis, overrides the file; nodes of a cluster separated by
-    /// commas
-    #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
-    redis: Option<String>,
+    #[command(flatten)]
+    redis: RedisFlags,
 
     /// Write an access log to this file, overrides the configuration; or to stdout or stderr
     #[arg(long, value_name = "PATH", env = "TIDEGATE_ACCESS_LOG")]
@@ -62,9 +61,7 @@ pub(super) struct GatewayCommand {
 impl GatewayCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
-        if let Some(url) = &self.redis {
-            config.store = config.store.with_redis(url);
-        }
+        config.store = self.redis.apply(config.store)?;
         if let Some(address) = self.listen.clone() {
             config.listen.gateway = address;
         }
@@ -84,6 +81,7 @@ impl GatewayCommand {
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
+        let admin_scheme = super::admin_scheme(&config);
         // The lines of an access log are not mixed with other text.
         let logs_to_stdout = config
             .gateway
@@ -104,12 +102,15 @@ impl GatewayCommand {
                      \x20 admin    {}   (/metrics, /readyz, /v1/policies, /v1/hot-keys)\n",
                     env!("CARGO_PKG_VERSION"),
                     gateway.shown(scheme),
-                    admin.shown("http"),
+                    admin.shown(admin_scheme),
                 );
             }
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
+        if let Some(warning) = self.redis.warning() {
+            tracing::warn!("{warning}");
+        }
         runtime.block_on(serve::gateway(config, self.config.clone(), announce))?;
         drop(traces);
         // Blocking tasks, such as the file watcher, must not delay the exit.

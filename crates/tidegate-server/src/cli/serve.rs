@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
+use super::redis::RedisFlags;
 use crate::config::{self, Listen, StoreConfig};
 use crate::logs::{self, LogFormat};
 use crate::serve;
@@ -30,10 +31,8 @@ pub(super) struct ServeCommand {
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
 
-    /// Share counters through this Redis, overrides the file; nodes of a cluster separated by
-    /// commas
-    #[arg(long, value_name = "URL", env = "TIDEGATE_REDIS", hide_env_values = true)]
-    redis: Option<String>,
+    #[command(flatten)]
+    redis: RedisFlags,
 
     /// Format of the logs
     #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
@@ -43,14 +42,15 @@ pub(super) struct ServeCommand {
 impl ServeCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
-        if let Some(url) = &self.redis {
-            config.store = config.store.with_redis(url);
-        }
+        config.store = self.redis.apply(config.store)?;
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
-        let access =
-            ApiAccess { tls: config.tls.is_some(), needs_token: config.api_token.is_some() };
+        let access = ApiAccess {
+            tls: config.tls.is_some(),
+            needs_token: config.api_token.is_some(),
+            admin_scheme: super::admin_scheme(&config),
+        };
         let is_text = self.log_format == LogFormat::Text;
         let announce = |bound: &Listen| {
             let Listen { http, grpc, admin, .. } = bound;
@@ -61,6 +61,9 @@ impl ServeCommand {
         };
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
+        if let Some(warning) = self.redis.warning() {
+            tracing::warn!("{warning}");
+        }
         runtime.block_on(serve::serve(config, self.config.clone(), announce))?;
         drop(traces);
         // Blocking tasks, such as the file watcher, must not delay the exit.
@@ -69,11 +72,12 @@ impl ServeCommand {
     }
 }
 
-/// Requirements for calls of the API.
+/// Requirements for calls of the API and of the admin listener.
 #[derive(Clone, Copy)]
 struct ApiAccess {
     tls: bool,
     needs_token: bool,
+    admin_scheme: &'static str,
 }
 
 /// Returns the startup message, with an example request.
@@ -104,7 +108,7 @@ fn banner(
         env!("CARGO_PKG_VERSION"),
         http.shown(scheme),
         grpc.shown(grpc_scheme),
-        admin.shown("http"),
+        admin.shown(access.admin_scheme),
         http.curl_options(),
         http.url(scheme, "/v1/acquire"),
     )

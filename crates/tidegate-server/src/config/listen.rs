@@ -16,6 +16,9 @@ const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 /// Minimum and maximum of `max_connection_age`, in microseconds: from a second to 366 days.
 pub(super) const CONNECTION_AGES: [u64; 2] = [1_000_000, 366 * 86_400_000_000];
+const MAX_ALLOWED_HOSTS: usize = 100;
+/// Maximum length of a host name (RFC 1035, 2.3.4).
+pub(super) const MAX_NAME_BYTES: usize = 253;
 /// Maximum length of the path of a Unix socket, in bytes: that of Linux, without the final NUL.
 pub(super) const MAX_UNIX_PATH_BYTES: usize = 107;
 
@@ -28,6 +31,24 @@ pub(crate) struct Listen {
     /// Permissions of the files of Unix sockets.
     pub(crate) unix_mode: u32,
     pub(crate) max_connection_age: Option<Duration>,
+    pub(crate) allowed_hosts: AllowedHosts,
+}
+
+/// Host names by which listeners are called, in addition to addresses and localhost.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct AllowedHosts {
+    /// Names in lower case. One that starts with a dot stands for all names that end in it.
+    names: Vec<String>,
+}
+
+impl AllowedHosts {
+    /// Returns whether a normalized name is one of them.
+    pub(crate) fn contains(&self, host: &str) -> bool {
+        self.names.iter().any(|name| match name.strip_prefix('.') {
+            None => name == host,
+            Some(_) => host.len() > name.len() && host.ends_with(name),
+        })
+    }
 }
 
 /// Address of a listener.
@@ -108,7 +129,7 @@ impl ListenAddress {
     }
 
     /// Returns whether other hosts may be able to connect.
-    fn is_remote(&self) -> bool {
+    pub(crate) fn is_remote(&self) -> bool {
         match self {
             Self::Tcp(address) => !address.ip().is_loopback(),
             Self::Unix(_) => false,
@@ -144,6 +165,7 @@ pub(super) fn validate(
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
         unix_mode: raw.unix_mode.map_or(DEFAULT_UNIX_MODE, |mode| mode.0),
         max_connection_age: max_connection_age(document, raw.max_connection_age.as_ref())?,
+        allowed_hosts: allowed_hosts(document, &raw.allowed_hosts)?,
     };
     let is_exposed = !has_admin_token && listen.admin.is_remote();
     if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {
@@ -251,4 +273,39 @@ fn max_connection_age(
     age.map(|age| Some(age.get())).map_err(|error: de::value::Error| {
         document.error_at(text, &format!("{error}, or off for never"))
     })
+}
+
+fn allowed_hosts(
+    document: &Document<'_>,
+    raw: &[Spanned<String>],
+) -> Result<AllowedHosts, ConfigError> {
+    if let Some(first) = raw.get(MAX_ALLOWED_HOSTS) {
+        let message = format!("there are more than {MAX_ALLOWED_HOSTS} names: use *.example.com");
+        return Err(document.error_at(first, &message));
+    }
+    let name = |text: &Spanned<String>| {
+        let (prefix, name) = match text.value.strip_prefix("*.") {
+            Some(name) => (".", name),
+            None => ("", text.value.as_str()),
+        };
+        let name = name.strip_suffix('.').unwrap_or(name);
+        let is_label = |label: &str| {
+            !label.is_empty()
+                && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte))
+        };
+        if name.len() <= MAX_NAME_BYTES && name.split('.').all(is_label) {
+            return Ok(format!("{prefix}{}", name.to_ascii_lowercase()));
+        }
+        let message = if name == "*" {
+            "* would allow every name, also that of an attacker: set a token instead".to_owned()
+        } else {
+            let value = &text.value;
+            format!(
+                "{value:?} is not a host name: write it without a port, like tidegate.example.com \
+                 or *.example.com"
+            )
+        };
+        Err(document.error_at(text, &message))
+    };
+    Ok(AllowedHosts { names: raw.iter().map(name).collect::<Result<_, _>>()? })
 }

@@ -13,9 +13,9 @@ use tidegate::{Algorithm, OnStoreFailure};
 use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
-    Address, ConnectionAge, HeaderName, Master, Network, NotBlank, Origin, Permissions, Prefix,
-    RedisUrl, RedisUrls, RuleFile, UpstreamUrl, add_config_rules, add_cors_rules,
-    add_sentinel_rules, add_store_rules, add_tls_rules,
+    Address, ConnectionAge, HeaderName, HostName, Master, Network, NotBlank, Origin, Permissions,
+    Prefix, RedisUrl, RedisUrls, RuleFile, UpstreamUrl, add_config_rules, add_cors_rules,
+    add_listener_tls_rules, add_sentinel_rules, add_store_rules, add_tls_rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -73,6 +73,11 @@ pub(super) struct RawListen {
     /// by default, varied by 10 %; `off` for never.
     #[schemars(with = "Option<ConnectionAge>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
+    /// Host names by which http and admin are called, such as `tidegate.example.com` or
+    /// `*.example.com`. On loopback, a listener without a token serves only these names, IP
+    /// addresses and localhost; on other addresses this restricts only browsers.
+    #[schemars(with = "Vec<HostName>", length(max = 100))]
+    pub(super) allowed_hosts: Vec<Spanned<String>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.
@@ -91,6 +96,10 @@ pub(super) struct RawStore {
     /// certificate is sent.
     #[schemars(with = "Option<RawStoreTls>")]
     pub(super) tls: Option<Spanned<RawStoreTls>>,
+    /// File with the password for the URLs of `redis` or of `sentinel.nodes`, which then have none.
+    /// The path is relative to the directory of this file.
+    #[schemars(with = "Option<String>")]
+    pub(super) password_file: Option<Spanned<String>>,
     /// Prefix of every key in Redis; `rate_limit` by default.
     #[schemars(with = "Option<Prefix>")]
     pub(super) prefix: Option<Spanned<String>>,
@@ -122,6 +131,10 @@ pub(super) struct RawSentinel {
     #[serde(default, deserialize_with = "present")]
     #[schemars(with = "String")]
     pub(super) password: Option<Spanned<Option<String>>>,
+    /// File with that password, instead of `password`. The path is relative to the directory of
+    /// this file.
+    #[schemars(with = "Option<String>")]
+    pub(super) password_file: Option<Spanned<String>>,
 }
 
 /// TLS towards Redis. Paths are relative to the directory of this file.
@@ -191,11 +204,11 @@ impl fmt::Debug for RawAuth {
     }
 }
 
-/// TLS on http, grpc and gateway. Paths are relative to the directory of this file. Changed files
-/// are reloaded.
+/// TLS on http, grpc and gateway, optionally on admin. Paths are relative to the directory of this
+/// file. Changed files are reloaded.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-#[schemars(rename = "Tls")]
+#[schemars(rename = "Tls", transform = add_listener_tls_rules)]
 pub(super) struct RawTls {
     /// Certificate chain, in PEM.
     #[schemars(with = "String")]
@@ -207,6 +220,14 @@ pub(super) struct RawTls {
     /// certificate.
     #[schemars(with = "Option<String>")]
     pub(super) client_ca: Option<Spanned<String>>,
+    /// Lists of revoked client certificates (CRLs), in PEM: one of every CA in `client_ca`, and of
+    /// every intermediate CA.
+    #[schemars(with = "Option<String>")]
+    pub(super) client_crl: Option<Spanned<String>>,
+    /// Use the certificate on the admin listener, too; false by default. Its clients need no
+    /// certificate, because probes have none.
+    #[serde(default)]
+    pub(super) admin: Flag,
 }
 
 /// Headers of responses.

@@ -1,6 +1,8 @@
 //! The names in this configuration that error messages may show.
 
-use tidegate::internals::Redaction;
+use tidegate::internals::{Redaction, schema_fields};
+
+use super::Config;
 
 pub(super) const NAMES: Redaction = Redaction {
     open_sections: &["listen", "client_ip", "headers", "envoy", "gateway"],
@@ -17,5 +19,8 @@ pub(super) const NAMES: Redaction = Redaction {
         "certificate",
         "key",
         "client_ca",
+        "client_crl",
+        "password_file",
     ],
+    all_fields: || schema_fields(Config::schema()),
 };

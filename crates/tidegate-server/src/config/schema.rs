@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tidegate::internals::duration;
 use tidegate::internals::schema::{HEADER_NAME, TEXT_TYPES, YamlForms, number_pattern};
 
-use super::listen::{CONNECTION_AGES, MAX_UNIX_PATH_BYTES};
+use super::listen::{CONNECTION_AGES, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES};
 use super::raw::RawConfig;
 
 /// Returns the JSON Schema of the configuration.
@@ -79,6 +79,8 @@ const UNIX_PATTERN: &str =
 
 const REDIS_SCHEMES: &str = "rediss?|valkeys?";
 const TLS_SCHEME: &str = "^(?:rediss|valkeys)://";
+/// Password in a URL.
+const PASSWORD: &str = "://[^/?#:]*:[^/?#]+@";
 
 /// Returns the expression of the URL of a single server.
 fn server_pattern() -> String {
@@ -108,6 +110,12 @@ fn origin_pattern() -> String {
 fn connection_age_pattern() -> String {
     let [min, max] = CONNECTION_AGES.map(std::time::Duration::from_micros);
     format!("^off$|{}", duration::pattern(min, max))
+}
+
+/// Returns the expression of host names, with `*.` for all names below one.
+fn host_pattern() -> String {
+    const LABEL: &str = "[0-9A-Za-z_-]+";
+    format!(r"^(?:\*\.)?(?=.{{1,{MAX_NAME_BYTES}}}\.?$){LABEL}(?:\.{LABEL})*\.?$")
 }
 
 /// Expression of files, folders and patterns of Envoy's rules.
@@ -149,6 +157,11 @@ schema_type!(
     /// Age of a connection, or `off`.
     ConnectionAge,
     json_schema!({"type": "string", "pattern": connection_age_pattern()})
+);
+schema_type!(
+    /// Name of a host, or `*.` and a name.
+    HostName,
+    json_schema!({"type": TEXT_TYPES, "pattern": host_pattern()})
 );
 schema_type!(
     /// Address or network of proxies.
@@ -226,9 +239,11 @@ pub(super) fn add_config_rules(schema: &mut Schema) {
     schema.insert("then".to_owned(), has_token);
 }
 
-/// Forbids two kinds of servers at once, and certificates without TLS.
+/// Forbids two kinds of servers or two passwords at once, and certificates without TLS.
 pub(super) fn add_store_rules(schema: &mut Schema) {
     let with_tls = json!({"pattern": TLS_SCHEME, "items": {"pattern": TLS_SCHEME}});
+    let no_password = json!({"not": {"pattern": PASSWORD}});
+    let no_password = json!({"not": {"pattern": PASSWORD}, "items": no_password});
     let rules = json!([
         {
             "if": {"required": ["redis"]},
@@ -240,14 +255,36 @@ pub(super) fn add_store_rules(schema: &mut Schema) {
                 "redis": with_tls,
                 "sentinel": {"properties": {"nodes": with_tls}}
             }}
+        },
+        {
+            "if": has("password_file"),
+            "then": {"properties": {
+                "redis": no_password,
+                "sentinel": {"properties": {"nodes": no_password}}
+            }}
         }
     ]);
     schema.insert("allOf".to_owned(), rules);
 }
 
-/// Requires a password with a user.
+/// Requires a password with a user, and forbids two.
 pub(super) fn add_sentinel_rules(schema: &mut Schema) {
-    schema.insert("allOf".to_owned(), json!([requires("username", "password")]));
+    let rules = json!([
+        {
+            "if": has("username"),
+            "then": {"anyOf": [has("password"), has("password_file")]}
+        },
+        {
+            "if": {"required": ["password"]},
+            "then": {"properties": {"password_file": {"type": "null"}}}
+        }
+    ]);
+    schema.insert("allOf".to_owned(), rules);
+}
+
+/// Requires certificates of clients with lists of revoked ones.
+pub(super) fn add_listener_tls_rules(schema: &mut Schema) {
+    schema.insert("allOf".to_owned(), json!([requires("client_crl", "client_ca")]));
 }
 
 /// Requires certificate and key together.

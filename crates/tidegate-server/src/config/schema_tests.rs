@@ -141,10 +141,11 @@ const TEXTS: [&str; 73] = [
     "tenant",
 ];
 
-const DOCUMENTS: [&str; 4] = [
+const DOCUMENTS: [&str; 5] = [
     include_str!("../../../../docs/configuration.md"),
     include_str!("../../../../docs/redis.md"),
     include_str!("../../../../docs/gateway.md"),
+    include_str!("../../../../docs/spellings.md"),
     include_str!("../../../../README.md"),
 ];
 
@@ -172,10 +173,14 @@ fn examples() -> Vec<Value> {
         document.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next())
     });
     let commented = "store: {max_keys: 10000000}\ngateway: {ca: ca.pem}\n";
+    let with_password = "store: {redis: 'redis://u@h', password_file: redis-password}\n";
+    let with_sentinels = "store: {sentinel: {master: m, nodes: ['redis://h'], username: u, \
+                          password_file: redis-password}}\n";
     let overridden = "policies: [{name: a, algorithm: token-bucket, limit: 10, window: 1s, overrides: \
                       [{key: k, limit: 20, window: 2s, burst: 30}]}]\n";
     let mut examples = Vec::new();
-    for block in blocks.chain([commented, overridden, super::SAMPLE]) {
+    for block in blocks.chain([commented, with_password, with_sentinels, overridden, super::SAMPLE])
+    {
         let document: Value = serde_saphyr::from_str(block).expect("YAML");
         let attributes = document.get("attributes").cloned().unwrap_or(json!([]));
         for (section, content) in document.as_object().expect("sections") {
@@ -192,21 +197,39 @@ fn examples() -> Vec<Value> {
     examples
 }
 
-/// Writes the files that the examples name: keys, certificates and rules.
+/// Returns a list of revoked certificates, which is empty.
+fn revocation_list() -> String {
+    let key = rcgen::KeyPair::generate().expect("a key");
+    let issuer = rcgen::Issuer::new(rcgen::CertificateParams::default(), key);
+    let list = rcgen::CertificateRevocationListParams {
+        this_update: rcgen::date_time_ymd(2026, 1, 1),
+        next_update: rcgen::date_time_ymd(2100, 1, 1),
+        crl_number: 1.into(),
+        issuing_distribution_point: None,
+        revoked_certs: Vec::new(),
+        key_identifier_method: rcgen::KeyIdMethod::Sha256,
+    };
+    list.signed_by(&issuer).and_then(|list| list.pem()).expect("signed")
+}
+
+/// Writes the files that the examples name: keys, certificates, passwords and rules.
 fn write_files(folder: &Path) {
     let signed = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).expect("signed");
+    let revoked = revocation_list();
     let words = DOCUMENTS.iter().flat_map(|document| {
         document.split(|character: char| !character.is_alphanumeric() && !"-_.".contains(character))
     });
     for name in words.chain(["ca.pem"]) {
         let content = match Path::new(name).extension().and_then(OsStr::to_str) {
             Some("pem") if name.ends_with("key.pem") => signed.signing_key.serialize_pem(),
+            Some("pem") if name.starts_with("revoked") => revoked.clone(),
             Some("pem") => signed.cert.pem(),
             Some("yaml") => "domain: edge\n".to_owned(),
             _ => continue,
         };
         std::fs::write(folder.join(name), content).expect("written");
     }
+    std::fs::write(folder.join("redis-password"), "s3cret\n").expect("written");
     std::fs::create_dir(folder.join("empty")).expect("created");
     let rule = "domain: named\ndescriptors:\n  - {key: k, rate_limit: {name: export, unit: day, \
                 requests_per_unit: 1}}\n";
@@ -415,7 +438,15 @@ fn schema_agrees_with_config_check() {
     for path in ["d".repeat(106), "d".repeat(107), "é".repeat(53), "é".repeat(54)] {
         corpus.add("/listen/http", json!({"listen": {"http": format!("unix:/{path}")}}));
     }
+    for length in [253, 254] {
+        let name = ["a.".repeat(126), "b".repeat(length - 252)].concat();
+        for host in [format!("*.{name}."), name.clone()] {
+            corpus.add("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": [host]}}));
+        }
+    }
     for count in [100, 101] {
+        let hosts: Vec<String> = (0..count).map(|n| format!("{n}.example")).collect();
+        corpus.add("/listen/allowed_hosts", json!({"listen": {"allowed_hosts": hosts}}));
         let origins: Vec<String> = (0..count).map(|n| format!("https://{n}.example")).collect();
         let headers: Vec<String> = (0..count).map(|n| format!("x-{n}")).collect();
         for cors in [

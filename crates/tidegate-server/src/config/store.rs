@@ -22,6 +22,8 @@ pub(crate) enum StoreConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RedisConfig {
     servers: Servers,
+    /// Password for the URLs, which then have none.
+    password: Option<Secret>,
     pub(crate) settings: StoreSettings,
 }
 
@@ -70,13 +72,22 @@ struct RedisTls {
 }
 
 impl StoreConfig {
-    /// Replaces the servers with those of a flag and keeps all other settings.
+    /// Replaces the servers and their password with those of a flag, and keeps all other settings.
     pub(crate) fn with_redis(self, urls: &str) -> Self {
         let settings = match self {
             Self::Redis(redis) => redis.settings,
             Self::Memory(settings) => *settings,
         };
-        Self::Redis(Box::new(RedisConfig { servers: Servers::parse(urls), settings }))
+        let servers = Servers::parse(urls);
+        Self::Redis(Box::new(RedisConfig { servers, password: None, settings }))
+    }
+
+    /// Sets the password for the URLs. Returns `None` if there is no Redis.
+    pub(crate) fn with_password(self, password: Secret) -> Option<Self> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Redis(redis) => Some(Self::Redis(Box::new(redis.with_password(password)))),
+        }
     }
 }
 
@@ -92,9 +103,9 @@ impl Servers {
 }
 
 impl RedisConfig {
-    /// Returns the default settings for these servers.
-    pub(crate) fn new(urls: &str) -> Self {
-        Self { servers: Servers::parse(urls), settings: StoreSettings::default() }
+    /// Sets the password for the URLs.
+    pub(crate) fn with_password(self, password: Secret) -> Self {
+        Self { password: Some(password), ..self }
     }
 
     pub(crate) fn with_timeout(mut self, timeout: Duration) -> Self {
@@ -137,6 +148,9 @@ impl RedisConfig {
                 }
             }
         };
+        if let Some(password) = &self.password {
+            builder = builder.password(password.reveal());
+        }
         if let Some(files) = &self.settings.tls {
             let mut tls = Tls::new();
             if let Some(ca) = &files.ca {
@@ -157,7 +171,7 @@ pub(super) fn validate(
     folder: &Path,
     raw: raw::RawStore,
 ) -> Result<(StoreConfig, Vec<PathBuf>), ConfigError> {
-    let (tls, files) = tls(document, folder, raw.tls)?;
+    let (tls, mut files) = tls(document, folder, raw.tls)?;
     let defaults = StoreSettings::default();
     let settings = StoreSettings {
         prefix: raw.prefix.as_ref().map_or(defaults.prefix, |prefix| prefix.value.clone()),
@@ -198,9 +212,11 @@ pub(super) fn validate(
             };
             (servers, place)
         }
-        (None, Some(sentinel)) => sentinels(document, sentinel.value)?,
+        (None, Some(sentinel)) => sentinels(document, folder, sentinel.value, &mut files)?,
     };
-    let redis = RedisConfig { servers, settings };
+    let password = raw.password_file.as_ref();
+    let password = password.map(|file| read_password(document, folder, file, &mut files));
+    let redis = RedisConfig { servers, password: password.transpose()?, settings };
     redis
         .builder()
         .check()
@@ -211,24 +227,32 @@ pub(super) fn validate(
 /// Returns the sentinels and the position of their addresses.
 fn sentinels(
     document: &Document<'_>,
+    folder: &Path,
     raw: raw::RawSentinel,
+    files: &mut Vec<PathBuf>,
 ) -> Result<(Servers, Spanned<()>), ConfigError> {
     let place = place_of(&raw.nodes);
-    let credentials = match (raw.username, raw.password) {
-        (Some(user), None) => {
-            let message = "store.sentinel has a username but no password: write both, or neither";
-            return Err(document.error_at(&user, message));
+    let password = match (raw.password, &raw.password_file) {
+        (None, None) => None,
+        (None, Some(file)) => Some(read_password(document, folder, file, files)?),
+        (Some(_), Some(file)) => {
+            let message = "store.sentinel has both password and password_file: remove one of them";
+            return Err(document.error_at(file, message));
         }
-        (_, Some(password)) if password.value.is_none() => {
+        (Some(password), None) if password.value.is_none() => {
             return Err(document.error_at(
                 &password,
                 "this password is empty: write it in quotes, if it starts with a special character",
             ));
         }
-        (user, password) => {
-            let password = password.and_then(|password| password.value).map(Secret::new);
-            password.map(|password| (user.map(|user| user.value), password))
+        (Some(password), None) => password.value.map(Secret::new),
+    };
+    let credentials = match (raw.username, password) {
+        (Some(user), None) => {
+            let message = "store.sentinel has a username but no password: write both, or neither";
+            return Err(document.error_at(&user, message));
         }
+        (user, password) => password.map(|password| (user.map(|user| user.value), password)),
     };
     let nodes = non_empty(
         document,
@@ -242,6 +266,20 @@ fn sentinels(
         return Err(document.error_at(&raw.master, message));
     }
     Ok((Servers::Sentinel { master: raw.master.value, nodes, credentials }, place))
+}
+
+/// Reads the password in a file that the configuration names, and adds the file to `files`.
+fn read_password(
+    document: &Document<'_>,
+    folder: &Path,
+    file: &Spanned<String>,
+    files: &mut Vec<PathBuf>,
+) -> Result<Secret, ConfigError> {
+    let path = folder.join(&file.value);
+    let password = Secret::read(&path)
+        .map_err(|reason| document.error_at(file, &format!("{}: {reason}", tls::shown(&path))))?;
+    files.push(path);
+    Ok(password)
 }
 
 /// Rejects an empty list of addresses.

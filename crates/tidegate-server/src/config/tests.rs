@@ -53,7 +53,7 @@ fn error_shows_the_line_and_suggests_the_nearest_name() {
     let text = error("policies:\n  - name: a\n    limt: 5\n    window: 60s\n");
     assert!(text.starts_with("tidegate.yaml:3:5: unknown field `limt`"), "{text}");
     assert!(text.contains("did you mean `limit`?"), "{text}");
-    assert!(text.ends_with("  |\n3 |     limt: 5\n  |     ^"), "{text}");
+    assert!(text.ends_with("  |\n3 |     limt: …\n  |     ^"), "{text}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use axum::body::{Body as AnyBody, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header};
 use http_body::{Body as HttpBody, Frame};
 use prost::Message;
 use tonic::Status;
@@ -36,6 +36,13 @@ pub(crate) enum GrpcBody {
     End,
     /// Body of a tonic response.
     Tonic(AnyBody),
+}
+
+/// Returns the response to a request of HTTP/1. gRPC needs HTTP/2, which browsers only use over
+/// TLS, so no web page can call a listener in plain text.
+pub(super) fn wrong_version(request: &Request) -> Option<GrpcResponse> {
+    let is_http1 = request.version() < Version::HTTP_2;
+    is_http1.then(|| http_error(StatusCode::HTTP_VERSION_NOT_SUPPORTED))
 }
 
 /// Returns the HTTP error for a request that is not a gRPC call: the method must be POST and the

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use prost_types::Struct;
-use tidegate::{Algorithm, Enforcement, Quota, QuotaError};
+use tidegate::{Algorithm, Enforcement, Quota, QuotaError, ShowKeys};
 
 mod error;
 mod fields;
@@ -52,6 +52,13 @@ pub(crate) struct Rule {
     /// For the response to Envoy, if requests are within the limit.
     pub(crate) metadata: Option<Struct>,
     detailed_metric: bool,
+}
+
+impl Rule {
+    /// Returns the form in which operators see the keys.
+    pub(crate) fn show_keys(&self) -> ShowKeys {
+        ShowKeys::default_for(self.keys.iter().map(String::as_str))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

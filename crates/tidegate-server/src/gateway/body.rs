@@ -7,11 +7,14 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Bytes;
+use http::Method;
 use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 
+use super::error::ProxyError;
 use super::head;
 use crate::duration;
 use crate::listener::{self, WriteProgress};
@@ -125,6 +128,36 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
     }
+}
+
+/// Maximum number of empty frames before the first data of a body of unknown length.
+const MAX_EMPTY_FRAMES: usize = 16;
+
+/// Returns the body to forward, if the request has one. A GET or HEAD whose body has no length is
+/// an error, because hyper's client would send the request without it.
+pub(super) async fn forwarded(
+    method: &Method,
+    mut upload: Upload,
+) -> Result<Option<Upload>, ProxyError> {
+    if upload.is_end_stream() {
+        return Ok(None);
+    }
+    let has_length = upload.size_hint().exact().is_some();
+    if has_length || ![Method::GET, Method::HEAD].contains(method) {
+        return Ok(Some(upload));
+    }
+    for _ in 0..MAX_EMPTY_FRAMES {
+        match upload.frame().await {
+            None => return Ok(None),
+            Some(Ok(frame)) if frame.data_ref().is_none_or(Bytes::is_empty) => {}
+            Some(Ok(_)) => break,
+            Some(Err(error)) if error.is::<Stalled>() => {
+                return Err(ProxyError::RequestBodyTimeout);
+            }
+            Some(Err(_)) => return Err(ProxyError::RequestBodyBroken),
+        }
+    }
+    Err(ProxyError::LengthRequired)
 }
 
 /// Body of an upstream's response. Towards HTTP/2 clients it is cut into chunks, so that

@@ -23,6 +23,8 @@ pub(super) enum ProxyError {
     Trace,
     /// The request passed through this gateway too often.
     Loop,
+    /// A GET or HEAD has a body of unknown length.
+    LengthRequired,
     /// The client stopped sending its body.
     RequestBodyTimeout,
     /// The client closed the connection within its body, or the body is malformed.
@@ -82,6 +84,7 @@ impl ProxyError {
                 | Self::Method(_)
                 | Self::Trace
                 | Self::Loop
+                | Self::LengthRequired
                 | Self::RequestBodyTimeout
                 | Self::RequestBodyBroken
         )
@@ -93,6 +96,7 @@ impl ProxyError {
             Self::Method(_) => StatusCode::NOT_IMPLEMENTED,
             Self::Trace => StatusCode::METHOD_NOT_ALLOWED,
             Self::Loop => StatusCode::LOOP_DETECTED,
+            Self::LengthRequired => StatusCode::LENGTH_REQUIRED,
             Self::RequestBodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::Unreachable
             | Self::ConnectionLost
@@ -110,6 +114,9 @@ impl ProxyError {
                 "TRACE is not forwarded: its response would repeat the request's headers"
             }
             Self::Loop => "forwarding loop: an upstream leads back to this gateway",
+            Self::LengthRequired => {
+                "the body of a GET or HEAD needs a Content-Length: without one, servers ignore it"
+            }
             Self::RequestBodyTimeout => "timeout while reading the request body",
             Self::RequestBodyBroken => "the request body is incomplete or malformed",
             Self::Unreachable => "the upstream is unreachable",

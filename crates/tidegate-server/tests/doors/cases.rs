@@ -78,6 +78,7 @@ impl Case {
             yaml.push_str("    limit: 1\n");
         }
         let _ = writeln!(yaml, "    window: 1d");
+        let _ = writeln!(yaml, "    show_keys: plain");
         for line in fields.lines().filter(|line| !line.is_empty()) {
             let _ = writeln!(yaml, "    {line}");
         }

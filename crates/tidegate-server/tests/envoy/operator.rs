@@ -87,7 +87,7 @@ descriptors:
         json!({
             "name": name, "algorithm": "fixed-window", "limit": limit, "window_ms": window_ms,
             "burst": limit, "key": key, "mode": mode, "on_store_failure": "local",
-            "overrides": 0,
+            "show_keys": "plain", "overrides": 0,
         })
     };
     let mut each_user = rule("edge.tenant.user", 1, 7_200_000, &["tenant", "user"], "enforce");

@@ -169,7 +169,7 @@ fn killed_upstream_never_causes_a_wrong_response() {
                         json!({"key": "k", "quota": {"limit": limit, "window": "60s"}}).to_string();
                     let length = body.len();
                     let text = format!(
-                        "POST /v1/peek HTTP/1.1\r\nHost: h\r\nContent-Length: \
+                        "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: \
                                         {length}\r\n\r\n{body}"
                     );
                     match send(&mut stream, &text) {

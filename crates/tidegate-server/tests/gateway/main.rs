@@ -15,6 +15,8 @@ mod failures;
 mod forwarding;
 /// HTTP/2 at the level of frames.
 mod frames;
+/// Bodies of GET and HEAD.
+mod get_bodies;
 /// HTTP/2 streams: early responses and stalled clients.
 mod http2;
 /// Large bodies, many requests, killed upstreams.

@@ -146,8 +146,10 @@ fn sigterm_drains_in_flight_requests_and_exits_with_0() {
     // A partially sent request.
     let body = r#"{"policy": "per-user", "key": "u1"}"#;
     let mut slow = TcpStream::connect(&service.http).expect("the service listens");
-    let head =
-        format!("POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: {}\r\n\r\n", body.len());
+    let head = format!(
+        "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
     slow.write_all(head.as_bytes()).expect("sent");
     slow.write_all(&body.as_bytes()[..10]).expect("sent");
     // The partial request was accepted once a later one has a response.
@@ -172,7 +174,7 @@ fn thousand_slow_clients_do_not_block_others() {
             let part = if number % 2 == 0 {
                 "POST /v1/acq"
             } else {
-                "POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: 50\r\n\r\n{"
+                "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
             };
             stream.write_all(part.as_bytes()).expect("sent");
             stream

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{
     self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
-use serde_saphyr::{Location, Options, Spanned};
+use serde_saphyr::{Error, Location, Options, Spanned};
 
 use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
@@ -116,20 +116,25 @@ impl<'a> Document<'a> {
         self.read().map_err(|error| {
             let error = error.without_snippet();
             if let Some(cause) = syntax::cause(self.text, error) {
-                return self.error_at_place(Some((cause.line, cause.column)), &cause.message);
+                let place = Some((cause.line, cause.column));
+                return self.located(place, &cause.message, Redaction::line_without_unknown);
             }
             let locations = error
                 .locations()
                 .map(|locations| [locations.reference_location, locations.defined_location]);
+            // An unknown field is named in the message; its value is never part of it.
+            let is_unknown_field = matches!(error, Error::SerdeUnknownField { .. });
             let is_secret = locations.is_none_or(|locations| {
-                locations.into_iter().any(|location| self.is_secret(location))
+                locations.into_iter().any(|location| {
+                    self.is_secret(location) || (!is_unknown_field && self.is_unknown(location))
+                })
             });
             let mut message = message::describe(error, is_secret, self.redaction);
             let place = error.location().and_then(place_of);
             if let (Some((line, column)), true) = (place, message.starts_with("must be a text")) {
                 message.push_str(syntax::note_on_type(self.text, line, column));
             }
-            self.error_at_place(place, &message)
+            self.located(place, &message, Redaction::line_without_unknown)
         })
     }
 
@@ -178,11 +183,26 @@ impl<'a> Document<'a> {
         line.checked_sub(1).is_none_or(|line| self.redaction.may_be_secret(self.text, line))
     }
 
+    fn is_unknown(&self, location: Location) -> bool {
+        let line = usize::try_from(location.line()).unwrap_or_default();
+        line.checked_sub(1).is_none_or(|line| self.redaction.has_unknown(self.text, line))
+    }
+
     /// Returns an error at a line and column, from 1.
     fn error_at_place(&self, place: Option<(usize, usize)>, message: &str) -> ConfigError {
+        self.located(place, message, Redaction::redacted_line)
+    }
+
+    /// Returns an error with the line as `shown` returns it.
+    fn located(
+        &self,
+        place: Option<(usize, usize)>,
+        message: &str,
+        shown: fn(&Redaction, &str, usize) -> String,
+    ) -> ConfigError {
         let position = place.and_then(|(line, column)| {
             redaction::lines(self.text).nth(line.checked_sub(1)?)?;
-            let text = self.redaction.redacted_line(self.text, line - 1);
+            let text = shown(self.redaction, self.text, line - 1);
             Some(SourceLine { line, column, text })
         });
         let field = position

@@ -19,7 +19,7 @@ use crate::algorithm::{Algorithm, Encoding};
 use crate::enum_names::UnknownName;
 use crate::policy::{
     AttributeNames, Cost, KeySource, MissingKey, Mode, OnStoreFailure, PathRules, Policy,
-    PolicyError,
+    PolicyError, ShowKeys,
 };
 use crate::quota::{Quota, QuotaError};
 
@@ -79,6 +79,10 @@ pub struct RawPolicy {
     /// Decision while the store is unavailable: local (default), allow or deny.
     #[schemars(with = "Option<PolicyFailure>")]
     on_store_failure: Option<Spanned<String>>,
+    /// Form in which operators see the keys: plain, or hashed, the default for credentials such as
+    /// header.authorization, header.x-api-key and cookies.
+    #[schemars(with = "Option<ShowKeys>")]
+    show_keys: Option<Spanned<String>>,
     /// Other limits for some keys.
     #[serde(default)]
     overrides: Vec<Override>,
@@ -129,6 +133,9 @@ impl RawPolicy {
         }
         if let Some(failure) = &raw.on_store_failure {
             policy.set_on_store_failure(policy_failure(document, failure)?);
+        }
+        if let Some(show_keys) = &raw.show_keys {
+            policy.set_show_keys(parse_name(document, show_keys)?);
         }
         for entry in &raw.overrides {
             let window = entry.window.as_ref().unwrap_or(&raw.window);

@@ -3,7 +3,17 @@
 //! The decision depends on the position of a line, not on its contents, so it also works for a
 //! document that does not parse. A section is a field at the left margin with everything indented
 //! below it. Sections are masked unless they are known to hold no secrets; inside an open section,
-//! everything under the name of a secret field (which may be indented wrongly) is masked too.
+//! everything under the name of a secret field (which may be indented wrongly) is masked too. While
+//! a document does not parse, so are the values of unknown fields, which may hold anything.
+
+use std::collections::BTreeSet;
+
+use schemars::transform::{RecursiveTransform, Transform as _};
+use schemars::{Schema, schema_for};
+
+use super::paths::RawPaths;
+use super::policy::RawPolicy;
+use crate::policy::KeySource;
 
 /// Sections of this library, which hold no secrets.
 const OPEN_SECTIONS: [&str; 2] = ["attributes", "policies"];
@@ -34,6 +44,7 @@ pub(super) const MASK: &str = "…";
 ///     open_sections: &["port"],
 ///     secret_fields: &["redis_url"],
 ///     other_fields: &[],
+///     all_fields: || ["port".to_owned()].into(),
 /// };
 /// let document = Document::new("server.yaml", "port: http\n").with_redaction(&NAMES);
 /// let error = document.parse::<Server>().unwrap_err().to_string();
@@ -48,11 +59,37 @@ pub struct Redaction {
     pub secret_fields: &'static [&'static str],
     /// Other field names that a masked line may show.
     pub other_fields: &'static [&'static str],
+    /// Returns the names of all fields, such as by [`schema_fields`]. Values of other fields are
+    /// masked.
+    pub all_fields: fn() -> BTreeSet<String>,
+}
+
+/// Returns the names of all fields in a JSON Schema.
+#[must_use]
+pub fn schema_fields(mut schema: Schema) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    let add = |schema: &mut Schema| {
+        let fields = schema.get("properties").and_then(|fields| fields.as_object());
+        names.extend(fields.into_iter().flat_map(|fields| fields.keys().cloned()));
+    };
+    RecursiveTransform(add).transform(&mut schema);
+    names
+}
+
+fn library_fields() -> BTreeSet<String> {
+    let mut names = schema_fields(schema_for!(RawPolicy));
+    names.extend(schema_fields(schema_for!(RawPaths)));
+    names.extend(super::SECTIONS.map(str::to_owned));
+    names
 }
 
 impl Redaction {
-    pub(super) const DEFAULT: Self =
-        Self { open_sections: &[], secret_fields: &[], other_fields: &[] };
+    pub(super) const DEFAULT: Self = Self {
+        open_sections: &[],
+        secret_fields: &[],
+        other_fields: &[],
+        all_fields: library_fields,
+    };
 
     /// Returns whether this line, counted from 0, may hold a secret.
     pub(super) fn may_be_secret(&self, text: &str, number: usize) -> bool {
@@ -91,6 +128,26 @@ impl Redaction {
         } else {
             without_userinfo(&line.chars().take(120).collect::<String>())
         }
+    }
+
+    /// Returns the line with secrets and the values of unknown fields masked.
+    pub(super) fn line_without_unknown(&self, text: &str, number: usize) -> String {
+        let line = lines(text).nth(number).unwrap_or_default();
+        let known = (self.all_fields)();
+        if self.may_be_secret(text, number) || is_below_unknown(text, number, &known) {
+            return self.masked_line(line);
+        }
+        match unknown_value(line, &known) {
+            None => self.redacted_line(text, number),
+            Some(start) => without_userinfo(&format!("{} {MASK}", &line[..start])),
+        }
+    }
+
+    /// Returns whether this line holds the value of an unknown field, or a part of it.
+    pub(super) fn has_unknown(&self, text: &str, number: usize) -> bool {
+        let known = (self.all_fields)();
+        let line = lines(text).nth(number).unwrap_or_default();
+        unknown_value(line, &known).is_some() || is_below_unknown(text, number, &known)
     }
 
     /// Returns only the field name of the line, if it is a known one.
@@ -158,6 +215,51 @@ fn field_names(line: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// Returns the names of the fields of a line, each with the position after its colon.
+fn keys(line: &str) -> impl Iterator<Item = (&str, usize)> {
+    line.match_indices(':').filter_map(|(colon, _)| {
+        let before = line[..colon].trim_end();
+        let quote = before.chars().next_back().filter(|last| ['"', '\''].contains(last));
+        let is_colon_of_field = line[colon + 1..].chars().next().is_none_or(char::is_whitespace);
+        let key = match quote {
+            Some(quote) => before[..before.len() - 1].rsplit(quote).next()?,
+            None if is_colon_of_field => {
+                let start = before.rfind(['{', ',', '[', '"', '\'']).map_or(0, |at| at + 1);
+                let key = before[start..].rsplit(": ").next()?.trim_start();
+                key.trim_start_matches("- ").trim_start_matches("? ").trim_start()
+            }
+            None => return None,
+        };
+        Some((key, colon + 1))
+    })
+}
+
+/// Returns the position in a line after the colon of its first unknown field, if that has a value.
+fn unknown_value(line: &str, known: &BTreeSet<String>) -> Option<usize> {
+    let unknown = keys(line).find(|(key, _)| !is_known(key, known));
+    unknown.map(|(_, start)| start).filter(|start| !line[*start..].trim().is_empty())
+}
+
+fn is_known(key: &str, known: &BTreeSet<String>) -> bool {
+    known.contains(key) || key.parse::<KeySource>().is_ok()
+}
+
+/// Returns whether this line, counted from 0, is indented below an unknown field.
+fn is_below_unknown(text: &str, number: usize, known: &BTreeSet<String>) -> bool {
+    let before: Vec<&str> = lines(text).take(number + 1).collect();
+    let Some((line, above)) = before.split_last() else { return false };
+    let mut margin = indent(line);
+    for line in above.iter().rev().filter(|line| !line.trim().is_empty()) {
+        if indent(line) < margin {
+            margin = indent(line);
+            if keys(line).next().is_some_and(|(key, _)| !is_known(key, known)) {
+                return true;
+            }
+        }
+    }
+    false
+}
+
 /// Masks quoted text.
 pub(super) fn without_quoted(message: &str) -> String {
     let mut redacted = String::with_capacity(message.len());
@@ -212,6 +314,7 @@ mod tests {
         open_sections: &["listen", "gateway"],
         secret_fields: &["store", "redis", "sentinel"],
         other_fields: &["tls", "key"],
+        all_fields: || ["gateway", "upstreams", "timeout"].map(str::to_owned).into(),
     };
 
     /// Returns the line that contains `part`, with secrets masked.
@@ -273,6 +376,35 @@ mod tests {
         ] {
             let line = lines(text).find(|line| line.contains(part)).expect("a line");
             assert_eq!(line_with(text, part), line);
+        }
+    }
+
+    #[test]
+    fn values_of_unknown_fields_are_masked() {
+        for (text, expected) in [
+            ("gateway:\n  webhook: S3CR3T\n", "  webhook: …"),
+            (
+                "gateway: {timeout: 1s, webhook: S3CR3T, upstreams: []}\n",
+                "gateway: {timeout: 1s, webhook: …",
+            ),
+            (
+                "gateway: {timeout: 1s, \"web hook\":S3CR3T}\n",
+                "gateway: {timeout: 1s, \"web hook\": …",
+            ),
+            ("gateway:\n  web timeout: S3CR3T\n", "  web timeout: …"),
+            ("gateway:\n  webhook:\n    - S3CR3T\n", "    - …"),
+            ("gateway:\n  webhook:\n    timeout: S3CR3T\n", "    …"),
+            ("gateway:\n  webhook:\n  - timeout: S3CR3T\n", "  - …"),
+            ("gateway:\n  - webhook: S3CR3T\n", "  - webhook: …"),
+            ("gateway:\n  timeout: S3CR3T\n", "  timeout: S3CR3T"),
+            ("gateway: {header.x: S3CR3T}\n", "gateway: {header.x: S3CR3T}"),
+            (
+                "gateway: {upstreams: ['http://S3CR3T:80']}\n",
+                "gateway: {upstreams: ['http://S3CR3T:80']}",
+            ),
+        ] {
+            let number = lines(text).position(|line| line.contains("S3CR3T")).expect("a line");
+            assert_eq!(SERVER.line_without_unknown(text, number), expected, "{text}");
         }
     }
 

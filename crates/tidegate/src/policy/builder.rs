@@ -1,6 +1,8 @@
 //! [`PolicyBuilder`]: collects the parts of a policy in any order and validates them at the end.
 
-use super::{AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError};
+use super::{
+    AttributeNames, Cost, MissingKey, Mode, OnStoreFailure, Policy, PolicyError, ShowKeys,
+};
 use crate::quota::Quota;
 
 /// Builder of a [`Policy`]. The order of the calls does not matter; [`build`](Self::build)
@@ -39,6 +41,7 @@ pub struct PolicyBuilder {
     missing_key: MissingKey,
     mode: Mode,
     on_store_failure: OnStoreFailure,
+    show_keys: Option<ShowKeys>,
 }
 
 fn strings(texts: impl IntoIterator<Item = impl Into<String>>) -> Vec<String> {
@@ -58,6 +61,7 @@ impl PolicyBuilder {
             missing_key: MissingKey::default(),
             mode: Mode::default(),
             on_store_failure: OnStoreFailure::default(),
+            show_keys: None,
         }
     }
 
@@ -119,6 +123,13 @@ impl PolicyBuilder {
         self
     }
 
+    /// Sets the form in which operators see the keys. By default keys of attributes that hold
+    /// credentials are hashed; see [`ShowKeys::default_for`].
+    pub fn show_keys(mut self, show_keys: ShowKeys) -> Self {
+        self.show_keys = Some(show_keys);
+        self
+    }
+
     /// Sets another quota for one key, given by the values of its attributes in their order. A key
     /// that is overridden twice is an error of [`build`](Self::build).
     pub fn override_for(
@@ -160,6 +171,7 @@ impl PolicyBuilder {
         policy.set_missing_key(self.missing_key);
         policy.set_mode(self.mode);
         policy.set_on_store_failure(self.on_store_failure);
+        policy.show_keys = self.show_keys;
         Ok(policy)
     }
 }

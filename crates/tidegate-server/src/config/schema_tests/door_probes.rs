@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 26] = [
+pub(super) const DOOR_PROBES: [Probe; 28] = [
     Probe {
         place: "/listen",
         valid: &[
@@ -94,6 +94,33 @@ pub(super) const DOOR_PROBES: [Probe; 26] = [
         place: "/listen/admin",
         valid: &[r#""unix:/run/a.sock""#, r#""127.8.0.1:80""#, r#""[::1]:80""#, r#""[0::1]:80""#],
         invalid: &[r#""0.0.0.0:80""#, r#""[::]:80""#, r#""[1::1]:80""#, r#""10.127.0.0:80""#],
+    },
+    Probe {
+        place: "/listen/allowed_hosts",
+        valid: &[
+            "[]",
+            "null",
+            r#"["tidegate.example.com", "*.svc", "Local_Host-1.", 5]"#,
+            r#"["*.a.b."]"#,
+        ],
+        invalid: &[
+            r#"["*"]"#,
+            r#"["*."]"#,
+            r#"["a.*"]"#,
+            r#"["**.a"]"#,
+            r#"["a..b"]"#,
+            r#"[".a"]"#,
+            r#"["a.."]"#,
+            r#"["a:80"]"#,
+            r#"["http://a"]"#,
+            r#"["[::1]"]"#,
+            r#"["a b"]"#,
+            r#"["é"]"#,
+            r#"[""]"#,
+            "[null]",
+            r#""a.example""#,
+            "{}",
+        ],
     },
     Probe {
         place: "/headers",
@@ -252,6 +279,11 @@ pub(super) const DOOR_PROBES: [Probe; 26] = [
         invalid: &["null", r#""true""#, "0", "{}"],
     },
     Probe {
+        place: "/gateway/underscore_headers",
+        valid: &["true", "false"],
+        invalid: &["null", r#""true""#, "1", "[]"],
+    },
+    Probe {
         place: "/gateway/cors",
         valid: &[
             "null",
@@ -344,12 +376,21 @@ pub(super) const DOOR_PROBES: [Probe; 26] = [
     },
     Probe {
         place: "/tls",
-        valid: &["null", r#"{"certificate": "cert.pem", "key": "key.pem"}"#],
+        valid: &[
+            "null",
+            r#"{"certificate": "cert.pem", "key": "key.pem"}"#,
+            r#"{"certificate": "cert.pem", "key": "key.pem", "admin": true}"#,
+            r#"{"certificate": "cert.pem", "key": "key.pem", "client_ca": "clients.pem",
+                "client_crl": "revoked.pem"}"#,
+        ],
         invalid: &[
             "{}",
             r#"{"certificate": "cert.pem"}"#,
             r#"{"certificate": "cert.pem", "key": null}"#,
             r#"{"certificate": "cert.pem", "key": "key.pem", "ca": "ca.pem"}"#,
+            r#"{"certificate": "cert.pem", "key": "key.pem", "admin": "true"}"#,
+            r#"{"certificate": "cert.pem", "key": "key.pem", "admin": null}"#,
+            r#"{"certificate": "cert.pem", "key": "key.pem", "client_crl": "revoked.pem"}"#,
         ],
     },
 ];

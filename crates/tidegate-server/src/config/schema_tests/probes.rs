@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 27] = [
+pub(super) const PROBES: [Probe; 29] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -102,6 +102,35 @@ pub(super) const PROBES: [Probe; 27] = [
         place: "/policies/0/on_store_failure",
         valid: &[r#""local""#, r#""allow""#, r#""deny""#],
         invalid: &[r#""error""#, r#""eror""#, r#""fail""#, "[]"],
+    },
+    Probe {
+        place: "/policies/0/show_keys",
+        valid: &[r#""plain""#, r#""hashed""#, "null"],
+        invalid: &[r#""hash""#, r#""Plain""#, r#""""#, "true", "[]"],
+    },
+    Probe {
+        place: "/paths",
+        valid: &[
+            "{}",
+            "null",
+            r#"{"case_insensitive": true, "merge_slashes": false}"#,
+            r#"{"encoded_slashes": "keep", "parameters": "decode", "max_bytes": 65536}"#,
+            r#"{"encoded_slashes": null, "parameters": "reject", "max_bytes": 1}"#,
+        ],
+        invalid: &[
+            r#"{"case_insensitive": "true"}"#,
+            r#"{"case_insensitive": null}"#,
+            r#"{"merge_slashes": "no"}"#,
+            r#"{"encoded_slashes": "Keep"}"#,
+            r#"{"parameters": "drop"}"#,
+            r#"{"parameters": true}"#,
+            r#"{"max_bytes": 0}"#,
+            r#"{"max_bytes": 65537}"#,
+            r#"{"max_bytes": "1024"}"#,
+            r#"{"max_size": 1}"#,
+            "[]",
+            "true",
+        ],
     },
     Probe {
         place: "/policies/0/key",
@@ -242,6 +271,10 @@ pub(super) const PROBES: [Probe; 27] = [
             r#"{"redis": "rediss://h", "tls": {}}"#,
             r#"{"redis": "rediss://h", "tls": {"certificate": "cert.pem", "key": "key.pem"}}"#,
             r#"{"prefix": "api", "timeout": "50ms"}"#,
+            r#"{"redis": "redis://u@h", "password_file": "redis-password"}"#,
+            r#"{"redis": ["redis://h"], "password_file": "redis-password"}"#,
+            r#"{"sentinel": {"master": "m", "nodes": ["redis://h"], "username": "u",
+                "password_file": "redis-password"}}"#,
         ],
         invalid: &[
             r#"{"redis": "redis://h", "sentinel": {"master": "m", "nodes": ["redis://h"]}}"#,
@@ -259,6 +292,14 @@ pub(super) const PROBES: [Probe; 27] = [
             r#"{"timeout": "0s"}"#,
             r#"{"prefix": "{a}"}"#,
             r#"{"memory": true}"#,
+            r#"{"redis": "redis://u:p@h", "password_file": "redis-password"}"#,
+            r#"{"redis": ["redis://:p@h"], "password_file": "redis-password"}"#,
+            r#"{"redis": "redis://h", "password_file": "missing"}"#,
+            r#"{"redis": "redis://h", "password_file": ["redis-password"]}"#,
+            r#"{"sentinel": {"master": "m", "nodes": ["redis://:p@h"]},
+                "password_file": "redis-password"}"#,
+            r#"{"sentinel": {"master": "m", "nodes": ["redis://h"], "password": "p",
+                "password_file": "redis-password"}}"#,
         ],
     },
     Probe {

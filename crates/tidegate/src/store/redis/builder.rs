@@ -22,6 +22,7 @@ use crate::store::StoreError;
 /// | --- | --- |
 /// | [`prefix`](Self::prefix) | `rate_limit` |
 /// | [`timeout`](Self::timeout) | 100 ms |
+/// | [`password`](Self::password) | password of the URLs |
 /// | [`credentials`](Self::credentials) | user and password of the URLs |
 /// | [`tls`](Self::tls) | the certificates of the system, for `rediss://` |
 /// | [`group_commit`](Self::group_commit) | on |
@@ -46,6 +47,7 @@ pub struct Builder {
     pub(super) urls: Vec<String>,
     pub(super) prefix: String,
     pub(super) timeout: Duration,
+    pub(super) password: Option<String>,
     pub(super) credentials: Option<(Option<String>, String)>,
     pub(super) tls: Option<Tls>,
     pub(super) group_commit: bool,
@@ -85,6 +87,7 @@ impl Builder {
             urls: urls.into_iter().map(|url| url.as_ref().to_owned()).collect(),
             prefix: "rate_limit".to_owned(),
             timeout: Duration::from_millis(100),
+            password: None,
             credentials: None,
             tls: None,
             group_commit: true,
@@ -109,6 +112,14 @@ impl Builder {
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Sets the password for the user of the URLs, which must not have one. A URL with a password
+    /// is easily logged or shown; this option allows to read it from a file.
+    #[must_use]
+    pub fn password(mut self, password: impl Into<String>) -> Self {
+        self.password = Some(password.into());
         self
     }
 
@@ -243,9 +254,12 @@ impl Builder {
         } else {
             None
         };
+        if self.password.is_some() && first.password.is_some() {
+            return Err(misconfigured("the URL already has a password: remove one of the two"));
+        }
         let url_options = ConnectionOptions {
             user: first.user.clone(),
-            password: first.password.clone(),
+            password: self.password.clone().or_else(|| first.password.clone()),
             database: first.database,
             tls,
         };

@@ -1,0 +1,199 @@
+//! Protection of listeners without a token against web pages, which can make a browser on this host
+//! or in its network send requests.
+//!
+//! A page of another origin may send a request but not read the response (CSRF). A page whose own
+//! name resolves to this host counts as the same origin (DNS rebinding), and can also read. With a
+//! token neither works, because the page does not know it.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use http::request::Parts;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use tidegate::normalize_host;
+
+use super::problem::Problem;
+use crate::config::{AllowedHosts, ListenAddress};
+
+/// Relation of a page to this listener, which scripts cannot change. Browsers send it over TLS and
+/// to loopback.
+const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+
+/// Number of characters of a host in a message.
+const MAX_SHOWN: usize = 64;
+
+/// Checks of the requests to one listener that has no token.
+#[derive(Debug)]
+pub(crate) struct BrowserGuard {
+    is_on_loopback: bool,
+    allowed_hosts: AllowedHosts,
+}
+
+impl BrowserGuard {
+    /// Creates the guard of a listener with this bound address.
+    pub(crate) fn new(bound: &ListenAddress, allowed_hosts: &AllowedHosts) -> Self {
+        // No browser connects to a Unix socket, but a proxy in front of it may.
+        let is_on_loopback = matches!(bound, ListenAddress::Tcp(_)) && !bound.is_remote();
+        Self { is_on_loopback, allowed_hosts: allowed_hosts.clone() }
+    }
+
+    /// Checks the head of a request.
+    pub(crate) fn check(&self, head: &Parts) -> Result<(), Problem> {
+        self.check_host(head)?;
+        if head.method.is_safe() || !is_from_browser(&head.headers) {
+            return Ok(());
+        }
+        if !is_same_origin(head) {
+            return Err(Problem::new(
+                StatusCode::FORBIDDEN,
+                "a web page of another origin sent this request (Origin, Sec-Fetch-Site): call \
+                 this listener from a program, or set a token in auth",
+            ));
+        }
+        if !is_json(&head.headers) {
+            return Err(Problem::new(
+                StatusCode::UNSUPPORTED_MEDIA_TYPE,
+                "requests of a browser must have a JSON body: send Content-Type: application/json",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks the names of this host in a request. Other hosts call a listener beyond loopback by
+    /// any name, such as that of a Kubernetes service, so there only browsers are checked.
+    pub(crate) fn check_host(&self, head: &Parts) -> Result<(), Problem> {
+        if !self.is_on_loopback && !is_from_browser(&head.headers) {
+            return Ok(());
+        }
+        let target = head.uri.authority().map(|authority| authority.as_str().as_bytes());
+        let fields = head.headers.get_all(header::HOST).iter().map(HeaderValue::as_bytes);
+        match target.into_iter().chain(fields).find(|host| !self.is_allowed(host)) {
+            None => Ok(()),
+            Some(host) => {
+                let shown: String = String::from_utf8_lossy(host).chars().take(MAX_SHOWN).collect();
+                Err(Problem::new(
+                    StatusCode::FORBIDDEN,
+                    format!(
+                        "{shown:?} is not a name of this listener, which has no token: use its \
+                         address or localhost, add the name to listen.allowed_hosts, or set a \
+                         token in auth"
+                    ),
+                ))
+            }
+        }
+    }
+
+    /// Returns whether no attacker can make this name resolve to this host. Addresses are not
+    /// resolved at all.
+    fn is_allowed(&self, host: &[u8]) -> bool {
+        let Ok(host) = str::from_utf8(host) else { return false };
+        let name = normalize_host(host);
+        let ipv6 = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
+        ipv6.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+            || name.parse::<Ipv4Addr>().is_ok()
+            || name == "localhost"
+            || name.ends_with(".localhost")
+            || self.allowed_hosts.contains(&name)
+    }
+}
+
+fn is_from_browser(headers: &HeaderMap) -> bool {
+    headers.contains_key(header::ORIGIN) || headers.contains_key(SEC_FETCH_SITE)
+}
+
+/// Returns whether a page of this listener, or the user, made the browser send the request.
+fn is_same_origin(Parts { headers, uri, .. }: &Parts) -> bool {
+    if headers.contains_key(SEC_FETCH_SITE) {
+        let mut sites = headers.get_all(SEC_FETCH_SITE).iter();
+        return sites.all(|site| site == "same-origin" || site == "none");
+    }
+    let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
+    let host = host.or_else(|| Some(uri.authority()?.as_str().as_bytes()));
+    headers.get_all(header::ORIGIN).iter().all(|origin| {
+        let origin = origin.as_bytes();
+        let plain = origin.strip_prefix(b"http://").or_else(|| origin.strip_prefix(b"https://"));
+        plain.is_some_and(|origin| host.is_some_and(|host| host.eq_ignore_ascii_case(origin)))
+    })
+}
+
+fn is_json(headers: &HeaderMap) -> bool {
+    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let kind = value.and_then(|value| value.split(';').next()).unwrap_or_default().trim();
+    kind.eq_ignore_ascii_case("application/json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guard(address: &str) -> BrowserGuard {
+        let bound = address.parse().expect("an address");
+        BrowserGuard::new(&bound, &AllowedHosts::default())
+    }
+
+    fn head(fields: &[(&str, &str)]) -> Parts {
+        let request = fields
+            .iter()
+            .fold(http::Request::post("/"), |request, (name, value)| request.header(*name, *value));
+        request.body(()).expect("a request").into_parts().0
+    }
+
+    #[test]
+    fn names_that_an_attacker_may_resolve_are_not_allowed_on_loopback() {
+        let loopback = guard("127.0.0.1:8082");
+        for host in
+            ["localhost", "a.localhost:1", "127.0.0.1", "0.0.0.0:8082", "[::1]:8082", "[fe80::1]"]
+        {
+            assert!(loopback.check_host(&head(&[("host", host)])).is_ok(), "{host}");
+        }
+        for host in [
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "[::1",
+            "::1]",
+            "localhost@evil.example",
+            "",
+            "2130706433",
+            "é",
+            "evil.example:localhost",
+        ] {
+            assert!(loopback.check_host(&head(&[("host", host)])).is_err(), "{host}");
+        }
+        let twice = [("host", "localhost"), ("host", "evil.example")];
+        assert!(loopback.check_host(&head(&twice)).is_err());
+        assert!(loopback.check_host(&head(&[])).is_ok(), "browsers always send a Host");
+    }
+
+    #[test]
+    fn only_browsers_are_checked_beyond_loopback_and_on_unix_sockets() {
+        for address in ["0.0.0.0:8080", "10.0.0.1:8080", "[::]:8080", "unix:/run/tidegate.sock"] {
+            let guard = guard(address);
+            let service = ("host", "tidegate.svc");
+            assert!(guard.check(&head(&[service])).is_ok(), "{address}");
+            let page = [service, ("origin", "http://tidegate.svc")];
+            assert!(guard.check(&head(&page)).is_err(), "{address}");
+        }
+    }
+
+    #[test]
+    fn origin_is_compared_with_the_host_unless_the_browser_has_done_so() {
+        let host = ("host", "localhost:8082");
+        let json = ("content-type", "Application/JSON; charset=utf-8");
+        let is_allowed =
+            |fields: &[(&str, &str)]| guard("127.0.0.1:8082").check(&head(fields)).is_ok();
+        assert!(is_allowed(&[host, json, ("origin", "http://LOCALHOST:8082")]));
+        assert!(is_allowed(&[
+            host,
+            json,
+            ("origin", "https://a.example"),
+            ("sec-fetch-site", "same-origin")
+        ]));
+        for origin in ["null", "", "http://localhost", "http://localhost:3000", "localhost:8082"] {
+            assert!(!is_allowed(&[host, json, ("origin", origin)]), "{origin}");
+        }
+        for site in ["cross-site", "same-site", "", "anything"] {
+            let own = ("origin", "http://localhost:8082");
+            assert!(!is_allowed(&[host, json, own, ("sec-fetch-site", site)]), "{site}");
+        }
+    }
+}
