@@ -242,8 +242,8 @@ pub(super) fn add_config_rules(schema: &mut Schema) {
 /// Forbids two kinds of servers or two passwords at once, and certificates without TLS.
 pub(super) fn add_store_rules(schema: &mut Schema) {
     let with_tls = json!({"pattern": TLS_SCHEME, "items": {"pattern": TLS_SCHEME}});
-    let no_password = json!({"not": {"pattern": PASSWORD}});
-    let no_password = json!({"not": {"pattern": PASSWORD}, "items": no_password});
+    let has_password = json!({"type": "string", "pattern": PASSWORD});
+    let no_password = json!({"not": has_password, "items": {"not": has_password}});
     let rules = json!([
         {
             "if": {"required": ["redis"]},
