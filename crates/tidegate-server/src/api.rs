@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
@@ -120,11 +120,7 @@ async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiR
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            return Ok(json_response(
-                StatusCode::OK,
-                HeaderMap::new(),
-                serde_json::to_vec(&Api::openapi()).unwrap_or_default(),
-            ));
+            return Ok(json_response(StatusCode::OK, HeaderMap::new(), OPENAPI.clone()));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
@@ -136,9 +132,17 @@ async fn route(state: &ServerState, peer: Peer, request: Request) -> Result<ApiR
     Ok(response)
 }
 
-fn json_response(status: StatusCode, mut headers: HeaderMap, body: Vec<u8>) -> ApiResponse {
+/// Schema of the API. It is large, so all responses share it.
+static OPENAPI: LazyLock<Bytes> =
+    LazyLock::new(|| serde_json::to_vec(&Api::openapi()).unwrap_or_default().into());
+
+fn json_response(
+    status: StatusCode,
+    mut headers: HeaderMap,
+    body: impl Into<Bytes>,
+) -> ApiResponse {
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let mut response = Response::new(Full::from(body));
+    let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response

@@ -14,6 +14,7 @@ use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
 use crate::duration;
 use crate::envoy::RejectionCounters;
+use crate::listener::ClosedConnections;
 use crate::logs::panics;
 
 #[derive(Debug, Default)]
@@ -31,6 +32,7 @@ pub(crate) struct Metrics {
     /// Forward-auth requests by the part of the original request that is missing.
     incomplete_forward_auth: [AtomicU64; PARTS],
     upstream_retries: AtomicU64,
+    pub(crate) closed_connections: Arc<ClosedConnections>,
     pub(crate) envoy_rejections: RejectionCounters,
 }
 
@@ -297,6 +299,16 @@ impl Metrics {
             "Requests that the gateway sent again, to the same or to another upstream.",
         );
         let _ = writeln!(text, "tidegate_upstream_retries_total {}", load(&self.upstream_retries));
+        head(
+            &mut text,
+            "tidegate_connections_closed_total",
+            "counter",
+            "Connections that were closed early or refused, by reason.",
+        );
+        for (reason, count) in self.closed_connections.counts() {
+            let _ =
+                writeln!(text, "tidegate_connections_closed_total{{reason=\"{reason}\"}} {count}");
+        }
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));

@@ -92,7 +92,7 @@ impl GatewayCommand {
                 );
             }
         };
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let runtime = serve::runtime()?;
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
         runtime.block_on(serve::gateway(config, self.config.clone(), announce))?;
         drop(traces);

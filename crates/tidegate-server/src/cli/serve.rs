@@ -60,7 +60,7 @@ impl ServeCommand {
                 anstream::println!("{}", banner(bound, access, store, &source, example.as_deref()));
             }
         };
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let runtime = serve::runtime()?;
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
         runtime.block_on(serve::serve(config, self.config.clone(), announce))?;
         drop(traces);

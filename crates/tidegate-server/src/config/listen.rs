@@ -7,13 +7,18 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde_saphyr::Spanned;
-use tidegate::internals::Document;
+use tidegate::internals::{Bounded, Document};
 
 use super::{ConfigError, duration, raw};
 
 const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 const MIN_MAX_CONNECTION_AGE: Duration = Duration::from_secs(1);
+/// Longer than the 60 s for which common load balancers keep idle connections.
+const DEFAULT_IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+const MIN_IDLE_TIMEOUT: Duration = Duration::from_secs(1);
+const MAX_IDLE_TIMEOUT: Duration = Duration::from_secs(24 * 3_600);
+const DEFAULT_MAX_CONNECTIONS: usize = 16_384;
 /// Maximum length of the path of a Unix socket, in bytes: that of Linux, without the final NUL.
 const MAX_UNIX_PATH_BYTES: usize = 107;
 
@@ -26,6 +31,11 @@ pub(crate) struct Listen {
     /// Permissions of the files of Unix sockets.
     pub(crate) unix_mode: u32,
     pub(crate) max_connection_age: Option<Duration>,
+    /// Time without a request after which a connection is closed.
+    pub(crate) idle_timeout: Duration,
+    /// Maximum number of connections of each listener.
+    pub(crate) max_connections: usize,
+    pub(crate) max_connections_per_address: usize,
 }
 
 /// Address of a listener.
@@ -135,6 +145,9 @@ pub(super) fn validate(
     raw: &raw::RawListen,
     has_admin_token: bool,
 ) -> Result<Listen, ConfigError> {
+    let number = |given: Option<u64>| given.and_then(|number| usize::try_from(number).ok());
+    let max_connections =
+        number(raw.max_connections.map(Bounded::get)).unwrap_or(DEFAULT_MAX_CONNECTIONS);
     let listen = Listen {
         http: address(document, raw.http.as_ref(), 8080)?,
         grpc: address(document, raw.grpc.as_ref(), 8081)?,
@@ -142,6 +155,10 @@ pub(super) fn validate(
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
         unix_mode: unix_mode(document, raw.unix_mode.as_ref())?,
         max_connection_age: max_connection_age(document, raw.max_connection_age.as_ref())?,
+        idle_timeout: idle_timeout(document, raw.idle_timeout.as_ref())?,
+        max_connections,
+        max_connections_per_address: number(raw.max_connections_per_address.map(Bounded::get))
+            .unwrap_or(max_connections.div_ceil(2)),
     };
     let is_exposed = !has_admin_token && listen.admin.is_remote();
     if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {
@@ -215,4 +232,17 @@ fn max_connection_age(
         return Err(document.error_at(text, &message));
     }
     Ok(Some(age))
+}
+
+fn idle_timeout(
+    document: &Document<'_>,
+    raw: Option<&Spanned<String>>,
+) -> Result<Duration, ConfigError> {
+    let Some(text) = raw else { return Ok(DEFAULT_IDLE_TIMEOUT) };
+    let timeout = duration(document, text)?;
+    if !(MIN_IDLE_TIMEOUT..=MAX_IDLE_TIMEOUT).contains(&timeout) {
+        let message = format!("{:?} is out of range: write a time from 1s to 1d", text.value);
+        return Err(document.error_at(text, &message));
+    }
+    Ok(timeout)
 }

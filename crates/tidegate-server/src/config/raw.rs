@@ -63,6 +63,18 @@ pub(super) struct RawListen {
     /// by default, varied by 10 %; `off` for never.
     #[schemars(with = "Option<String>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
+    /// Time without a request after which a connection is closed, from 1s to 1d; 75s by default.
+    /// Pings do not count. Must be longer than the time for which a load balancer keeps idle
+    /// connections.
+    #[schemars(with = "Option<String>")]
+    pub(super) idle_timeout: Option<Spanned<String>>,
+    /// Maximum number of connections of each listener; 16384 by default. A further one gets the
+    /// place of the connection that has been idle for longest. If none is idle, it is refused.
+    pub(super) max_connections: Option<Bounded<1, 1_000_000>>,
+    /// Maximum number of connections of each listener from one IPv4 address, or from one network of
+    /// IPv6 addresses (`client_ip.ipv6_prefix`); half of `max_connections` by default. Trusted
+    /// proxies (`client_ip.trusted_proxies`) and Unix sockets are not limited.
+    pub(super) max_connections_per_address: Option<Bounded<1, 1_000_000>>,
 }
 
 /// Store of the counters. Without `redis` or `sentinel` they are kept in memory.

@@ -3,11 +3,13 @@
 use std::future::poll_fn;
 use std::hash::{BuildHasher as _, RandomState};
 use std::pin::{Pin, pin};
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Sleep;
+
+use super::connection::Verdict;
 
 /// Connections of a listener that are still open.
 pub(super) struct OpenConnections {
@@ -42,19 +44,26 @@ pub(crate) struct MaxAge {
     pub(crate) grace: Option<Duration>,
 }
 
-/// Drives a connection until it closes. When `stop` turns true, and at its maximum age, it is
-/// drained: `start_drain` makes it accept no further requests.
+/// Drives a connection until it closes, or until its watcher closes it. When `stop` turns true, at
+/// its maximum age, and when it is idle, it is drained: `start_drain` makes it accept no further
+/// requests.
 pub(super) async fn drive<C: Future>(
     connection: C,
     start_drain: impl Fn(Pin<&mut C>),
     stop: watch::Receiver<bool>,
     max_age: Option<MaxAge>,
+    mut watch: impl FnMut(&mut Context<'_>) -> Verdict,
 ) {
     let mut connection = pin!(connection);
     let mut drain_signal = pin!(drain_signal(stop, max_age.map(|max| max.age)));
     let mut is_draining = false;
     let mut grace: Option<Pin<Box<Sleep>>> = None;
     poll_fn(|cx| {
+        let verdict = watch(cx);
+        if verdict == Verdict::Drain && !is_draining {
+            is_draining = true;
+            start_drain(connection.as_mut());
+        }
         if !is_draining && let Poll::Ready(reason) = drain_signal.as_mut().poll(cx) {
             is_draining = true;
             start_drain(connection.as_mut());
@@ -67,7 +76,9 @@ pub(super) async fn drive<C: Future>(
         {
             return Poll::Ready(());
         }
-        connection.as_mut().poll(cx).map(|_| ())
+        // The last poll of a connection that has to close tells the client.
+        let is_closed = connection.as_mut().poll(cx).is_ready() || verdict == Verdict::Close;
+        if is_closed { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
 }
@@ -104,8 +115,6 @@ fn with_jitter(duration: Duration, random: u64) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use std::task::Context;
-
     use tokio::time::Instant;
 
     use super::*;
@@ -136,7 +145,9 @@ mod tests {
 
     async fn lifetime(rest: Duration, stop: &watch::Sender<bool>, max_age: MaxAge) -> Duration {
         let start = Instant::now();
-        drive(Busy { rest, ends: None }, Busy::start_drain, stop.subscribe(), Some(max_age)).await;
+        let connection = Busy { rest, ends: None };
+        let watch = |_: &mut Context<'_>| Verdict::Continue;
+        drive(connection, Busy::start_drain, stop.subscribe(), Some(max_age), watch).await;
         start.elapsed()
     }
 

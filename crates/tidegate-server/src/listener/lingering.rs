@@ -5,13 +5,9 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use http::Version;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
-use hyper::service::Service as HyperService;
 use tokio::runtime::Handle;
-
-use super::Request;
 
 /// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
 /// report a reset stream instead of the response they received.
@@ -26,6 +22,12 @@ pub(crate) struct LingeringBody {
     /// `None` only during drop.
     body: Option<hyper::body::Incoming>,
     lingers: bool,
+}
+
+impl LingeringBody {
+    pub(super) fn new(body: hyper::body::Incoming, lingers: bool) -> Self {
+        Self { body: Some(body), lingers }
+    }
 }
 
 impl Body for LingeringBody {
@@ -75,21 +77,5 @@ async fn discard(mut body: hyper::body::Incoming) {
         if left == 0 {
             return;
         }
-    }
-}
-
-/// Service wrapper that turns hyper's bodies into lingering ones.
-pub(super) struct LingeringService<S>(pub(super) S);
-
-impl<S: HyperService<Request>> HyperService<hyper::Request<hyper::body::Incoming>>
-    for LingeringService<S>
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = S::Future;
-
-    fn call(&self, request: hyper::Request<hyper::body::Incoming>) -> S::Future {
-        let lingers = request.version() == Version::HTTP_2;
-        self.0.call(request.map(|body| LingeringBody { body: Some(body), lingers }))
     }
 }

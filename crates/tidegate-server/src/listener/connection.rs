@@ -1,0 +1,350 @@
+//! Activity of one connection. The stream and the service report it; the watcher decides by it
+//! when the connection has to close.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::task::AtomicWaker;
+use tokio::time::{Instant, Sleep};
+
+use super::closed::CloseReason;
+use super::http2::{self, Http2};
+use super::places::PlaceMark;
+
+/// Time for a TLS handshake and for a complete request head, from its first byte.
+pub(super) const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time between two checks.
+const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Requests that a connection may start before it lets others run. Pipelined requests and parallel
+/// streams are otherwise served as long as there are any.
+const HTTP1_REQUESTS_PER_TURN: u32 = 4;
+const HTTP2_REQUESTS_PER_TURN: u32 = 32;
+
+/// Timeouts of a connection.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Timeouts {
+    pub(super) idle: Duration,
+    pub(super) write: Duration,
+}
+
+/// State that the parts of a connection share.
+pub(super) struct Connection {
+    state: Mutex<State>,
+    place: PlaceMark,
+    /// Requests that were started since the last turn.
+    started: AtomicU32,
+    /// Wakes the task of the connection.
+    task: AtomicWaker,
+}
+
+struct State {
+    protocol: Protocol,
+    closing: Option<CloseReason>,
+    /// Frames to insert in front of further ones: to hyper as if from the client, and to the
+    /// client.
+    inserted: Inserted,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Inserted {
+    pub(super) received: Vec<u8>,
+    pub(super) sent: Vec<u8>,
+}
+
+enum Protocol {
+    /// HTTP/1.1, or not yet known.
+    Http1 {
+        in_flight: u32,
+        /// End of the last response.
+        idle_since: Instant,
+        /// First byte of an incomplete request head; of the first request, the start of the
+        /// connection.
+        head_since: Option<Instant>,
+    },
+    Http2 {
+        frames: Box<Http2>,
+        idle_since: Option<Instant>,
+    },
+}
+
+/// Next step with a connection.
+#[derive(Debug, PartialEq, Eq)]
+enum Check {
+    Continue,
+    /// No request is in flight for too long.
+    Idle,
+    Close(CloseReason),
+}
+
+impl Connection {
+    pub(super) fn new(place: PlaceMark) -> Self {
+        let now = Instant::now();
+        let protocol = Protocol::Http1 { in_flight: 0, idle_since: now, head_since: Some(now) };
+        let state = State { protocol, closing: None, inserted: Inserted::default() };
+        Self {
+            state: Mutex::new(state),
+            place,
+            started: AtomicU32::new(0),
+            task: AtomicWaker::new(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records that the client's preface is that of HTTP/2.
+    pub(super) fn start_http2(&self) {
+        let now = Instant::now();
+        let frames = Box::new(Http2::new(now));
+        self.state().protocol = Protocol::Http2 { frames, idle_since: Some(now) };
+    }
+
+    /// Records bytes from the client.
+    pub(super) fn receive(&self, bytes: &[u8]) {
+        let mut state = self.state();
+        let State { protocol, closing, .. } = &mut *state;
+        match protocol {
+            Protocol::Http1 { in_flight: 0, head_since: head_since @ None, .. } => {
+                *head_since = Some(Instant::now());
+            }
+            Protocol::Http1 { .. } => {}
+            Protocol::Http2 { frames, idle_since } => {
+                let is_flood = frames.receive(bytes).is_err();
+                self.update_idle(frames, idle_since, *closing);
+                if is_flood {
+                    closing.get_or_insert(CloseReason::ControlFrames);
+                }
+            }
+        }
+    }
+
+    /// Records bytes to the client.
+    pub(super) fn send<'a>(&self, pieces: impl Iterator<Item = &'a [u8]>, mut length: usize) {
+        let mut state = self.state();
+        let State { protocol, closing, .. } = &mut *state;
+        if let Protocol::Http2 { frames, idle_since } = protocol {
+            for piece in pieces {
+                let part = piece.len().min(length);
+                frames.send(&piece[..part]);
+                length -= part;
+            }
+            self.update_idle(frames, idle_since, *closing);
+        }
+    }
+
+    fn update_idle(
+        &self,
+        frames: &Http2,
+        idle_since: &mut Option<Instant>,
+        closing: Option<CloseReason>,
+    ) {
+        if frames.has_open_streams() == idle_since.is_some() {
+            *idle_since = (!frames.has_open_streams()).then(Instant::now);
+            self.mark_place(*idle_since, closing);
+        }
+    }
+
+    /// Marks the place, unless it may belong to another connection already.
+    fn mark_place(&self, idle_since: Option<Instant>, closing: Option<CloseReason>) {
+        if closing.is_none() {
+            self.place.set_idle(idle_since);
+        }
+    }
+
+    /// Records that the client reads the rest of a response after a wait.
+    pub(super) fn resume_writing(&self) {
+        if let Protocol::Http1 { idle_since, .. } = &mut self.state().protocol {
+            *idle_since = Instant::now();
+        }
+    }
+
+    fn start_request(&self) {
+        let mut state = self.state();
+        let State { protocol, closing, .. } = &mut *state;
+        if let Protocol::Http1 { in_flight, head_since, .. } = protocol {
+            *in_flight += 1;
+            *head_since = None;
+            self.mark_place(None, *closing);
+        }
+    }
+
+    fn end_request(&self) {
+        let mut state = self.state();
+        let State { protocol, closing, .. } = &mut *state;
+        if let Protocol::Http1 { in_flight, idle_since, .. } = protocol {
+            *in_flight = in_flight.saturating_sub(1);
+            *idle_since = Instant::now();
+            self.mark_place(Some(*idle_since), *closing);
+        }
+    }
+
+    /// Returns whether a request may start now, or has to wait for the next turn of its connection.
+    pub(super) fn takes_turn(&self) -> bool {
+        let max = match self.state().protocol {
+            Protocol::Http1 { .. } => HTTP1_REQUESTS_PER_TURN,
+            Protocol::Http2 { .. } => HTTP2_REQUESTS_PER_TURN,
+        };
+        self.started.fetch_add(1, Ordering::Relaxed) < max
+    }
+
+    /// Closes the connection at its next poll.
+    pub(super) fn close(&self, reason: CloseReason) {
+        self.state().closing.get_or_insert(reason);
+        self.task.wake();
+    }
+
+    pub(super) fn closing(&self) -> Option<CloseReason> {
+        self.state().closing
+    }
+
+    /// Completes when the connection has to close.
+    pub(super) fn poll_closing(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.task.register(cx.waker());
+        if self.closing().is_some() { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    /// Returns the frames that can be inserted now, and whether the connection closes after them.
+    pub(super) fn take_inserted(&self) -> (Inserted, bool) {
+        let mut state = self.state();
+        let State { protocol, closing, inserted } = &mut *state;
+        let Protocol::Http2 { frames, .. } = protocol else {
+            return (Inserted::default(), closing.is_some());
+        };
+        let mut taken = Inserted::default();
+        if frames.may_insert_received() {
+            taken.received = std::mem::take(&mut inserted.received);
+        }
+        if frames.may_insert_sent() {
+            taken.sent = std::mem::take(&mut inserted.sent);
+            if let Some(reason) = closing {
+                taken.sent.extend(frames.go_away(reason.is_abuse()));
+            }
+        }
+        (taken, closing.is_some())
+    }
+
+    fn check(&self, now: Instant, timeouts: Timeouts) -> Check {
+        let mut state = self.state();
+        let State { protocol, inserted, closing } = &mut *state;
+        match protocol {
+            Protocol::Http1 { in_flight: 1.., .. } => Check::Continue,
+            Protocol::Http1 { head_since: Some(since), .. } => {
+                if now.duration_since(*since) < HEADER_TIMEOUT {
+                    return Check::Continue;
+                }
+                Check::Close(CloseReason::HeaderTimeout)
+            }
+            Protocol::Http1 { idle_since, .. } => {
+                let is_idle = now.duration_since(*idle_since) >= timeouts.idle;
+                if is_idle { Check::Close(CloseReason::Idle) } else { Check::Continue }
+            }
+            Protocol::Http2 { idle_since: Some(since), .. } => {
+                let is_idle = now.duration_since(*since) >= timeouts.idle;
+                if is_idle { Check::Idle } else { Check::Continue }
+            }
+            Protocol::Http2 { frames, idle_since: idle_since @ None } => {
+                // A client in the middle of a frame would keep the streams alive.
+                let was_inserted = inserted.received.is_empty() && inserted.sent.is_empty();
+                let stalled = frames.check(now, timeouts.write);
+                if stalled.closes || !was_inserted {
+                    return Check::Close(CloseReason::Stalled);
+                }
+                for stream in stalled.streams {
+                    tracing::debug!(stream, "client stopped reading its response, stream reset");
+                    inserted.received.extend(http2::reset(stream));
+                    inserted.sent.extend(http2::reset(stream));
+                }
+                self.update_idle(frames, idle_since, *closing);
+                Check::Continue
+            }
+        }
+    }
+}
+
+/// Request that is in flight.
+pub(super) struct RequestGuard(Arc<Connection>);
+
+impl RequestGuard {
+    pub(super) fn new(connection: &Arc<Connection>) -> Self {
+        connection.start_request();
+        Self(Arc::clone(connection))
+    }
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        self.0.end_request();
+    }
+}
+
+/// Regular check of one connection.
+pub(super) struct Watcher {
+    connection: Arc<Connection>,
+    timeouts: Timeouts,
+    interval: Duration,
+    timer: std::pin::Pin<Box<Sleep>>,
+    /// Time at which an idle connection was asked to close.
+    draining_since: Option<Instant>,
+}
+
+/// Decision of the watcher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Continue,
+    /// Accept no further requests, then close.
+    Drain,
+    Close,
+}
+
+impl Watcher {
+    /// Returns why the connection was closed, if this side closed it.
+    pub(super) fn close_reason(&self) -> Option<CloseReason> {
+        let drained = self.draining_since.map(|_| CloseReason::Idle);
+        self.connection.closing().or(drained)
+    }
+
+    pub(super) fn new(connection: Arc<Connection>, timeouts: Timeouts) -> Self {
+        let interval = MAX_CHECK_INTERVAL.min(timeouts.idle / 4).min(timeouts.write / 4);
+        Self {
+            connection,
+            timeouts,
+            interval,
+            timer: Box::pin(tokio::time::sleep(interval)),
+            draining_since: None,
+        }
+    }
+
+    /// Starts a turn of the connection: to be called before each poll.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Verdict {
+        self.connection.started.store(0, Ordering::Relaxed);
+        if self.connection.poll_closing(cx).is_ready() {
+            return Verdict::Close;
+        }
+        while self.timer.as_mut().poll(cx).is_ready() {
+            let now = Instant::now();
+            self.timer.as_mut().reset(now + self.interval);
+            match self.connection.check(now, self.timeouts) {
+                Check::Continue => {}
+                Check::Idle => match self.draining_since {
+                    None => {
+                        self.draining_since = Some(now);
+                        return Verdict::Drain;
+                    }
+                    Some(since) if now.duration_since(since) < HEADER_TIMEOUT => {}
+                    Some(_) => {
+                        self.connection.close(CloseReason::Idle);
+                        return Verdict::Close;
+                    }
+                },
+                Check::Close(reason) => {
+                    self.connection.close(reason);
+                    return Verdict::Close;
+                }
+            }
+        }
+        Verdict::Continue
+    }
+}
