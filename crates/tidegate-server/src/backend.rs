@@ -110,6 +110,18 @@ impl Store for Backend {
         }
     }
 
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        match self {
+            Self::Memory(_) => Err(error),
+            Self::Redis(redis) => redis.fallback.fall_back(action, charges, error),
+        }
+    }
+
     fn clock(&self) -> &dyn Clock {
         match self {
             Self::Memory(memory) => memory.store.clock(),

@@ -182,7 +182,7 @@ fn strictest(charges: &[PreparedCharge<'_>]) -> OnStoreFailure {
 }
 
 /// Returns the response to a call that even the fallback could not decide, because its memory is
-/// full or the deadline was exceeded. Only `error` is an error, which Envoy would let pass.
+/// full. Only `error` is an error, which Envoy would let pass.
 fn undecided(
     plans: &[DescriptorPlan<'_>],
     failure: OnStoreFailure,

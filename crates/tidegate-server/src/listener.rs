@@ -237,13 +237,18 @@ where
         .keep_alive_timeout(HTTP2_PING_TIMEOUT);
     let timeouts = Timeouts { idle: config.idle_timeout, write: config.write_timeout };
     let mut watcher = Watcher::new(Arc::clone(&connection), timeouts);
-    let service = ConnectionService { service, connection, inline_streams: config.inline_streams };
+    let service = ConnectionService {
+        service,
+        connection: Arc::clone(&connection),
+        inline_streams: config.inline_streams,
+    };
+    let age = &connection.age;
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
     let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
         connection.graceful_shutdown();
     };
     let watch = |cx: &mut Context<'_>| watcher.poll(cx);
-    executor.drive(drain::drive(connection, start_drain, stop, config.max_age, watch)).await;
+    executor.drive(drain::drive(connection, start_drain, stop, config.max_age, age, watch)).await;
     watcher.close_reason()
 }
 

@@ -28,7 +28,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(8);
 const ADMIN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that in-flight requests of the API have to complete on a connection that has reached
 /// `listen.max_connection_age`.
-const MAX_AGE_GRACE: Duration = Duration::from_secs(30);
+const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for settling pending debits during shutdown.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time an API client may go without reading any of its response.
@@ -82,7 +82,7 @@ pub(crate) async fn serve(
     let http_listener = bind(&listen, "http", &listen.http).await?;
     let grpc_listener = bind(&listen, "grpc", &listen.grpc).await?;
     (listen.http, listen.grpc) = (http_listener.address()?, grpc_listener.address()?);
-    let grace = Some(MAX_AGE_GRACE);
+    let grace = Some(AGE_GRACE_TIMEOUT);
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
     let service = Service::start(config, file, |_| ()).await?;
     listen.admin = service.admin_address.clone();

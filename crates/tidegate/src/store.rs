@@ -78,6 +78,19 @@ pub trait Store: Send + Sync + 'static {
         charges: &[Charge<'_>],
     ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
+    /// Decides charges whose call was abandoned with this error, because the caller's own deadline
+    /// was exceeded. By default the error is returned; a `Fallback` (feature `resilience`) decides
+    /// by the failure policy of each charge.
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        let _ = (action, charges);
+        Err(error)
+    }
+
     /// Returns the clock of this store's decisions. A [`Limiter`](crate::Limiter) that waits for
     /// units sleeps by it.
     fn clock(&self) -> &dyn Clock;
@@ -99,6 +112,15 @@ impl<S: Store> Store for Arc<S> {
         charges: &[Charge<'_>],
     ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send {
         S::decide_all(self, action, charges)
+    }
+
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        S::fall_back(self, action, charges, error)
     }
 
     fn clock(&self) -> &dyn Clock {

@@ -211,7 +211,7 @@ fn unix_mode(document: &Document<'_>, raw: Option<&Spanned<String>>) -> Result<u
     mode.ok_or_else(|| {
         let message = format!(
             "{:?} are not permissions: write three octal digits, such as '660' (user and group) or \
-             '666' (everybody)",
+             '666' (all users)",
             text.value
         );
         document.error_at(text, &message)

@@ -214,6 +214,17 @@ fn errors_in_other_sections_show_their_position() {
             "3:10:",
             "0.0.0.0:9 is already in use",
         ),
+        (
+            "listen:\n  http: unix:/run/a.sock\n  admin: unix:/run/a.sock\n",
+            "3:10:",
+            "unix:/run/a.sock is already in use",
+        ),
+        ("listen:\n  grpc: unix:a.sock\n", "2:9:", "must be absolute"),
+        ("listen:\n  unix_mode: '1660'\n", "2:14:", "three octal digits"),
+        ("listen:\n  max_connection_age: 10ms\n", "2:23:", "at least 1s, or off"),
+        ("listen:\n  max_connection_age: soon\n", "2:23:", "is not a duration"),
+        ("envoy:\n  on_store_failure: closed\n", "2:21:", "one of local, allow, deny, error"),
+        ("envoy:\n  on_store_failures: {a: deny}\n", "2:26:", "no rule is named \"a\""),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
         ("envoy:\n  files:\n    - nowhere.yaml\n", "3:7:", "nowhere.yaml: cannot be read"),
         (
@@ -242,9 +253,12 @@ fn errors_in_other_sections_show_their_position() {
             "{text}\n{found}"
         );
     }
-    for good in
-        ["listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n", "listen: {admin: 127.0.0.1:8080}\n"]
-    {
+    for good in [
+        "listen: {http: 127.0.0.1:0, grpc: 127.0.0.1:0}\n",
+        "listen: {admin: 127.0.0.1:8080}\n",
+        "listen: {http: unix:/run/a.sock, admin: unix:/run/b.sock, unix_mode: '0660'}\n",
+        "listen: {max_connection_age: off}\n",
+    ] {
         assert!(Config::parse("good", good).is_ok(), "{good}");
     }
 }

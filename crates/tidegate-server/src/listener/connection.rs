@@ -10,6 +10,7 @@ use futures_util::task::AtomicWaker;
 use tokio::time::{Instant, Sleep};
 
 use super::closed::CloseReason;
+use super::drain::ConnectionState;
 use super::http2::{self, Http2};
 use super::places::PlaceMark;
 
@@ -33,6 +34,7 @@ pub(super) struct Timeouts {
 pub(super) struct Connection {
     state: Mutex<State>,
     place: PlaceMark,
+    pub(super) age: ConnectionState,
     /// Requests that were started since the last turn.
     started: AtomicU32,
     /// Wakes the task of the connection.
@@ -86,6 +88,7 @@ impl Connection {
         Self {
             state: Mutex::new(state),
             place,
+            age: ConnectionState::default(),
             started: AtomicU32::new(0),
             task: AtomicWaker::new(),
         }

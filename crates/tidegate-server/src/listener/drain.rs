@@ -3,9 +3,11 @@
 use std::future::poll_fn;
 use std::hash::{BuildHasher as _, RandomState};
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use http::Version;
 use tokio::sync::watch;
 use tokio::time::Sleep;
 
@@ -44,66 +46,80 @@ pub(crate) struct MaxAge {
     pub(crate) grace: Option<Duration>,
 }
 
-/// Drives a connection until it closes, or until its watcher closes it. When `stop` turns true, at
-/// its maximum age, and when it is idle, it is drained: `start_drain` makes it accept no further
-/// requests.
+/// State that the driver of a connection shares with its service.
+#[derive(Debug, Default)]
+pub(super) struct ConnectionState {
+    is_old: AtomicBool,
+    is_http2: AtomicBool,
+}
+
+impl ConnectionState {
+    /// Records the version of a request. Returns whether the connection must close after its
+    /// response, because it is old.
+    pub(super) fn closes_after(&self, version: Version) -> bool {
+        if version == Version::HTTP_2 {
+            self.is_http2.store(true, Ordering::Relaxed);
+            return false;
+        }
+        self.is_old.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the connection is old, and its protocol has a message for that.
+    fn can_send_goaway(&self) -> bool {
+        self.is_old.load(Ordering::Relaxed) && self.is_http2.load(Ordering::Relaxed)
+    }
+}
+
+/// Drives a connection until it closes, or until its watcher closes it. When `stop` turns true, and
+/// when it is idle, it is drained: `start_drain` makes it accept no further requests.
+///
+/// At its maximum age, an HTTP/2 connection is drained, too. One of HTTP/1.1 closes after its next
+/// response, which says so: closing it while it is idle could cross a request of the client.
 pub(super) async fn drive<C: Future>(
     connection: C,
     start_drain: impl Fn(Pin<&mut C>),
-    stop: watch::Receiver<bool>,
+    mut stop: watch::Receiver<bool>,
     max_age: Option<MaxAge>,
+    state: &ConnectionState,
     mut watch: impl FnMut(&mut Context<'_>) -> Verdict,
 ) {
     let mut connection = pin!(connection);
-    let mut drain_signal = pin!(drain_signal(stop, max_age.map(|max| max.age)));
+    let mut stopped = pin!(async { stop.wait_for(|stop| *stop).await.is_ok() });
     let mut is_draining = false;
+    let sleep = |duration| Box::pin(tokio::time::sleep(duration));
+    let mut age: Option<Pin<Box<Sleep>>> =
+        max_age.map(|max| sleep(with_jitter(max.age, RandomState::new().hash_one(()))));
     let mut grace: Option<Pin<Box<Sleep>>> = None;
     poll_fn(|cx| {
         let verdict = watch(cx);
-        if verdict == Verdict::Drain && !is_draining {
+        let is_stopped = !is_draining && stopped.as_mut().poll(cx).is_ready();
+        if is_stopped || (!is_draining && verdict == Verdict::Drain) {
             is_draining = true;
             start_drain(connection.as_mut());
         }
-        if !is_draining && let Poll::Ready(reason) = drain_signal.as_mut().poll(cx) {
-            is_draining = true;
-            start_drain(connection.as_mut());
-            if let (DrainReason::Age, Some(limit)) = (reason, max_age.and_then(|max| max.grace)) {
-                grace = Some(Box::pin(tokio::time::sleep(limit)));
+        if age.as_mut().is_some_and(|age| age.as_mut().poll(cx).is_ready()) {
+            age = None;
+            state.is_old.store(true, Ordering::Relaxed);
+        }
+        loop {
+            if !is_draining && state.can_send_goaway() {
+                is_draining = true;
+                start_drain(connection.as_mut());
+                grace = max_age.and_then(|max| max.grace).map(sleep);
+            }
+            if grace.as_mut().is_some_and(|grace| grace.as_mut().poll(cx).is_ready()) {
+                return Poll::Ready(());
+            }
+            match connection.as_mut().poll(cx) {
+                // This poll has told the client.
+                Poll::Pending if verdict == Verdict::Close => return Poll::Ready(()),
+                // The first request of an old connection has just shown its version.
+                Poll::Pending if !is_draining && state.can_send_goaway() => {}
+                polled => return polled.map(|_| ()),
             }
         }
-        if let Some(grace) = &mut grace
-            && grace.as_mut().poll(cx).is_ready()
-        {
-            return Poll::Ready(());
-        }
-        // The last poll of a connection that has to close tells the client.
-        let is_closed = connection.as_mut().poll(cx).is_ready() || verdict == Verdict::Close;
-        if is_closed { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum DrainReason {
-    Stop,
-    Age,
-}
-
-async fn drain_signal(mut stop: watch::Receiver<bool>, age: Option<Duration>) -> DrainReason {
-    let stopped = async {
-        let _ = stop.wait_for(|stop| *stop).await;
-    };
-    match age {
-        None => stopped.await,
-        Some(age) => tokio::select! {
-            biased;
-            () = stopped => {}
-            () = tokio::time::sleep(with_jitter(age, RandomState::new().hash_one(()))) => {
-                return DrainReason::Age;
-            }
-        },
-    }
-    DrainReason::Stop
 }
 
 /// Returns from 90 % to 110 % of a duration, so that connections that were opened together do not
@@ -119,8 +135,8 @@ mod tests {
 
     use super::*;
 
-    const AGE: Duration = Duration::from_secs(600);
-    const GRACE: Duration = Duration::from_secs(30);
+    const MAX_AGE: Duration = Duration::from_secs(600);
+    const GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 
     /// Connection with one request that takes this long after the drain started.
     struct Busy {
@@ -143,40 +159,73 @@ mod tests {
         }
     }
 
-    async fn lifetime(rest: Duration, stop: &watch::Sender<bool>, max_age: MaxAge) -> Duration {
+    async fn lifetime(
+        rest: Duration,
+        stop: &watch::Sender<bool>,
+        max_age: MaxAge,
+        version: Version,
+    ) -> Duration {
         let start = Instant::now();
-        let connection = Busy { rest, ends: None };
+        let state = ConnectionState::default();
+        assert!(!state.closes_after(version), "the connection is not old yet");
+        let busy = Busy { rest, ends: None };
         let watch = |_: &mut Context<'_>| Verdict::Continue;
-        drive(connection, Busy::start_drain, stop.subscribe(), Some(max_age), watch).await;
+        drive(busy, Busy::start_drain, stop.subscribe(), Some(max_age), &state, watch).await;
+        assert_eq!(state.closes_after(Version::HTTP_11), start.elapsed() >= MAX_AGE * 9 / 10);
         start.elapsed()
     }
 
     #[tokio::test(start_paused = true)]
     async fn old_connection_completes_its_requests_within_the_grace_period() {
         let stop = watch::Sender::new(false);
-        let max_age = MaxAge { age: AGE, grace: Some(GRACE) };
-        let (earliest, latest) = (AGE * 9 / 10, AGE * 11 / 10);
+        let max_age = MaxAge { age: MAX_AGE, grace: Some(GRACE_TIMEOUT) };
+        let (earliest, latest) = (MAX_AGE * 9 / 10, MAX_AGE * 11 / 10);
         let rest = Duration::from_secs(20);
-        let lived = lifetime(rest, &stop, max_age).await;
+        let lived = lifetime(rest, &stop, max_age, Version::HTTP_2).await;
         assert!((earliest + rest..=latest + rest * 2).contains(&lived), "{lived:?}");
-        let lived = lifetime(GRACE * 100, &stop, max_age).await;
-        assert!((earliest + GRACE..=latest + GRACE * 2).contains(&lived), "{lived:?}");
-        let unbounded = MaxAge { age: AGE, grace: None };
-        assert!(lifetime(GRACE * 100, &stop, unbounded).await >= GRACE * 100);
+        let lived = lifetime(GRACE_TIMEOUT * 100, &stop, max_age, Version::HTTP_2).await;
+        assert!(
+            (earliest + GRACE_TIMEOUT..=latest + GRACE_TIMEOUT * 2).contains(&lived),
+            "{lived:?}"
+        );
+        let unbounded = MaxAge { age: MAX_AGE, grace: None };
+        assert!(
+            lifetime(GRACE_TIMEOUT * 100, &stop, unbounded, Version::HTTP_2).await
+                >= GRACE_TIMEOUT * 100
+        );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn shutdown_has_no_grace_period_of_its_own() {
-        let stop = watch::Sender::new(true);
-        let max_age = MaxAge { age: AGE, grace: Some(GRACE) };
-        let lived = lifetime(GRACE * 2, &stop, max_age).await;
-        assert!((GRACE * 2..GRACE * 3).contains(&lived), "{lived:?}");
+    async fn shutdown_drains_at_any_age_and_has_no_grace_period_of_its_own() {
+        let max_age = MaxAge { age: MAX_AGE, grace: Some(GRACE_TIMEOUT) };
+        for version in [Version::HTTP_11, Version::HTTP_2] {
+            let stop = watch::Sender::new(true);
+            let lived = lifetime(GRACE_TIMEOUT * 2, &stop, max_age, version).await;
+            assert!(
+                (GRACE_TIMEOUT * 2..GRACE_TIMEOUT * 3).contains(&lived),
+                "{version:?}: {lived:?}"
+            );
+        }
+        let stop = watch::Sender::new(false);
+        let lived = async {
+            let lived = lifetime(GRACE_TIMEOUT, &stop, max_age, Version::HTTP_11);
+            let stops = async {
+                tokio::time::sleep(MAX_AGE * 2).await;
+                stop.send_replace(true);
+            };
+            tokio::join!(lived, stops).0
+        };
+        let lived = lived.await;
+        assert!(
+            (MAX_AGE * 2 + GRACE_TIMEOUT..MAX_AGE * 3).contains(&lived),
+            "an old idle one: {lived:?}"
+        );
     }
 
     #[test]
     fn jitter_is_ten_percent() {
         for (random, seconds) in [(0, 540), (100, 600), (200, 660), (201, 540)] {
-            assert_eq!(with_jitter(AGE, random), Duration::from_secs(seconds));
+            assert_eq!(with_jitter(MAX_AGE, random), Duration::from_secs(seconds));
         }
     }
 }

@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use http::{StatusCode, Version};
+use http::{HeaderValue, StatusCode, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::service::Service as HyperService;
@@ -30,6 +30,8 @@ pin_project! {
         // Connection whose turn the request waits for.
         waits_for: Option<Arc<Connection>>,
         guard: Option<RequestGuard>,
+        // Whether the connection closes after the response.
+        closes: bool,
     }
 }
 
@@ -56,6 +58,7 @@ where
         RequestFuture {
             // The frames show the requests of HTTP/2.
             guard: (!is_http2).then(|| RequestGuard::new(&self.connection)),
+            closes: self.connection.age.closes_after(request.version()),
             waits_for: has_turns.then(|| Arc::clone(&self.connection)),
             response: self.service.call(request.map(|body| LingeringBody::new(body, is_http2))),
         }
@@ -74,12 +77,13 @@ impl<B, E, F: Future<Output = Result<http::Response<B>, E>>> Future for RequestF
             }
             *this.waits_for = None;
         }
-        let response = ready!(this.response.poll(cx))?;
+        let mut response = ready!(this.response.poll(cx))?;
         let mut guard = this.guard.take();
-        // An upgraded connection is in use until it closes.
-        if let Some(guard) = guard.take_if(|_| response.status() == StatusCode::SWITCHING_PROTOCOLS)
-        {
-            std::mem::forget(guard);
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            // An upgraded connection is in use until it closes.
+            std::mem::forget(guard.take());
+        } else if *this.closes {
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         Poll::Ready(Ok(response.map(|body| ResponseBody { body, guard })))
     }

@@ -83,7 +83,7 @@ async fn bind_unix(path: &Path, mode: u32) -> anyhow::Result<Socket> {
         }
         socket.bind(path)?;
     }
-    // Nobody can connect before `listen`, so the permissions apply to every connection.
+    // No client can connect before `listen`, so the permissions apply to every connection.
     let file = SocketFile::new(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
     Ok(Socket::Unix(socket.listen(BACKLOG)?, file))

@@ -97,14 +97,14 @@ policies:
 }
 
 /// Redis accepts connections and answers nothing. A call of several steps has no time left for its
-/// second step, and must not become an error, which Envoy would let pass.
+/// second step, which is decided by `on_store_failure`, too.
 #[tokio::test]
 async fn hanging_redis_causes_no_errors_and_no_long_waits() {
     for (mode, expected) in [
-        ("local", vec![ALLOWED, DENIED]),
-        ("allow", vec![ALLOWED]),
-        ("deny", vec![DENIED]),
-        ("error", vec![UNAVAILABLE]),
+        ("local", first_three_pass()),
+        ("allow", vec![ALLOWED; 6]),
+        ("deny", vec![DENIED; 6]),
+        ("error", vec![UNAVAILABLE; 6]),
     ] {
         let redis = Redis::start();
         let config = format!(
@@ -115,7 +115,8 @@ async fn hanging_redis_causes_no_errors_and_no_long_waits() {
         let (_service, mut client) = start_on(&config, RULES).await;
         assert_eq!(ask(&mut client, vec![descriptor(&[("user", "before")])]).await, ALLOWED);
         redis.signal("STOP");
-        for _ in 0..8 {
+        let mut answers = Vec::new();
+        for _ in 0..6 {
             let steps = vec![
                 descriptor(&[("soft", "u")]),
                 descriptor(&[("soft-too", "u")]),
@@ -123,11 +124,11 @@ async fn hanging_redis_causes_no_errors_and_no_long_waits() {
                 descriptor(&[("user", "u")]),
             ];
             let started = Instant::now();
-            let answer = ask(&mut client, steps).await;
-            assert!(expected.contains(&answer), "{mode}: {answer:?}");
+            answers.push(ask(&mut client, steps).await);
             // Three times the store's deadline of 100 ms and more, because the machine is busy.
             assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
         }
+        assert_eq!(answers, expected, "{mode}");
         redis.signal("CONT");
     }
 }

@@ -12,6 +12,8 @@ mod charges;
 mod failures;
 /// Metrics, logs and the admin API, as an operator sees them.
 mod operator;
+/// Calls that cannot be decided.
+mod rejections;
 /// Rules, descriptors and hits of envoyproxy/ratelimit.
 mod rules;
 

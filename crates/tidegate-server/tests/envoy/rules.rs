@@ -336,6 +336,13 @@ async fn health_and_reflection_work() {
         let status = health.check(request).await.expect("a response").into_inner().status();
         assert_eq!(status, ServingStatus::Serving, "{name}");
     }
+    let mut watched = health
+        .watch(HealthCheckRequest { service: "ratelimit".to_owned() })
+        .await
+        .expect("a response")
+        .into_inner();
+    let mut next = async || watched.message().await.expect("a message").expect("a status").status();
+    assert_eq!(next().await, ServingStatus::Serving);
     let mut reflection = ServerReflectionClient::new(channel(&service).await);
     let request = ServerReflectionRequest {
         host: String::new(),
@@ -356,4 +363,6 @@ async fn health_and_reflection_work() {
     };
     let names: Vec<String> = services.service.into_iter().map(|service| service.name).collect();
     assert!(names.contains(&"envoy.service.ratelimit.v3.RateLimitService".to_owned()), "{names:?}");
+    service.signal("TERM");
+    assert_eq!(next().await, ServingStatus::NotServing, "the service shuts down");
 }

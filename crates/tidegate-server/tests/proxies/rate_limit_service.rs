@@ -263,6 +263,25 @@ fn envoy_uses_a_unix_socket() {
     assert_eq!([export(), export(), export()], [200, 200, 429]);
 }
 
+/// Envoy opens another connection and loses no call: with `failure_mode_deny`, a lost one is a 500.
+#[test]
+fn old_connections_of_envoy_are_replaced() {
+    let with_age = ("listen:", "listen:\n  max_connection_age: 1s");
+    let (app, tidegate) = (App::start(), tidegate_with(&[with_age], ""));
+    let changes = [("failure_mode_deny: false", "failure_mode_deny: true"), ENVOY.changes[0]];
+    let envoy = start(&Recipe { changes: &changes, ..ENVOY }, &app, &tidegate);
+    let started = Instant::now();
+    let (mut requests, mut denied) = (0, 0);
+    while started.elapsed() < Duration::from_secs(5) {
+        let key = format!("k{}", requests / 4);
+        let status = Client(61).get(envoy.address, "/export", &[("X-Api-Key", &key)]).status;
+        assert!([200, 429].contains(&status), "{status} after {:?}", started.elapsed());
+        requests += 1;
+        denied += usize::from(status == 429);
+    }
+    assert!(requests >= 8 && denied.abs_diff(requests / 2) <= 2, "{denied} of {requests} denied");
+}
+
 /// Envoy reports the bytes of each response at the end of the stream, and ignores our response.
 #[test]
 fn bytes_reported_by_envoy_exhaust_a_budget() {

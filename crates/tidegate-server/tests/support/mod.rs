@@ -103,6 +103,12 @@ impl Service {
         Self::launch("gateway", folder, &file, &arguments, &[])
     }
 
+    /// Starts a gateway on a directory with a tidegate.yaml, with these arguments.
+    pub(crate) fn gateway_on(folder: tempfile::TempDir, arguments: &[&str]) -> Self {
+        let file = folder.path().join("tidegate.yaml");
+        Self::launch("gateway", folder, &file, arguments, &[])
+    }
+
     pub(crate) fn start_on(folder: tempfile::TempDir, file: &Path, arguments: &[&str]) -> Self {
         Self::launch("serve", folder, file, arguments, &[])
     }

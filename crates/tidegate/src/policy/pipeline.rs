@@ -101,7 +101,9 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         let charges: Vec<Charge<'_>> =
             positions.iter().filter_map(|position| entries[*position].charge.charge()).collect();
         let call = self.limiter().decide_all(action, &charges);
-        let decisions = self.with_deadline(deadline, call).await?;
+        let fall_back = |error| self.limiter().store().fall_back(action, &charges, error);
+        let decisions = self.with_deadline(deadline, call, |error| Ok(fall_back(error)?.into()));
+        let decisions = decisions.await?;
         for (position, decision) in positions.iter().zip(decisions) {
             entries[*position].set(decision);
         }
@@ -125,8 +127,13 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             return Ok(false);
         }
         let Some(charge) = entry.charge.charge() else { return Ok(false) };
-        let decided = self.with_deadline(deadline, self.limiter().decide(action, &charge)).await;
-        match decided {
+        let fall_back = |error| {
+            let charges = std::slice::from_ref(&charge);
+            let decisions = self.limiter().store().fall_back(action, charges, error)?;
+            Ok(decisions[0])
+        };
+        let call = self.limiter().decide(action, &charge);
+        match self.with_deadline(deadline, call, fall_back).await {
             Ok(decision) => {
                 entry.set(decision);
                 Ok(action == Action::Acquire && decision.allowed)
@@ -176,11 +183,12 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
         succeeded
     }
 
-    /// Awaits a call, at most until the deadline.
+    /// Awaits a call, at most until the deadline. After that, `fall_back` decides.
     async fn with_deadline<T>(
         &self,
         deadline: &mut Deadline,
         call: impl Future<Output = Result<T, Error>>,
+        fall_back: impl FnOnce(StoreError) -> Result<T, Error>,
     ) -> Result<T, Error> {
         deadline.calls += 1;
         let at = deadline.at.filter(|_| deadline.calls > 1);
@@ -188,7 +196,7 @@ impl<S: Store, O: Observer> PolicyLimiter<S, O> {
             None => call.await,
             Some(at) => {
                 let start = Instant::now();
-                let late = || Err(Error::Store(StoreError::Timeout(start.elapsed())));
+                let late = || fall_back(StoreError::Timeout(start.elapsed()));
                 timeout_at(at, self.limiter().store().clock(), call).await.unwrap_or_else(late)
             }
         }

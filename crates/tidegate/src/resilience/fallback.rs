@@ -426,6 +426,15 @@ impl<S: SharedStore> Store for Fallback<S> {
         }
     }
 
+    fn fall_back(
+        &self,
+        action: Action,
+        charges: &[Charge<'_>],
+        error: StoreError,
+    ) -> Result<Vec<Decision>, StoreError> {
+        self.inner.fall_back(action, charges, error)
+    }
+
     fn clock(&self) -> &dyn Clock {
         self.inner.store.clock()
     }

@@ -59,6 +59,7 @@ async fn requests_are_served_with_a_fallback_while_redis_is_down() {
         (OnStoreFailure::Local, [StatusCode::OK, StatusCode::TOO_MANY_REQUESTS]),
         (OnStoreFailure::Allow, [StatusCode::OK, StatusCode::OK]),
         (OnStoreFailure::Deny, [StatusCode::TOO_MANY_REQUESTS, StatusCode::TOO_MANY_REQUESTS]),
+        (OnStoreFailure::Error, [StatusCode::SERVICE_UNAVAILABLE, StatusCode::SERVICE_UNAVAILABLE]),
     ] {
         let store = RedisStore::connect(&redis.url()).await.expect("our own server answers");
         redis.kill();

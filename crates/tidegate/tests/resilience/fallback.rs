@@ -67,6 +67,10 @@ async fn each_charge_is_decided_by_its_failure_policy() {
     let deny = limiter.acquire(&charge(OnStoreFailure::Deny)).await.expect("decided");
     assert_eq!((deny.allowed, deny.source, deny.remaining), (false, Source::Deny, 0));
     assert_eq!(deny.retry_after, Duration::from_secs(1));
+    for action in [Action::Acquire, Action::Peek, Action::Report] {
+        let error = limiter.store().decide(action, &charge(OnStoreFailure::Error)).await;
+        assert!(matches!(error, Err(StoreError::Unreachable(_))), "{error:?}");
+    }
     let waited =
         limiter.wait(&charge(OnStoreFailure::Deny), Duration::ZERO).await.expect("decided");
     assert_eq!(waited.source, Source::Deny, "a wait applies the failure policy, too");
@@ -101,6 +105,8 @@ async fn mixed_failure_policies_stay_all_or_nothing() {
     };
     store.set_fault(down());
 
+    let error = Charge::new("e", &wide).with_on_store_failure(OnStoreFailure::Error);
+    assert!(fallback.decide_all(Action::Acquire, &[a, error, allow]).await.is_err());
     let decisions = ask(&[a, deny, allow]).await;
     assert_eq!(allowed(&decisions), [true, false, true]);
     assert_eq!(sources(&decisions), [Source::Local, Source::Deny, Source::Allow]);
