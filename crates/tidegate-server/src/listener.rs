@@ -34,9 +34,9 @@ mod guarded_stream;
 mod http2;
 mod lingering;
 mod places;
+mod progress;
 mod service;
 mod socket;
-mod stall;
 
 use closed::CloseReason;
 pub(crate) use closed::ClosedConnections;
@@ -47,10 +47,10 @@ use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
 pub(crate) use lingering::LingeringBody;
 use places::{Place, Places};
+pub(crate) use progress::WriteProgress;
 use service::ConnectionService;
 pub(crate) use socket::Socket;
 use socket::Stream;
-pub(crate) use stall::WriteProgress;
 
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(30);
@@ -219,11 +219,8 @@ where
     B::Error: Into<axum::BoxError>,
 {
     let stream = GuardedStream::new(stream, place, Arc::clone(&connection), config);
-    let executor = if config.inline_streams {
-        StreamExecutor::inline()
-    } else {
-        StreamExecutor::Spawn { write_timeout: config.write_timeout }
-    };
+    let executor =
+        if config.inline_streams { StreamExecutor::inline() } else { StreamExecutor::Spawn };
     let mut builder = auto::Builder::new(executor.clone());
     builder.http1().max_buf_size(MAX_HEADER_BYTES as usize);
     // For small responses, copying the body behind the head is cheaper than a vectored write.

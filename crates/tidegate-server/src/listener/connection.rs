@@ -232,6 +232,10 @@ impl Connection {
     fn check(&self, now: Instant, timeouts: Timeouts) -> Check {
         let mut state = self.state();
         let State { protocol, inserted, closing } = &mut *state;
+        // A client in the middle of a frame would keep its streams.
+        if !inserted.received.is_empty() || !inserted.sent.is_empty() {
+            return Check::Close(CloseReason::Stalled);
+        }
         match protocol {
             Protocol::Http1 { in_flight: 1.., .. } => Check::Continue,
             Protocol::Http1 { head_since: Some(since), .. } => {
@@ -249,10 +253,8 @@ impl Connection {
                 if is_idle { Check::Idle } else { Check::Continue }
             }
             Protocol::Http2 { frames, idle_since: idle_since @ None } => {
-                // A client in the middle of a frame would keep the streams alive.
-                let was_inserted = inserted.received.is_empty() && inserted.sent.is_empty();
                 let stalled = frames.check(now, timeouts.write);
-                if stalled.closes || !was_inserted {
+                if stalled.closes {
                     return Check::Close(CloseReason::Stalled);
                 }
                 for stream in stalled.streams {
@@ -349,5 +351,100 @@ impl Watcher {
             }
         }
         Verdict::Continue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::super::places::Places;
+    use super::*;
+
+    const TIMEOUTS: Timeouts =
+        Timeouts { idle: Duration::from_secs(60), write: Duration::from_secs(30) };
+
+    fn connection() -> Arc<Connection> {
+        Places::new(1, 1, Arc::default()).take(None).expect("a place").1
+    }
+
+    /// Returns the first verdict and the time until then.
+    async fn verdict(watcher: &mut Watcher, within: Duration) -> Option<(Verdict, Duration)> {
+        let start = Instant::now();
+        while start.elapsed() < within {
+            let verdict = watcher.poll(&mut Context::from_waker(Waker::noop()));
+            if verdict != Verdict::Continue {
+                return Some((verdict, start.elapsed()));
+            }
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        None
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn http1_connection_has_time_for_a_head_and_between_requests() {
+        let connection = connection();
+        let mut watcher = Watcher::new(Arc::clone(&connection), TIMEOUTS);
+        let hour = Duration::from_secs(3_600);
+        connection.receive(b"GET");
+        let request = RequestGuard::new(&connection);
+        assert_eq!(verdict(&mut watcher, hour).await, None, "a request is in flight");
+        drop(request);
+        assert_eq!(verdict(&mut watcher, TIMEOUTS.idle / 2).await, None);
+        connection.resume_writing();
+        assert_eq!(verdict(&mut watcher, TIMEOUTS.idle - Duration::from_secs(1)).await, None);
+        let (idle, _) = verdict(&mut watcher, MAX_CHECK_INTERVAL * 2).await.expect("a verdict");
+        assert_eq!((idle, watcher.close_reason()), (Verdict::Close, Some(CloseReason::Idle)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn incomplete_head_is_not_waited_for() {
+        for has_request in [false, true] {
+            let connection = connection();
+            let mut watcher = Watcher::new(Arc::clone(&connection), TIMEOUTS);
+            if has_request {
+                drop(RequestGuard::new(&connection));
+                assert_eq!(verdict(&mut watcher, Duration::from_secs(30)).await, None);
+                connection.receive(b"GET");
+            }
+            let (closed, after) = verdict(&mut watcher, TIMEOUTS.idle).await.expect("a verdict");
+            assert_eq!(closed, Verdict::Close);
+            assert_eq!(watcher.close_reason(), Some(CloseReason::HeaderTimeout));
+            let range = HEADER_TIMEOUT..=HEADER_TIMEOUT + MAX_CHECK_INTERVAL;
+            assert!(range.contains(&after), "{after:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_http2_connection_is_drained_then_closed() {
+        let connection = connection();
+        connection.start_http2();
+        let mut watcher = Watcher::new(Arc::clone(&connection), TIMEOUTS);
+        assert_eq!(verdict(&mut watcher, TIMEOUTS.idle).await, None);
+        let (drained, _) = verdict(&mut watcher, MAX_CHECK_INTERVAL * 2).await.expect("a verdict");
+        assert_eq!(drained, Verdict::Drain);
+        // A request that crossed the GOAWAY is completed.
+        connection.receive(&[0, 0, 0, 1, 5, 0, 0, 0, 1]);
+        assert_eq!(verdict(&mut watcher, TIMEOUTS.idle * 2).await, None);
+        connection.send(std::iter::once(&[0, 0, 0, 1, 5, 0, 0, 0, 1][..]), 9);
+        let (closed, _) = verdict(&mut watcher, TIMEOUTS.idle * 2).await.expect("a verdict");
+        assert_eq!((closed, watcher.close_reason()), (Verdict::Close, Some(CloseReason::Idle)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reset_that_cannot_be_inserted_closes_the_connection() {
+        let connection = connection();
+        connection.start_http2();
+        let mut watcher = Watcher::new(Arc::clone(&connection), TIMEOUTS);
+        // Settings without a window, then a request, and the start of a further frame.
+        connection.receive(&[0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0]);
+        connection.receive(&[0, 0, 0, 1, 5, 0, 0, 0, 1, 0, 0]);
+        connection.send(std::iter::once(&[0, 0, 0, 1, 4, 0, 0, 0, 1][..]), 9);
+        let (closed, _) = verdict(&mut watcher, TIMEOUTS.write * 3).await.expect("a verdict");
+        assert_eq!(closed, Verdict::Close);
+        assert_eq!(watcher.close_reason(), Some(CloseReason::Stalled));
+        let (inserted, closes) = connection.take_inserted();
+        assert!(closes && inserted.received.is_empty(), "{inserted:?}");
+        assert!(inserted.sent.ends_with(&[0, 0, 0, 1, 0, 0, 0, 11]), "GOAWAY: {inserted:?}");
     }
 }

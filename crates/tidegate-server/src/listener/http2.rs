@@ -255,3 +255,143 @@ impl Http2 {
 pub(super) fn reset(stream: u32) -> Vec<u8> {
     frames::encode(RST_STREAM, stream, &CANCEL.to_be_bytes())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::frames::{CONTINUATION, END_HEADERS, WINDOW_UPDATE};
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+    const INTERVAL: Duration = Duration::from_secs(2);
+
+    fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = frames::encode(kind, stream, payload);
+        bytes[4] = flags;
+        bytes
+    }
+
+    fn initial_window(size: u32) -> Vec<u8> {
+        frame(SETTINGS, 0, 0, &[&[0, 4][..], &size.to_be_bytes()].concat())
+    }
+
+    fn update(stream: u32, by: u32) -> Vec<u8> {
+        frame(WINDOW_UPDATE, 0, stream, &by.to_be_bytes())
+    }
+
+    /// Returns a connection with requests whose responses have started.
+    fn with_streams(window: u32, streams: impl IntoIterator<Item = u32>) -> Http2 {
+        let mut http2 = Http2::new(Instant::now());
+        http2.receive(&initial_window(window)).expect("no flood");
+        for stream in streams {
+            http2.receive(&frame(HEADERS, 5, stream, b"x")).expect("no flood");
+            http2.send(&frame(HEADERS, END_HEADERS, stream, b"x"));
+        }
+        http2
+    }
+
+    /// Returns the time after which the stream is ended, with these bytes sent before each check.
+    fn ended_after(http2: &mut Http2, sent: usize) -> Option<Duration> {
+        let start = Instant::now();
+        (0..100).map(|check| INTERVAL * check).find(|elapsed| {
+            for _ in 0..sent.div_ceil(16_384) {
+                http2.send(&frame(DATA, 0, 1, &vec![0; sent.min(16_384)]));
+            }
+            !http2.check(start + *elapsed, TIMEOUT).streams.is_empty()
+        })
+    }
+
+    #[test]
+    fn stream_without_room_ends_after_the_timeout() {
+        assert_eq!(ended_after(&mut with_streams(0, [1]), 0), Some(TIMEOUT));
+        assert_eq!(ended_after(&mut with_streams(0, [1]), 100), Some(TIMEOUT), "too slow");
+        assert_eq!(ended_after(&mut with_streams(0, [1]), 16_384), None, "slow");
+        assert_eq!(ended_after(&mut with_streams(1, [1]), 0), None, "has room");
+        let mut without_response = with_streams(0, []);
+        without_response.receive(&frame(HEADERS, 5, 1, b"x")).expect("no flood");
+        assert_eq!(ended_after(&mut without_response, 0), None);
+        let mut full = with_streams(1 << 20, [1]);
+        full.send(&frame(DATA, 0, 1, &[0; 65_535]));
+        assert_eq!(ended_after(&mut full, 0), Some(TIMEOUT), "the connection has no room");
+        let mut extended = with_streams(0, [1]);
+        extended.receive(&[update(1, 10), initial_window(5)].concat()).expect("no flood");
+        extended.send(&frame(DATA, 0, 1, &[0; 14]));
+        assert_eq!(ended_after(&mut extended, 0), None, "one byte of room is left");
+    }
+
+    #[test]
+    fn many_stalled_streams_end_the_connection() {
+        let odd = |count: u32| (0..count).map(|index| 2 * index + 1);
+        for (count, closes) in [(8, false), (9, true)] {
+            let mut http2 = with_streams(0, odd(count));
+            let start = Instant::now();
+            assert_eq!(http2.check(start, TIMEOUT), Stalled::default());
+            let stalled = http2.check(start + TIMEOUT, TIMEOUT);
+            assert_eq!(stalled, Stalled { streams: odd(count).collect(), closes });
+            assert!(!http2.has_open_streams());
+        }
+    }
+
+    #[test]
+    fn streams_end_with_their_response_or_a_reset() {
+        for ends in [
+            (true, DATA, END_STREAM),
+            (true, HEADERS, END_STREAM),
+            (true, RST_STREAM, 0),
+            (false, RST_STREAM, 0),
+        ] {
+            let mut http2 = with_streams(10, [1]);
+            assert!(http2.has_open_streams());
+            let (is_sent, kind, flags) = ends;
+            let bytes = frame(kind, flags, 1, &[0; 4]);
+            if is_sent {
+                http2.send(&bytes);
+            } else {
+                http2.receive(&bytes).expect("no flood");
+            }
+            assert!(!http2.has_open_streams(), "{ends:?}");
+            // Trailers of the request, which come too late.
+            http2.receive(&frame(HEADERS, 5, 1, b"x")).expect("no flood");
+            assert!(!http2.has_open_streams(), "{ends:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn control_frames_must_be_proportional_to_requests() {
+        let pings = |count: usize| frame(6, 0, 0, &[0; 8]).repeat(count);
+        let mut http2 = Http2::new(Instant::now());
+        assert_eq!(http2.receive(&pings(1_001)), Err(Flood));
+        let mut http2 = Http2::new(Instant::now());
+        assert_eq!(http2.receive(&pings(1_000)), Ok(()));
+        assert_eq!(http2.receive(&pings(1)), Err(Flood));
+        // With requests and frames of responses, more are allowed.
+        let mut http2 = with_streams(0, [1]);
+        assert_eq!(http2.receive(&pings(1_000 + 10 + 10 - 1)), Ok(()));
+        assert_eq!(http2.receive(&pings(1)), Err(Flood));
+        // A few per second are always allowed.
+        let mut http2 = Http2::new(Instant::now());
+        for _ in 0..1_000 {
+            tokio::time::advance(Duration::from_secs(1)).await;
+            assert_eq!(http2.receive(&pings(10)), Ok(()));
+        }
+        // Header blocks and data are no control frames.
+        let mut http2 = Http2::new(Instant::now());
+        for kind in [CONTINUATION, DATA] {
+            assert_eq!(http2.receive(&frame(kind, 0, 1, b"x").repeat(5_000)), Ok(()));
+        }
+        assert_eq!(http2.receive(&frame(DATA, 0, 1, b"").repeat(1_001)), Err(Flood));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_are_accepted(
+            received in proptest::collection::vec(proptest::num::u8::ANY, 0..300),
+            sent in proptest::collection::vec(0..12_u8, 0..300),
+        ) {
+            let mut http2 = with_streams(100, [1, 3]);
+            let _ = http2.receive(&received);
+            http2.send(&sent);
+            let _ = http2.receive(&sent);
+            http2.check(Instant::now() + TIMEOUT, TIMEOUT);
+        }
+    }
+}

@@ -198,3 +198,67 @@ impl Drop for Place {
         table.free.push(self.index);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    async fn take(
+        places: &Arc<Places>,
+        network: Option<&str>,
+    ) -> Result<(Place, Arc<Connection>), CloseReason> {
+        // Each connection is idle for longer than the next.
+        tokio::time::advance(Duration::from_millis(1)).await;
+        places.take(network.map(str::to_owned))
+    }
+
+    fn busy(connection: &Connection) {
+        connection.start_http2();
+        // The head of a request.
+        connection.receive(&[0, 0, 0, 1, 5, 0, 0, 0, 1]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_connection_makes_room_for_a_new_one() {
+        let places = Places::new(3, 2, Arc::default());
+        let first = take(&places, Some("a")).await.expect("a place");
+        let second = take(&places, Some("a")).await.expect("a place");
+        let third = take(&places, Some("b")).await.expect("a place");
+        busy(&first.1);
+        // The address has two.
+        let fourth = take(&places, Some("a")).await.expect("the place of the second");
+        assert_eq!(second.1.closing(), Some(CloseReason::Evicted));
+        // All have three.
+        let fifth = take(&places, Some("c")).await.expect("the place of the third");
+        assert_eq!(third.1.closing(), Some(CloseReason::Evicted));
+        busy(&fourth.1);
+        assert_eq!(take(&places, Some("a")).await.err(), Some(CloseReason::FullForAddress));
+        busy(&fifth.1);
+        assert_eq!(take(&places, None).await.err(), Some(CloseReason::Full));
+        // A closed connection no longer marks its place as idle.
+        second.1.start_http2();
+        assert_eq!(take(&places, None).await.err(), Some(CloseReason::Full));
+        drop((second, third));
+        assert_eq!(take(&places, None).await.err(), Some(CloseReason::Full));
+        drop(fourth);
+        take(&places, Some("a")).await.expect("the free place");
+        drop((first, fifth));
+        let table = places.table();
+        assert_eq!((table.connections, table.networks.len()), (0, 0));
+        assert_eq!(table.free.len(), 3 + SPARE_PLACES);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_that_do_not_close_are_bounded() {
+        let places = Places::new(1, 1, Arc::default());
+        let mut slow = Vec::new();
+        for _ in 0..=SPARE_PLACES {
+            slow.push(take(&places, None).await.expect("a place"));
+        }
+        assert_eq!(take(&places, None).await.err(), Some(CloseReason::Full));
+        drop(slow);
+        take(&places, None).await.expect("a place");
+    }
+}
