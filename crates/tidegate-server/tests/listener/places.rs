@@ -112,9 +112,8 @@ fn newcomer_gets_the_place_of_the_connection_that_is_idle_for_longest() {
 #[test]
 fn every_connection_of_a_crowd_is_answered() {
     let service = Service::start(&listen("max_connections: 32"));
-    let crowd: Vec<TcpStream> = (0..2_000)
-        .map(|_| TcpStream::connect(&service.http).expect("the service listens"))
-        .collect();
+    let crowd: Vec<TcpStream> =
+        (0..500).map(|_| TcpStream::connect(&service.http).expect("the service listens")).collect();
     for _ in 0..50 {
         assert_eq!(request(&service.http, "GET", "/openapi.json", &[], b"").status, 200);
     }

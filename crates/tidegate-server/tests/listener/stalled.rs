@@ -26,22 +26,25 @@ fn check_health(client: &mut Frames, stream: u32) {
 
 /// Sends requests without room for their responses. One stream is reset; with many, the connection
 /// is closed.
-fn assert_ended(address: &str, send: impl Fn(&mut Frames, u32)) {
-    let mut client = Frames::connect(address, 0);
-    send(&mut client, 1);
-    assert_eq!(client.next().0, HEADERS);
-    assert_eq!(client.next(), (RST_STREAM, 0, CANCEL.to_vec()), "{address}");
-    // The connection is still usable.
-    send(&mut client, 3);
-    assert_eq!(client.next().0, HEADERS);
-    client.send(WINDOW_UPDATE, 0, 3, &1_000_000_u32.to_be_bytes());
-    assert_eq!(client.next().0, DATA);
-
-    let mut client = Frames::connect(address, 0);
-    for stream in 0..16 {
-        send(&mut client, 2 * stream + 1);
-    }
-    assert_eq!(client.code_at_the_end(), Some(ENHANCE_YOUR_CALM), "{address}");
+fn assert_ended(address: &str, send: impl Fn(&mut Frames, u32) + Sync) {
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = Frames::connect(address, 0);
+            send(&mut client, 1);
+            assert_eq!(client.next().0, HEADERS);
+            assert_eq!(client.next(), (RST_STREAM, 0, CANCEL.to_vec()), "{address}");
+            // The connection is still usable.
+            send(&mut client, 3);
+            assert_eq!(client.next().0, HEADERS);
+            client.send(WINDOW_UPDATE, 0, 3, &1_000_000_u32.to_be_bytes());
+            assert_eq!(client.next().0, DATA);
+        });
+        let mut client = Frames::connect(address, 0);
+        for stream in 0..16 {
+            send(&mut client, 2 * stream + 1);
+        }
+        assert_eq!(client.code_at_the_end(), Some(ENHANCE_YOUR_CALM), "{address}");
+    });
 }
 
 #[test]
