@@ -189,7 +189,7 @@ async fn handshake(
     }
 }
 
-/// Closes a connection for which there is no place. Over plain HTTP the client is told why.
+/// Closes a connection for which there is no place. Without TLS, the client gets a response.
 fn refuse(stream: Stream, is_tls: bool, refusals: &Arc<Semaphore>) {
     let Ok(permit) = Arc::clone(refusals).try_acquire_owned() else { return };
     if !is_tls {

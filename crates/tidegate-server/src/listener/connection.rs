@@ -223,7 +223,7 @@ impl Connection {
         if frames.may_insert_sent() {
             taken.sent = std::mem::take(&mut inserted.sent);
             if let Some(reason) = closing {
-                taken.sent.extend(frames.go_away(reason.is_abuse()));
+                taken.sent.extend(frames.goaway(reason.is_abuse()));
             }
         }
         (taken, closing.is_some())

@@ -111,7 +111,7 @@ pub(super) async fn drive<C: Future>(
                 return Poll::Ready(());
             }
             match connection.as_mut().poll(cx) {
-                // This poll has told the client.
+                // This poll has sent the last frame.
                 Poll::Pending if verdict == Verdict::Close => return Poll::Ready(()),
                 // The first request of an old connection has just shown its version.
                 Poll::Pending if !is_draining && state.can_send_goaway() => {}

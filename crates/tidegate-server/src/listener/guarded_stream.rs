@@ -106,8 +106,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
         }
     }
 
-    /// Fails if the connection has to close. The client is told, as far as that is possible without
-    /// a wait.
+    /// Writes the frames to insert. Fails if the connection has to close; its last frame is written
+    /// if that is possible without a wait.
     fn poll_inserted(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         let (inserted, closes) = self.connection.take_inserted();
         self.inserted.extend(inserted.received);

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use h2::Reason;
 use tokio::time::Instant;
 
 use super::frames::{
@@ -26,11 +27,6 @@ const INITIAL_CONTROL_FRAMES: u64 = 1_000;
 const CONTROL_FRAMES_PER_FRAME: u64 = 10;
 /// Control frames per second that are always allowed, such as pings.
 const CONTROL_FRAMES_PER_SECOND: u64 = 10;
-
-/// Code for a client that causes too much work.
-const ENHANCE_YOUR_CALM: u32 = 11;
-const CANCEL: u32 = 8;
-const NO_ERROR: u32 = 0;
 
 /// State of a connection.
 #[derive(Debug)]
@@ -244,16 +240,16 @@ impl Http2 {
     }
 
     /// Returns the last frame of a connection.
-    pub(super) fn go_away(&self, is_error: bool) -> Vec<u8> {
-        let code = if is_error { ENHANCE_YOUR_CALM } else { NO_ERROR };
-        let payload = [self.last_stream.to_be_bytes(), code.to_be_bytes()].concat();
+    pub(super) fn goaway(&self, is_error: bool) -> Vec<u8> {
+        let code = if is_error { Reason::ENHANCE_YOUR_CALM } else { Reason::NO_ERROR };
+        let payload = [self.last_stream, code.into()].map(u32::to_be_bytes).concat();
         frames::encode(GOAWAY, 0, &payload)
     }
 }
 
 /// Returns the frame that ends a stream.
 pub(super) fn reset(stream: u32) -> Vec<u8> {
-    frames::encode(RST_STREAM, stream, &CANCEL.to_be_bytes())
+    frames::encode(RST_STREAM, stream, &u32::from(Reason::CANCEL).to_be_bytes())
 }
 
 #[cfg(test)]
