@@ -188,6 +188,14 @@ impl Metrics {
         }
     }
 
+    fn write_closed_connections(&self, text: &mut String) {
+        let name = "tidegate_connections_closed_total";
+        head(text, name, "counter", "Connections that were closed early or refused, by reason.");
+        for (reason, count) in self.closed_connections.counts() {
+            let _ = writeln!(text, "{name}{{reason=\"{reason}\"}} {count}");
+        }
+    }
+
     /// Returns all metrics in the text format, version 0.0.4.
     pub(crate) fn text(&self, backend: &Backend) -> String {
         let mut text = String::with_capacity(8 * 1024);
@@ -299,16 +307,7 @@ impl Metrics {
             "Requests that the gateway sent again, to the same or to another upstream.",
         );
         let _ = writeln!(text, "tidegate_upstream_retries_total {}", load(&self.upstream_retries));
-        head(
-            &mut text,
-            "tidegate_connections_closed_total",
-            "counter",
-            "Connections that were closed early or refused, by reason.",
-        );
-        for (reason, count) in self.closed_connections.counts() {
-            let _ =
-                writeln!(text, "tidegate_connections_closed_total{{reason=\"{reason}\"}} {count}");
-        }
+        self.write_closed_connections(&mut text);
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));

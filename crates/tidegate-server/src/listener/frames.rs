@@ -26,7 +26,7 @@ pub(super) struct Frame {
     pub(super) kind: u8,
     pub(super) flags: u8,
     pub(super) stream: u32,
-    pub(super) length: usize,
+    pub(super) length: u32,
 }
 
 impl Frame {
@@ -36,7 +36,7 @@ impl Frame {
             flags,
             // The highest bit is reserved.
             stream: u32::from_be_bytes(stream) & 0x7fff_ffff,
-            length: u32::from_be_bytes([0, high, middle, low]) as usize,
+            length: u32::from_be_bytes([0, high, middle, low]),
         }
     }
 
@@ -100,7 +100,7 @@ impl FrameReader {
 
     fn start_frame(&mut self) {
         self.frame = Frame::parse(self.head);
-        self.payload_left = self.frame.length;
+        self.payload_left = self.frame.length as usize;
         self.item_length = 0;
         if matches!(self.frame.kind, HEADERS | CONTINUATION) {
             self.is_in_header_block = !self.frame.has(END_HEADERS);
@@ -184,11 +184,11 @@ mod tests {
     #[test]
     fn header_block_is_one_unit() {
         let mut bytes = encode(HEADERS, 1, b"x");
-        assert_eq!(events(&bytes, 3).1, false);
+        assert!(!events(&bytes, 3).1);
         let mut end = encode(CONTINUATION, 1, b"y");
         end[4] = END_HEADERS;
         bytes.extend(end);
-        assert_eq!(events(&bytes, 3).1, true);
+        assert!(events(&bytes, 3).1);
     }
 
     proptest! {

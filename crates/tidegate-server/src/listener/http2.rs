@@ -172,15 +172,15 @@ impl Http2 {
             HEADERS | DATA => {
                 self.control_frames_left += CONTROL_FRAMES_PER_FRAME;
                 if frame.kind == DATA {
-                    self.connection_window -= frame.length as i64;
+                    self.connection_window -= i64::from(frame.length);
                 }
                 if frame.has(END_STREAM) {
                     self.end_stream(frame.stream);
                 } else if let Some(stream) = self.stream(frame.stream) {
                     stream.has_response = true;
                     if frame.kind == DATA {
-                        stream.window -= frame.length as i64;
-                        stream.sent_bytes += frame.length as u64;
+                        stream.window -= i64::from(frame.length);
+                        stream.sent_bytes += u64::from(frame.length);
                     }
                 }
             }
@@ -306,7 +306,7 @@ mod tests {
         without_response.receive(&frame(HEADERS, 5, 1, b"x")).expect("no flood");
         assert_eq!(ended_after(&mut without_response, 0), None);
         let mut full = with_streams(1 << 20, [1]);
-        full.send(&frame(DATA, 0, 1, &[0; 65_535]));
+        full.send(&frame(DATA, 0, 1, &vec![0; 65_535]));
         assert_eq!(ended_after(&mut full, 0), Some(TIMEOUT), "the connection has no room");
         let mut extended = with_streams(0, [1]);
         extended.receive(&[update(1, 10), initial_window(5)].concat()).expect("no flood");
