@@ -239,13 +239,19 @@ where
         connection: Arc::clone(&connection),
         inline_streams: config.inline_streams,
     };
-    let age = &connection.age;
-    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+    let served = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
     let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
         connection.graceful_shutdown();
     };
     let watch = |cx: &mut Context<'_>| watcher.poll(cx);
-    executor.drive(drain::drive(connection, start_drain, stop, config.max_age, age, watch)).await;
+    let drained = drain::drive(served, start_drain, stop, config.max_age, &connection.age, watch);
+    let mut driven = executor.drive(drained);
+    poll_fn(|cx| {
+        connection.start_turn();
+        Pin::new(&mut driven).poll(cx)
+    })
+    .await;
+    drop(driven);
     watcher.close_reason()
 }
 

@@ -184,6 +184,11 @@ impl Connection {
         }
     }
 
+    /// Starts a turn, in which a limited number of requests may start.
+    pub(super) fn start_turn(&self) {
+        self.started.store(0, Ordering::Relaxed);
+    }
+
     /// Returns whether a request may start now, or has to wait for the next turn of its connection.
     pub(super) fn takes_turn(&self) -> bool {
         let max = match self.state().protocol {
@@ -277,6 +282,11 @@ impl RequestGuard {
         connection.start_request();
         Self(Arc::clone(connection))
     }
+
+    /// Leaves the connection busy after this request.
+    pub(super) fn keep_busy(self) {
+        self.0.start_request();
+    }
 }
 
 impl Drop for RequestGuard {
@@ -322,9 +332,8 @@ impl Watcher {
         }
     }
 
-    /// Starts a turn of the connection: to be called before each poll.
+    /// Checks the connection. To be called before each poll of it.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Verdict {
-        self.connection.started.store(0, Ordering::Relaxed);
         if self.connection.poll_closing(cx).is_ready() {
             return Verdict::Close;
         }
@@ -395,6 +404,28 @@ mod tests {
         assert_eq!(verdict(&mut watcher, TIMEOUTS.idle * 9 / 10).await, None);
         let (idle, _) = verdict(&mut watcher, TIMEOUTS.idle / 2).await.expect("a verdict");
         assert_eq!((idle, watcher.close_reason()), (Verdict::Close, Some(CloseReason::Idle)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn upgraded_connection_stays_busy() {
+        let connection = connection();
+        let mut watcher = Watcher::new(Arc::clone(&connection), TIMEOUTS);
+        RequestGuard::new(&connection).keep_busy();
+        connection.receive(b"a message");
+        assert_eq!(verdict(&mut watcher, TIMEOUTS.idle * 10).await, None);
+        assert_eq!(Arc::strong_count(&connection), 2, "of the watcher and the test");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn turn_has_a_limited_number_of_requests() {
+        let connection = connection();
+        let started = || (0..100).filter(|_| connection.takes_turn()).count();
+        assert_eq!((started(), started()), (4, 0));
+        connection.start_turn();
+        assert_eq!(started(), 4);
+        connection.start_http2();
+        connection.start_turn();
+        assert_eq!((started(), started()), (32, 0));
     }
 
     #[tokio::test(start_paused = true)]

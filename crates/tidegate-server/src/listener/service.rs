@@ -81,7 +81,7 @@ impl<B, E, F: Future<Output = Result<http::Response<B>, E>>> Future for RequestF
         let mut guard = this.guard.take();
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             // An upgraded connection is in use until it closes.
-            std::mem::forget(guard.take());
+            guard.take().map(RequestGuard::keep_busy);
         } else if *this.closes {
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }

@@ -33,7 +33,7 @@ fn pipelined_requests_do_not_delay_other_connections() {
                 let mut buffer = vec![0; 64 * 1024];
                 while let Ok(length @ 1..) = reader.read(&mut buffer) {
                     // Each head starts with the only capital letter P.
-                    let heads = buffer[..length].iter().filter(|byte| **byte == b'P').count();
+                    let heads = buffer[..length].split(|byte| *byte == b'P').count() - 1;
                     responses.fetch_add(heads as u64, Ordering::Relaxed);
                 }
             });
