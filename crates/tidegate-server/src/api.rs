@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::body::{Body as AnyBody, Bytes};
@@ -144,9 +144,7 @@ async fn route(connection: Connection<'_>, request: Request) -> Result<ApiRespon
             return Box::pin(forward_auth::forward_auth(state, peer, request)).await;
         }
         ("/openapi.json", &Method::GET | &Method::HEAD) => {
-            let has_tls = connection.state.active().tls.is_some();
-            let document = openapi::document(&request, has_tls);
-            return Ok(json_response(StatusCode::OK, HeaderMap::new(), document));
+            return Ok(json_response(StatusCode::OK, HeaderMap::new(), OPENAPI.clone()));
         }
         ("/v1/acquire" | "/v1/peek" | "/v1/refund" | "/v1/report", _) => "POST",
         ("/v1/forward-auth" | "/openapi.json", _) => "GET,HEAD",
@@ -158,9 +156,16 @@ async fn route(connection: Connection<'_>, request: Request) -> Result<ApiRespon
     Ok(response)
 }
 
-fn json_response(status: StatusCode, mut headers: HeaderMap, body: Vec<u8>) -> ApiResponse {
+/// Description of the API. It is large, so all responses share it.
+static OPENAPI: LazyLock<Bytes> = LazyLock::new(|| openapi::document().into());
+
+fn json_response(
+    status: StatusCode,
+    mut headers: HeaderMap,
+    body: impl Into<Bytes>,
+) -> ApiResponse {
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let mut response = Response::new(Full::from(body));
+    let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     response

@@ -1,10 +1,13 @@
-//! HTTP listener: limits connections, streams and the time for a request head; shuts down
+//! HTTP listener: limits connections, streams, and the time without progress; shuts down
 //! gracefully.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::future::poll_fn;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::task::Context;
 use std::time::{Duration, Instant};
 
 use http_body::Body;
@@ -14,39 +17,50 @@ use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::util::MapRequest;
 use tower::{Service, ServiceExt as _};
 
 use crate::logs::LogThrottle;
 
+mod closed;
+mod connection;
 mod drain;
 mod executor;
+mod frames;
 mod framing;
 mod guarded_stream;
+mod http2;
 mod lingering;
+mod places;
+mod progress;
+mod service;
 mod socket;
-mod stall;
 
+use closed::CloseReason;
+pub(crate) use closed::ClosedConnections;
+use connection::{Connection, HEADER_TIMEOUT, Timeouts, Watcher};
 pub(crate) use drain::MaxAge;
-use drain::{ConnectionState, OpenConnections};
+use drain::OpenConnections;
 use executor::StreamExecutor;
 use guarded_stream::GuardedStream;
-use lingering::ConnectionService;
 pub(crate) use lingering::LingeringBody;
+use places::{Place, Places};
+pub(crate) use progress::WriteProgress;
+use service::ConnectionService;
 pub(crate) use socket::Socket;
 use socket::Stream;
-pub(crate) use stall::WriteProgress;
 
-/// Maximum number of open connections; further clients wait in the accept queue.
-const MAX_CONNECTIONS: usize = 16_384;
-/// Time limit for a TLS handshake, for a complete request head (also on an idle keep-alive
-/// connection), and for the reply to an HTTP/2 ping.
-const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
-const MAX_STREAMS: u32 = 256;
 const MAX_HEADER_BYTES: u32 = 64 * 1024;
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(30);
+const HTTP2_PING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Response to a connection for which there is no place.
+const REFUSAL: &[u8] =
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n\
+    Content-Type: text/plain\r\nContent-Length: 21\r\n\r\ntoo many connections\n";
+/// Maximum number of refused connections that are kept until the client has the response.
+const MAX_REFUSALS: usize = 256;
 /// Wait after a failed accept, which is usually caused by a lack of file descriptors.
 const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
 
@@ -60,8 +74,16 @@ pub(crate) struct Peer {
 }
 
 /// Behaviour of one listener.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct ListenerConfig {
+    pub(crate) max_connections: usize,
+    /// Maximum number of connections from one address, or network of IPv6 addresses.
+    pub(crate) max_connections_per_address: usize,
+    /// Maximum number of parallel HTTP/2 streams of a connection.
+    pub(crate) max_streams: u32,
+    /// Time without a request after which a connection is closed.
+    pub(crate) idle_timeout: Duration,
+    pub(crate) closed: Arc<ClosedConnections>,
     /// Time that in-flight requests have to complete during shutdown.
     pub(crate) drain_timeout: Duration,
     pub(crate) max_age: Option<MaxAge>,
@@ -88,11 +110,13 @@ where
 }
 
 /// Serves until `stop` turns true, then drains in-flight requests. `service` is called once per
-/// connection.
+/// connection. `network` names the network of a client's address, by which connections are limited,
+/// if they are.
 pub(crate) async fn serve<S, B>(
     listener: Socket,
     service: impl Fn(Peer) -> S,
     tls: impl Fn() -> Option<Arc<ServerConfig>>,
+    network: impl Fn(IpAddr) -> Option<String>,
     mut stop: watch::Receiver<bool>,
     config: ListenerConfig,
 ) where
@@ -103,28 +127,47 @@ pub(crate) async fn serve<S, B>(
     B::Error: Into<axum::BoxError>,
 {
     let open = OpenConnections::new();
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let places = Places::new(
+        config.max_connections,
+        config.max_connections_per_address,
+        Arc::clone(&config.closed),
+    );
+    let refusals = Arc::new(Semaphore::new(MAX_REFUSALS));
+    let config = Arc::new(config);
     loop {
         let accepted = tokio::select! {
-            accepted = accept(&listener, &connections) => accepted,
+            accepted = accept(&listener, &places) => accepted,
             _ = stop.wait_for(|stop| *stop) => break,
         };
-        let Some((stream, address, permit)) = accepted else { continue };
+        let Some((stream, address)) = accepted else { continue };
         let tls = tls();
+        let network = if stream.is_unix() { None } else { network(address.ip()) };
+        let (place, connection) = match places.take(network) {
+            Ok(taken) => taken,
+            Err(reason) => {
+                places.count_closed(reason);
+                refuse(stream, tls.is_some(), &refusals);
+                continue;
+            }
+        };
         let guard = open.guard();
         let stop = stop.clone();
         let service = service(Peer { address, tls: tls.is_some() });
+        let (places, config) = (Arc::clone(&places), Arc::clone(&config));
         tokio::spawn(async move {
             let _guard = guard;
             // Connection errors are the client's, so they are not logged.
-            match tls {
-                None => serve_connection(stream, permit, service, stop, config).await,
-                Some(tls) => {
-                    let handshake = TlsAcceptor::from(tls).accept(stream);
-                    if let Ok(Ok(stream)) = tokio::time::timeout(HEADER_TIMEOUT, handshake).await {
-                        serve_connection(stream, permit, service, stop, config).await;
+            let closed = match tls {
+                None => serve_connection(stream, place, connection, service, stop, &config).await,
+                Some(tls) => match handshake(stream, tls, &connection).await {
+                    Ok(stream) => {
+                        serve_connection(stream, place, connection, service, stop, &config).await
                     }
-                }
+                    Err(reason) => reason,
+                },
+            };
+            if let Some(reason) = closed {
+                places.count_closed(reason);
             }
         });
     }
@@ -132,14 +175,42 @@ pub(crate) async fn serve<S, B>(
     let _ = tokio::time::timeout(config.drain_timeout, open.closed()).await;
 }
 
-/// Serves one HTTP/1.1 or HTTP/2 connection until it closes.
+/// Completes a TLS handshake. The error is the reason why this side closed the connection, if it
+/// did.
+async fn handshake(
+    stream: Stream,
+    tls: Arc<ServerConfig>,
+    connection: &Connection,
+) -> Result<tokio_rustls::server::TlsStream<Stream>, Option<CloseReason>> {
+    tokio::select! {
+        handshake = TlsAcceptor::from(tls).accept(stream) => handshake.map_err(|_| None),
+        () = tokio::time::sleep(HEADER_TIMEOUT) => Err(Some(CloseReason::HeaderTimeout)),
+        () = poll_fn(|cx| connection.poll_closing(cx)) => Err(connection.closing()),
+    }
+}
+
+/// Closes a connection for which there is no place. Without TLS, the client gets a response.
+fn refuse(stream: Stream, is_tls: bool, refusals: &Arc<Semaphore>) {
+    let Ok(permit) = Arc::clone(refusals).try_acquire_owned() else { return };
+    if !is_tls {
+        tokio::spawn(async move {
+            guarded_stream::linger(stream, REFUSAL).await;
+            drop(permit);
+        });
+    }
+}
+
+/// Serves one HTTP/1.1 or HTTP/2 connection until it closes, and returns why, if this side closed
+/// it early.
 async fn serve_connection<I, S, B>(
     stream: I,
-    permit: OwnedSemaphorePermit,
+    place: Place,
+    connection: Arc<Connection>,
     service: S,
     stop: watch::Receiver<bool>,
-    config: ListenerConfig,
-) where
+    config: &ListenerConfig,
+) -> Option<CloseReason>
+where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
     S::Future: Send,
@@ -147,45 +218,48 @@ async fn serve_connection<I, S, B>(
     B::Data: Send,
     B::Error: Into<axum::BoxError>,
 {
-    let stream = GuardedStream::new(stream, permit, HEADER_TIMEOUT, config);
-    let executor = if config.inline_streams {
-        StreamExecutor::inline()
-    } else {
-        StreamExecutor::Spawn { write_timeout: config.write_timeout }
-    };
+    let stream = GuardedStream::new(stream, place, Arc::clone(&connection), config);
+    let executor =
+        if config.inline_streams { StreamExecutor::inline() } else { StreamExecutor::Spawn };
     let mut builder = auto::Builder::new(executor.clone());
-    builder
-        .http1()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIMEOUT)
-        .max_buf_size(MAX_HEADER_BYTES as usize);
+    builder.http1().max_buf_size(MAX_HEADER_BYTES as usize);
     // For small responses, copying the body behind the head is cheaper than a vectored write.
     builder.http1().writev(!config.inline_streams);
     builder
         .http2()
         .timer(TokioTimer::new())
-        .max_concurrent_streams(MAX_STREAMS)
+        .max_concurrent_streams(config.max_streams)
         .max_header_list_size(MAX_HEADER_BYTES)
         .keep_alive_interval(HTTP2_PING_INTERVAL)
-        .keep_alive_timeout(HEADER_TIMEOUT);
-    let state = Arc::new(ConnectionState::default());
-    let service = ConnectionService { service, state: Arc::clone(&state) };
-    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+        .keep_alive_timeout(HTTP2_PING_TIMEOUT);
+    let timeouts = Timeouts { idle: config.idle_timeout, write: config.write_timeout };
+    let mut watcher = Watcher::new(Arc::clone(&connection), timeouts);
+    let service = ConnectionService {
+        service,
+        connection: Arc::clone(&connection),
+        inline_streams: config.inline_streams,
+    };
+    let served = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
     let start_drain = |connection: Pin<&mut auto::UpgradeableConnection<'_, _, _, _>>| {
         connection.graceful_shutdown();
     };
-    executor.drive(drain::drive(connection, start_drain, stop, config.max_age, &state)).await;
+    let watch = |cx: &mut Context<'_>| watcher.poll(cx);
+    let drained = drain::drive(served, start_drain, stop, config.max_age, &connection.age, watch);
+    let mut driven = executor.drive(drained);
+    poll_fn(|cx| {
+        connection.start_turn();
+        Pin::new(&mut driven).poll(cx)
+    })
+    .await;
+    drop(driven);
+    watcher.close_reason()
 }
 
 pub(crate) type Request = hyper::Request<LingeringBody>;
 
-async fn accept(
-    listener: &Socket,
-    connections: &Arc<Semaphore>,
-) -> Option<(Stream, SocketAddr, OwnedSemaphorePermit)> {
-    let permit = Arc::clone(connections).acquire_owned().await.ok()?;
+async fn accept(listener: &Socket, places: &Places) -> Option<(Stream, SocketAddr)> {
     match listener.accept().await {
-        Ok((stream, address)) => Some((stream, address, permit)),
+        Ok(accepted) => Some(accepted),
         Err(error) => {
             static THROTTLE: LogThrottle = LogThrottle::new();
             if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
@@ -195,8 +269,18 @@ async fn accept(
                     "accepting a connection failed (logged once per minute)"
                 );
             }
+            // Without free file descriptors, clients would wait in the queue.
+            if is_out_of_files(&error) {
+                places.evict_idle();
+            }
             tokio::time::sleep(ACCEPT_BACKOFF).await;
             None
         }
     }
+}
+
+fn is_out_of_files(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let code = error.raw_os_error();
+    [Errno::MFILE, Errno::NFILE].iter().any(|errno| code == Some(errno.raw_os_error()))
 }

@@ -13,6 +13,7 @@ use tidegate::{MemoryStore, Source, StoreError};
 use crate::api::forward_auth::missing::{PART_NAMES, PARTS};
 use crate::backend::{Backend, RedisBackend};
 use crate::envoy::RejectionCounters;
+use crate::listener::ClosedConnections;
 use crate::logs::panics;
 
 mod histogram;
@@ -35,6 +36,7 @@ pub(crate) struct Metrics {
     /// Forward-auth requests by the part of the original request that is missing.
     incomplete_forward_auth: [AtomicU64; PARTS],
     upstream_retries: AtomicU64,
+    pub(crate) closed_connections: Arc<ClosedConnections>,
     pub(crate) envoy_rejections: RejectionCounters,
 }
 
@@ -102,6 +104,7 @@ impl Default for Metrics {
             reload_failures: AtomicU64::new(0),
             incomplete_forward_auth: Default::default(),
             upstream_retries: AtomicU64::new(0),
+            closed_connections: Arc::default(),
             envoy_rejections: RejectionCounters::default(),
         }
     }
@@ -293,6 +296,12 @@ impl Metrics {
             ),
         ];
         write_numbers(&mut text, &numbers);
+        write_labelled(
+            &mut text,
+            ("tidegate_connections_closed_total", "reason"),
+            "Connections that were closed early or refused, by reason.",
+            self.closed_connections.counts(),
+        );
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));

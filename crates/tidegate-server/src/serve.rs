@@ -1,5 +1,7 @@
 //! `tidegate serve` and `tidegate gateway`: startup, signal handling, drain and shutdown.
 
+use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::runtime::{self, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -29,7 +32,14 @@ const AGE_GRACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for settling pending debits during shutdown.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time an API client may go without reading any of its response.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of parallel HTTP/2 streams of a connection.
+const MAX_STREAMS: u32 = 256;
+/// The same for the admin listener, whose responses may be large.
+const ADMIN_MAX_STREAMS: u32 = 16;
+/// Number of tasks that a busy thread runs before it looks for new requests of others. Tokio's own,
+/// 61, makes them wait for as many connections that pipeline requests.
+const EVENT_INTERVAL: u32 = 16;
 /// Wait between two checks for a connection to Redis at startup.
 const STARTUP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -106,16 +116,18 @@ pub(crate) async fn serve(
         http_listener,
         http_service,
         current_tls(state),
+        client_network(state),
         stopped.clone(),
-        api_listener_config(DRAIN_TIMEOUT, max_age),
+        ListenerConfig { max_age, ..api_listener_config(&listen, state) },
     ));
     let envoy = Envoy::new(Arc::clone(state), stopped.clone()).await?;
     let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
         move |_| envoy.service(),
         current_tls(state),
+        client_network(state),
         stopped.clone(),
-        api_listener_config(DRAIN_TIMEOUT, max_age),
+        ListenerConfig { max_age, ..api_listener_config(&listen, state) },
     ));
     announce(&listen);
     service.run(signals, [http_task, grpc_task]).await;
@@ -146,14 +158,15 @@ pub(crate) async fn gateway(
         listener,
         move |peer| listener::with_peer(&gateway_service, peer),
         current_tls(&service.state),
+        client_network(&service.state),
         service.stopped.clone(),
         ListenerConfig {
-            drain_timeout: DRAIN_TIMEOUT,
             // A long download may complete: `idle_timeout` ends a stalled one.
             max_age: listen.max_connection_age.map(|age| MaxAge { age, grace: None }),
             write_timeout: settings.idle_timeout,
             reject_ambiguous: true,
             inline_streams: false,
+            ..api_listener_config(&listen, &service.state)
         },
     ));
     announce(&listen);
@@ -173,10 +186,15 @@ async fn reopen_access_log(mut hangup: Signal, state: Arc<ServerState>) {
     }
 }
 
-fn api_listener_config(drain_timeout: Duration, max_age: Option<MaxAge>) -> ListenerConfig {
+fn api_listener_config(listen: &Listen, state: &ServerState) -> ListenerConfig {
     ListenerConfig {
-        drain_timeout,
-        max_age,
+        max_connections: listen.max_connections,
+        max_connections_per_address: listen.max_connections_per_address,
+        max_streams: MAX_STREAMS,
+        idle_timeout: listen.idle_timeout,
+        closed: Arc::clone(&state.metrics.closed_connections),
+        drain_timeout: DRAIN_TIMEOUT,
+        max_age: None,
         write_timeout: WRITE_TIMEOUT,
         reject_ambiguous: false,
         inline_streams: true,
@@ -221,6 +239,7 @@ impl Service {
         warn(&config);
         config.log_warnings();
         let (files, store) = (config.files.clone(), config.store.clone());
+        let listen = config.listen.clone();
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;
         let guard = Arc::new(BrowserGuard::new(&admin_address, &config.listen.allowed_hosts));
@@ -249,8 +268,13 @@ impl Service {
             admin_listener,
             move |peer| listener::with_peer(&router, peer),
             admin_tls,
+            client_network(&state),
             admin_stopped,
-            api_listener_config(ADMIN_DRAIN_TIMEOUT, None),
+            ListenerConfig {
+                drain_timeout: ADMIN_DRAIN_TIMEOUT,
+                max_streams: ADMIN_MAX_STREAMS,
+                ..api_listener_config(&listen, &state)
+            },
         ));
         Ok(Self { state, ready, stop, stopped, admin_address, admin_stop, admin })
     }
@@ -322,6 +346,21 @@ fn current_tls(
 ) -> impl Fn() -> Option<Arc<rustls::ServerConfig>> + Send + 'static {
     let state = Arc::clone(state);
     move || state.active().tls.as_ref().map(|tls| Arc::clone(&tls.service))
+}
+
+/// Returns a source of the networks by which connections are limited: none for trusted proxies,
+/// whose connections carry the requests of many clients.
+fn client_network(state: &Arc<ServerState>) -> impl Fn(IpAddr) -> Option<String> + Send + 'static {
+    let state = Arc::clone(state);
+    move |address| {
+        let client_ip = &state.active().client_ip;
+        (!client_ip.trusts(address)).then(|| client_ip.group(address))
+    }
+}
+
+/// Returns the runtime of a service.
+pub(crate) fn runtime() -> io::Result<Runtime> {
+    runtime::Builder::new_multi_thread().enable_all().event_interval(EVENT_INTERVAL).build()
 }
 
 async fn bind(listen: &Listen, name: &str, address: &ListenAddress) -> anyhow::Result<Socket> {

@@ -1,8 +1,6 @@
 //! The OpenAPI description: adds the server and the bounds of all values, by the constants that the
 //! API checks.
 
-use http::uri::Authority;
-use http::{Request, header};
 use serde_json::{Value, json};
 use tidegate::internals::schema;
 use tidegate::{MAX_CHARGES, MAX_KEY_BYTES, Quota};
@@ -49,11 +47,11 @@ const MIN_ATTRIBUTE_BYTES: usize = 6;
 /// More characters than any error message has, even one that quotes a name of the query.
 const MAX_DETAIL: usize = 2 * MAX_BODY_BYTES;
 
-/// Returns the description. The server is the one that the client asked, so that a client that is
-/// generated from it works.
-pub(super) fn document<B>(request: &Request<B>, has_tls: bool) -> Vec<u8> {
+/// Returns the description. The server is relative to its URL, so it is the one that the client
+/// asked, and one text serves all clients.
+pub(super) fn document() -> Vec<u8> {
     let mut api = serde_json::to_value(Api::openapi()).unwrap_or_default();
-    api["servers"] = json!([{"url": server(request, has_tls)}]);
+    api["servers"] = json!([{"url": "/"}]);
     for (body, field, bounds) in bounds() {
         let schema = &mut api["components"]["schemas"][body]["properties"][field];
         if let (Some(schema), Value::Object(bounds)) = (schema.as_object_mut(), bounds) {
@@ -69,14 +67,4 @@ pub(super) fn document<B>(request: &Request<B>, has_tls: bool) -> Vec<u8> {
         }
     }
     serde_json::to_vec(&api).unwrap_or_default()
-}
-
-/// Returns the URL of this server as the client knows it, or else one relative to the description.
-fn server<B>(request: &Request<B>, has_tls: bool) -> String {
-    let host = request.headers().get(header::HOST);
-    let host = host.and_then(|host| Authority::try_from(host.as_bytes()).ok());
-    // HTTP/2 has the host in the URI.
-    let host = request.uri().authority().cloned().or(host);
-    let scheme = if has_tls { "https" } else { "http" };
-    host.map_or_else(|| "/".to_owned(), |host| format!("{scheme}://{host}"))
 }

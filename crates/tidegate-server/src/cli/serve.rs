@@ -59,7 +59,7 @@ impl ServeCommand {
                 anstream::println!("{}", banner(bound, access, store, &source, example.as_deref()));
             }
         };
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        let runtime = serve::runtime()?;
         let traces = runtime.block_on(async { logs::start(self.log_format) })?;
         if let Some(warning) = self.redis.warning() {
             tracing::warn!("{warning}");

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::de::{self, Deserialize, Deserializer, IntoDeserializer as _, Visitor};
 use serde_saphyr::Spanned;
-use tidegate::internals::{BoundedDuration, Document};
+use tidegate::internals::{Bounded, BoundedDuration, Document};
 
 use super::{ConfigError, raw};
 
@@ -16,6 +16,9 @@ const DEFAULT_UNIX_MODE: u32 = 0o660;
 const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 /// Minimum and maximum of `max_connection_age`, in microseconds: from a second to 366 days.
 pub(super) const CONNECTION_AGES: [u64; 2] = [1_000_000, 366 * 86_400_000_000];
+/// Longer than the 60 s for which common load balancers keep idle connections.
+const DEFAULT_IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+const DEFAULT_MAX_CONNECTIONS: usize = 16_384;
 const MAX_ALLOWED_HOSTS: usize = 100;
 /// Maximum length of a host name (RFC 1035, 2.3.4).
 pub(super) const MAX_NAME_BYTES: usize = 253;
@@ -31,6 +34,11 @@ pub(crate) struct Listen {
     /// Permissions of the files of Unix sockets.
     pub(crate) unix_mode: u32,
     pub(crate) max_connection_age: Option<Duration>,
+    /// Time without a request after which a connection is closed.
+    pub(crate) idle_timeout: Duration,
+    /// Maximum number of connections of each listener.
+    pub(crate) max_connections: usize,
+    pub(crate) max_connections_per_address: usize,
     pub(crate) allowed_hosts: AllowedHosts,
 }
 
@@ -158,6 +166,9 @@ pub(super) fn validate(
     raw: &raw::RawListen,
     has_admin_token: bool,
 ) -> Result<Listen, ConfigError> {
+    let number = |given: Option<u64>| given.and_then(|number| usize::try_from(number).ok());
+    let max_connections =
+        number(raw.max_connections.map(Bounded::get)).unwrap_or(DEFAULT_MAX_CONNECTIONS);
     let listen = Listen {
         http: address(document, raw.http.as_ref(), 8080)?,
         grpc: address(document, raw.grpc.as_ref(), 8081)?,
@@ -165,6 +176,10 @@ pub(super) fn validate(
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
         unix_mode: raw.unix_mode.map_or(DEFAULT_UNIX_MODE, |mode| mode.0),
         max_connection_age: max_connection_age(document, raw.max_connection_age.as_ref())?,
+        idle_timeout: raw.idle_timeout.map_or(DEFAULT_IDLE_TIMEOUT, raw::IdleTimeout::get),
+        max_connections,
+        max_connections_per_address: number(raw.max_connections_per_address.map(Bounded::get))
+            .unwrap_or(max_connections.div_ceil(2)),
         allowed_hosts: allowed_hosts(document, &raw.allowed_hosts)?,
     };
     let is_exposed = !has_admin_token && listen.admin.is_remote();

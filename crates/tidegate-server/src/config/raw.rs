@@ -24,6 +24,9 @@ pub(super) type StoreTimeout = BoundedDuration<1_000, 60_000_000>;
 /// Timeout of the gateway, in microseconds: from a millisecond to a day.
 pub(super) type GatewayTimeout = BoundedDuration<1_000, 86_400_000_000>;
 
+/// Idle timeout of connections, in microseconds: from a second to a day.
+pub(super) type IdleTimeout = BoundedDuration<1_000_000, 86_400_000_000>;
+
 /// Configuration of `tidegate serve` and `tidegate gateway`.
 #[derive(Debug, Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -73,6 +76,17 @@ pub(super) struct RawListen {
     /// by default, varied by 10 %; `off` for never.
     #[schemars(with = "Option<ConnectionAge>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
+    /// Time without a request after which a connection is closed, from 1s to 1d; 75s by default.
+    /// Pings do not count. Must be longer than the time for which a load balancer keeps idle
+    /// connections.
+    pub(super) idle_timeout: Option<IdleTimeout>,
+    /// Maximum number of connections of each listener; 16384 by default. A further one gets the
+    /// place of the connection that has been idle for longest. If none is idle, it is refused.
+    pub(super) max_connections: Option<Bounded<1, 1_000_000>>,
+    /// Maximum number of connections of each listener from one IPv4 address, or from one network of
+    /// IPv6 addresses (`client_ip.ipv6_prefix`); half of `max_connections` by default. Trusted
+    /// proxies (`client_ip.trusted_proxies`) and Unix sockets are not limited.
+    pub(super) max_connections_per_address: Option<Bounded<1, 1_000_000>>,
     /// Host names by which http and admin are called, such as `tidegate.example.com` or
     /// `*.example.com`. On loopback, a listener without a token serves only these names, IP
     /// addresses and localhost; on other addresses this restricts only browsers.

@@ -227,6 +227,10 @@ fn errors_in_other_sections_show_their_position() {
         ("listen:\n  unix_mode: 660\n", "2:14:", "three octal digits in quotes"),
         ("listen:\n  max_connection_age: 10ms\n", "2:23:", "from 1s to 366d, or off"),
         ("listen:\n  max_connection_age: soon\n", "2:23:", "is not a duration"),
+        ("listen:\n  idle_timeout: 10ms\n", "2:17:", "write a time from 1s to 1d"),
+        ("listen:\n  idle_timeout: 2d\n", "2:17:", "write a time from 1s to 1d"),
+        ("listen:\n  max_connections: 0\n", "2:20:", "from 1 to 1000000"),
+        ("listen:\n  max_connections_per_address: many\n", "2:32:", "from 1 to 1000000"),
         ("envoy:\n  on_store_failure: closed\n", "2:21:", "one of local, allow, deny, error"),
         ("envoy:\n  on_store_failures: {a: deny}\n", "2:26:", "no rule is named \"a\""),
         ("envoy:\n  algorithms: {a: token-bucket}\n", "2:19:", "no rule is named \"a\""),
@@ -283,6 +287,7 @@ fn errors_in_other_sections_show_their_position() {
         "listen: {admin: 127.0.0.1:8080}\n",
         "listen: {http: unix:/run/a.sock, admin: unix:/run/b.sock, unix_mode: '0660'}\n",
         "listen: {max_connection_age: off}\n",
+        "listen: {idle_timeout: 10m, max_connections: 50000, max_connections_per_address: 1}\n",
     ] {
         assert!(Config::parse("good", good).is_ok(), "{good}");
     }

@@ -19,8 +19,7 @@ use super::head;
 use crate::duration;
 use crate::listener::{self, WriteProgress};
 
-/// Initial chunk size towards HTTP/2 clients. A client that consumes one chunk within the idle
-/// timeout is not stalled.
+/// Initial chunk size towards HTTP/2 clients.
 const MIN_CHUNK: usize = 16 * 1024;
 /// Chunk size limit for fast clients: larger chunks mean fewer wake-ups.
 const MAX_CHUNK: usize = 256 * 1024;
@@ -160,8 +159,8 @@ pub(super) async fn forwarded(
     Err(ProxyError::LengthRequired)
 }
 
-/// Body of an upstream's response. Towards HTTP/2 clients it is cut into chunks, so that
-/// [`WriteProgress`] can detect a stalled client.
+/// Body of an upstream's response. Towards HTTP/2 clients it is cut into chunks, so that a slow
+/// client takes little memory.
 #[derive(Debug)]
 pub(super) struct Download {
     body: IdleTimeoutBody<Incoming>,

@@ -4,12 +4,14 @@ use std::future::poll_fn;
 use std::hash::{BuildHasher as _, RandomState};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::Version;
 use tokio::sync::watch;
 use tokio::time::Sleep;
+
+use super::connection::Verdict;
 
 /// Connections of a listener that are still open.
 pub(super) struct OpenConnections {
@@ -68,8 +70,8 @@ impl ConnectionState {
     }
 }
 
-/// Drives a connection until it closes. When `stop` turns true it is drained: `start_drain` makes
-/// it accept no further requests.
+/// Drives a connection until it closes, or until its watcher closes it. When `stop` turns true, and
+/// when it is idle, it is drained: `start_drain` makes it accept no further requests.
 ///
 /// At its maximum age, an HTTP/2 connection is drained, too. One of HTTP/1.1 closes after its next
 /// response, which says so: closing it while it is idle could cross a request of the client.
@@ -79,6 +81,7 @@ pub(super) async fn drive<C: Future>(
     mut stop: watch::Receiver<bool>,
     max_age: Option<MaxAge>,
     state: &ConnectionState,
+    mut watch: impl FnMut(&mut Context<'_>) -> Verdict,
 ) {
     let mut connection = pin!(connection);
     let mut stopped = pin!(async { stop.wait_for(|stop| *stop).await.is_ok() });
@@ -88,7 +91,9 @@ pub(super) async fn drive<C: Future>(
         max_age.map(|max| sleep(with_jitter(max.age, RandomState::new().hash_one(()))));
     let mut grace: Option<Pin<Box<Sleep>>> = None;
     poll_fn(|cx| {
-        if !is_draining && stopped.as_mut().poll(cx).is_ready() {
+        let verdict = watch(cx);
+        let is_stopped = !is_draining && stopped.as_mut().poll(cx).is_ready();
+        if is_stopped || (!is_draining && verdict == Verdict::Drain) {
             is_draining = true;
             start_drain(connection.as_mut());
         }
@@ -106,6 +111,8 @@ pub(super) async fn drive<C: Future>(
                 return Poll::Ready(());
             }
             match connection.as_mut().poll(cx) {
+                // This poll has sent the last frame.
+                Poll::Pending if verdict == Verdict::Close => return Poll::Ready(()),
                 // The first request of an old connection has just shown its version.
                 Poll::Pending if !is_draining && state.can_send_goaway() => {}
                 polled => return polled.map(|_| ()),
@@ -124,8 +131,6 @@ fn with_jitter(duration: Duration, random: u64) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use std::task::Context;
-
     use tokio::time::Instant;
 
     use super::*;
@@ -164,7 +169,8 @@ mod tests {
         let state = ConnectionState::default();
         assert!(!state.closes_after(version), "the connection is not old yet");
         let busy = Busy { rest, ends: None };
-        drive(busy, Busy::start_drain, stop.subscribe(), Some(max_age), &state).await;
+        let watch = |_: &mut Context<'_>| Verdict::Continue;
+        drive(busy, Busy::start_drain, stop.subscribe(), Some(max_age), &state, watch).await;
         assert_eq!(state.closes_after(Version::HTTP_11), start.elapsed() >= MAX_AGE * 9 / 10);
         start.elapsed()
     }

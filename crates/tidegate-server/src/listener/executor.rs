@@ -7,22 +7,21 @@
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use hyper::rt::Executor;
 use tokio::task::coop::cooperative;
 
-use super::stall;
+use super::progress;
 
 type Stream = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Executor that hyper hands the streams of one connection to.
 #[derive(Clone)]
 pub(super) enum StreamExecutor {
-    /// One task per stream, which ends when its client stops reading.
-    Spawn { write_timeout: Duration },
+    /// One task per stream.
+    Spawn,
     /// All streams on the connection's task. Holds those that hyper added since the last poll.
     Inline(Arc<Mutex<Vec<Stream>>>),
 }
@@ -50,7 +49,7 @@ impl StreamExecutor {
 
     fn take_new_streams(&self) -> Vec<Stream> {
         match self {
-            Self::Spawn { .. } => Vec::new(),
+            Self::Spawn => Vec::new(),
             Self::Inline(streams) => std::mem::take(&mut *lock(streams)),
         }
     }
@@ -63,9 +62,7 @@ fn lock(streams: &Mutex<Vec<Stream>>) -> MutexGuard<'_, Vec<Stream>> {
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
         match self {
-            Self::Spawn { write_timeout } => {
-                drop(tokio::spawn(stall::with_stall_timeout(stream, *write_timeout)));
-            }
+            Self::Spawn => drop(tokio::spawn(progress::with_progress(stream))),
             // `cooperative` makes each stream count against the task's poll budget, so one busy
             // connection cannot monopolize its thread.
             Self::Inline(streams) => lock(streams).push(Box::pin(cooperative(stream))),

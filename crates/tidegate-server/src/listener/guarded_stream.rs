@@ -1,16 +1,20 @@
-//! Client connection that times out when it stalls and rejects ambiguous HTTP/1.1 framing.
+//! Client connection that closes when its watcher says so, times out when the client does not read,
+//! and rejects ambiguous HTTP/1.1 framing.
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::time::Sleep;
 
 use super::ListenerConfig;
+use super::closed::CloseReason;
+use super::connection::Connection;
 use super::framing::Framing;
+use super::places::Place;
 
 /// First bytes of an HTTP/2 connection.
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -25,37 +29,43 @@ const MAX_LINGER_BYTES: u64 = 256 * 1024;
 pub(super) struct GuardedStream<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> {
     /// `None` only during drop.
     stream: Option<S>,
+    connection: Arc<Connection>,
     framing: Option<Framing>,
     /// Rest of [`INVALID_HEAD`] to return from reads. Once set, the socket is no longer read.
     rejection: Option<&'static [u8]>,
-    /// Number of preface bytes received, while the protocol version is unknown. hyper's own header
-    /// timeout starts only after that.
+    /// Number of preface bytes received, while the protocol version is unknown.
     preface_matched: Option<usize>,
-    header_timer: Pin<Box<Sleep>>,
+    is_http2: bool,
+    /// Frames to return from reads before those of the client.
+    inserted: Vec<u8>,
+    /// Frames to write before those of hyper.
+    outbox: Vec<u8>,
     write_timeout: Duration,
     /// Runs while the client does not read.
     write_timer: Option<Pin<Box<Sleep>>>,
-    /// Held for the lifetime of the connection, also after an upgrade.
-    _permit: OwnedSemaphorePermit,
+    /// Held for the lifetime of the connection, also after an upgrade. `None` only during drop.
+    place: Option<Place>,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
-    /// Guards a stream whose protocol version must be known within `header_timeout`.
     pub(super) fn new(
         stream: S,
-        permit: OwnedSemaphorePermit,
-        header_timeout: Duration,
-        config: ListenerConfig,
+        place: Place,
+        connection: Arc<Connection>,
+        config: &ListenerConfig,
     ) -> Self {
         Self {
-            _permit: permit,
             stream: Some(stream),
+            connection,
             framing: config.reject_ambiguous.then(Framing::default),
             rejection: None,
             preface_matched: Some(0),
-            header_timer: Box::pin(tokio::time::sleep(header_timeout)),
+            is_http2: false,
+            inserted: Vec::new(),
+            outbox: Vec::new(),
             write_timeout: config.write_timeout,
             write_timer: None,
+            place: Some(place),
         }
     }
 
@@ -64,16 +74,25 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
     }
 
     /// Checks received bytes and returns how many of them are accepted.
-    fn inspect(&mut self, bytes: &[u8]) -> usize {
-        if let Some(matched) = self.preface_matched {
-            let expected = &HTTP2_PREFACE[matched..];
-            let length = expected.len().min(bytes.len());
-            let is_partial = expected[..length] == bytes[..length] && length < expected.len();
-            self.preface_matched = is_partial.then_some(matched + length);
-        }
+    fn inspect(&mut self, mut bytes: &[u8]) -> usize {
         let accepted = self.framing.as_mut().map_or(bytes.len(), |framing| framing.check(bytes));
         if accepted < bytes.len() {
             self.rejection = Some(INVALID_HEAD);
+        }
+        if let Some(matched) = self.preface_matched {
+            let expected = &HTTP2_PREFACE[matched..];
+            let length = expected.len().min(bytes.len());
+            let is_match = expected[..length] == bytes[..length];
+            let is_partial = is_match && length < expected.len();
+            self.preface_matched = is_partial.then_some(matched + length);
+            if is_match && !is_partial {
+                self.is_http2 = true;
+                self.connection.start_http2();
+                bytes = &bytes[length..];
+            }
+        }
+        if !bytes.is_empty() {
+            self.connection.receive(bytes);
         }
         accepted
     }
@@ -87,6 +106,29 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
         }
     }
 
+    /// Writes the frames to insert. Fails if the connection has to close; its last frame is written
+    /// if that is possible without a wait.
+    fn poll_inserted(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        let (inserted, closes) = self.connection.take_inserted();
+        self.inserted.extend(inserted.received);
+        self.outbox.extend(inserted.sent);
+        if closes || !self.outbox.is_empty() {
+            let _ = self.poll_outbox(cx)?;
+        }
+        if closes { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
+    }
+
+    fn poll_outbox(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.outbox.is_empty() {
+            let outbox = std::mem::take(&mut self.outbox);
+            let polled = self.stream()?.poll_write(cx, &outbox);
+            self.outbox = outbox;
+            let written = ready!(self.with_write_timeout(cx, polled))?;
+            self.outbox.drain(..written);
+        }
+        Poll::Ready(Ok(()))
+    }
+
     /// Turns a write that has been pending for too long into an error.
     fn with_write_timeout<T>(
         &mut self,
@@ -94,7 +136,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> GuardedStream<S> {
         polled: Poll<io::Result<T>>,
     ) -> Poll<io::Result<T>> {
         if polled.is_ready() {
-            self.write_timer = None;
+            if self.write_timer.take().is_some() {
+                self.connection.resume_writing();
+            }
             return polled;
         }
         let timer = self
@@ -114,16 +158,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncRead for GuardedSt
             self.put_rejection(buffer);
             return Poll::Ready(Ok(()));
         }
-        let before = buffer.filled().len();
-        let polled = self.stream()?.poll_read(cx, buffer);
-        if polled.is_pending() && self.preface_matched.is_some() {
-            ready!(self.header_timer.as_mut().poll(cx));
-            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        self.poll_inserted(cx)?;
+        if !self.inserted.is_empty() {
+            let length = self.inserted.len().min(buffer.remaining());
+            buffer.put_slice(&self.inserted[..length]);
+            self.inserted.drain(..length);
+            return Poll::Ready(Ok(()));
         }
+        let before = buffer.filled().len();
+        ready!(self.stream()?.poll_read(cx, buffer))?;
         let accepted = self.inspect(&buffer.filled()[before..]);
         buffer.set_filled(before + accepted);
         self.put_rejection(buffer);
-        polled
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -133,7 +180,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for GuardedS
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_outbox(cx))?;
         let polled = self.stream()?.poll_write(cx, bytes);
+        if let (Poll::Ready(Ok(length)), true) = (&polled, self.is_http2) {
+            self.connection.send(std::iter::once(bytes), *length);
+        }
         self.with_write_timeout(cx, polled)
     }
 
@@ -142,7 +193,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for GuardedS
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_outbox(cx))?;
         let polled = self.stream()?.poll_write_vectored(cx, slices);
+        if let (Poll::Ready(Ok(length)), true) = (&polled, self.is_http2) {
+            self.connection.send(slices.iter().map(|slice| &**slice), *length);
+        }
         self.with_write_timeout(cx, polled)
     }
 
@@ -151,6 +206,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for GuardedS
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_outbox(cx))?;
         let polled = self.stream()?.poll_flush(cx);
         self.with_write_timeout(cx, polled)
     }
@@ -163,18 +219,27 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AsyncWrite for GuardedS
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Drop for GuardedStream<S> {
     fn drop(&mut self) {
-        let is_sending = self.framing.as_ref().is_some_and(Framing::is_in_body);
+        let is_sending = self.framing.as_ref().is_some_and(Framing::is_in_body)
+            || self.connection.closing().is_some_and(CloseReason::is_abuse);
         if let (Some(stream), true, Ok(runtime)) =
             (self.stream.take(), is_sending, tokio::runtime::Handle::try_current())
         {
+            let place = self.place.take();
             runtime.spawn(async move {
-                let mut rest = stream.take(MAX_LINGER_BYTES);
-                let _ = tokio::time::timeout(
-                    LINGER_TIMEOUT,
-                    tokio::io::copy(&mut rest, &mut tokio::io::sink()),
-                )
-                .await;
+                let _place = place;
+                linger(stream, b"").await;
             });
         }
     }
+}
+
+/// Sends the last bytes, and reads for a while what the client still sends, so that it gets them.
+pub(super) async fn linger(mut stream: impl AsyncRead + AsyncWrite + Unpin, last: &[u8]) {
+    let rest = async {
+        stream.write_all(last).await?;
+        stream.shutdown().await?;
+        let mut rest = stream.take(MAX_LINGER_BYTES);
+        tokio::io::copy(&mut rest, &mut tokio::io::sink()).await
+    };
+    let _ = tokio::time::timeout(LINGER_TIMEOUT, rest).await;
 }

@@ -1,20 +1,13 @@
 //! Request bodies that may still be arriving after the response was sent.
 
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use futures_util::future::Either;
-use http::{HeaderValue, StatusCode, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
-use hyper::service::Service as HyperService;
 use tokio::runtime::Handle;
-
-use super::Request;
-use super::drain::ConnectionState;
 
 /// Time during which an HTTP/2 stream stays open after an early response. Some clients (curl 7.88)
 /// report a reset stream instead of the response they received.
@@ -29,6 +22,12 @@ pub(crate) struct LingeringBody {
     /// `None` only during drop.
     body: Option<hyper::body::Incoming>,
     lingers: bool,
+}
+
+impl LingeringBody {
+    pub(super) fn new(body: hyper::body::Incoming, lingers: bool) -> Self {
+        Self { body: Some(body), lingers }
+    }
 }
 
 impl Body for LingeringBody {
@@ -78,42 +77,5 @@ async fn discard(mut body: hyper::body::Incoming) {
         if left == 0 {
             return;
         }
-    }
-}
-
-/// Service wrapper that turns hyper's bodies into lingering ones, and closes an old HTTP/1.1
-/// connection after a response.
-pub(super) struct ConnectionService<S> {
-    pub(super) service: S,
-    pub(super) state: Arc<ConnectionState>,
-}
-
-type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-
-impl<S, B> HyperService<hyper::Request<hyper::body::Incoming>> for ConnectionService<S>
-where
-    S: HyperService<Request, Response = http::Response<B>>,
-    S::Future: Send + 'static,
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = Either<S::Future, BoxFuture<Result<S::Response, S::Error>>>;
-
-    fn call(&self, request: hyper::Request<hyper::body::Incoming>) -> Self::Future {
-        let closes = self.state.closes_after(request.version());
-        let lingers = request.version() == Version::HTTP_2;
-        let response =
-            self.service.call(request.map(|body| LingeringBody { body: Some(body), lingers }));
-        if !closes {
-            return Either::Left(response);
-        }
-        Either::Right(Box::pin(async move {
-            let mut response = response.await?;
-            if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-                let close = HeaderValue::from_static("close");
-                response.headers_mut().insert(header::CONNECTION, close);
-            }
-            Ok(response)
-        }))
     }
 }

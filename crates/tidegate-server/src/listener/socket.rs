@@ -124,6 +124,12 @@ impl Drop for SocketFile {
     }
 }
 
+impl Stream {
+    pub(super) fn is_unix(&self) -> bool {
+        matches!(self, Self::Unix(_))
+    }
+}
+
 impl AsyncRead for Stream {
     fn poll_read(
         self: Pin<&mut Self>,

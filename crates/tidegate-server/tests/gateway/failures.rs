@@ -167,7 +167,8 @@ fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
 #[test]
 fn client_without_a_complete_head_is_disconnected() {
     let upstream = Upstream::responding_with(OK);
-    let gateway = Service::gateway("", &[&upstream.url()]);
+    let gateway =
+        Service::gateway("listen: {admin: '127.0.0.1:0', idle_timeout: 2s}\n", &[&upstream.url()]);
     let start = Instant::now();
     let parts: [&[u8]; 4] =
         [b"", b"PRI * HT", b"GET / HTTP/1.1\r\nHost: h\r\n", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"];

@@ -1,6 +1,8 @@
 //! HTTP/2 at the level of frames.
 
-use std::io::{Read as _, Write as _};
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::io::{self, Read as _, Write as _};
 use std::net::TcpStream;
 
 use crate::support::TEST_TIMEOUT;
@@ -11,8 +13,8 @@ pub(crate) struct Frames(TcpStream);
 pub(crate) const DATA: u8 = 0;
 pub(crate) const HEADERS: u8 = 1;
 pub(crate) const RST_STREAM: u8 = 3;
-const SETTINGS: u8 = 4;
-const PING: u8 = 6;
+pub(crate) const SETTINGS: u8 = 4;
+pub(crate) const PING: u8 = 6;
 pub(crate) const GOAWAY: u8 = 7;
 pub(crate) const WINDOW_UPDATE: u8 = 8;
 pub(crate) const CONTINUATION: u8 = 9;
@@ -57,9 +59,23 @@ impl Frames {
     }
 
     pub(crate) fn send(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
-        let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
-        let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
-        self.0.write_all(&[&head, payload].concat()).expect("sent");
+        self.try_send(kind, flags, stream, payload).expect("sent");
+    }
+
+    /// Sends a frame, unless the other side has closed the connection.
+    pub(crate) fn try_send(
+        &mut self,
+        kind: u8,
+        flags: u8,
+        stream: u32,
+        payload: &[u8],
+    ) -> io::Result<()> {
+        self.0.write_all(&encode(kind, flags, stream, payload))
+    }
+
+    /// Sends bytes, such as many frames at once.
+    pub(crate) fn try_send_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_all(bytes)
     }
 
     /// Closes the connection.
@@ -77,21 +93,52 @@ impl Frames {
     /// Returns the next frame of a stream, or `None` at the end of the connection.
     pub(crate) fn next_frame(&mut self) -> Option<StreamFrame> {
         loop {
-            let mut head = [0; 9];
-            self.0.read_exact(&mut head).ok()?;
-            let [high, middle, low, kind, flags, stream @ ..] = head;
-            let mut payload = vec![0; u32::from_be_bytes([0, high, middle, low]) as usize];
-            self.0.read_exact(&mut payload).ok()?;
-            match (kind, u32::from_be_bytes(stream)) {
-                (PING | SETTINGS, 0) if flags & ACK == 0 => {
-                    let payload = if kind == PING { payload } else { Vec::new() };
-                    self.send(kind, ACK, 0, &payload);
-                }
-                (_, 0) => {}
-                (_, stream) => return Some(StreamFrame { kind, flags, stream, payload }),
+            let frame = self.next_of_any_stream().ok()??;
+            if frame.stream != 0 {
+                return Some(frame);
             }
         }
     }
+
+    /// Returns the next frame, or `None` at the end of the connection. Pings and settings are
+    /// acknowledged.
+    pub(crate) fn next_of_any_stream(&mut self) -> io::Result<Option<StreamFrame>> {
+        let mut head = [0; 9];
+        match self.0.read_exact(&mut head) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            read => read?,
+        }
+        let [high, middle, low, kind, flags, stream @ ..] = head;
+        let mut payload = vec![0; u32::from_be_bytes([0, high, middle, low]) as usize];
+        self.0.read_exact(&mut payload)?;
+        if matches!(kind, PING | SETTINGS) && flags & ACK == 0 {
+            let payload = if kind == PING { &payload[..] } else { &[] };
+            // The other side may have closed the connection.
+            let _ = self.try_send(kind, ACK, 0, payload);
+        }
+        Ok(Some(StreamFrame { kind, flags, stream: u32::from_be_bytes(stream), payload }))
+    }
+
+    /// Reads up to the end of the connection and returns the error code of the last GOAWAY, if any.
+    pub(crate) fn code_at_the_end(&mut self) -> Option<u32> {
+        let mut code = None;
+        while let Some(frame) = self.next_of_any_stream().expect("the end, not a timeout") {
+            if frame.kind == GOAWAY {
+                code = frame
+                    .payload
+                    .get(4..8)
+                    .map(|code| u32::from_be_bytes(code.try_into().expect("4 bytes")));
+            }
+        }
+        code
+    }
+}
+
+/// Returns the bytes of a frame.
+pub(crate) fn encode(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
 /// Encodes a header field whose name and value are shorter than 127 bytes.

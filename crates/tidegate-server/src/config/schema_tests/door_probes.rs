@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 28] = [
+pub(super) const DOOR_PROBES: [Probe; 31] = [
     Probe {
         place: "/listen",
         valid: &[
@@ -94,6 +94,21 @@ pub(super) const DOOR_PROBES: [Probe; 28] = [
         place: "/listen/admin",
         valid: &[r#""unix:/run/a.sock""#, r#""127.8.0.1:80""#, r#""[::1]:80""#, r#""[0::1]:80""#],
         invalid: &[r#""0.0.0.0:80""#, r#""[::]:80""#, r#""[1::1]:80""#, r#""10.127.0.0:80""#],
+    },
+    Probe {
+        place: "/listen/idle_timeout",
+        valid: &[r#""1s""#, r#""1m15s""#, r#""1d""#, "null"],
+        invalid: &[r#""0s""#, r#""999ms""#, r#""2d""#, r#""off""#, r#""""#, "75", r#"["75s"]"#],
+    },
+    Probe {
+        place: "/listen/max_connections",
+        valid: &["1", "1000000", "null"],
+        invalid: &["0", "1000001", "-1", "1.5", r#""5""#, r#""off""#, "[5]"],
+    },
+    Probe {
+        place: "/listen/max_connections_per_address",
+        valid: &["1", "1000000", "null"],
+        invalid: &["0", "1000001", r#""half""#, "true", "{}"],
     },
     Probe {
         place: "/listen/allowed_hosts",

@@ -1,0 +1,203 @@
+//! Reader of HTTP/2 frame heads in a stream of bytes. Payloads are skipped, except for settings and
+//! window updates.
+
+pub(super) const DATA: u8 = 0;
+pub(super) const HEADERS: u8 = 1;
+pub(super) const RST_STREAM: u8 = 3;
+pub(super) const SETTINGS: u8 = 4;
+pub(super) const GOAWAY: u8 = 7;
+pub(super) const WINDOW_UPDATE: u8 = 8;
+pub(super) const CONTINUATION: u8 = 9;
+/// Flag of DATA and HEADERS: the last frame of this side of the stream.
+pub(super) const END_STREAM: u8 = 1;
+/// Flag of SETTINGS and PING.
+pub(super) const ACK: u8 = 1;
+/// Flag of HEADERS and CONTINUATION: the last frame of the header block.
+pub(super) const END_HEADERS: u8 = 4;
+
+const HEAD_BYTES: usize = 9;
+/// Size of one setting: its identifier and value.
+const SETTING_BYTES: usize = 6;
+const INCREMENT_BYTES: usize = 4;
+
+/// Head of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Frame {
+    pub(super) kind: u8,
+    pub(super) flags: u8,
+    pub(super) stream: u32,
+    pub(super) length: u32,
+}
+
+impl Frame {
+    fn parse([high, middle, low, kind, flags, stream @ ..]: [u8; HEAD_BYTES]) -> Self {
+        Self {
+            kind,
+            flags,
+            // The highest bit is reserved.
+            stream: u32::from_be_bytes(stream) & 0x7fff_ffff,
+            length: u32::from_be_bytes([0, high, middle, low]),
+        }
+    }
+
+    pub(super) fn has(&self, flag: u8) -> bool {
+        self.flags & flag != 0
+    }
+}
+
+/// Part of a frame that matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    Head(Frame),
+    Setting { id: u16, value: u32 },
+    WindowUpdate { stream: u32, increment: u32 },
+}
+
+/// Position of one direction of a connection within its frames.
+#[derive(Debug, Default)]
+pub(super) struct FrameReader {
+    head: [u8; HEAD_BYTES],
+    head_length: usize,
+    /// Current frame, once its head is complete.
+    frame: Frame,
+    payload_left: usize,
+    /// Incomplete setting or increment.
+    item: [u8; SETTING_BYTES],
+    item_length: usize,
+    is_in_header_block: bool,
+}
+
+impl FrameReader {
+    /// Reads the next bytes.
+    pub(super) fn read(&mut self, mut bytes: &[u8], mut on_event: impl FnMut(Event)) {
+        while !bytes.is_empty() {
+            if self.head_length < HEAD_BYTES {
+                let length = bytes.len().min(HEAD_BYTES - self.head_length);
+                let (now, later) = bytes.split_at(length);
+                self.head[self.head_length..][..length].copy_from_slice(now);
+                self.head_length += length;
+                bytes = later;
+                if self.head_length == HEAD_BYTES {
+                    self.start_frame();
+                    on_event(Event::Head(self.frame));
+                }
+            } else {
+                let (now, later) = bytes.split_at(bytes.len().min(self.payload_left));
+                self.payload_left -= now.len();
+                self.read_payload(now, &mut on_event);
+                bytes = later;
+            }
+            if self.head_length == HEAD_BYTES && self.payload_left == 0 {
+                self.head_length = 0;
+            }
+        }
+    }
+
+    /// Returns whether another frame may be inserted here.
+    pub(super) fn is_between_frames(&self) -> bool {
+        self.head_length == 0 && !self.is_in_header_block
+    }
+
+    fn start_frame(&mut self) {
+        self.frame = Frame::parse(self.head);
+        self.payload_left = self.frame.length as usize;
+        self.item_length = 0;
+        if matches!(self.frame.kind, HEADERS | CONTINUATION) {
+            self.is_in_header_block = !self.frame.has(END_HEADERS);
+        }
+    }
+
+    fn read_payload(&mut self, bytes: &[u8], on_event: &mut impl FnMut(Event)) {
+        let item_bytes = match self.frame.kind {
+            SETTINGS => SETTING_BYTES,
+            WINDOW_UPDATE => INCREMENT_BYTES,
+            _ => return,
+        };
+        for byte in bytes {
+            self.item[self.item_length] = *byte;
+            self.item_length += 1;
+            if self.item_length == item_bytes {
+                self.item_length = 0;
+                on_event(self.item());
+            }
+        }
+    }
+
+    fn item(&self) -> Event {
+        let [first, second, third, fourth, fifth, sixth] = self.item;
+        if self.frame.kind == SETTINGS {
+            let id = u16::from_be_bytes([first, second]);
+            return Event::Setting { id, value: u32::from_be_bytes([third, fourth, fifth, sixth]) };
+        }
+        let increment = u32::from_be_bytes([first, second, third, fourth]) & 0x7fff_ffff;
+        Event::WindowUpdate { stream: self.frame.stream, increment }
+    }
+}
+
+/// Returns the bytes of a frame.
+pub(super) fn encode(kind: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap_or(0).to_be_bytes();
+    [&length[1..], &[kind, 0], &stream.to_be_bytes(), payload].concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn events(bytes: &[u8], read_size: usize) -> (Vec<Event>, bool) {
+        let (mut reader, mut events) = (FrameReader::default(), Vec::new());
+        for read in bytes.chunks(read_size) {
+            reader.read(read, |event| events.push(event));
+        }
+        (events, reader.is_between_frames())
+    }
+
+    #[test]
+    fn settings_and_window_updates_are_read() {
+        let settings = [0, 4, 0, 0, 0, 7, 0, 3, 0, 0, 1, 0];
+        let update = 0x8000_0005_u32.to_be_bytes();
+        let bytes = [
+            encode(SETTINGS, 0, &settings),
+            encode(WINDOW_UPDATE, 3, &update),
+            encode(DATA, 3, b"ignored"),
+            encode(SETTINGS, 0, &[]),
+        ]
+        .concat();
+        let head = |kind, stream, length| Event::Head(Frame { kind, flags: 0, stream, length });
+        let expected = vec![
+            head(SETTINGS, 0, 12),
+            Event::Setting { id: 4, value: 7 },
+            Event::Setting { id: 3, value: 256 },
+            head(WINDOW_UPDATE, 3, 4),
+            Event::WindowUpdate { stream: 3, increment: 5 },
+            head(DATA, 3, 7),
+            head(SETTINGS, 0, 0),
+        ];
+        for read_size in 1..=bytes.len() {
+            assert_eq!(events(&bytes, read_size), (expected.clone(), true));
+        }
+    }
+
+    #[test]
+    fn header_block_is_one_unit() {
+        let mut bytes = encode(HEADERS, 1, b"x");
+        assert!(!events(&bytes, 3).1);
+        let mut end = encode(CONTINUATION, 1, b"y");
+        end[4] = END_HEADERS;
+        bytes.extend(end);
+        assert!(events(&bytes, 3).1);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_alike_in_any_pieces(
+            bytes in vec(prop_oneof![Just(0), Just(1), any::<u8>()], 0..200),
+            read_size in 1..50_usize,
+        ) {
+            prop_assert_eq!(events(&bytes, read_size), events(&bytes, bytes.len().max(1)));
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Connections of hostile clients, on every listener of the real service.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+#[path = "../gateway/frames.rs"]
+mod frames;
+
+/// Connections that take all of a thread.
+mod fairness;
+/// Frames that cost work and bring none.
+mod floods;
+/// Idle connections, and connections beyond the maximum.
+mod places;
+/// Clients that do not read their responses.
+mod stalled;
+
+use frames::field;
+
+/// Returns the HPACK encoding of a request without a body.
+fn request_fields(method: &str, path: &str) -> Vec<u8> {
+    [
+        field(":method", method),
+        field(":scheme", "http"),
+        field(":path", path),
+        field(":authority", "localhost"),
+    ]
+    .concat()
+}
+
+/// Returns a `listen` section with free ports and more fields.
+fn listen(fields: &str) -> String {
+    let ports = "http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'";
+    format!("listen: {{{ports}, {fields}}}\n")
+}
