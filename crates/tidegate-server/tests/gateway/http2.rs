@@ -37,20 +37,14 @@ fn denied_request_with_a_large_body_gets_its_response() {
     let ca = folder.path().join("ca.pem").display().to_string();
     let large = large_body(folder.path());
     let gateway = Service::gateway_in(folder, &[&upstream.url()]);
-    assert!(
-        gateway.output().contains(&format!("gateway  https://{}", gateway.http)),
-        "{}",
-        gateway.output()
-    );
+    let shown = format!("gateway  https://{}", gateway.http);
+    gateway.wait_until("the address is shown", |gateway| gateway.output().contains(&shown));
     let url = format!("https://localhost:{}/", port(&gateway.http));
     assert_eq!(statuses(&["--cacert", &ca, &url])[..2], ["2 200", "2 429"]);
     assert_eq!(statuses(&["--cacert", &ca, "--data-binary", &large, &url]), ["2 429"; 30]);
     let gateway = Service::gateway(policies, &[&upstream.url()]);
-    assert!(
-        gateway.output().contains(&format!("gateway  http://{}", gateway.http)),
-        "{}",
-        gateway.output()
-    );
+    let shown = format!("gateway  http://{}", gateway.http);
+    gateway.wait_until("the address is shown", |gateway| gateway.output().contains(&shown));
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     let url = format!("http://{}/", gateway.http);
     assert_eq!(

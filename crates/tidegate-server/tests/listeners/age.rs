@@ -29,7 +29,7 @@ type Chunks = StreamBody<ReceiverStream<Result<Frame<Bytes>, Infallible>>>;
 
 fn request(path: &str) -> (mpsc::Sender<Result<Frame<Bytes>, Infallible>>, Request<Chunks>) {
     let (chunks, received) = mpsc::channel(1);
-    let request = Request::post(format!("http://tidegate{path}"))
+    let request = Request::post(format!("http://localhost{path}"))
         .body(StreamBody::new(ReceiverStream::new(received)))
         .expect("a request");
     (chunks, request)
@@ -81,7 +81,7 @@ fn old_http1_connection_closes_after_its_next_response() {
     let service = Service::start(CONFIG);
     let mut stream = std::net::TcpStream::connect(&service.http).expect("the service listens");
     stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
-    let head = "POST /v1/acquire HTTP/1.1\r\nHost: tidegate\r\n";
+    let head = "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\n";
     let request = format!("{head}Content-Length: {}\r\n\r\n{BODY}", BODY.len());
     stream.write_all(request.as_bytes()).expect("it is read");
     let mut first = [0; 4096];
