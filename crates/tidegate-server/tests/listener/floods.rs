@@ -20,7 +20,10 @@ fn floods_of_control_frames_end_the_connection() {
         ("SETTINGS", SETTINGS, 0, &[]),
         ("unknown", UNKNOWN, 0, &[]),
     ];
-    for address in [&service.http, service.grpc.as_ref().expect("gRPC"), &service.admin] {
+    // Nothing listens at the upstream.
+    let gateway = Service::gateway("", &["http://127.0.0.1:1"]);
+    let grpc = service.grpc.as_ref().expect("gRPC");
+    for address in [&service.http, grpc, &service.admin, &gateway.http] {
         for (name, kind, stream, payload) in floods {
             let mut client = Frames::connect(address, 65_535);
             let some = encode(kind, 0, stream, payload).repeat(100);
