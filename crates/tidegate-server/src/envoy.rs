@@ -27,7 +27,7 @@ mod proto;
 mod rejection;
 mod request;
 
-use grpc::{GrpcBody, GrpcResponse, MessageReader, ReadError};
+use grpc::{CallError, GrpcBody, GrpcResponse, MessageReader};
 use message_buffer::{ConnectionBytes, TotalBytes};
 use plan::DescriptorPlan;
 use proto::envoy::config::core::v3::HeaderValue;
@@ -46,6 +46,8 @@ const HEALTH_NAMES: [&str; 3] = ["", SERVICE, "ratelimit"];
 /// Reader of requests. The maximum size is that of gRPC servers in general.
 const REQUESTS: MessageReader<RateLimitRequest> =
     MessageReader { decode: request::decode, max_bytes: 4 * 1024 * 1024 };
+/// Maximum size of messages for health and reflection, which are a few names.
+const MAX_TONIC_MESSAGE_BYTES: usize = 16 * 1024;
 /// Descriptor set for gRPC reflection.
 const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rls.bin"));
 
@@ -77,9 +79,10 @@ impl Envoy {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTORS)
         };
-        let routes = tonic::service::Routes::new(health)
-            .add_service(reflection().build_v1()?)
-            .add_service(reflection().build_v1alpha()?);
+        let max = MAX_TONIC_MESSAGE_BYTES;
+        let routes = tonic::service::Routes::new(health.max_decoding_message_size(max))
+            .add_service(reflection().build_v1()?.max_decoding_message_size(max))
+            .add_service(reflection().build_v1alpha()?.max_decoding_message_size(max));
         let tonic_routes = routes.into_axum_router();
         Ok(Arc::new(Self { state, tonic_routes, buffered: TotalBytes::default() }))
     }
@@ -102,13 +105,13 @@ impl Envoy {
                         Err(timed_out) => Ok(timed_out.into_http()),
                     };
                 }
-                if let Some(http_error) = grpc::rejection(&request) {
+                if let Some(http_error) = grpc::check_http(&request) {
                     return Ok(http_error);
                 }
                 match should_rate_limit(&envoy.state, buffered, request).await {
                     Ok(response) => Ok(response),
-                    Err(ReadError::Failed(status)) => Ok(status.into_http()),
-                    Err(ReadError::Rejected(rejection)) => {
+                    Err(CallError::Failed(status)) => Ok(status.into_http()),
+                    Err(CallError::Rejected(rejection)) => {
                         Ok(rejection.into_response(&envoy.state.metrics.envoy_rejections))
                     }
                 }
@@ -121,7 +124,7 @@ async fn should_rate_limit(
     state: &ServerState,
     buffered: &ConnectionBytes,
     request: Request,
-) -> Result<GrpcResponse, ReadError> {
+) -> Result<GrpcResponse, CallError> {
     let active = state.active();
     let (head, body) = request.into_parts();
     token::check(active.api_token.as_ref(), &head.headers).map_err(Status::unauthenticated)?;
@@ -186,7 +189,7 @@ fn strictest(charges: &[PreparedCharge<'_>]) -> OnStoreFailure {
 fn undecided(
     plans: &[DescriptorPlan<'_>],
     failure: OnStoreFailure,
-) -> Result<GrpcResponse, ReadError> {
+) -> Result<GrpcResponse, CallError> {
     if failure == OnStoreFailure::Error {
         return Err(Status::unavailable("the store is unavailable").into());
     }

@@ -40,7 +40,7 @@ pub(crate) enum GrpcBody {
 
 /// Returns the HTTP error for a request that is not a gRPC call: the method must be POST and the
 /// content type that of gRPC.
-pub(super) fn rejection(request: &Request) -> Option<GrpcResponse> {
+pub(super) fn check_http(request: &Request) -> Option<GrpcResponse> {
     if request.method() != Method::POST {
         let mut response = http_error(StatusCode::METHOD_NOT_ALLOWED);
         response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("POST"));
@@ -74,22 +74,22 @@ pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Status> {
     Err(status)
 }
 
-/// Reason why a call has no message to decide.
+/// Reason why a call is not decided.
 #[derive(Debug)]
-pub(super) enum ReadError {
+pub(super) enum CallError {
     /// The call ends with this status.
     Failed(Status),
     /// The call is denied.
     Rejected(Rejection),
 }
 
-impl From<Status> for ReadError {
+impl From<Status> for CallError {
     fn from(status: Status) -> Self {
         Self::Failed(status)
     }
 }
 
-impl From<Rejection> for ReadError {
+impl From<Rejection> for CallError {
     fn from(rejection: Rejection) -> Self {
         Self::Rejected(rejection)
     }
@@ -98,7 +98,7 @@ impl From<Rejection> for ReadError {
 /// Reader of the message of a call.
 pub(super) struct MessageReader<M> {
     /// Decodes a complete message.
-    pub(super) decode: fn(&[u8]) -> Result<M, ReadError>,
+    pub(super) decode: fn(&[u8]) -> Result<M, CallError>,
     pub(super) max_bytes: usize,
 }
 
@@ -109,7 +109,7 @@ impl<M> MessageReader<M> {
         &self,
         body: B,
         buffer: &mut MessageBuffer<'_>,
-    ) -> Result<M, ReadError>
+    ) -> Result<M, CallError>
     where
         B: HttpBody<Data = Bytes, Error: std::error::Error + Send + Sync + 'static> + Unpin,
     {
@@ -124,7 +124,12 @@ impl<M> MessageReader<M> {
             while let Some(chunk) = reader.next_chunk().await.map_err(read_error)? {
                 buffer.extend(&chunk)?;
                 let decoded = self.decode_messages(&buffer.bytes, &mut message)?;
-                buffer.bytes.drain(..decoded);
+                if decoded == buffer.bytes.len() {
+                    // Frees the memory: the decoded message is as large.
+                    buffer.bytes = Vec::new();
+                } else {
+                    buffer.bytes.drain(..decoded);
+                }
             }
             is_complete = buffer.bytes.is_empty();
         }
@@ -136,7 +141,7 @@ impl<M> MessageReader<M> {
 
     /// Decodes the first message of the call, and skips the other complete ones at the start of
     /// these bytes. Returns the number of bytes of these messages.
-    fn decode_messages(&self, bytes: &[u8], first: &mut Option<M>) -> Result<usize, ReadError> {
+    fn decode_messages(&self, bytes: &[u8], first: &mut Option<M>) -> Result<usize, CallError> {
         let mut rest = bytes;
         while let Some((&[flag, ref length @ ..], after)) = rest.split_first_chunk::<PREFIX_BYTES>()
         {

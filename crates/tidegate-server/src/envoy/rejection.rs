@@ -2,7 +2,7 @@
 //!
 //! Envoy passes requests whose rate limit call fails (`failure_mode_deny: false`), and descriptors
 //! have values of clients' headers. So a client must not be able to make a call fail: a call that
-//! is too large or has an invalid value is answered with OVER_LIMIT, not with a gRPC error.
+//! is too large or has an invalid value is answered with `OVER_LIMIT`, not with a gRPC error.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;

@@ -5,7 +5,7 @@ use prost::Message as _;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 use tonic::Status;
 
-use super::grpc::ReadError;
+use super::grpc::CallError;
 use super::proto::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use super::proto::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{
     Entry, RateLimitOverride,
@@ -25,22 +25,22 @@ const DESCRIPTORS: u32 = 2;
 const ENTRIES: u32 = 1;
 
 /// Decodes a request, and checks the number of its descriptors and entries.
-pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, ReadError> {
+pub(super) fn decode(message: &[u8]) -> Result<RateLimitRequest, CallError> {
     // A descriptor of two bytes takes 40 times as much memory once it is decoded.
     if message.len() > SMALL_MESSAGE {
-        let (descriptors, entries) = count_parts(message).map_err(malformed)?;
+        let (descriptors, entries) = count_parts(message).map_err(|error| malformed(&error))?;
         check_counts(descriptors, entries)?;
     }
     let request = match RateLimitRequest::decode(message) {
         Ok(request) => request,
-        Err(error) => decode_with_any_bytes(message).map_err(|_| malformed(error))?,
+        Err(error) => decode_with_any_bytes(message).map_err(|_| malformed(&error))?,
     };
     let entries = request.descriptors.iter().map(|descriptor| descriptor.entries.len()).sum();
     check_counts(request.descriptors.len(), entries)?;
     Ok(request)
 }
 
-fn malformed(error: prost::DecodeError) -> ReadError {
+fn malformed(error: &prost::DecodeError) -> CallError {
     Status::internal(error.to_string()).into()
 }
 
@@ -164,8 +164,8 @@ mod tests {
 
     fn decoded(message: &[u8]) -> Result<RateLimitRequest, String> {
         decode(message).map_err(|error| match error {
-            ReadError::Failed(status) => status.message().to_owned(),
-            ReadError::Rejected(rejection) => rejection.to_string(),
+            CallError::Failed(status) => status.message().to_owned(),
+            CallError::Rejected(rejection) => rejection.to_string(),
         })
     }
 
