@@ -81,7 +81,9 @@ impl<B, E, F: Future<Output = Result<http::Response<B>, E>>> Future for RequestF
         let mut guard = this.guard.take();
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             // An upgraded connection is in use until it closes.
-            guard.take().map(RequestGuard::keep_busy);
+            if let Some(guard) = guard.take() {
+                guard.keep_busy();
+            }
         } else if *this.closes {
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }

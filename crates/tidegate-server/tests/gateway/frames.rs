@@ -43,6 +43,7 @@ impl Frames {
     pub(crate) fn connect(address: &str, window: u32) -> Self {
         let stream = TcpStream::connect(address).expect("the service listens");
         stream.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
+        stream.set_nodelay(true).expect("a socket");
         let mut frames = Self(stream);
         frames.0.write_all(PREFACE).expect("sent");
         frames.send(SETTINGS, 0, 0, &[&[0, 4][..], &window.to_be_bytes()].concat());
