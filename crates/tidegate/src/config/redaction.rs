@@ -228,10 +228,20 @@ fn keys(line: &str) -> impl Iterator<Item = (&str, usize)> {
                 let key = before[start..].rsplit(": ").next()?.trim_start();
                 key.trim_start_matches("- ").trim_start_matches("? ").trim_start()
             }
-            None => return None,
+            None => name_without_space(before, &line[colon + 1..])?,
         };
         Some((key, colon + 1))
     })
+}
+
+/// Returns the name of a field whose colon has no space after it, such as `limit:5`.
+fn name_without_space<'a>(before: &'a str, after: &str) -> Option<&'a str> {
+    let start = before.rfind(['{', ',', '[', '"', '\'']).map_or(0, |at| at + 1);
+    let is_quoted = before[..start].ends_with(['"', '\'']);
+    let name = before[start..].trim_start().trim_start_matches("- ").trim_start();
+    let is_name =
+        name.starts_with(|first: char| first.is_alphabetic()) && name.chars().all(is_name_char);
+    (is_name && !is_quoted && !after.starts_with("//")).then_some(name)
 }
 
 /// Returns the position in a line after the colon of its first unknown field, if that has a value.
@@ -396,6 +406,11 @@ mod tests {
             ("gateway:\n  webhook:\n    timeout: S3CR3T\n", "    …"),
             ("gateway:\n  webhook:\n  - timeout: S3CR3T\n", "  - …"),
             ("gateway:\n  - webhook: S3CR3T\n", "  - webhook: …"),
+            ("gateway:\n  webhook:S3CR3T\n", "  webhook: …"),
+            ("gateway: {timeout: 1s, webhook:S3CR3T}\n", "gateway: {timeout: 1s, webhook: …"),
+            ("gateway:\n  timeout:S3CR3T\n", "  timeout:S3CR3T"),
+            ("gateway:\n  timeout: 'unix:/S3CR3T'\n", "  timeout: 'unix:/S3CR3T'"),
+            ("gateway:\n  timeout: unix:/S3CR3T\n", "  timeout: unix:/S3CR3T"),
             ("gateway:\n  timeout: S3CR3T\n", "  timeout: S3CR3T"),
             ("gateway: {header.x: S3CR3T}\n", "gateway: {header.x: S3CR3T}"),
             (
