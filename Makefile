@@ -4,7 +4,7 @@
 APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help setup format lint test-code test-faults test bench bench-tools bench-build bench-http \
+.PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
 	bench-criterion bench-gateway bench-instructions bench-instructions-renew deny
 
 help: ## List the targets
@@ -58,6 +58,10 @@ test-faults: ## Break Redis under load; needs root (network namespace); see docs
 	@rm -f $(FAULTS)
 	@cargo test --workspace --locked --test faults -- --test-threads=1; status=$$?; \
 		echo; cat $(FAULTS); exit $$status
+
+test-browser: ## Run the tests that need Chromium, which apt installs
+	@command -v chromium >/dev/null || { $(SUDO) apt-get update -q && $(APT) chromium; }
+	cargo test --workspace --locked --test gateway -- --ignored chromium
 
 # Valgrind counts instructions, so the load of the machine does not matter. A new compiler changes
 # the counts; renew them then.
