@@ -25,6 +25,7 @@ const ROOTS: [&str; 12] = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "Makefile",
     "Cargo.toml",
     "clippy.toml",
