@@ -16,7 +16,7 @@ use words::{
 };
 
 /// Folders and files to check, relative to the root of the repository.
-const ROOTS: [&str; 12] = [
+const ROOTS: [&str; 13] = [
     "crates",
     "docs",
     "deploy",
