@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
-use tidegate::internals::{Document, Ratio};
+use tidegate::internals::{Document, Ratio, RawPolicy};
 use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
 
-use crate::envoy::rules::{Rule, Rules, RulesWarning};
+use crate::envoy::rules::{Rule, Rules};
 use crate::tls::{self, ListenerTls};
 
 mod cors;
@@ -22,6 +22,7 @@ mod redaction;
 pub(crate) mod rule_files;
 mod schema;
 mod store;
+mod warning;
 
 pub(crate) use cors::{AllowedOrigins, CorsConfig};
 pub(crate) use gateway::{AccessLogConfig, AccessLogFormat, GatewayConfig, LogDestination};
@@ -29,6 +30,7 @@ pub(crate) use listen::{AllowedHosts, Listen, ListenAddress};
 use rule_files::RuleFiles;
 pub(crate) use store::{RedisConfig, StoreConfig};
 pub(crate) use tidegate::config::ConfigError;
+pub(crate) use warning::ConfigWarning;
 
 /// Built-in configuration for `tidegate serve` and `tidegate gateway` without a file.
 pub(crate) const SAMPLE: &str = include_str!("../sample.yaml");
@@ -48,7 +50,7 @@ pub(crate) struct Config {
     /// folder or pattern. They are watched for changes.
     pub(crate) files: Vec<PathBuf>,
     /// Parts that are valid, but perhaps not as their author expects.
-    pub(crate) warnings: Vec<RulesWarning>,
+    pub(crate) warnings: Vec<ConfigWarning>,
     pub(crate) tls: Option<ListenerTls>,
     pub(crate) x_ratelimit_headers: bool,
     pub(crate) partition_keys: bool,
@@ -164,12 +166,15 @@ fn validate(
     let admin_token = token(document, raw.auth.admin_token)?;
     let api_token = token(document, raw.auth.api_token)?;
     let listen = listen::validate(document, &raw.listen, admin_token.is_some())?;
+    let lines: BTreeMap<String, u64> = raw.policies.iter().map(RawPolicy::line).collect();
     let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
     let client_ip = client_ip(document, &raw.client_ip)?;
     let (envoy, rule_files) = envoy(document, folder, &raw.envoy)?;
     let mut warnings = rule_files.warnings;
     warnings.extend_from_slice(envoy.rules.warnings());
+    let line = |policy: &str| lines.get(policy).copied();
+    warnings.extend(warning::of_policies(document.name(), &policies, line));
     let mut files = rule_files.files;
     files.extend(rule_files.folders);
     let (tls, tls_files) = tls(document, folder, raw.tls)?;

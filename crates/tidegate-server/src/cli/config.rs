@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::style;
 use crate::config::Config;
-use crate::envoy::rules::RulesWarning;
+use crate::config::ConfigWarning;
 
 /// Check a configuration file, or print its JSON Schema or a sample.
 #[derive(Debug, Args)]
@@ -91,8 +91,8 @@ fn check_as_json(file: &Path) -> ExitCode {
         Ok(config) => {
             let policies = config.policies.iter().count();
             let rules = config.envoy.rules.rules().count();
-            let warning = |warning: &RulesWarning| {
-                let RulesWarning { file, line, message } = warning;
+            let warning = |warning: &ConfigWarning| {
+                let ConfigWarning { file, line, message } = warning;
                 json!({"file": file, "line": line, "message": message})
             };
             let warnings: Vec<_> = config.warnings.iter().map(warning).collect();

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-use crate::envoy::rules::RulesWarning;
+use crate::config::ConfigWarning;
 
 /// Maximum number of files, far above the needs of real rules.
 const MAX_FILES: usize = 1_000;
@@ -18,7 +18,7 @@ pub(super) struct RuleFiles {
     pub(super) files: Vec<PathBuf>,
     /// Folders whose names were read: a file that is added to one of them may belong to the rules.
     pub(super) folders: BTreeSet<PathBuf>,
-    pub(super) warnings: Vec<RulesWarning>,
+    pub(super) warnings: Vec<ConfigWarning>,
 }
 
 impl RuleFiles {
@@ -48,7 +48,7 @@ impl RuleFiles {
                 self.add_file(file)?;
                 is_empty = false;
             } else if file.is_file() {
-                self.warnings.push(RulesWarning {
+                self.warnings.push(ConfigWarning {
                     file: file.display().to_string(),
                     line: None,
                     message: "is not loaded: of a folder, only names that end in .yaml or .yml are"

@@ -13,6 +13,8 @@ use std::time::Duration;
 use prost_types::Struct;
 use tidegate::{Algorithm, Enforcement, Quota, QuotaError, ShowKeys};
 
+use crate::config::ConfigWarning;
+
 mod error;
 mod fields;
 mod load;
@@ -20,7 +22,6 @@ mod metadata;
 mod names;
 mod raw;
 
-pub(crate) use error::RulesWarning;
 pub(crate) use names::{counter_key, metric_name, override_name};
 
 #[cfg(test)]
@@ -32,7 +33,7 @@ pub(crate) struct Rules {
     domains: BTreeMap<String, Level>,
     /// In the order of the files. Nodes refer to them by index.
     all: Vec<Rule>,
-    warnings: Vec<RulesWarning>,
+    warnings: Vec<ConfigWarning>,
 }
 
 /// Node with a limit.
@@ -139,7 +140,7 @@ impl Rules {
     }
 
     /// Returns the parts that are loaded, but perhaps not as their author expects.
-    pub(crate) fn warnings(&self) -> &[RulesWarning] {
+    pub(crate) fn warnings(&self) -> &[ConfigWarning] {
         &self.warnings
     }
 }

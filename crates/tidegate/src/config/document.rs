@@ -91,6 +91,12 @@ impl<'a> Document<'a> {
         Self { name, text, redaction: &Redaction::DEFAULT }
     }
 
+    /// Returns the name of the file.
+    #[must_use]
+    pub fn name(&self) -> &'a str {
+        self.name
+    }
+
     /// Sets the names that error messages may show; see [`Redaction`].
     #[must_use]
     pub fn with_redaction(mut self, redaction: &'a Redaction) -> Self {

@@ -89,6 +89,12 @@ pub struct RawPolicy {
 }
 
 impl RawPolicy {
+    /// Returns the name of the policy and the line that has it.
+    #[must_use]
+    pub fn line(&self) -> (String, u64) {
+        (self.name.value.clone(), self.name.referenced.line())
+    }
+
     /// Builds the policy, or returns an error with its position in the document.
     pub(super) fn validate(
         self,

@@ -132,6 +132,11 @@ impl KeySource {
         &self.name
     }
 
+    /// Returns whether a client may leave the attribute out, or choose its value.
+    pub(super) fn is_chosen_by_clients(&self) -> bool {
+        ["header.", "query.", "cookie."].iter().any(|kind| self.name.starts_with(kind))
+    }
+
     pub(super) fn is_path(&self) -> bool {
         &*self.name == "path"
     }

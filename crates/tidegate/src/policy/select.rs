@@ -6,8 +6,8 @@ use std::num::{IntErrorKind, ParseIntError};
 
 use super::index::Index;
 use super::{
-    AttributeError, AttributeNames, Attributes, Cost, KeySource, MissingKey, Mode, PathError,
-    PathRules, Policy, PolicyError, join,
+    AttributeError, AttributeNames, Attributes, Condition, Cost, KeySource, MissingKey, Mode,
+    PathError, PathRules, Policy, PolicyError, join,
 };
 use crate::charge::Charge;
 use crate::key::{Key, KeyError};
@@ -148,6 +148,18 @@ impl Policies {
         let distance = |candidate| (strsim::osa_distance(name, candidate), candidate);
         let (distance, nearest) = candidates.map(distance).min()?;
         (distance <= 1 + name.chars().count() / 3).then(|| nearest.to_owned())
+    }
+
+    /// Returns the policies that a client bypasses by leaving out their key, and whose requests no
+    /// other policy limits for all clients.
+    #[doc(hidden)]
+    pub fn bypassable(&self) -> impl Iterator<Item = &Policy> {
+        self.all.iter().filter(|policy| {
+            policy.mode == Mode::Enforce
+                && policy.missing_key == MissingKey::Skip
+                && policy.key.iter().any(KeySource::is_chosen_by_clients)
+                && !self.all.iter().any(|other| other.limits_all_requests_of(policy))
+        })
     }
 
     /// Iterates over the policies, in the order of their definition.
@@ -387,6 +399,22 @@ impl Policy {
         Ok(())
     }
 
+    /// Returns whether this policy limits every client whose requests `other` applies to.
+    fn limits_all_requests_of(&self, other: &Policy) -> bool {
+        let counts_all = self.missing_key == MissingKey::Deny
+            || !self.key.iter().any(KeySource::is_chosen_by_clients);
+        let covers = |condition: &Condition| {
+            let is_any = condition.attribute.is_path()
+                && condition.texts.iter().any(|text| ["/**", "**"].contains(&text.as_str()));
+            let is_same = |other: &Condition| {
+                other.attribute == condition.attribute
+                    && other.texts.iter().all(|text| condition.texts.contains(text))
+            };
+            is_any || other.conditions.iter().any(is_same)
+        };
+        self.mode == Mode::Enforce && counts_all && self.conditions.iter().all(covers)
+    }
+
     fn ambiguous(&self, source: &KeySource) -> SelectError {
         SelectError::Ambiguous { policy: self.name.clone(), attribute: source.to_string() }
     }
@@ -548,6 +576,33 @@ mod tests {
             "{error}"
         );
         assert!(Policies::default().check_attribute("tenant").is_err());
+    }
+
+    #[test]
+    fn policy_is_bypassable_if_only_it_limits_its_requests_and_its_key_may_be_missing() {
+        let api = |name: &str| builder(name).matches("path", ["/api/**"]);
+        let user = || api("user").key(["header.x-user-id"]);
+        for (others, bypassable) in [
+            (vec![], true),
+            (vec![api("ip").key(["ip"])], false),
+            (vec![api("all")], false),
+            (vec![builder("all")], false),
+            (vec![builder("root").matches("path", ["/**"]).key(["ip"])], false),
+            (vec![builder("login").matches("path", ["/login"]).key(["ip"])], true),
+            (vec![api("posts").matches("method", ["POST"]).key(["ip"])], true),
+            (vec![api("cookie").key(["cookie.sid"]).missing_key(MissingKey::Deny)], false),
+            (vec![api("shadow").key(["ip"]).mode(Mode::Shadow)], true),
+        ] {
+            let names: Vec<String> = others
+                .iter()
+                .map(|other| format!("{other:?}").chars().take(60).collect())
+                .collect();
+            let policies = set(others.into_iter().chain([user()]));
+            let found = policies.bypassable().any(|policy| policy.name() == "user");
+            assert_eq!(found, bypassable, "{names:?}");
+        }
+        assert_eq!(set([user().missing_key(MissingKey::Deny)]).bypassable().count(), 0);
+        assert_eq!(set([api("ip").key(["ip"])]).bypassable().count(), 0);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use tidegate::QuotaError;
 use super::Unit;
 use super::fields::Note;
 use super::raw::MAX_FILE_BYTES;
+use crate::config::ConfigWarning;
 
 /// Maximum number of warnings: more would only fill the log.
 const MAX_WARNINGS: usize = 100;
@@ -75,27 +76,10 @@ impl fmt::Display for FileLocation<'_> {
     }
 }
 
-/// Warning about a file that is loaded.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RulesWarning {
-    pub(crate) file: String,
-    pub(crate) line: Option<u64>,
-    pub(crate) message: String,
-}
-
-impl fmt::Display for RulesWarning {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.line {
-            Some(line) => write!(f, "{}:{line}: {}", self.file, self.message),
-            None => write!(f, "{}: {}", self.file, self.message),
-        }
-    }
-}
-
 /// Warnings about all files.
 #[derive(Default)]
 pub(super) struct Warnings {
-    list: Vec<RulesWarning>,
+    list: Vec<ConfigWarning>,
     omitted: usize,
 }
 
@@ -104,7 +88,7 @@ impl Warnings {
     pub(super) fn add(&mut self, file: &str, notes: Vec<Note>) {
         for Note { location, kind } in notes {
             let line = Some(location.line()).filter(|line| *line > 0);
-            let warning = RulesWarning { file: file.to_owned(), line, message: kind.to_string() };
+            let warning = ConfigWarning { file: file.to_owned(), line, message: kind.to_string() };
             if self.list.contains(&warning) {
                 continue;
             }
@@ -116,10 +100,10 @@ impl Warnings {
         }
     }
 
-    pub(super) fn into_list(mut self) -> Vec<RulesWarning> {
+    pub(super) fn into_list(mut self) -> Vec<ConfigWarning> {
         if let (Some(last), 1..) = (self.list.last(), self.omitted) {
             let message = format!("{} more warnings are not shown", self.omitted);
-            self.list.push(RulesWarning { file: last.file.clone(), line: None, message });
+            self.list.push(ConfigWarning { file: last.file.clone(), line: None, message });
         }
         self.list
     }
