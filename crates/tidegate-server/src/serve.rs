@@ -101,7 +101,7 @@ pub(crate) async fn serve(
     let grace = Some(AGE_GRACE_TIMEOUT);
     let max_age = listen.max_connection_age.map(|age| MaxAge { age, grace });
     let addresses = [("http", listen.http.clone()), ("grpc", listen.grpc.clone())];
-    let guard = Arc::new(BrowserGuard::new(&listen.http, &listen.allowed_hosts));
+    let guard = Arc::new(BrowserGuard::of_api(&listen.allowed_hosts));
     let warn = Box::new(move |config: &Config| warn_about_open_listeners(&addresses, config));
     let service = Service::start(config, file, warn).await?;
     listen.admin = service.admin_address.clone();
@@ -242,7 +242,7 @@ impl Service {
         let listen = config.listen.clone();
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;
-        let guard = Arc::new(BrowserGuard::new(&admin_address, &config.listen.allowed_hosts));
+        let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
         if let StoreConfig::Redis(config) = &store {
             tokio::spawn(check_redis(Arc::clone(&state), RedisConfig::clone(config)));

@@ -24,16 +24,24 @@ const MAX_SHOWN: usize = 64;
 /// Checks of the requests to one listener that has no token.
 #[derive(Debug)]
 pub(crate) struct BrowserGuard {
-    is_on_loopback: bool,
+    /// Whether programs must use a name of this host, too: a rebound page can read a response to
+    /// GET, for which browsers send no `Origin`.
+    checks_programs: bool,
     allowed_hosts: AllowedHosts,
 }
 
 impl BrowserGuard {
-    /// Creates the guard of a listener with this bound address.
-    pub(crate) fn new(bound: &ListenAddress, allowed_hosts: &AllowedHosts) -> Self {
+    /// Creates the guard of the admin listener with this bound address.
+    pub(crate) fn of_admin(bound: &ListenAddress, allowed_hosts: &AllowedHosts) -> Self {
         // No browser connects to a Unix socket, but a proxy in front of it may.
-        let is_on_loopback = matches!(bound, ListenAddress::Tcp(_)) && !bound.is_remote();
-        Self { is_on_loopback, allowed_hosts: allowed_hosts.clone() }
+        let checks_programs = matches!(bound, ListenAddress::Tcp(_)) && !bound.is_remote();
+        Self { checks_programs, allowed_hosts: allowed_hosts.clone() }
+    }
+
+    /// Creates the guard of the API. It has nothing to read by GET, and browsers send `Origin` with
+    /// every POST, so programs may use any name, such as that of a sidecar.
+    pub(crate) fn of_api(allowed_hosts: &AllowedHosts) -> Self {
+        Self { checks_programs: false, allowed_hosts: allowed_hosts.clone() }
     }
 
     /// Checks the head of a request.
@@ -59,9 +67,10 @@ impl BrowserGuard {
     }
 
     /// Checks the names of this host in a request. Other hosts call a listener beyond loopback by
-    /// any name, such as that of a Kubernetes service, so there only browsers are checked.
+    /// any name, such as that of a Kubernetes service, so there only browsers are checked, as with
+    /// the API.
     pub(crate) fn check_host(&self, head: &Parts) -> Result<(), Problem> {
-        if !self.is_on_loopback && !is_from_browser(&head.headers) {
+        if !self.checks_programs && !is_from_browser(&head.headers) {
             return Ok(());
         }
         let target = head.uri.authority().map(|authority| authority.as_str().as_bytes());
@@ -127,7 +136,7 @@ mod tests {
 
     fn guard(address: &str) -> BrowserGuard {
         let bound = address.parse().expect("an address");
-        BrowserGuard::new(&bound, &AllowedHosts::default())
+        BrowserGuard::of_admin(&bound, &AllowedHosts::default())
     }
 
     fn head(fields: &[(&str, &str)]) -> Parts {

@@ -111,10 +111,15 @@ fn rebound_name_reads_and_changes_nothing() {
     assert!(is_exhausted(&service));
     let api_host = format!("evil.example:{}", port(&service.http));
     let query = r#"{"policy": "p", "key": "other"}"#;
-    for headers in [&own[..], &[JSON]] {
+    let api_origin = format!("http://{api_host}");
+    let old_browser = [("Origin", api_origin.as_str()), JSON];
+    for headers in [&own[..], &old_browser] {
         let response = send(&service.http, "POST", "/v1/acquire", &api_host, headers, query);
         assert_eq!(response.status, 403, "{response:?}");
     }
+    // A program has no Origin, and may call the API by the name of a sidecar.
+    let program = send(&service.http, "POST", "/v1/peek", "tidegate", &[JSON], query);
+    assert_eq!(program.status, 200, "{program:?}");
     // The absolute form names the host in the target.
     let text = format!(
         "GET http://{host}/v1/hot-keys HTTP/1.1\r\nHost: localhost\r\n\
