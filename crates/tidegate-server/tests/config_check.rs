@@ -125,3 +125,24 @@ fn help_of_each_subcommand_has_an_example() {
         assert!(help.contains(&format!("Examples:\n  tidegate config {command}")), "{help}");
     }
 }
+
+#[test]
+fn policy_that_clients_bypass_is_a_warning() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    let check = |config: &str| {
+        std::fs::write(&file, config).expect("written");
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .args(["config", "check"])
+            .arg(&file)
+            .output()
+            .expect("it runs");
+        assert_eq!(output.status.code(), Some(0));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let user = "policies:\n  - {name: user, key: [header.x-user-id], limit: 1, window: 1s}\n";
+    let text = check(user);
+    assert!(text.contains("tidegate.yaml:2: a client that leaves out header.x-user-id"), "{text}");
+    let guarded = format!("{user}  - {{name: ip, key: [ip], limit: 9, window: 1s}}\n");
+    assert_eq!(check(&guarded), "");
+}
