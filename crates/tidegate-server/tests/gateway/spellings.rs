@@ -170,6 +170,23 @@ fn paths_that_servers_read_differently_are_rejected_unless_configured() {
     }
 }
 
+/// Applications decode these codes, so they see one path.
+#[test]
+fn characters_with_and_without_a_code_are_one_path() {
+    let upstream = Upstream::responding_with(OK);
+    for (pattern, spellings) in [
+        ("/users:login", ["/users:login", "/users%3Alogin", "/users%3alogin"]),
+        ("/caf%C3%A9/*", ["/café/x", "/caf%C3%A9/x", "/caf%c3%a9/x"]),
+        ("/{id}", ["/{id}", "/%7Bid%7D", "/%7bid}"]),
+    ] {
+        let policy = format!(
+            "policies: [{{name: p, match: {{path: '{pattern}'}}, limit: 3, window: 24h}}]\n"
+        );
+        let gateway = Service::gateway(&policy, &[&upstream.url()]);
+        assert_one_limit(&spellings, |target| get(&gateway, target, &[]));
+    }
+}
+
 /// The upstream receives the very path that the policies count by: requests that it receives with
 /// the same path share one count.
 #[test]
@@ -182,7 +199,7 @@ policies: [{name: p, match: {path: /**}, key: [path], limit: 1, window: 24h}]
     let gateway = Service::gateway(policy, &[&upstream.url()]);
     let send = |target: &str| get(&gateway, target, &[]);
     let mut runner = TestRunner::new(Config { cases: 600, ..Config::default() });
-    let targets = r"/(/|\.|%2e|%2E|a|%61|b|%2F|%|2e|;|%32|%%32e){0,10}";
+    let targets = r"/(/|\.|%2e|%2E|a|%61|b|%2F|%|2e|;|%32|%%32e|:|%3A|é|%C3%A9|%2a|\*){0,10}";
     let result = runner.run(&targets.prop_map(|target: String| target), |target| {
         let status = send(&target);
         prop_assert!([200, 429].contains(&status), "{} for {}", status, target);

@@ -179,10 +179,10 @@ impl PathRules {
         Ok(Cow::Owned(normal))
     }
 
-    /// Returns the form of a path that patterns match: the normal form without slashes at the end
-    /// and, if the case does not matter, in lower case.
+    /// Returns the form of a path that patterns match: the normal form with each character in its
+    /// usual spelling, without slashes at the end and, if the case does not matter, in lower case.
     pub(super) fn matched(self, path: &str) -> Result<Cow<'_, str>, PathError> {
-        let normal = self.normalize(path)?;
+        let normal = self.spell(self.normalize(path)?, Stars::Letters);
         let length = normal.trim_end_matches('/').len().max(1);
         let has_capitals = || normal.bytes().any(|byte| byte.is_ascii_uppercase());
         if self.case_insensitive && has_capitals() {
@@ -203,6 +203,7 @@ impl PathRules {
             return Err(PatternError::LeadingStar);
         }
         let decoded = self.decode(text).map_err(PatternError::Rejected)?;
+        let decoded = self.spell(decoded, Stars::Wildcards);
         let mut pattern = String::with_capacity(decoded.len() + 1);
         for (position, segment) in decoded.split('/').enumerate() {
             match self.without_parameters(segment).map_err(PatternError::Rejected)? {
@@ -224,6 +225,36 @@ impl PathRules {
             pattern.make_ascii_lowercase();
         }
         Ok(pattern)
+    }
+
+    /// Spells characters as they usually are: those that a path may have (RFC 3986, 3.3) without
+    /// a code, the others with it. Servers read both alike, and `/users%3Alogin` as `/users:login`.
+    fn spell(self, path: Cow<'_, str>, stars: Stars) -> Cow<'_, str> {
+        let is_usual = |byte: u8| match byte {
+            b'*' => stars == Stars::Wildcards,
+            b'/' | b';' => true,
+            _ => is_plain(byte),
+        };
+        if path.bytes().all(is_usual) {
+            return path;
+        }
+        let mut spelt = String::with_capacity(path.len());
+        let mut rest = path.as_bytes();
+        while let [first, after @ ..] = rest {
+            let code = code_at(rest);
+            // A star with a code is a letter, in patterns too. A `;` with a code is no parameter.
+            match code.unwrap_or(*first) {
+                b';' if code.is_some() && self.parameters != PathSpelling::Keep => {
+                    spelt.push_str("%3B");
+                }
+                b'/' if code.is_some() => spelt.push_str("%2F"),
+                b'*' if code.is_some() => spelt.push_str("%2A"),
+                byte if is_usual(byte) => spelt.push(char::from(byte)),
+                byte => _ = write!(spelt, "%{byte:02X}"),
+            }
+            rest = &after[if code.is_some() { 2 } else { 0 }..];
+        }
+        Cow::Owned(spelt)
     }
 
     fn is_normal(self, path: &str) -> bool {
@@ -273,6 +304,20 @@ impl PathRules {
     }
 }
 
+/// Meaning of the stars in a path.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stars {
+    /// Those of a request.
+    Letters,
+    /// Those of a pattern.
+    Wildcards,
+}
+
+/// Returns whether a path usually has this character without a code.
+fn is_plain(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._~!$&'()+,=:@".contains(&byte)
+}
+
 /// Returns the byte that a percent code at the start stands for.
 fn code_at(bytes: &[u8]) -> Option<u8> {
     let [b'%', high, low, ..] = bytes else { return None };
@@ -296,8 +341,8 @@ pub(super) enum PatternError {
 /// another spelling would bypass a policy.
 ///
 /// It keeps encoded slashes and parameters as they are; a set of policies has [`PathRules`] for
-/// them. Letters keep their case, because paths are case-sensitive. Reserved characters stay
-/// encoded, with digits in upper case. An empty path is `/`.
+/// them. Letters keep their case, because paths are case-sensitive. Characters that a path cannot
+/// have are encoded, with digits in upper case, and so is a star. An empty path is `/`.
 ///
 /// ```
 /// use tidegate::normalize_path;
@@ -306,6 +351,7 @@ pub(super) enum PatternError {
 /// assert_eq!(normalize_path("/static/../login"), "/login");
 /// assert_eq!(normalize_path("/%6Cogin"), "/login");
 /// assert_eq!(normalize_path("/files/a%2fb"), "/files/a%2Fb");
+/// assert_eq!(normalize_path("/users%3Alogin"), "/users:login");
 /// assert_eq!(normalize_path(""), "/");
 /// ```
 #[must_use]
@@ -369,9 +415,15 @@ mod tests {
             ("/a%zz%4", "/a%25zz%254"),
             ("/api/items/%%32e%%32e/7", "/api/items/%252e%252e/7"),
             ("/%252e%252e/7", "/%252e%252e/7"),
-            ("/é%C3%a9?q", "/é%C3%A9"),
+            ("/é%C3%a9?q", "/%C3%A9%C3%A9"),
             ("a", "/a"),
             ("/a;b", "/a;b"),
+            ("/a%3bb", "/a;b"),
+            ("/v1/users%3Alogin%40%2b", "/v1/users:login@+"),
+            ("/{a}|\"b c", "/%7Ba%7D%7C%22b%20c"),
+            ("/%7ba%7d%7c%22b%20c", "/%7Ba%7D%7C%22b%20c"),
+            ("/*%2a", "/%2A%2A"),
+            ("/%00%7F\u{7f}", "/%00%7F%7F"),
         ] {
             assert_eq!(normalize_path(path), normal, "{path}");
         }
@@ -452,7 +504,7 @@ mod tests {
     proptest! {
         #[test]
         fn normal_form_of_a_path_is_stable(
-            path in "[/.aA%25ceEfF?é;\\\\]{0,30}", rules in any_rules(),
+            path in "[/.aA%25ceEfF?é;:3b*{\\\\]{0,30}", rules in any_rules(),
         ) {
             if let Ok(normal) = rules.normalize(&path) {
                 prop_assert_eq!(rules.normalize(&normal), Ok(Cow::Borrowed(&*normal)));

@@ -171,9 +171,16 @@ mod tests {
             ("api/*", "/api/x"),
             ("/caf%c3%a9/*", "/caf%C3%A9/x"),
             ("/login/", "/login"),
+            ("/users:login", "/users%3Alogin"),
+            ("/users%3alogin/*", "/users:login/x"),
+            ("/café/*", "/caf%C3%A9/x"),
+            ("/caf%C3%A9", "/café"),
+            ("/a b", "/a%20b"),
+            ("/a%2A/*", "/a*/x"),
         ] {
             assert!(matches(pattern, request), "{pattern} {request}");
         }
+        assert!(!matches("/a%2A", "/ab"), "a star with a code is a letter");
         for refused in ["/limited%2f**", "/a/../*", "*.png", "*", "/a;x/**", "/a%2fb"] {
             let error = Pattern::new(&path, refused, rules).expect_err(refused).to_string();
             assert!(error.contains(&format!("{refused:?} would never match")), "{error}");
