@@ -143,7 +143,7 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
                 continue;
             }
         };
-        if info.text("redis_mode") == Some("cluster") || primaries.len() > 1 {
+        if primaries.len() > 1 || is_cluster_node(store, address, &info).await {
             topology = Topology::Cluster;
         }
         let node_under_test = NodeUnderTest::new(store, address, info, topology).await;
@@ -175,6 +175,16 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
     }
     clocks.compare(&mut report);
     report
+}
+
+/// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does not
+/// offer its commands.
+async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool {
+    if info.text("redis_mode") != Some("cluster") {
+        return false;
+    }
+    let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;
+    !matches!(slots, Ok(Reply::Error(error)) if info::is_absent_command(&error))
 }
 
 /// Returns a report with advice if connecting failed for a known reason.

@@ -1,5 +1,6 @@
 //! Checks whether all connections and all keys reach one server. A proxy, a load balancer or a DNS
-//! name in front may lead to several servers, each of which would count separately.
+//! name in front may lead to several servers, each of which would count separately. Group commit
+//! sends several keys in one call, which a proxy routes by the first of them.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -8,8 +9,9 @@ use tidegate::store::redis::Reply;
 use super::{Finding, NodeUnderTest, Report};
 
 const CHECK: &str = "routing";
-/// Pairs of keys. Each pair has a hash tag, and by chance half of them reach each of two servers.
-const PAIRS: usize = 16;
+/// Number of keys, each with its own hash tag. Even with two servers, a proxy that spreads keys
+/// separates some neighbours.
+const KEYS: usize = 16;
 /// Connections besides that of the store.
 const CONNECTIONS: usize = 3;
 /// Time to live of the keys, which are removed at the end of the check.
@@ -18,12 +20,12 @@ const SCRIPT: &str = "return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS
 /// SHA-1 of the script.
 const SCRIPT_HASH: &str = "c29da6f189f2ff7658ce9f61ede016fd4af0e93d";
 
-/// Pairs of keys by what a connection finds of them.
+/// Number of pairs of keys by the result of a script that reads both.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Found {
-    /// Both keys are there.
+    /// Both keys exist.
     complete: usize,
-    /// The first key is missing.
+    /// The first key is missing, by which the call was routed.
     missing: usize,
     /// Only the second key is missing.
     separated: usize,
@@ -34,14 +36,13 @@ struct Found {
 pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     // No user's key has a hash tag that starts with a bare percent sign.
-    let pair = |index| ["a", "b"].map(|end| format!("{prefix}:{{%doctor-{now}-{index}}}:{end}"));
-    let pairs: Vec<[String; 2]> = (0..PAIRS).map(pair).collect();
-    let keys: Vec<&str> = pairs.iter().flatten().map(String::as_str).collect();
+    let key = |index| format!("{prefix}:{{%doctor-{now}-{index}}}");
+    let keys: Vec<String> = (0..KEYS).map(key).collect();
     let writes: Vec<[&str; 5]> = keys.iter().map(|key| ["SET", key, "1", "PX", TTL_MS]).collect();
     let writes: Vec<&[&str]> = writes.iter().map(|words| &words[..]).collect();
     let Ok(written) = node.store.ask_node_all(node.address, &writes).await else { return };
     if written.iter().all(|reply| matches!(reply, Reply::Text(_))) {
-        check_pairs(node, &pairs, report).await;
+        check_pairs(node, &keys, report).await;
     }
     let removals: Vec<[&str; 2]> = keys.iter().map(|key| ["UNLINK", key]).collect();
     let removals: Vec<&[&str]> = removals.iter().map(|words| &words[..]).collect();
@@ -49,21 +50,24 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut R
     let _ = node.store.ask_node_all(node.address, &removals).await;
 }
 
-async fn check_pairs(node: &NodeUnderTest<'_>, pairs: &[[String; 2]], report: &mut Report) {
+/// Reads each key with its neighbour, on the store's connection and on others.
+async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Report) {
+    let neighbours = keys.iter().zip(keys.iter().cycle().skip(1));
     let reads: Vec<[&str; 5]> =
-        pairs.iter().map(|[a, b]| ["EVALSHA", SCRIPT_HASH, "2", a, b]).collect();
+        neighbours.map(|(one, other)| ["EVALSHA", SCRIPT_HASH, "2", one, other]).collect();
     let load = ["SCRIPT", "LOAD", SCRIPT];
     let commands: Vec<&[&str]> =
         std::iter::once(&load[..]).chain(reads.iter().map(|words| &words[..])).collect();
     let Ok(replies) = node.store.ask_node_all(node.address, &commands).await else { return };
-    let own = Found::of(&replies);
-    let mut others = Found::default();
+    let mut found = Found::of(&replies);
     for _ in 0..CONNECTIONS {
         if let Ok(replies) = node.store.ask_node_separately(node.address, &commands).await {
-            others.missing += Found::of(&replies).missing;
+            found.missing += Found::of(&replies).missing;
         }
     }
-    findings(&own, &others).into_iter().for_each(|finding| node.add(report, finding));
+    for finding in findings(&found) {
+        node.add(report, finding);
+    }
 }
 
 impl Found {
@@ -78,7 +82,8 @@ impl Found {
                     [_, Reply::Nil] => found.separated += 1,
                     _ => found.complete += 1,
                 },
-                // Another check reports permissions that are missing.
+                // Another check reports missing permissions, and the store separates keys of
+                // different slots itself.
                 _ => {}
             }
         }
@@ -86,37 +91,33 @@ impl Found {
     }
 }
 
-/// Describes what the store's connection and other connections have found.
-fn findings(own: &Found, others: &Found) -> Vec<Finding> {
-    let direct = "or connect to the servers without it";
+fn findings(found: &Found) -> Vec<Finding> {
+    let direct = "use the address of one server, or those of the sentinels or of a cluster";
     let mut findings = Vec::new();
-    if own.missing > 0 || others.missing > 0 {
+    if found.missing > 0 {
         let message = "a key that one connection has written is missing on another: the address \
                        leads to several servers, each of which counts separately";
-        let advice = "use the address of one server, or those of the sentinels or of a cluster; a \
-                      proxy in front must send all connections to one server, or each key to its \
-                      own";
-        findings.push(Finding::error(CHECK, message).advice(advice));
+        findings.push(Finding::error(CHECK, message).advice(direct));
     }
-    if own.separated > 0 {
+    if found.separated > 0 {
         let message = format!(
-            "keys of the same hash tag are on different servers, for {} of {PAIRS} tags: a script \
-             finds only a part of its keys",
-            own.separated
+            "a proxy in front spreads keys over several servers: a call finds only the keys of one \
+             of them, for {} of {KEYS} pairs, so limits are not enforced",
+            found.separated
         );
-        let advice = format!("let the proxy in front route by hash tags, {direct}");
+        let advice = format!("{direct}: the proxy routes a call by its first key");
         findings.push(Finding::error(CHECK, message).advice(advice));
     }
-    if own.without_script > 0 {
+    if found.without_script > 0 {
         let message = format!(
-            "EVALSHA does not find a script that was just loaded, for {} of {PAIRS} keys: a proxy \
+            "EVALSHA does not find a script that was just loaded, for {} of {KEYS} keys: a proxy \
              in front sends SCRIPT LOAD to another server",
-            own.without_script
+            found.without_script
         );
-        let advice = format!("let the proxy send SCRIPT LOAD to all servers, {direct}");
+        let advice = format!("{direct}: the proxy does not send SCRIPT LOAD to all servers");
         findings.push(Finding::error(CHECK, message).advice(advice));
     }
-    if findings.is_empty() && own.complete > 0 {
+    if findings.is_empty() && found.complete > 0 {
         findings.push(Finding::ok(CHECK, "all connections, keys and scripts reach one server"));
     }
     findings
@@ -140,7 +141,7 @@ mod tests {
         ];
         let expected = Found { complete: 1, missing: 2, separated: 1, without_script: 1 };
         assert_eq!(Found::of(&replies), expected);
-        assert_eq!(findings(&expected, &Found::default()).len(), 3);
-        assert_eq!(findings(&Found::default(), &Found::default()), Vec::new());
+        assert_eq!(findings(&expected).len(), 3);
+        assert_eq!(findings(&Found::default()), Vec::new());
     }
 }

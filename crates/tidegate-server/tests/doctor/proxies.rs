@@ -1,10 +1,11 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::support::Redis;
-use crate::{advice_of, assert_found, doctor, findings_of, report, run_checks};
+use crate::support::{Redis, free_port};
+use crate::{advice_of, assert_found, doctor, findings_of, report, run_checks, wait_until};
 
 /// Chooses the server of a connection, or of a command.
 enum Routing {
@@ -12,8 +13,6 @@ enum Routing {
     Connection,
     /// The server by the hash of the first key; the first server for commands without one.
     Key,
-    /// Like `Key`, but the hash is that of the hash tag.
-    HashTag,
 }
 
 /// Starts a proxy in front of servers, and returns its URL. Its threads end with the process.
@@ -39,12 +38,10 @@ fn forward(client: &TcpStream, ports: &[u16], routing: &Routing, number: usize) 
     let mut replies: Vec<_> = servers.iter().map(BufReader::new).collect();
     let mut commands = BufReader::new(client);
     while let Some(command) = message(&mut commands) {
-        let key = first_key(&command);
-        let server = match (routing, &key) {
+        let server = match (routing, first_key(&command)) {
             (Routing::Connection, _) => number,
-            (Routing::Key, Some(key)) => hash(key),
-            (Routing::HashTag, Some(key)) => hash(hash_tag(key)),
-            (_, None) => 0,
+            (Routing::Key, Some(key)) => hash(&key),
+            (Routing::Key, None) => 0,
         } % servers.len();
         if (&servers[server]).write_all(&command).is_err() {
             return;
@@ -92,10 +89,6 @@ fn first_key(command: &[u8]) -> Option<String> {
     words.get(position).map(|&key| key.to_owned())
 }
 
-fn hash_tag(key: &str) -> &str {
-    key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map_or(key, |(tag, _)| tag)
-}
-
 fn hash(text: &str) -> usize {
     text.bytes().fold(7, |hash: usize, byte| hash.wrapping_mul(31).wrapping_add(usize::from(byte)))
 }
@@ -114,23 +107,95 @@ fn load_balancer_over_independent_servers_is_an_error() {
     servers.iter().for_each(Redis::assert_every_key_expires);
 }
 
+/// Envoy's Redis proxy, killed at the end of the test.
+struct Envoy {
+    process: Child,
+    url: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Envoy {
+    /// Starts Envoy in front of servers, over which it spreads keys by their hash tags.
+    fn start(servers: &[Redis]) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let port = free_port();
+        let endpoint = |server: &Redis| format!("{{endpoint: {{{}}}}}", address(server.port()));
+        let endpoints = servers.iter().map(endpoint).collect::<Vec<_>>().join(", ");
+        let config =
+            ENVOY_CONFIG.replace("LISTEN", &address(port)).replace("ENDPOINTS", &endpoints);
+        let file = folder.path().join("envoy.yaml");
+        std::fs::write(&file, config).expect("written");
+        let envoy = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.venv/bin/envoy");
+        let process = Command::new(envoy)
+            .arg("-c")
+            .arg(&file)
+            .args(["--concurrency", "1", "--use-dynamic-base-id", "--log-level", "error"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{envoy} ({error}): install it with `make setup`"));
+        let envoy = Self { process, url: format!("redis://127.0.0.1:{port}"), _folder: folder };
+        wait_until("Envoy listens", || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok());
+        envoy
+    }
+}
+
+impl Drop for Envoy {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn address(port: u16) -> String {
+    format!("address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}")
+}
+
+const ENVOY_CONFIG: &str = "
+static_resources:
+  listeners:
+  - LISTEN
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.redis_proxy
+        typed_config:
+          '@type': type.googleapis.com/envoy.extensions.filters.network.redis_proxy.v3.RedisProxy
+          stat_prefix: redis
+          settings: {op_timeout: 10s, enable_hashtagging: true}
+          prefix_routes: {catch_all_route: {cluster: redis}}
+  clusters:
+  - name: redis
+    type: STATIC
+    lb_policy: MAGLEV
+    load_assignment: {cluster_name: redis, endpoints: [{lb_endpoints: [ENDPOINTS]}]}
+";
+
 #[test]
-fn scripts_that_a_proxy_routes_elsewhere_are_an_error() {
+fn proxy_that_spreads_keys_is_an_error() {
     let servers = two_servers();
-    let (found, code) = run_checks(&proxy(&servers, Routing::HashTag));
+    let envoy = Envoy::start(&servers);
+    let (found, code) = run_checks(&envoy.url);
     assert_eq!(code, Some(2), "{found}");
-    assert_found(&found, "routing", "error", "EVALSHA does not find a script");
-    assert!(advice_of(&found, "routing", "error").contains("SCRIPT LOAD"), "{found}");
+    assert_found(&found, "routing", "error", "a proxy in front spreads keys");
+    assert!(advice_of(&found, "routing", "error").contains("by its first key"), "{found}");
+    // A single decision works, so nothing else would show it.
+    assert_found(&found, "scripts", "ok", "works");
+    assert_found(&found, "topology", "ok", "a single server");
+    assert_eq!(findings_of(&found, "commands"), Vec::new(), "{found}");
     servers.iter().for_each(Redis::assert_every_key_expires);
+
+    let one = Envoy::start(&servers[..1]);
+    let (found, _) = run_checks(&one.url);
+    assert_found(&found, "routing", "ok", "reach one server");
 }
 
 #[test]
-fn keys_of_one_script_that_a_proxy_separates_are_an_error() {
+fn scripts_that_a_proxy_routes_elsewhere_are_an_error() {
     let servers = two_servers();
     let (found, code) = run_checks(&proxy(&servers, Routing::Key));
     assert_eq!(code, Some(2), "{found}");
-    assert_found(&found, "routing", "error", "hash tag");
-    assert!(advice_of(&found, "routing", "error").contains("hash tags"), "{found}");
+    assert_found(&found, "routing", "error", "EVALSHA does not find a script");
     servers.iter().for_each(Redis::assert_every_key_expires);
 }
 

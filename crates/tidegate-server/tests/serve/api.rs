@@ -53,11 +53,7 @@ fn acquire_accepts_three_request_forms() {
 #[test]
 fn unknown_path_is_repeated_in_part_only() {
     let service = Service::start(POLICIES);
-    let path = format!(
-        "/v1/{}",
-        "é".repeat(10).bytes().map(|byte| format!("%{byte:02X}")).collect::<String>()
-            + &"x".repeat(20_000)
-    );
+    let path = format!("/v1/%C3%A9{}", "x".repeat(20_000));
     for address in [&service.http, &service.admin] {
         let response = request(address, "GET", &path, &[], b"");
         assert_eq!(response.status, 404);

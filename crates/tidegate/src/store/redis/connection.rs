@@ -113,5 +113,24 @@ pub(super) fn parse_time(reply: &Value) -> Option<i64> {
         _ => None,
     };
     let [seconds, micros] = parts.as_slice() else { return None };
-    Some(number(seconds)? * 1_000_000 + number(micros)?)
+    // Envoy's proxy returns all microseconds since 1970 as the second number.
+    let micros = number(micros).filter(|micros| (0..1_000_000).contains(micros))?;
+    number(seconds)?.checked_mul(1_000_000)?.checked_add(micros)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plausible_times_are_parsed() {
+        let reply = |seconds: &str, micros: &str| {
+            let bulk = |text: &str| Value::BulkString(text.as_bytes().to_vec());
+            parse_time(&Value::Array(vec![bulk(seconds), bulk(micros)]))
+        };
+        assert_eq!(reply("1794828888", "288879"), Some(1_794_828_888_288_879));
+        assert_eq!(reply("1794828888", "1794828888288879"), None);
+        assert_eq!(reply("9223372036854775807", "0"), None);
+        assert_eq!(reply("now", "0"), None);
+    }
 }
