@@ -102,7 +102,7 @@ pub(super) async fn check_lazy_freeing(
             } else {
                 let message = format!(
                     "{OFF}: a sliding-log of 100,000 requests that expires as a sorted set would \
-                     block other clients for about {} ms, but there are only small ones",
+                     block other clients for about {} ms; none above {LARGE_LOG} was found",
                     100_000_u64.div_ceil(FREED_PER_MS)
                 );
                 Finding::note(CHECK, message)
