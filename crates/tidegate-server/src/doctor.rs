@@ -177,8 +177,8 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
     report
 }
 
-/// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does not
-/// offer its commands.
+/// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does
+/// not offer its commands.
 async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool {
     if info.text("redis_mode") != Some("cluster") {
         return false;

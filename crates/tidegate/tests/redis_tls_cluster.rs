@@ -15,18 +15,18 @@ struct TlsCluster {
     nodes: Vec<Redis>,
     tls_ports: Vec<u16>,
     authority: Authority,
-    _folders: Vec<tempfile::TempDir>,
+    folders: Vec<tempfile::TempDir>,
 }
 
 impl TlsCluster {
     fn start() -> Self {
         let authority = Authority::new();
         let mut cluster =
-            Self { nodes: Vec::new(), tls_ports: Vec::new(), authority, _folders: Vec::new() };
+            Self { nodes: Vec::new(), tls_ports: Vec::new(), authority, folders: Vec::new() };
         for number in 0..3 {
             cluster.start_node(number);
         }
-        let ca = cluster._folders[0].path().join("ca.pem");
+        let ca = cluster.folders[0].path().join("ca.pem");
         let addresses = cluster.tls_ports.iter().map(|port| format!("127.0.0.1:{port}"));
         let created = Command::new("redis-cli")
             .args(["--tls", "--cacert"])
@@ -72,7 +72,7 @@ impl TlsCluster {
             if let Some(node) = Redis::try_start(program, free_port(), &options.concat()) {
                 self.nodes.push(node);
                 self.tls_ports.push(tls_port);
-                self._folders.push(folder);
+                self.folders.push(folder);
                 return;
             }
         }

@@ -33,8 +33,8 @@ pub(super) enum Handshake {
     Plain,
 }
 
-/// Performs the TLS handshake, unless the server turns out to speak no TLS. The server's certificate
-/// must have this name.
+/// Performs the TLS handshake, unless the server turns out to speak no TLS. The server's
+/// certificate must have this name.
 pub(super) async fn handshake(
     config: &Arc<ClientConfig>,
     name: ServerName<'static>,

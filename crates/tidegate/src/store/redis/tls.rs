@@ -1,5 +1,5 @@
-//! [`Tls`]: trusted certificates, the client certificate, and the names of servers. Uses rustls with
-//! ring, independent of the process's default crypto provider.
+//! [`Tls`]: trusted certificates, the client certificate, and the names of servers. Uses rustls
+//! with ring, independent of the process's default crypto provider.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -110,9 +110,9 @@ impl Tls {
     }
 
     /// Sets the name that the certificates of all servers must have, for servers whose address is
-    /// not in their certificate: such as those of a cluster that announces IP addresses. A host name
-    /// that the cluster announces has precedence. By default the name is the host of the URL, or of
-    /// the address that a cluster or a sentinel reports.
+    /// not in their certificate: such as those of a cluster that announces IP addresses. A host
+    /// name that the cluster announces has precedence. By default the name is the host of the URL,
+    /// or of the address that a cluster or a sentinel reports.
     #[must_use]
     pub fn server_name(mut self, name: impl Into<String>) -> Self {
         self.server_name = Some(name.into());
