@@ -431,7 +431,8 @@ impl Policy {
         Ok(())
     }
 
-    fn quotas(&self) -> impl Iterator<Item = &Quota> {
+    /// Returns the quotas: those of keys with an override, then that of all others.
+    pub fn quotas(&self) -> impl Iterator<Item = &Quota> {
         self.overrides.values().chain([&self.quota])
     }
 

@@ -173,7 +173,11 @@ async fn tls_verifies_both_the_server_and_the_client() {
         assert!(limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").allowed);
     }
 
+    // A name that replaces the host of the URL.
     let by_name = url.replace("127.0.0.1", "localhost");
+    let named = connect(&by_name, Some(valid_tls().server_name("127.0.0.1"))).await;
+    named.expect("connected");
+
     let other = untrusted.sign("client");
     for (url, tls, expected) in [
         (url.as_str(), Some(Tls::new().ca(untrusted.pem())), "invalid peer certificate"),
@@ -191,6 +195,7 @@ async fn tls_verifies_both_the_server_and_the_client() {
         (format!("{url}/#insecure"), None),
         (redis.url(), Some(valid_tls())),
         (url.clone(), Some(Tls::new().ca("not PEM"))),
+        (url.clone(), Some(valid_tls().server_name("redis.example.com:6379"))),
         (url.clone(), Some(valid_tls().identity("not PEM", client.key.clone()))),
         (url.clone(), Some(valid_tls().identity(client.certificate.clone(), "not PEM"))),
     ] {

@@ -14,8 +14,8 @@ use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
     Address, ConnectionAge, HeaderName, HostName, Master, Network, NotBlank, Origin, Permissions,
-    Prefix, RedisUrl, RedisUrls, RuleFile, UpstreamUrl, add_config_rules, add_cors_rules,
-    add_listener_tls_rules, add_sentinel_rules, add_store_rules, add_tls_rules,
+    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, UpstreamUrl, add_config_rules,
+    add_cors_rules, add_listener_tls_rules, add_sentinel_rules, add_store_rules, add_tls_rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -165,6 +165,10 @@ pub(super) struct RawStoreTls {
     /// Private key of the client certificate, in PEM.
     #[schemars(with = "Option<String>")]
     pub(super) key: Option<Spanned<String>>,
+    /// Name that the servers' certificates must have, for servers whose address is not in them. A
+    /// cluster's announced host names have precedence. The host of the URL by default.
+    #[schemars(with = "Option<ServerName>")]
+    pub(super) server_name: Option<Spanned<String>>,
 }
 
 impl fmt::Debug for RawStore {

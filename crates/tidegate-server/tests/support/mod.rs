@@ -12,8 +12,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+#[path = "../../../tidegate/tests/support/cluster.rs"]
+mod cluster;
 #[path = "../../../tidegate/tests/support/server.rs"]
 mod server;
+#[allow(unused_imports, reason = "each test binary uses its own part")]
+pub(crate) use cluster::Cluster;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use server::{Redis, folder_in_memory, free_port};
 

@@ -168,6 +168,8 @@ pub(super) const DOOR_PROBES: [Probe; 31] = [
             "[[]]",
             "[null]",
             r#"["empty"]"#,
+            r#"[""]"#,
+            r#"["rules", " "]"#,
             r#"["none/*.yaml"]"#,
             r#"["**"]"#,
             r#"["rules/**"]"#,

@@ -132,9 +132,10 @@ impl Builder {
         self
     }
 
-    /// Sets the trusted certificates and the client certificate for `rediss://` URLs. By default
-    /// the store trusts the system's certificates and presents no client certificate. TLS options
-    /// with a `redis://` URL are an error.
+    /// Sets the trusted certificates, the client certificate and the name of the servers for
+    /// `rediss://` URLs. By default the store trusts the system's certificates, presents no client
+    /// certificate, and verifies the host of the URL. TLS options with a `redis://` URL are an
+    /// error.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);
@@ -246,7 +247,7 @@ impl Builder {
             return Err(misconfigured(message));
         }
         let tls = if first.tls {
-            Some(self.tls.clone().unwrap_or_default().client_config()?)
+            Some(self.tls.clone().unwrap_or_default().client_tls()?)
         } else if self.tls.is_some() {
             return Err(misconfigured(
                 "TLS options are given, but the URL is redis://: use rediss:// for TLS",

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Pipeline, Value};
 
 use super::RedisStore;
-use super::connection::query_once;
+use super::connection::query_all_once;
 use super::endpoint::Address;
 use super::node::NodeClient;
 use crate::store::{ShardId, StoreError};
@@ -106,8 +106,8 @@ impl RedisStore {
         Ok(replies.into_iter().next().unwrap_or(Reply::Nil))
     }
 
-    /// Runs several plain commands, in one pipeline if there is a connection to the node. The error
-    /// of a single command is its [`Reply::Error`]; an `Err` means that the node did not answer.
+    /// Runs several plain commands in one pipeline. The error of a single command is its
+    /// [`Reply::Error`]; an `Err` means that the node did not answer.
     #[doc(hidden)]
     pub async fn ask_node_all(
         &self,
@@ -119,31 +119,38 @@ impl RedisStore {
         }
         let topology = self.shared.topology.state();
         let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
-        let commands = commands.iter().filter_map(|words| command(words));
         let has_address = |node: &&Arc<NodeClient>| node.address().to_string() == address;
         let primaries = topology.primaries();
         if let Some(node) = primaries.iter().chain(topology.sentinels()).find(has_address) {
             let mut pipeline = Pipeline::new();
-            for command in commands {
+            for command in commands.iter().filter_map(|words| command(words)) {
                 pipeline.add_command(command);
             }
             let replies = node.query_all(&pipeline, Instant::now() + timeout).await;
             let replies = replies.map_err(|error| error.into_store_error(timeout))?;
             return Ok(replies.into_iter().map(Reply::from_value).collect());
         }
+        self.ask_node_separately(address, commands).await
+    }
+
+    /// Like [`ask_node_all`](Self::ask_node_all), on a connection of its own.
+    #[doc(hidden)]
+    pub async fn ask_node_separately(
+        &self,
+        address: &str,
+        commands: &[&[&str]],
+    ) -> Result<Vec<Reply>, StoreError> {
         let Some(target) = Address::tcp("", 0).parse_relative(address) else {
             return Err(StoreError::Misconfigured(format!(
                 "{address:?} is not an address like 10.0.0.1:6379"
             )));
         };
-        let mut replies = Vec::new();
-        for command in commands {
-            let reply = query_once(&target, topology.options(), command, timeout).await;
-            replies.push(Reply::from_value(
-                reply.map_err(|error| StoreError::Unreachable(error.reason))?,
-            ));
-        }
-        Ok(replies)
+        let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
+        let commands = commands.iter().filter_map(|words| command(words)).collect();
+        let options = self.shared.topology.state().options();
+        let replies = query_all_once(&target, options, commands, timeout).await;
+        let replies = replies.map_err(|error| StoreError::Unreachable(error.reason))?;
+        Ok(replies.into_iter().map(Reply::from_value).collect())
     }
 }
 

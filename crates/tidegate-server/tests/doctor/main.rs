@@ -1,6 +1,18 @@
 //! `tidegate doctor` as a process, on real servers.
 
+#[path = "../../../tidegate/tests/support/certificates.rs"]
+mod certificates;
+#[path = "../support/mod.rs"]
 mod support;
+
+/// Connections that fail.
+mod connections;
+/// Managed services, which lack commands.
+mod managed;
+/// Proxies in front of Redis.
+mod proxies;
+/// Users of replicas.
+mod replicas;
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
@@ -21,6 +33,15 @@ fn doctor(url: &str, more: &[&str]) -> Output {
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// Runs the doctor with a configuration of these lines.
+fn doctor_with(config: &str, more: &[&str]) -> Output {
+    let folder = tempfile::tempdir().expect("a directory");
+    let file = folder.path().join("tidegate.yaml");
+    std::fs::write(&file, config).expect("written");
+    let file = file.display().to_string();
+    tidegate(&[&["doctor", "--timeout", "5s", "--config", &file], more].concat())
 }
 
 /// Returns the report and the exit code.
@@ -49,6 +70,16 @@ fn assert_found(report: &Value, check: &str, level: &str, says: &str) {
     let findings = findings_of(report, check);
     let right = findings.iter().any(|(found, message)| found == level && message.contains(says));
     assert!(right, "no {level} of {check} that contains {says:?} in {findings:?}");
+}
+
+/// Returns the advice of the first finding of a check at a level.
+#[track_caller]
+fn advice_of(report: &Value, check: &str, level: &str) -> String {
+    let findings = report["findings"].as_array().expect("findings");
+    let mut matching =
+        findings.iter().filter(|finding| finding["check"] == check && finding["level"] == level);
+    let finding = matching.next().unwrap_or_else(|| panic!("no {level} of {check} in {report}"));
+    finding["advice"].as_str().unwrap_or_else(|| panic!("no advice: {finding}")).to_owned()
 }
 
 /// Waits until a condition holds.
@@ -84,6 +115,7 @@ fn healthy_server_is_fit_and_each_check_has_a_line() {
         "version                Redis ",
         "connections  ",
         "acl  ",
+        "routing  ",
         "eviction-policy        noeviction",
         "memory  ",
         "persistence  ",
@@ -363,6 +395,15 @@ struct Sentinel {
     process: Child,
     port: u16,
     _folder: tempfile::TempDir,
+}
+
+impl Sentinel {
+    fn query(&self, words: &[&str]) -> String {
+        let url = format!("redis://127.0.0.1:{}", self.port);
+        let client = redis::Client::open(url).expect("a URL");
+        let mut connection = client.get_connection().expect("our own sentinel answers");
+        redis::cmd(words[0]).arg(&words[1..]).query(&mut connection).expect("a valid command")
+    }
 }
 
 impl Drop for Sentinel {
