@@ -89,7 +89,8 @@ impl Reached {
 /// Returns whether an application would issue this value to a client: visible ASCII without quotes
 /// and backslashes. A client that invents values has a new limit anyway.
 fn is_issued(value: &str) -> bool {
-    value.bytes().all(|byte| byte.is_ascii_graphic() && !br#""\,;"#.contains(&byte))
+    !value.is_empty()
+        && value.bytes().all(|byte| byte.is_ascii_graphic() && !br#""\,;"#.contains(&byte))
 }
 
 /// Sends all spellings of the documentation, and random ones.
@@ -97,8 +98,9 @@ fn check(framework: &str) {
     let documented = app::documented(framework);
     let app = App::start(framework);
     for (path, is_same) in &documented.routes {
-        let seen = Request::get(path).send(&app.address).expect("a response of the application");
-        assert_eq!(seen["route"] == "limited", *is_same, "docs/spellings.md: {framework}, {path}");
+        let seen = Request::get(path).send(&app.address);
+        let answers = seen.is_some_and(|seen| seen["route"] == "limited");
+        assert_eq!(answers, *is_same, "docs/spellings.md: {framework}, {path}");
     }
     let mut settings = vec![documented.settings.as_str()];
     if !documented.settings.contains("case_insensitive") {
@@ -107,25 +109,20 @@ fn check(framework: &str) {
     for settings in settings {
         let gateway = Service::gateway(&config(settings), &[&app.url()]);
         let mut reached = Reached::default();
+        for (field, value, request) in spellings::usual() {
+            for _ in 0..LIMIT {
+                reached.send(&gateway.http, field, request.clone());
+            }
+            assert_eq!(reached.count(field, value), LIMIT, "{framework}: {request}");
+        }
         for _ in 0..=LIMIT {
             for (field, request) in spellings::all() {
                 reached.send(&gateway.http, field, request);
             }
         }
         reached.assert_limit(framework);
-        for (field, value) in [
-            ("cookie", "X"),
-            ("header", "X"),
-            ("query", "X"),
-            ("token", "X"),
-            ("basic", "ann:b"),
-            ("route", "limited"),
-        ] {
-            assert_eq!(reached.count(field, value), LIMIT, "{framework}: {field}");
-        }
-        let seed = seeded::seed();
-        let mut seeded = Seeded::new(seed);
-        for _ in 0..seeded::cases(200) {
+        let mut seeded = Seeded::new(seeded::seed());
+        for _ in 0..seeded::cases(80) {
             for field in FIELDS.into_iter().chain(["route"]) {
                 reached.send(&gateway.http, field, generated::request(field, &mut seeded));
             }

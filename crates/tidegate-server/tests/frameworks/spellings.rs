@@ -1,5 +1,4 @@
-//! Spellings of `docs/spellings.md`, and others that frameworks accept. The first of each list is
-//! the usual one.
+//! Spellings of `docs/spellings.md`, and others that frameworks accept.
 
 use crate::app::Request;
 
@@ -119,6 +118,18 @@ const PATHS: &[&str] = &[
     "/limited/%2578",
     "http://h/limited/x",
 ];
+
+/// Returns a request in its usual spelling for each field, with the value that identifies it.
+pub(crate) fn usual() -> [(&'static str, &'static str, Request); 6] {
+    [
+        ("cookie", "X", Request::get("/cookie").header("Cookie", "session=X")),
+        ("header", "X", Request::get("/header").header("X-User-Id", "X")),
+        ("query", "X", Request::get("/query?api_key=X")),
+        ("token", "X", Request::get("/token").header("Authorization", "Bearer X")),
+        ("basic", "ann:b", Request::get("/basic").header("Authorization", "Basic YW5uOmI=")),
+        ("route", "limited", Request::get("/limited/x")),
+    ]
+}
 
 /// Returns the spellings of each field that identifies a request.
 pub(crate) fn all() -> Vec<(&'static str, Request)> {
