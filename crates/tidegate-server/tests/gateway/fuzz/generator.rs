@@ -123,7 +123,7 @@ fn request(seeded: &mut Seeded, bytes: &mut Vec<u8>) {
         let line = format!("{name}:{before}u{}{after}\r\n", seeded.below(60));
         bytes.extend_from_slice(line.as_bytes());
     }
-    while seeded.once_in(2) {
+    while seeded.once_in(3) {
         bytes.extend_from_slice(seeded.pick(&FIELDS).as_bytes());
         bytes.extend_from_slice(if seeded.once_in(60) { b"\n" } else { b"\r\n" });
     }
@@ -197,6 +197,27 @@ fn target(seeded: &mut Seeded) -> String {
         target.push_str(seeded.pick(&PATH_PIECES));
     }
     target
+}
+
+/// Returns the bytes of a line in which `\r`, `\n`, `\t` and `\x..` are escapes.
+pub(super) fn unescaped(line: &str) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut rest = line;
+    while let Some((before, after)) = rest.split_once('\\') {
+        bytes.extend_from_slice(before.as_bytes());
+        let (byte, used) = match after.as_bytes() {
+            [b'r', ..] => (b'\r', 1),
+            [b'n', ..] => (b'\n', 1),
+            [b't', ..] => (b'\t', 1),
+            [b'x', ..] => (u8::from_str_radix(&after[1..3], 16).expect("two digits"), 3),
+            [other, ..] => (*other, 1),
+            [] => panic!("a backslash at the end of {line}"),
+        };
+        bytes.push(byte);
+        rest = &after[used..];
+    }
+    bytes.extend_from_slice(rest.as_bytes());
+    bytes
 }
 
 /// Frame of an HTTP/2 stream.
