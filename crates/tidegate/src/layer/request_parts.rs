@@ -212,7 +212,7 @@ impl<'a> RequestParts<'a> {
         let pairs = headers.flat_map(|header| header.as_bytes().split(|byte| *byte == b';'));
         pairs.filter_map(move |pair| {
             let equals = pair.iter().position(|byte| *byte == b'=')?;
-            let (key, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
+            let (key, value) = (trimmed(&pair[..equals]), trimmed(&pair[equals + 1..]));
             (!name.is_empty() && key == name.as_bytes()).then(|| text(value))
         })
     }
@@ -254,6 +254,23 @@ impl Attributes for RequestParts<'_> {
 fn differ<'v>(mut values: impl Iterator<Item = Cow<'v, str>>) -> bool {
     let first = values.next();
     values.any(|value| Some(value) != first)
+}
+
+/// Removes the spaces around a name or value of a cookie. Python and JavaScript also remove those
+/// beyond ASCII, in UTF-8 or in Latin-1.
+fn trimmed(bytes: &[u8]) -> &[u8] {
+    let plain = bytes.trim_ascii();
+    let is_ascii = |byte: Option<&u8>| byte.is_none_or(u8::is_ascii);
+    if is_ascii(plain.first()) && is_ascii(plain.last()) {
+        return plain;
+    }
+    if let Ok(text) = str::from_utf8(plain) {
+        return text.trim().as_bytes();
+    }
+    let is_space = |byte: &u8| byte.is_ascii_whitespace() || matches!(byte, 0x85 | 0xa0);
+    let start = plain.iter().position(|byte| !is_space(byte)).unwrap_or(plain.len());
+    let end = plain.iter().rposition(|byte| !is_space(byte)).map_or(start, |last| last + 1);
+    &plain[start..end]
 }
 
 /// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +

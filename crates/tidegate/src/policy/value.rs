@@ -57,31 +57,51 @@ fn credentials(value: &str) -> Cow<'_, str> {
 /// with its escapes decoded. Some frameworks do not decode, so for them two values may share a
 /// count; the other way round, one value would have several counts.
 fn cookie_value(value: &str) -> Cow<'_, str> {
-    let value = trimmed(value);
+    // Python and JavaScript also remove spaces beyond ASCII.
+    let value = value.trim();
     let quoted = value.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    let has_backslashes = quoted.is_some_and(|inner| inner.contains('\\'));
     let inner = quoted.unwrap_or(value);
-    let has_backslashes = quoted.is_some() && inner.contains('\\');
     if !has_backslashes && !inner.contains('%') {
         return Cow::Borrowed(inner);
     }
-    let mut decoded = Vec::with_capacity(inner.len());
-    let mut rest = inner.as_bytes();
-    while let [first, after @ ..] = rest {
-        let (byte, used) = match (first, after) {
-            (b'%', [high, low, ..]) if digits(16, &[*high, *low]).is_some() => {
-                (digits(16, &[*high, *low]).unwrap_or(*first), 2)
-            }
-            (b'\\', [a, b, c, ..]) if has_backslashes && digits(8, &[*a, *b, *c]).is_some() => {
-                (digits(8, &[*a, *b, *c]).unwrap_or(*first), 3)
-            }
-            (b'\\', [escaped, ..]) if has_backslashes => (*escaped, 1),
-            _ => (*first, 0),
-        };
-        decoded.push(byte);
-        rest = &after[used..];
+    // Backslashes first: a framework that decodes only them must see one value of `%41` and
+    // `\04541`.
+    let unquoted = if has_backslashes { decoded(inner, backslash_code) } else { None };
+    match decoded(unquoted.as_deref().unwrap_or(inner), percent_code) {
+        Some(value) => Cow::Owned(value),
+        None => unquoted.map_or(Cow::Borrowed(inner), Cow::Owned),
     }
-    // Bytes that are not UTF-8 stay encoded, so that different values stay different.
-    String::from_utf8(decoded).map_or(Cow::Borrowed(inner), Cow::Owned)
+}
+
+/// Decodes the codes in a text. The text is not UTF-8 then if the result is `None`: its bytes stay
+/// encoded, so that different values stay different.
+fn decoded(text: &str, code_at: fn(&[u8]) -> Option<(u8, usize)>) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some(first) = rest.first() {
+        let (byte, used) = code_at(rest).unwrap_or((*first, 1));
+        bytes.push(byte);
+        rest = &rest[used..];
+    }
+    String::from_utf8(bytes).ok()
+}
+
+/// Returns the byte of a percent code at the start, and its length.
+fn percent_code(bytes: &[u8]) -> Option<(u8, usize)> {
+    let [b'%', high, low, ..] = bytes else { return None };
+    Some((digits(16, &[*high, *low])?, 3))
+}
+
+/// Returns the byte of a backslash and what it escapes at the start, and their length.
+fn backslash_code(bytes: &[u8]) -> Option<(u8, usize)> {
+    match bytes {
+        [b'\\', a, b, c, ..] if digits(8, &[*a, *b, *c]).is_some() => {
+            Some((digits(8, &[*a, *b, *c])?, 4))
+        }
+        [b'\\', escaped, ..] => Some((*escaped, 2)),
+        _ => None,
+    }
 }
 
 /// Returns the byte that these digits stand for.
@@ -117,9 +137,12 @@ mod tests {
             ("cookie.session", "\"a\\\"b\\130\"", "a\"bX"),
             ("cookie.session", "%58%2", "X%2"),
             ("cookie.session", "%FF", "%FF"),
+            ("cookie.session", "\"a\\04541\"", "aA"),
+            ("cookie.session", "\u{a0}X\u{2003}", "X"),
             ("cookie.session", "a\\b", "a\\b"),
             ("cookie.session", "\"", "\""),
             ("host", "API.example:80", "api.example"),
+            ("host", "api.example:80.", "api.example"),
             ("query.q", " a ", " a "),
         ] {
             assert_eq!(normal(attribute, value), expected, "{attribute} {value}");
