@@ -11,6 +11,9 @@ use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
 use super::syntax;
 
+/// Number of characters of the longest message.
+const MAX_MESSAGE: usize = 1_000;
+
 /// Configuration text that errors refer to.
 ///
 /// [`Policies::load`](crate::Policies::load) is enough for a file of policies. A program whose file
@@ -218,6 +221,7 @@ impl<'a> Document<'a> {
         let message = without_userinfo(
             &field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}")),
         );
+        let message = message::shortened(&message, MAX_MESSAGE).into_owned();
         ConfigError { file: self.name.to_owned(), position, message }
     }
 
