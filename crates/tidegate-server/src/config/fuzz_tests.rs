@@ -6,9 +6,15 @@ use crate::fuzz::{self, Random};
 const SEEDS: [&str; 5] = [
     SAMPLE,
     "listen: {http: 127.0.0.1:8080, admin: 127.0.0.1:9090}\npolicies: []\n",
-    "gateway:\n  upstreams: ['http://127.0.0.1:9000']\n  timeout: 5s\npolicies: [{name: a, limit: 5, window: 1s}]\n",
+    concat!(
+        "gateway:\n  upstreams: ['http://127.0.0.1:9000']\n  timeout: 5s\n",
+        "policies: [{name: a, limit: 5, window: 1s}]\n",
+    ),
     "client_ip: {trusted_proxies: [10.0.0.0/8], ipv6_prefix: 64}\nheaders: {x_ratelimit: true}\n",
-    "envoy: {files: [], algorithm: token-bucket, near_limit_ratio: 0.5}\nlisten:\n  http: localhost\n",
+    concat!(
+        "envoy: {files: [], algorithm: token-bucket, near_limit_ratio: 0.5}\nlisten:\n",
+        "  http: localhost\n",
+    ),
 ];
 const PIECES: [&str; 36] = [
     "\n",

@@ -6,11 +6,24 @@ use tidegate::config::ConfigError;
 use crate::fuzz::{self, Random};
 
 const SEEDS: [&str; 12] = [
-    "policies:\n  - name: a\n    match: {path: '/api/**', method: [GET, POST]}\n    key: [ip]\n    limit: 5\n    window: 60s\n",
-    "policies:\n- {name: a, limit: 5, window: 60s, algorithm: token-bucket, burst: 9, mode: shadow}\n",
-    "attributes: [tenant]\npolicies:\n  - name: t\n    key: [tenant, header.x-user-id]\n    missing_key: deny\n    limit: 1\n    window: 1h\n    cost: {attribute: header.x-cost, default: 1, max: 1}\n",
+    concat!(
+        "policies:\n  - name: a\n    match: {path: '/api/**', method: [GET, POST]}\n",
+        "    key: [ip]\n    limit: 5\n    window: 60s\n",
+    ),
+    concat!(
+        "policies:\n",
+        "- {name: a, limit: 5, window: 60s, algorithm: token-bucket, burst: 9, mode: shadow}\n",
+    ),
+    concat!(
+        "attributes: [tenant]\npolicies:\n  - name: t\n",
+        "    key: [tenant, header.x-user-id]\n    missing_key: deny\n    limit: 1\n",
+        "    window: 1h\n    cost: {attribute: header.x-cost, default: 1, max: 1}\n",
+    ),
     "paths: {encoded_slashes: decode, parameters: keep, case_insensitive: true}\npolicies: []\n",
-    "policies:\n  - name: a\n    limit: 5\n    window: 60s\n    overrides:\n      - {key: gold, limit: 9}\n",
+    concat!(
+        "policies:\n  - name: a\n    limit: 5\n    window: 60s\n    overrides:\n",
+        "      - {key: gold, limit: 9}\n",
+    ),
     "x: &a {limit: 5, window: 60s}\npolicies: [{name: a, <<: *a}]\n",
     "policies:\n\t- name: a\n",
     "policies:\n  - name: \"a\n    limit: 5\n",

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::time::Duration;
 
 use tidegate::PathSpelling::{Decode, Keep, Reject};
@@ -105,10 +106,10 @@ impl Rules {
                     segment.push(char::from(byte));
                 }
                 Some(byte) if b"/\\".contains(&byte) && self.encoded_slashes == Keep => {
-                    segment.push_str(&format!("%{byte:02X}"));
+                    let _ = write!(segment, "%{byte:02X}");
                 }
                 Some(byte) if !b"/\\".contains(&byte) => {
-                    segment.push_str(&format!("%{byte:02X}"));
+                    let _ = write!(segment, "%{byte:02X}");
                 }
                 _ if self.encoded_slashes == Reject => return Err(PathError::EncodedSlash),
                 _ => segments.push(String::new()),

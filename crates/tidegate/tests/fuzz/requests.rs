@@ -108,11 +108,13 @@ fn unquote(value: &str) -> String {
             digits.starts_with(['0', '1', '2', '3']) && digits.chars().all(|it| it.is_digit(8))
         });
         let code = octal.and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        match (code, after.chars().next()) {
-            (Some(code), _) => (text.push(char::from(code)), rest = &after[3..]).1,
-            (None, Some(next)) => (text.push(next), rest = &after[next.len_utf8()..]).1,
-            (None, None) => (text.push('\\'), rest = after).1,
-        }
+        let (character, used) = match (code, after.chars().next()) {
+            (Some(code), _) => (char::from(code), 3),
+            (None, Some(next)) => (next, next.len_utf8()),
+            (None, None) => ('\\', 0),
+        };
+        text.push(character);
+        rest = &after[used..];
     }
     text + rest
 }

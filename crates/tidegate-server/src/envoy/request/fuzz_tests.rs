@@ -29,8 +29,10 @@ fn message(random: &mut Random) -> RateLimitRequest {
     };
     let descriptor = |random: &mut Random| RateLimitDescriptor {
         entries: (0..random.below(4)).map(|_| entry(random)).collect(),
-        limit: (random.below(3) == 0)
-            .then(|| RateLimitOverride { requests_per_unit: 5, unit: random.below(9) as i32 }),
+        limit: (random.below(3) == 0).then(|| RateLimitOverride {
+            requests_per_unit: 5,
+            unit: i32::from(random.next().to_le_bytes()[0] % 9),
+        }),
         hits_addend: (random.below(3) == 0).then(|| random.next()),
         is_negative_hits: random.below(2) == 0,
     };
@@ -38,7 +40,7 @@ fn message(random: &mut Random) -> RateLimitRequest {
     RateLimitRequest {
         domain: (*random.pick(&TEXTS)).to_owned(),
         descriptors: (0..count).map(|_| descriptor(random)).collect(),
-        hits_addend: random.next() as u32,
+        hits_addend: u32::try_from(random.next() >> 32).unwrap_or_default(),
     }
 }
 

@@ -15,7 +15,6 @@ use tokio::io::AsyncWriteExt as _;
 use super::*;
 use crate::fuzz;
 
-const CLOSE: HeaderValue = HeaderValue::from_static("close");
 const SEEDS: [&str; 17] = [
     "T / HTTP/1.0\r\nH:\r\nContent-Length:2\r\nn:\r\nUpgrade:\r\n\r\nEb ",
     "GET / HTTP/1.0\r\nConnection: keep-alive\r\nUpgrade: x\r\n\r\nGET /b HTTP/1.1\nHost: a\n\n",
@@ -107,7 +106,9 @@ fn by_hyper(runtime: &tokio::runtime::Runtime, bytes: &[u8]) -> Vec<u64> {
             let mut response = hyper::Response::new(Empty::<Bytes>::new());
             // As the gateway does: bytes after an upgrade request are not checked.
             if request.headers().contains_key(header::UPGRADE) {
-                response.headers_mut().insert(header::CONNECTION, CLOSE);
+                response
+                    .headers_mut()
+                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             if let Ok(body) = request.into_body().collect().await {
                 complete.borrow_mut().push(body.to_bytes().len() as u64);

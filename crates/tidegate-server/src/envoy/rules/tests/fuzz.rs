@@ -5,11 +5,25 @@ use crate::fuzz::{self, Random};
 
 const FILES: [&str; 8] = [
     SAMPLE,
-    "domain: d\ndescriptors:\n  - key: a\n    value: b*\n    share_threshold: true\n    rate_limit: {unit: minute, requests_per_unit: 5}\n",
+    concat!(
+        "domain: d\ndescriptors:\n  - key: a\n    value: b*\n    share_threshold: true\n",
+        "    rate_limit: {unit: minute, requests_per_unit: 5}\n",
+    ),
     "domain: d\ndescriptors: [{key: a, rate_limit: {unlimited: true}}, {key: a, value: b}]\n",
-    "domain: d\ndescriptors:\n- key: a\n  rate_limit:\n    unit: hour\n    unit_multiplier: 3\n    requests_per_unit: 0\n    name: x\n    replaces: [{name: y}]\n",
-    "domain: d\ndescriptors:\n- {key: a, shadow_mode: yes, quota_mode: true, detailed_metric: true, metadata: {x: [1, 2.5, ~]}}\n",
-    "x: &l {unit: day, requests_per_unit: 010}\ndomain: d\ndescriptors: [{key: a, rate_limit: *l}]\n---\nb",
+    concat!(
+        "domain: d\ndescriptors:\n- key: a\n  rate_limit:\n    unit: hour\n",
+        "    unit_multiplier: 3\n    requests_per_unit: 0\n    name: x\n",
+        "    replaces: [{name: y}]\n",
+    ),
+    concat!(
+        "domain: d\ndescriptors:\n",
+        "- {key: a, shadow_mode: yes, quota_mode: true, detailed_metric: true, ",
+        "metadata: {x: [1, 2.5, ~]}}\n",
+    ),
+    concat!(
+        "x: &l {unit: day, requests_per_unit: 010}\ndomain: d\n",
+        "descriptors: [{key: a, rate_limit: *l}]\n---\nb",
+    ),
     "domain: \"d\ndescriptors:\n",
     "domain: d\ndescriptors: {key: a}\n",
 ];
