@@ -170,6 +170,7 @@ fn errors_do_not_quote_the_rest_of_the_file() {
         format!("policies:\n  - {{name: a, {rest}: 5}}\n"),
         format!("policies:\n  - {{name: a, limit: 5, window: \"60 {rest}\"}}\n"),
         format!("policies:\n  - {{name: a, limit: 5, window: 60s, key: \"{rest}\"}}\n"),
+        format!("policies:\n  - {{name: a, {}x y: 5}}\n", "window: 60s, ".repeat(500)),
     ] {
         let error = Policies::from_yaml("limits.yaml", &text).expect_err("wrong").to_string();
         assert!(error.len() < 2_000, "{} bytes: {error}", error.len());

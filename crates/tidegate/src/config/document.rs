@@ -11,8 +11,9 @@ use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
 use super::syntax;
 
-/// Number of characters of the longest message.
+/// Number of characters of the longest message, and of the longest line below it.
 const MAX_MESSAGE: usize = 1_000;
+const MAX_LINE: usize = 120;
 
 /// Configuration text that errors refer to.
 ///
@@ -212,6 +213,7 @@ impl<'a> Document<'a> {
         let position = place.and_then(|(line, column)| {
             redaction::lines(self.text).nth(line.checked_sub(1)?)?;
             let text = shown(self.redaction, self.text, line - 1);
+            let text = message::shortened(&text, MAX_LINE).into_owned();
             Some(SourceLine { line, column, text })
         });
         let field = position

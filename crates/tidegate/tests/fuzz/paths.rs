@@ -31,7 +31,7 @@ const PIECES: [&str; 28] = [
     "%", "%2", "%25", "a", "B", "é", "%C3%A9", "?", "#", "~", "%7E", "*", " ",
 ];
 
-struct Rules {
+struct Combination {
     rules: PathRules,
     encoded_slashes: PathSpelling,
     parameters: PathSpelling,
@@ -41,7 +41,7 @@ struct Rules {
 }
 
 /// Returns every combination of rules, each with a policy that counts by the path.
-fn all_rules() -> Vec<Rules> {
+fn all_rules() -> Vec<Combination> {
     let mut all = Vec::new();
     for encoded_slashes in [Reject, Decode, Keep] {
         for parameters in [Reject, Decode, Keep] {
@@ -57,7 +57,7 @@ fn all_rules() -> Vec<Rules> {
                 let policy = Policy::builder("p", quota).key(["path"]).build().expect("a policy");
                 let policies = Policies::new(vec![policy]).expect("unique");
                 let policies = policies.with_path_rules(rules).expect("no patterns");
-                all.push(Rules {
+                all.push(Combination {
                     rules,
                     encoded_slashes,
                     parameters,
@@ -71,7 +71,7 @@ fn all_rules() -> Vec<Rules> {
     all
 }
 
-impl Rules {
+impl Combination {
     /// Returns the path that the policy counts by; `None` if it is too long or has a control
     /// character.
     fn counted(&self, path: &str) -> Option<String> {
@@ -145,7 +145,7 @@ impl Rules {
 }
 
 /// Returns all rules for a short path, and a few for a long one, which takes time.
-fn some<'a>(all: &'a [Rules], path: &str) -> impl Iterator<Item = &'a Rules> {
+fn some<'a>(all: &'a [Combination], path: &str) -> impl Iterator<Item = &'a Combination> {
     all.iter().step_by(if path.len() < 256 { 1 } else { 7 })
 }
 

@@ -139,7 +139,7 @@ fn decode_uri_component(text: &str) -> Option<String> {
 /// How applications read a cookie header: all values of `session`.
 type Framework = fn(&[u8]) -> Vec<String>;
 
-fn pairs<'a>(header: &'a str, trim: fn(&str) -> &str) -> Vec<&'a str> {
+fn pairs(header: &str, trim: fn(&str) -> &str) -> Vec<&str> {
     let pairs = header.split(';').filter_map(move |pair| pair.split_once('='));
     pairs.filter(|(name, _)| trim(name) == "session").map(|(_, value)| value).collect()
 }
