@@ -359,6 +359,8 @@ pub(crate) fn describe(path: Option<&PathBuf>) -> String {
 }
 
 #[cfg(test)]
+mod fuzz_tests;
+#[cfg(test)]
 mod schema_tests;
 #[cfg(test)]
 mod tests;

@@ -379,6 +379,7 @@ impl Policy {
         self.on_store_failure = on_store_failure;
     }
 
+    #[cfg(feature = "config")]
     pub(crate) fn set_show_keys(&mut self, show_keys: ShowKeys) {
         self.show_keys = Some(show_keys);
     }

@@ -387,6 +387,9 @@ fn to_json<'a>(
 }
 
 #[cfg(test)]
+mod fuzz_tests;
+
+#[cfg(test)]
 mod tests {
     use std::time::Duration;
 

@@ -83,6 +83,9 @@ policies: [{name: p, key: [cookie.session], missing_key: deny, limit: 3, window:
         "a=b;session=X",
         "session=%58",
         "session=\"\\130\"",
+        "session=X\u{a0}",
+        "\u{a0}session\u{2003}=\u{3000}X",
+        "session=\"\\04558\"",
     ];
     let send = |value: &str| get(&gateway, "/", &[&format!("Cookie: {value}")]);
     assert_one_limit(&spellings, send);

@@ -385,6 +385,7 @@ pub fn normalize_path(path: &str) -> Cow<'_, str> {
 /// ```
 #[must_use]
 pub fn normalize_host(host: &str) -> Cow<'_, str> {
+    let host = host.trim_end_matches('.');
     let name = match host.rsplit_once(':') {
         // An IPv6 address without brackets has colons but no port.
         Some((name, port))

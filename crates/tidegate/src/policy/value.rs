@@ -125,10 +125,11 @@ fn is_odd_base64(value: &str) -> bool {
 /// with its escapes decoded. Some frameworks do not decode, so for them two values may share a
 /// count; the other way round, one value would have several counts.
 fn cookie_value(value: &str) -> Cow<'_, str> {
-    let value = trimmed(value);
+    // Python and JavaScript also remove spaces beyond ASCII.
+    let value = value.trim();
     let quoted = value.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    let has_backslashes = quoted.is_some_and(|inner| inner.contains('\\'));
     let inner = quoted.unwrap_or(value);
-    let has_backslashes = quoted.is_some() && inner.contains('\\');
     if !has_backslashes && !inner.contains('%') {
         return Cow::Borrowed(inner);
     }
@@ -224,9 +225,11 @@ mod tests {
             ("cookie.session", "%2558%25zz", "X%zz"),
             ("cookie.session", "%5%38", "X"),
             ("cookie.session", "%58%FF", "Xǿ"),
+            ("cookie.session", "\"a\\04541\"", "aA"),
             ("cookie.session", "a\\b", "a\\b"),
             ("cookie.session", "\"", "\""),
             ("host", "API.example:80", "api.example"),
+            ("host", "api.example:80.", "api.example"),
             ("query.q", " a ", " a "),
         ] {
             assert_eq!(normal(attribute, value), expected, "{attribute} {value}");
