@@ -125,8 +125,7 @@ fn is_odd_base64(value: &str) -> bool {
 /// with its escapes decoded. Some frameworks do not decode, so for them two values may share a
 /// count; the other way round, one value would have several counts.
 fn cookie_value(value: &str) -> Cow<'_, str> {
-    // Python and JavaScript also remove spaces beyond ASCII.
-    let value = value.trim();
+    let value = trimmed(value);
     let quoted = value.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
     let has_backslashes = quoted.is_some_and(|inner| inner.contains('\\'));
     let inner = quoted.unwrap_or(value);

@@ -63,11 +63,10 @@ fn is_simple(pattern: &str) -> bool {
     is_path
         && pattern.len() <= 12
         && pattern.contains('*')
-        && !pattern.contains(['%', '.', '\\', ';', '?', '#'])
+        && pattern.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"/*".contains(&byte))
         && !pattern.contains("//")
         && !pattern.contains("***")
         && !pattern.ends_with('/')
-        && !pattern.bytes().any(|byte| byte.is_ascii_control())
 }
 
 #[test]
