@@ -25,6 +25,8 @@ mod load;
 mod messages;
 /// Requests that are sent again on another connection.
 mod retries;
+/// Uploads that arrive too slowly.
+mod slow_uploads;
 /// Ambiguous requests, at the level of bytes.
 mod smuggling;
 /// Spellings of one key or path.
@@ -33,6 +35,8 @@ mod spellings;
 mod telemetry;
 /// Upstream that records the received bytes.
 mod upstream;
+/// Limits of requests to an upstream, and a lack of file descriptors.
+mod upstream_limits;
 /// TLS and HTTP/2 on both sides.
 mod versions;
 /// Upgraded connections.
