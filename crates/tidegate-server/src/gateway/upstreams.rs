@@ -12,6 +12,7 @@ use tokio::sync::Semaphore;
 use super::concurrency::{ConcurrencyLimit, Overload, RequestPermit, UpstreamLimits};
 use super::metrics::UpstreamMetrics;
 use crate::duration;
+use crate::logs::LogThrottle;
 
 /// Number of consecutive failures that eject an upstream.
 const MAX_FAILURES: u32 = 3;
@@ -117,6 +118,21 @@ impl Upstream {
         {
             self.ejected_until.store(0, Ordering::Relaxed);
             tracing::info!(upstream = %self.authority, "upstream recovered");
+        }
+    }
+
+    /// Counts and logs a request that is rejected because the upstream has too many.
+    fn reject(&self, overload: Overload) {
+        static THROTTLE: LogThrottle = LogThrottle::new();
+        self.metrics.count_rejection(overload);
+        if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
+            tracing::warn!(
+                upstream = %self.authority,
+                reason = overload.as_str(),
+                suppressed,
+                "request rejected: the upstream has gateway.max_connections requests in flight \
+                 (logged once per minute)"
+            );
         }
     }
 
@@ -281,10 +297,9 @@ impl<'u> Candidates<'u> {
                 }
             }
         }
-        rejected.map(|(upstream, overload)| {
-            upstream.metrics.count_rejection(overload);
-            Err(overload)
-        })
+        let (upstream, overload) = rejected?;
+        upstream.reject(overload);
+        Some(Err(overload))
     }
 }
 

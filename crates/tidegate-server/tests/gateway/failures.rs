@@ -210,6 +210,27 @@ fn client_that_stops_reading_is_disconnected() {
 }
 
 #[test]
+fn client_that_reads_in_drops_is_disconnected() {
+    let upstream = Upstream::start(|_, stream| {
+        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
+        let piece = vec![0; 64 * 1024];
+        loop {
+            stream.write_all(&piece)?;
+        }
+    });
+    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    let before = gateway.open_files();
+    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
+    client.write_all(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
+    gateway.wait_until("the response has started", |gateway| gateway.open_files() >= before + 2);
+    // The socket's buffers must have room again for a part of what they hold.
+    gateway.wait_until("both connections are closed", |gateway| {
+        let _ = (&client).read(&mut [0; 10]);
+        gateway.open_files() <= before
+    });
+}
+
+#[test]
 fn forwarding_loop_is_detected() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound").to_string();
