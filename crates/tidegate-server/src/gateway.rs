@@ -44,8 +44,8 @@ mod upstreams;
 
 use access_log::AccessLog;
 use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};
-use client::Clients;
 pub(crate) use client::tls as upstream_tls;
+use client::{Clients, with_connection};
 pub(crate) use concurrency::UpstreamLimits;
 use connection::Progress;
 use error::ProxyError;
@@ -217,8 +217,9 @@ impl Proxy {
             } else {
                 self.clients.get(upstream.protocol)
             };
+            let response = with_connection(client.request(request));
             let result = tokio::select! {
-                result = client::with_connection(client.request(request)) => result.map_err(|error| {
+                result = response => result.map_err(|error| {
                     tracing::debug!(
                         upstream = %upstream.authority,
                         error = &error as &dyn std::error::Error,
