@@ -317,6 +317,18 @@ pub(super) struct RawGateway {
     pub(super) header_timeout: Option<GatewayTimeout>,
     /// Idle timeout of bodies and upgraded connections; 60s by default.
     pub(super) idle_timeout: Option<GatewayTimeout>,
+    /// Minimum rate of request bodies, in bytes per second; 240 by default, 0 for none. A client
+    /// that falls behind it by `idle_timeout` gets 408. Time in which the upstream does not read is
+    /// not counted. Streams of gRPC, and bodies during the upstream's response, have no minimum.
+    pub(super) min_upload_rate: Option<Bounded<0, 1_000_000_000>>,
+    /// Maximum number of requests in flight to each upstream, which over HTTP/1.1 is also that of
+    /// its connections; 1024 by default.
+    pub(super) max_connections: Option<Bounded<1, 1_000_000>>,
+    /// Maximum number of requests that wait for an upstream with `max_connections`; 1024 by
+    /// default. Any further one gets 503.
+    pub(super) max_pending: Option<Bounded<0, 1_000_000>>,
+    /// Time for which such a request waits before it gets 503; 5s by default.
+    pub(super) pending_timeout: Option<GatewayTimeout>,
     /// Forward headers with an underscore in their name; false by default, because many
     /// applications cannot distinguish `X_User_Id` from `X-User-Id`.
     pub(super) underscore_headers: Flag,

@@ -314,6 +314,13 @@ fn merge_lengths(headers: &mut HeaderMap) {
     }
 }
 
+/// Returns whether a request is a call of gRPC.
+pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let rest = content_type.and_then(|value| value.strip_prefix(b"application/grpc"));
+    rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+}
+
 /// Announces the trailers of a gRPC response, because hyper sends only announced ones to HTTP/1.1
 /// clients. The names of other trailers are not known before the body has ended.
 pub(super) fn announce_grpc_trailers(headers: &mut HeaderMap) {

@@ -30,6 +30,8 @@ mod retries;
 /// Choices by a seed.
 #[path = "../support/seeded.rs"]
 mod seeded;
+/// Uploads that arrive too slowly.
+mod slow_uploads;
 /// Ambiguous requests, at the level of bytes.
 mod smuggling;
 /// Spellings of one key or path.
@@ -38,6 +40,8 @@ mod spellings;
 mod telemetry;
 /// Upstream that records the received bytes.
 mod upstream;
+/// Limits of requests to an upstream, and a lack of file descriptors.
+mod upstream_limits;
 /// TLS and HTTP/2 on both sides.
 mod versions;
 /// Upgraded connections.
