@@ -1,9 +1,9 @@
-//! Random requests at the level of bytes. Whatever a client sends: what the upstream gets is what
-//! the policies decided, in a request of its own.
+//! Random requests at the level of bytes. Whatever a client sends, the upstream gets the requests
+//! that the policies decided, and no others.
 //!
 //! `FUZZ_CASES=100000 cargo test --workspace --test gateway fuzz` tries many new cases. A failure
-//! names the seed of its case, or that of the first: `FUZZ_SEED=…` repeats it. What failed once is
-//! kept in `fuzz/regressions.txt`.
+//! names the seed of its case, or that of the first: `FUZZ_SEED=…` repeats it. Connections that
+//! failed once are kept in `fuzz/regressions.txt`.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
