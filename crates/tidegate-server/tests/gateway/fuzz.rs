@@ -258,8 +258,12 @@ fn fuzz_requests_reach_the_upstream_as_they_were_decided() {
             let (mine, kept) = (all.iter().filter(is_mine), &kept);
             scope.spawn(move || {
                 let mut target = Target::start(settings);
-                kept.iter().for_each(|bytes| target.send(seed, bytes, 0));
-                mine.for_each(|seed| target.run(*seed));
+                for bytes in kept {
+                    target.send(seed, bytes, 0);
+                }
+                for seed in mine {
+                    target.run(*seed);
+                }
                 target.check();
             });
         }
