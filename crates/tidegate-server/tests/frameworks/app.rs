@@ -55,7 +55,7 @@ fn root() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// What `docs/spellings.md` says about a framework.
+/// Behaviour of a framework by `docs/spellings.md`.
 pub(crate) struct Documented {
     /// Paths, and whether the route of `/limited/x` answers them.
     pub(crate) routes: Vec<(String, bool)>,

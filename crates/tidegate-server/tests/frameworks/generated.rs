@@ -19,11 +19,11 @@ pub(crate) fn request(field: &str, seeded: &mut Seeded) -> Request {
         "query" => query(seeded),
         "token" => {
             let scheme = seeded.pick(&["Bearer", "bearer", "BEARER", "BeArEr"]);
-            authorization("/token", scheme, b"X".to_vec(), seeded)
+            authorization("/token", scheme, b"X", seeded)
         }
         "basic" => {
             let credentials = base64(seeded);
-            authorization("/basic", "Basic", credentials, seeded)
+            authorization("/basic", "Basic", &credentials, seeded)
         }
         _ => Request::get(&path(seeded)),
     }
@@ -117,10 +117,10 @@ fn query(seeded: &mut Seeded) -> Request {
     Request::get(&target)
 }
 
-fn authorization(target: &str, scheme: &str, value: Vec<u8>, seeded: &mut Seeded) -> Request {
+fn authorization(target: &str, scheme: &str, value: &[u8], seeded: &mut Seeded) -> Request {
     let between = [seeded.pick(&[b" " as &[u8], b" ", b" ", b"\t"]), seeded.pick(&SPACES)].concat();
     let spaces = (seeded.pick(&SPACES), seeded.pick(&SPACES));
-    let value = [spaces.0, scheme.as_bytes(), &between, &value, spaces.1].concat();
+    let value = [spaces.0, scheme.as_bytes(), &between, value, spaces.1].concat();
     Request::get(target).header("Authorization", value)
 }
 

@@ -23,8 +23,8 @@ use support::Service;
 
 const LIMIT: usize = 3;
 
-/// What a request is identified by: the name of a policy, and of the field in which the
-/// application answers with what it read.
+/// Fields of a request that identify its client. Each is the name of a policy, and of the member
+/// in which the application answers with the value that it read.
 const FIELDS: [&str; 5] = ["cookie", "header", "query", "token", "basic"];
 
 /// Returns a configuration with the limit for each field, on a path of its own, and for the route

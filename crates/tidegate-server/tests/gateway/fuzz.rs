@@ -1,9 +1,9 @@
-//! Random requests at the level of bytes. Whatever a client sends: what the upstream gets is what
-//! the policies decided, in a request of its own.
+//! Random requests at the level of bytes. Whatever a client sends, the upstream gets the requests
+//! that the policies decided, and no others.
 //!
 //! `FUZZ_CASES=100000 cargo test --workspace --test gateway fuzz` tries many new cases. A failure
-//! names the seed of its case, or that of the first: `FUZZ_SEED=…` repeats it. What failed once is
-//! kept in `fuzz/regressions.txt`.
+//! names the seed of its case, or that of the first: `FUZZ_SEED=…` repeats it. Connections that
+//! failed once are kept in `fuzz/regressions.txt`.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -258,8 +258,12 @@ fn fuzz_requests_reach_the_upstream_as_they_were_decided() {
             let (mine, kept) = (all.iter().filter(is_mine), &kept);
             scope.spawn(move || {
                 let mut target = Target::start(settings);
-                kept.iter().for_each(|bytes| target.send(seed, bytes, 0));
-                mine.for_each(|seed| target.run(*seed));
+                for bytes in kept {
+                    target.send(seed, bytes, 0);
+                }
+                for seed in mine {
+                    target.run(*seed);
+                }
                 target.check();
             });
         }

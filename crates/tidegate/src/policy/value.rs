@@ -66,7 +66,7 @@ pub(crate) fn text(bytes: &[u8]) -> Cow<'_, str> {
 }
 
 /// Returns a value without the spaces around it. HTTP/1.1 removes some, and frameworks also those
-/// beyond ASCII: Django reads the value as UTF-8, FastAPI as Latin-1.
+/// beyond ASCII: Django reads the value as UTF-8, `FastAPI` as Latin-1.
 pub(crate) fn trimmed(value: &str) -> &str {
     value.trim_matches(is_space)
 }

@@ -1,5 +1,7 @@
 //! Requests that are almost right, or wrong in a way that servers have mistaken before.
 
+use std::fmt::Write as _;
+
 use crate::frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS};
 use crate::seeded::Seeded;
 
@@ -183,8 +185,8 @@ fn target(seeded: &mut Seeded) -> String {
     }
     for character in path.chars() {
         match seeded.below(40) {
-            0 => target.push_str(&format!("%{:02x}", u32::from(character))),
-            1 => target.push_str(&format!("%{:02X}", u32::from(character))),
+            0 => drop(write!(target, "%{:02x}", u32::from(character))),
+            1 => drop(write!(target, "%{:02X}", u32::from(character))),
             2 => target.push(character.to_ascii_uppercase()),
             3 => {
                 target.push_str(seeded.pick(&PATH_PIECES));
