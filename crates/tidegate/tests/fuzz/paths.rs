@@ -162,7 +162,7 @@ fn fuzz_paths_have_the_normal_form_of_the_model() {
                 assert_eq!(rules.counted(path), None);
                 continue;
             };
-            // What is forwarded is what was matched, and stays so at the next proxy.
+            // The forwarded path is the matched one, and stays so at the next proxy.
             assert_eq!(rules.rules.normalize(&normal), Ok(Cow::Borrowed(&*normal)), "{path:?}");
             assert_eq!(rules.counted(path), rules.counted(&normal), "{path:?}");
             // Applications decode a colon.

@@ -65,7 +65,7 @@ fn head(uri: &str, headers: &[(&'static str, &[u8])]) -> Option<Parts> {
     Some(request.body(()).ok()?.into_parts().0)
 }
 
-/// What a policy makes of a request.
+/// Result of a policy for a request.
 #[derive(Debug, PartialEq, Eq)]
 enum Counted {
     Key(String),
