@@ -11,6 +11,7 @@ mod chart;
 mod environment;
 mod goals;
 mod in_process;
+mod naive;
 mod network;
 mod redis;
 
@@ -19,7 +20,10 @@ struct SuiteResults {
     in_process: Option<Results>,
     growth: Option<Results>,
     http: Option<Results>,
+    scripts: Option<Results>,
     redis: Option<Results>,
+    fleet: Option<Results>,
+    cluster: Option<Results>,
     service: Option<Results>,
     logs: Option<Results>,
 }
@@ -79,7 +83,10 @@ pub(crate) fn run() -> Result<()> {
         in_process: Results::load("in-process")?,
         growth: Results::load("growth")?,
         http: Results::load("http")?,
+        scripts: Results::load("scripts")?,
         redis: Results::load("redis")?,
+        fleet: Results::load("fleet")?,
+        cluster: Results::load("cluster")?,
         service: Results::load("service")?,
         logs: Results::load("logs")?,
     };
@@ -96,6 +103,7 @@ pub(crate) fn run() -> Result<()> {
     goals::write(&mut page, &suites);
     in_process::write(&mut page, &suites);
     network::write(&mut page, &suites);
+    naive::write(&mut page, &suites);
     redis::write(&mut page, &suites);
     page.heading("Notes");
     page.line(
