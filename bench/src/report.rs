@@ -99,6 +99,13 @@ pub(crate) fn run() -> Result<()> {
          Ratios are similar on other machines; absolute times are not. `make bench` generates this \
          page.",
     );
+    page.paragraph(
+        "`make bench-http` runs only the suite of the service on memory, `make bench-redis` only \
+         those of decisions on Redis. `bench/target/release/tidegate-bench` runs all suites, or \
+         those that are named: `in-process`, `http`, `scripts`, `redis`, `fleet`, `cluster`, \
+         `service` and `logs`; `report` writes this page from their last results. With \
+         `BENCH=quick` all are shorter.",
+    );
     environment::write(&mut page, &suites)?;
     goals::write(&mut page, &suites);
     in_process::write(&mut page, &suites);

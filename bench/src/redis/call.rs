@@ -30,7 +30,11 @@ const DIGITS: usize = 12;
 
 /// Returns the name of a user, for example `fleet:000000000042`. Each set of users has other keys.
 pub(crate) fn user_name(set: &str, number: u64) -> String {
-    format!("{set}:{number:012}")
+    let mut name = [set.as_bytes(), b":000000000000"].concat();
+    let digits = name.len() - DIGITS;
+    // Faster than `format!`, which would be a tenth of the CPU time of a client.
+    write_digits(&mut name[digits..], number);
+    String::from_utf8(name).unwrap_or_default()
 }
 
 impl CallTemplate {
@@ -207,6 +211,11 @@ mod tests {
         let line = br#"+17.5 [0 127.0.0.1:47] "EVALSHA" "a\"b\\" "\x00\n\xff" """#;
         let expected: [&[u8]; 4] = [b"EVALSHA", b"a\"b\\", b"\0\n\xff", b""];
         assert_eq!(monitored_words(line), expected);
+    }
+
+    #[test]
+    fn names_of_users_have_the_same_length() {
+        assert_eq!(user_name("fleet", 42), "fleet:000000000042");
     }
 
     #[test]

@@ -93,6 +93,6 @@ impl Structure {
             Self::TokenBucket => "tokens",
             Self::LeakyBucket => "leaky",
         };
-        format!("naive:{kind}:{user}")
+        ["naive:", kind, ":", user].concat()
     }
 }
