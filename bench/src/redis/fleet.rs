@@ -26,7 +26,7 @@ pub(crate) const OURS: &str = "tidegate";
 pub(crate) const NAIVE: &str = "naive script";
 
 /// Users whose limit is reached in a turn.
-const SHARED_USERS: u64 = 4;
+const SHARED_USERS: usize = 4;
 
 /// Task of a worker process, as its argument.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -48,7 +48,7 @@ struct Counts {
     /// Requests and allowed requests for random users.
     random: [u64; 2],
     /// The same for each shared user.
-    shared: [[u64; 2]; SHARED_USERS as usize],
+    shared: [[u64; 2]; SHARED_USERS],
     seconds: f64,
     cpu_seconds: f64,
 }

@@ -110,8 +110,8 @@ async fn run_caller(
     let mut counts = Counts::default();
     while Instant::now() < end {
         let (count, name) = if random.below(SHARED_EVERY) == 0 {
-            let number = random.below(SHARED_USERS);
-            let count = counts.shared.iter_mut().nth(usize::try_from(number)?);
+            let number = random.below(SHARED_USERS as u64);
+            let count = counts.shared.get_mut(usize::try_from(number)?);
             (count.context("a shared user")?, user_name(&task.shared, number))
         } else {
             (&mut counts.random, user_name("user", random.below(RANDOM_USERS)))
