@@ -5,8 +5,8 @@ APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-inst
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
-	bench-criterion bench-gateway bench-instructions bench-instructions-renew cargo-deny deny \
-	fuzz
+	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
+	cargo-deny deny fuzz
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -109,10 +109,9 @@ bench-instructions-renew: ## Rewrite bench/instructions/limits.txt; review and c
 
 test: setup format lint deny test-code bench-instructions test-faults ## Run all checks of main
 
-# The benchmarks are in bench/, a separate workspace. To run only some suites:
-# $(BENCH_RUN) redis report (see bench/src/main.rs).
-BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server \
-	redis-benchmark:redis-tools protoc:protobuf-compiler
+# The benchmarks are in bench/, a separate workspace. To run only some suites, for example
+# $(BENCH_RUN) scripts fleet report (see bench/src/main.rs).
+BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server protoc:protobuf-compiler
 BENCH_MISSING = $(call missing,$(BENCH_TOOLS))
 BENCH_RUN = $(or $(CARGO_TARGET_DIR),bench/target)/release/tidegate-bench
 THROTTLECRAB = bench/target/peers/bin/throttlecrab-server
@@ -134,6 +133,9 @@ bench-build:
 
 bench-http: bench-tools bench-build ## Compare only the service, with no-op servers and throttlecrab
 	$(BENCH_RUN) http
+
+bench-redis: bench-tools bench-build ## Compare only decisions on Redis, with naive scripts
+	$(BENCH_RUN) scripts redis fleet cluster
 
 bench-criterion: ## Run Criterion: nanoseconds per decision in memory, for each algorithm
 	cargo bench -p tidegate --locked
