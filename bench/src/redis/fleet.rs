@@ -2,7 +2,7 @@
 //! calls carry few decisions. Compared with as many clients that call the naive script.
 //!
 //! The instances are in processes of their own, one per core. Some requests of all instances are
-//! for the same users, whose limit is reached: exactly so many requests must be allowed.
+//! for the same users, whose limit is reached: exactly that number of requests must be allowed.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -42,7 +42,7 @@ struct Task {
     shared: String,
 }
 
-/// What the callers of a worker process counted.
+/// Counts of the callers of a worker process.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Counts {
     /// Requests and allowed requests for random users.

@@ -64,7 +64,7 @@ impl Structure {
         })
     }
 
-    /// Returns the naive script. Nobody writes a packed counter, so that it is compared with the
+    /// Returns the naive script. Teams do not write packed counters, so ours is compared with the
     /// hash.
     fn naive_script(self) -> &'static str {
         match self {

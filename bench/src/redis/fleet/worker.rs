@@ -19,7 +19,7 @@ use crate::redis::random::Random;
 /// Name of the command that starts a worker.
 pub(crate) const COMMAND: &str = "fleet-worker";
 
-/// One in so many requests is for a shared user.
+/// Number of requests of which one is for a shared user.
 const SHARED_EVERY: u64 = 64;
 const RANDOM_USERS: u64 = 1_000_000;
 

@@ -72,7 +72,7 @@ impl ConcurrencyLimit {
         }
     }
 
-    /// Returns a permit if one is free and nobody waits for it.
+    /// Returns a permit if one is free and no request waits for it.
     pub(super) fn try_acquire(&self) -> Option<RequestPermit> {
         let permit = Arc::clone(&self.requests).try_acquire_owned().ok()?;
         Some(RequestPermit { _permit: permit })
