@@ -22,7 +22,7 @@ use crate::simulate::{
 };
 
 /// Period of a generated load without a window to take it from.
-const DEFAULT_PERIOD: Duration = Duration::from_secs(60);
+const DEFAULT_INTERVAL: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(86_400);
 
 /// Try policies on generated traffic or on access logs, in virtual time.
@@ -296,6 +296,9 @@ impl TrafficFlags {
         if let Some(kind) = self.load {
             let load = self.generated(kind, known)?;
             let end = load.micros().max(1);
+            let period = load.period();
+            traffic.generated = Some(period);
+            simulation.start_at(period.0);
             load.for_each(|request, time| {
                 progress.count(|| part(time, end));
                 decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
@@ -327,7 +330,7 @@ impl TrafficFlags {
     fn generated(&self, kind: LoadKind, known: &KnownPolicies) -> anyhow::Result<Load> {
         let default_period = match kind {
             LoadKind::Diurnal => DAY,
-            _ => known.window.unwrap_or(DEFAULT_PERIOD),
+            _ => known.window.unwrap_or(DEFAULT_INTERVAL),
         };
         let load = Load {
             kind,

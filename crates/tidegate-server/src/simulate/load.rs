@@ -15,8 +15,8 @@ mod random;
 
 /// Time of the first request, 2026-01-01 00:00 UTC: the start of a window of every usual length.
 const START: u64 = 1_767_225_600_000_000;
-/// First address of the clients; the number of the client is added.
-const FIRST_ADDRESS: u32 = 0x0a00_0000;
+/// Addresses of the clients: the number of the client is added.
+const CLIENT_ADDRESSES: u32 = 0x0a00_0000;
 /// Part of a period in which the requests of a burst arrive, on each side of a boundary.
 const BURST_PART: f64 = 0.01;
 /// Requests of the attacker, as a multiple of all others.
@@ -107,6 +107,11 @@ impl Load {
             self.duration
         );
         Ok(())
+    }
+
+    /// Returns the start and end, in microseconds since the Unix epoch.
+    pub(crate) fn period(&self) -> (u64, u64) {
+        (START, START + self.micros())
     }
 
     /// Returns the length in microseconds.
@@ -252,7 +257,7 @@ impl TrafficRequest for LoadRequest<'_> {
             return Some(Cow::Borrowed(address));
         }
         let number = u32::try_from(self.key).unwrap_or(u32::MAX);
-        let address = Ipv4Addr::from(FIRST_ADDRESS.saturating_add(number));
+        let address = Ipv4Addr::from(CLIENT_ADDRESSES.saturating_add(number));
         Some(Cow::Owned(address.to_string()))
     }
 

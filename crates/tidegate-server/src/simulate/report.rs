@@ -30,6 +30,8 @@ pub(crate) struct TrafficSummary {
     pub(crate) requests: u64,
     /// Times of the first and the last request.
     pub(crate) times: Option<(u64, u64)>,
+    /// Start and end of generated traffic.
+    pub(crate) generated: Option<(u64, u64)>,
     /// Counts of the lines of access logs.
     pub(crate) lines: Option<LineCounts>,
     /// Columns that are not attributes.
@@ -37,6 +39,11 @@ pub(crate) struct TrafficSummary {
 }
 
 impl TrafficSummary {
+    /// Returns the start and end of the traffic.
+    pub(super) fn period(&self) -> (u64, u64) {
+        self.generated.or(self.times).unwrap_or_default()
+    }
+
     pub(crate) fn count(&mut self, time: u64) {
         self.requests += 1;
         let first = self.times.map_or(time, |(first, _)| first);
@@ -144,7 +151,6 @@ impl Report {
 
     /// Returns the table of all policies.
     fn policies(&self) -> Table {
-        let has_variants = self.runs.len() > 1;
         let mut table = Table::new(
             &["", "policy", "algorithm", "limit"],
             &[
@@ -168,11 +174,14 @@ impl Report {
                         format!("{} ({part})", grouped(worst.units))
                     },
                 );
+                let algorithm = tally.quota.algorithm().as_str();
+                // Variants of one algorithm each have its name.
+                let is_named = self.runs.len() > 1 && run.name != algorithm;
                 let shadow = if tally.is_shadow { " (shadow)" } else { "" };
                 table.add([
-                    if has_variants { run.name.clone() } else { String::new() },
+                    if is_named { run.name.clone() } else { String::new() },
                     format!("{}{shadow}", tally.name),
-                    tally.quota.algorithm().as_str().to_owned(),
+                    algorithm.to_owned(),
                     limit(&tally.quota),
                     grouped(tally.requests),
                     grouped(tally.admitted),
@@ -220,9 +229,8 @@ impl Report {
                 table.add(row);
             }
             writeln!(output)?;
-            let count = HEAVIEST_KEYS.min(tally.key_count());
             let (bold, reset) = (style::HEADING, style::RESET);
-            writeln!(output, "{bold}{count} heaviest keys of {}{reset}", tally.name)?;
+            writeln!(output, "{bold}heaviest keys of {}{reset}", tally.name)?;
             table.write(output)?;
         }
         Ok(())

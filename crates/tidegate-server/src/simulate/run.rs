@@ -97,6 +97,11 @@ impl Run {
         }
     }
 
+    /// Starts the counts over time.
+    pub(super) fn start_at(&mut self, time: u64) {
+        self.counts.start(time, &self.limiter);
+    }
+
     /// Decides a request at its time.
     pub(super) fn decide(&mut self, request: &impl TrafficRequest) -> Outcome<'_> {
         let now = request.time();

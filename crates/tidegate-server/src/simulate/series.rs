@@ -2,7 +2,7 @@
 
 /// Maximum number of bins. Beyond it, each two become one.
 const MAX_BINS: usize = 512;
-const FIRST_WIDTH: u64 = 1_000;
+const MIN_WIDTH: u64 = 1_000;
 
 /// Counts of one bin.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub(super) struct Series {
 
 impl Series {
     pub(super) fn new(start: u64) -> Self {
-        Self { start, width: FIRST_WIDTH, bins: Vec::new() }
+        Self { start, width: MIN_WIDTH, bins: Vec::new() }
     }
 
     /// Returns the bin of a time, which is not before the start.

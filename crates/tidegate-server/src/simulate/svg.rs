@@ -1,6 +1,8 @@
 //! The picture of a report: requests over time, and the units of the busiest key in any window with
 //! the limit as a line. It follows the colour scheme of the reader, light or dark.
 
+#![expect(clippy::cast_precision_loss, reason = "coordinates have one decimal")]
+
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -23,7 +25,13 @@ const PANEL: f64 = TITLE + REQUESTS + GAP + WINDOW + AXIS;
 const HEADER: f64 = 58.0;
 /// Maximum number of policies that are drawn: those with most requests.
 const MAX_PANELS: usize = 8;
-const TICKS: u32 = 6;
+/// Maximum number of times on the axis, and the steps between them, in milliseconds.
+const MAX_TICKS: u64 = 8;
+const TICK_STEPS: [u64; 27] = [
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000, 120_000,
+    300_000, 600_000, 1_800_000, 3_600_000, 7_200_000, 14_400_000, 43_200_000, 86_400_000,
+    172_800_000, 864_000_000, 8_640_000_000,
+];
 
 const STYLE: &str = "\
 :root{--back:#ffffff;--text:#1f2328;--muted:#59636e;--grid:#d1d9e0;--admitted:#2da44e;\
@@ -74,11 +82,12 @@ pub(crate) fn draw(report: &Report) -> String {
         text(&mut svg, x + 15.0, 43.0, "muted", name);
         x += width;
     }
-    let longest = panels.iter().map(|panel| panel.series.bins().len()).max().unwrap_or(1);
     let highest = panels.iter().map(Panel::highest).max().unwrap_or(1);
+    let (start, end) = report.traffic.period();
+    let span = (end - start).max(1);
     for (number, panel) in panels.iter().enumerate() {
         let top = HEADER + PANEL * number as f64;
-        panel.draw(&mut svg, top, longest, highest);
+        panel.draw(&mut svg, top, span, highest);
     }
     svg.push_str("</svg>\n");
     svg
@@ -124,8 +133,8 @@ impl Panel<'_> {
         self.series.bins().iter().map(requests).max().unwrap_or(0).max(1)
     }
 
-    /// Draws the panel, `longest` bins wide. `highest` requests in a bin are the full height.
-    fn draw(&self, svg: &mut String, top: f64, longest: usize, highest: u64) {
+    /// Draws the panel, `span` microseconds wide. `highest` requests in a bin are the full height.
+    fn draw(&self, svg: &mut String, top: f64, span: u64, highest: u64) {
         let Self { title, tally, series } = self;
         let quota = limit(&tally.quota);
         text(svg, LEFT, top + 16.0, "title", title);
@@ -138,7 +147,8 @@ impl Panel<'_> {
         );
         text(svg, LEFT, top + 32.0, "muted", &counts);
         let bins = series.bins();
-        let step = PLOT_WIDTH / longest.max(1) as f64;
+        let bin_count = span.div_ceil(series.width()).max(bins.len() as u64);
+        let step = PLOT_WIDTH / bin_count as f64;
 
         let base = top + TITLE + REQUESTS;
         let scale = REQUESTS / highest as f64;
@@ -153,7 +163,7 @@ impl Panel<'_> {
 
         let base = base + GAP + WINDOW;
         let peak = bins.iter().map(|bin| bin.peak).max().unwrap_or(0).max(1_000);
-        // Room for the text of the limit above its line.
+        // Room for the caption.
         let scale = (WINDOW - 14.0) / peak as f64;
         let line = base - 1_000.0 * scale;
         grid(svg, base);
@@ -166,21 +176,21 @@ impl Panel<'_> {
             svg,
             "<line class=\"limit\" x1=\"{LEFT}\" y1=\"{line:.1}\" x2=\"{end}\" y2=\"{line:.1}\"/>"
         );
-        let label = format!("limit {quota}; bars: units of the busiest key in any window");
-        text(svg, end, line - 4.0, "limit-text end", &label);
         text(svg, LEFT - 6.0, line + 4.0, "muted end", &rounded(tally.quota.limit() as f64));
+        let caption = base - WINDOW + 6.0;
+        text(svg, LEFT, caption, "limit-text", &format!("limit {quota}"));
+        let units = "units of the busiest key in any window";
+        text(svg, LEFT + PLOT_WIDTH, caption, "muted end", units);
 
-        let span = longest as u64 * series.width();
-        for tick in 0..=TICKS {
-            let part = f64::from(tick) / f64::from(TICKS);
-            let time = Duration::from_micros(span) * tick / TICKS;
-            let class = match tick {
-                0 => "muted",
-                TICKS => "muted end",
-                _ => "muted middle",
-            };
-            let rounded = Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(0));
-            text(svg, LEFT + part * PLOT_WIDTH, base + 16.0, class, &readable(rounded));
+        let scale = PLOT_WIDTH / (bin_count * series.width()) as f64;
+        let milliseconds = span / 1_000;
+        let fits = |step: &&u64| milliseconds / **step < MAX_TICKS;
+        let step = TICK_STEPS.iter().find(fits).copied().unwrap_or(milliseconds.max(1));
+        for tick in 0..=milliseconds / step {
+            let time = Duration::from_millis(tick * step);
+            let x = LEFT + (tick * step * 1_000) as f64 * scale;
+            let class = if tick == 0 { "muted" } else { "muted middle" };
+            text(svg, x, base + 16.0, class, &readable(time));
         }
     }
 }

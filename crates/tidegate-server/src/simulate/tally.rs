@@ -83,7 +83,7 @@ impl ExactWindow {
     /// Returns the units that were admitted in (now − window, now].
     pub(super) fn units_at(&mut self, now: u64, window: u64) -> u64 {
         while let Some((time, units)) = self.admissions.front().copied() {
-            if time.saturating_add(window) > now {
+            if now.saturating_sub(time) < window {
                 break;
             }
             self.units -= units;

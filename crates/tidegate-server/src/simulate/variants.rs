@@ -21,13 +21,12 @@ pub(crate) struct QuotaChanges {
 
 /// Loads the policies of a file.
 pub(crate) fn load(flag: &str, path: &Path) -> anyhow::Result<Variant> {
-    let config = Config::load(path)?;
+    let (policies, client_ip) = Config::load_policies(path)?;
     ensure!(
-        config.policies.iter().next().is_some(),
+        policies.iter().next().is_some(),
         "{flag} {}: it has no policies, so every request would pass",
         path.display()
     );
-    let Config { policies, client_ip, .. } = config;
     Ok(Variant { name: path.display().to_string(), policies, client_ip })
 }
 

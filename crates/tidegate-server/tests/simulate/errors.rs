@@ -68,7 +68,7 @@ fn invalid_input_is_one_line_and_writes_nothing() {
         (load(&["--duration", "0s"]), "--duration 0ns is out of range"),
         (load(&["--duration", "10"]), "is not a duration"),
         (load(&["--period", "999d"]), "--period"),
-        (load(&["--seed", "-1"]), "--seed"),
+        (load(&["--seed=-1"]), "--seed"),
         (load(&["--attribute", "path"]), "write it like path=/api/items"),
         (load(&["--key", "heder.x"]), "heder.x"),
         (load(&["--policy", "api"]), "--config"),
@@ -99,7 +99,9 @@ fn invalid_input_is_one_line_and_writes_nothing() {
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
         assert!(error.contains(message), "{arguments:?}: {error}");
-        assert_eq!(error.lines().count(), 1, "{arguments:?}: {error}");
+        // Errors in a configuration also show its line.
+        let lines = if message.starts_with("broken.yaml") { 4 } else { 1 };
+        assert_eq!(error.trim_end().lines().count(), lines, "{arguments:?}: {error}");
         assert_eq!(text(&output.stdout), "", "{arguments:?}");
         assert_eq!(folder.names(), before, "{arguments:?}");
     }

@@ -71,7 +71,7 @@ fn bursts_are_at_the_start_of_a_period_and_boundaries_between_two() {
 #[test]
 fn attacker_is_one_more_client_in_the_middle_third() {
     let requests = requests(&load(LoadKind::Attack));
-    let attacker = Ipv4Addr::from(FIRST_ADDRESS + 50).to_string();
+    let attacker = Ipv4Addr::from(CLIENT_ADDRESSES + 50).to_string();
     let times: Vec<u64> = requests
         .iter()
         .filter(|(_, address)| *address == attacker)

@@ -13,7 +13,7 @@ pub(super) struct CombinedTime {
 impl CombinedTime {
     /// Parses `16/Nov/2026:07:44:08 +0000`.
     pub(super) fn parse(&mut self, text: &[u8]) -> Option<u64> {
-        if self.last != text {
+        if self.last.is_empty() || self.last != text {
             self.micros = combined(text)?;
             self.last.clear();
             self.last.extend_from_slice(text);
