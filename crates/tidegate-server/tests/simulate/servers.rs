@@ -45,8 +45,11 @@ impl Server {
             .spawn()
             .unwrap_or_else(|error| panic!("{program}: {error}: run `make setup`"));
         let mut server = Self { process, address, folder };
-        server.wait_until("it listens", |server| {
-            Client(99).send(server.address, "GET", "/ready", &[], "").is_ok()
+        // Traefik answers before it logs.
+        server.wait_until("it listens and logs", |server| {
+            let _ = Client(99).send(server.address, "GET", "/ready", &[], "");
+            let log = std::fs::read(server.folder.path("access.log")).unwrap_or_default();
+            String::from_utf8_lossy(&log).contains("/ready")
         });
         server
     }
@@ -61,8 +64,8 @@ impl Server {
         }
     }
 
-    /// Returns the access log when it has the lines of this number of requests. A server may not
-    /// log the first ones of the start.
+    /// Returns the access log when it has the lines of this number of requests, besides those of
+    /// the start.
     fn log(&mut self, lines: usize) -> String {
         let count = |server: &Self| {
             let log = std::fs::read(server.folder.path("access.log")).unwrap_or_default();
