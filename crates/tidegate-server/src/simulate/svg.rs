@@ -75,6 +75,17 @@ struct Panel<'r> {
     series: Series,
 }
 
+/// Scale of all panels, so that they can be compared.
+#[derive(Clone, Copy)]
+struct Scale {
+    /// Microseconds that are the full width.
+    span: u64,
+    /// Requests of a bin that are the full height.
+    highest: u64,
+    /// Thousandths of a limit that are the full height.
+    peak: u64,
+}
+
 /// Returns the picture of a report.
 pub(crate) fn draw(report: &Report) -> String {
     let panels = panels(report);
@@ -106,12 +117,14 @@ pub(crate) fn draw(report: &Report) -> String {
         text(&mut svg, x + 15.0, 43.0, "muted", name);
         x += width;
     }
-    let highest = panels.iter().map(Panel::highest).max().unwrap_or(1);
     let (start, end) = report.traffic.period();
-    let span = (end - start).max(1);
+    let scale = Scale {
+        span: (end - start).max(1),
+        highest: panels.iter().map(Panel::highest).max().unwrap_or(1),
+        peak: panels.iter().map(Panel::peak).max().unwrap_or(0).max(1_000),
+    };
     for (number, panel) in panels.iter().enumerate() {
-        let top = HEADER + PANEL * number as f64;
-        panel.draw(&mut svg, top, span, highest);
+        panel.draw(&mut svg, HEADER + PANEL * number as f64, scale);
     }
     svg.push_str("</svg>\n");
     svg
@@ -157,8 +170,13 @@ impl Panel<'_> {
         self.series.bins().iter().map(requests).max().unwrap_or(0).max(1)
     }
 
-    /// Draws the panel, `span` microseconds wide. `highest` requests in a bin are the full height.
-    fn draw(&self, svg: &mut String, top: f64, span: u64, highest: u64) {
+    /// Returns the highest part of a limit that was admitted, in thousandths.
+    fn peak(&self) -> u64 {
+        self.series.bins().iter().map(|bin| bin.peak).max().unwrap_or(0)
+    }
+
+    fn draw(&self, svg: &mut String, top: f64, scale: Scale) {
+        let Scale { span, highest, peak } = scale;
         let Self { title, tally, series } = self;
         let quota = limit(&tally.quota);
         text(svg, LEFT, top + 16.0, "title", title);
@@ -186,7 +204,6 @@ impl Panel<'_> {
         });
 
         let base = base + GAP + WINDOW;
-        let peak = bins.iter().map(|bin| bin.peak).max().unwrap_or(0).max(1_000);
         // Room for the caption.
         let scale = (WINDOW - 14.0) / peak as f64;
         let line = base - 1_000.0 * scale;
