@@ -67,7 +67,9 @@ impl Simulation {
 
     /// Sets the time at which counts over time start; that of the first request by default.
     pub(crate) fn start_at(&mut self, time: u64) {
-        self.runs.iter_mut().for_each(|run| run.start_at(time));
+        for run in &mut self.runs {
+            run.start_at(time);
+        }
     }
 
     /// Decides a request by each variant. `on_outcome` gets the outcome of the first.

@@ -257,13 +257,13 @@ impl PolicyFlags {
             None => variants::one_policy(changes, &self.key)?,
             Some(file) => variants::load("--config", file)?.with_changes(policy, changes)?,
         };
-        let changed = match policy {
+        let varied = match policy {
             Some(name) => current.policies.get(name),
             None => current.policies.iter().next(),
         };
         let policies = current.policies.clone();
         let known = KnownPolicies {
-            window: changed.map(|policy| policy.quota().window()),
+            window: varied.map(|policy| policy.quota().window()),
             is_attribute: Box::new(move |name| policies.check_attribute(name).is_ok()),
         };
         let simulation = match &self.what_if {
@@ -300,7 +300,7 @@ impl TrafficFlags {
             traffic.generated = Some(period);
             simulation.start_at(period.0);
             load.for_each(|request, time| {
-                progress.count(|| part(time, end));
+                progress.count(|| Some(part(time, end)));
                 decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
             })?;
             ensure!(traffic.requests > 0, "the load has no request: raise --rate or --duration");
@@ -318,7 +318,7 @@ impl TrafficFlags {
         let reader = logs.open()?;
         let bytes = reader.bytes.clone();
         let lines = reader.for_each(|request| {
-            progress.count(|| part(bytes.read.load(Ordering::Relaxed), bytes.total?));
+            progress.count(|| Some(part(bytes.read.load(Ordering::Relaxed), bytes.total?)));
             decide(&mut simulation, &mut traffic, request, output.as_deref_mut())
         })?;
         let is_unknown = |name: &&String| !(known.is_attribute)(name);
@@ -365,6 +365,6 @@ fn decide(
 }
 
 #[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
-fn part(done: u64, total: u64) -> Option<f64> {
-    Some(done as f64 / total.max(1) as f64)
+fn part(done: u64, total: u64) -> f64 {
+    done as f64 / total.max(1) as f64
 }

@@ -99,7 +99,7 @@ impl Report {
                 (counts.errors, "not decided"),
             ] {
                 if count > 0 {
-                    line += &format!(", {} {words}", grouped(count));
+                    line.extend([", ", &grouped(count), " ", words]);
                 }
             }
             writeln!(output, "{line}")?;

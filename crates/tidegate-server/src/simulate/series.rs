@@ -54,7 +54,9 @@ impl Series {
         self.width *= 2;
         let merged = self.bins.chunks(2).map(|pair| {
             let mut sum = Bin::default();
-            pair.iter().for_each(|bin| sum.merge(*bin));
+            for bin in pair {
+                sum.merge(*bin);
+            }
             sum
         });
         self.bins = merged.collect();

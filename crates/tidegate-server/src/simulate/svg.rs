@@ -158,7 +158,9 @@ fn panels(report: &Report) -> Vec<Panel<'_>> {
     }
     let widest = panels.iter().map(|panel| &panel.series).max_by_key(|series| series.width());
     if let Some(widest) = widest.cloned() {
-        panels.iter_mut().for_each(|panel| panel.series.widen_to(&widest));
+        for panel in &mut panels {
+            panel.series.widen_to(&widest);
+        }
     }
     panels
 }

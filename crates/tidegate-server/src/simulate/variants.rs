@@ -71,7 +71,7 @@ impl Variant {
         }
         let name = self.changed_policy(policy)?;
         let old_window = self.policies.get(&name).map(|policy| policy.quota().window());
-        let changed = |quota: &Quota, is_override: bool| {
+        let vary = |quota: &Quota, is_override: bool| {
             // A key with its own limit or window keeps it.
             let own_window = is_override && Some(quota.window()) != old_window;
             let changes = QuotaChanges {
@@ -82,7 +82,7 @@ impl Variant {
             };
             changed_quota(quota, changes)
         };
-        let policies = self.policies.with_quotas(&name, changed);
+        let policies = self.policies.with_quotas(&name, vary);
         let policies = policies.map_err(|error| match error {
             ChangeError::Quota(error) => anyhow::Error::new(error),
             ChangeError::Policy(error) => anyhow::Error::new(error),
@@ -172,11 +172,11 @@ policies:
             window: Some(Duration::from_secs(30)),
             ..QuotaChanges::default()
         };
-        let changed = variant().with_changes(Some("per-user"), changes).expect("valid");
+        let varied = variant().with_changes(Some("per-user"), changes).expect("valid");
         let bucket = Algorithm::TokenBucket;
-        assert_eq!(quota_of(&changed, "ann"), (bucket, 50, 30, 150));
-        assert_eq!(quota_of(&changed, "acme"), (bucket, 1_000, 30, 150));
-        assert_eq!(quota_of(&changed, "beta"), (bucket, 10, 1, 150));
+        assert_eq!(quota_of(&varied, "ann"), (bucket, 50, 30, 150));
+        assert_eq!(quota_of(&varied, "acme"), (bucket, 1_000, 30, 150));
+        assert_eq!(quota_of(&varied, "beta"), (bucket, 10, 1, 150));
     }
 
     #[test]

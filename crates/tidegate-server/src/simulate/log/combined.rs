@@ -26,11 +26,12 @@ pub(super) fn parse(line: &[u8], times: &mut CombinedTime) -> Result<Fields, &'s
         ..Fields::default()
     };
     // Status and size.
-    if rest.skip_word() && rest.skip_word() {
-        if let Some(referer) = rest.quoted() {
-            fields.referer = Span::new(referer);
-            fields.user_agent = rest.quoted().map(Span::new).unwrap_or_default();
-        }
+    if rest.skip_word()
+        && rest.skip_word()
+        && let Some(referer) = rest.quoted()
+    {
+        fields.referer = Span::new(referer);
+        fields.user_agent = rest.quoted().map(Span::new).unwrap_or_default();
     }
     Ok(fields)
 }

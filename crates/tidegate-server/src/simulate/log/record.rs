@@ -28,7 +28,7 @@ impl Span {
         Self { start: number(range.start), end: number(range.end) }
     }
 
-    pub(super) fn of<'l>(&self, line: &'l [u8]) -> &'l [u8] {
+    pub(super) fn of<'l>(self, line: &'l [u8]) -> &'l [u8] {
         line.get(self.start as usize..self.end as usize).unwrap_or_default()
     }
 
@@ -225,10 +225,8 @@ fn authority(target: &str) -> Option<&str> {
 
 impl Attributes for LogRequest<'_> {
     fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        if self.columns.is_some() {
-            if let Some(value) = self.cell(name) {
-                return Some(value);
-            }
+        if let Some(value) = self.cell(name) {
+            return Some(value);
         }
         match name {
             "method" => self.record.text(self.record.fields.method),
