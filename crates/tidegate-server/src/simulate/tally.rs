@@ -314,7 +314,7 @@ impl Live {
     fn widen(&mut self) {
         let mut merged = VecDeque::with_capacity(self.expiries.len() / 2 + 1);
         for (index, count) in self.expiries.iter().enumerate() {
-            let slot = (self.base % 2 + index as u64) / 2;
+            let slot = u64::midpoint(self.base % 2, index as u64);
             let offset = usize::try_from(slot).unwrap_or(0);
             if offset >= merged.len() {
                 merged.resize(offset + 1, 0);

@@ -28,7 +28,7 @@ impl Span {
         Self { start: number(range.start), end: number(range.end) }
     }
 
-    pub(super) fn of<'l>(self, line: &'l [u8]) -> &'l [u8] {
+    pub(super) fn of(self, line: &[u8]) -> &[u8] {
         line.get(self.start as usize..self.end as usize).unwrap_or_default()
     }
 
