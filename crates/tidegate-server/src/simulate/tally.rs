@@ -136,10 +136,10 @@ impl PolicyTally {
         self.denied += u64::from(is_denied);
         let (Some(key), Some(quota)) = (entry.key(), entry.quota()) else { return };
         // Most keys are known: no allocation for the lookup.
-        if !self.keys.contains_key(key) {
-            self.keys.insert(key.to_owned(), KeyTally::default());
-        }
-        let Some(tally) = self.keys.get_mut(key) else { return };
+        let tally = match self.keys.get_mut(key) {
+            Some(tally) => tally,
+            None => self.keys.entry(key.to_owned()).or_default(),
+        };
         tally.requests += 1;
         let window = duration::micros(quota.window());
         let (limit, cost) = (quota.limit(), entry.cost());

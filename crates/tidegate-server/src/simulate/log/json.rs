@@ -14,6 +14,9 @@ const TRAEFIK_HEADER: &[u8] = b"request_";
 /// Maximum depth of objects and lists.
 const MAX_DEPTH: usize = 32;
 
+/// Length of a string up to which it is read byte by byte.
+const SHORT_BYTES: usize = 24;
+
 const NOT_JSON: &str = "it is not a JSON object";
 
 /// Value of a member.
@@ -34,50 +37,56 @@ impl Value {
             _ => Span::default(),
         }
     }
+
+    fn object(self) -> Span {
+        match self {
+            Self::Object(span) => span,
+            _ => Span::default(),
+        }
+    }
 }
 
 /// Finds the fields of a line.
 pub(super) fn parse(line: &[u8]) -> Result<Fields, &'static str> {
     let mut fields = Fields::default();
     let mut time = None;
-    let mut request = None;
+    let (mut client, mut remote) = (Span::default(), Span::default());
     let mut scanner = Scanner { bytes: line, at: 0 };
-    scanner.members(&mut |name, value| match name {
-        // The start of the request is preferred to the time of its line.
-        b"StartUTC" => time = Some(value),
-        b"ts" | b"time" | b"time_iso8601" | b"StartLocal" | b"@timestamp" => {
-            time = time.or(Some(value));
+    scanner.members(|scanner, name| {
+        if name == b"request" && scanner.peek() == Some(b'{') {
+            return scanner.members(|scanner, name| {
+                let value = scanner.value()?;
+                match name {
+                    b"client_ip" => client = value.text(),
+                    b"remote_ip" => remote = value.text(),
+                    b"method" => fields.method = value.text(),
+                    b"uri" => fields.target = value.text(),
+                    b"host" => fields.host = value.text(),
+                    b"headers" => fields.headers = value.object(),
+                    _ => {}
+                }
+                Ok(())
+            });
         }
-        b"request" => request = Some(value),
-        b"ClientHost" | b"client" | b"remote_addr" => fields.address = value.text(),
-        b"RequestMethod" | b"method" | b"request_method" => fields.method = value.text(),
-        b"RequestPath" | b"target" | b"request_uri" => fields.target = value.text(),
-        b"RequestHost" | b"host" | b"http_host" => fields.host = value.text(),
-        b"referer" | b"http_referer" => fields.referer = value.text(),
-        b"user_agent" | b"http_user_agent" => fields.user_agent = value.text(),
-        _ => {}
+        let value = scanner.value()?;
+        match name {
+            // The start of the request is preferred to the time of its line.
+            b"StartUTC" => time = Some(value),
+            b"ts" | b"time" | b"time_iso8601" | b"StartLocal" | b"@timestamp" => {
+                time = time.or(Some(value));
+            }
+            b"ClientHost" | b"client" | b"remote_addr" => remote = value.text(),
+            b"RequestMethod" | b"method" | b"request_method" => fields.method = value.text(),
+            b"RequestPath" | b"target" | b"request_uri" => fields.target = value.text(),
+            b"RequestHost" | b"host" | b"http_host" => fields.host = value.text(),
+            b"referer" | b"http_referer" => fields.referer = value.text(),
+            b"user_agent" | b"http_user_agent" => fields.user_agent = value.text(),
+            _ => {}
+        }
+        Ok(())
     })?;
     scanner.end()?;
-    if let Some(Value::Object(object)) = request {
-        let start = object.range().start;
-        let mut inner = Scanner { bytes: &line[..object.range().end], at: start };
-        let mut remote = Span::default();
-        let mut client = Span::default();
-        inner.members(&mut |name, value| match name {
-            b"client_ip" => client = value.text(),
-            b"remote_ip" => remote = value.text(),
-            b"method" => fields.method = value.text(),
-            b"uri" => fields.target = value.text(),
-            b"host" => fields.host = value.text(),
-            b"headers" => {
-                if let Value::Object(headers) = value {
-                    fields.headers = headers;
-                }
-            }
-            _ => {}
-        })?;
-        fields.address = if client == Span::default() { remote } else { client };
-    }
+    fields.address = if client == Span::default() { remote } else { client };
     fields.time = match time.ok_or("it has no time (ts, time or StartUTC)")? {
         Value::Text(span) => time::any(span.of(line)),
         Value::Literal(span) => time::unix(span.of(line)),
@@ -116,23 +125,25 @@ pub(super) fn header<'l>(line: &'l [u8], headers: Span, name: &str) -> HeaderVal
     let range = if is_caddy { headers.range() } else { 0..line.len() };
     let mut scanner = Scanner { bytes: &line[..range.end], at: range.start };
     // The line was scanned before, so this has no error.
-    let _ = scanner.members(&mut |member, value| {
+    let _ = scanner.members(|scanner, member| {
+        let value = scanner.value()?;
         let member = if is_caddy { Some(member) } else { member.strip_prefix(TRAEFIK_HEADER) };
         if !member.is_some_and(|member| member.eq_ignore_ascii_case(name.as_bytes())) {
-            return;
+            return Ok(());
         }
         match value {
             Value::Text(span) => values.0.push(unescaped(span.of(line))),
             Value::List(span) => {
                 let mut list = Scanner { bytes: &line[..span.range().end], at: span.range().start };
-                let _ = list.items(&mut |item| {
+                list.items(|item| {
                     if let Value::Text(span) = item {
                         values.0.push(unescaped(span.of(line)));
                     }
-                });
+                })?;
             }
             _ => {}
         }
+        Ok(())
     });
     values
 }
@@ -155,8 +166,12 @@ struct Scanner<'l> {
 }
 
 impl<'l> Scanner<'l> {
-    /// Calls `on_member` with each member of the object that starts here.
-    fn members(&mut self, on_member: &mut dyn FnMut(&'l [u8], Value)) -> Result<(), &'static str> {
+    /// Calls `on_member` with the name of each member of the object that starts here. It reads the
+    /// value.
+    fn members(
+        &mut self,
+        mut on_member: impl FnMut(&mut Self, &'l [u8]) -> Result<(), &'static str>,
+    ) -> Result<(), &'static str> {
         self.expect(b'{')?;
         if self.peek() == Some(b'}') {
             self.at += 1;
@@ -166,8 +181,7 @@ impl<'l> Scanner<'l> {
             self.skip_spaces();
             let name = self.string()?;
             self.expect(b':')?;
-            let value = self.value()?;
-            on_member(name.of(self.bytes), value);
+            on_member(self, name.of(self.bytes))?;
             if !self.has_next(b'}')? {
                 return Ok(());
             }
@@ -175,7 +189,7 @@ impl<'l> Scanner<'l> {
     }
 
     /// Calls `on_item` with each value of the list that starts here.
-    fn items(&mut self, on_item: &mut dyn FnMut(Value)) -> Result<(), &'static str> {
+    fn items(&mut self, mut on_item: impl FnMut(Value)) -> Result<(), &'static str> {
         self.expect(b'[')?;
         if self.peek() == Some(b']') {
             self.at += 1;
@@ -250,13 +264,16 @@ impl<'l> Scanner<'l> {
         let start = self.at + 1;
         let mut at = start;
         loop {
-            let rest = self.bytes.get(at..).ok_or(NOT_JSON)?;
-            at += memchr::memchr2(b'"', b'\\', rest).ok_or(NOT_JSON)?;
-            if self.bytes[at] == b'"' {
-                self.at = at + 1;
-                return Ok(Span::new(start..at));
+            match self.bytes.get(at).ok_or(NOT_JSON)? {
+                b'"' => {
+                    self.at = at + 1;
+                    return Ok(Span::new(start..at));
+                }
+                b'\\' => at += 2,
+                // A search costs more than it saves for a short name.
+                _ if at - start < SHORT_BYTES => at += 1,
+                _ => at += memchr::memchr2(b'"', b'\\', &self.bytes[at..]).ok_or(NOT_JSON)?,
             }
-            at += 2;
         }
     }
 
@@ -350,10 +367,13 @@ mod tests {
             text in r#"\{("[a-z\\"{}\[\]]{0,6}":|"ts":|1|-2\.5|null|\{|\}|\[|\]|,| |"x"){0,12}\}"#,
         ) {
             let full = serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(&text);
-            let scanned = Scanner { bytes: text.as_bytes(), at: 0 };
-            let mut scanned = scanned;
+            let mut scanner = Scanner { bytes: text.as_bytes(), at: 0 };
             let mut count = 0;
-            let result = scanned.members(&mut |_, _| count += 1).and_then(|()| scanned.end());
+            let result = scanner.members(|scanner, _| {
+                count += 1;
+                scanner.value().map(|_| ())
+            });
+            let result = result.and_then(|()| scanner.end());
             if let Ok(object) = full {
                 prop_assert!(result.is_ok(), "{text}");
                 prop_assert!(count >= object.len());
