@@ -23,7 +23,8 @@ AGENT = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
 
 def combined(client, path, now):
     stamp = now.strftime("%d/%b/%Y:%H:%M:%S +0000")
-    return f'{client} - - [{stamp}] "GET {path} HTTP/1.1" 200 5120 "https://example.com/" "{AGENT}"\n'
+    start = f'{client} - - [{stamp}] "GET {path} HTTP/1.1" 200 5120'
+    return f'{start} "https://example.com/" "{AGENT}"\n'
 
 
 def caddy(client, path, now):
@@ -33,8 +34,8 @@ def caddy(client, path, now):
         "headers": {"User-Agent": [AGENT], "Accept": ["*/*"], "Accept-Encoding": ["gzip"]},
     }
     line = {
-        "level": "info", "ts": now.timestamp(), "logger": "http.log.access", "msg": "handled request",
-        "request": request, "bytes_read": 0, "duration": 0.00018, "size": 5120, "status": 200,
+        "level": "info", "ts": now.timestamp(), "logger": "http.log.access",
+        "msg": "handled request", "request": request, "bytes_read": 0, "duration": 0.00018, "size": 5120, "status": 200,
     }
     return json.dumps(line, separators=(",", ":")) + "\n"
 
@@ -42,9 +43,10 @@ def caddy(client, path, now):
 def write(path, lines, form):
     """Repeats one second of requests with other times, which is faster than formatting each."""
     mark = START
+    clients = [i * 7 % CLIENTS for i in range(PER_SECOND)]
     second = [
-        form(f"203.0.{i * 7 % CLIENTS // 250}.{i * 7 % CLIENTS % 250}", f"/api/items/{i}?page=2", mark)
-        for i in range(PER_SECOND)
+        form(f"203.0.{client // 250}.{client % 250}", f"/api/items/{i}?page=2", mark)
+        for i, client in enumerate(clients)
     ]
     block = "".join(second)
     old = str(mark.timestamp()) if form is caddy else mark.strftime("%d/%b/%Y:%H:%M:%S")
@@ -56,7 +58,7 @@ def write(path, lines, form):
 
 
 def replay(binary, path):
-    """Returns the seconds of CPU and the highest resident memory in MiB."""
+    """Returns the seconds, the seconds of CPU, and the highest resident memory in MiB."""
     child = subprocess.Popen(
         [binary, "simulate", "--access-log", path, "--limit", "100", "--window", "60s", "--json"],
         stdout=subprocess.DEVNULL,
@@ -77,7 +79,8 @@ def main():
             with tempfile.NamedTemporaryFile(suffix=".log") as file:
                 write(file.name, count, form)
                 elapsed, cpu, memory = replay(binary, file.name)
-            print(f"{name:<9} {count:>10,} {elapsed:>9.2f} {cpu:>8.2f} {count / cpu:>22,.0f} {memory:>10.1f}")
+            times = f"{elapsed:>9.2f} {cpu:>8.2f} {count / cpu:>22,.0f}"
+            print(f"{name:<9} {count:>10,} {times} {memory:>10.1f}")
 
 
 if __name__ == "__main__":
