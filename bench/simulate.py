@@ -35,7 +35,8 @@ def caddy(client, path, now):
     }
     line = {
         "level": "info", "ts": now.timestamp(), "logger": "http.log.access",
-        "msg": "handled request", "request": request, "bytes_read": 0, "duration": 0.00018, "size": 5120, "status": 200,
+        "msg": "handled request", "request": request, "bytes_read": 0, "duration": 0.00018,
+        "size": 5120, "status": 200,
     }
     return json.dumps(line, separators=(",", ":")) + "\n"
 
