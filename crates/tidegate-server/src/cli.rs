@@ -12,6 +12,7 @@ mod doctor;
 mod gateway;
 mod redis;
 mod serve;
+mod simulate;
 pub(crate) mod style;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
@@ -29,6 +30,8 @@ enum Command {
     Acquire(acquire::AcquireCommand),
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
+    // Boxed, because it has many flags.
+    Simulate(Box<simulate::SimulateCommand>),
 }
 
 impl Arguments {
@@ -39,6 +42,7 @@ impl Arguments {
             Command::Acquire(acquire) => acquire.run(),
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
+            Command::Simulate(simulate) => simulate.run(),
         }
     }
 }

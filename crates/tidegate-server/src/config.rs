@@ -148,6 +148,18 @@ impl Config {
         Ok(config)
     }
 
+    /// Loads only the policies and the grouping of addresses, without the certificates, passwords
+    /// and other files that the configuration names: another machine may not have them.
+    pub(crate) fn load_policies(path: &Path) -> Result<(Policies, ClientIp), ConfigError> {
+        let name = path.display().to_string();
+        let text =
+            std::fs::read_to_string(path).map_err(|error| ConfigError::from_io(&name, &error))?;
+        let document = Document::new(&name, &text).with_redaction(&redaction::NAMES);
+        let raw: raw::RawConfig = document.parse()?;
+        let policies = Policies::from_raw(&document, &raw.attributes, &raw.paths, raw.policies)?;
+        Ok((policies, client_ip(&document, &raw.client_ip)?))
+    }
+
     /// Validates a text. Errors refer to it by `name`.
     pub(crate) fn parse(name: &str, text: &str) -> Result<Self, ConfigError> {
         Self::parse_in(Path::new(""), name, text)

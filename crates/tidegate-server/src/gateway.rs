@@ -23,7 +23,7 @@ use crate::config::GatewayConfig;
 use crate::listener::{self, Peer};
 use crate::state::ServerState;
 
-mod access_log;
+pub(crate) mod access_log;
 mod body;
 mod client;
 mod concurrency;

@@ -26,6 +26,7 @@ mod metrics;
 mod observer;
 mod reload;
 mod serve;
+mod simulate;
 mod state;
 mod tls;
 

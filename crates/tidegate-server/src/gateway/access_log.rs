@@ -16,7 +16,7 @@ use tidegate::{PolicyDecisions, Source};
 use crate::config::{AccessLogConfig, AccessLogFormat, LogDestination};
 use crate::metrics;
 
-mod time;
+pub(crate) mod time;
 mod writer;
 
 use time::UtcTime;

@@ -47,7 +47,7 @@ const MAX_COMPARED: usize = 32;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Policies {
     all: Vec<Policy>,
     by_name: HashMap<String, usize>,
@@ -160,6 +160,25 @@ impl Policies {
                 && policy.key.iter().any(KeySource::is_chosen_by_clients)
                 && !self.all.iter().any(|other| other.limits_all_requests_of(policy))
         })
+    }
+
+    /// Replaces the quotas of one policy, also those of its overrides, for a comparison with
+    /// others. `change` gets each quota, and whether it is that of an override.
+    #[doc(hidden)]
+    pub fn with_quotas<E: From<PolicyError>>(
+        mut self,
+        name: &str,
+        change: impl Fn(&Quota, bool) -> Result<Quota, E>,
+    ) -> Result<Self, E> {
+        if let Some(position) = self.by_name.get(name) {
+            let policy = &mut self.all[*position];
+            policy.quota = change(&policy.quota, false)?;
+            for quota in policy.overrides.values_mut() {
+                *quota = change(quota, true)?;
+            }
+            policy.set_cost(policy.cost.clone())?;
+        }
+        Ok(self)
     }
 
     /// Iterates over the policies, in the order of their definition.
