@@ -65,6 +65,7 @@ for i = from, to do
       -- of the total changes.
       local digit, cleans, member = newest_time > 0 and total == 1 and string.byte(newest, 31)
       if digit and digit < 57 then
+        cleans = gone and digit == 52
         member = now_text .. ':' .. sub(newest, 18, 30) .. sub('123456789', digit - 47, digit - 47)
           .. suffix
       else
@@ -110,7 +111,7 @@ end
 
 local TOTAL_BASE, TOTAL_MODULUS = 1e13, 9e13 -- of the running totals
 -- One write per this many units removes members that have left the window.
-local CLEANUP_INTERVAL = 10
+local CLEANUP_INTERVAL = 5
 -- The maximum numbers of members that a refund rewrites on the shorter side, and removes.
 local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
 -- The maximum number of members that are removed after the clock stepped back. If there are more,

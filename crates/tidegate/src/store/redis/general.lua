@@ -212,11 +212,12 @@ end
 -- Runs a request. If it fails, its reply is the error.
 local function attempt(request, ...)
   local before = replied
-  local done, failure = pcall(request, ...)
+  local done, raised = pcall(request, ...)
   if done then return end
-  local text = type(failure) == 'table' and failure.err or tostring(failure)
+  local text = type(raised) == 'table' and raised.err or tostring(raised)
+  text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
   local is_only_request = runs == 1 and (count == 1 or kind == 0)
-  if is_only_request and is_server_condition(text) then error(failure, 0) end
+  if is_only_request and is_server_condition(text) then failure = {err = text} end
   for i = #reply, before + 1, -1 do reply[i] = nil end
   replied = before
   answer(-1, #text)
