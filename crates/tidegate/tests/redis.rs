@@ -92,7 +92,7 @@ async fn a_sliding_counter_is_readable_by_operators() {
     let fields: std::collections::BTreeMap<String, String> = redis.query(&["HGETALL", &key]);
     let fields: Vec<String> =
         fields.iter().map(|(field, value)| format!("{field} {value}")).collect();
-    assert_eq!(fields, ["current 3", "previous 0", "start 1700049600000000", "window 60000000"]);
+    assert_eq!(fields, ["current 3", "previous 0", "start 1700049600000000", "window 60s"]);
 }
 
 #[tokio::test]

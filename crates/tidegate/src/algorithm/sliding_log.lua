@@ -118,15 +118,8 @@ local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
 -- all members are replaced by one.
 local MAX_COLLAPSED = 2000
 
--- Returns a window as text, as the client does.
-local function window_text(window)
-  if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
-  if window % 1000 == 0 then return whole(window / 1000) .. 'ms' end
-  return whole(window) .. 'us'
-end
-
 local function member(time, total, cost, quota)
-  local text = string.format('%016.0f:%.0f:', time, TOTAL_BASE + total) .. window_text(quota.window)
+  local text = string.format('%016.0f:%.0f:', time, TOTAL_BASE + total) .. as_text(quota.window)
   return cost == 1 and text or text .. ':' .. whole(cost)
 end
 

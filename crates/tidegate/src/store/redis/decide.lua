@@ -13,7 +13,7 @@
 --          limit, window (microseconds), option (burst of a bucket; 1 for a log that counts
 --                     denied requests; else 0), cost
 --          times      number of equal acquires of each key; 0 for a peek
---        The header of a sliding-log also has the window as text, such as 60s.
+--        The header of kind 1 or 3, which are readable, also has the window as text, such as 60s.
 --        The first header is valid for the call in its first three numbers.
 --        A group is one request of any action on any charges. Its header has, instead of limit
 --        and window, the action and the number of charges, and continues with six doubles per

@@ -22,6 +22,13 @@ local function read(...)
   return found
 end
 
+-- Returns a window as text, as the client does.
+local function as_text(window)
+  if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
+  if window % 1000 == 0 then return whole(window / 1000) .. 'ms' end
+  return whole(window) .. 'us'
+end
+
 -- Returns whether a stored number can be a number of units, or a time in microseconds.
 local function is_count(number)
   return number and number >= 0 and number <= 1e13 and floor(number) == number

@@ -364,7 +364,7 @@ impl EncodedRequests {
                     for number in [quota.limit, quota.window, quota.option, cost, times] {
                         push(signed(number));
                     }
-                    if quota.kind == CountKind::SlidingLog {
+                    if matches!(quota.kind, CountKind::SlidingLog | CountKind::SlidingCounter) {
                         header.extend(window_text(quota.window).into_bytes());
                     }
                 }
