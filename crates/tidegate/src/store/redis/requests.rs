@@ -57,6 +57,8 @@ pub(super) struct EncodedRequests {
     sorted_sets: usize,
     /// Items that equal requests can share, by their key.
     shareable: HashTable<usize>,
+    /// Whether two items may have a key in common, so that their order matters.
+    keeps_order: bool,
     hasher: RandomState,
 }
 
@@ -78,8 +80,8 @@ enum RequestKind {
     Group(Operation),
 }
 
-/// Items that are sent with one header: a group, or alike acquires or peeks. Their order in the
-/// call is that of these keys.
+/// Key of the items that are sent with one header: a group, or alike acquires or peeks. Unless two
+/// items have a key in common, items are sorted by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum RunKey {
     /// Index of the quota, cost, and number of equal acquires; 0 for a peek.
@@ -272,12 +274,17 @@ impl EncodedRequests {
                 self.charges.truncate(first_charge);
                 return equal_item;
             }
+            let has_same_key =
+                |item: &usize| key(self.items[*item].charges.start) == key(first_charge);
+            self.keeps_order |= self.shareable.find(hash, has_same_key).is_some();
             let Self { keys, charges, items, shareable, hasher, .. } = self;
             shareable.insert_unique(hash, new_item, |item| {
                 let charge =
                     if *item == new_item { first_charge } else { items[*item].charges.start };
                 hasher.hash_one(&keys[charges[charge].key.clone()])
             });
+        } else {
+            self.keeps_order = true;
         }
         let is_sorted_set =
             |charge: &EncodedCharge| self.quotas[charge.quota].kind == CountKind::SlidingLog;
@@ -395,7 +402,7 @@ impl EncodedRequests {
         }
     }
 
-    /// Returns the items in the order of the call, each with its run.
+    /// Returns the items in the order of the call, each with the key of its run.
     fn order(&self, items: &[usize], repeats: impl Fn(usize) -> u64) -> Vec<(RunKey, usize)> {
         let run_key = |(position, item): (usize, &usize)| {
             let alike = |times| {
@@ -410,7 +417,9 @@ impl EncodedRequests {
             (key, *item)
         };
         let mut order: Vec<_> = items.iter().enumerate().map(run_key).collect();
-        order.sort_by_key(|(key, _)| *key);
+        if !self.keeps_order {
+            order.sort_by_key(|(key, _)| *key);
+        }
         order
     }
 

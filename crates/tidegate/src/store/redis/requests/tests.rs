@@ -50,12 +50,45 @@ fn equal_acquires_share_an_item_and_alike_ones_share_a_header() {
     let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
     let repeats = |item| if item == 1 { 2 } else { 1 };
     let command = |mode| arguments(&requests.command(&[0, 1, 2, 4, 6, 7], repeats, &times, mode));
-    let headers = "[5, 1, 10, 60000000, 0, 1, 0] [5, 2, 10, 60000000, 0, 1, 1] \
-                   [6, 1, 5, 60000000, 5, 1, 2] \
+    let headers = "[5, 1, 10, 60000000, 0, 1, 1] [6, 1, 5, 60000000, 5, 1, 2] \
+                   [5, 1, 10, 60000000, 0, 1, 1] \
                    [0, 2, 1, 2, 0, 0, 0, 5, 10, 60000000, 0, 1, 0, 6, 5, 60000000, 5, 1, 0] \
+                   [5, 1, 10, 60000000, 0, 1, 0] \
                    [0, 1, 1, 1, 0, 0, 0, 1, 3, 60000000, 1, 1, 0]";
-    assert_eq!(command(KeyMode::Declared), format!("7 a a b c a c d {headers}"));
-    assert_eq!(command(KeyMode::CrossSlot), format!("1 a {headers} a b c a c d"));
+    assert_eq!(command(KeyMode::Declared), format!("7 a c b a c a d {headers}"));
+    assert_eq!(command(KeyMode::CrossSlot), format!("1 a {headers} c b a c a d"));
+}
+
+#[test]
+fn acquires_of_different_keys_are_sorted_by_their_quota() {
+    let minute = Duration::from_secs(60);
+    let ten = Quota::fixed_window(10, minute).expect("valid");
+    let five = Quota::token_bucket(5, minute).expect("valid");
+    let mut requests = EncodedRequests::default();
+    for name in ["a", "b", "c", "d"] {
+        let quota = if name < "c" { &ten } else { &five };
+        add(&mut requests, ACQUIRE, &[Charge::new(name, quota)]);
+    }
+    let command = |requests: &EncodedRequests| {
+        let command =
+            requests.command(&[0, 2, 1, 3], |_| 1, &ServerTimes::default(), KeyMode::Declared);
+        arguments(&command)
+    };
+    let expected = "4 a b c d [5, 2, 10, 60000000, 0, 1, 1] [6, 2, 5, 60000000, 5, 1, 1]";
+    assert_eq!(command(&requests), expected);
+    // Replies return to the order of the items.
+    let numbers = [7, 1, 10, 60, 1, 9, 60, 1, 5, 0, 0, 1, 4, 1, 0];
+    let bytes = numbers.iter().flat_map(|number| f64::from(*number).to_le_bytes()).collect();
+    let replies = requests.read(&[0, 2, 1, 3], |_| 1, Value::BulkString(bytes)).expect("valid");
+    let remaining = |reply: &ItemReply| match reply {
+        ItemReply::Grants(grants) => grants.remaining,
+        _ => panic!("{reply:?}"),
+    };
+    let remaining: Vec<u64> = replies.items.expect("in time").iter().map(remaining).collect();
+    assert_eq!(remaining, [10, 5, 9, 4]);
+    // With two requests for one key, the order of arrival matters.
+    add(&mut requests, ACQUIRE, &[Charge::new("a", &ten).with_cost(2)]);
+    assert!(command(&requests).starts_with("4 a c b d "), "{}", command(&requests));
 }
 
 #[test]
