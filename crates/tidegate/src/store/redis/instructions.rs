@@ -24,7 +24,7 @@ const LIMITS: &str =
 const TOLERANCE: u64 = 105;
 /// Acquires of each key: first to create its count, then to be measured.
 const SETUP: usize = 3;
-const MEASURED: usize = 2;
+const MEASURED: usize = 6;
 /// Results that are measured, each with the limit that leads to it.
 const RESULTS: [(&str, u64); 2] = [("allowed", 100), ("denied", SETUP as u64)];
 /// Keys per call, and calls.
