@@ -30,7 +30,7 @@
 //!
 //! ```text
 //! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
-//!     +get +getrange +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard +zcount
+//!     +get +hdel +hincrby +hmget +hset +pexpireat +pttl +set +zadd +zcard +zcount
 //!     +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
@@ -46,12 +46,14 @@ use self::batch::RequestOutcome;
 pub use self::builder::Builder;
 use self::builder::Deployment;
 use self::call::{Call, CallError, ScriptReply};
+use self::count::key_tag;
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
 use self::invalidation::PendingInvalidation;
 use self::publisher::Publisher;
 use self::queue::{Enqueued, InFlightPermit, LeaderOutcome};
 use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+use self::script::{KeyMode, Script};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
 pub use self::tls::Tls;
@@ -67,17 +69,21 @@ mod batch;
 mod builder;
 mod call;
 mod connection;
+mod count;
 mod endpoint;
 mod error;
 mod groups;
 mod health;
 mod heartbeat;
+#[cfg(test)]
+mod instructions;
 mod invalidation;
 mod node;
 mod probe;
 mod publisher;
 mod queue;
 mod refresh;
+mod reply;
 mod requests;
 mod scheme;
 mod script;
@@ -196,7 +202,7 @@ impl Shared {
     }
 
     fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), charge.policy());
+        write_redis_key(text, &self.prefix, charge.key(), key_tag(charge), charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
@@ -251,9 +257,11 @@ impl Shared {
     ) -> Result<RequestDecisions, CallError> {
         let encoded =
             EncodedRequests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
-        let call = Call { script: encoded.script(&[0]), slot, started, timeout: self.timeout };
+        let script = Script::decide(KeyMode::Declared);
+        let call = Call { script, slot, started, timeout: self.timeout };
         let command = |clock: &ServerClock| {
-            encoded.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
+            let server_times = self.server_times(clock, started + self.timeout);
+            encoded.command(&[0], |_| 1, &server_times, KeyMode::Declared)
         };
         let read = |reply| {
             let reply = encoded.read(&[0], |_| 1, reply)?;

@@ -10,7 +10,7 @@ use super::Shared;
 use super::call::{Call, CallError, ScriptReply};
 use super::node::NodeClient;
 use super::requests::{EncodedRequests, Operation, Request};
-use super::script::Script;
+use super::script::{KeyMode, Script};
 use super::server_clock::ServerClock;
 use super::slot::{SLOTS, slot_of};
 use crate::charge::Charge;
@@ -49,10 +49,11 @@ impl Shared {
         let charge = [Charge::new("probe", &quota)];
         let request = Request { operation: Operation::Apply(Action::Acquire), charges: &charge };
         let encoded = EncodedRequests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
-        let call = self.call(encoded.script(&[0]), &key);
+        let call = self.call(Script::decide(KeyMode::Declared), &key);
         let deadline = Instant::now() + self.timeout;
-        let command =
-            |clock: &ServerClock| encoded.command(&[0], |_| 1, &self.server_times(clock, deadline));
+        let command = |clock: &ServerClock| {
+            encoded.command(&[0], |_| 1, &self.server_times(clock, deadline), KeyMode::Declared)
+        };
         let read = |reply: Value| {
             let reply = encoded.read(&[0], |_| 1, reply)?;
             let result = reply.items.map_or(ScriptReply::Late, |_| ScriptReply::Answer(()));

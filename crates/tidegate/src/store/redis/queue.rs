@@ -23,6 +23,7 @@ use super::batch::{Batch, BatchHandle, InFlightBatch, ItemResult, Sealed};
 use super::error::{AttemptError, ServerError, is_readonly, with_address};
 use super::node::NodeClient;
 use super::requests::{ItemReply, Request};
+use super::script::{KeyMode, Script};
 use crate::charge::Charge;
 
 /// Queue of batches for one node.
@@ -276,7 +277,7 @@ impl InFlightPermit {
         let mut results = vec![ItemResult::RetryAlone; sealed.requests.items().len()];
         let mut calls = group_by_call(sealed, self.shared.topology.state().is_cluster());
         for _ in 0..=MAX_SCRIPT_LOADS {
-            let loads = |items: &Vec<usize>| self.node.load_count(sealed.requests.script(items));
+            let loads = |_: &Vec<usize>| self.node.load_count(Script::decide(KeyMode::Declared));
             let loads: Vec<u64> = calls.iter().map(loads).collect();
             let replies = match self.attempt(sealed, &calls).await {
                 Ok(replies) => replies,
@@ -290,7 +291,9 @@ impl InFlightPermit {
             for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
                 let loaded = match reply {
                     Err(AttemptError::Server(ServerError::NoScript)) => {
-                        self.node.load(sealed.requests.script(&items), loads, sealed.latest).await
+                        self.node
+                            .load(Script::decide(KeyMode::Declared), loads, sealed.latest)
+                            .await
                     }
                     Err(error) => Err(error),
                     Ok(item_results) => {
@@ -328,7 +331,9 @@ impl InFlightPermit {
         let server_times =
             self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
         let repeats = |item: usize| sealed.repeats[item];
-        let command = |items: &Vec<usize>| sealed.requests.command(items, repeats, &server_times);
+        let mode = KeyMode::Declared;
+        let command =
+            |items: &Vec<usize>| sealed.requests.command(items, repeats, &server_times, mode);
         let (sent, replies);
         if let [items] = calls {
             let command = command(items);
