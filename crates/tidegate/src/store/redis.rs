@@ -42,18 +42,19 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::batch::RequestOutcome;
+use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
-use self::call::{Call, CallError, ScriptReply};
+use self::dispatch::dispatch;
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
 use self::invalidation::PendingInvalidation;
 use self::publisher::Publisher;
-use self::queue::{Enqueued, InFlightPermit, LeaderOutcome};
-use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+use self::queue::Enqueued;
+use self::requests::{Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
+use self::step::{CallError, Delivery, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
@@ -67,6 +68,7 @@ mod batch;
 mod builder;
 mod call;
 mod connection;
+mod dispatch;
 mod endpoint;
 mod error;
 mod groups;
@@ -83,6 +85,7 @@ mod scheme;
 mod script;
 mod server_clock;
 mod slot;
+mod step;
 mod tls;
 mod topology;
 
@@ -203,7 +206,7 @@ impl Shared {
         slot_of_user_key(charge.key())
     }
 
-    /// Decides a request on keys of one slot or one server, alone or in a batch.
+    /// Decides a request on keys of one slot or one server. Requests for one node share calls.
     async fn decide(
         self: &Arc<Self>,
         request: &Request<'_>,
@@ -212,57 +215,44 @@ impl Shared {
         let Some(first) = request.charges.first() else {
             return Ok(RequestDecisions::Many(Vec::new()));
         };
-        let slot = Self::slot(first);
-        let deadline = started + self.timeout;
-        let mut in_batch = self.group_commit;
-        while in_batch {
-            let node = self.topology.state().route(slot)?;
-            let handle = match queue::enqueue(self, node, request, slot, deadline) {
-                Enqueued::Wait(handle) => handle,
-                Enqueued::Lead(leader) => match leader.collect().await {
-                    LeaderOutcome::Wait(handle) => handle,
-                    LeaderOutcome::Alone(permit) => {
-                        return Box::pin(self.decide_alone(request, slot, started, Some(permit)))
-                            .await;
-                    }
-                },
-            };
-            match handle.outcome(request).await {
-                RequestOutcome::Decided(decisions) => return Ok(decisions),
-                RequestOutcome::Failed(error) => return Err(error.into()),
-                RequestOutcome::Retry if Instant::now() < deadline => {}
-                RequestOutcome::Retry | RequestOutcome::TimedOut => {
-                    return Err(StoreError::Timeout(self.timeout).into());
-                }
-                RequestOutcome::RetryAlone => in_batch = false,
-            }
-        }
-        Box::pin(self.decide_alone(request, slot, started, None)).await
+        let write_key = |text: &mut String, charge: &Charge<'_>| self.write_redis_key(text, charge);
+        self.send(request, Self::slot(first), started, write_key, self.group_commit).await
     }
 
-    /// Decides a request by a separate call. Callers box this large future, so that the future of a
-    /// caller that waits for a batch stays small.
-    async fn decide_alone(
-        &self,
+    /// Sends a request to the node of its slot until it has a result, at most until its deadline:
+    /// through the queue, or as a batch of its own.
+    async fn send(
+        self: &Arc<Self>,
         request: &Request<'_>,
         slot: u16,
         started: Instant,
-        permit: Option<InFlightPermit>,
+        write_key: impl Fn(&mut String, &Charge<'_>),
+        through_queue: bool,
     ) -> Result<RequestDecisions, CallError> {
-        let encoded =
-            EncodedRequests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
-        let call = Call { script: encoded.script(&[0]), slot, started, timeout: self.timeout };
-        let command = |clock: &ServerClock| {
-            encoded.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
-        };
-        let read = |reply| {
-            let reply = encoded.read(&[0], |_| 1, reply)?;
-            let Some(item) = reply.items.into_iter().flatten().next() else {
-                return Ok((Some(reply.now), ScriptReply::Late));
+        let deadline = started + self.timeout;
+        let topology = self.topology.state();
+        let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+        let mut retries = None;
+        loop {
+            let handle = if through_queue {
+                match queue::enqueue(self, &target, request, slot, deadline, &write_key) {
+                    Enqueued::Wait(handle) => handle,
+                    // Boxed, so that the future of a caller that waits for a batch stays small.
+                    Enqueued::Lead(leader) => Box::pin(leader.send()).await,
+                }
+            } else {
+                let batch = Arc::<Batch>::default();
+                let handle = batch.join(request, slot, target.delivery, deadline, &write_key);
+                Box::pin(dispatch(self, &target.node, &InFlightBatch(batch))).await;
+                handle
             };
-            Ok((Some(reply.now), ScriptReply::Answer(item.decisions(request, 0)?)))
-        };
-        call.run(self.topology.state(), permit, command, read).await
+            let step = match handle.decisions(request).await {
+                Ok(decisions) => return Ok(decisions),
+                Err(step) => step,
+            };
+            let retries = retries.get_or_insert(Retries::until(deadline, self.timeout));
+            target = Box::pin(retries.follow(step, target, slot, topology)).await?;
+        }
     }
 
     /// Returns the times of a call that is sent now.

@@ -6,9 +6,9 @@ use std::time::Instant;
 use tokio::time::timeout_at;
 
 use super::Shared;
-use super::call::CallError;
 use super::invalidation::PendingInvalidation;
 use super::requests::{Operation, Request, RequestDecisions};
+use super::step::CallError;
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Timestamp;

@@ -158,7 +158,7 @@ impl NodeHealth {
             connected: node.is_up(),
             primary,
             last_error: node.last_error().map(|error| error.reason),
-            script_loads: node.script_loads(),
+            script_loads: node.scripts().total(),
             reconnects: node.reconnects(),
         }
     }

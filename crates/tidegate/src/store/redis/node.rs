@@ -15,12 +15,12 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
+use super::call::LoadedScripts;
 use super::connection::{Connection, is_primary_role, parse_time};
 use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
-use super::script::{SCRIPT_COUNT, Script};
 use crate::random::jittered;
 use crate::store::ShardId;
 
@@ -59,8 +59,7 @@ struct NodeShared {
     health_check: Notify,
     replies: AtomicU64,
     connections: AtomicU64,
-    loads: [ScriptLoad; SCRIPT_COUNT],
-    script_loads: AtomicU64,
+    scripts: LoadedScripts,
     last_error: Mutex<Option<NodeError>>,
 }
 
@@ -71,13 +70,6 @@ enum ConnectionState {
     Down(NodeError),
     /// Another node has replaced this one, and nothing is sent to it any more.
     Retired,
-}
-
-/// Loads of one script on one node. All calls that find the script missing share one load.
-#[derive(Default)]
-struct ScriptLoad {
-    completed: AtomicU64,
-    lock: tokio::sync::Mutex<()>,
 }
 
 const MIN_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -109,8 +101,7 @@ impl NodeClient {
             health_check: Notify::new(),
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
-            loads: std::array::from_fn(|_| ScriptLoad::default()),
-            script_loads: AtomicU64::new(0),
+            scripts: LoadedScripts::new(),
             last_error: Mutex::new(None),
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
@@ -138,8 +129,9 @@ impl NodeClient {
         self.shared.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub(super) fn script_loads(&self) -> u64 {
-        self.shared.script_loads.load(Ordering::Relaxed)
+    /// Returns the scripts that were loaded here.
+    pub(super) fn scripts(&self) -> &LoadedScripts {
+        &self.shared.scripts
     }
 
     /// Returns the number of connections after the first.
@@ -213,40 +205,8 @@ impl NodeClient {
         self.shared.received(reply.map(|reply| reply.and_then(Value::extract_error)))
     }
 
-    /// Sends a command to a node that is importing its slot. Such a node only serves the slot right
-    /// after ASKING.
-    pub(super) async fn send_asking(
-        &self,
-        on: &Connection,
-        command: Cmd,
-        deadline: Instant,
-    ) -> Result<Value, AttemptError> {
-        let mut pipeline = Pipeline::with_capacity(2);
-        pipeline.add_command(redis::cmd("ASKING")).add_command(command);
-        let mut handle = on.handle.clone();
-        let replies =
-            timeout_at(deadline.into(), handle.send_packed_commands(&pipeline, 0, 2)).await;
-        let last = |replies: Vec<Value>| {
-            replies.into_iter().next_back().unwrap_or(Value::Nil).extract_error()
-        };
-        self.shared.received(replies.map(|replies| replies.and_then(last)))
-    }
-
-    /// Sends several commands once in a pipeline, and returns the reply of each.
-    pub(super) async fn send_all(
-        &self,
-        on: &Connection,
-        commands: &Pipeline,
-        deadline: Instant,
-    ) -> Result<Vec<Result<Value, AttemptError>>, AttemptError> {
-        let replies = self.pipeline(on, commands, deadline).await?;
-        let check = |reply: Value| {
-            reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
-        };
-        Ok(replies.into_iter().map(check).collect())
-    }
-
-    async fn pipeline(
+    /// Sends several commands once in a pipeline. The error of a single command is its reply.
+    pub(super) async fn pipeline(
         &self,
         on: &Connection,
         commands: &Pipeline,
@@ -276,31 +236,6 @@ impl NodeClient {
         deadline: Instant,
     ) -> Result<Vec<Value>, AttemptError> {
         self.pipeline(&*self.connection(deadline).await?, commands, deadline).await
-    }
-
-    /// Returns how often this script was loaded here. To be read before a call.
-    pub(super) fn load_count(&self, script: &Script) -> u64 {
-        self.shared.loads[script.index()].completed.load(Ordering::Acquire)
-    }
-
-    /// Loads a script that a call found missing, unless another call has loaded it since.
-    pub(super) async fn load(
-        &self,
-        script: &Script,
-        loads_before_call: u64,
-        deadline: Instant,
-    ) -> Result<(), AttemptError> {
-        let load = &self.shared.loads[script.index()];
-        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
-            return Err(AttemptError::TimedOut);
-        };
-        if load.completed.load(Ordering::Acquire) > loads_before_call {
-            return Ok(());
-        }
-        self.shared.script_loads.fetch_add(1, Ordering::Relaxed);
-        self.query(redis::cmd("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
-        load.completed.fetch_add(1, Ordering::Release);
-        Ok(())
     }
 }
 

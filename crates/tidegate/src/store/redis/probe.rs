@@ -4,15 +4,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use redis::Value;
-
 use super::Shared;
-use super::call::{Call, CallError, ScriptReply};
 use super::node::NodeClient;
-use super::requests::{EncodedRequests, Operation, Request};
-use super::script::Script;
-use super::server_clock::ServerClock;
+use super::requests::{Operation, Request};
 use super::slot::{SLOTS, slot_of};
+use super::step::CallError;
 use crate::charge::Charge;
 use crate::quota::Quota;
 use crate::store::{Action, ShardId, StoreError};
@@ -33,7 +29,7 @@ impl Shared {
 
     /// Decides a charge on an internal key by the same script as any decision, so that it fails
     /// whenever decisions on this shard would.
-    pub(super) async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+    pub(super) async fn probe(self: &Arc<Self>, shard: ShardId) -> Result<(), StoreError> {
         let topology = self.topology.state();
         let key = if topology.is_cluster() && shard != ShardId::SINGLE {
             // A node that has left the cluster decides nothing, so the probe succeeds.
@@ -48,22 +44,10 @@ impl Shared {
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
         let request = Request { operation: Operation::Apply(Action::Acquire), charges: &charge };
-        let encoded = EncodedRequests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
-        let call = self.call(encoded.script(&[0]), &key);
-        let deadline = Instant::now() + self.timeout;
-        let command =
-            |clock: &ServerClock| encoded.command(&[0], |_| 1, &self.server_times(clock, deadline));
-        let read = |reply: Value| {
-            let reply = encoded.read(&[0], |_| 1, reply)?;
-            let result = reply.items.map_or(ScriptReply::Late, |_| ScriptReply::Answer(()));
-            Ok((Some(reply.now), result))
-        };
-        call.run(topology, None, command, read).await.map_err(CallError::into_store_error)
-    }
-
-    /// Creates a call of a script on one internal key, which starts now.
-    pub(super) fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {
-        Call { script, slot: slot_of(key), started: Instant::now(), timeout: self.timeout }
+        let write_key = |text: &mut String, _: &Charge<'_>| text.push_str(&key);
+        let started = Instant::now();
+        let decided = self.send(&request, slot_of(&key), started, write_key, false).await;
+        decided.map(drop).map_err(CallError::into_store_error)
     }
 
     /// Returns an internal key. It cannot be a user's key, in which percent signs are escaped.

@@ -234,6 +234,16 @@ impl TopologyState {
         self.node_at(address)
     }
 
+    /// Returns the timeout of a call.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns whether there is a single server, and nothing that may replace it.
+    pub(super) fn is_standalone(&self) -> bool {
+        matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty()
+    }
+
     pub(super) fn trigger_refresh(&self) {
         self.refresh.trigger();
     }
@@ -241,15 +251,15 @@ impl TopologyState {
     /// Reacts to a node that accepts no writes. Returns whether a retry may find another node.
     pub(super) fn on_readonly(&self, node: &NodeClient) -> bool {
         self.refresh.trigger();
-        let has_one_node = matches!(**self.routes.load(), Routes::One(_));
-        let is_standalone = has_one_node && self.sentinels.is_empty();
-        if is_standalone {
+        if self.is_standalone() {
             // The address may lead to another server now.
             node.reconnect();
-        } else if has_one_node {
+            return false;
+        }
+        if matches!(**self.routes.load(), Routes::One(_)) {
             node.demote();
         }
-        !is_standalone
+        true
     }
 
     pub(super) fn redirects(&self) -> u64 {
@@ -292,7 +302,7 @@ impl TopologyState {
     }
 
     pub(super) fn script_loads(&self) -> u64 {
-        let current: u64 = self.nodes().values().map(|entry| entry.client.script_loads()).sum();
+        let current: u64 = self.nodes().values().map(|entry| entry.client.scripts().total()).sum();
         current + self.past_script_loads.load(Ordering::Relaxed)
     }
 
@@ -328,7 +338,7 @@ impl TopologyState {
     /// Adds the counters of a node that is dropped to the totals.
     fn retain_counters(&self, node: &NodeClient) {
         self.past_reconnects.fetch_add(node.reconnects(), Ordering::Relaxed);
-        self.past_script_loads.fetch_add(node.script_loads(), Ordering::Relaxed);
+        self.past_script_loads.fetch_add(node.scripts().total(), Ordering::Relaxed);
     }
 
     /// Records the result of discovery. A later success replaces an error.
