@@ -147,7 +147,7 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
         memory::check(&node_under_test, &mut report).await;
         replicas::check(&node_under_test, &mut clocks, &mut report).await;
         clocks.measure(&node_under_test, &mut report).await;
-        latency::check(&node_under_test, node.shard, options, primaries.len(), &mut report).await;
+        latency::check(&node_under_test, options, primaries.len(), &mut report).await;
         keys::check(&node_under_test, options, &mut report).await;
     }
     clocks.compare(&mut report);

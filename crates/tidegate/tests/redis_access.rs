@@ -11,7 +11,7 @@ use support::{
 };
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Limiter, Quota, RedisStore, ShardId, SharedStore, StoreError};
+use tidegate::{Charge, Limiter, Quota, RedisStore, SharedStore, StoreError};
 
 /// Uses all features of a store on this server.
 async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
@@ -26,7 +26,8 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     conformance(0..seeds, &mut driven).await;
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
     let store = builder("rate_limit").connect().await.expect("our own server answers");
-    store.probe(ShardId::SINGLE).await.expect("can decide");
+    let address = store.nodes()[0].address.clone();
+    store.probe_node(&address).await.expect("can decide");
     assert_eq!(store.heartbeat("me").await, Ok(vec!["me".to_owned()]));
     let limiter = Limiter::new(store);
     support::assert_exact_under_concurrency(&limiter).await;

@@ -61,6 +61,7 @@ pub(crate) enum GroupAction {
 }
 
 /// Copy of a charge that does not borrow from the caller.
+#[derive(Debug)]
 pub(crate) struct OwnedCharge {
     key: String,
     policy: String,
@@ -245,7 +246,7 @@ fn untouched_decisions(charges: &[Charge<'_>]) -> Vec<Decision> {
 
 /// Undoes the hypothetical spend in peeked decisions without the store; `reset_after` cannot be
 /// corrected this way. A group that denies has nothing to undo.
-pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
+fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     if all_allowed(decisions) {
         for (charge, decision) in charges.iter().zip(decisions) {
             decision.remaining += charge.cost();

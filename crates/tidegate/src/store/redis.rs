@@ -15,6 +15,11 @@
 //! script that starts after its caller's deadline spends nothing. While a node is down, its calls
 //! fail at once, and the store keeps trying to reconnect.
 //!
+//! Each node has a circuit. It opens after five failures in a row, or when at least five calls of
+//! the last second failed and they are half of its calls or more. While it is open, the calls of
+//! this node return [`StoreError::Open`] at once, and a decision on an internal key is tried
+//! several times per second. Two in a row that succeed close the circuit.
+//!
 //! # Invalidations
 //!
 //! After each refund and reset the store publishes which count has units again, in a small sorted
@@ -58,7 +63,7 @@ use self::step::{CallError, Delivery, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
-use super::{Action, ShardId, SharedStore, Store, StoreError};
+use super::{Action, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::{Decision, Source};
@@ -215,26 +220,16 @@ impl Shared {
         let Some(first) = request.charges.first() else {
             return Ok(RequestDecisions::Many(Vec::new()));
         };
+        let (slot, deadline, topology) =
+            (Self::slot(first), started + self.timeout, self.topology.state());
         let write_key = |text: &mut String, charge: &Charge<'_>| self.write_redis_key(text, charge);
-        self.send(request, Self::slot(first), started, write_key, self.group_commit).await
-    }
-
-    /// Sends a request to the node of its slot until it has a result, at most until its deadline:
-    /// through the queue, or as a batch of its own.
-    async fn send(
-        self: &Arc<Self>,
-        request: &Request<'_>,
-        slot: u16,
-        started: Instant,
-        write_key: impl Fn(&mut String, &Charge<'_>),
-        through_queue: bool,
-    ) -> Result<RequestDecisions, CallError> {
-        let deadline = started + self.timeout;
-        let topology = self.topology.state();
         let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
         let mut retries = None;
         loop {
-            let handle = if through_queue {
+            if target.node.circuit().is_open() {
+                return Err(target.node.circuit().open_error().into());
+            }
+            let handle = if self.group_commit {
                 match queue::enqueue(self, &target, request, slot, deadline, &write_key) {
                     Enqueued::Wait(handle) => handle,
                     // Boxed, so that the future of a caller that waits for a batch stays small.
@@ -247,11 +242,26 @@ impl Shared {
                 handle
             };
             let step = match handle.decisions(request).await {
-                Ok(decisions) => return Ok(decisions),
+                Ok(decisions) => {
+                    // A read says nothing about writes, which a full server refuses.
+                    if request.operation != Operation::Apply(Action::ChargeUpTo) {
+                        self.record(&target.node, Ok(()));
+                    }
+                    return Ok(decisions);
+                }
                 Err(step) => step,
             };
             let retries = retries.get_or_insert(Retries::until(deadline, self.timeout));
-            target = Box::pin(retries.follow(step, target, slot, topology)).await?;
+            let node = Arc::clone(&target.node);
+            target = match Box::pin(retries.follow(step, target, slot, topology)).await {
+                Ok(next) => next,
+                Err(error) => {
+                    if let CallError::Failed(error) = &error {
+                        self.record(&node, Err(error));
+                    }
+                    return Err(error);
+                }
+            };
         }
     }
 
@@ -318,14 +328,6 @@ impl Store for RedisStore {
 }
 
 impl SharedStore for RedisStore {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        self.shared.shard_of(charge)
-    }
-
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.shared.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.shared.send_heartbeat(instance).await
     }

@@ -181,11 +181,11 @@ impl Builder {
     /// Together with a `Fallback` a service starts, and decides locally, while its Redis is down:
     ///
     /// ```no_run
-    /// use tidegate::{Breaker, Fallback, Limiter, RedisStore};
+    /// use tidegate::{Fallback, Limiter, RedisStore};
     ///
     /// # async fn start() -> Result<(), tidegate::StoreError> {
     /// let redis = RedisStore::builder("redis://127.0.0.1:6379").connect_in_background()?;
-    /// let limiter = Limiter::new(Fallback::new(Breaker::new(redis)));
+    /// let limiter = Limiter::new(Fallback::new(redis));
     /// # Ok(())
     /// # }
     /// ```

@@ -64,7 +64,8 @@ fn stages_by_node(
 ) -> Vec<Vec<usize>> {
     let first_charges: Vec<Charge<'_>> =
         groups.iter().filter_map(|group| group.first().map(|index| charges[*index])).collect();
-    group_by(&first_charges, |charge| shared.shard_of(charge))
+    let node = |charge: &Charge<'_>| shared.topology.state().route(Shared::slot(charge)).ok();
+    group_by(&first_charges, |charge| node(charge).map(|node| Arc::as_ptr(&node).addr()))
 }
 
 async fn decide_cross_slot(

@@ -1,11 +1,11 @@
 //! [`NodeClient`]: one connection to one node, which a supervisor task keeps up.
 //!
-//! While a node is down, calls fail at once with the reason. Only during the first attempt to
+//! While a node is down, or its circuit is open because decisions fail, calls fail at once with the
+//! reason. Only during the first attempt to
 //! connect, or to reconnect after a loss, calls wait for its result, so that a brief interruption
 //! causes no errors. A connection that fails its health check is replaced; calls already in flight
 //! on it keep waiting until their own deadline.
 
-use std::hash::Hasher;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,12 +22,13 @@ use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
 use crate::random::jittered;
-use crate::store::ShardId;
+use crate::resilience::circuit::{Circuit, CircuitOptions};
 
 /// Client of one node. Dropping it closes the connection.
 pub(super) struct NodeClient {
     shared: Arc<NodeShared>,
     queue: Queue,
+    circuit: Circuit,
     supervisor: JoinHandle<()>,
 }
 
@@ -46,7 +47,6 @@ struct NodeShared {
     address: Address,
     options: Arc<ConnectionOptions>,
     role: Role,
-    shard: ShardId,
     /// Timeout of a connect, handshake included, and of a health check.
     connect_timeout: Duration,
     state: watch::Sender<ConnectionState>,
@@ -89,7 +89,6 @@ impl NodeClient {
         refresh: &RefreshTrigger,
     ) -> Self {
         let shared = Arc::new(NodeShared {
-            shard: shard_of(&address),
             address,
             options: Arc::clone(options),
             role,
@@ -105,15 +104,21 @@ impl NodeClient {
             last_error: Mutex::new(None),
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
-        Self { shared, queue: Queue::new(), supervisor }
+        let circuit = Circuit::new(CircuitOptions::default());
+        Self { shared, queue: Queue::new(), circuit, supervisor }
     }
 
     pub(super) fn address(&self) -> &Address {
         &self.shared.address
     }
 
-    pub(super) fn shard(&self) -> ShardId {
-        self.shared.shard
+    /// Returns the circuit of decisions on this node.
+    pub(super) fn circuit(&self) -> &Circuit {
+        &self.circuit
+    }
+
+    pub(super) fn is_retired(&self) -> bool {
+        matches!(*self.shared.state.borrow(), ConnectionState::Retired)
     }
 
     /// Returns the queue of decisions for this node.
@@ -460,12 +465,4 @@ impl NodeShared {
     fn record_error(&self, error: &NodeError) {
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
     }
-}
-
-/// Returns the shard of a node: a hash of its address, so that it is the same in every process.
-fn shard_of(address: &Address) -> ShardId {
-    let mut hasher = siphasher::sip::SipHasher13::new();
-    hasher.write(address.to_string().as_bytes());
-    // 0 stands for the whole store.
-    ShardId(hasher.finish().max(1))
 }

@@ -86,6 +86,10 @@ impl Queue {
         Self { state: Mutex::new(state), runtime: Handle::current() }
     }
 
+    pub(super) fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
     fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -15,6 +15,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use self::cluster::SlotMap;
+use self::moves::SlotMoves;
 use super::endpoint::{Address, ConnectionOptions};
 use super::error::NodeError;
 use super::node::{NodeClient, Role};
@@ -22,6 +23,7 @@ use super::refresh::RefreshTrigger;
 use crate::store::StoreError;
 
 mod cluster;
+mod moves;
 mod sentinel;
 
 /// Addresses from which the topology is discovered.
@@ -58,10 +60,13 @@ pub(super) struct TopologyState {
     /// Result of initial topology discovery.
     initial_discovery: watch::Sender<Option<Result<(), NodeError>>>,
     redirects: AtomicU64,
+    moves: Mutex<SlotMoves>,
     /// Reconnects of nodes that were dropped.
     past_reconnects: AtomicU64,
     /// Script loads of nodes that were dropped.
     past_script_loads: AtomicU64,
+    /// Openings of the circuits of nodes that were dropped.
+    past_circuits_opened: AtomicU64,
 }
 
 struct NodeEntry {
@@ -105,8 +110,10 @@ impl Topology {
             refresh,
             initial_discovery: watch::Sender::new(None),
             redirects: AtomicU64::new(0),
+            moves: Mutex::default(),
             past_reconnects: AtomicU64::new(0),
             past_script_loads: AtomicU64::new(0),
+            past_circuits_opened: AtomicU64::new(0),
         });
         let tasks = match seeds {
             Seeds::Single(address) => {
@@ -274,8 +281,20 @@ impl TopologyState {
 
     /// Replaces the slot map by one that continues its change counts.
     fn set_slots(&self, map: SlotMap) {
+        if let Routes::Slots(before) = &**self.routes.load() {
+            let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
+            let address = |owner: Option<&Arc<NodeClient>>| Some(owner?.address().to_string());
+            for slot in map.changed_from(before) {
+                moves.add(slot, address(before.owner(slot)), address(map.owner(slot)));
+            }
+        }
         self.routes.store(Arc::new(Routes::Slots(map)));
         self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Logs which slots have a new owner, at most every few seconds.
+    fn log_moves(&self) {
+        self.moves.lock().unwrap_or_else(PoisonError::into_inner).log(Instant::now());
     }
 
     /// Returns the epoch of the routes. A call that starts after this read uses routes of this
@@ -304,6 +323,12 @@ impl TopologyState {
     pub(super) fn script_loads(&self) -> u64 {
         let current: u64 = self.nodes().values().map(|entry| entry.client.scripts().total()).sum();
         current + self.past_script_loads.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn circuits_opened(&self) -> u64 {
+        let opened = |entry: &NodeEntry| entry.client.circuit().state().times_opened;
+        let current: u64 = self.nodes().values().map(opened).sum();
+        current + self.past_circuits_opened.load(Ordering::Relaxed)
     }
 
     /// Drops nodes that were not used for [`UNUSED_NODE_TTL`].
@@ -339,6 +364,8 @@ impl TopologyState {
     fn retain_counters(&self, node: &NodeClient) {
         self.past_reconnects.fetch_add(node.reconnects(), Ordering::Relaxed);
         self.past_script_loads.fetch_add(node.scripts().total(), Ordering::Relaxed);
+        let opened = node.circuit().state().times_opened;
+        self.past_circuits_opened.fetch_add(opened, Ordering::Relaxed);
     }
 
     /// Records the result of discovery. A later success replaces an error.
