@@ -15,11 +15,11 @@ const CHECK: &str = "acl";
 /// string unchanged or fails.
 const SCRIPT_COMMANDS: [(&str, &[&str]); 17] = [
     ("GET", &[]),
-    ("GETRANGE", &["0", "0"]),
-    ("SETRANGE", &["0", ""]),
     ("HMGET", &["field"]),
-    // Fails, because the key has another type.
+    // These fail, because the key has another type.
     ("HSET", &["field", "value"]),
+    ("HINCRBY", &["field", "1"]),
+    ("HDEL", &["field"]),
     ("ZADD", &["XX", "0", "member"]),
     ("ZCARD", &[]),
     ("ZCOUNT", &["0", "0"]),
@@ -144,8 +144,8 @@ async fn missing_permissions(node: &NodeUnderTest<'_>, prefix: &str) -> Vec<Stri
     for ((command, _), reply) in commands.iter().zip(&replies) {
         missing.record(command, reply);
     }
-    // If the key does not exist, HSET would create one without a TTL. A node that redirects us
-    // does not run HSET at all.
+    // If the key does not exist, HSET and HINCRBY would create one without a TTL. A node that
+    // redirects us does not run them at all.
     let is_guarded = match replies.last() {
         Some(Reply::Text(_)) => true,
         Some(Reply::Error(error)) => error.starts_with("MOVED"),
@@ -153,7 +153,7 @@ async fn missing_permissions(node: &NodeUnderTest<'_>, prefix: &str) -> Vec<Stri
     };
     let script_commands: Vec<(&str, Vec<&str>)> = SCRIPT_COMMANDS
         .iter()
-        .filter(|(name, _)| is_guarded || *name != "HSET")
+        .filter(|(name, _)| is_guarded || !["HSET", "HINCRBY"].contains(name))
         .map(|(name, arguments)| {
             (*name, [*name, &key].into_iter().chain(arguments.iter().copied()).collect())
         })
@@ -196,9 +196,9 @@ mod tests {
 
     use super::*;
 
-    /// Returns the commands in `call('NAME'` and `read('NAME'`.
+    /// Returns the commands in `call('NAME'`, `try('NAME'` and `read('NAME'`.
     fn called_commands(script: &str) -> BTreeSet<String> {
-        let calls = script.split("call(").chain(script.split("read(")).skip(1);
+        let calls = ["call(", "try(", "read("].into_iter().flat_map(|name| script.split(name));
         let name =
             |rest: &str| rest.strip_prefix('\'')?.split_once('\'').map(|(name, _)| name.to_owned());
         calls.filter_map(name).collect()

@@ -35,7 +35,7 @@
 //!
 //! ```text
 //! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
-//!     +get +getrange +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard +zcount
+//!     +get +hdel +hincrby +hmget +hset +pexpireat +pttl +set +zadd +zcard +zcount
 //!     +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
@@ -50,6 +50,7 @@ use std::time::{Duration, Instant};
 use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
+use self::count::key_tag;
 use self::dispatch::dispatch;
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
@@ -73,18 +74,22 @@ mod batch;
 mod builder;
 mod call;
 mod connection;
+mod count;
 mod dispatch;
 mod endpoint;
 mod error;
 mod groups;
 mod health;
 mod heartbeat;
+#[cfg(test)]
+mod instructions;
 mod invalidation;
 mod node;
 mod probe;
 mod publisher;
 mod queue;
 mod refresh;
+mod reply;
 mod requests;
 mod scheme;
 mod script;
@@ -204,7 +209,7 @@ impl Shared {
     }
 
     fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), charge.policy());
+        write_redis_key(text, &self.prefix, charge.key(), key_tag(charge), charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
