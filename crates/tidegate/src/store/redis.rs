@@ -55,6 +55,7 @@ use self::dispatch::dispatch;
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
 use self::invalidation::PendingInvalidation;
+use self::node::NodeClient;
 use self::publisher::Publisher;
 use self::queue::Enqueued;
 use self::requests::{Operation, Request, RequestDecisions};
@@ -121,6 +122,7 @@ struct Shared {
     clock: SystemClock,
     timeout: Duration,
     group_commit: bool,
+    cross_slot: bool,
     instances: CachedInstances,
     /// Manual clock of a test, which replaces the server's time.
     #[cfg(feature = "testing")]
@@ -155,9 +157,9 @@ impl RedisStore {
     /// Creates a builder for a store on a cluster. The URLs are those of some nodes; the others are
     /// discovered.
     ///
-    /// Charges of one key are decided atomically, as on one server. Charges of several keys may be
-    /// in several slots: slots of one node are decided concurrently, nodes in order, and if one
-    /// charge denies, the units that the others spent are refunded.
+    /// Charges of one key are decided atomically, as on one server. So are charges of several keys
+    /// that are on one node, with Redis 7 or Valkey. Charges on several nodes are decided in order,
+    /// and if one denies, the units that the others spent are refunded.
     ///
     /// ```no_run
     /// use tidegate::RedisStore;
@@ -216,11 +218,17 @@ impl Shared {
         slot_of_user_key(charge.key())
     }
 
-    /// Decides a request on keys of one slot or one server. Requests for one node share calls.
+    /// Returns whether one call to this node may reach keys of several slots.
+    fn crosses_slots(&self, node: &NodeClient) -> bool {
+        self.cross_slot && node.allows_cross_slot()
+    }
+
+    /// Decides a request on keys of one node. Requests for one node share calls.
     async fn decide(
         self: &Arc<Self>,
         request: &Request<'_>,
         started: Instant,
+        delivery: Delivery,
     ) -> Result<RequestDecisions, CallError> {
         let Some(first) = request.charges.first() else {
             return Ok(RequestDecisions::Many(Vec::new()));
@@ -228,7 +236,7 @@ impl Shared {
         let (slot, deadline, topology) =
             (Self::slot(first), started + self.timeout, self.topology.state());
         let write_key = |text: &mut String, charge: &Charge<'_>| self.write_redis_key(text, charge);
-        let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+        let mut target = Target { node: topology.route(slot)?, delivery };
         let mut retries = None;
         loop {
             if target.node.circuit().is_open() {
@@ -256,7 +264,7 @@ impl Shared {
                 }
                 Err(step) => step,
             };
-            let retries = retries.get_or_insert(Retries::until(deadline, self.timeout));
+            let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));
             let node = Arc::clone(&target.node);
             target = match Box::pin(retries.follow(step, target, slot, topology)).await {
                 Ok(next) => next,
@@ -299,7 +307,7 @@ impl Store for RedisStore {
         let request = Request { operation: Operation::Apply(action), charges };
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
-        let decided = match self.shared.decide(&request, started).await {
+        let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
             Ok(decided) => Ok(decided.first(charge).into_decision(charge.quota(), Source::Store)),
             Err(error) => Err(error.into_store_error()),
         };

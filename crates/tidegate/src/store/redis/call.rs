@@ -270,7 +270,7 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let (slot, topology) = (slot_of(key), self.topology.state());
         let deadline = Instant::now() + self.timeout;
-        let mut retries = Retries::until(deadline, self.timeout);
+        let mut retries = Retries::until(deadline, self.timeout, Delivery::Shared);
         let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
         loop {
             let asking = target.delivery == Delivery::Asking;

@@ -1,4 +1,9 @@
 //! Sends a batch to its node: one pipeline, whose calls decide the items of the batch.
+//!
+//! On a cluster, one call decides items of any slots of the node, if the server allows it: the
+//! script declares one key and names the others as arguments. An item whose key is on another node
+//! then fails alone, has written nothing, and is sent again by itself, which the server redirects.
+//! Where the server does not allow it, there is one call per slot.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -9,14 +14,19 @@ use tokio::time::sleep_until;
 use super::Shared;
 use super::batch::{InFlightBatch, ItemResult, Sealed};
 use super::call::{ScriptCall, ScriptResult};
-use super::error::{AttemptError, ServerError, is_non_local_key, is_readonly, with_address};
+use super::error::{
+    AttemptError, ServerError, is_non_local_key, is_readonly, is_server_condition,
+    refuses_undeclared, with_address,
+};
 use super::node::NodeClient;
 use super::requests::ItemReply;
+use super::script::{KeyMode, Script};
 use super::step::{Delivery, NextStep};
 
 /// Call of a batch.
 struct PlannedCall {
     items: Vec<usize>,
+    mode: KeyMode,
     asking: bool,
 }
 
@@ -59,47 +69,92 @@ impl Round<'_> {
     async fn send(&self) -> Vec<ItemResult> {
         let items = self.sealed.requests.items().len();
         let mut results: Vec<ItemResult> = (0..items).map(|_| Err(NextStep::TimeOut)).collect();
-        let calls = self.plan();
-        for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
-            match replies {
-                Ok(replies) => {
-                    for (item, reply) in call.items.iter().zip(replies) {
-                        results[*item] = self.item_result(*item, reply);
+        let to_send = (0..items).filter(|item| self.sealed.repeats[*item] > 0).collect();
+        let mut calls = self.plan(to_send, self.shared.crosses_slots(self.node));
+        while !calls.is_empty() {
+            let mut to_declare = Vec::new();
+            for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
+                match replies {
+                    Ok(replies) => {
+                        for (item, reply) in call.items.iter().zip(replies) {
+                            results[*item] = self.item_result(*item, reply, call.mode);
+                        }
+                    }
+                    Err(error) if call.mode == KeyMode::CrossSlot && self.may_declare(&error) => {
+                        to_declare.extend(&call.items);
+                    }
+                    Err(error) => {
+                        let step = self.next_step(call.items[0], error);
+                        call.items.iter().for_each(|item| results[*item] = Err(step.clone()));
                     }
                 }
-                Err(error) => {
-                    let step = self.next_step(call.items[0], error);
-                    call.items.iter().for_each(|item| results[*item] = Err(step.clone()));
+            }
+            // Such a request is decided slot by slot.
+            for item in &to_declare {
+                if self.sealed.deliveries[*item] == Delivery::Spanning {
+                    results[*item] = Err(NextStep::Split);
                 }
             }
+            to_declare.retain(|item| self.sealed.deliveries[*item] != Delivery::Spanning);
+            calls = self.plan(to_declare, false);
         }
         results
     }
 
-    /// Returns the calls that decide the items. On a cluster a call has the keys of one slot.
-    fn plan(&self) -> Vec<PlannedCall> {
+    /// Returns the calls that decide these items: one for all that may share it, or on a cluster,
+    /// if it does not cross slots, one per slot.
+    fn plan(&self, items: Vec<usize>, crosses_slots: bool) -> Vec<PlannedCall> {
         let sealed = self.sealed;
-        let mut shared: Vec<usize> = Vec::with_capacity(sealed.repeats.len());
-        let mut calls = Vec::new();
-        for item in (0..sealed.repeats.len()).filter(|item| sealed.repeats[*item] > 0) {
-            match sealed.deliveries[item] {
-                Delivery::Shared => shared.push(item),
-                Delivery::Alone => calls.push(PlannedCall { items: vec![item], asking: false }),
-                Delivery::Asking => calls.push(PlannedCall { items: vec![item], asking: true }),
+        let declared = |items, asking| PlannedCall { items, mode: KeyMode::Declared, asking };
+        let (mut calls, mut shared) = (Vec::new(), items);
+        let mut spans_slots = false;
+        shared.retain(|item| {
+            match sealed.deliveries[*item] {
+                Delivery::Shared => return true,
+                Delivery::Spanning => {
+                    spans_slots = true;
+                    return true;
+                }
+                Delivery::Alone => calls.push(declared(vec![*item], false)),
+                Delivery::Asking => calls.push(declared(vec![*item], true)),
             }
-        }
+            false
+        });
         let slot = |item: &usize| sealed.requests.items()[*item].slot;
-        if shared.len() > 1 && self.shared.topology.state().is_cluster() {
+        let is_one_slot = !spans_slots
+            && (shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1]))
+                || !self.shared.topology.state().is_cluster());
+        if shared.is_empty() {
+            // Nothing to share.
+        } else if is_one_slot {
+            calls.push(declared(shared, false));
+        } else if crosses_slots || spans_slots {
+            let mode = KeyMode::CrossSlot;
+            calls.push(PlannedCall { items: shared, mode, asking: false });
+        } else {
             shared.sort_by_key(slot);
-            calls.extend(
-                shared
-                    .chunk_by(|one, other| slot(one) == slot(other))
-                    .map(|items| PlannedCall { items: items.to_vec(), asking: false }),
-            );
-        } else if !shared.is_empty() {
-            calls.push(PlannedCall { items: shared, asking: false });
+            let by_slot = shared.chunk_by(|one, other| slot(one) == slot(other));
+            calls.extend(by_slot.map(|items| declared(items.to_vec(), false)));
         }
         calls
+    }
+
+    /// Returns whether the items of a call that would cross slots, but was not run because of this
+    /// error, can be decided slot by slot. A server that does not know such calls is remembered.
+    fn may_declare(&self, error: &AttemptError) -> bool {
+        match error {
+            AttemptError::Server(
+                ServerError::Moved(_)
+                | ServerError::Ask(_)
+                | ServerError::TryAgain
+                | ServerError::CrossSlot,
+            ) => true,
+            AttemptError::Server(ServerError::Other(reason)) if !is_server_condition(reason) => {
+                self.node.refuse_cross_slot(reason);
+                true
+            }
+            _ => false,
+        }
     }
 
     /// Sends the calls in one pipeline. Returns for each the replies to its items.
@@ -112,8 +167,8 @@ impl Round<'_> {
         let times = self.shared.server_times(connection.clock(), earliest.unwrap_or(*latest));
         let repeats = |item: usize| repeats[item];
         let script_call = |call: &PlannedCall| ScriptCall {
-            script: requests.script(&call.items),
-            command: requests.command(&call.items, repeats, &times),
+            script: Script::decide(call.mode),
+            command: requests.command(&call.items, repeats, &times, call.mode),
             asking: call.asking,
         };
         let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
@@ -131,12 +186,15 @@ impl Round<'_> {
         calls.iter().zip(replies).map(read).collect()
     }
 
-    fn item_result(&self, item: usize, reply: ItemReply) -> ItemResult {
+    fn item_result(&self, item: usize, reply: ItemReply, mode: KeyMode) -> ItemResult {
         let ItemReply::Error(reason) = &reply else { return Ok(reply) };
         let reason = with_address(self.node.address(), reason);
         if is_readonly(&reason) {
             let error = AttemptError::Server(ServerError::NotWritable(reason));
             Err(self.next_step(item, error))
+        } else if mode == KeyMode::CrossSlot && refuses_undeclared(&reason) {
+            self.node.refuse_cross_slot(&reason);
+            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
         } else if is_non_local_key(&reason) {
             Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
         } else {

@@ -171,11 +171,22 @@ const SERVER_CONDITIONS: [&str; 9] = [
 /// Converts the error text that the script returned for one item. A condition of the server is a
 /// failure of the store; any other error is caused by the value of this key.
 pub(super) fn item_error(reason: &str) -> StoreError {
-    if SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} "))) {
+    if is_server_condition(reason) {
         StoreError::Refused(reason.to_owned())
     } else {
         StoreError::Unreadable(reason.to_owned())
     }
+}
+
+/// Returns whether a server refuses requests for any key with this error.
+pub(super) fn is_server_condition(reason: &str) -> bool {
+    SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")))
+}
+
+/// Returns whether a script's error text says that it must declare every key, as some services
+/// require, or only keys of one slot.
+pub(super) fn refuses_undeclared(reason: &str) -> bool {
+    ["undeclared", "not declared", "hash to the same slot"].iter().any(|part| reason.contains(part))
 }
 
 /// Returns whether a script's error text says that the server is a read-only replica.

@@ -1,4 +1,5 @@
-//! Decides several charges: atomically if one node has all of their keys, else slot by slot.
+//! Decides several charges: atomically if one node has all of their keys and may decide them in one
+//! call, else slot by slot.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,7 +9,7 @@ use tokio::time::timeout_at;
 use super::Shared;
 use super::invalidation::PendingInvalidation;
 use super::requests::{Operation, Request, RequestDecisions};
-use super::step::CallError;
+use super::step::{CallError, Delivery};
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Timestamp;
@@ -40,9 +41,22 @@ pub(super) async fn decide_all(
         && let Some(groups) = by_slot()
     {
         let stages = stages_by_node(shared, charges, &groups);
+        if let [_] = stages.as_slice()
+            && let Ok(node) = shared.topology.state().route(Shared::slot(&charges[0]))
+            && shared.crosses_slots(&node)
+        {
+            let request = Request { operation: Operation::Apply(action), charges };
+            match shared.decide(&request, started, Delivery::Spanning).await {
+                Ok(decided) => return Ok(into_decisions(decided, charges)),
+                Err(CallError::Failed(error)) => return Err(error),
+                // A slot is moving, or the node does not allow it.
+                Err(CallError::CrossSlot) => {}
+            }
+        }
         return Box::pin(decide_cross_slot(shared, action, charges, groups, stages, started)).await;
     }
-    match shared.decide(&Request { operation: Operation::Apply(action), charges }, started).await {
+    let request = Request { operation: Operation::Apply(action), charges };
+    match shared.decide(&request, started, Delivery::Shared).await {
         Ok(decided) => Ok(into_decisions(decided, charges)),
         Err(CallError::Failed(error)) => Err(error),
         Err(CallError::CrossSlot) => {
@@ -113,7 +127,8 @@ impl Groups for CrossSlotGroups<'_> {
                 (Operation::Apply(Action::ChargeUpTo), free_charges.as_slice())
             }
         };
-        let decided = self.shared.decide(&Request { operation, charges }, self.started).await;
+        let request = Request { operation, charges };
+        let decided = self.shared.decide(&request, self.started, Delivery::Shared).await;
         Ok(into_decisions(decided.map_err(CallError::into_store_error)?, charges))
     }
 
@@ -134,7 +149,7 @@ impl Groups for CrossSlotGroups<'_> {
                 let request = Request { operation, charges: &charges };
                 // Published when this task ends.
                 let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
-                let decided = shared.decide(&request, Instant::now()).await;
+                let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;
                 match decided.map_err(CallError::into_store_error) {
                     Ok(decided) => Some(into_decisions(decided, &charges)),
                     Err(error) => {

@@ -60,6 +60,8 @@ struct NodeShared {
     replies: AtomicU64,
     connections: AtomicU64,
     scripts: LoadedScripts,
+    /// Whether the server does not run scripts that reach keys of other slots.
+    refuses_cross_slot: AtomicBool,
     last_error: Mutex<Option<NodeError>>,
 }
 
@@ -101,6 +103,7 @@ impl NodeClient {
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
             scripts: LoadedScripts::new(),
+            refuses_cross_slot: AtomicBool::new(false),
             last_error: Mutex::new(None),
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
@@ -115,6 +118,22 @@ impl NodeClient {
     /// Returns the circuit of decisions on this node.
     pub(super) fn circuit(&self) -> &Circuit {
         &self.circuit
+    }
+
+    /// Returns whether one call may reach keys of several slots, as far as is known.
+    pub(super) fn allows_cross_slot(&self) -> bool {
+        !self.shared.refuses_cross_slot.load(Ordering::Relaxed)
+    }
+
+    /// Uses one call per slot from now on, until the next reconnect.
+    pub(super) fn refuse_cross_slot(&self, reason: &str) {
+        if !self.shared.refuses_cross_slot.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                node = %self.address(),
+                reason,
+                "Redis does not allow a call to reach keys of several slots: one call per slot"
+            );
+        }
     }
 
     pub(super) fn is_retired(&self) -> bool {
@@ -378,6 +397,8 @@ impl NodeShared {
         })?;
         let driver = tokio::spawn(driver);
         let connection = Connection::new(handle, &driver);
+        // The address may lead to another server now.
+        self.refuses_cross_slot.store(false, Ordering::Relaxed);
         let mut handshake = Pipeline::new();
         for command in self.options.handshake_commands() {
             handshake.add_command(command);

@@ -2,7 +2,7 @@
 //! documents the protocol; and [`CallReply`]: its decoded reply.
 //!
 //! ```text
-//! add(request, slot, write_key) -> item          EncodedRequests::one(…) for a single request
+//! add(request, slot, write_key) -> item
 //! command(items, repeats, server_times, mode) -> Cmd      mode: KeyMode::{Declared, CrossSlot}
 //! Script::decide(mode)                           the script of that command, for SCRIPT LOAD
 //! read(items, repeats, reply) -> CallReply       same items and repeats; one reply per item
@@ -225,17 +225,6 @@ impl EncodedQuota {
 }
 
 impl EncodedRequests {
-    /// Encodes a single request.
-    pub(super) fn one(
-        request: &Request<'_>,
-        slot: u16,
-        write_key: impl Fn(&mut String, &Charge<'_>),
-    ) -> Self {
-        let mut requests = Self::default();
-        requests.add(request, slot, write_key);
-        requests
-    }
-
     /// Adds a request, or finds an item of equal requests. Returns the index of the item.
     pub(super) fn add(
         &mut self,
@@ -330,20 +319,24 @@ impl EncodedRequests {
     ) -> Cmd {
         let order = self.order(items, &repeats);
         let runs = || order.chunk_by(|one, other| one.0 == other.0);
+        let keys: usize = order.iter().map(|(_, item)| self.key_count(*item)).sum();
         let declared = match mode {
-            KeyMode::Declared => order.len(),
-            KeyMode::CrossSlot => order.len().min(1),
+            KeyMode::Declared => keys,
+            KeyMode::CrossSlot => keys.min(1),
         };
-        let key_count = |items: &[(RunKey, usize)]| -> usize {
-            items.iter().map(|(_, item)| self.key_count(*item)).sum()
-        };
-        let mut command = Script::decide(mode).evalsha(key_count(&order[..declared]));
-        let push_keys = |command: &mut Cmd, items: &[(RunKey, usize)]| {
-            for (_, item) in items {
-                self.push_keys(command, *item);
+        let mut command = Script::decide(mode).evalsha(declared);
+        let push_keys = |command: &mut Cmd, range: Range<usize>| {
+            let mut position = 0;
+            for (_, item) in &order {
+                self.for_each_key(*item, |key| {
+                    if range.contains(&position) {
+                        command.arg(key);
+                    }
+                    position += 1;
+                });
             }
         };
-        push_keys(&mut command, &order[..declared]);
+        push_keys(&mut command, 0..declared);
         let mut header = Vec::with_capacity(80);
         for run in runs() {
             let Some((key, item)) = run.first() else { continue };
@@ -369,7 +362,9 @@ impl EncodedRequests {
             }
             command.arg(&header[..]);
         }
-        push_keys(&mut command, &order[declared..]);
+        if declared < keys {
+            push_keys(&mut command, declared..keys);
+        }
         command
     }
 
@@ -419,15 +414,13 @@ impl EncodedRequests {
         self.charges_of(item).len() * if self.is_reset(item) { TAGS.len() } else { 1 }
     }
 
-    fn push_keys(&self, command: &mut Cmd, item: usize) {
+    fn for_each_key(&self, item: usize, mut push: impl FnMut(&str)) {
         for charge in self.charges_of(item) {
             let key = &self.keys[charge.key.clone()];
             if self.is_reset(item) {
-                keys_of_all_forms(key).for_each(|key| {
-                    command.arg(key);
-                });
+                keys_of_all_forms(key).for_each(|key| push(&key));
             } else {
-                command.arg(key);
+                push(key);
             }
         }
     }

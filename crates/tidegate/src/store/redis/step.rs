@@ -20,11 +20,15 @@ pub(super) struct Target {
     pub(super) delivery: Delivery,
 }
 
-/// How a request is delivered. A later variant satisfies the earlier ones, too.
+/// How a request is delivered. A later variant satisfies the earlier ones, too, except for
+/// `Spanning`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Delivery {
     /// It may share a call with any request for the node.
     Shared,
+    /// It may share a call, too. Its keys are in several slots of the node, so that only a call that
+    /// crosses slots can decide it.
+    Spanning,
     /// It is a call of its own, so that the server checks its keys and redirects it.
     Alone,
     /// It is a call of its own right after ASKING, because the node is importing its slot.
@@ -62,6 +66,8 @@ pub(super) enum CallError {
 pub(super) struct Retries {
     deadline: Instant,
     timeout: Duration,
+    /// Delivery of the first attempt.
+    delivery: Delivery,
     redirects: u32,
     pauses: u32,
 }
@@ -123,8 +129,8 @@ impl NextStep {
 
 impl Retries {
     /// Creates the retries of a request that starts now.
-    pub(super) fn until(deadline: Instant, timeout: Duration) -> Self {
-        Self { deadline, timeout, redirects: 0, pauses: 0 }
+    pub(super) fn until(deadline: Instant, timeout: Duration, delivery: Delivery) -> Self {
+        Self { deadline, timeout, delivery, redirects: 0, pauses: 0 }
     }
 
     /// Takes the next step of a request for this slot that was sent to `target`. Returns where to
@@ -136,8 +142,10 @@ impl Retries {
         slot: u16,
         topology: &TopologyState,
     ) -> Result<Target, CallError> {
-        let was_alone = target.delivery != Delivery::Shared;
         match step {
+            NextStep::SendAlone if target.delivery == Delivery::Spanning => {
+                Err(CallError::CrossSlot)
+            }
             NextStep::Redirect(next) => {
                 self.redirects += 1;
                 if self.redirects > MAX_REDIRECTS {
@@ -148,7 +156,9 @@ impl Retries {
                 }
                 Ok(next)
             }
-            NextStep::SendAlone if !was_alone => Ok(Target { delivery: Delivery::Alone, ..target }),
+            NextStep::SendAlone if target.delivery == Delivery::Shared => {
+                Ok(Target { delivery: Delivery::Alone, ..target })
+            }
             // Another key of this request is on another node.
             NextStep::SendAlone | NextStep::AwaitMigration => {
                 if !self.pause().await {
@@ -164,7 +174,7 @@ impl Retries {
                 if !self.pause().await {
                     return Err(CallError::Failed(error));
                 }
-                Ok(Target { node: topology.route(slot)?, delivery: Delivery::Shared })
+                Ok(Target { node: topology.route(slot)?, delivery: self.delivery })
             }
             NextStep::Split => Err(CallError::CrossSlot),
             NextStep::Fail(error) => Err(CallError::Failed(error)),
