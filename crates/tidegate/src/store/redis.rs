@@ -68,7 +68,7 @@ use super::invalidation::{Cursor, Invalidations};
 use super::{Action, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
-use crate::decision::{Decision, Source};
+use crate::decision::Decision;
 use crate::key::write_redis_key;
 
 mod batch;
@@ -308,7 +308,7 @@ impl Store for RedisStore {
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
-            Ok(decided) => Ok(decided.first(charge).into_decision(charge.quota(), Source::Store)),
+            Ok(decided) => decided.into_one(),
             Err(error) => Err(error.into_store_error()),
         };
         if let Some(invalidation) = invalidation {

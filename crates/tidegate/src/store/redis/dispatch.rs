@@ -2,7 +2,7 @@
 //!
 //! On a cluster, one call decides items of any slots of the node, if the server allows it: the
 //! script declares one key and names the others as arguments. An item whose key is on another node
-//! then fails alone, has written nothing, and is sent again by itself, which the server redirects.
+//! then fails alone, has written nothing, and is sent again alone, so that the server redirects it.
 //! Where the server does not allow it, there is one call per slot.
 
 use std::pin::pin;

@@ -8,12 +8,11 @@ use tokio::time::timeout_at;
 
 use super::Shared;
 use super::invalidation::PendingInvalidation;
-use super::requests::{Operation, Request, RequestDecisions};
+use super::requests::{Operation, Request};
 use super::step::{CallError, Delivery};
-use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Timestamp;
-use crate::decision::{Decision, Source};
+use crate::decision::Decision;
 use crate::store::compensation::{
     GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, scatter,
     without_cost,
@@ -47,7 +46,7 @@ pub(super) async fn decide_all(
         {
             let request = Request { operation: Operation::Apply(action), charges };
             match shared.decide(&request, started, Delivery::Spanning).await {
-                Ok(decided) => return Ok(into_decisions(decided, charges)),
+                Ok(decided) => return Ok(decided.into_vec()),
                 Err(CallError::Failed(error)) => return Err(error),
                 // A slot is moving, or the node does not allow it.
                 Err(CallError::CrossSlot) => {}
@@ -57,7 +56,7 @@ pub(super) async fn decide_all(
     }
     let request = Request { operation: Operation::Apply(action), charges };
     match shared.decide(&request, started, Delivery::Shared).await {
-        Ok(decided) => Ok(into_decisions(decided, charges)),
+        Ok(decided) => Ok(decided.into_vec()),
         Err(CallError::Failed(error)) => Err(error),
         Err(CallError::CrossSlot) => {
             // The server is part of a cluster that was not detected yet, or a slot is migrating and
@@ -96,13 +95,6 @@ async fn decide_cross_slot(
     Ok(scatter(groups, decide_in_order(&cross_slot, action).await?))
 }
 
-fn into_decisions(decided: RequestDecisions, charges: &[Charge<'_>]) -> Vec<Decision> {
-    let into_decision = |(raw, charge): (RawDecision, &Charge<'_>)| {
-        raw.into_decision(charge.quota(), Source::Store)
-    };
-    decided.into_vec().into_iter().zip(charges).map(into_decision).collect()
-}
-
 impl Groups for CrossSlotGroups<'_> {
     fn count(&self) -> usize {
         self.groups.len()
@@ -129,7 +121,7 @@ impl Groups for CrossSlotGroups<'_> {
         };
         let request = Request { operation, charges };
         let decided = self.shared.decide(&request, self.started, Delivery::Shared).await;
-        Ok(into_decisions(decided.map_err(CallError::into_store_error)?, charges))
+        Ok(decided.map_err(CallError::into_store_error)?.into_vec())
     }
 
     fn now(&self) -> Timestamp {
@@ -151,7 +143,7 @@ impl Groups for CrossSlotGroups<'_> {
                 let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
                 let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;
                 match decided.map_err(CallError::into_store_error) {
-                    Ok(decided) => Some(into_decisions(decided, &charges)),
+                    Ok(decided) => Some(decided.into_vec()),
                     Err(error) => {
                         tracing::debug!(%error, "refund of a denied request failed");
                         None

@@ -23,6 +23,7 @@ use super::script::{KeyMode, Script};
 use super::server_clock::ServerTimes;
 use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
 use crate::charge::Charge;
+use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
 use crate::store::{Action, StoreError};
 
@@ -125,8 +126,8 @@ pub(super) enum ItemReply {
 
 /// Decision per charge of one request.
 pub(super) enum RequestDecisions {
-    One(RawDecision),
-    Many(Vec<RawDecision>),
+    One(Decision),
+    Many(Vec<Decision>),
 }
 
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
@@ -159,26 +160,34 @@ impl ItemReply {
         request: &Request<'_>,
         preceding: u64,
     ) -> Result<RequestDecisions, StoreError> {
+        let decision = |raw: RawDecision, charge: &Charge<'_>| {
+            raw.into_decision(charge.quota(), Source::Store)
+        };
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(RequestDecisions::One(grants.decision(charge.quota(), charge.cost(), preceding)))
+                let raw = grants.decision(charge.quota(), charge.cost(), preceding);
+                Ok(RequestDecisions::One(decision(raw, charge)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not compute the state of a key that it has deleted.
             (Self::Decisions(_), charges)
                 if request.operation == Operation::Apply(Action::Reset) =>
             {
-                let untouched = |charge: &Charge<'_>| RawDecision::untouched(charge.quota());
+                let untouched =
+                    |charge: &Charge<'_>| decision(RawDecision::untouched(charge.quota()), charge);
                 Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
             }
-            (Self::Decisions(decisions), _) => Ok(RequestDecisions::Many(decisions.clone())),
+            (Self::Decisions(raw), charges) => {
+                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
+                Ok(RequestDecisions::Many(decided.collect()))
+            }
             (Self::Error(reason), _) => Err(item_error(reason)),
         }
     }
 }
 
 impl RequestDecisions {
-    pub(super) fn into_vec(self) -> Vec<RawDecision> {
+    pub(super) fn into_vec(self) -> Vec<Decision> {
         match self {
             Self::One(decision) => vec![decision],
             Self::Many(decisions) => decisions,
@@ -186,11 +195,11 @@ impl RequestDecisions {
     }
 
     /// Returns the decision of a request with a single charge.
-    pub(super) fn first(&self, charge: &Charge<'_>) -> RawDecision {
+    pub(super) fn into_one(self) -> Result<Decision, StoreError> {
         match self {
-            Self::One(decision) => *decision,
+            Self::One(decision) => Ok(decision),
             Self::Many(decisions) => {
-                decisions.first().copied().unwrap_or(RawDecision::untouched(charge.quota()))
+                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
             }
         }
     }

@@ -73,13 +73,13 @@ pub(super) struct Retries {
 }
 
 const MAX_REDIRECTS: u32 = 16;
-const MAX_PAUSES: u32 = 3;
-/// The first pause; each further one is twice as long.
-const MIN_PAUSE: Duration = Duration::from_millis(4);
+const MAX_BACKOFFS: u32 = 3;
+/// The first wait; each further one is twice as long.
+const MIN_BACKOFF: Duration = Duration::from_millis(4);
 
 impl NextStep {
     /// Returns the next step after an error of a call to this node, whose first key is in this
-    /// slot. Tells the topology about it, once for all requests of the call.
+    /// slot. Informs the topology, once for all requests of the call.
     pub(super) fn after(
         error: AttemptError,
         topology: &TopologyState,
@@ -183,8 +183,8 @@ impl Retries {
 
     /// Waits before a retry. Returns false after the last one, and if the deadline is earlier.
     async fn pause(&mut self) -> bool {
-        let until = Instant::now() + MIN_PAUSE * 2_u32.pow(self.pauses);
-        if self.pauses == MAX_PAUSES || until >= self.deadline {
+        let until = Instant::now() + MIN_BACKOFF * 2_u32.pow(self.pauses);
+        if self.pauses == MAX_BACKOFFS || until >= self.deadline {
             return false;
         }
         self.pauses += 1;
