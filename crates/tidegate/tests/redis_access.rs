@@ -4,6 +4,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use support::{
     Authority, Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, free_port, packed,
@@ -11,7 +12,9 @@ use support::{
 };
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Limiter, Quota, RedisStore, SharedStore, StoreError};
+use tidegate::{Charge, Limiter, ManualClock, Quota, RedisStore, SharedStore, StoreError};
+
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// Uses all features of a store on this server.
 async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
@@ -25,6 +28,17 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     };
     conformance(0..seeds, &mut driven).await;
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
+    // A full chunk of a packed log leaves the window.
+    let clock = ManualClock::new();
+    let (limiter, quota) = (driven(clock.clone()).await, packed(1_000, MINUTE));
+    for _ in 0..2 {
+        for _ in 0..300 {
+            assert!(limiter.acquire(&Charge::new("long", &quota)).await.expect("decided").allowed);
+        }
+        clock.advance(MINUTE / 2);
+    }
+    let decision = limiter.acquire(&Charge::new("long", &quota)).await.expect("decided");
+    assert_eq!(decision.remaining, 1_000 - 300 - 1);
     let store = builder("rate_limit").connect().await.expect("our own server answers");
     let address = store.nodes()[0].address.clone();
     store.probe_node(&address).await.expect("can decide");
@@ -125,7 +139,7 @@ async fn the_documented_permissions_are_sufficient_and_necessary() {
     assert!(ungranted.is_empty(), "used and not granted: {ungranted:?}");
 
     // Without one of the permissions the error says so.
-    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-hmget"]);
+    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-get"]);
     let limiter = Limiter::new(
         RedisStore::builder(&url).timeout(TEST_TIMEOUT).connect().await.expect("connected"),
     );

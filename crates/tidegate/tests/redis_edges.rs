@@ -5,6 +5,8 @@ mod support;
 
 use std::time::Duration;
 
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 use support::{LONG, Redis, every_quota, packed};
 use tidegate::{
     Action, Algorithm, Charge, Clock as _, Encoding, Limiter, ManualClock, MemoryStore, Quota,
@@ -202,7 +204,7 @@ async fn a_foreign_value_is_no_error_and_is_overwritten() {
         &["HSET", "start", "x", "log", "y"],
         &["HSET", "log", &long_text],
         &["ZADD", "1700049600000000", "garbage"],
-        &["ZADD", "1700049600000000", "1700049600000000-10000000000001:60s"],
+        &["ZADD", "1700049600000000", "1700049600000000-10000000000001"],
         &["RPUSH", "1"],
     ];
     for value in values {
@@ -492,4 +494,45 @@ async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
     assert!(redis.query::<i64>(&["PTTL", &key]) <= 127, "1 ms and an eighth of a second");
     support::until("the key has expired", async || redis.query::<i64>(&["EXISTS", &key]) == 0)
         .await;
+}
+
+// ---- Arithmetic
+
+/// Compares the arithmetic of all algorithms, in Lua's doubles, with Rust's `u128`.
+#[test]
+fn lua_multiplies_and_divides_exactly() {
+    const ARITHMETIC: &str = include_str!("../src/store/redis/arithmetic.lua");
+    let redis = Redis::start();
+    let mut connection = redis.connection();
+    let script = redis::Script::new(&format!(
+        "local floor = math.floor\n{ARITHMETIC}\n\
+         local a, b, m = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])\n\
+         local q, r = mul_div_rem(a, b, m)\n\
+         return {{whole(q), whole(r), whole(mul_div_ceil(a, b, m))}}"
+    ));
+    let edge = |max: u64| {
+        prop_oneof![
+            0..=max,
+            Just(max),
+            Just(max - 1),
+            Just(1),
+            (0..45_u32).prop_map(move |bits| max >> bits)
+        ]
+    };
+    let numbers = (edge(1 << 50), edge((1 << 45) - 1), edge((1 << 45) - 1));
+    let mut runner = TestRunner::new(ProptestConfig { cases: 3_000, ..ProptestConfig::default() });
+    let connection = std::cell::RefCell::new(&mut connection);
+    let exact = |(a, b, m): (u64, u64, u64)| {
+        let m = m.max(1);
+        let product = u128::from(a) * u128::from(b);
+        prop_assume!(product / u128::from(m) < 1 << 53);
+        let found: Vec<String> =
+            script.arg(a).arg(b).arg(m).invoke(*connection.borrow_mut()).expect("the script runs");
+        let (quotient, rest) = (product / u128::from(m), product % u128::from(m));
+        let expected =
+            [quotient, rest, quotient + u128::from(rest > 0)].map(|number| number.to_string());
+        prop_assert_eq!(found, expected);
+        Ok(())
+    };
+    runner.run(&numbers, exact).expect("exact");
 }

@@ -6,9 +6,11 @@
 -- window; as a hash, or packed as a string of "c" and four doubles. It expires when the next window
 -- ends. The window is stored because a write keeps the expiry unless it was changed.
 --   HGETALL rate_limit:{user123}%counter:per-user
---   ->   start 1700000000000000, current 7, previous 93, window 60000000
+--   ->   start 1700000000000000, current 7, previous 93, window 60s
 
 local is_hash, begins, expires, total_text = kind == 3, now - now % window, nil, nil
+-- The header of a hash continues with the window as text.
+local window_text = sub(argv[run], 81)
 for i = from, to do
   local key = keys[i]
   local start, current, previous, is_new, found = begins, 0, 0, true, nil
@@ -16,10 +18,10 @@ for i = from, to do
   if is_hash then
     local fields = try('HMGET', key, 'start', 'current', 'previous', 'window')
     found = fields[1] or fields.err
-    if found then
-      stored_start, stored_current = tonumber(fields[1]), tonumber(fields[2])
-      stored_previous, stored_window = tonumber(fields[3]), tonumber(fields[4])
-      tag = stored_start and stored_current and stored_previous and 99
+    -- A hash that was written under this window is ours.
+    if found and fields[4] == window_text then
+      tag, stored_window = 99, window
+      stored_start, stored_current, stored_previous = fields[1] + 0, fields[2] + 0, fields[3] + 0
     end
   else
     found = try('GET', key)
@@ -57,7 +59,7 @@ for i = from, to do
         end
         if is_hash then
           done = try('HSET', key, 'start', start, 'current', total, 'previous', previous,
-            'window', window)
+            'window', window_text)
           if type(done) == 'number' then done = try('PEXPIREAT', key, expires_at) end
         else
           done = try('SET', key, pack('<Bdddd', 99, start, total, previous, window),
@@ -116,7 +118,7 @@ local function sliding_counter(read_numbers, write_numbers)
       local state = {start = now - now % window, current = 0, previous = 0}
       local start, current, previous, stored_window = read_numbers(key, state)
       if is_time(start) and is_count(current) and is_count(previous) then
-        state.is_stale = stored_window ~= window
+        state.is_stale = stored_window ~= window and stored_window ~= as_text(window)
         if start + window > now then
           state.stepped_back = start > now
           state.start, state.current = math.min(start, now), current
@@ -199,9 +201,10 @@ algorithms[3] = sliding_counter(function(key, state)
   local fields = read('HMGET', key, 'start', 'current', 'previous', 'window')
   state.is_foreign = not fields
   if not fields then return nil end
-  return tonumber(fields[1]), tonumber(fields[2]), tonumber(fields[3]), tonumber(fields[4])
+  return tonumber(fields[1]), tonumber(fields[2]), tonumber(fields[3]), fields[4]
 end, function(key, expires, start, current, previous, window)
-  call('HSET', key, 'start', start, 'current', current, 'previous', previous, 'window', window)
+  call('HSET', key, 'start', start, 'current', current, 'previous', previous, 'window',
+    as_text(window))
   call('PEXPIREAT', key, expires)
 end)
 

@@ -65,6 +65,7 @@ for i = from, to do
       -- of the total changes.
       local digit, cleans, member = newest_time > 0 and total == 1 and string.byte(newest, 31)
       if digit and digit < 57 then
+        cleans = gone and digit == 52
         member = now_text .. ':' .. sub(newest, 18, 30) .. sub('123456789', digit - 47, digit - 47)
           .. suffix
       else
@@ -110,22 +111,15 @@ end
 
 local TOTAL_BASE, TOTAL_MODULUS = 1e13, 9e13 -- of the running totals
 -- One write per this many units removes members that have left the window.
-local CLEANUP_INTERVAL = 10
+local CLEANUP_INTERVAL = 5
 -- The maximum numbers of members that a refund rewrites on the shorter side, and removes.
 local MAX_REWRITTEN, MAX_REMOVED = 128, 1000
 -- The maximum number of members that are removed after the clock stepped back. If there are more,
 -- all members are replaced by one.
 local MAX_COLLAPSED = 2000
 
--- Returns a window as text, as the client does.
-local function window_text(window)
-  if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
-  if window % 1000 == 0 then return whole(window / 1000) .. 'ms' end
-  return whole(window) .. 'us'
-end
-
 local function member(time, total, cost, quota)
-  local text = string.format('%016.0f:%.0f:', time, TOTAL_BASE + total) .. window_text(quota.window)
+  local text = string.format('%016.0f:%.0f:', time, TOTAL_BASE + total) .. as_text(quota.window)
   return cost == 1 and text or text .. ':' .. whole(cost)
 end
 

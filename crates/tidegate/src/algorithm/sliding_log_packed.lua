@@ -268,7 +268,7 @@ local function read_log(key, quota)
   local text = read('GET', key)
   if text and #text > SHORT_HEADER_SIZE then
     local tag, width, newest, lives_until = unpack_struct(SHORT_HEADER, text)
-    if tag == SHORT and width >= 4 and width <= 6 and is_time(newest) then
+    if tag == SHORT and width >= 4 and width <= 6 and is_time(newest) and is_time(lives_until) then
       return new_log(key, sub(text, SHORT_HEADER_SIZE + 1), width, newest, lives_until)
     end
   end
@@ -280,10 +280,17 @@ local function read_log(key, quota)
     local _, units
     _, _, log.narrow, log.count, log.first, log.base, units, log.newest, log.lives_until,
       log.oldest_chunk = unpack_struct(HEADER, head)
-    set_width(log, width)
-    log.open, log.open_start = sub(head, HEADER_SIZE + 1), chunk_start(log.count)
-    log.is_short = false
-    return log, units
+    local is_ours = is_time(units) and log.first <= log.count
+    local fields = {'narrow', 'count', 'first', 'base', 'newest', 'lives_until', 'oldest_chunk'}
+    for _, field in ipairs(fields) do
+      is_ours = is_ours and is_time(log[field])
+    end
+    if is_ours then
+      set_width(log, width)
+      log.open, log.open_start = sub(head, HEADER_SIZE + 1), chunk_start(log.count)
+      log.is_short = false
+      return log, units
+    end
   end
   local log = new_log(key, '', width_for(quota.window), 0, 0)
   log.is_foreign = text ~= false

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_has_a_tag_unless_its_policy_name_tells_the_algorithm() {
+    fn a_key_has_a_tag_unless_its_policy_name_has_the_algorithm() {
         let minute = Duration::from_secs(60);
         let log = Quota::sliding_log(5, minute).expect("valid");
         let bucket = Quota::token_bucket(5, minute).expect("valid");

@@ -13,7 +13,7 @@
 --          limit, window (microseconds), option (burst of a bucket; 1 for a log that counts
 --                     denied requests; else 0), cost
 --          times      number of equal acquires of each key; 0 for a peek
---        The header of a sliding-log also has the window as text, such as 60s.
+--        The header of kind 1 or 3, which are readable, also has the window as text, such as 60s.
 --        The first header is valid for the call in its first three numbers.
 --        A group is one request of any action on any charges. Its header has, instead of limit
 --        and window, the action and the number of charges, and continues with six doubles per
@@ -31,7 +31,7 @@
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
 --        for a reset just 1
 --        A request that fails has instead: -1, the length of the error's text, and the text. If it
---        is the only request, an error that does not concern its key, such as OOM, is raised.
+--        is the only request, an error that does not concern its key, such as OOM, is the reply.
 --
 -- For example, one unit of 100 per minute for one key:
 --   EVALSHA <sha> 1 rate_limit:{user123}:per-user <the header
@@ -70,8 +70,9 @@ end
 -- Remaining budget of this call for the removal of expired members of sorted sets, each of which
 -- takes about 0.2 microseconds.
 local removals = 1000
--- The current run, its next key and its last; functions of general.lua, once they are created.
-local run, from, to, decide_rare, decide_group = 1, 1, count, nil, nil
+-- The current run, its next key and its last; functions of general.lua, once they are created, and
+-- the error that they found.
+local run, from, to, decide_rare, decide_group, failure = 1, 1, count, nil, nil, nil
 while true do
   -- `rare`: a key that is left to general.lua. `spends`: not a peek. `total`: units to spend.
   local rare, spends = nil, times > 0
@@ -102,6 +103,7 @@ while true do
       decide_rare(keys[rare], spends)
       from = rare + 1
     end
+    if failure then return failure end
     if not spends then times = 0 end
   else
     from = to + 1

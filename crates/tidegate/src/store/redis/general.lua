@@ -22,6 +22,13 @@ local function read(...)
   return found
 end
 
+-- Returns a window as text, as the client does.
+local function as_text(window)
+  if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
+  if window % 1000 == 0 then return whole(window / 1000) .. 'ms' end
+  return whole(window) .. 'us'
+end
+
 -- Returns whether a stored number can be a number of units, or a time in microseconds.
 local function is_count(number)
   return number and number >= 0 and number <= 1e13 and floor(number) == number
@@ -212,11 +219,12 @@ end
 -- Runs a request. If it fails, its reply is the error.
 local function attempt(request, ...)
   local before = replied
-  local done, failure = pcall(request, ...)
+  local done, raised = pcall(request, ...)
   if done then return end
-  local text = type(failure) == 'table' and failure.err or tostring(failure)
+  local text = type(raised) == 'table' and raised.err or tostring(raised)
+  text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
   local is_only_request = runs == 1 and (count == 1 or kind == 0)
-  if is_only_request and is_server_condition(text) then error(failure, 0) end
+  if is_only_request and is_server_condition(text) then failure = {err = text} end
   for i = #reply, before + 1, -1 do reply[i] = nil end
   replied = before
   answer(-1, #text)

@@ -22,9 +22,11 @@ const LIMITS: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/redis-instructions/limits.txt");
 /// Highest count, relative to the limit, that passes.
 const TOLERANCE: f64 = 1.05;
-/// Allowed acquires of each key: first to create its count, then to be measured.
+/// Acquires of each key: first to create its count, then to be measured.
 const SETUP: usize = 3;
 const MEASURED: usize = 2;
+/// Results that are measured, each with the limit that leads to it.
+const RESULTS: [(&str, u64); 2] = [("allowed", 100), ("denied", SETUP as u64)];
 /// Keys per call, and calls.
 const SHAPES: [(usize, usize); 2] = [(1, 64), (64, 2)];
 
@@ -111,15 +113,15 @@ struct Calls {
 }
 
 impl Calls {
-    fn new(quota: &Quota, keys: usize, calls: usize) -> Self {
+    /// `first`: number of the first key.
+    fn new(quota: &Quota, first: usize, keys: usize, calls: usize) -> Self {
         let key = |text: &mut String, charge: &Charge<'_>| {
             let _ = write!(text, "rate_limit:{{{}}}:per-user", charge.key());
         };
         let requests = (0..calls).map(|call| {
             let mut requests = EncodedRequests::default();
             for number in 0..keys {
-                let name =
-                    format!("{}-{keys}-{:06}", quota.default_policy_name(), call * keys + number);
+                let name = format!("{:012}", first + call * keys + number);
                 let charges = [Charge::new(&name, quota)];
                 let operation = Operation::Apply(Action::Acquire);
                 requests.add(&Request { operation, charges: &charges }, 0, key);
@@ -150,15 +152,15 @@ impl Calls {
     }
 }
 
-fn quotas() -> Vec<Quota> {
-    let limit = (SETUP + MEASURED) as u64;
+/// Returns a quota of each form in Redis.
+fn quotas(limit: u64) -> Vec<Quota> {
+    let quota = |algorithm| {
+        Quota::new(algorithm, limit, Duration::from_secs(86_400)).expect("a valid quota")
+    };
     let algorithms = Algorithm::ALL.into_iter().filter(|name| *name != Algorithm::LeakyBucket);
-    let quota =
-        |algorithm| Quota::new(algorithm, limit, Duration::from_secs(86_400)).expect("valid");
-    let readable = algorithms.map(quota);
     let packed = [Algorithm::SlidingLog, Algorithm::SlidingCounter]
         .map(|algorithm| quota(algorithm).with_encoding(Encoding::Packed).expect("has encodings"));
-    readable.chain(packed).collect()
+    algorithms.map(quota).chain(packed).collect()
 }
 
 /// Returns the instructions per decision by name.
@@ -167,22 +169,22 @@ fn measure() -> BTreeMap<String, u64> {
     let text = Script::decide(KeyMode::Declared).text();
     redis::cmd("SCRIPT").arg("LOAD").arg(text).exec(&mut connection).expect("loaded");
     let mut cases = Vec::new();
-    for quota in quotas() {
-        for (keys, calls) in SHAPES {
-            let sent = Calls::new(&quota, keys, calls);
-            sent.send(&mut connection, SETUP, true);
-            let name = quota.default_policy_name().trim_end_matches("-86400s").to_owned();
-            cases.push((name, keys, calls, sent));
+    for (result, limit) in RESULTS {
+        for quota in quotas(limit) {
+            for (keys, calls) in SHAPES {
+                let sent = Calls::new(&quota, 1_000 * cases.len(), keys, calls);
+                sent.send(&mut connection, SETUP, true);
+                let name = quota.default_policy_name().trim_end_matches("-86400s");
+                let name = format!("{name}/{result}/{keys}");
+                cases.push((name, keys * calls * MEASURED, sent, result == "allowed"));
+            }
         }
     }
     server.instructions();
     let mut counts = BTreeMap::new();
-    for (name, keys, calls, sent) in cases {
-        for (result, allowed) in [("allowed", true), ("denied", false)] {
-            sent.send(&mut connection, MEASURED, allowed);
-            let decisions = (keys * calls * MEASURED) as u64;
-            counts.insert(format!("{name}/{result}/{keys}"), server.instructions() / decisions);
-        }
+    for (name, decisions, sent, allowed) in cases {
+        sent.send(&mut connection, MEASURED, allowed);
+        counts.insert(name, server.instructions() / decisions as u64);
     }
     counts
 }

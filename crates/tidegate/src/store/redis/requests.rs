@@ -27,6 +27,9 @@ use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
 use crate::store::{Action, StoreError};
 
+#[cfg(test)]
+mod tests;
+
 /// Operation on one or more charges, independent of the other requests in its call.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
@@ -55,6 +58,8 @@ pub(super) struct EncodedRequests {
     sorted_sets: usize,
     /// Items that equal requests can share, by their key.
     shareable: HashTable<usize>,
+    /// Whether two items may have a key in common, so that their order matters.
+    keeps_order: bool,
     hasher: RandomState,
 }
 
@@ -76,8 +81,8 @@ enum RequestKind {
     Group(Operation),
 }
 
-/// Items that are sent with one header: a group, or alike acquires or peeks. Their order in the
-/// call is that of these keys.
+/// Key of the items that are sent with one header: a group, or alike acquires or peeks. Unless two
+/// items have a key in common, items are sorted by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum RunKey {
     /// Index of the quota, cost, and number of equal acquires; 0 for a peek.
@@ -267,12 +272,17 @@ impl EncodedRequests {
                 self.charges.truncate(first_charge);
                 return equal_item;
             }
+            let has_same_key =
+                |item: &usize| key(self.items[*item].charges.start) == key(first_charge);
+            self.keeps_order |= self.shareable.find(hash, has_same_key).is_some();
             let Self { keys, charges, items, shareable, hasher, .. } = self;
             shareable.insert_unique(hash, new_item, |item| {
                 let charge =
                     if *item == new_item { first_charge } else { items[*item].charges.start };
                 hasher.hash_one(&keys[charges[charge].key.clone()])
             });
+        } else {
+            self.keeps_order = true;
         }
         let is_sorted_set =
             |charge: &EncodedCharge| self.quotas[charge.quota].kind == CountKind::SlidingLog;
@@ -363,7 +373,7 @@ impl EncodedRequests {
                     for number in [quota.limit, quota.window, quota.option, cost, times] {
                         push(signed(number));
                     }
-                    if quota.kind == CountKind::SlidingLog {
+                    if matches!(quota.kind, CountKind::SlidingLog | CountKind::SlidingCounter) {
                         header.extend(window_text(quota.window).into_bytes());
                     }
                 }
@@ -396,7 +406,7 @@ impl EncodedRequests {
         }
     }
 
-    /// Returns the items in the order of the call, each with its run.
+    /// Returns the items in the order of the call, each with the key of its run.
     fn order(&self, items: &[usize], repeats: impl Fn(usize) -> u64) -> Vec<(RunKey, usize)> {
         let run_key = |(position, item): (usize, &usize)| {
             let alike = |times| {
@@ -411,7 +421,9 @@ impl EncodedRequests {
             (key, *item)
         };
         let mut order: Vec<_> = items.iter().enumerate().map(run_key).collect();
-        order.sort_by_key(|(key, _)| *key);
+        if !self.keeps_order {
+            order.sort_by_key(|(key, _)| *key);
+        }
         order
     }
 
@@ -499,127 +511,4 @@ impl EncodedRequests {
 
 fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
-        requests.add(&Request { operation, charges }, 7, |text, charge| text.push_str(charge.key()))
-    }
-
-    /// Returns the arguments as texts, and headers as their numbers from the kind on.
-    fn arguments(command: &Cmd) -> String {
-        let text = |argument: redis::Arg<&[u8]>| match argument {
-            redis::Arg::Simple(bytes) if bytes.len() >= 80 => {
-                let numbers =
-                    bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
-                format!("{:?}", numbers.skip(3).collect::<Vec<_>>()).replace(".0", "")
-            }
-            redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-            _ => panic!("not a plain argument"),
-        };
-        command.args_iter().skip(2).map(text).collect::<Vec<_>>().join(" ")
-    }
-
-    const ACQUIRE: Operation = Operation::Apply(Action::Acquire);
-
-    #[test]
-    fn equal_acquires_share_an_item_and_alike_ones_share_a_header() {
-        let minute = Duration::from_secs(60);
-        let ten = Quota::fixed_window(10, minute).expect("valid");
-        let five = Quota::token_bucket(5, minute).expect("valid");
-        let strict = Quota::sliding_log(3, minute)
-            .and_then(|quota| quota.with_count_denied(true))
-            .expect("valid");
-        let (a, b, c) = (Charge::new("a", &ten), Charge::new("b", &ten), Charge::new("c", &five));
-        let mut requests = EncodedRequests::default();
-        assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
-        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 1);
-        assert_eq!(add(&mut requests, ACQUIRE, &[b]), 2);
-        assert_eq!(add(&mut requests, ACQUIRE, &[a.with_cost(2)]), 3, "another cost");
-        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 1, "equal");
-        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 4, "a group");
-        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 5, "groups do not share an item");
-        assert_eq!(add(&mut requests, Operation::Apply(Action::Peek), &[a]), 6, "a peek");
-        let strict = Charge::new("d", &strict);
-        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
-        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 8, "its denials are counted");
-        assert_eq!(requests.charges(), 11);
-
-        // The waiters of items 3, 5 and 8 were dropped.
-        let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
-        let repeats = |item| if item == 1 { 2 } else { 1 };
-        let command =
-            |mode| arguments(&requests.command(&[0, 1, 2, 4, 6, 7], repeats, &times, mode));
-        let headers = "[5, 1, 10, 60000000, 0, 1, 0] [5, 2, 10, 60000000, 0, 1, 1] \
-                       [6, 1, 5, 60000000, 5, 1, 2] \
-                       [0, 2, 1, 2, 0, 0, 0, 5, 10, 60000000, 0, 1, 0, 6, 5, 60000000, 5, 1, 0] \
-                       [0, 1, 1, 1, 0, 0, 0, 1, 3, 60000000, 1, 1, 0]";
-        assert_eq!(command(KeyMode::Declared), format!("7 a a b c a c d {headers}"));
-        assert_eq!(command(KeyMode::CrossSlot), format!("1 a {headers} a b c a c d"));
-    }
-
-    #[test]
-    fn a_reset_declares_the_keys_of_all_forms() {
-        let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-        let charge = Charge::new("x:{u}%window:p", &quota);
-        let mut requests = EncodedRequests::default();
-        add(&mut requests, Operation::Apply(Action::Reset), &[charge]);
-        let times = ServerTimes::default();
-        let sent = arguments(&requests.command(&[0], |_| 1, &times, KeyMode::Declared));
-        assert!(sent.starts_with("6 x:{u}:p x:{u}%packed:p "), "{sent}");
-    }
-
-    #[test]
-    fn equal_acquires_share_an_item_across_many_other_quotas() {
-        let quotas: Vec<Quota> = (1..=20)
-            .map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid"))
-            .collect();
-        let mut requests = EncodedRequests::default();
-        let numbers: Vec<usize> = [quotas.as_slice(), &quotas[..1]]
-            .concat()
-            .iter()
-            .map(|quota| {
-                let charges = [Charge::new("a", quota)];
-                add(&mut requests, Operation::Apply(Action::Acquire), &charges)
-            })
-            .collect();
-        assert_eq!(numbers.last(), numbers.first());
-    }
-
-    #[test]
-    fn a_malformed_reply_is_an_error() {
-        let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-        let mut requests = EncodedRequests::default();
-        add(&mut requests, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
-        let read = |numbers: &[i32]| {
-            let bytes = numbers.iter().flat_map(|number| f64::from(*number).to_le_bytes());
-            requests.read(&[0], |_| 1, Value::BulkString(bytes.collect()))
-        };
-        let granted = read(&[5, 1, 10, 60]).expect("valid").items.expect("in time");
-        let [ItemReply::Grants(grants)] = &granted[..] else { panic!("{granted:?}") };
-        assert_eq!((grants.granted, grants.remaining), (1, 10));
-        assert!(read(&[5]).expect("valid").items.is_none(), "too late");
-        assert!(read(&[5, 0, 10, 60, 7, 8]).expect("valid").items.is_some(), "denied");
-        let failed = [5.0_f64, -1.0, 3.0].iter().flat_map(|number| number.to_le_bytes());
-        let failed = Value::BulkString(failed.chain(*b"OOM").collect());
-        let failed = requests.read(&[0], |_| 1, failed).expect("valid").items.expect("in time");
-        assert!(matches!(&failed[..], [ItemReply::Error(text)] if text == "OOM"), "{failed:?}");
-        for wrong in [
-            &[][..],
-            &[5, 1],
-            &[5, 1, 10],
-            &[5, 0, 10, 60],
-            &[5, 1, 10, 60, 1],
-            &[5, 1, -2, 60],
-            &[5, -1, 100],
-        ] {
-            assert!(read(wrong).is_err(), "{wrong:?}");
-        }
-        assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());
-    }
 }
