@@ -132,7 +132,9 @@ impl NodeClient {
                         continue;
                     }
                     Err(error) => {
-                        missing.iter().for_each(|call| results[*call] = Err(error.clone()));
+                        for call in missing {
+                            results[call] = Err(error.clone());
+                        }
                         break;
                     }
                 }

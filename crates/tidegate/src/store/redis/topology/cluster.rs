@@ -51,12 +51,12 @@ impl SlotMap {
     /// Continues the change counts of an earlier map. Returns whether any slot has a new owner.
     fn continue_from(&mut self, before: &Self) -> bool {
         self.changes.clone_from(&before.changes);
-        let changed: Vec<u16> = self.changed_from(before).collect();
-        for slot in &changed {
+        let moved: Vec<u16> = self.changed_from(before).collect();
+        for slot in &moved {
             let changes = &mut self.changes[usize::from(*slot)];
             *changes = changes.wrapping_add(1);
         }
-        !changed.is_empty()
+        !moved.is_empty()
     }
 
     /// Returns the slots that had another owner before.
