@@ -154,7 +154,7 @@ async fn no_unit_is_lost_or_charged_twice_while_slots_move() {
                 while !stop.load(Ordering::Relaxed) {
                     asked += 1;
                     let charge = Charge::new(&key, &quota);
-                    if asked % 8 == 0 {
+                    if asked.is_multiple_of(8) {
                         // All or nothing, on one node or on two.
                         let pair = [charge, Charge::new(&next_key, &next_quota)];
                         let decisions = limiter.acquire_all(&pair).await.expect("no error");

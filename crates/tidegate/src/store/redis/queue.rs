@@ -1,7 +1,8 @@
 //! Group commit: decisions that arrive while a call to their node is in flight share the next call.
 //!
-//! With no call in flight, the first caller becomes the leader and yields once so that other ready
-//! tasks can join its batch. If none has joined, the leader sends its batch of one itself, without
+//! With no call in flight, the first caller becomes the leader. If requests have joined the batch
+//! before, it yields once so that other ready tasks can join this one, too; a lone caller would only
+//! lose time. If none has joined, the leader sends its batch of one itself, without
 //! another task. Otherwise a separate task sends the batch, so that a cancelled caller does not
 //! affect the others. Callers that arrive during a call join the next batch, which is sent as soon
 //! as the call completes.
@@ -37,6 +38,8 @@ struct QueueState {
     permits_issued: u64,
     /// Open batches with their creation times, the oldest first.
     open: VecDeque<(Arc<Batch>, Instant)>,
+    /// Whether the last batch that was sent had several requests.
+    is_shared: bool,
     has_watchdog: bool,
 }
 
@@ -81,6 +84,7 @@ impl Queue {
             in_flight: VecDeque::new(),
             permits_issued: 0,
             open: VecDeque::new(),
+            is_shared: false,
             has_watchdog: false,
         };
         Self { state: Mutex::new(state), runtime: Handle::current() }
@@ -145,10 +149,12 @@ pub(super) fn enqueue(
 }
 
 impl BatchLeader {
-    /// Yields once so that other ready tasks can join, then sends the batch: itself if none has
-    /// joined.
+    /// Sends the batch: itself if none has joined. Before that it yields once if others may join.
     pub(super) async fn send(self) -> BatchHandle {
-        tokio::task::yield_now().await;
+        let others_may_join = self.permit.node.queue().state().is_shared;
+        if others_may_join {
+            tokio::task::yield_now().await;
+        }
         let Self { handle, permit } = self;
         let taken = permit.node.queue().state().take(handle.batch());
         match taken {
@@ -186,6 +192,7 @@ async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
         if until <= Instant::now()
             && let Some((batch, _)) = state.open.pop_front()
         {
+            state.is_shared = !batch.has_one_waiter();
             state.in_flight.pop_front();
             let number = state.issue_permit();
             drop(state);
@@ -206,6 +213,7 @@ impl QueueState {
     /// Removes this batch from the open ones. Returns `None` if it is in flight already.
     fn take(&mut self, batch: &Arc<Batch>) -> Option<Arc<Batch>> {
         let index = self.open.iter().position(|(open, _)| Arc::ptr_eq(open, batch))?;
+        self.is_shared = !batch.has_one_waiter();
         self.open.remove(index).map(|(batch, _)| batch)
     }
 
@@ -215,6 +223,7 @@ impl QueueState {
         let index = self.in_flight.iter().position(|held| *held == permit)?;
         self.in_flight.remove(index);
         let (batch, _) = self.open.pop_front()?;
+        self.is_shared = !batch.has_one_waiter();
         self.in_flight.push_back(permit);
         Some(InFlightBatch(batch))
     }
