@@ -360,9 +360,9 @@ async fn no_call_blocks_redis_for_more_than_a_millisecond_at_any_limit() {
 
 fn micros_of_evalsha(entry: &redis::Value) -> Option<u64> {
     let redis::Value::Array(fields) = entry else { return None };
-    let words: Vec<String> = redis::from_redis_value(fields.get(3)?.clone()).ok()?;
+    let words: Vec<Vec<u8>> = redis::from_redis_value(fields.get(3)?.clone()).ok()?;
     let micros: u64 = redis::from_redis_value(fields.get(2)?.clone()).ok()?;
-    (words.first()? == "EVALSHA").then_some(micros)
+    (words.first()? == b"EVALSHA").then_some(micros)
 }
 
 #[tokio::test]

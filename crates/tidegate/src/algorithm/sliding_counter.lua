@@ -10,7 +10,7 @@
 
 local is_hash, begins, expires, total_text = kind == 3, now - now % window, nil, nil
 -- The header of a hash continues with the window as text.
-local window_text = sub(argv[run], 81)
+local window_text = is_hash and sub(argv[run], 81)
 for i = from, to do
   local key = keys[i]
   local start, current, previous, is_new, found = begins, 0, 0, true, nil
