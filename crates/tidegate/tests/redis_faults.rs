@@ -402,20 +402,20 @@ async fn a_probe_fails_whenever_a_decision_would() {
     let redis = Redis::start();
     let limiter = limiter_with(&redis, TEST_TIMEOUT).await;
     let store = limiter.store();
-    probe(&store).await.expect("can decide");
+    probe(store).await.expect("can decide");
     redis.assert_every_key_expires();
     let ours: Vec<String> = redis.query(&["KEYS", "*"]);
     assert_eq!(ours, ["rate_limit:{%probe-0}"]);
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "1"]);
-    let full = probe(&store).await.expect_err("no memory").to_string();
+    let full = probe(store).await.expect_err("no memory").to_string();
     assert!(full.contains("OOM"), "{full}");
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
     let nowhere = free_port().to_string();
     redis.query::<()>(&["REPLICAOF", "127.0.0.1", &nowhere]);
-    let replica = probe(&store).await.expect_err("a replica").to_string();
+    let replica = probe(store).await.expect_err("a replica").to_string();
     assert!(replica.contains("READONLY") || replica.contains("MASTERDOWN"), "{replica}");
     redis.query::<()>(&["REPLICAOF", "NO", "ONE"]);
-    until("it is a primary again", async || probe(&store).await.is_ok()).await;
+    until("it is a primary again", async || probe(store).await.is_ok()).await;
 }
 
 #[tokio::test]
