@@ -119,8 +119,8 @@ bench-redis-instructions-renew: ## Rewrite bench/redis-instructions/limits.txt; 
 	RENEW=1 $(COUNT_REDIS_INSTRUCTIONS)
 	git diff --stat bench/redis-instructions/limits.txt
 
-test: setup format lint deny test-code bench-instructions bench-redis-instructions \
-	test-faults ## Run all checks of main
+CHECKS = format lint deny test-code bench-instructions bench-redis-instructions test-faults
+test: setup $(CHECKS) ## Run all checks of main
 
 # The benchmarks are in bench/, a separate workspace. To run only some suites, for example
 # $(BENCH_RUN) scripts fleet report (see bench/src/main.rs).

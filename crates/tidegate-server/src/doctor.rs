@@ -168,7 +168,7 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
         memory::check(&node_under_test, &mut report).await;
         replicas::check(&node_under_test, options, &mut clocks, &mut report).await;
         clocks.measure(&node_under_test, &mut report).await;
-        latency::check(&node_under_test, node.shard, options, primaries.len(), &mut report).await;
+        latency::check(&node_under_test, options, primaries.len(), &mut report).await;
         let largest_log = keys::check(&node_under_test, options, &mut report).await;
         let largest_log = largest_log.max(options.largest_log);
         memory::check_lazy_freeing(&node_under_test, largest_log, &mut report).await;

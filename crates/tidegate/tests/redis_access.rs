@@ -12,7 +12,7 @@ use support::{
 };
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Limiter, ManualClock, Quota, RedisStore, ShardId, SharedStore, StoreError};
+use tidegate::{Charge, Limiter, ManualClock, Quota, RedisStore, SharedStore, StoreError};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -40,7 +40,8 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     let decision = limiter.acquire(&Charge::new("long", &quota)).await.expect("decided");
     assert_eq!(decision.remaining, 1_000 - 300 - 1);
     let store = builder("rate_limit").connect().await.expect("our own server answers");
-    store.probe(ShardId::SINGLE).await.expect("can decide");
+    let address = store.nodes()[0].address.clone();
+    store.probe_node(&address).await.expect("can decide");
     assert_eq!(store.heartbeat("me").await, Ok(vec!["me".to_owned()]));
     let limiter = Limiter::new(store);
     support::assert_exact_under_concurrency(&limiter).await;

@@ -119,6 +119,9 @@ pub(super) struct RawStore {
     pub(super) prefix: Option<Spanned<String>>,
     /// Timeout of a decision by Redis; 100ms by default.
     pub(super) timeout: Option<StoreTimeout>,
+    /// Whether one call may decide keys of several slots of a cluster node; true by default. It needs
+    /// Redis 7 or Valkey, and a node that refuses it gets one call per slot.
+    pub(super) cross_slot: Option<Flag>,
     /// Minimum number of instances of Tidegate. During an outage of Redis, each instance enforces
     /// its share of the limits. Instances learn their number through Redis; this setting is for
     /// those that start during an outage, which otherwise assume 10.

@@ -11,7 +11,7 @@ use tidegate::store::redis::{Builder, Tls};
 use super::{ConfigError, Secret, raw};
 use crate::doctor::Topology;
 use crate::tls;
-use tidegate::internals::{Document, OneOrMany};
+use tidegate::internals::{Document, Flag, OneOrMany};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StoreConfig {
@@ -34,6 +34,7 @@ pub(crate) struct StoreSettings {
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
+    cross_slot: bool,
     /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
     /// default is assumed until the instances have agreed on their number.
     pub(crate) instances: Option<usize>,
@@ -47,6 +48,7 @@ impl Default for StoreSettings {
             prefix: DEFAULT_PREFIX.to_owned(),
             timeout: DEFAULT_TIMEOUT,
             tls: None,
+            cross_slot: true,
             instances: None,
             max_keys: DEFAULT_MAX_KEYS,
         }
@@ -174,7 +176,10 @@ impl RedisConfig {
             }
             builder = builder.tls(tls);
         }
-        builder.prefix(&self.settings.prefix).timeout(self.settings.timeout)
+        builder
+            .prefix(&self.settings.prefix)
+            .timeout(self.settings.timeout)
+            .cross_slot(self.settings.cross_slot)
     }
 }
 
@@ -190,6 +195,7 @@ pub(super) fn validate(
         prefix: raw.prefix.as_ref().map_or(defaults.prefix, |prefix| prefix.value.clone()),
         timeout: raw.timeout.map_or(defaults.timeout, raw::StoreTimeout::get),
         tls,
+        cross_slot: raw.cross_slot.map_or(defaults.cross_slot, Flag::get),
         instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
         max_keys: raw
             .max_keys

@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 29] = [
+pub(super) const PROBES: [Probe; 30] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -382,6 +382,11 @@ pub(super) const PROBES: [Probe; 29] = [
         place: "/store/instances",
         valid: &["1", "10000", "null"],
         invalid: &["0", "10001", r#""3""#, "1.5", "[3]"],
+    },
+    Probe {
+        place: "/store/cross_slot",
+        valid: &["true", "false", "null"],
+        invalid: &[r#""auto""#, "1", "[true]"],
     },
     Probe {
         place: "/store/max_keys",

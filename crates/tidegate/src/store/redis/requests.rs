@@ -2,7 +2,7 @@
 //! documents the protocol; and [`CallReply`]: its decoded reply.
 //!
 //! ```text
-//! add(request, slot, write_key) -> item          EncodedRequests::one(…) for a single request
+//! add(request, slot, write_key) -> item
 //! command(items, repeats, server_times, mode) -> Cmd      mode: KeyMode::{Declared, CrossSlot}
 //! Script::decide(mode)                           the script of that command, for SCRIPT LOAD
 //! read(items, repeats, reply) -> CallReply       same items and repeats; one reply per item
@@ -23,6 +23,7 @@ use super::script::{KeyMode, Script};
 use super::server_clock::ServerTimes;
 use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
 use crate::charge::Charge;
+use crate::decision::{Decision, Source};
 use crate::quota::{Quota, window_text};
 use crate::store::{Action, StoreError};
 
@@ -130,8 +131,8 @@ pub(super) enum ItemReply {
 
 /// Decision per charge of one request.
 pub(super) enum RequestDecisions {
-    One(RawDecision),
-    Many(Vec<RawDecision>),
+    One(Decision),
+    Many(Vec<Decision>),
 }
 
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
@@ -164,26 +165,34 @@ impl ItemReply {
         request: &Request<'_>,
         preceding: u64,
     ) -> Result<RequestDecisions, StoreError> {
+        let decision = |raw: RawDecision, charge: &Charge<'_>| {
+            raw.into_decision(charge.quota(), Source::Store)
+        };
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(RequestDecisions::One(grants.decision(charge.quota(), charge.cost(), preceding)))
+                let raw = grants.decision(charge.quota(), charge.cost(), preceding);
+                Ok(RequestDecisions::One(decision(raw, charge)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not compute the state of a key that it has deleted.
             (Self::Decisions(_), charges)
                 if request.operation == Operation::Apply(Action::Reset) =>
             {
-                let untouched = |charge: &Charge<'_>| RawDecision::untouched(charge.quota());
+                let untouched =
+                    |charge: &Charge<'_>| decision(RawDecision::untouched(charge.quota()), charge);
                 Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
             }
-            (Self::Decisions(decisions), _) => Ok(RequestDecisions::Many(decisions.clone())),
+            (Self::Decisions(raw), charges) => {
+                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
+                Ok(RequestDecisions::Many(decided.collect()))
+            }
             (Self::Error(reason), _) => Err(item_error(reason)),
         }
     }
 }
 
 impl RequestDecisions {
-    pub(super) fn into_vec(self) -> Vec<RawDecision> {
+    pub(super) fn into_vec(self) -> Vec<Decision> {
         match self {
             Self::One(decision) => vec![decision],
             Self::Many(decisions) => decisions,
@@ -191,11 +200,11 @@ impl RequestDecisions {
     }
 
     /// Returns the decision of a request with a single charge.
-    pub(super) fn first(&self, charge: &Charge<'_>) -> RawDecision {
+    pub(super) fn into_one(self) -> Result<Decision, StoreError> {
         match self {
-            Self::One(decision) => *decision,
+            Self::One(decision) => Ok(decision),
             Self::Many(decisions) => {
-                decisions.first().copied().unwrap_or(RawDecision::untouched(charge.quota()))
+                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
             }
         }
     }
@@ -230,17 +239,6 @@ impl EncodedQuota {
 }
 
 impl EncodedRequests {
-    /// Encodes a single request.
-    pub(super) fn one(
-        request: &Request<'_>,
-        slot: u16,
-        write_key: impl Fn(&mut String, &Charge<'_>),
-    ) -> Self {
-        let mut requests = Self::default();
-        requests.add(request, slot, write_key);
-        requests
-    }
-
     /// Adds a request, or finds an item of equal requests. Returns the index of the item.
     pub(super) fn add(
         &mut self,
@@ -340,20 +338,24 @@ impl EncodedRequests {
     ) -> Cmd {
         let order = self.order(items, &repeats);
         let runs = || order.chunk_by(|one, other| one.0 == other.0);
+        let keys: usize = order.iter().map(|(_, item)| self.key_count(*item)).sum();
         let declared = match mode {
-            KeyMode::Declared => order.len(),
-            KeyMode::CrossSlot => order.len().min(1),
+            KeyMode::Declared => keys,
+            KeyMode::CrossSlot => keys.min(1),
         };
-        let key_count = |items: &[(RunKey, usize)]| -> usize {
-            items.iter().map(|(_, item)| self.key_count(*item)).sum()
-        };
-        let mut command = Script::decide(mode).evalsha(key_count(&order[..declared]));
-        let push_keys = |command: &mut Cmd, items: &[(RunKey, usize)]| {
-            for (_, item) in items {
-                self.push_keys(command, *item);
+        let mut command = Script::decide(mode).evalsha(declared);
+        let push_keys = |command: &mut Cmd, range: Range<usize>| {
+            let mut position = 0;
+            for (_, item) in &order {
+                self.for_each_key(*item, |key| {
+                    if range.contains(&position) {
+                        command.arg(key);
+                    }
+                    position += 1;
+                });
             }
         };
-        push_keys(&mut command, &order[..declared]);
+        push_keys(&mut command, 0..declared);
         let mut header = Vec::with_capacity(80);
         for run in runs() {
             let Some((key, item)) = run.first() else { continue };
@@ -379,7 +381,9 @@ impl EncodedRequests {
             }
             command.arg(&header[..]);
         }
-        push_keys(&mut command, &order[declared..]);
+        if declared < keys {
+            push_keys(&mut command, declared..keys);
+        }
         command
     }
 
@@ -431,15 +435,13 @@ impl EncodedRequests {
         self.charges_of(item).len() * if self.is_reset(item) { TAGS.len() } else { 1 }
     }
 
-    fn push_keys(&self, command: &mut Cmd, item: usize) {
+    fn for_each_key(&self, item: usize, mut push: impl FnMut(&str)) {
         for charge in self.charges_of(item) {
             let key = &self.keys[charge.key.clone()];
             if self.is_reset(item) {
-                keys_of_all_forms(key).for_each(|key| {
-                    command.arg(key);
-                });
+                keys_of_all_forms(key).for_each(|key| push(&key));
             } else {
-                command.arg(key);
+                push(key);
             }
         }
     }

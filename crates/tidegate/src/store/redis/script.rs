@@ -17,10 +17,9 @@ pub(super) enum KeyMode {
     /// All keys are declared in KEYS: every server accepts them.
     #[default]
     Declared,
-    /// Only the keys of the first item are declared, the others are arguments. On a cluster of
+    /// Only the first key is declared, the others are arguments. On a cluster of
     /// Redis 7 or Valkey they may be in any slots of the same node. An item with a key of another
     /// node fails alone.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the send path will use it"))]
     CrossSlot,
 }
 

@@ -62,17 +62,23 @@ impl SlotMap {
 
     /// Continues the change counts of an earlier map. Returns whether any slot has a new owner.
     fn continue_from(&mut self, before: &Self) -> bool {
-        let mut changed = false;
-        for slot in (0..).take(self.owners.len()) {
-            let same = match (self.owner(slot), before.owner(slot)) {
-                (Some(one), Some(another)) => Arc::ptr_eq(one, another),
-                (one, another) => one.is_none() && another.is_none(),
-            };
-            self.changes[usize::from(slot)] =
-                before.changes_of(slot).wrapping_add(u32::from(!same));
-            changed |= !same;
+        self.changes.clone_from(&before.changes);
+        let moved: Vec<u16> = self.changed_from(before).collect();
+        for slot in &moved {
+            let changes = &mut self.changes[usize::from(*slot)];
+            *changes = changes.wrapping_add(1);
         }
-        changed
+        !moved.is_empty()
+    }
+
+    /// Returns the slots that had another owner before.
+    pub(super) fn changed_from<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = u16> + 'a {
+        (0..).take(self.owners.len()).filter(|slot| {
+            match (self.owner(*slot), before.owner(*slot)) {
+                (Some(one), Some(another)) => !Arc::ptr_eq(one, another),
+                (one, another) => one.is_some() || another.is_some(),
+            }
+        })
     }
 
     pub(super) fn nodes(&self) -> &[Arc<NodeClient>] {
@@ -119,6 +125,7 @@ pub(super) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
             }
             Err(error) => topology.finish_discovery(Err(error)),
         }
+        topology.log_moves();
         let is_healthy =
             || topology.is_cluster() && topology.primaries().iter().all(|node| node.is_up());
         let interval = if is_healthy() { REFRESH_INTERVAL } else { DEGRADED_REFRESH_INTERVAL };
