@@ -86,7 +86,7 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
 }
 
 /// Returns the name of a count in Redis: `<prefix>:{<key>}:<policy>`, with a tag before the last
-/// colon if the policy's name does not show how its units are counted.
+/// colon if that key has a count of another form.
 ///
 /// The braces make the key the hash tag, so all policies of one key are in one slot of a cluster.
 /// Braces and the escape character are escaped inside the key, so that a client cannot choose the

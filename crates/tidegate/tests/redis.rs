@@ -88,7 +88,7 @@ async fn a_sliding_counter_is_readable_by_operators() {
         let _ = limiter.acquire(&charge).await.expect("decided");
     }
     let key = limiter.store().redis_key(&charge);
-    assert!(key.ends_with(":{user123}%counter:per-user"), "{key}");
+    assert!(key.ends_with(":{user123}:per-user"), "{key}");
     let fields: std::collections::BTreeMap<String, String> = redis.query(&["HGETALL", &key]);
     let fields: Vec<String> =
         fields.iter().map(|(field, value)| format!("{field} {value}")).collect();

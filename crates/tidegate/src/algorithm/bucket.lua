@@ -5,7 +5,7 @@
 --
 -- Redis: a string of "b" and five doubles: the level in whole units, its fraction in W-ths of a
 -- unit, their time in microseconds, the time until which the key lives at least, and W.
---   GET rate_limit:{user123}%bucket:per-user
+--   GET rate_limit:{user123}:per-user
 --   ->   "b", 7, 12000000, 1700000000123456, 1700000008643456, 60000000
 --
 -- The key expires when the level has drained, and later by one to two sixteenths of the time in
@@ -91,9 +91,12 @@ local bucket = {
     local window = quota.window
     local state = {level = 0, part = 0, time = now, lives_until = 0}
     local text = read('GET', key)
+    if text == false then return state end
+    state.is_foreign = true
     if not text or #text ~= 41 then return state end
     local tag, level, part, time, lives_until, stored_window = unpack_struct('<Bddddd', text)
     if tag ~= 98 or not (is_count(level) and is_time(part) and is_time(time)) then return state end
+    state.is_foreign = false
     -- The fraction is in parts of another window: round it up to a whole unit, which never admits
     -- too much.
     if part > 0 and (part >= window or stored_window ~= window) then

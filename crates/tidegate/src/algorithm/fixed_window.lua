@@ -5,7 +5,7 @@
 -- the window. It expires when the window ends. The start is stored because an expiry has only
 -- milliseconds, and because a window starts at the step if the clock steps back; the window is
 -- stored because a write keeps the expiry unless it was changed.
---   GET rate_limit:{user123}%window:per-user
+--   GET rate_limit:{user123}:per-user
 --   ->   "w", 7, 1700000000000000, 60000000
 
 -- The windows of this run start here, unless the clock has stepped back.
@@ -59,10 +59,11 @@ algorithms[5] = {
   load = function(key, quota)
     local state = {start = now - now % quota.window, count = 0}
     local value = read('GET', key)
+    state.is_foreign = value ~= false
     if value and #value == 25 then
       local tag, count, start, window = unpack_struct('<Bddd', value)
       if tag == 119 and is_count(count) and is_time(start) then
-        state.is_stale = window ~= quota.window
+        state.is_stale, state.is_foreign = window ~= quota.window, false
         if start + quota.window > now then
           state.stepped_back = start > now
           state.start, state.count = math.min(start, now), count

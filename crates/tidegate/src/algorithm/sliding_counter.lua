@@ -5,7 +5,7 @@
 -- Redis: the start of the current window, its count, the count of the previous window, and the
 -- window; as a hash, or packed as a string of "c" and four doubles. It expires when the next window
 -- ends. The window is stored because a write keeps the expiry unless it was changed.
---   HGETALL rate_limit:{user123}%counter:per-user
+--   HGETALL rate_limit:{user123}:per-user
 --   ->   start 1700000000000000, current 7, previous 93, window 60s
 
 local is_hash, begins, expires, total_text = kind == 3, now - now % window, nil, nil
@@ -17,7 +17,8 @@ for i = from, to do
   local stored_start, stored_current, stored_previous, stored_window, tag
   if is_hash then
     local fields = try('HMGET', key, 'start', 'current', 'previous', 'window')
-    found = fields[1] or fields.err
+    -- A long packed log is a hash with a window, too.
+    found = fields[1] or fields[4] or fields.err
     -- A hash that was written under this window is ours.
     if found and fields[4] == window_text then
       tag, stored_window = 99, window
@@ -118,6 +119,7 @@ local function sliding_counter(read_numbers, write_numbers)
       local state = {start = now - now % window, current = 0, previous = 0}
       local start, current, previous, stored_window = read_numbers(key, state)
       if is_time(start) and is_count(current) and is_count(previous) then
+        state.is_foreign = false
         state.is_stale = stored_window ~= window and stored_window ~= as_text(window)
         if start + window > now then
           state.stepped_back = start > now
@@ -199,7 +201,7 @@ end
 
 algorithms[3] = sliding_counter(function(key, state)
   local fields = read('HMGET', key, 'start', 'current', 'previous', 'window')
-  state.is_foreign = not fields
+  state.is_foreign = not fields or fields[1] ~= false or fields[4] ~= false
   if not fields then return nil end
   return tonumber(fields[1]), tonumber(fields[2]), tonumber(fields[3]), fields[4]
 end, function(key, expires, start, current, previous, window)
@@ -208,8 +210,9 @@ end, function(key, expires, start, current, previous, window)
   call('PEXPIREAT', key, expires)
 end)
 
-algorithms[4] = sliding_counter(function(key)
+algorithms[4] = sliding_counter(function(key, state)
   local text = read('GET', key)
+  state.is_foreign = text ~= false
   if not text or #text ~= 33 then return nil end
   local tag, start, current, previous, window = unpack_struct('<Bdddd', text)
   if tag == 99 then return start, current, previous, window end

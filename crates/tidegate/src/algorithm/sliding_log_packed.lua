@@ -8,11 +8,11 @@
 --   at least; then the requests in the order of time
 --   a request is its time in 4, 5 or 6 bytes (enough for the window; the newest time has the rest)
 -- Long, a hash of chunks of 255 requests. The field "log" has a header and the chunk that is not
--- full yet; a full chunk has its number as its field:
+-- full yet; a full chunk has its number as its field. A field "window" tells it from a counter:
 --   a request of cost 1 is its time; from the first other cost on, a request is its time and the
 --   running total of units in 4 bytes
 -- For example, two requests of a window of a minute:
---   GET rate_limit:{user123}%packed:per-user
+--   GET rate_limit:{user123}:per-user
 --   ->   "q", 4, 1700000000250000, 1700000067750000, and 2 * 4 bytes
 --
 -- The log expires when its newest request has left the window, and up to an eighth of a window
@@ -464,6 +464,7 @@ algorithms[2] = {
     end
     local fields = {'log', pack(HEADER, LONG, log.width, log.narrow, log.count, log.first, log.base,
       units, log.newest, lives_until, log.oldest_chunk) .. log.open}
+    if log.is_short or log.is_replaced then fields[3], fields[4] = 'window', 'packed' end
     for start in pairs(log.changed) do
       fields[#fields + 1], fields[#fields + 2] = whole(start / CHUNK), log.chunks[start]
     end

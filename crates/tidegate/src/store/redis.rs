@@ -50,7 +50,6 @@ use std::time::{Duration, Instant};
 use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
-use self::count::key_tag;
 use self::dispatch::dispatch;
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
@@ -61,7 +60,7 @@ use self::queue::Enqueued;
 use self::requests::{Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
-use self::step::{CallError, Delivery, Retries, Target};
+use self::step::{CallError, Delivery, NextStep, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
@@ -206,12 +205,8 @@ impl RedisStore {
 impl Shared {
     fn redis_key(&self, charge: &Charge<'_>) -> String {
         let mut text = String::new();
-        self.write_redis_key(&mut text, charge);
+        write_redis_key(&mut text, &self.prefix, charge.key(), "", charge.policy());
         text
-    }
-
-    fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), key_tag(charge), charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
@@ -235,7 +230,10 @@ impl Shared {
         };
         let (slot, deadline, topology) =
             (Self::slot(first), started + self.timeout, self.topology.state());
-        let write_key = |text: &mut String, charge: &Charge<'_>| self.write_redis_key(text, charge);
+        let write_key = |text: &mut String, charge: &Charge<'_>, tag: &str| {
+            write_redis_key(text, &self.prefix, charge.key(), tag, charge.policy());
+        };
+        let mut request = *request;
         let mut target = Target { node: topology.route(slot)?, delivery };
         let mut retries = None;
         loop {
@@ -243,18 +241,18 @@ impl Shared {
                 return Err(target.node.circuit().open_error().into());
             }
             let handle = if self.group_commit {
-                match queue::enqueue(self, &target, request, slot, deadline, write_key) {
+                match queue::enqueue(self, &target, &request, slot, deadline, write_key) {
                     Enqueued::Wait(handle) => handle,
                     // Boxed, so that the future of a caller that waits for a batch stays small.
                     Enqueued::Lead(leader) => Box::pin(leader.send()).await,
                 }
             } else {
                 let batch = Arc::<Batch>::default();
-                let handle = batch.join(request, slot, target.delivery, deadline, write_key);
+                let handle = batch.join(&request, slot, target.delivery, deadline, write_key);
                 Box::pin(dispatch(self, &target.node, &InFlightBatch(batch))).await;
                 handle
             };
-            let step = match handle.decisions(request).await {
+            let step = match handle.decisions(&request).await {
                 Ok(decisions) => {
                     // A read says nothing about writes, which a full server refuses.
                     if request.operation != Operation::Apply(Action::ChargeUpTo) {
@@ -262,6 +260,7 @@ impl Shared {
                     }
                     return Ok(decisions);
                 }
+                Err(NextStep::UseOwnKey(charge)) if request.use_own_key(charge) => continue,
                 Err(step) => step,
             };
             let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));
@@ -304,7 +303,7 @@ impl Shared {
 impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let charges = std::slice::from_ref(charge);
-        let request = Request { operation: Operation::Apply(action), charges };
+        let request = Request::new(Operation::Apply(action), charges);
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
         let decided = match self.shared.decide(&request, started, Delivery::Shared).await {

@@ -146,7 +146,7 @@ fn one_damaged_value() {
         ));
         let () = crate::servers::command(
             &mut redis.connection(),
-            &["HSET", "rate_limit:{damaged}%bucket:api", "level", "x"],
+            &["HSET", "rate_limit:{damaged}:api", "level", "x"],
         );
         let send = |key: &str| {
             let response =

@@ -1,7 +1,6 @@
 //! [`CountKind`]: the form in which Redis keeps a count.
 
 use crate::algorithm::{Algorithm, Encoding};
-use crate::charge::Charge;
 use crate::quota::Quota;
 
 /// Form of a count in Redis. The discriminants are the kinds of decide.lua.
@@ -16,11 +15,11 @@ pub(super) enum CountKind {
     LeakyBucket = 7,
 }
 
-/// Tag of each form in the key of a count. Each form has a key of its own: while a changed policy
-/// is rolled out, instances use both algorithms, and if each overwrote the count of the other, no
-/// request would be denied.
-pub(super) const TAGS: [&str; 6] =
-    ["", "%packed", "%counter", "%packed-counter", "%window", "%bucket"];
+/// Tags in the keys of counts. A key has none, unless a count of another form has that key: while a
+/// changed policy is rolled out, instances use both algorithms, and if each overwrote the count of
+/// the other, no request would be denied.
+pub(super) const TAGS: [&str; 7] =
+    ["", "%log", "%packed", "%counter", "%packed-counter", "%window", "%bucket"];
 
 impl CountKind {
     pub(super) fn of(quota: &Quota) -> Self {
@@ -40,24 +39,17 @@ impl CountKind {
         self as u8
     }
 
-    /// Returns the tag of this form. The two buckets are one form.
-    fn tag(self) -> &'static str {
+    /// Returns the tag of this form in a key of its own. The two buckets are one form.
+    pub(super) fn tag(self) -> &'static str {
         match self {
-            Self::SlidingLog => TAGS[0],
-            Self::PackedLog => TAGS[1],
-            Self::SlidingCounter => TAGS[2],
-            Self::PackedCounter => TAGS[3],
-            Self::FixedWindow => TAGS[4],
-            Self::TokenBucket | Self::LeakyBucket => TAGS[5],
+            Self::SlidingLog => TAGS[1],
+            Self::PackedLog => TAGS[2],
+            Self::SlidingCounter => TAGS[3],
+            Self::PackedCounter => TAGS[4],
+            Self::FixedWindow => TAGS[5],
+            Self::TokenBucket | Self::LeakyBucket => TAGS[6],
         }
     }
-}
-
-/// Returns the tag in the key of a charge's count. A default policy name needs none, because it
-/// already has the algorithm and the encoding.
-pub(super) fn key_tag(charge: &Charge<'_>) -> &'static str {
-    let quota = charge.quota();
-    if charge.policy() == quota.default_policy_name() { "" } else { CountKind::of(quota).tag() }
 }
 
 /// Returns the keys of all forms that the count of this key may have.
@@ -74,17 +66,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_has_a_tag_unless_its_policy_name_has_the_algorithm() {
-        let minute = Duration::from_secs(60);
-        let log = Quota::sliding_log(5, minute).expect("valid");
-        let bucket = Quota::token_bucket(5, minute).expect("valid");
-        let tag = |quota, policy| key_tag(&Charge::new("u", quota).with_policy(policy));
-        assert_eq!(tag(&log, "p"), "");
-        assert_eq!(tag(&bucket, "p"), "%bucket");
-        assert_eq!(tag(&bucket, "fixed-window-60s"), "%bucket");
-        assert_eq!(key_tag(&Charge::new("u", &bucket)), "");
-        let keys: Vec<String> = keys_of_all_forms("x:{u}%window:p:%q").collect();
-        assert_eq!(keys[..2], ["x:{u}:p:%q", "x:{u}%packed:p:%q"]);
-        assert_eq!(keys.len(), 6);
+    fn count_has_a_key_for_each_form() {
+        let bucket = Quota::token_bucket(5, Duration::from_secs(60)).expect("valid");
+        assert_eq!(CountKind::of(&bucket).tag(), "%bucket");
+        for key in ["x:{u}:p:%q", "x:{u}%window:p:%q"] {
+            let keys: Vec<String> = keys_of_all_forms(key).collect();
+            assert_eq!(keys[..2], ["x:{u}:p:%q", "x:{u}%log:p:%q"]);
+            assert_eq!(keys.len(), 7);
+        }
     }
 }

@@ -30,8 +30,10 @@
 --        denied: their retry_after, reset_after (microseconds)
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
 --        for a reset just 1
---        A request that fails has instead: -1, the length of the error's text, and the text. If it
---        is the only request, an error that does not concern its key, such as OOM, is the reply.
+--        A request that fails has instead: -1, the length of the error's text, and the text:
+--        "TAKEN <position>" if the key of the charge at this position, from 1, has the count of
+--        another form, such as that of another algorithm: it needs a key of its own. If the request
+--        is the only one, an error that does not concern its key, such as OOM, is the reply.
 --
 -- For example, one unit of 100 per minute for one key:
 --   EVALSHA <sha> 1 rate_limit:{user123}:per-user <the header

@@ -44,7 +44,7 @@ pub(super) async fn decide_all(
             && let Ok(node) = shared.topology.state().route(Shared::slot(&charges[0]))
             && shared.crosses_slots(&node)
         {
-            let request = Request { operation: Operation::Apply(action), charges };
+            let request = Request::new(Operation::Apply(action), charges);
             match shared.decide(&request, started, Delivery::Spanning).await {
                 Ok(decided) => return Ok(decided.into_vec()),
                 Err(CallError::Failed(error)) => return Err(error),
@@ -54,7 +54,7 @@ pub(super) async fn decide_all(
         }
         return Box::pin(decide_cross_slot(shared, action, charges, groups, stages, started)).await;
     }
-    let request = Request { operation: Operation::Apply(action), charges };
+    let request = Request::new(Operation::Apply(action), charges);
     match shared.decide(&request, started, Delivery::Shared).await {
         Ok(decided) => Ok(decided.into_vec()),
         Err(CallError::Failed(error)) => Err(error),
@@ -119,7 +119,7 @@ impl Groups for CrossSlotGroups<'_> {
                 (Operation::Apply(Action::ChargeUpTo), free_charges.as_slice())
             }
         };
-        let request = Request { operation, charges };
+        let request = Request::new(operation, charges);
         let decided = self.shared.decide(&request, self.started, Delivery::Shared).await;
         Ok(decided.map_err(CallError::into_store_error)?.into_vec())
     }
@@ -138,7 +138,7 @@ impl Groups for CrossSlotGroups<'_> {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
                 let operation = Operation::Apply(Action::Refund);
-                let request = Request { operation, charges: &charges };
+                let request = Request::new(operation, &charges);
                 // Published when this task ends.
                 let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
                 let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;

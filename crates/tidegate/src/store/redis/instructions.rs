@@ -126,7 +126,7 @@ impl Calls {
                 let name = format!("{:012}", first + call * keys + number);
                 let charges = [Charge::new(&name, quota)];
                 let operation = Operation::Apply(Action::Acquire);
-                requests.add(&Request { operation, charges: &charges }, 0, key);
+                requests.add(&Request::new(operation, &charges), 0, key);
             }
             requests
         });

@@ -56,8 +56,8 @@ impl Shared {
         let quota = Quota::fixed_window(Quota::MAX_LIMIT, Duration::from_secs(1));
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
-        let request = Request { operation: Operation::Apply(Action::Acquire), charges: &charge };
-        let write_key = |text: &mut String, _: &Charge<'_>| text.push_str(&key);
+        let request = Request::new(Operation::Apply(Action::Acquire), &charge);
+        let write_key = |text: &mut String, _: &Charge<'_>, _: &str| text.push_str(&key);
         let deadline = Instant::now() + self.timeout;
         let batch = Arc::<Batch>::default();
         let handle = batch.join(&request, slot_of(&key), Delivery::Shared, deadline, write_key);

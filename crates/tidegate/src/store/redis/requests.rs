@@ -35,6 +35,8 @@ mod tests;
 pub(super) struct Request<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
+    /// Charges whose count needs a key of its own, one bit each; see [`TAGS`].
+    own_keys: u128,
 }
 
 /// Operation of decide.lua.
@@ -143,6 +145,25 @@ const NO_DEADLINE: i64 = 1 << 53;
 /// duplicate costs little.
 const MAX_QUOTA_SCAN: usize = 8;
 
+impl<'a> Request<'a> {
+    pub(super) fn new(operation: Operation, charges: &'a [Charge<'a>]) -> Self {
+        Self { operation, charges, own_keys: 0 }
+    }
+
+    /// Lets a charge use a key of its own. Returns false if it does already.
+    pub(super) fn use_own_key(&mut self, charge: usize) -> bool {
+        let bit = u32::try_from(charge).ok().and_then(|index| 1_u128.checked_shl(index));
+        let bit = bit.unwrap_or_default();
+        let is_new = self.own_keys & bit == 0 && bit != 0;
+        self.own_keys |= bit;
+        is_new
+    }
+
+    fn has_own_key(&self, charge: usize) -> bool {
+        self.own_keys != 0 && self.own_keys >> charge & 1 == 1
+    }
+}
+
 impl Operation {
     /// Returns its number in the script.
     fn number(self) -> u8 {
@@ -244,14 +265,16 @@ impl EncodedRequests {
         &mut self,
         request: &Request<'_>,
         slot: u16,
-        write_key: impl Fn(&mut String, &Charge<'_>),
+        write_key: impl Fn(&mut String, &Charge<'_>, &str),
     ) -> usize {
         let kind = RequestKind::of(request);
         let first_charge = self.charges.len();
         let keys_start = self.keys.len();
-        for charge in request.charges {
+        for (index, charge) in request.charges.iter().enumerate() {
             let start = self.keys.len();
-            write_key(&mut self.keys, charge);
+            let has_own_key = request.has_own_key(index);
+            let tag = if has_own_key { CountKind::of(charge.quota()).tag() } else { "" };
+            write_key(&mut self.keys, charge, tag);
             let quota = self.quota_index(charge.quota());
             let cost = charge.cost().min(MAX_COST);
             let charged_at = charge.charged_at().as_micros();

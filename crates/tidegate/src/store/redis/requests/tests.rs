@@ -5,7 +5,8 @@ use std::time::Duration;
 use super::*;
 
 fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
-    requests.add(&Request { operation, charges }, 7, |text, charge| text.push_str(charge.key()))
+    let request = Request::new(operation, charges);
+    requests.add(&request, 7, |text, charge, _| text.push_str(charge.key()))
 }
 
 /// Returns the arguments as texts, and headers as their numbers from the kind on.
@@ -99,7 +100,7 @@ fn a_reset_declares_the_keys_of_all_forms() {
     add(&mut requests, Operation::Apply(Action::Reset), &[charge]);
     let times = ServerTimes::default();
     let sent = arguments(&requests.command(&[0], |_| 1, &times, KeyMode::Declared));
-    assert!(sent.starts_with("6 x:{u}:p x:{u}%packed:p "), "{sent}");
+    assert!(sent.starts_with("7 x:{u}:p x:{u}%log:p "), "{sent}");
 }
 
 #[test]
