@@ -235,12 +235,13 @@ impl KeySource {
         policy: &str,
     ) -> Result<Option<Cow<'r, str>>, SelectError> {
         let request = RequestValues::new(attributes, None);
-        if request.is_ambiguous(self) {
+        let value = request.get(self);
+        if request.is_ambiguous(self, value.as_deref()) {
             let (policy, attribute) = (policy.to_owned(), self.to_string());
             return Err(SelectError::Ambiguous { policy, attribute });
         }
         if !self.is_path() {
-            return Ok(request.get(self));
+            return Ok(value);
         }
         let normal = |path: Cow<'r, str>| PathRules::default().matched(&path).map(Cow::into_owned);
         let path = attributes.get("path").map(normal).transpose().map_err(SelectError::Path)?;
@@ -265,11 +266,10 @@ impl<'r> RequestValues<'r> {
         self.path
     }
 
-    fn is_ambiguous(&self, source: &KeySource) -> bool {
-        let name = source.as_str();
-        self.attributes.is_ambiguous(name)
-            || source.may_be_ambiguous()
-                && self.attributes.get(name).is_some_and(|value| source.is_ambiguous_value(&value))
+    /// Returns whether servers may read another value of this attribute than this one.
+    fn is_ambiguous(&self, source: &KeySource, value: Option<&str>) -> bool {
+        self.attributes.is_ambiguous(source.as_str())
+            || value.is_some_and(|value| source.is_ambiguous_value(value))
     }
 
     pub(super) fn get(&self, source: &KeySource) -> Option<Cow<'r, str>> {
@@ -390,14 +390,15 @@ impl Policy {
         cost: Option<u64>,
     ) -> Result<(), SelectError> {
         let shadow = self.mode == Mode::Shadow;
-        if let Some(source) = self.key.iter().find(|source| request.is_ambiguous(source)) {
-            if shadow {
+        let key = match self.key_of(request) {
+            Ok(key) => key,
+            Err(_) if shadow => {
                 selection.shadow_rejections.push(self);
                 return Ok(());
             }
-            return Err(self.ambiguous(source));
-        }
-        let Some(key) = self.key_of(request) else {
+            Err(source) => return Err(self.ambiguous(source)),
+        };
+        let Some(key) = key else {
             selection.missing_key.push(self);
             match self.missing_key {
                 MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
@@ -448,11 +449,13 @@ impl Policy {
         for condition in &self.conditions {
             let matches = |value: &str| condition.patterns.iter().any(|it| it.matches(value));
             let value = request.get(&condition.attribute);
-            let is_match = value.is_some_and(|value| matches(&value));
+            let is_match = value.as_deref().is_some_and(matches);
             // Several headers of one name are one list; of several cookies or parameters, the
             // application may read another one.
             let is_list = condition.attribute.as_str().starts_with("header.");
-            if !is_list && request.is_ambiguous(&condition.attribute) && self.mode == Mode::Enforce
+            if !is_list
+                && request.is_ambiguous(&condition.attribute, value.as_deref())
+                && self.mode == Mode::Enforce
             {
                 return Err(self.ambiguous(&condition.attribute));
             }
@@ -477,16 +480,24 @@ impl Policy {
         }
     }
 
-    /// Returns the key that this request counts under; `None` if it lacks an attribute.
-    fn key_of(&self, request: &RequestValues<'_>) -> Option<String> {
-        let value = |source: &KeySource| request.get(source).filter(|value| !value.is_empty());
-        match self.key.as_slice() {
-            [] => Some("all".to_owned()),
-            [source] => value(source).map(Cow::into_owned),
-            names => {
-                names.iter().map(value).collect::<Option<Vec<_>>>().map(|values| join(&values))
+    /// Returns the key that this request counts under; `None` if it lacks an attribute. The error is
+    /// an attribute that is ambiguous.
+    fn key_of(&self, request: &RequestValues<'_>) -> Result<Option<String>, &KeySource> {
+        let value = |source| {
+            let value = request.get(source);
+            if request.is_ambiguous(source, value.as_deref()) {
+                return Err(source);
             }
-        }
+            Ok(value.filter(|value| !value.is_empty()))
+        };
+        Ok(match self.key.as_slice() {
+            [] => Some("all".to_owned()),
+            [source] => value(source)?.map(Cow::into_owned),
+            names => {
+                let values = names.iter().map(value).collect::<Result<Vec<_>, _>>()?;
+                values.into_iter().collect::<Option<Vec<_>>>().map(|values| join(&values))
+            }
+        })
     }
 }
 

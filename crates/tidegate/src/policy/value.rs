@@ -32,18 +32,12 @@ impl KeySource {
         }
     }
 
-    /// Returns whether servers read values of this attribute differently, in a way that no normal
-    /// form covers: see [`is_ambiguous_value`](Self::is_ambiguous_value).
-    pub(super) fn may_be_ambiguous(&self) -> bool {
-        self.as_str().starts_with("cookie.") || self.is_credentials()
-    }
-
-    /// Returns whether servers read this value differently.
+    /// Returns whether servers read this value, which is in its normal form, differently.
     pub(super) fn is_ambiguous_value(&self, value: &str) -> bool {
         if self.is_credentials() {
             return is_odd_base64(value);
         }
-        cookie_value(value).starts_with(JSON_COOKIE)
+        value.starts_with(JSON_COOKIE) && self.as_str().starts_with("cookie.")
     }
 
     fn is_credentials(&self) -> bool {
@@ -239,7 +233,7 @@ mod tests {
     fn values_that_servers_read_differently_are_ambiguous() {
         let ambiguous = |attribute: &str, value: &str| {
             let source: KeySource = attribute.parse().expect("an attribute");
-            source.may_be_ambiguous() && source.is_ambiguous_value(value)
+            source.is_ambiguous_value(&source.normalize(Cow::Borrowed(value)))
         };
         // `ann:b`, `ann:` and `ann:bc`, and what servers may read as one of them.
         for usual in ["YW5uOmI=", "YW5uOg==", "YW5uOmJj", ""] {
