@@ -64,7 +64,7 @@ impl Shared {
         dispatch(self, node, &InFlightBatch(batch)).await;
         match handle.decisions(&request).await {
             // A node that redirects can answer.
-            Ok(_) | Err(NextStep::Redirect(_)) => Ok(()),
+            Ok(_) | Err(NextStep::Redirect(_) | NextStep::UseOwnKey(_)) => Ok(()),
             Err(NextStep::Fail(error) | NextStep::BackOff(error)) => Err(error),
             Err(NextStep::TimeOut | NextStep::SendAgain) => Err(StoreError::Timeout(self.timeout)),
             Err(NextStep::SendAlone | NextStep::AwaitMigration | NextStep::Split) => {
