@@ -224,7 +224,7 @@ pub mod internals {
         redaction::{Redaction, schema_fields},
         schema,
     };
-    pub use crate::policy::PreparedCharge;
+    pub use crate::policy::{PreparedCharge, text};
 }
 
 pub use algorithm::{Algorithm, Encoding};

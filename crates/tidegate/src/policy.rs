@@ -38,8 +38,9 @@ use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
 pub use select::{Policies, SelectError, Selected, Selection};
 pub use show_keys::ShowKeys;
+pub use value::text;
 #[cfg(feature = "tower")]
-pub(crate) use value::{text, trimmed};
+pub(crate) use value::trimmed;
 
 /// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which

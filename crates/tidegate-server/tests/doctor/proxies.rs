@@ -179,8 +179,8 @@ fn proxy_that_spreads_keys_is_an_error() {
     assert_eq!(code, Some(2), "{found}");
     assert_found(&found, "routing", "error", "a proxy in front spreads keys");
     assert!(advice_of(&found, "routing", "error").contains("by its first key"), "{found}");
-    // A single decision works, so nothing else would show it.
-    assert_found(&found, "scripts", "ok", "works");
+    // Whether a single decision works depends on the servers that Envoy chooses for its key and for
+    // SCRIPT LOAD.
     assert_found(&found, "topology", "ok", "a single server");
     assert_eq!(findings_of(&found, "commands"), Vec::new(), "{found}");
     servers.iter().for_each(Redis::assert_every_key_expires);

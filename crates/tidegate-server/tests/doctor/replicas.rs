@@ -65,13 +65,14 @@ fn user_that_is_missing_in_a_cluster_is_found_on_the_replica() {
     for node in cluster.nodes().iter().filter(|node| node.port() != left_out.port()) {
         apply(node, &rules);
     }
-    // A replica is listed once the others know that it has data.
-    wait_until("all replicas are listed", || {
-        let redis::Value::Array(ranges) = cluster.nodes()[0].query(&["CLUSTER", "SLOTS"]) else {
+    // A node lists a replica once it knows that the replica has data.
+    let lists_replicas = |node: &Redis| {
+        let redis::Value::Array(ranges) = node.query(&["CLUSTER", "SLOTS"]) else {
             panic!("a list")
         };
         ranges.iter().all(|range| matches!(range, redis::Value::Array(parts) if parts.len() > 3))
-    });
+    };
+    wait_until("all nodes list all replicas", || cluster.nodes().iter().all(lists_replicas));
     let url = url.replace("redis://", "redis://tidegate:pw@");
     let (found, code) = run_checks(&url);
     assert_eq!(code, Some(1), "{found}");

@@ -191,38 +191,40 @@ fn client_without_a_complete_head_is_disconnected() {
     assert!(start.elapsed() < TEST_TIMEOUT);
 }
 
-#[test]
-fn client_that_stops_reading_is_disconnected() {
-    let upstream = Upstream::start(|_, stream| {
+/// Starts an upstream whose response does not end while the test runs.
+fn endless_upstream() -> Upstream {
+    Upstream::start(|_, stream| {
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
         let piece = vec![0; 64 * 1024];
         loop {
             stream.write_all(&piece)?;
         }
-    });
-    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    })
+}
+
+/// Starts a download. Returns the number of open files before it, and the client.
+fn start_download(gateway: &Service) -> (usize, TcpStream) {
     let before = gateway.open_files();
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.write_all(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
     gateway.wait_until("the response has started", |gateway| gateway.open_files() >= before + 2);
+    (before, client)
+}
+
+#[test]
+fn client_that_stops_reading_is_disconnected() {
+    let upstream = endless_upstream();
+    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    let (before, client) = start_download(&gateway);
     gateway.wait_until("both connections are closed", |gateway| gateway.open_files() <= before);
     drop(client);
 }
 
 #[test]
 fn client_that_reads_in_drops_is_disconnected() {
-    let upstream = Upstream::start(|_, stream| {
-        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
-        let piece = vec![0; 64 * 1024];
-        loop {
-            stream.write_all(&piece)?;
-        }
-    });
+    let upstream = endless_upstream();
     let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
-    let before = gateway.open_files();
-    let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
-    client.write_all(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
-    gateway.wait_until("the response has started", |gateway| gateway.open_files() >= before + 2);
+    let (before, client) = start_download(&gateway);
     // The socket's buffers must have room again for a part of what they hold.
     gateway.wait_until("both connections are closed", |gateway| {
         let _ = (&client).read(&mut [0; 10]);

@@ -48,7 +48,8 @@ impl KeySource {
 /// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +
 /// byte: different values stay different, and none becomes a control character, which no key may
 /// have.
-pub(crate) fn text(bytes: &[u8]) -> Cow<'_, str> {
+#[must_use]
+pub fn text(bytes: &[u8]) -> Cow<'_, str> {
     let character = |byte: &u8| match byte {
         0x00..=0x7f => char::from(*byte),
         _ => char::from_u32(0x100 + u32::from(*byte)).unwrap_or(char::REPLACEMENT_CHARACTER),

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use http::HeaderMap;
 use tidegate::Attributes;
+use tidegate::internals::text;
 use tidegate::layer::RequestParts;
 
 use super::csv::Columns;
@@ -108,18 +109,6 @@ fn unescaped(bytes: &[u8], escapes: Escapes) -> Cow<'_, str> {
             plain => text(plain),
         },
         _ => text(bytes),
-    }
-}
-
-/// Reads bytes as UTF-8. Other bytes become the characters that the gateway uses for them.
-fn text(bytes: &[u8]) -> Cow<'_, str> {
-    let character = |byte: &u8| match byte {
-        0x00..=0x7f => char::from(*byte),
-        _ => char::from_u32(0x100 + u32::from(*byte)).unwrap_or(char::REPLACEMENT_CHARACTER),
-    };
-    match str::from_utf8(bytes) {
-        Ok(text) => Cow::Borrowed(text),
-        Err(_) => Cow::Owned(bytes.iter().map(character).collect()),
     }
 }
 
