@@ -16,6 +16,7 @@ mod places;
 mod stalled;
 
 use frames::field;
+use support::Service;
 
 /// Returns the HPACK encoding of a request without a body.
 fn request_fields(method: &str, path: &str) -> Vec<u8> {
@@ -32,4 +33,11 @@ fn request_fields(method: &str, path: &str) -> Vec<u8> {
 fn listen(fields: &str) -> String {
     let ports = "http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0'";
     format!("listen: {{{ports}, {fields}}}\n")
+}
+
+/// Waits until the service has counted its closed connections. It counts one after the client can
+/// see the end.
+fn wait_until_closed(service: &Service, reason: &str, count: u64) {
+    let line = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}} {count}\n");
+    service.wait_until(&line, |service| service.admin("/metrics").body.contains(&line));
 }

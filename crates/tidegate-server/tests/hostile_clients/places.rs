@@ -3,7 +3,7 @@ use std::net::{SocketAddr, TcpStream};
 
 use crate::frames::{DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS, PING, field};
 use crate::support::{Response, Service, TEST_TIMEOUT, read_response, request};
-use crate::{listen, request_fields};
+use crate::{listen, request_fields, wait_until_closed};
 
 const NO_ERROR: u32 = 0;
 
@@ -41,13 +41,6 @@ fn get(mut stream: TcpStream) -> Response {
     read_response(&mut stream)
 }
 
-fn closed(service: &Service, reason: &str) -> u64 {
-    let metrics = service.admin("/metrics").body;
-    let name = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}} ");
-    let line = metrics.lines().find_map(|line| line.strip_prefix(&name));
-    line.expect("a counter").parse().expect("a number")
-}
-
 #[test]
 fn idle_connections_are_closed_although_they_ping() {
     let service = Service::start(&listen("idle_timeout: 1s"));
@@ -80,7 +73,7 @@ fn idle_connections_are_closed_although_they_ping() {
         kept.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").expect("sent");
         kept.read_to_end(&mut Vec::new()).expect("the end of the connection");
     }
-    assert_eq!(closed(&service, "idle"), 6);
+    wait_until_closed(&service, "idle", 6);
     // More than the idle timeout has passed.
     watcher.send(PING, 0, 0, b"12345678");
     while watcher.next_of_any_stream().expect("no timeout").expect("open").kind != PING {}
@@ -106,7 +99,7 @@ fn newcomer_gets_the_place_of_the_connection_that_is_idle_for_longest() {
     assert_eq!(request(&service.http, "GET", "/openapi.json", &[], b"").status, 200);
     assert_eq!(idle.remove(1).code_at_the_end(), Some(NO_ERROR));
     idle.iter_mut().for_each(ping);
-    assert_eq!(closed(&service, "evicted"), 1);
+    wait_until_closed(&service, "evicted", 1);
 }
 
 #[test]
@@ -130,7 +123,7 @@ fn newcomer_is_refused_if_all_others_are_busy() {
         assert_eq!((refused.status, refused.header("retry-after")), (503, Some("1")));
         assert_eq!(refused.body, "too many connections\n");
     }
-    assert_eq!(closed(&service, "max_connections"), 10);
+    wait_until_closed(&service, "max_connections", 10);
     // The other listeners have places of their own.
     assert_eq!(service.admin("/healthz").status, 200);
     drop(busy);
@@ -145,7 +138,7 @@ fn one_address_does_not_take_all_places() {
     let service = Service::start(&limits);
     let _busy: Vec<TcpStream> = (0..4).map(|_| busy("127.0.0.1", &service.http)).collect();
     assert_eq!(get(connect_from("127.0.0.1", &service.http)).status, 503);
-    assert_eq!(closed(&service, "max_connections_per_address"), 1);
+    wait_until_closed(&service, "max_connections_per_address", 1);
     assert_eq!(get(connect_from("127.0.0.2", &service.http)).status, 200);
 
     // A trusted proxy has the connections of many clients.
