@@ -6,7 +6,7 @@ use super::*;
 
 fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
     let request = Request::new(operation, charges);
-    requests.add(&request, 7, |text, charge, _| text.push_str(charge.key()))
+    requests.add(&request, 7, |text, charge| text.push_str(charge.key()))
 }
 
 /// Returns the arguments as texts, and headers as their numbers from the kind on.
