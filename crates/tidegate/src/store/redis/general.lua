@@ -68,16 +68,14 @@ local function new_quota(kind, limit, window, option)
   }
 end
 
--- Returns the units of a count that another algorithm or encoding has left, at this quota's rate; 0
--- if the value is not ours.
+-- Returns the units that are in use in a count of another algorithm or encoding, at the rate of this
+-- quota and up to its limit; 0 if the value is not ours.
 local function units_of_another(key, quota)
-  local capacity = quota.kind > 5 and quota.option or quota.limit
+  local burst = quota.kind > 5 and quota.option or quota.limit
   for kind = 1, 6 do
-    local is_bucket = kind == 6
     if kind ~= quota.kind then
-      local limit, option = is_bucket and quota.limit or capacity, is_bucket and capacity or 0
-      local other = new_quota(kind, limit, quota.window, option)
-      local state = other.algorithm.load(key, other)
+      local other = new_quota(kind, quota.limit, quota.window, kind == 6 and burst or 0)
+      local capacity, state = kind == 6 and burst or quota.limit, other.algorithm.load(key, other)
       if not state.is_foreign then return capacity - other.algorithm.remaining(state, other) end
     end
   end

@@ -93,17 +93,6 @@ fn acquires_of_different_keys_are_sorted_by_their_quota() {
 }
 
 #[test]
-fn a_reset_declares_the_keys_of_all_forms() {
-    let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-    let charge = Charge::new("x:{u}%window:p", &quota);
-    let mut requests = EncodedRequests::default();
-    add(&mut requests, Operation::Apply(Action::Reset), &[charge]);
-    let times = ServerTimes::default();
-    let sent = arguments(&requests.command(&[0], |_| 1, &times, KeyMode::Declared));
-    assert!(sent.starts_with("7 x:{u}:p x:{u}%log:p "), "{sent}");
-}
-
-#[test]
 fn equal_acquires_share_an_item_across_many_other_quotas() {
     let quotas: Vec<Quota> = (1..=20)
         .map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid"))
