@@ -76,6 +76,16 @@ async fn a_sorted_set_log_is_readable_by_operators() {
         4,
         "a request is one member, whatever its cost"
     );
+    // A request that leaves no room names the limit and the oldest time, for the denials after it.
+    for _ in 0..7 {
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    }
+    let newest: Vec<String> = redis.query(&["ZRANGE", key, "-1", "-1"]);
+    assert_eq!(newest, ["1700049600750000:1000100:60s|100|00000000"]);
+    redis.query::<()>(&["CONFIG", "RESETSTAT"]);
+    let denied = limiter.acquire(&charge).await.expect("decided");
+    assert_eq!(denied.retry_after, MINUTE - Duration::from_millis(750));
+    assert_eq!((denied.allowed, redis.calls_of("zrange")), (false, 1));
 }
 
 #[tokio::test]

@@ -16,33 +16,34 @@
 -- the two above, and the limit is 100:
 --        1700000009000000:1000140:60s|100|00000000 1700000009000000
 --
--- Members that have left the window are removed in small batches, so that no call takes long. The
--- set expires when a request would leave the window that comes at the end of the current eighth of
--- a window. So only the first write in each eighth sets the expiry.
+-- A write removes the members that have left the window: all at once if no other is left, else at
+-- most a thousand per call, so that no call takes long. The set expires when a request would leave
+-- the window that comes at the end of the current eighth of a window. So only the first write in
+-- each eighth sets the expiry.
 
 local call, sub = redis.call, string.sub
 local MEMBER = '^%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d:%d%d%d%d%d%d%d:%w+'
 local eighth, edge = (window - window % 8) / 8, now - window
 local after_now, after_edge, eighth_start = now + 1, edge + 1, now - now % eighth
 -- To print a number costs as much as a small command, and to read one a fifth of that. So the times
--- of many members are compared as text, in which ";" comes after ":".
+-- of many members are compared as text: the 16 digits decide, whatever follows, in any locale.
 local is_text = to - from >= 8
 if is_text then
-  after_now, after_edge = string.format('%016.0f;', now), string.format('%016.0f;', edge)
+  after_now, after_edge = string.format('%016.0f', after_now), string.format('%016.0f', after_edge)
   eighth_start = string.format('%016.0f', eighth_start)
 end
 -- The header continues with the window as text.
 local suffix = ':' .. sub(argv[run], 81)
-local now_text, expires, full_suffix, digits_from
+local now_text, edge_text, next_digits, expires, full_suffix, digits_from
 for i = from, to do
   local key = keys[i]
   local newest = try('ZRANGE', key, '-1', '-1')
   if newest.err then rare = i break end
   newest = newest[1]
-  -- units: units in the window; first: the oldest member in it; gone: whether an older one has left
-  -- it; is_current: whether the newest was written under this window (and costs 1); is_old: whether
-  -- it was written before this eighth.
-  local units, first, gone, is_current, is_old = 0, nil, false, false, true
+  -- units: units in the window; first: the oldest member in it; gone: members that have left it;
+  -- is_current: whether the newest was written under this window (and costs 1); is_old: whether it
+  -- was written before this eighth.
+  local units, first, gone, is_current, is_old = 0, nil, 0, false, true
   local newest_time, first_time
   if newest then
     local tail, is_full = sub(newest, 25), false
@@ -63,24 +64,33 @@ for i = from, to do
     end
     if is_full and first_time > edge then
       units = limit
-    elseif newest_at < after_edge then
-      gone = true
-    else
-      -- The oldest member of all is mostly the oldest in the window.
-      first = try('ZRANGE', key, '0', '0')[1]
-      local first_tail = sub(first, 25)
-      if first_tail ~= suffix and not string.find(first, MEMBER) then rare = i break end
-      first_time = not is_text and sub(first, 1, 16) + 0
-      if (first_time or first) < after_edge then
-        gone = true
-        local after = string.format('(%.0f', edge)
-        first, first_time = call('ZRANGEBYSCORE', key, after, '+inf', 'LIMIT', '0', '1')[1], nil
-        first_tail = sub(first, 25)
-        if first_tail ~= suffix and not string.find(first, MEMBER) then rare = i break end
+    elseif newest_at >= after_edge then
+      -- The oldest member of all is mostly the oldest in the window, or the next one is.
+      local rank = '0'
+      units = nil
+      while not units do
+        first = call('ZRANGE', key, rank, rank)[1]
+        local own = 1
+        tail = sub(first or '', 25)
+        if tail ~= suffix and not (full_suffix and sub(tail, 1, #full_suffix) == full_suffix) then
+          if not string.find(first or '', MEMBER) then rare = i break end
+          own = tonumber(string.match(tail, '^:%w+:(%d+)$')) or 1
+        end
+        first_time = not is_text and sub(first, 1, 16) + 0
+        if (first_time or first) >= after_edge then
+          units = (sub(newest, 18, 24) - sub(first, 18, 24) + own) % 9000000
+        elseif gone == 0 then
+          gone, rank = 1, '1'
+        else
+          edge_text = edge_text or string.format('%.0f', edge)
+          gone = rank == '1' and call('ZCOUNT', key, '-inf', edge_text) or 0
+          if gone < 2 then rare = i break end
+          rank = string.format('%.0f', gone)
+        end
       end
-      local own = first_tail == suffix and 1
-        or tonumber(string.match(first_tail, '^:%w+:(%d+)$')) or 1
-      units = (sub(newest, 18, 24) - sub(first, 18, 24) + own) % 9000000
+      if rare then break end
+    else
+      gone = -1 -- all of them
     end
   end
   local remaining = limit - units
@@ -91,14 +101,16 @@ for i = from, to do
         now_text = time == 0 and clock[1] .. sub('00000' .. clock[2], -6)
           or string.format('%016.0f', now)
       end
+      if gone < 0 then
+        try('UNLINK', key)
+        newest, is_old = nil, true
+      end
       -- Nine times in ten only the last digit of the total changes, and need not be printed.
-      local digit, cleans, member = newest and total == 1 and string.byte(newest, 24)
+      local digit, member = newest and total == 1 and string.byte(newest, 24), nil
       if digit and digit < 57 then
-        cleans = gone and digit == 52
-        member = now_text .. sub(newest, 17, 23) .. sub('123456789', digit - 47, digit - 47)
-          .. suffix
+        next_digits = next_digits or {'1', '2', '3', '4', '5', '6', '7', '8', '9'}
+        member = now_text .. sub(newest, 17, 23) .. next_digits[digit - 47] .. suffix
       else
-        cleans = gone
         local last_total = (newest and sub(newest, 18, 24) or 1000000) + total
         if last_total > 9999999 then rare = i break end
         member = now_text .. ':' .. last_total .. suffix
@@ -113,13 +125,12 @@ for i = from, to do
         member = member .. '|' .. limit .. '|' .. sub(first or now_text, digits_from, 16)
       end
       if try('ZADD', key, now_text, member) ~= 1 then rare = i break end
-      if cleans then
-        local surplus = call('ZCOUNT', key, '-inf', string.format('%.0f', edge))
-        if surplus > removals then surplus = removals > 16 and removals or 16 end
-        if surplus > 0 then
-          removals = removals - surplus
-          call('ZREMRANGEBYRANK', key, '0', surplus - 1)
-        end
+      if gone == 1 then
+        call('ZREMRANGEBYRANK', key, '0', '0')
+      elseif gone > 1 then
+        if gone > removals then gone = removals > 16 and removals or 16 end
+        removals = removals - gone
+        call('ZREMRANGEBYRANK', key, '0', gone - 1)
       end
       if is_old or not is_current then
         if not expires then
