@@ -520,6 +520,14 @@ async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
         let _ = limiter.refund(&charge.with_cost(60)).await.expect("refunded");
         assert!((1..=13).contains(&expires_in()), "1 % again: {}", expires_in());
     }
+    // A small bucket in use lives longer by at most the time in which four units drain.
+    let quota = Quota::token_bucket(4, 4 * 3_600 * SECOND).expect("valid");
+    let charge = Charge::new("small", &quota);
+    let expires_in = || redis.query::<i64>(&["PTTL", &limiter.store().redis_key(&charge)]) / 3_600;
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    assert!((999..=1_501).contains(&expires_in()), "{} thousandths of an hour", expires_in());
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    assert!((1_999..=6_001).contains(&expires_in()), "{} thousandths of an hour", expires_in());
     // The key of a bucket that drains within a millisecond is gone at once.
     let quota = Quota::token_bucket(1_000, SECOND).expect("valid");
     let charge = Charge::new("fast", &quota);

@@ -9,10 +9,10 @@
 --   ->   "b", 7, 12000000, 1700000000123456, 1700000008643456, 60000000
 --
 -- The key expires when the level has drained, and later by one to two sixteenths of the time in
--- which a full bucket drains. Within that slack, further requests need not set the expiry again,
--- which costs nearly as much as the rest of a write, but overwrite the level, its fraction and its
--- time in place (SETRANGE). Expiries are multiples of such a sixteenth, so that the buckets of a
--- call mostly share one.
+-- which a full bucket drains, or if it is in use already, by the time of two to four units. Within
+-- that slack, further requests need not set the expiry again, which costs nearly as much as the
+-- rest of a write, but overwrite the level, its fraction and its time in place (SETRANGE). Expiries
+-- are multiples of the slack, so that the buckets of a call mostly share one.
 
 -- The remainder of an exact division costs less here than math.floor.
 local expires_of, expires = nil, nil
@@ -49,8 +49,10 @@ for i = from, to do
           break
         end
       else
-        local sixteenth = math.floor(option * window / limit / 16) + 1
-        lives_until = (math.floor(drained_at / sixteenth) + 2) * sixteenth
+        local slack = option * window / limit / 16
+        if level + part > 0 and slack < 2 * window / limit then slack = 2 * window / limit end
+        slack = math.floor(slack) + 1
+        lives_until = (math.floor(drained_at / slack) + 2) * slack
         if lives_until ~= expires_of then
           expires_of, expires = lives_until, math.floor((lives_until + expiry_shift) / 1000) + 1
           if from < to then expires = string.format('%.0f', expires) end
