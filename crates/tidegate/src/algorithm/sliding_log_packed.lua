@@ -8,7 +8,7 @@
 --   at least; then the requests in the order of time
 --   a request is its time in 4, 5 or 6 bytes (enough for the window; the newest time has the rest)
 -- Long, a hash of chunks of 255 requests. The field "log" has a header and the chunk that is not
--- full yet; a full chunk has its number as its field. A field "window" tells it from a counter:
+-- full yet; a full chunk has its number as its field. Other hashes have no field "log":
 --   a request of cost 1 is its time; from the first other cost on, a request is its time and the
 --   running total of units in 4 bytes
 -- For example, two requests of a window of a minute:
