@@ -102,7 +102,9 @@ impl Round<'_> {
 
     /// Returns the results of a batch whose deadlines have all passed.
     fn time_out(&self) -> Vec<ItemResult> {
-        let Some(_) = self.sealed.earliest else { return Vec::new() };
+        if self.sealed.earliest.is_none() {
+            return Vec::new();
+        }
         self.node.check_health();
         let step = self.next_step(0, AttemptError::TimedOut);
         self.sealed.requests.items().iter().map(|_| Err(step.clone())).collect()

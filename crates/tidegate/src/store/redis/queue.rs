@@ -57,6 +57,8 @@ pub(super) struct InFlightPermit {
     number: u64,
     shared: Arc<Shared>,
     node: Arc<NodeClient>,
+    /// Whether it was passed to a task that has not started yet.
+    is_passed: bool,
 }
 
 /// Role of a caller whose request was added to a batch.
@@ -136,10 +138,8 @@ pub(super) fn enqueue(
     if leads {
         let number = state.issue_permit();
         drop(state);
-        return Enqueued::Lead(BatchLeader {
-            handle,
-            permit: InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(node) },
-        });
+        let permit = InFlightPermit::new(number, shared, node);
+        return Enqueued::Lead(BatchLeader { handle, permit });
     }
     if state.in_flight.len() < MAX_IN_FLIGHT
         && handle.weight() >= MAX_BATCH_WEIGHT
@@ -147,7 +147,7 @@ pub(super) fn enqueue(
     {
         let number = state.issue_permit();
         drop(state);
-        let permit = InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(node) };
+        let permit = InFlightPermit::new(number, shared, node);
         node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         return Enqueued::Wait(handle);
     }
@@ -208,8 +208,7 @@ async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
             state.in_flight.pop_front();
             let number = state.issue_permit();
             drop(state);
-            let permit =
-                InFlightPermit { number, shared: Arc::clone(&shared), node: Arc::clone(&node) };
+            let permit = InFlightPermit::new(number, &shared, &node);
             node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         }
     }
@@ -259,18 +258,28 @@ impl QueueState {
 
 impl Drop for InFlightPermit {
     fn drop(&mut self) {
-        if self.node.queue().state().keeps_permit(self.number) {
-            let permit = InFlightPermit {
-                number: self.number,
-                shared: Arc::clone(&self.shared),
-                node: Arc::clone(&self.node),
-            };
+        if self.is_passed {
+            // The runtime is shutting down, so that no batch can be sent: the waiters get an error.
+            while let Some(batch) = self.next_batch() {
+                drop(batch);
+            }
+        } else if self.node.queue().state().keeps_permit(self.number) {
+            let mut permit = Self::new(self.number, &self.shared, &self.node);
+            permit.is_passed = true;
             self.node.queue().runtime.spawn(permit.send_open_batches());
         }
     }
 }
 
 impl InFlightPermit {
+    fn new(number: u64, shared: &Arc<Shared>, node: &Arc<NodeClient>) -> Self {
+        Self { number, shared: Arc::clone(shared), node: Arc::clone(node), is_passed: false }
+    }
+
+    fn next_batch(&self) -> Option<InFlightBatch> {
+        self.node.queue().state().next_batch(self.number)
+    }
+
     /// Sends a batch, then those that have gathered since.
     async fn send_batches(self, first: InFlightBatch) {
         dispatch(&self.shared, &self.node, &first).await;
@@ -278,15 +287,15 @@ impl InFlightPermit {
     }
 
     /// Sends the open batches, one after the other.
-    async fn send_open_batches(self) {
+    async fn send_open_batches(mut self) {
+        self.is_passed = false;
         loop {
             // Callers whose decisions have just arrived often have the next request. Without this
             // they would miss a small batch, and send another small one: two calls instead of one.
             if self.node.queue().state().is_small() {
                 tokio::task::yield_now().await;
             }
-            let next = self.node.queue().state().next_batch(self.number);
-            let Some(batch) = next else { return };
+            let Some(batch) = self.next_batch() else { return };
             dispatch(&self.shared, &self.node, &batch).await;
         }
     }

@@ -189,6 +189,8 @@ impl WireState {
         while let Some((reply, length)) = resp::parse(&self.buffer[start..self.received])? {
             start += length;
             let Some(call) = self.calls.get_mut(self.answered) else {
+                // A server that has too many clients says so before the first command.
+                reply.extract_error()?;
                 return Err(unexpected("a reply to no command"));
             };
             call.replies.push(reply);
@@ -390,6 +392,12 @@ mod tests {
         let call = wire.call(b"one", 1);
         server.write_all(b"HTTP/1.1 400 Bad Request\r\n").await.expect("sent");
         assert!(call.await.is_err(), "not Redis");
+
+        let (wire, mut server) = open(1_024);
+        server.write_all(b"-ERR max number of clients reached\r\n").await.expect("sent");
+        tokio::task::yield_now().await;
+        let error = wire.call(b"one", 1).await.expect_err("closed");
+        assert_eq!(error.detail(), Some("max number of clients reached"));
     }
 
     #[tokio::test]
