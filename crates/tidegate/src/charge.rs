@@ -274,3 +274,34 @@ impl<'a> Charge<'a> {
         Ok(())
     }
 }
+
+/// Copy of a charge that does not borrow from the caller.
+#[cfg(feature = "resilience")]
+#[derive(Debug)]
+pub(crate) struct OwnedCharge {
+    key: String,
+    policy: String,
+    quota: Quota,
+    cost: u64,
+    charged_at: Timestamp,
+}
+
+#[cfg(feature = "resilience")]
+impl OwnedCharge {
+    pub(crate) fn of(charge: &Charge<'_>) -> Self {
+        Self {
+            key: charge.key().to_owned(),
+            policy: charge.policy().to_owned(),
+            quota: charge.quota().clone(),
+            cost: charge.cost(),
+            charged_at: charge.charged_at(),
+        }
+    }
+
+    pub(crate) fn charge(&self) -> Charge<'_> {
+        Charge::new(&self.key, &self.quota)
+            .with_policy(&self.policy)
+            .with_cost(self.cost)
+            .with_charged_at(self.charged_at)
+    }
+}

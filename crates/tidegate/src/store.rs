@@ -10,8 +10,6 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 
-#[cfg(feature = "resilience")]
-pub(crate) mod compensation;
 pub mod invalidation;
 pub mod memory;
 #[cfg(feature = "redis")]

@@ -536,3 +536,25 @@ async fn futures_that_are_not_polled_do_not_block_others() {
     }
     assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 99 - 20 - CALLS as u64);
 }
+
+#[test]
+fn waiters_get_an_error_when_the_runtime_of_the_store_ends() {
+    let redis = Redis::start();
+    let owner = tokio::runtime::Runtime::new().expect("a runtime");
+    let limiter = owner.block_on(limiter_with(&redis, LONG));
+    let callers = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    callers.expect("a runtime").block_on(async {
+        let quota = Quota::fixed_window(10, LONG).expect("valid");
+        let charge = Charge::new("earlier", &quota);
+        assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        redis.pause_writes();
+        // The first one is in flight, the others wait for the next call.
+        let waiting = fill_in_flight(&limiter).await;
+        owner.shutdown_background();
+        for task in waiting {
+            let decided = tokio::time::timeout(TEST_TIMEOUT, task).await.expect("in time");
+            let error = decided.expect("no panic").expect_err("not sent");
+            assert!(matches!(error, Error::Store(StoreError::Unreachable(_))), "{error:?}");
+        }
+    });
+}

@@ -7,6 +7,8 @@ mod support;
 mod api;
 /// Startup, reload and shutdown.
 mod lifecycle;
+/// Metrics of the nodes of a cluster.
+mod nodes;
 /// Tokens, admin API, shared counters and outages of Redis.
 mod operations;
 

@@ -57,7 +57,7 @@ use self::invalidation::PendingInvalidation;
 use self::node::NodeClient;
 use self::publisher::Publisher;
 use self::queue::Enqueued;
-use self::requests::{Operation, Request, RequestDecisions};
+use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
 use self::step::{CallError, Delivery, Retries, Target};
@@ -73,6 +73,7 @@ use crate::key::write_redis_key;
 mod batch;
 mod builder;
 mod call;
+mod compensation;
 mod connection;
 mod count;
 mod dispatch;
@@ -91,6 +92,7 @@ mod queue;
 mod refresh;
 mod reply;
 mod requests;
+mod resp;
 mod scheme;
 mod script;
 mod server_clock;
@@ -98,6 +100,7 @@ mod slot;
 mod step;
 mod tls;
 mod topology;
+mod wire;
 
 /// Store whose counts all processes on one Redis or one cluster share.
 ///
@@ -275,9 +278,15 @@ impl Shared {
         }
     }
 
-    /// Returns the times of a call that is sent now.
-    fn server_times(&self, clock: &ServerClock, deadline: Instant) -> ServerTimes {
-        ServerTimes::new(clock, deadline, self.driven_time(), || self.clock.now().as_micros())
+    /// Returns the times of a call of these requests that is sent now.
+    fn server_times(
+        &self,
+        clock: &ServerClock,
+        deadline: Instant,
+        requests: &EncodedRequests,
+    ) -> ServerTimes {
+        let own_now = requests.have_times().then_some(|| self.clock.now().as_micros());
+        ServerTimes::new(clock, deadline, self.driven_time(), own_now)
     }
 
     /// Returns the time of the store's own clock.

@@ -11,8 +11,7 @@ use tokio::time::sleep;
 use super::DenyCacheCore;
 use super::key::EntryKey;
 use super::table::CacheQuery;
-use crate::charge::Charge;
-use crate::store::compensation::OwnedCharge;
+use crate::charge::{Charge, OwnedCharge};
 use crate::store::{Action, SharedStore};
 
 /// Time for which a denial that counts is cached. The denials of this time are then recorded in the

@@ -9,8 +9,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::{FallbackCore, settlement};
-use crate::charge::Charge;
-use crate::store::compensation::OwnedCharge;
+use crate::charge::{Charge, OwnedCharge};
 use crate::store::{SharedStore, Store, StoreError};
 
 /// Number of different reasons of one outage that are logged, each once.

@@ -82,6 +82,8 @@ pub(super) type ItemResult = Result<ItemReply, NextStep>;
 pub(super) struct BatchHandle {
     batch: Arc<Batch>,
     index: usize,
+    /// Expected time of the batch in Redis when the waiter joined; see [`EncodedRequests::weight`].
+    weight: usize,
     done: bool,
 }
 
@@ -105,17 +107,12 @@ impl Batch {
             None => open.deliveries.push(delivery),
         }
         open.waiters.push(Waiter { item, deadline, state: WaiterState::Waiting(None) });
-        BatchHandle { batch: Arc::clone(self), index: open.waiters.len() - 1, done: false }
-    }
-
-    /// Returns the number of charges.
-    pub(super) fn charges(&self) -> usize {
-        self.open().requests.charges()
-    }
-
-    /// Returns the expected time in Redis; see [`EncodedRequests::weight`].
-    pub(super) fn weight(&self) -> usize {
-        self.open().requests.weight()
+        BatchHandle {
+            batch: Arc::clone(self),
+            index: open.waiters.len() - 1,
+            weight: open.requests.weight(),
+            done: false,
+        }
     }
 
     /// Returns whether exactly one request has joined.
@@ -207,7 +204,8 @@ impl Completed {
             return Err(NextStep::Fail(StoreError::Unreachable(reason.to_owned())));
         };
         let Some(Position { item, preceding }) = *position else { return Err(NextStep::TimeOut) };
-        let reply = self.results[item].as_ref().map_err(NextStep::clone)?;
+        let Some(result) = self.results.get(item) else { return Err(NextStep::TimeOut) };
+        let reply = result.as_ref().map_err(NextStep::clone)?;
         reply.decisions(request, preceding).map_err(NextStep::Fail)
     }
 }
@@ -215,6 +213,10 @@ impl Completed {
 impl BatchHandle {
     pub(super) fn batch(&self) -> &Arc<Batch> {
         &self.batch
+    }
+
+    pub(super) fn weight(&self) -> usize {
+        self.weight
     }
 
     /// Waits for the decisions, or the next step of the request.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Pipeline, Value};
+use redis::{Cmd, Value};
 use tokio::time::timeout_at;
 
 use super::Shared;
@@ -24,8 +24,8 @@ use crate::store::StoreError;
 /// Call of one script.
 pub(super) struct ScriptCall {
     pub(super) script: &'static Script,
-    /// The whole EVALSHA command.
-    pub(super) command: Cmd,
+    /// The whole EVALSHA command, encoded.
+    pub(super) command: Vec<u8>,
     /// Whether ASKING precedes it, because the node is importing its slot.
     pub(super) asking: bool,
 }
@@ -52,6 +52,7 @@ struct ScriptLoad {
     lock: tokio::sync::Mutex<()>,
 }
 
+const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
 const NO_SCRIPT: AttemptError = AttemptError::Server(ServerError::NoScript);
 /// Time for which scripts are sent as text to a node on which a load did not help.
 const TEXT_TTL: Duration = Duration::from_secs(60);
@@ -88,7 +89,8 @@ impl LoadedScripts {
 
 impl NodeClient {
     /// Sends these calls in one pipeline, and returns the result of each. Calls of a script that is
-    /// missing are sent again: after a load, then with the text.
+    /// missing are sent again: after a load until the deadline, then with the text. The caller ends
+    /// the wait for replies.
     pub(super) async fn run(
         &self,
         on: &Connection,
@@ -96,7 +98,7 @@ impl NodeClient {
         deadline: Instant,
     ) -> Vec<ScriptResult> {
         let loads_before = self.scripts().completed.load(Ordering::Acquire);
-        let results = self.send_calls(on, calls, deadline).await;
+        let results = self.send_calls(on, calls).await;
         if !results.iter().any(is_missing) {
             return results;
         }
@@ -141,7 +143,7 @@ impl NodeClient {
             }
             let again: Vec<ScriptCall> =
                 missing.iter().map(|call| calls[*call].again(with_text)).collect();
-            let resent = self.send_calls(on, &again, deadline).await;
+            let resent = self.send_calls(on, &again).await;
             if with_text && resent.iter().any(Result::is_ok) && self.scripts().send_text() {
                 tracing::warn!(
                     node = %self.address(),
@@ -184,25 +186,19 @@ impl NodeClient {
     }
 
     /// Sends calls once.
-    async fn send_calls(
-        &self,
-        on: &Connection,
-        calls: &[ScriptCall],
-        deadline: Instant,
-    ) -> Vec<ScriptResult> {
-        if let [call] = calls
-            && !call.asking
-        {
-            return vec![self.send(on, &call.command, deadline).await];
-        }
-        let mut commands = Pipeline::with_capacity(2 * calls.len());
-        for call in calls {
-            if call.asking {
-                commands.add_command(redis::cmd("ASKING"));
+    async fn send_calls(&self, on: &Connection, calls: &[ScriptCall]) -> Vec<ScriptResult> {
+        let mut joined = Vec::new();
+        let (commands, replies) = match calls {
+            [call] if !call.asking => (&call.command, 1),
+            calls => {
+                for call in calls {
+                    joined.extend_from_slice(if call.asking { ASKING } else { b"" });
+                    joined.extend_from_slice(&call.command);
+                }
+                (&joined, calls.len() + calls.iter().filter(|call| call.asking).count())
             }
-            commands.add_command(call.command.clone());
-        }
-        match self.pipeline(on, &commands, deadline).await {
+        };
+        match self.send(on, commands, replies).await {
             Ok(replies) => {
                 let mut replies = replies.into_iter();
                 let reply = |call: &ScriptCall| {
@@ -245,18 +241,8 @@ fn is_missing(result: &ScriptResult) -> bool {
 impl ScriptCall {
     /// Returns this call once more, by EVAL with the text if so asked.
     fn again(&self, with_text: bool) -> Self {
-        let command = if with_text {
-            let mut command = redis::cmd("EVAL");
-            command.arg(self.script.text());
-            for argument in self.command.args_iter().skip(2) {
-                if let redis::Arg::Simple(bytes) = argument {
-                    command.arg(bytes);
-                }
-            }
-            command
-        } else {
-            self.command.clone()
-        };
+        let command =
+            if with_text { self.script.with_text(&self.command) } else { self.command.clone() };
         Self { script: self.script, command, asking: self.asking }
     }
 }
@@ -276,12 +262,12 @@ impl Shared {
         let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
         loop {
             let asking = target.delivery == Delivery::Asking;
-            let call = [ScriptCall { script, command: command(), asking }];
-            let sent = match target.node.connection(deadline).await {
-                Ok(connection) => target.node.run(&connection, &call, deadline).await.remove(0),
-                Err(error) => Err(error),
+            let call = [ScriptCall { script, command: command().get_packed_command(), asking }];
+            let sent = async {
+                let connection = target.node.connection(deadline).await?;
+                target.node.run(&connection, &call, deadline).await.remove(0)
             };
-            let error = match sent {
+            let error = match target.node.within(deadline, sent).await {
                 Ok(reply) => return read(reply),
                 Err(error) => error,
             };

@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::timeout;
@@ -10,10 +9,11 @@ use tokio::time::timeout;
 use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::NodeError;
 use super::server_clock::ServerClock;
+use super::wire::Wire;
 
 /// Established connection. Dropping it closes the socket.
 pub(super) struct Connection {
-    pub(super) handle: MultiplexedConnection,
+    pub(super) wire: Wire,
     pub(super) driver: AbortHandle,
     pub(super) connected_at: Instant,
     /// Clock of the connected server; after a reconnect the address may lead to another server.
@@ -21,9 +21,9 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn new(handle: MultiplexedConnection, driver: &JoinHandle<()>) -> Self {
+    pub(super) fn new(wire: Wire, driver: &JoinHandle<()>) -> Self {
         Self {
-            handle,
+            wire,
             driver: driver.abort_handle(),
             connected_at: Instant::now(),
             clock: ServerClock::new(),
@@ -62,7 +62,7 @@ pub(super) async fn query_all_once(
     query_timeout: Duration,
 ) -> Result<Vec<Value>, NodeError> {
     let query = async {
-        let (mut handle, driver) = match address.open(options).await {
+        let (wire, driver) = match address.open(options).await {
             Ok(opened) => opened,
             Err(OpenError::Failed(error)) => {
                 return Err(NodeError::during_handshake(address, &error));
@@ -72,7 +72,7 @@ pub(super) async fn query_all_once(
             }
         };
         let driver = tokio::spawn(driver);
-        let _connection = Connection::new(handle.clone(), &driver);
+        let _connection = Connection::new(wire.clone(), &driver);
         let mut pipeline = Pipeline::new();
         let handshake = options.handshake_commands();
         let handshake_length = handshake.len();
@@ -80,7 +80,7 @@ pub(super) async fn query_all_once(
             pipeline.add_command(command);
         }
         let handshake_error = |error: RedisError| NodeError::during_handshake(address, &error);
-        let mut replies = match handle.send_packed_commands(&pipeline, 0, pipeline.len()).await {
+        let mut replies = match wire.send_all(&pipeline).await {
             Ok(replies) => replies,
             Err(error) => {
                 let wrong_scheme = address.wrong_scheme(options).await;

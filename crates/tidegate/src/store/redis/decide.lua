@@ -62,9 +62,8 @@ local now, expiry_shift = server_time, 0
 if time > 0 then now, expiry_shift = time, server_time - time + 3600000000 end
 
 if argv[runs + 1] then
-  keys = {}
-  for i = 1, #KEYS do keys[i] = KEYS[i] end
-  for i = runs + 1, #argv do keys[#keys + 1] = argv[i] end
+  keys = {unpack(argv, runs)}
+  keys[1] = KEYS[1]
 end
 
 -- Remaining budget of this call for the removal of expired members of sorted sets, each of which

@@ -19,13 +19,13 @@ use super::error::{
     refuses_undeclared, with_address,
 };
 use super::node::NodeClient;
-use super::requests::ItemReply;
+use super::requests::{ItemReply, OrderedItem};
 use super::script::{KeyMode, Script};
 use super::step::{Delivery, NextStep};
 
 /// Call of a batch.
 struct PlannedCall {
-    items: Vec<usize>,
+    items: Vec<OrderedItem>,
     mode: KeyMode,
     asking: bool,
 }
@@ -37,16 +37,13 @@ pub(super) async fn dispatch(
     InFlightBatch(batch): &InFlightBatch,
 ) {
     let sealed = batch.seal(Instant::now());
-    let Some(earliest) = sealed.earliest else { return batch.complete(sealed, Vec::new()) };
     let round = Round { shared, node, sealed: &sealed };
-    let results = if earliest == sealed.latest {
-        // The call itself ends at the deadline.
-        round.send().await
-    } else {
+    let results = {
         let mut call = pin!(round.send());
-        let mut next_deadline = Some(earliest);
+        let mut next_deadline = sealed.earliest;
         loop {
-            let Some(deadline) = next_deadline else { break call.await };
+            // Nobody waits any more.
+            let Some(deadline) = next_deadline else { break round.time_out() };
             tokio::select! {
                 biased;
                 results = &mut call => break results,
@@ -76,16 +73,18 @@ impl Round<'_> {
             for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
                 match replies {
                     Ok(replies) => {
-                        for (item, reply) in call.items.iter().zip(replies) {
+                        for (OrderedItem { item, .. }, reply) in call.items.iter().zip(replies) {
                             results[*item] = self.item_result(*item, reply, call.mode);
                         }
                     }
                     Err(error) if call.mode == KeyMode::CrossSlot && self.may_declare(&error) => {
-                        to_declare.extend(&call.items);
+                        to_declare.extend(call.items.iter().map(|ordered| ordered.item));
                     }
                     Err(error) => {
-                        let step = self.next_step(call.items[0], error);
-                        call.items.iter().for_each(|item| results[*item] = Err(step.clone()));
+                        let step = self.next_step(call.items[0].item, error);
+                        for OrderedItem { item, .. } in &call.items {
+                            results[*item] = Err(step.clone());
+                        }
                     }
                 }
             }
@@ -101,11 +100,26 @@ impl Round<'_> {
         results
     }
 
+    /// Returns the results of a batch whose deadlines have all passed.
+    fn time_out(&self) -> Vec<ItemResult> {
+        if self.sealed.earliest.is_none() {
+            return Vec::new();
+        }
+        self.node.check_health();
+        let step = self.next_step(0, AttemptError::TimedOut);
+        self.sealed.requests.items().iter().map(|_| Err(step.clone())).collect()
+    }
+
     /// Returns the calls that decide these items: one for all that may share it, or on a cluster,
     /// if it does not cross slots, one per slot.
     fn plan(&self, items: Vec<usize>, crosses_slots: bool) -> Vec<PlannedCall> {
         let sealed = self.sealed;
-        let declared = |items, asking| PlannedCall { items, mode: KeyMode::Declared, asking };
+        let planned = |items: &[usize], mode, asking| {
+            let repeats = |item: usize| sealed.repeats[item];
+            let items = sealed.requests.order(items.iter().copied(), repeats);
+            PlannedCall { items, mode, asking }
+        };
+        let declared = |items: &[usize], asking| planned(items, KeyMode::Declared, asking);
         let (mut calls, mut shared) = (Vec::new(), items);
         let mut spans_slots = false;
         shared.retain(|item| {
@@ -115,26 +129,25 @@ impl Round<'_> {
                     spans_slots = true;
                     return true;
                 }
-                Delivery::Alone => calls.push(declared(vec![*item], false)),
-                Delivery::Asking => calls.push(declared(vec![*item], true)),
+                Delivery::Alone => calls.push(declared(&[*item], false)),
+                Delivery::Asking => calls.push(declared(&[*item], true)),
             }
             false
         });
         let slot = |item: &usize| sealed.requests.items()[*item].slot;
         let is_one_slot = !spans_slots
-            && (shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1]))
-                || !self.shared.topology.state().is_cluster());
+            && (!self.shared.topology.state().is_cluster()
+                || shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1])));
         if shared.is_empty() {
             // Nothing to share.
         } else if is_one_slot {
-            calls.push(declared(shared, false));
+            calls.push(declared(&shared, false));
         } else if crosses_slots || spans_slots {
-            let mode = KeyMode::CrossSlot;
-            calls.push(PlannedCall { items: shared, mode, asking: false });
+            calls.push(planned(&shared, KeyMode::CrossSlot, false));
         } else {
             shared.sort_by_key(slot);
             let by_slot = shared.chunk_by(|one, other| slot(one) == slot(other));
-            calls.extend(by_slot.map(|items| declared(items.to_vec(), false)));
+            calls.extend(by_slot.map(|items| declared(items, false)));
         }
         calls
     }
@@ -159,16 +172,16 @@ impl Round<'_> {
 
     /// Sends the calls in one pipeline. Returns for each the replies to its items.
     async fn send_calls(&self, calls: &[PlannedCall]) -> Vec<Result<Vec<ItemReply>, AttemptError>> {
-        let Sealed { requests, repeats, earliest, latest, .. } = self.sealed;
+        let Sealed { requests, earliest, latest, .. } = self.sealed;
         let connection = match self.node.connection(*latest).await {
             Ok(connection) => connection,
             Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
         };
-        let times = self.shared.server_times(connection.clock(), earliest.unwrap_or(*latest));
-        let repeats = |item: usize| repeats[item];
+        let deadline = earliest.unwrap_or(*latest);
+        let times = self.shared.server_times(connection.clock(), deadline, requests);
         let script_call = |call: &PlannedCall| ScriptCall {
             script: Script::decide(call.mode),
-            command: requests.command(&call.items, repeats, &times, call.mode),
+            command: requests.command(&call.items, &times, call.mode),
             asking: call.asking,
         };
         let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
@@ -176,8 +189,7 @@ impl Round<'_> {
         let replies = self.node.run(&connection, &script_calls, *latest).await;
         let received = Instant::now();
         let read = |(call, reply): (&PlannedCall, ScriptResult)| {
-            let reply =
-                requests.read(&call.items, repeats, reply?).map_err(AttemptError::Unusable)?;
+            let reply = requests.read(&call.items, &reply?).map_err(AttemptError::Unusable)?;
             connection.clock().observe(reply.now, sent, received);
             // The script ran after its deadline, perhaps only because the server's clock was set.
             // Its time is known now.

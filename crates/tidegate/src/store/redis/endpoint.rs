@@ -4,17 +4,15 @@
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::Arc;
 
-use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Cmd, RedisConnectionInfo, RedisError};
-use tokio::io::{AsyncRead, AsyncWrite};
+use redis::{Cmd, RedisError};
 use tokio::net::TcpStream;
 
 use super::error::NodeError;
 use super::scheme::{self, Handshake};
 use super::tls::ClientTls;
+use super::wire::{Driver, Wire};
 
 /// Address that a node listens on.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -46,12 +44,6 @@ impl<E: Into<RedisError>> From<E> for OpenError {
     }
 }
 
-/// Future that reads and writes a connection's socket. It completes when the connection is closed.
-pub(super) type Driver = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-/// Commands that may be queued for the socket before a caller has to wait.
-const PIPELINE_CAPACITY: usize = 1_024;
-
 impl Address {
     pub(super) fn tcp(host: &str, port: u16) -> Self {
         Self::Tcp { host: host.to_owned(), port }
@@ -79,22 +71,22 @@ impl Address {
     pub(super) async fn open(
         &self,
         options: &ConnectionOptions,
-    ) -> Result<(MultiplexedConnection, Driver), OpenError> {
+    ) -> Result<(Wire, Driver), OpenError> {
         match self {
             Self::Tcp { host, port } => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
                 stream.set_nodelay(true)?;
-                let Some(tls) = &options.tls else { return Ok(multiplex(stream).await?) };
+                let Some(tls) = &options.tls else { return Ok(Wire::new(stream)) };
                 let name = tls
                     .name_of(self, host)
                     .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
                 match scheme::handshake(&tls.config, name, (host, *port), stream).await? {
-                    Handshake::Done(stream) => Ok(multiplex(stream).await?),
+                    Handshake::Done(stream) => Ok(Wire::new(stream)),
                     Handshake::Plain => Err(OpenError::WrongScheme(scheme::NO_TLS)),
                 }
             }
             #[cfg(unix)]
-            Self::Unix(path) => Ok(multiplex(tokio::net::UnixStream::connect(path).await?).await?),
+            Self::Unix(path) => Ok(Wire::new(tokio::net::UnixStream::connect(path).await?)),
             #[cfg(not(unix))]
             Self::Unix(_) => Err(io::Error::from(io::ErrorKind::Unsupported).into()),
         }
@@ -144,20 +136,6 @@ impl ConnectionOptions {
         }
         commands
     }
-}
-
-/// Starts a multiplexed connection on an open stream.
-async fn multiplex(
-    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-) -> Result<(MultiplexedConnection, Driver), RedisError> {
-    // No timeout here: each call has its own deadline.
-    let config = AsyncConnectionConfig::new()
-        .set_response_timeout(None)
-        .set_pipeline_buffer_size(PIPELINE_CAPACITY);
-    let no_handshake = RedisConnectionInfo::default().set_skip_set_lib_name();
-    let (connection, driver) =
-        MultiplexedConnection::new_with_config(&no_handshake, stream, config).await?;
-    Ok((connection, Box::pin(driver)))
 }
 
 #[cfg(test)]

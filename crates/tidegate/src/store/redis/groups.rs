@@ -7,20 +7,17 @@ use std::time::Instant;
 use tokio::time::timeout_at;
 
 use super::Shared;
+use super::compensation::{GroupAction, PendingRefund, decide_in_order};
 use super::invalidation::PendingInvalidation;
 use super::requests::{Operation, Request};
 use super::step::{CallError, Delivery};
-use crate::charge::Charge;
+use crate::charge::{Charge, OwnedCharge};
 use crate::clock::Timestamp;
 use crate::decision::Decision;
-use crate::store::compensation::{
-    GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, scatter,
-    without_cost,
-};
 use crate::store::{Action, StoreError};
 
 /// Charges of several slots, grouped by slot.
-struct CrossSlotGroups<'a> {
+pub(super) struct CrossSlotGroups<'a> {
     shared: &'a Arc<Shared>,
     started: Instant,
     groups: Vec<Vec<Charge<'a>>>,
@@ -95,20 +92,29 @@ async fn decide_cross_slot(
     Ok(scatter(groups, decide_in_order(&cross_slot, action).await?))
 }
 
-impl Groups for CrossSlotGroups<'_> {
-    fn count(&self) -> usize {
+impl CrossSlotGroups<'_> {
+    /// Returns the number of groups.
+    pub(super) fn count(&self) -> usize {
         self.groups.len()
     }
 
-    fn charges(&self, group: usize) -> &[Charge<'_>] {
+    /// Returns the charges of one group.
+    pub(super) fn charges(&self, group: usize) -> &[Charge<'_>] {
         &self.groups[group]
     }
 
-    fn stages(&self) -> Vec<Vec<usize>> {
-        self.stages.clone()
+    /// Returns the groups in stages, for an acquire: groups of one stage are decided concurrently,
+    /// stages one after the other, so that a denial spends nothing in the later ones.
+    pub(super) fn stages(&self) -> &[Vec<usize>] {
+        &self.stages
     }
 
-    async fn decide(&self, group: usize, action: GroupAction) -> Result<Vec<Decision>, StoreError> {
+    /// Decides one group. Returns one decision per charge.
+    pub(super) async fn decide(
+        &self,
+        group: usize,
+        action: GroupAction,
+    ) -> Result<Vec<Decision>, StoreError> {
         let charges = &self.groups[group];
         let free_charges;
         let (operation, charges) = match action {
@@ -124,11 +130,14 @@ impl Groups for CrossSlotGroups<'_> {
         Ok(decided.map_err(CallError::into_store_error)?.into_vec())
     }
 
-    fn now(&self) -> Timestamp {
+    /// Returns the time of the store's clock.
+    pub(super) fn now(&self) -> Timestamp {
         self.shared.now()
     }
 
-    fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund {
+    /// Starts to refund these charges of one group. The refund continues even if the returned
+    /// future is dropped, because the caller may have been cancelled or timed out.
+    pub(super) fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund {
         let owned: Vec<OwnedCharge> = charges.iter().map(OwnedCharge::of).collect();
         let shared = Arc::clone(self.shared);
         let deadline = self.started + shared.timeout;
@@ -153,4 +162,34 @@ impl Groups for CrossSlotGroups<'_> {
         });
         Box::pin(async move { timeout_at(deadline.into(), task?).await.ok()?.ok()? })
     }
+}
+
+/// Groups charges by a key. Returns the indices of each group's charges, groups in the order of
+/// their first charge.
+fn group_by<K: PartialEq>(
+    charges: &[Charge<'_>],
+    group_key: impl Fn(&Charge<'_>) -> K,
+) -> Vec<Vec<usize>> {
+    let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
+    for (index, charge) in charges.iter().enumerate() {
+        let wanted = group_key(charge);
+        match groups.iter_mut().find(|(key, _)| *key == wanted) {
+            Some((_, group)) => group.push(index),
+            None => groups.push((wanted, vec![index])),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
+}
+
+/// Returns the decisions of groups made by [`group_by`] in the order of the charges.
+fn scatter(groups: Vec<Vec<usize>>, decided: Vec<Vec<Decision>>) -> Vec<Decision> {
+    let mut indexed: Vec<(usize, Decision)> =
+        groups.into_iter().flatten().zip(decided.into_iter().flatten()).collect();
+    indexed.sort_unstable_by_key(|(index, _)| *index);
+    indexed.into_iter().map(|(_, decision)| decision).collect()
+}
+
+/// Returns the same charges with a cost of 0, with which [`Action::ChargeUpTo`] only reads.
+fn without_cost<'a>(charges: &[Charge<'a>]) -> Vec<Charge<'a>> {
+    charges.iter().map(|charge| charge.with_cost(0)).collect()
 }

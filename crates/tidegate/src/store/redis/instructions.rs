@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use redis::{Connection, Pipeline, Value};
+use redis::{Connection, ConnectionLike};
 
 use super::requests::{EncodedRequests, ItemReply, Operation, Request};
 use super::script::{KeyMode, Script};
@@ -136,15 +136,15 @@ impl Calls {
 
     /// Sends all calls `times` times, and asserts that all decisions are equal.
     fn send(&self, connection: &mut Connection, times: usize, allowed: bool) {
-        let items: Vec<usize> = (0..self.requests[0].items().len()).collect();
-        let mut pipeline = Pipeline::new();
+        let order = self.requests[0].order(0..self.requests[0].items().len(), |_| 1);
+        let mut commands = Vec::new();
         for requests in self.requests.iter().cycle().take(times * self.requests.len()) {
             let server_times = ServerTimes::default();
-            pipeline.add_command(requests.command(&items, |_| 1, &server_times, KeyMode::Declared));
+            commands.extend(requests.command(&order, &server_times, KeyMode::Declared));
         }
-        let replies: Vec<Value> = pipeline.query(connection).expect("decided");
-        for reply in replies {
-            let reply = self.requests[0].read(&items, |_| 1, reply).expect("a valid reply");
+        let calls = times * self.requests.len();
+        for reply in connection.req_packed_commands(&commands, 0, calls).expect("decided") {
+            let reply = self.requests[0].read(&order, &reply).expect("a valid reply");
             for item in reply.items.expect("in time") {
                 assert!(
                     matches!(&item, ItemReply::Grants(grants) if grants.granted == u64::from(allowed)),

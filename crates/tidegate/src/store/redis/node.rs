@@ -217,31 +217,39 @@ impl NodeClient {
         timeout_at(deadline.into(), self.shared.connection()).await.unwrap_or_else(still_connecting)
     }
 
-    /// Sends a command once, and returns the reply.
+    /// Sends encoded commands once. The error of a single command is its reply.
     pub(super) async fn send(
         &self,
         on: &Connection,
-        command: &Cmd,
-        deadline: Instant,
-    ) -> Result<Value, AttemptError> {
-        let mut handle = on.handle.clone();
-        let reply = timeout_at(deadline.into(), handle.send_packed_command(command)).await;
-        self.shared.received(reply.map(|reply| reply.and_then(Value::extract_error)))
+        commands: &[u8],
+        replies: usize,
+    ) -> Result<Vec<Value>, AttemptError> {
+        let replies = on.wire.call(commands, replies).await;
+        self.shared.replies.fetch_add(1, Ordering::Relaxed);
+        replies.map_err(|error| {
+            let error = AttemptError::new(self.address(), &error);
+            if matches!(error, AttemptError::Lost(_)) {
+                self.check_health();
+            }
+            error
+        })
     }
 
-    /// Sends several commands once in a pipeline. The error of a single command is its reply.
-    pub(super) async fn pipeline(
+    /// Checks the health of the connection now: a call had no reply.
+    pub(super) fn check_health(&self) {
+        self.shared.health_check.notify_one();
+    }
+
+    /// Waits for a call until its deadline.
+    pub(super) async fn within<T>(
         &self,
-        on: &Connection,
-        commands: &Pipeline,
         deadline: Instant,
-    ) -> Result<Vec<Value>, AttemptError> {
-        let mut handle = on.handle.clone();
-        let replies =
-            timeout_at(deadline.into(), handle.send_packed_commands(commands, 0, commands.len()))
-                .await;
-        let replies = self.shared.received(replies.map(|replies| replies.map(Value::Array)))?;
-        Ok(if let Value::Array(replies) = replies { replies } else { Vec::new() })
+        call: impl Future<Output = Result<T, AttemptError>>,
+    ) -> Result<T, AttemptError> {
+        timeout_at(deadline.into(), call).await.unwrap_or_else(|_| {
+            self.check_health();
+            Err(AttemptError::TimedOut)
+        })
     }
 
     /// Sends one command on the current connection.
@@ -250,7 +258,11 @@ impl NodeClient {
         command: &Cmd,
         deadline: Instant,
     ) -> Result<Value, AttemptError> {
-        self.send(&*self.connection(deadline).await?, command, deadline).await
+        let connection = self.connection(deadline).await?;
+        let command = command.get_packed_command();
+        let mut replies = self.within(deadline, self.send(&connection, &command, 1)).await?;
+        let reply = replies.pop().unwrap_or(Value::Nil);
+        reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
     }
 
     /// Sends several commands in a pipeline. The error of a single command is its reply.
@@ -259,7 +271,9 @@ impl NodeClient {
         commands: &Pipeline,
         deadline: Instant,
     ) -> Result<Vec<Value>, AttemptError> {
-        self.pipeline(&*self.connection(deadline).await?, commands, deadline).await
+        let connection = self.connection(deadline).await?;
+        let encoded = commands.get_packed_pipeline();
+        self.within(deadline, self.send(&connection, &encoded, commands.len())).await
     }
 }
 
@@ -295,25 +309,6 @@ impl NodeShared {
                 return Err(AttemptError::Retired);
             }
         }
-    }
-
-    /// Converts a reply. A timeout or a lost connection requests a health check.
-    fn received<E>(
-        &self,
-        reply: Result<Result<Value, RedisError>, E>,
-    ) -> Result<Value, AttemptError> {
-        let Ok(reply) = reply else {
-            self.health_check.notify_one();
-            return Err(AttemptError::TimedOut);
-        };
-        self.replies.fetch_add(1, Ordering::Relaxed);
-        reply.map_err(|error| {
-            let error = AttemptError::new(&self.address, &error);
-            if matches!(error, AttemptError::Lost(_)) {
-                self.health_check.notify_one();
-            }
-            error
-        })
     }
 
     /// Keeps the node connected, with backoff between attempts.
@@ -391,12 +386,12 @@ impl NodeShared {
     /// Connects, performs the handshake, and checks the role.
     async fn connect(&self) -> Result<(Arc<Connection>, JoinHandle<()>), NodeError> {
         let opened = self.address.open(&self.options).await;
-        let (handle, driver) = opened.map_err(|error| match error {
+        let (wire, driver) = opened.map_err(|error| match error {
             OpenError::Failed(error) => self.connect_error(&error),
             OpenError::WrongScheme(reason) => NodeError::misconfigured(&self.address, reason),
         })?;
         let driver = tokio::spawn(driver);
-        let connection = Connection::new(handle, &driver);
+        let connection = Connection::new(wire, &driver);
         // The address may lead to another server now.
         self.refuses_cross_slot.store(false, Ordering::Relaxed);
         let mut handshake = Pipeline::new();
@@ -408,9 +403,7 @@ impl NodeShared {
             handshake.add_command(redis::cmd("ROLE"));
         }
         let sent = Instant::now();
-        let replies =
-            connection.handle.clone().send_packed_commands(&handshake, 0, handshake.len()).await;
-        let mut replies = match replies {
+        let mut replies = match connection.wire.send_all(&handshake).await {
             Ok(replies) => replies,
             Err(error) => {
                 let wrong_scheme = self.address.wrong_scheme(&self.options).await;
@@ -454,8 +447,7 @@ impl NodeShared {
             }
             let sent = Instant::now();
             let command = self.ping_command();
-            let mut handle = connection.handle.clone();
-            match timeout(self.connect_timeout, handle.send_packed_command(&command)).await {
+            match timeout(self.connect_timeout, connection.wire.send(&command)).await {
                 Ok(Ok(reply)) => {
                     if let Some(now) = parse_time(&reply) {
                         connection.clock().observe(now, sent, Instant::now());

@@ -4,8 +4,8 @@
 //! before, it yields once so that other ready tasks can join this one, too; a lone caller would only
 //! lose time. If none has joined, the leader sends its batch of one itself, without
 //! another task. Otherwise a separate task sends the batch, so that a cancelled caller does not
-//! affect the others. Callers that arrive during a call join the next batch, which is sent as soon
-//! as the call completes.
+//! affect the others. Callers that arrive during a call join the next batch, which is sent when the
+//! call has completed: at once, or if it is small, after the callers of that call had their turn.
 //!
 //! A watchdog sends a batch that has waited for [`MAX_LINGER`] although calls are in flight: they
 //! may be slow, or belong to a future that is neither polled nor dropped.
@@ -36,11 +36,19 @@ struct QueueState {
     /// Numbers of the permits in use, the oldest first.
     in_flight: VecDeque<u64>,
     permits_issued: u64,
-    /// Open batches with their creation times, the oldest first.
-    open: VecDeque<(Arc<Batch>, Instant)>,
+    /// Open batches, the oldest first.
+    open: VecDeque<OpenBatch>,
     /// Whether the last batch that was sent had several requests.
     is_shared: bool,
     has_watchdog: bool,
+}
+
+/// Batch that requests can join.
+struct OpenBatch {
+    batch: Arc<Batch>,
+    opened_at: Instant,
+    /// Expected time in Redis; see [`weight`](super::requests::EncodedRequests::weight).
+    weight: usize,
 }
 
 /// Permit for one in-flight call. On drop it passes to the next waiting batch; the watchdog revokes
@@ -49,6 +57,8 @@ pub(super) struct InFlightPermit {
     number: u64,
     shared: Arc<Shared>,
     node: Arc<NodeClient>,
+    /// Whether it was passed to a task that has not started yet.
+    is_passed: bool,
 }
 
 /// Role of a caller whose request was added to a batch.
@@ -66,14 +76,15 @@ pub(super) struct BatchLeader {
 }
 
 /// Maximum number of calls in flight per node: one runs in Redis while the replies of the other are
-/// decoded.
+/// decoded. The second one is a full batch: fewer requests wait for the first call, because a call
+/// costs Redis, and us, as much as several decisions.
 const MAX_IN_FLIGHT: usize = 2;
-/// Number of charges for which a second concurrent call is worth its cost. Fewer wait for the first
-/// call: a call costs Redis, and us, as much as several decisions.
-const MIN_CONCURRENT_BATCH: usize = 64;
 /// Maximum [`weight`](super::requests::EncodedRequests::weight) of one call: less than a
 /// millisecond of Redis's time, during which Redis serves no other client.
 const MAX_BATCH_WEIGHT: usize = 128;
+/// [`weight`](super::requests::EncodedRequests::weight) below which a call costs more than its
+/// decisions, so that it is worth waiting for the callers that are ready.
+const SMALL_BATCH_WEIGHT: usize = 16;
 /// A batch lingers for a twentieth of the timeout, but at least and at most these times.
 const MIN_LINGER: Duration = Duration::from_millis(1);
 const MAX_LINGER: Duration = Duration::from_millis(5);
@@ -110,32 +121,33 @@ pub(super) fn enqueue(
 ) -> Enqueued {
     let mut state = node.queue().state();
     let leads = state.in_flight.is_empty() && state.open.is_empty();
-    let handle = match state.open.back() {
-        Some((batch, _)) if batch.weight() < MAX_BATCH_WEIGHT => {
-            batch.join(request, slot, *delivery, deadline, write_key)
+    let handle = match state.open.back_mut() {
+        Some(open) if open.weight < MAX_BATCH_WEIGHT => {
+            let handle = open.batch.join(request, slot, *delivery, deadline, write_key);
+            open.weight = handle.weight();
+            handle
         }
         _ => {
             let batch = Arc::<Batch>::default();
             let handle = batch.join(request, slot, *delivery, deadline, write_key);
-            state.open.push_back((batch, Instant::now()));
+            let weight = handle.weight();
+            state.open.push_back(OpenBatch { batch, opened_at: Instant::now(), weight });
             handle
         }
     };
     if leads {
         let number = state.issue_permit();
         drop(state);
-        return Enqueued::Lead(BatchLeader {
-            handle,
-            permit: InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(node) },
-        });
+        let permit = InFlightPermit::new(number, shared, node);
+        return Enqueued::Lead(BatchLeader { handle, permit });
     }
     if state.in_flight.len() < MAX_IN_FLIGHT
-        && handle.batch().charges() >= MIN_CONCURRENT_BATCH
+        && handle.weight() >= MAX_BATCH_WEIGHT
         && let Some(batch) = state.take(handle.batch())
     {
         let number = state.issue_permit();
         drop(state);
-        let permit = InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(node) };
+        let permit = InFlightPermit::new(number, shared, node);
         node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         return Enqueued::Wait(handle);
     }
@@ -184,20 +196,19 @@ async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
     loop {
         sleep_until(until.into()).await;
         let mut state = node.queue().state();
-        let Some((_, opened_at)) = state.open.front() else {
+        let Some(OpenBatch { opened_at, .. }) = state.open.front() else {
             state.has_watchdog = false;
             return;
         };
         until = *opened_at + linger;
         if until <= Instant::now()
-            && let Some((batch, _)) = state.open.pop_front()
+            && let Some(OpenBatch { batch, .. }) = state.open.pop_front()
         {
             state.is_shared = !batch.has_one_waiter();
             state.in_flight.pop_front();
             let number = state.issue_permit();
             drop(state);
-            let permit =
-                InFlightPermit { number, shared: Arc::clone(&shared), node: Arc::clone(&node) };
+            let permit = InFlightPermit::new(number, &shared, &node);
             node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         }
     }
@@ -212,9 +223,25 @@ impl QueueState {
 
     /// Removes this batch from the open ones. Returns `None` if it is in flight already.
     fn take(&mut self, batch: &Arc<Batch>) -> Option<Arc<Batch>> {
-        let index = self.open.iter().position(|(open, _)| Arc::ptr_eq(open, batch))?;
+        let index = self.open.iter().position(|open| Arc::ptr_eq(&open.batch, batch))?;
         self.is_shared = !batch.has_one_waiter();
-        self.open.remove(index).map(|(batch, _)| batch)
+        self.open.remove(index).map(|open| open.batch)
+    }
+
+    /// Returns whether the batch that is sent next is small.
+    fn is_small(&self) -> bool {
+        self.open.front().is_some_and(|open| open.weight < SMALL_BATCH_WEIGHT)
+    }
+
+    /// Returns whether this permit passes to an open batch. Otherwise it is released.
+    fn keeps_permit(&mut self, permit: u64) -> bool {
+        let Some(index) = self.in_flight.iter().position(|held| *held == permit) else {
+            return false;
+        };
+        if self.open.is_empty() {
+            self.in_flight.remove(index);
+        }
+        !self.open.is_empty()
     }
 
     /// Returns the next batch to send with this permit. Without a batch the permit is released; a
@@ -222,7 +249,7 @@ impl QueueState {
     fn next_batch(&mut self, permit: u64) -> Option<InFlightBatch> {
         let index = self.in_flight.iter().position(|held| *held == permit)?;
         self.in_flight.remove(index);
-        let (batch, _) = self.open.pop_front()?;
+        let OpenBatch { batch, .. } = self.open.pop_front()?;
         self.is_shared = !batch.has_one_waiter();
         self.in_flight.push_back(permit);
         Some(InFlightBatch(batch))
@@ -231,25 +258,45 @@ impl QueueState {
 
 impl Drop for InFlightPermit {
     fn drop(&mut self) {
-        let next = self.node.queue().state().next_batch(self.number);
-        if let Some(batch) = next {
-            let permit = InFlightPermit {
-                number: self.number,
-                shared: Arc::clone(&self.shared),
-                node: Arc::clone(&self.node),
-            };
-            self.node.queue().runtime.spawn(permit.send_batches(batch));
+        if self.is_passed {
+            // The runtime is shutting down, so that no batch can be sent: the waiters get an error.
+            while let Some(batch) = self.next_batch() {
+                drop(batch);
+            }
+        } else if self.node.queue().state().keeps_permit(self.number) {
+            let mut permit = Self::new(self.number, &self.shared, &self.node);
+            permit.is_passed = true;
+            self.node.queue().runtime.spawn(permit.send_open_batches());
         }
     }
 }
 
 impl InFlightPermit {
-    /// Sends a batch, then those that have gathered since, one after the other.
+    fn new(number: u64, shared: &Arc<Shared>, node: &Arc<NodeClient>) -> Self {
+        Self { number, shared: Arc::clone(shared), node: Arc::clone(node), is_passed: false }
+    }
+
+    fn next_batch(&self) -> Option<InFlightBatch> {
+        self.node.queue().state().next_batch(self.number)
+    }
+
+    /// Sends a batch, then those that have gathered since.
     async fn send_batches(self, first: InFlightBatch) {
-        let mut next = Some(first);
-        while let Some(batch) = next {
+        dispatch(&self.shared, &self.node, &first).await;
+        self.send_open_batches().await;
+    }
+
+    /// Sends the open batches, one after the other.
+    async fn send_open_batches(mut self) {
+        self.is_passed = false;
+        loop {
+            // Callers whose decisions have just arrived often have the next request. Without this
+            // they would miss a small batch, and send another small one: two calls instead of one.
+            if self.node.queue().state().is_small() {
+                tokio::task::yield_now().await;
+            }
+            let Some(batch) = self.next_batch() else { return };
             dispatch(&self.shared, &self.node, &batch).await;
-            next = self.node.queue().state().next_batch(self.number);
         }
     }
 }

@@ -3,9 +3,10 @@
 //!
 //! ```text
 //! add(request, slot, write_key) -> item
-//! command(items, repeats, server_times, mode) -> Cmd      mode: KeyMode::{Declared, CrossSlot}
-//! Script::decide(mode)                           the script of that command, for SCRIPT LOAD
-//! read(items, repeats, reply) -> CallReply       same items and repeats; one reply per item
+//! order(items, repeats) -> [OrderedItem]          the order of the call
+//! command(order, server_times, mode) -> bytes     mode: KeyMode::{Declared, CrossSlot}
+//! Script::decide(mode)                            the script of that command, for SCRIPT LOAD
+//! read(order, reply) -> CallReply                 one reply per item, in the same order
 //! ```
 //!
 //! Equal acquires of one charge share one item, which is sent once with their number.
@@ -14,11 +15,12 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
 use hashbrown::HashTable;
-use redis::{Cmd, Value};
+use redis::Value;
 
 use super::count::CountKind;
 use super::error::item_error;
 use super::reply::{ReplyReader, unexpected};
+use super::resp::push_word;
 use super::script::{KeyMode, Script};
 use super::server_clock::ServerTimes;
 use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
@@ -56,8 +58,8 @@ pub(super) struct EncodedRequests {
     items: Vec<Item>,
     /// Number of charges whose count is a sorted set.
     sorted_sets: usize,
-    /// Items that equal requests can share, by their key.
-    shareable: HashTable<usize>,
+    /// Acquires by the hash of their key, once there are more than [`MAX_SCAN`] items.
+    by_key: HashTable<(u64, usize)>,
     /// Whether two items may have a key in common, so that their order matters.
     keeps_order: bool,
     hasher: RandomState,
@@ -68,6 +70,12 @@ pub(super) struct Item {
     pub(super) slot: u16,
     kind: RequestKind,
     charges: Range<usize>,
+}
+
+/// Item in the order of a call.
+pub(super) struct OrderedItem {
+    pub(super) item: usize,
+    run: RunKey,
 }
 
 /// Form of a request in ARGV.
@@ -87,7 +95,7 @@ enum RequestKind {
 enum RunKey {
     /// Index of the quota, cost, and number of equal acquires; 0 for a peek.
     Alike(usize, u64, u64),
-    /// Position of the item.
+    /// The item, which no other one is equal to.
     Group(usize),
 }
 
@@ -139,6 +147,11 @@ pub(super) enum RequestDecisions {
 const MAX_COST: u64 = 1 << 52;
 /// Deadline of a call that has none: the largest integer that a double represents exactly.
 const NO_DEADLINE: i64 = 1 << 53;
+/// Number of bytes of a word without its text, and of a header, at most.
+const KEY_BYTES: usize = 8;
+const HEADER_BYTES: usize = 112;
+/// Number of items up to which all are compared with a new one, which costs less than hashing.
+const MAX_SCAN: usize = 8;
 /// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
 /// duplicate costs little.
 const MAX_QUOTA_SCAN: usize = 8;
@@ -266,27 +279,13 @@ impl EncodedRequests {
         }
         let new_item = self.items.len();
         if kind == RequestKind::Acquire {
-            let key = |charge: usize| &self.keys[self.charges[charge].key.clone()];
-            let is_equal = |item: &usize| {
-                let charge = self.items[*item].charges.start;
-                self.has_equal_quota_and_cost(charge, first_charge)
-                    && key(charge) == key(first_charge)
-            };
-            let hash = self.hasher.hash_one(key(first_charge));
-            if let Some(equal_item) = self.shareable.find(hash, is_equal).copied() {
+            let (equal_item, has_same_key) = self.find_equal(first_charge);
+            if let Some(equal_item) = equal_item {
                 self.keys.truncate(keys_start);
                 self.charges.truncate(first_charge);
                 return equal_item;
             }
-            let has_same_key =
-                |item: &usize| key(self.items[*item].charges.start) == key(first_charge);
-            self.keeps_order |= self.shareable.find(hash, has_same_key).is_some();
-            let Self { keys, charges, items, shareable, hasher, .. } = self;
-            shareable.insert_unique(hash, new_item, |item| {
-                let charge =
-                    if *item == new_item { first_charge } else { items[*item].charges.start };
-                hasher.hash_one(&keys[charges[charge].key.clone()])
-            });
+            self.keeps_order |= has_same_key;
         } else {
             self.keeps_order = true;
         }
@@ -295,7 +294,47 @@ impl EncodedRequests {
         self.sorted_sets +=
             self.charges[first_charge..].iter().filter(|charge| is_sorted_set(charge)).count();
         self.items.push(Item { slot, kind, charges: first_charge..self.charges.len() });
+        if new_item >= MAX_SCAN {
+            // The first time, all items are added.
+            let first = if new_item == MAX_SCAN { 0 } else { new_item };
+            (first..=new_item).for_each(|item| self.add_by_key(item));
+        }
         new_item
+    }
+
+    /// Returns the acquire that is equal to that of this charge, and whether any acquire has the
+    /// same key.
+    fn find_equal(&self, charge: usize) -> (Option<usize>, bool) {
+        let (mut equal_item, mut has_same_key) = (None, false);
+        let mut compare = |item: usize| {
+            let other = self.items[item].charges.start;
+            if self.key_of(other) == self.key_of(charge) {
+                has_same_key = true;
+                if self.has_equal_quota_and_cost(other, charge) {
+                    equal_item = Some(item);
+                }
+            }
+        };
+        if self.items.len() <= MAX_SCAN {
+            let is_acquire = |item: &usize| self.items[*item].kind == RequestKind::Acquire;
+            (0..self.items.len()).filter(is_acquire).for_each(compare);
+        } else {
+            let hash = self.hasher.hash_one(self.key_of(charge));
+            let candidates = self.by_key.iter_hash(hash);
+            candidates.filter(|(other, _)| *other == hash).for_each(|(_, item)| compare(*item));
+        }
+        (equal_item, has_same_key)
+    }
+
+    fn add_by_key(&mut self, item: usize) {
+        if self.items[item].kind == RequestKind::Acquire {
+            let hash = self.hasher.hash_one(self.key_of(self.items[item].charges.start));
+            self.by_key.insert_unique(hash, (hash, item), |(hash, _)| *hash);
+        }
+    }
+
+    fn key_of(&self, charge: usize) -> &str {
+        &self.keys[self.charges[charge].key.clone()]
     }
 
     /// Returns whether two charges have the same quota and cost. Compares quotas by value, because
@@ -319,52 +358,74 @@ impl EncodedRequests {
         &self.items
     }
 
-    /// Returns the number of charges.
-    pub(super) fn charges(&self) -> usize {
-        self.charges.len()
+    /// Returns whether a charge has the time of an earlier one, to refund it.
+    pub(super) fn have_times(&self) -> bool {
+        self.charges.iter().any(|charge| charge.charged_at != 0)
     }
 
     /// Returns the expected time in Redis, in units of the time for a small count. A sorted set
-    /// with expired members takes about three times as long.
+    /// takes about twice as long.
     pub(super) fn weight(&self) -> usize {
-        self.charges.len() + 2 * self.sorted_sets
+        self.charges.len() + self.sorted_sets
     }
 
     fn charges_of(&self, item: usize) -> &[EncodedCharge] {
         &self.charges[self.items[item].charges.clone()]
     }
 
-    /// Encodes these items, each with its number of equal requests.
+    /// Returns these items in the order of a call, each with its number of equal requests.
+    pub(super) fn order(
+        &self,
+        items: impl IntoIterator<Item = usize>,
+        repeats: impl Fn(usize) -> u64,
+    ) -> Vec<OrderedItem> {
+        let ordered = |item: usize| {
+            let alike = |times| {
+                let charge = &self.charges_of(item)[0];
+                RunKey::Alike(charge.quota, charge.cost, times)
+            };
+            let run = match self.items[item].kind {
+                RequestKind::Acquire => alike(repeats(item)),
+                RequestKind::Peek => alike(0),
+                RequestKind::Group(_) => RunKey::Group(item),
+            };
+            OrderedItem { item, run }
+        };
+        let mut order: Vec<_> = items.into_iter().map(ordered).collect();
+        if !self.keeps_order {
+            order.sort_by_key(|ordered| ordered.run);
+        }
+        order
+    }
+
+    /// Encodes the call of these items.
     pub(super) fn command(
         &self,
-        items: &[usize],
-        repeats: impl Fn(usize) -> u64,
+        order: &[OrderedItem],
         server_times: &ServerTimes,
         mode: KeyMode,
-    ) -> Cmd {
-        let order = self.order(items, &repeats);
-        let runs = || order.chunk_by(|one, other| one.0 == other.0);
-        let keys = || {
-            let charges = order.iter().flat_map(|(_, item)| self.charges_of(*item));
-            charges.map(|charge| &self.keys[charge.key.clone()])
+    ) -> Vec<u8> {
+        let charges = || order.iter().flat_map(|ordered| self.charges_of(ordered.item));
+        let keys = charges().count();
+        let declared = if mode == KeyMode::Declared { keys } else { keys.min(1) };
+        let runs = || order.chunk_by(|one, other| one.run == other.run);
+        let run_count = runs().count();
+        let arguments = run_count + keys - declared;
+        let capacity = self.keys.len() + KEY_BYTES * keys + HEADER_BYTES * run_count;
+        let mut command = Script::decide(mode).encode_evalsha(declared, arguments, capacity);
+        let push_key = |command: &mut Vec<u8>, charge: &EncodedCharge| {
+            push_word(command, self.keys[charge.key.clone()].as_bytes());
         };
-        let declared = match mode {
-            KeyMode::Declared => keys().count(),
-            KeyMode::CrossSlot => keys().take(1).count(),
-        };
-        let mut command = Script::decide(mode).evalsha(declared);
-        for key in keys().take(declared) {
-            command.arg(key);
-        }
-        let mut header = Vec::with_capacity(80);
+        charges().take(declared).for_each(|charge| push_key(&mut command, charge));
+        let mut header = Vec::with_capacity(HEADER_BYTES);
         for run in runs() {
-            let Some((key, item)) = run.first() else { continue };
+            let Some(OrderedItem { item, run: key }) = run.first() else { continue };
             header.clear();
             #[expect(clippy::cast_precision_loss, reason = "all numbers are below 2^53")]
             let mut push = |number: i64| header.extend((number as f64).to_le_bytes());
             push(server_times.deadline.unwrap_or(NO_DEADLINE));
             push(signed(server_times.driven.unwrap_or(0)));
-            push(signed(runs().count() as u64));
+            push(signed(run_count as u64));
             match *key {
                 RunKey::Alike(quota, cost, times) => {
                     let quota = &self.quotas[quota];
@@ -379,11 +440,9 @@ impl EncodedRequests {
                 }
                 RunKey::Group(_) => self.push_group(*item, server_times, push),
             }
-            command.arg(&header[..]);
+            push_word(&mut command, &header);
         }
-        for key in keys().skip(declared) {
-            command.arg(key);
-        }
+        charges().skip(declared).for_each(|charge| push_key(&mut command, charge));
         command
     }
 
@@ -406,72 +465,47 @@ impl EncodedRequests {
         }
     }
 
-    /// Returns the items in the order of the call, each with the key of its run.
-    fn order(&self, items: &[usize], repeats: impl Fn(usize) -> u64) -> Vec<(RunKey, usize)> {
-        let run_key = |(position, item): (usize, &usize)| {
-            let alike = |times| {
-                let charge = &self.charges_of(*item)[0];
-                RunKey::Alike(charge.quota, charge.cost, times)
-            };
-            let key = match self.items[*item].kind {
-                RequestKind::Acquire => alike(repeats(*item)),
-                RequestKind::Peek => alike(0),
-                RequestKind::Group(_) => RunKey::Group(position),
-            };
-            (key, *item)
-        };
-        let mut order: Vec<_> = items.iter().enumerate().map(run_key).collect();
-        if !self.keeps_order {
-            order.sort_by_key(|(key, _)| *key);
-        }
-        order
-    }
-
     fn is_reset(&self, item: usize) -> bool {
         self.items[item].kind == RequestKind::Group(Operation::Apply(Action::Reset))
     }
 
-    /// Decodes the reply to [`command`](Self::command) with the same items.
+    /// Decodes the reply to [`command`](Self::command) with the same order.
     pub(super) fn read(
         &self,
-        items: &[usize],
-        repeats: impl Fn(usize) -> u64,
-        reply: Value,
+        order: &[OrderedItem],
+        reply: &Value,
     ) -> Result<CallReply, StoreError> {
         let Value::BulkString(bytes) = reply else { return Err(unexpected("not a string")) };
-        let mut reader = ReplyReader::new(&bytes);
+        let mut reader = ReplyReader::new(bytes);
         let now = signed(reader.number()?);
-        if reader.is_at_end() && !items.is_empty() {
+        if reader.is_at_end() && !order.is_empty() {
             return Ok(CallReply { now, items: None });
         }
-        // The replies have the order of the call.
-        let mut by_item: Vec<Option<ItemReply>> = vec![None; self.items.len()];
-        for (_, item) in self.order(items, &repeats) {
-            by_item[item] = Some(match reader.error()? {
+        let mut items = Vec::with_capacity(order.len());
+        for ordered in order {
+            items.push(match reader.error()? {
                 Some(error) => ItemReply::Error(error),
-                None => self.read_item(item, repeats(item), &mut reader)?,
+                None => self.read_item(ordered, &mut reader)?,
             });
         }
         if !reader.is_at_end() {
             return Err(unexpected("a wrong length"));
         }
-        let items = items.iter().filter_map(|item| by_item[*item].take()).collect();
         Ok(CallReply { now, items: Some(items) })
     }
 
     fn read_item(
         &self,
-        item: usize,
-        repeats: u64,
+        ordered: &OrderedItem,
         reader: &mut ReplyReader<'_>,
     ) -> Result<ItemReply, StoreError> {
-        let charges = self.charges_of(item);
-        if matches!(self.items[item].kind, RequestKind::Acquire | RequestKind::Peek) {
+        if let RunKey::Alike(quota, _, times) = ordered.run {
             let (granted, remaining) = (reader.number()?, reader.number()?);
-            let algorithm = self.quotas[charges[0].quota].algorithm;
+            let algorithm = self.quotas[quota].algorithm;
             let snapshot = CounterSnapshot::read(algorithm, || reader.number())?;
+            let is_denied = granted < times.max(1);
             let (retry_after, reset_after) =
-                if granted < repeats { (reader.number()?, reader.number()?) } else { (0, 0) };
+                if is_denied { (reader.number()?, reader.number()?) } else { (0, 0) };
             return Ok(ItemReply::Grants(Grants {
                 granted,
                 remaining,
@@ -480,11 +514,11 @@ impl EncodedRequests {
                 reset_after,
             }));
         }
-        if self.is_reset(item) {
+        if self.is_reset(ordered.item) {
             reader.number()?;
             return Ok(ItemReply::Decisions(Vec::new()));
         }
-        let decisions = charges.iter().map(|_| {
+        let decisions = self.charges_of(ordered.item).iter().map(|_| {
             let allowed = reader.number()? == 1;
             let mut next = || reader.number();
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];

@@ -4,6 +4,8 @@ use std::sync::OnceLock;
 
 use redis::Cmd;
 
+use super::resp;
+
 /// Lua script with its SHA-1 for EVALSHA.
 pub(super) struct Script {
     index: usize,
@@ -41,6 +43,8 @@ const SEPARATOR: &str =
     "\n--------------------------------- general ---------------------------------\n";
 /// First line of a script whose undeclared keys may be in other slots.
 const CROSS_SLOT: &str = "#!lua flags=allow-cross-slot-keys\n";
+/// Number of bytes of an EVALSHA command without keys and arguments, at most.
+const EVALSHA_BYTES: usize = 128;
 /// Number of scripts.
 pub(super) const SCRIPT_COUNT: usize = 4;
 
@@ -79,6 +83,30 @@ impl Script {
 
     pub(super) fn text(&self) -> &str {
         &self.text
+    }
+
+    /// Starts an EVALSHA command with these numbers of keys and arguments, which follow. `capacity`
+    /// is the number of their bytes.
+    pub(super) fn encode_evalsha(&self, keys: usize, arguments: usize, capacity: usize) -> Vec<u8> {
+        let mut command = Vec::with_capacity(EVALSHA_BYTES + capacity);
+        resp::push_head(&mut command, 3 + keys + arguments);
+        resp::push_word(&mut command, b"EVALSHA");
+        resp::push_word(&mut command, self.sha.as_bytes());
+        resp::push_word(&mut command, keys.to_string().as_bytes());
+        command
+    }
+
+    /// Returns an encoded EVALSHA command of this script as EVAL with its text.
+    pub(super) fn with_text(&self, evalsha: &[u8]) -> Vec<u8> {
+        let head = evalsha.iter().position(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        let mut command = evalsha[..head].to_vec();
+        resp::push_word(&mut command, b"EVAL");
+        resp::push_word(&mut command, self.text.as_bytes());
+        let (mut name, mut sha) = (Vec::new(), Vec::new());
+        resp::push_word(&mut name, b"EVALSHA");
+        resp::push_word(&mut sha, self.sha.as_bytes());
+        command.extend(evalsha.iter().skip(head + name.len() + sha.len()));
+        command
     }
 
     /// Returns an EVALSHA command, up to the number of keys.
@@ -130,5 +158,18 @@ mod tests {
             assert_eq!(script.index(), index);
         }
         assert_eq!(scripts.len(), SCRIPT_COUNT);
+    }
+
+    #[test]
+    fn a_call_by_hash_becomes_one_with_the_text() {
+        let script = Script::decide(KeyMode::Declared);
+        let mut by_hash = script.encode_evalsha(1, 1, 0);
+        resp::push_word(&mut by_hash, b"key");
+        resp::push_word(&mut by_hash, b"argument");
+        let same = script.evalsha(1).arg("key").arg("argument").get_packed_command();
+        assert_eq!(by_hash, same);
+        let mut with_text = redis::cmd("EVAL");
+        with_text.arg(script.text()).arg(1).arg("key").arg("argument");
+        assert_eq!(script.with_text(&by_hash), with_text.get_packed_command());
     }
 }

@@ -38,17 +38,20 @@ pub(super) struct ServerTimes {
 const MAX_DELAY: u64 = 1_000_000;
 
 impl ServerTimes {
-    /// Creates the times of a call from the server's clock; `own_now` reads the store's own clock.
+    /// Creates the times of a call from the server's clock; `own_now` reads the store's own clock,
+    /// which only times of charges need.
     pub(super) fn new(
         clock: &ServerClock,
         deadline: Instant,
         driven: Option<u64>,
-        own_now: impl FnOnce() -> u64,
+        own_now: Option<impl FnOnce() -> u64>,
     ) -> Self {
+        let deadline = clock.at(deadline);
+        let Some(own_now) = own_now else { return Self { driven, deadline, ..Self::default() } };
         // The store's clock is read last, so that the age of a charge is overestimated rather than
         // underestimated.
         let server_now = clock.at(Instant::now()).and_then(|micros| u64::try_from(micros).ok());
-        Self { driven, deadline: clock.at(deadline), own_now: own_now(), server_now }
+        Self { driven, deadline, own_now: own_now(), server_now }
     }
 
     /// Converts the time of a charge to the server's clock, rounded down; 0 stays 0 (unknown).

@@ -10,16 +10,22 @@ fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'
 }
 
 /// Returns the arguments as texts, and headers as their numbers from the kind on.
-fn arguments(command: &Cmd) -> String {
-    let text = |argument: redis::Arg<&[u8]>| match argument {
-        redis::Arg::Simple(bytes) if bytes.len() >= 80 => {
-            let numbers = bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
-            format!("{:?}", numbers.skip(3).collect::<Vec<_>>()).replace(".0", "")
+fn arguments(command: &[u8]) -> String {
+    let text = |argument: &[u8]| {
+        if argument.len() >= 80 {
+            let numbers =
+                argument.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
+            return format!("{:?}", numbers.skip(3).collect::<Vec<_>>()).replace(".0", "");
         }
-        redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-        _ => panic!("not a plain argument"),
+        String::from_utf8_lossy(argument).into_owned()
     };
-    command.args_iter().skip(2).map(text).collect::<Vec<_>>().join(" ")
+    // A command is an array of strings.
+    let Ok(Value::Array(words)) = redis::parse_redis_value(command) else { panic!("{command:?}") };
+    let texts = words.iter().skip(2).map(|word| match word {
+        Value::BulkString(bytes) => text(bytes),
+        other => panic!("{other:?}"),
+    });
+    texts.collect::<Vec<_>>().join(" ")
 }
 
 const ACQUIRE: Operation = Operation::Apply(Action::Acquire);
@@ -45,12 +51,13 @@ fn equal_acquires_share_an_item_and_alike_ones_share_a_header() {
     let strict = Charge::new("d", &strict);
     assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
     assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 8, "its denials are counted");
-    assert_eq!(requests.charges(), 11);
+    assert_eq!(requests.charges.len(), 11);
 
     // The waiters of items 3, 5 and 8 were dropped.
     let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
     let repeats = |item| if item == 1 { 2 } else { 1 };
-    let command = |mode| arguments(&requests.command(&[0, 1, 2, 4, 6, 7], repeats, &times, mode));
+    let order = requests.order([0, 1, 2, 4, 6, 7], repeats);
+    let command = |mode| arguments(&requests.command(&order, &times, mode));
     let headers = "[5, 1, 10, 60000000, 0, 1, 1] [6, 1, 5, 60000000, 5, 1, 2] \
                    [5, 1, 10, 60000000, 0, 1, 1] \
                    [0, 2, 1, 2, 0, 0, 0, 5, 10, 60000000, 0, 1, 0, 6, 5, 60000000, 5, 1, 0] \
@@ -71,22 +78,23 @@ fn acquires_of_different_keys_are_sorted_by_their_quota() {
         add(&mut requests, ACQUIRE, &[Charge::new(name, quota)]);
     }
     let command = |requests: &EncodedRequests| {
-        let command =
-            requests.command(&[0, 2, 1, 3], |_| 1, &ServerTimes::default(), KeyMode::Declared);
-        arguments(&command)
+        let order = requests.order([0, 2, 1, 3], |_| 1);
+        arguments(&requests.command(&order, &ServerTimes::default(), KeyMode::Declared))
     };
     let expected = "4 a b c d [5, 2, 10, 60000000, 0, 1, 1] [6, 2, 5, 60000000, 5, 1, 1]";
     assert_eq!(command(&requests), expected);
-    // Replies return to the order of the items.
+    // The replies have the same order.
     let numbers = [7, 1, 10, 60, 1, 9, 60, 1, 5, 0, 0, 1, 4, 1, 0];
     let bytes = numbers.iter().flat_map(|number| f64::from(*number).to_le_bytes()).collect();
-    let replies = requests.read(&[0, 2, 1, 3], |_| 1, Value::BulkString(bytes)).expect("valid");
+    let order = requests.order([0, 2, 1, 3], |_| 1);
+    assert_eq!(order.iter().map(|ordered| ordered.item).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    let replies = requests.read(&order, &Value::BulkString(bytes)).expect("valid");
     let remaining = |reply: &ItemReply| match reply {
         ItemReply::Grants(grants) => grants.remaining,
         _ => panic!("{reply:?}"),
     };
     let remaining: Vec<u64> = replies.items.expect("in time").iter().map(remaining).collect();
-    assert_eq!(remaining, [10, 5, 9, 4]);
+    assert_eq!(remaining, [10, 9, 5, 4]);
     // With two requests for one key, the order of arrival matters.
     add(&mut requests, ACQUIRE, &[Charge::new("a", &ten).with_cost(2)]);
     assert!(command(&requests).starts_with("4 a c b d "), "{}", command(&requests));
@@ -116,7 +124,7 @@ fn a_malformed_reply_is_an_error() {
     add(&mut requests, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
     let read = |numbers: &[i32]| {
         let bytes = numbers.iter().flat_map(|number| f64::from(*number).to_le_bytes());
-        requests.read(&[0], |_| 1, Value::BulkString(bytes.collect()))
+        requests.read(&requests.order([0], |_| 1), &Value::BulkString(bytes.collect()))
     };
     let granted = read(&[5, 1, 10, 60]).expect("valid").items.expect("in time");
     let [ItemReply::Grants(grants)] = &granted[..] else { panic!("{granted:?}") };
@@ -125,7 +133,8 @@ fn a_malformed_reply_is_an_error() {
     assert!(read(&[5, 0, 10, 60, 7, 8]).expect("valid").items.is_some(), "denied");
     let failed = [5.0_f64, -1.0, 3.0].iter().flat_map(|number| number.to_le_bytes());
     let failed = Value::BulkString(failed.chain(*b"OOM").collect());
-    let failed = requests.read(&[0], |_| 1, failed).expect("valid").items.expect("in time");
+    let failed =
+        requests.read(&requests.order([0], |_| 1), &failed).expect("valid").items.expect("in time");
     assert!(matches!(&failed[..], [ItemReply::Error(text)] if text == "OOM"), "{failed:?}");
     for wrong in [
         &[][..],
@@ -138,5 +147,5 @@ fn a_malformed_reply_is_an_error() {
     ] {
         assert!(read(wrong).is_err(), "{wrong:?}");
     }
-    assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());
+    assert!(requests.read(&requests.order([0], |_| 1), &Value::Nil).is_err());
 }

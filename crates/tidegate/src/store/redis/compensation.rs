@@ -1,4 +1,4 @@
-//! Decides charges together that no single call can decide, such as keys in several cluster slots.
+//! Decides [`CrossSlotGroups`]: charges together that no single call can decide.
 //!
 //! An acquire is decided group by group: groups of one node concurrently, nodes in order. If one
 //! group denies, the groups that were already charged are refunded (compensation). Until the refund
@@ -9,46 +9,19 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use super::groups::CrossSlotGroups;
 use crate::algorithm::RawDecision;
 use crate::charge::Charge;
 use crate::clock::Timestamp;
 use crate::decision::{Decision, Source};
-use crate::quota::Quota;
 use crate::store::{Action, StoreError};
 
 /// Refund in progress; resolves to the decisions after it, or `None` if they are unknown.
-pub(crate) type PendingRefund = Pin<Box<dyn Future<Output = Option<Vec<Decision>>> + Send>>;
-
-/// Groups of charges, each of which the store decides atomically.
-pub(crate) trait Groups: Sync {
-    /// Returns the number of groups.
-    fn count(&self) -> usize;
-
-    /// Returns the charges of one group.
-    fn charges(&self, group: usize) -> &[Charge<'_>];
-
-    /// Decides one group. Returns one decision per charge.
-    fn decide(
-        &self,
-        group: usize,
-        action: GroupAction,
-    ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
-
-    /// Returns the groups in stages, for an acquire: groups of one stage are decided concurrently,
-    /// stages one after the other, so that a denial spends nothing in the later ones.
-    fn stages(&self) -> Vec<Vec<usize>>;
-
-    /// Starts to refund these charges of one group. The refund continues even if the returned
-    /// future is dropped, because the caller may have been cancelled or timed out.
-    fn refund(&self, charges: &[Charge<'_>]) -> PendingRefund;
-
-    /// Returns the time of the store's clock.
-    fn now(&self) -> Timestamp;
-}
+pub(super) type PendingRefund = Pin<Box<dyn Future<Output = Option<Vec<Decision>>> + Send>>;
 
 /// Action on one group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GroupAction {
+pub(super) enum GroupAction {
     /// The action that the caller asked for.
     Apply(Action),
     /// An acquire that another group has already denied: it spends nothing, but quotas with
@@ -58,67 +31,13 @@ pub(crate) enum GroupAction {
     ReadUnspent,
 }
 
-/// Copy of a charge that does not borrow from the caller.
-#[derive(Debug)]
-pub(crate) struct OwnedCharge {
-    key: String,
-    policy: String,
-    quota: Quota,
-    cost: u64,
-    charged_at: Timestamp,
-}
-
-impl OwnedCharge {
-    pub(crate) fn of(charge: &Charge<'_>) -> Self {
-        Self {
-            key: charge.key().to_owned(),
-            policy: charge.policy().to_owned(),
-            quota: charge.quota().clone(),
-            cost: charge.cost(),
-            charged_at: charge.charged_at(),
-        }
-    }
-
-    pub(crate) fn charge(&self) -> Charge<'_> {
-        Charge::new(&self.key, &self.quota)
-            .with_policy(&self.policy)
-            .with_cost(self.cost)
-            .with_charged_at(self.charged_at)
-    }
-}
-
-/// Groups charges by a key. Returns the indices of each group's charges, groups in the order of
-/// their first charge.
-pub(crate) fn group_by<K: PartialEq>(
-    charges: &[Charge<'_>],
-    group_key: impl Fn(&Charge<'_>) -> K,
-) -> Vec<Vec<usize>> {
-    let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
-    for (index, charge) in charges.iter().enumerate() {
-        let wanted = group_key(charge);
-        match groups.iter_mut().find(|(key, _)| *key == wanted) {
-            Some((_, group)) => group.push(index),
-            None => groups.push((wanted, vec![index])),
-        }
-    }
-    groups.into_iter().map(|(_, group)| group).collect()
-}
-
-/// Returns the decisions of groups made by [`group_by`] in the order of the charges.
-pub(crate) fn scatter(groups: Vec<Vec<usize>>, decided: Vec<Vec<Decision>>) -> Vec<Decision> {
-    let mut indexed: Vec<(usize, Decision)> =
-        groups.into_iter().flatten().zip(decided.into_iter().flatten()).collect();
-    indexed.sort_unstable_by_key(|(index, _)| *index);
-    indexed.into_iter().map(|(_, decision)| decision).collect()
-}
-
 /// Decides all groups, stage by stage. Returns the decisions of each group.
-pub(crate) async fn decide_in_order<G: Groups>(
-    groups: &G,
+pub(super) async fn decide_in_order(
+    groups: &CrossSlotGroups<'_>,
     action: Action,
 ) -> Result<Vec<Vec<Decision>>, StoreError> {
     if action == Action::Acquire {
-        return acquire_in_order(groups, &groups.stages()).await;
+        return acquire_in_order(groups).await;
     }
     // No group depends on another.
     let all: Vec<usize> = (0..groups.count()).collect();
@@ -138,11 +57,8 @@ pub(crate) async fn decide_in_order<G: Groups>(
     Ok(decided)
 }
 
-async fn acquire_in_order<G: Groups>(
-    groups: &G,
-    stages: &[Vec<usize>],
-) -> Result<Vec<Vec<Decision>>, StoreError> {
-    let mut decided = vec![Vec::new(); groups.count()];
+async fn acquire_in_order(groups: &CrossSlotGroups<'_>) -> Result<Vec<Vec<Decision>>, StoreError> {
+    let (stages, mut decided) = (groups.stages(), vec![Vec::new(); groups.count()]);
     // Refunds every group in `spent` on drop, too: after an error, or if the caller is cancelled.
     let mut compensation = Compensation { groups, spent: Vec::new() };
     for (index, stage) in stages.iter().enumerate() {
@@ -189,8 +105,8 @@ async fn acquire_in_order<G: Groups>(
 
 /// Decides groups concurrently. Each answer is passed on as soon as it arrives, so that the answers
 /// of a cancelled call are known to its compensation.
-async fn decide_together<G: Groups>(
-    groups: &G,
+async fn decide_together(
+    groups: &CrossSlotGroups<'_>,
     stage: &[usize],
     action: GroupAction,
     mut on_answer: impl FnMut(usize, Result<Vec<Decision>, StoreError>),
@@ -220,7 +136,7 @@ fn all_allowed(decisions: &[Decision]) -> bool {
 
 /// Replaces the decisions of groups that allow a peek which another group denies. Their peek shows
 /// the state after a spend that would not happen, so the state without it is read.
-async fn show_unspent<G: Groups>(groups: &G, decided: &mut [Vec<Decision>]) {
+async fn show_unspent(groups: &CrossSlotGroups<'_>, decided: &mut [Vec<Decision>]) {
     let allowed: Vec<usize> =
         (0..groups.count()).filter(|group| all_allowed(&decided[*group])).collect();
     decide_together(groups, &allowed, GroupAction::ReadUnspent, |group, answer| match answer {
@@ -250,14 +166,9 @@ fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     }
 }
 
-/// Returns the same charges with a cost of 0, with which [`Action::ChargeUpTo`] only reads.
-pub(crate) fn without_cost<'a>(charges: &[Charge<'a>]) -> Vec<Charge<'a>> {
-    charges.iter().map(|charge| charge.with_cost(0)).collect()
-}
-
 /// Refunds the groups that were charged, on demand or on drop.
-struct Compensation<'a, G: Groups> {
-    groups: &'a G,
+struct Compensation<'a> {
+    groups: &'a CrossSlotGroups<'a>,
     spent: Vec<SpentGroup>,
 }
 
@@ -269,7 +180,7 @@ struct SpentGroup {
     decisions: Vec<Decision>,
 }
 
-impl<G: Groups> Compensation<'_, G> {
+impl Compensation<'_> {
     /// Starts all refunds. Returns for each its group and the indices of the refunded charges.
     fn start_refunds(&mut self) -> Vec<(usize, Vec<usize>, PendingRefund)> {
         let groups = self.groups;
@@ -296,7 +207,7 @@ impl<G: Groups> Compensation<'_, G> {
     }
 }
 
-impl<G: Groups> Drop for Compensation<'_, G> {
+impl Drop for Compensation<'_> {
     fn drop(&mut self) {
         drop(self.start_refunds());
     }
