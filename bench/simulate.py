@@ -41,6 +41,34 @@ def caddy(client, path, now):
     return json.dumps(line, separators=(",", ":")) + "\n"
 
 
+def traefik(client, path, now):
+    stamp = now.strftime("%Y-%m-%dT%H:%M:%S")
+    line = {
+        "ClientAddr": f"{client}:40000", "ClientHost": client, "ClientPort": "40000",
+        "ClientUsername": "-", "DownstreamContentSize": 5120, "DownstreamStatus": 200,
+        "Duration": 1834210, "OriginContentSize": 5120, "OriginDuration": 1534210,
+        "OriginStatus": 200, "Overhead": 300000, "RequestAddr": "example.com",
+        "RequestContentSize": 0, "RequestCount": 1, "RequestHost": "example.com",
+        "RequestMethod": "GET", "RequestPath": path, "RequestPort": "-",
+        "RequestProtocol": "HTTP/2.0", "RequestScheme": "https", "RetryAttempts": 0,
+        "RouterName": "shop@file", "ServiceAddr": "10.0.0.7:8080", "ServiceName": "shop@file",
+        "ServiceURL": "http://10.0.0.7:8080", "StartLocal": f"{stamp}.123456789Z",
+        "StartUTC": f"{stamp}.123456789Z", "entryPointName": "web", "level": "info", "msg": "",
+        "request_User-Agent": AGENT, "time": f"{stamp}Z",
+    }
+    return json.dumps(line, separators=(",", ":")) + "\n"
+
+
+FORMATS = [("combined", combined), ("caddy", caddy), ("traefik", traefik)]
+
+
+def stamp_of(form, now):
+    """Returns the time as it is in a line."""
+    if form is caddy:
+        return str(now.timestamp())
+    return now.strftime("%Y-%m-%dT%H:%M:%S" if form is traefik else "%d/%b/%Y:%H:%M:%S")
+
+
 def write(path, lines, form):
     """Repeats one second of requests with other times, which is faster than formatting each."""
     mark = START
@@ -50,12 +78,11 @@ def write(path, lines, form):
         for i, client in enumerate(clients)
     ]
     block = "".join(second)
-    old = str(mark.timestamp()) if form is caddy else mark.strftime("%d/%b/%Y:%H:%M:%S")
+    old = stamp_of(form, mark)
     with open(path, "w", encoding="ascii") as file:
         for number in range(lines // PER_SECOND):
             now = mark + datetime.timedelta(seconds=number)
-            new = str(now.timestamp()) if form is caddy else now.strftime("%d/%b/%Y:%H:%M:%S")
-            file.write(block.replace(old, new))
+            file.write(block.replace(old, stamp_of(form, now)))
 
 
 def replay(binary, path):
@@ -75,7 +102,7 @@ def main():
     binary = sys.argv[1]
     lines = int(sys.argv[2]) if len(sys.argv) > 2 else 10_000_000
     print("format       lines     seconds  of CPU    lines per second of CPU    MiB")
-    for name, form in [("combined", combined), ("caddy", caddy)]:
+    for name, form in FORMATS:
         for count in [lines // 10, lines]:
             with tempfile.NamedTemporaryFile(suffix=".log") as file:
                 write(file.name, count, form)

@@ -150,11 +150,15 @@ impl RunCounts {
         *(if passes { &mut self.admitted } else { &mut self.denied }) += 1;
         self.unlimited += u64::from(decisions.is_empty());
         let mut shadow_denied = false;
-        for entry in decisions {
+        for (position, entry) in decisions.iter().enumerate() {
             shadow_denied |= passes && entry.is_shadow() && entry.is_denied();
-            let tally = self.by_name.get(entry.policy()).map(|index| &mut self.policies[*index]);
-            if let Some(tally) = tally {
-                tally.record(now, entry, passes);
+            // If all policies apply, they are in the order of the file.
+            let index = match self.policies.get(position) {
+                Some(tally) if tally.name == entry.policy() => Some(position),
+                _ => self.by_name.get(entry.policy()).copied(),
+            };
+            if let Some(index) = index {
+                self.policies[index].record(now, entry, passes);
             }
         }
         self.shadow_denied += u64::from(shadow_denied);

@@ -1,8 +1,29 @@
 //! [`Series`]: counts over time in a bounded number of bins, of traffic whose end is unknown.
 
-/// Maximum number of bins. Beyond it, each two become one.
+/// Maximum number of bins. Beyond it, each two (or three, or five) become one.
 const MAX_BINS: usize = 512;
 const MIN_WIDTH: u64 = 1_000;
+/// Widths of bins in microseconds. Most windows are a multiple of one, so that no bin has requests
+/// of two windows. Beyond the last one, each two bins become one.
+const WIDTHS: [u64; 17] = [
+    MIN_WIDTH,
+    2_000,
+    10_000,
+    20_000,
+    100_000,
+    200_000,
+    1_000_000,
+    2_000_000,
+    10_000_000,
+    30_000_000,
+    60_000_000,
+    300_000_000,
+    600_000_000,
+    1_800_000_000,
+    3_600_000_000,
+    10_800_000_000,
+    43_200_000_000,
+];
 
 /// Counts of one bin.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -51,10 +72,12 @@ impl Series {
     }
 
     fn widen(&mut self) {
-        self.width *= 2;
-        let merged = self.bins.chunks(2).map(|pair| {
+        let next = WIDTHS.iter().copied().find(|width| *width > self.width);
+        let factor = next.map_or(2, |next| next / self.width);
+        self.width *= factor;
+        let merged = self.bins.chunks(usize::try_from(factor).unwrap_or(2)).map(|group| {
             let mut sum = Bin::default();
-            for bin in pair {
+            for bin in group {
                 sum.merge(*bin);
             }
             sum
@@ -65,6 +88,13 @@ impl Series {
     /// Widens the bins to those of another series of the same start.
     pub(super) fn widen_to(&mut self, other: &Self) {
         while self.width < other.width {
+            self.widen();
+        }
+    }
+
+    /// Widens the bins until a width is accepted.
+    pub(super) fn widen_until(&mut self, is_accepted: impl Fn(u64) -> bool) {
+        while !is_accepted(self.width) && self.width <= u64::MAX / 4 {
             self.widen();
         }
     }
@@ -89,6 +119,13 @@ mod tests {
     use super::*;
 
     #[test]
+    fn each_width_is_a_multiple_of_the_one_before() {
+        for pair in WIDTHS.windows(2) {
+            assert!(pair[1].is_multiple_of(pair[0]) && pair[1] / pair[0] <= 5, "{pair:?}");
+        }
+    }
+
+    #[test]
     fn number_of_bins_is_bounded_and_no_count_is_lost() {
         let mut series = Series::new(5);
         for step in 0..100_000_u64 {
@@ -97,7 +134,7 @@ mod tests {
             bin.denied += step % 2;
             bin.peak = bin.peak.max(step);
         }
-        assert!(series.bins().len() <= MAX_BINS && series.bins().len() > MAX_BINS / 4);
+        assert!(series.bins().len() <= MAX_BINS && series.bins().len() > MAX_BINS / 5);
         let sum = |count: fn(&Bin) -> u64| series.bins().iter().map(count).sum::<u64>();
         assert_eq!(sum(|bin| bin.admitted), 100_000);
         assert_eq!(sum(|bin| bin.denied), 50_000);

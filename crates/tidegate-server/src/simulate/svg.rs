@@ -11,6 +11,7 @@ use tidegate::internals::duration::readable;
 use super::report::{Report, limit, utc};
 use super::series::{Bin, Series};
 use super::tally::PolicyTally;
+use crate::duration;
 
 const WIDTH: f64 = 860.0;
 const LEFT: f64 = 64.0;
@@ -25,6 +26,10 @@ const PANEL: f64 = TITLE + REQUESTS + GAP + WINDOW + AXIS;
 const HEADER: f64 = 58.0;
 /// Maximum number of policies that are drawn: those with most requests.
 const MAX_PANELS: usize = 8;
+/// Maximum number of bars in a panel, so that a picture has some kilobytes.
+const MAX_BARS: u64 = 320;
+/// Maximum number of boundaries between windows that are drawn.
+const MAX_BOUNDARIES: u64 = 40;
 /// Maximum number of times on the axis, and the steps between them, in milliseconds.
 const MAX_TICKS: u64 = 8;
 const TICK_STEPS: [u64; 27] = [
@@ -66,7 +71,8 @@ const STYLE: &str = "\
 .title{font-weight:600;font-size:14px}.muted{fill:var(--muted)}.end{text-anchor:end}\
 .middle{text-anchor:middle}.grid{stroke:var(--grid);stroke-width:1}.admitted{fill:var(--admitted)}\
 .denied{fill:var(--denied)}.over{fill:var(--over)}\
-.limit{stroke:var(--limit);stroke-width:1.5;stroke-dasharray:6 4}.limit-text{fill:var(--limit)}";
+.limit{stroke:var(--limit);stroke-width:1.5;stroke-dasharray:6 4}.limit-text{fill:var(--limit)}\
+.boundary{stroke:var(--muted);stroke-width:1;stroke-dasharray:1 3}";
 
 /// One policy of one configuration.
 struct Panel<'r> {
@@ -78,6 +84,8 @@ struct Panel<'r> {
 /// Scale of all panels, so that they can be compared.
 #[derive(Clone, Copy)]
 struct Scale {
+    /// Start of the traffic, in microseconds since the Unix epoch.
+    start: u64,
     /// Microseconds that are the full width.
     span: u64,
     /// Requests of a bin that are the full height.
@@ -88,7 +96,9 @@ struct Scale {
 
 /// Returns the picture of a report.
 pub(crate) fn draw(report: &Report) -> String {
-    let panels = panels(report);
+    let (start, end) = report.traffic.period();
+    let span = (end - start).max(1);
+    let panels = panels(report, span);
     let height = HEADER + PANEL * panels.len() as f64;
     let mut svg = String::new();
     let title = format!("{} requests", super::report::grouped(report.traffic.requests));
@@ -108,7 +118,7 @@ pub(crate) fn draw(report: &Report) -> String {
     for (class, name, width) in [
         ("admitted", "admitted", 88.0),
         ("denied", "denied", 74.0),
-        ("over", "above the limit", 0.0),
+        ("over", "above the limit", 124.0),
     ] {
         let _ = writeln!(
             svg,
@@ -117,9 +127,13 @@ pub(crate) fn draw(report: &Report) -> String {
         text(&mut svg, x + 15.0, 43.0, "muted", name);
         x += width;
     }
-    let (start, end) = report.traffic.period();
+    if panels.iter().any(|panel| panel.boundaries(start, span).next().is_some()) {
+        vertical(&mut svg, x + 4.0, 32.0, 46.0);
+        text(&mut svg, x + 12.0, 43.0, "muted", "start of a window of the clock");
+    }
     let scale = Scale {
-        span: (end - start).max(1),
+        start,
+        span,
         highest: panels.iter().map(Panel::highest).max().unwrap_or(1),
         peak: panels.iter().map(Panel::peak).max().unwrap_or(0).max(1_000),
     };
@@ -130,8 +144,8 @@ pub(crate) fn draw(report: &Report) -> String {
     svg
 }
 
-/// Returns the panels, with bins of the same width.
-fn panels(report: &Report) -> Vec<Panel<'_>> {
+/// Returns the panels, with bins of the same width. `span` is the length of the traffic.
+fn panels(report: &Report, span: u64) -> Vec<Panel<'_>> {
     let has_variants = report.runs.len() > 1;
     let mut panels = Vec::new();
     for run in &report.runs {
@@ -160,6 +174,7 @@ fn panels(report: &Report) -> Vec<Panel<'_>> {
     if let Some(widest) = widest.cloned() {
         for panel in &mut panels {
             panel.series.widen_to(&widest);
+            panel.series.widen_until(|width| span.div_ceil(width) <= MAX_BARS);
         }
     }
     panels
@@ -177,8 +192,18 @@ impl Panel<'_> {
         self.series.bins().iter().map(|bin| bin.peak).max().unwrap_or(0)
     }
 
+    /// Returns the times after the start at which a window aligned to the clock begins, unless
+    /// there are too many to draw.
+    fn boundaries(&self, start: u64, span: u64) -> impl Iterator<Item = u64> {
+        let window = duration::micros(self.tally.quota.window()).max(1);
+        let first = start.next_multiple_of(window) - start;
+        let count = if span / window <= MAX_BOUNDARIES { u64::MAX } else { 0 };
+        let times = (0..count).map(move |number| first + number * window);
+        times.skip_while(|time| *time == 0).take_while(move |time| *time < span)
+    }
+
     fn draw(&self, svg: &mut String, top: f64, scale: Scale) {
-        let Scale { span, highest, peak } = scale;
+        let Scale { start, span, highest, peak } = scale;
         let Self { title, tally, series } = self;
         let quota = limit(&tally.quota);
         text(svg, LEFT, top + 16.0, "title", title);
@@ -193,6 +218,11 @@ impl Panel<'_> {
         let bins = series.bins();
         let bin_count = span.div_ceil(series.width()).max(bins.len() as u64);
         let step = PLOT_WIDTH / bin_count as f64;
+        let time_scale = PLOT_WIDTH / (bin_count * series.width()) as f64;
+        for time in self.boundaries(start, span) {
+            let x = LEFT + time as f64 * time_scale;
+            vertical(svg, x, top + TITLE, top + PANEL - AXIS);
+        }
 
         let base = top + TITLE + REQUESTS;
         let scale = REQUESTS / highest as f64;
@@ -200,20 +230,19 @@ impl Panel<'_> {
         let per_second = highest as f64 * 1e6 / series.width() as f64;
         text(svg, LEFT - 6.0, base - REQUESTS + 10.0, "muted end", &rounded(per_second));
         text(svg, LEFT - 6.0, base - REQUESTS + 24.0, "muted end", "per s");
-        bars(svg, "admitted", bins, step, base, |bin| (0.0, bin.admitted as f64 * scale));
-        bars(svg, "denied", bins, step, base, |bin| {
-            (bin.admitted as f64 * scale, bin.denied as f64 * scale)
-        });
+        // Admitted requests cover the lower part of the bars behind them.
+        let requests = |bin: &Bin| if bin.denied > 0 { bin.admitted + bin.denied } else { 0 };
+        bars(svg, "denied", bins, step, base, |bin| requests(bin) as f64 * scale);
+        bars(svg, "admitted", bins, step, base, |bin| bin.admitted as f64 * scale);
 
         let base = base + GAP + WINDOW;
         // Room for the caption.
         let scale = (WINDOW - 14.0) / peak as f64;
         let line = base - 1_000.0 * scale;
         grid(svg, base);
-        bars(svg, "admitted", bins, step, base, |bin| (0.0, bin.peak.min(1_000) as f64 * scale));
-        bars(svg, "over", bins, step, base, |bin| {
-            (1_000.0 * scale, bin.peak.saturating_sub(1_000) as f64 * scale)
-        });
+        let over = |bin: &Bin| if bin.peak > 1_000 { bin.peak } else { 0 };
+        bars(svg, "over", bins, step, base, |bin| over(bin) as f64 * scale);
+        bars(svg, "admitted", bins, step, base, |bin| bin.peak.min(1_000) as f64 * scale);
         let end = LEFT + PLOT_WIDTH;
         let _ = writeln!(
             svg,
@@ -225,42 +254,60 @@ impl Panel<'_> {
         let units = "units of the busiest key in any window";
         text(svg, LEFT + PLOT_WIDTH, caption, "muted end", units);
 
-        let scale = PLOT_WIDTH / (bin_count * series.width()) as f64;
         let milliseconds = span / 1_000;
         let fits = |step: &&u64| milliseconds / **step < MAX_TICKS;
         let step = TICK_STEPS.iter().find(fits).copied().unwrap_or(milliseconds.max(1));
         for tick in 0..=milliseconds / step {
             let time = Duration::from_millis(tick * step);
-            let x = LEFT + (tick * step * 1_000) as f64 * scale;
+            let x = LEFT + (tick * step * 1_000) as f64 * time_scale;
             let class = if tick == 0 { "muted" } else { "muted middle" };
             text(svg, x, base + 16.0, class, &readable(time));
         }
     }
 }
 
-/// Draws a bar for each bin, as one path. `extent` returns its start and height above the base.
+/// Draws a bar for each bin, as the outline of all of them. `height` is that above the base.
 fn bars(
     svg: &mut String,
     class: &str,
     bins: &[Bin],
     step: f64,
     base: f64,
-    extent: impl Fn(&Bin) -> (f64, f64),
+    height: impl Fn(&Bin) -> f64,
 ) {
     let mut path = String::new();
-    for (number, bin) in bins.iter().enumerate() {
-        let (start, height) = extent(bin);
-        if height > 0.0 {
-            let x = LEFT + number as f64 * step;
-            // A bar of less than a pixel would be invisible.
-            let (width, height) = (step.max(1.0), height.max(0.5));
-            let y = base - start;
-            let _ = write!(path, "M{x:.1} {y:.1}v-{height:.1}h{width:.1}v{height:.1}z");
+    let mut drawn = base;
+    // One more bin ends the outline.
+    for number in 0..=bins.len() {
+        let height = bins.get(number).map_or(0.0, &height);
+        // A bar of less than half a pixel would be invisible.
+        let y = if height > 0.0 { base - height.max(0.5) } else { base };
+        if short(y) == short(drawn) {
+            continue;
         }
+        let x = short(LEFT + number as f64 * step);
+        match (short(drawn) == short(base), y < base) {
+            (true, _) => _ = write!(path, "M{x} {}V{}", short(base), short(y)),
+            (false, true) => _ = write!(path, "H{x}V{}", short(y)),
+            (false, false) => _ = write!(path, "H{x}V{}z", short(base)),
+        }
+        drawn = y;
     }
     if !path.is_empty() {
         let _ = writeln!(svg, "<path class=\"{class}\" d=\"{path}\"/>");
     }
+}
+
+/// Formats a coordinate with at most one decimal.
+fn short(number: f64) -> String {
+    let text = format!("{number:.1}");
+    text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
+}
+
+/// Draws the boundary between two windows.
+fn vertical(svg: &mut String, x: f64, top: f64, bottom: f64) {
+    let (x, top, bottom) = (short(x), short(top), short(bottom));
+    let _ = writeln!(svg, "<path class=\"boundary\" d=\"M{x} {top}V{bottom}\"/>");
 }
 
 fn grid(svg: &mut String, y: f64) {
@@ -320,5 +367,15 @@ mod tests {
     fn numbers_are_short() {
         let numbers = [0.25, 7.0, 99.6, 12_345.0, 2_500_000.0].map(rounded);
         assert_eq!(numbers, ["0.25", "7", "100", "12k", "2.5M"]);
+        assert_eq!([1.0, 1.04, 1.06, 250.25].map(short), ["1", "1", "1.1", "250.2"]);
+    }
+
+    #[test]
+    fn bars_of_equal_height_are_one_outline() {
+        let bins = [0, 2, 2, 5, 0, 0, 1].map(|admitted| Bin { admitted, ..Bin::default() });
+        let mut svg = String::new();
+        bars(&mut svg, "admitted", &bins, 10.0, 100.0, |bin| bin.admitted as f64);
+        let outlines = "M74 100V98H94V95H104V100zM124 100V99H134V100z";
+        assert_eq!(svg, format!("<path class=\"admitted\" d=\"{outlines}\"/>\n"));
     }
 }

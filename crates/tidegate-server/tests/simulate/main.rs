@@ -12,6 +12,8 @@ mod client;
 mod differential;
 /// Invalid input.
 mod errors;
+/// Pictures of the documents.
+mod figures;
 /// Logs of several files and formats.
 mod logs;
 /// Tables, JSON, pictures, comparisons.

@@ -34,9 +34,18 @@ pub(crate) fn redis_with_settable_clock() -> (Redis, ServerClock) {
 
 impl ServerClock {
     pub(crate) fn set(&self, seconds_ahead: i64) {
+        self.write(&seconds_ahead.to_string());
+    }
+
+    /// Stops the clock at a time in microseconds since the Unix epoch.
+    pub(crate) fn stop_at(&self, micros: u64) {
+        self.write(&format!("={micros}"));
+    }
+
+    fn write(&self, text: &str) {
         // An atomic rename, so that the server never reads a partial number.
         let new_file = self.path("new");
-        std::fs::write(&new_file, seconds_ahead.to_string()).expect("written");
+        std::fs::write(&new_file, text).expect("written");
         std::fs::rename(new_file, self.path("ahead")).expect("renamed");
     }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub(crate) use certificates::Authority;
-pub(crate) use clock::redis_with_settable_clock;
+pub(crate) use clock::{ServerClock, redis_with_settable_clock};
 pub(crate) use cluster::Cluster;
 pub(crate) use sentinel::{NAME, Sentinels};
 pub(crate) use server::{Redis, free_port, redis_6, valkey_9};

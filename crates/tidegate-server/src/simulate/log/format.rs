@@ -1,6 +1,7 @@
 //! Recognition of the format of a file, and the parser of its lines.
 
 use super::csv::Columns;
+use super::json::Shape;
 use super::record::{Escapes, Record};
 use super::time::CombinedTime;
 use super::{LogFormat, combined, json};
@@ -9,7 +10,7 @@ use super::{LogFormat, combined, json};
 #[derive(Debug)]
 pub(super) enum Parser {
     Combined(CombinedTime),
-    Json,
+    Json(Shape),
     Csv(Columns),
 }
 
@@ -19,11 +20,12 @@ impl Parser {
         let line = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line);
         match format {
             LogFormat::Combined => Some(Self::Combined(CombinedTime::default())),
-            LogFormat::Json => Some(Self::Json),
+            LogFormat::Json => Some(Self::Json(Shape::default())),
             LogFormat::Csv => Columns::parse(line).map(Self::Csv),
             LogFormat::Auto => {
-                if json::parse(line).is_ok() {
-                    return Some(Self::Json);
+                let mut shape = Shape::default();
+                if json::parse(line, &mut shape).is_ok() {
+                    return Some(Self::Json(shape));
                 }
                 let mut times = CombinedTime::default();
                 if combined::parse(line, &mut times).is_ok() {
@@ -38,7 +40,7 @@ impl Parser {
     pub(super) fn parse(&mut self, record: &mut Record) -> Result<(), &'static str> {
         let (fields, escapes) = match self {
             Self::Combined(times) => (combined::parse(&record.line, times)?, Escapes::Combined),
-            Self::Json => (json::parse(&record.line)?, Escapes::Json),
+            Self::Json(shape) => (json::parse(&record.line, shape)?, Escapes::Json),
             Self::Csv(columns) => (columns.fields(record)?, Escapes::Csv),
         };
         record.fields = fields;

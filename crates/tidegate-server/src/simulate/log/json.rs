@@ -2,12 +2,18 @@
 //! variables.
 //!
 //! A line is scanned once for the places of a few members. Nothing is decoded unless a policy needs
-//! it.
+//! it. Lines as servers write them are scanned by [`compact`], all others by [`Scanner`].
 
 use std::borrow::Cow;
 
 use super::record::{Fields, Span};
 use super::time;
+
+mod compact;
+#[cfg(test)]
+mod fuzz_tests;
+
+pub(super) use compact::Shape;
 
 /// Prefix of the headers of a request in the log of Traefik.
 const TRAEFIK_HEADER: &[u8] = b"request_";
@@ -20,8 +26,10 @@ const SHORT_BYTES: usize = 24;
 const NOT_JSON: &str = "it is not a JSON object";
 
 /// Value of a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Value {
+    #[default]
+    Absent,
     /// Text between the quotes.
     Text(Span),
     /// Number, true, false or null.
@@ -46,58 +54,154 @@ impl Value {
     }
 }
 
-/// Finds the fields of a line.
-pub(super) fn parse(line: &[u8]) -> Result<Fields, &'static str> {
-    let mut fields = Fields::default();
-    let mut time = None;
-    let (mut client, mut remote) = (Span::default(), Span::default());
+/// Use of a member.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    None,
+    /// Object of Caddy with the fields of the request.
+    Request,
+    StartTime,
+    LineTime,
+    Client,
+    Remote,
+    Method,
+    Target,
+    Host,
+    Referer,
+    UserAgent,
+    Headers,
+}
+
+impl Role {
+    const COUNT: usize = Self::Headers as usize + 1;
+
+    /// Returns the role of a member of the line.
+    #[inline]
+    fn of_line(name: &[u8]) -> Self {
+        match name {
+            b"request" => Self::Request,
+            b"StartUTC" => Self::StartTime,
+            b"ts" | b"time" | b"time_iso8601" | b"StartLocal" | b"@timestamp" => Self::LineTime,
+            b"ClientHost" | b"client" | b"remote_addr" => Self::Remote,
+            b"RequestMethod" | b"method" | b"request_method" => Self::Method,
+            b"RequestPath" | b"target" | b"request_uri" => Self::Target,
+            b"RequestHost" | b"host" | b"http_host" => Self::Host,
+            b"referer" | b"http_referer" => Self::Referer,
+            b"user_agent" | b"http_user_agent" => Self::UserAgent,
+            _ => Self::None,
+        }
+    }
+
+    /// Returns the role of a member of the object `request`, which Caddy writes.
+    #[inline]
+    fn of_request(name: &[u8]) -> Self {
+        match name {
+            b"client_ip" => Self::Client,
+            b"remote_ip" => Self::Remote,
+            b"method" => Self::Method,
+            b"uri" => Self::Target,
+            b"host" => Self::Host,
+            b"headers" => Self::Headers,
+            _ => Self::None,
+        }
+    }
+}
+
+/// Values of the members that have a role, by their role.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Members([Value; Role::COUNT]);
+
+impl Members {
+    /// Sets the value of a role: the last one of the line, but the first time of several.
+    #[inline]
+    fn set(&mut self, role: Role, value: Value) {
+        let place = &mut self.0[role as usize];
+        match role {
+            Role::None | Role::Request => {}
+            Role::LineTime if *place != Value::Absent => {}
+            _ => *place = value,
+        }
+    }
+
+    fn get(&self, role: Role) -> Value {
+        self.0[role as usize]
+    }
+
+    fn to_fields(&self, line: &[u8]) -> Result<Fields, &'static str> {
+        // The start of the request is preferred to the time of its line.
+        let time = match self.get(Role::StartTime) {
+            Value::Absent => self.get(Role::LineTime),
+            start => start,
+        };
+        let time = match time {
+            Value::Absent => return Err("it has no time (ts, time or StartUTC)"),
+            Value::Text(span) => time::any(span.of(line)),
+            Value::Literal(span) => time::unix(span.of(line)),
+            Value::Object(_) | Value::List(_) => None,
+        };
+        let time = time.ok_or("its time is neither RFC 3339 nor seconds since 1970")?;
+        let text = |role| self.get(role).text();
+        let (method, target) = (text(Role::Method), text(Role::Target));
+        if method == Span::default() || target == Span::default() {
+            return Err("it has no method and path of a request");
+        }
+        let client = text(Role::Client);
+        Ok(Fields {
+            time,
+            address: if client == Span::default() { text(Role::Remote) } else { client },
+            method,
+            target,
+            host: text(Role::Host),
+            referer: text(Role::Referer),
+            user_agent: text(Role::UserAgent),
+            headers: self.get(Role::Headers).object(),
+            cost: None,
+        })
+    }
+}
+
+/// Finds the fields of a line. `shape` is that of the lines before.
+pub(super) fn parse(line: &[u8], shape: &mut Shape) -> Result<Fields, &'static str> {
+    match compact::scan(line, shape) {
+        Some(members) => members.to_fields(line),
+        None => scan(line)?.to_fields(line),
+    }
+}
+
+/// Returns the members of any line.
+fn scan(line: &[u8]) -> Result<Members, &'static str> {
+    let mut found = Members::default();
     let mut scanner = Scanner { bytes: line, at: 0 };
     scanner.members(|scanner, name| {
-        if name == b"request" && scanner.peek() == Some(b'{') {
+        let role = Role::of_line(name);
+        if role == Role::Request && scanner.peek() == Some(b'{') {
             return scanner.members(|scanner, name| {
-                let value = scanner.value()?;
-                match name {
-                    b"client_ip" => client = value.text(),
-                    b"remote_ip" => remote = value.text(),
-                    b"method" => fields.method = value.text(),
-                    b"uri" => fields.target = value.text(),
-                    b"host" => fields.host = value.text(),
-                    b"headers" => fields.headers = value.object(),
-                    _ => {}
-                }
+                found.set(Role::of_request(name), scanner.value()?);
                 Ok(())
             });
         }
-        let value = scanner.value()?;
-        match name {
-            // The start of the request is preferred to the time of its line.
-            b"StartUTC" => time = Some(value),
-            b"ts" | b"time" | b"time_iso8601" | b"StartLocal" | b"@timestamp" => {
-                time = time.or(Some(value));
-            }
-            b"ClientHost" | b"client" | b"remote_addr" => remote = value.text(),
-            b"RequestMethod" | b"method" | b"request_method" => fields.method = value.text(),
-            b"RequestPath" | b"target" | b"request_uri" => fields.target = value.text(),
-            b"RequestHost" | b"host" | b"http_host" => fields.host = value.text(),
-            b"referer" | b"http_referer" => fields.referer = value.text(),
-            b"user_agent" | b"http_user_agent" => fields.user_agent = value.text(),
-            _ => {}
-        }
+        found.set(role, scanner.value()?);
         Ok(())
     })?;
     scanner.end()?;
-    fields.address = if client == Span::default() { remote } else { client };
-    fields.time = match time.ok_or("it has no time (ts, time or StartUTC)")? {
-        Value::Text(span) => time::any(span.of(line)),
-        Value::Literal(span) => time::unix(span.of(line)),
-        _ => None,
-    }
-    .ok_or("its time is neither RFC 3339 nor seconds since 1970")?;
-    if fields.method == Span::default() || fields.target == Span::default() {
-        return Err("it has no method and path of a request");
-    }
-    Ok(fields)
+    Ok(found)
 }
+
+/// Returns whether a byte can be in a number, true, false or null.
+#[inline]
+fn is_literal(byte: u8) -> bool {
+    LITERAL_BYTES[usize::from(byte)]
+}
+
+const LITERAL_BYTES: [bool; 256] = {
+    let mut table = [false; 256];
+    let mut byte = 0_u8;
+    while byte < u8::MAX {
+        table[byte as usize] = byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
+        byte += 1;
+    }
+    table
+};
 
 /// Values of a header.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -170,7 +274,7 @@ impl<'l> Scanner<'l> {
     /// value.
     fn members(
         &mut self,
-        mut on_member: impl FnMut(&mut Self, &'l [u8]) -> Result<(), &'static str>,
+        mut on_member: impl FnMut(&mut Self, &[u8]) -> Result<(), &'static str>,
     ) -> Result<(), &'static str> {
         self.expect(b'{')?;
         if self.peek() == Some(b'}') {
@@ -179,9 +283,12 @@ impl<'l> Scanner<'l> {
         }
         loop {
             self.skip_spaces();
-            let name = self.string()?;
+            let name = self.string()?.of(self.bytes);
             self.expect(b':')?;
-            on_member(self, name.of(self.bytes))?;
+            match memchr::memchr(b'\\', name) {
+                None => on_member(self, name)?,
+                Some(_) => on_member(self, unescaped(name).as_bytes())?,
+            }
             if !self.has_next(b'}')? {
                 return Ok(());
             }
@@ -215,8 +322,8 @@ impl<'l> Scanner<'l> {
                 Ok(if first == b'{' { Value::Object(span) } else { Value::List(span) })
             }
             _ => {
-                let is_literal = |byte: &u8| byte.is_ascii_alphanumeric() || b"+-.".contains(byte);
-                self.at += self.bytes[start..].iter().take_while(|byte| is_literal(byte)).count();
+                let literal = self.bytes[start..].iter().take_while(|byte| is_literal(**byte));
+                self.at += literal.count();
                 if self.at == start {
                     return Err(NOT_JSON);
                 }
@@ -334,18 +441,21 @@ mod tests {
             (r#"{"ts": "noon", "method": "GET", "target": "/"}"#, "its time is neither"),
             (r#"{"ts": true, "method": "GET", "target": "/"}"#, "its time is neither"),
         ] {
-            let error = parse(line.as_bytes()).expect_err(line);
+            let error = parse(line.as_bytes(), &mut Shape::default()).expect_err(line);
             assert!(error.starts_with(reason), "{line}: {error}");
         }
         let deep = format!("{{\"a\": {}", "[".repeat(1_000));
-        assert_eq!(parse(deep.as_bytes()).expect_err("deep"), "its JSON is nested too deep");
+        assert_eq!(
+            parse(deep.as_bytes(), &mut Shape::default()).expect_err("deep"),
+            "its JSON is nested too deep"
+        );
     }
 
     #[test]
     fn headers_are_found_in_both_forms() {
         let caddy = br#"{"ts":1,"request":{"method":"GET","uri":"/","headers":
             {"X-Plan":["free","gold"],"User-Agent":["a \"b\""],"Empty":[]}}}"#;
-        let fields = parse(caddy).expect("a request");
+        let fields = parse(caddy, &mut Shape::default()).expect("a request");
         let get = |name: &str| header(caddy, fields.headers, name);
         assert_eq!(get("x-plan").joined().as_deref(), Some("free, gold"));
         assert!(get("x-plan").is_repeated());
@@ -354,7 +464,7 @@ mod tests {
         assert_eq!(get("absent").joined(), None);
         let traefik = br#"{"request_User-Agent":"curl","RequestMethod":"GET","RequestPath":"/",
             "StartUTC":"2026-11-16T07:44:08Z","time":"2026-11-16T08:00:00Z"}"#;
-        let fields = parse(traefik).expect("a request");
+        let fields = parse(traefik, &mut Shape::default()).expect("a request");
         assert_eq!(fields.time, 1_794_815_048_000_000, "the start of the request");
         let agent = header(traefik, fields.headers, "user-agent").joined();
         assert_eq!(agent.as_deref(), Some("curl"));
@@ -382,7 +492,7 @@ mod tests {
 
         #[test]
         fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            let _ = parse(&bytes);
+            let _ = parse(&bytes, &mut Shape::default());
             let _ = header(&bytes, Span::default(), "x");
         }
     }

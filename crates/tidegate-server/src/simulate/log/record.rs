@@ -55,7 +55,7 @@ pub(super) enum Escapes {
 }
 
 /// Fields of a line.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Fields {
     pub(super) time: u64,
     pub(super) address: Span,

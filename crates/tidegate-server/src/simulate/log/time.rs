@@ -61,9 +61,13 @@ pub(super) fn rfc3339(text: &[u8]) -> Option<u64> {
 /// Parses a number of seconds since the Unix epoch, or of milli-, micro- or nanoseconds: a number
 /// of seconds above 10^11 would be after the year 5000.
 pub(super) fn unix(text: &[u8]) -> Option<u64> {
-    let mut parts = text.splitn(2, |byte| *byte == b'.');
-    let whole = number(parts.next()?)?;
-    let part = parts.next().map_or(Some(0), fraction)?;
+    let (whole, length) = leading_digits(text)?;
+    let rest = &text[length..];
+    let part = match rest {
+        [] => 0,
+        [b'.', digits @ ..] => fraction(digits)?,
+        _ => return None,
+    };
     let micros = match whole {
         0..100_000_000_000 => whole * 1_000_000 + part,
         100_000_000_000..100_000_000_000_000 => whole * 1_000 + part / 1_000,
@@ -76,7 +80,10 @@ pub(super) fn unix(text: &[u8]) -> Option<u64> {
 /// Parses either form.
 pub(super) fn any(text: &[u8]) -> Option<u64> {
     let text = text.trim_ascii();
-    unix(text).or_else(|| rfc3339(text))
+    match text.get(4) {
+        Some(b'-' | b'/') => rfc3339(text),
+        _ => unix(text),
+    }
 }
 
 fn to_micros(
@@ -131,19 +138,32 @@ fn offset(text: &[u8]) -> Option<i64> {
 }
 
 fn number(digits: &[u8]) -> Option<u64> {
-    if digits.is_empty() || digits.len() > 19 || !digits.iter().all(u8::is_ascii_digit) {
-        return None;
+    let (number, length) = leading_digits(digits)?;
+    (length == digits.len()).then_some(number)
+}
+
+/// Parses the digits at the start, 1 to 19, and returns their number.
+#[inline]
+fn leading_digits(text: &[u8]) -> Option<(u64, usize)> {
+    let mut number = 0_u64;
+    let mut length = 0;
+    for byte in text {
+        let digit = byte.wrapping_sub(b'0');
+        if digit > 9 {
+            break;
+        }
+        number = number.wrapping_mul(10).wrapping_add(u64::from(digit));
+        length += 1;
     }
-    Some(digits.iter().fold(0, |number, digit| number * 10 + u64::from(digit - b'0')))
+    (1..=19).contains(&length).then_some((number, length))
 }
 
 /// Parses the digits after the decimal point to microseconds. Further digits are cut.
 fn fraction(digits: &[u8]) -> Option<u64> {
-    if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
-        return None;
-    }
-    let six = digits.iter().copied().chain(std::iter::repeat(b'0')).take(6);
-    Some(six.fold(0, |number, digit| number * 10 + u64::from(digit - b'0')))
+    let (six, further) = digits.split_at(digits.len().min(6));
+    let micros = number(six)?;
+    let scale = [1, 100_000, 10_000, 1_000, 100, 10, 1].get(six.len())?;
+    further.iter().all(u8::is_ascii_digit).then_some(micros * scale)
 }
 
 #[cfg(test)]
