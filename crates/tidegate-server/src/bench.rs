@@ -5,7 +5,7 @@
 //! latency from these times: a stall shows in the latency of every request that was due during it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -69,6 +69,8 @@ pub(crate) struct Measurement {
     pub(crate) interrupted: bool,
     /// Requests of an open loop that were due but not sent.
     pub(crate) not_sent: u64,
+    /// Requests that were sent, but whose end was not awaited after the second signal.
+    pub(crate) unanswered: u64,
 }
 
 /// State that all tasks of a run share.
@@ -78,6 +80,7 @@ struct Run<T> {
     times: RunTimes,
     /// Set by a signal: no further request is sent.
     stopped: AtomicBool,
+    not_sent: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -108,38 +111,46 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
             end: load.duration.map(|duration| measured_from + duration),
         },
         stopped: AtomicBool::new(false),
+        not_sent: AtomicU64::new(0),
     });
     let cpu_before = process::cpu_seconds();
     let work = async {
         match load.pace {
             Pace::Closed { concurrency } => {
                 closed_loop::run(&run, load, concurrency).await;
-                Ok(0)
+                Ok(())
             }
             Pace::Open(open) => open_loop::run(&run, load, open, start).await,
         }
     };
     tokio::pin!(work);
-    let mut progress = Progress::start();
+    let mut progress = None;
     let mut ticks = tokio::time::interval(PROGRESS_INTERVAL);
     let mut interrupted = false;
-    let not_sent = loop {
+    loop {
         tokio::select! {
-            not_sent = &mut work => break not_sent?,
+            result = &mut work => {
+                result?;
+                break;
+            }
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
             _ = ticks.tick() => {
-                let requests = run.recorders.requests();
-                progress.update(requests, part(load, start, requests));
+                // The warm-up is not shown: its requests are not counted.
+                if let Some(elapsed) = Instant::now().checked_duration_since(measured_from) {
+                    let requests = run.recorders.requests();
+                    let progress = progress.get_or_insert_with(Progress::start);
+                    progress.update(requests, part(load, elapsed, requests));
+                }
                 continue;
             }
         }
         if interrupted {
-            break 0;
+            break;
         }
         interrupted = true;
         run.stopped.store(true, Ordering::Relaxed);
-    };
+    }
     drop(progress);
     let end = Instant::now();
     let busy_cpus = cpu_before.zip(process::cpu_seconds()).map(|(before, after)| {
@@ -147,15 +158,21 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
     });
     let elapsed = end.saturating_duration_since(measured_from);
     let recording = run.recorders.total()?;
-    Ok(Measurement { recording, elapsed, busy_cpus, interrupted, not_sent })
+    let ended = recording.answered() + recording.failed();
+    Ok(Measurement {
+        elapsed,
+        busy_cpus,
+        interrupted,
+        not_sent: run.not_sent.load(Ordering::Relaxed),
+        unanswered: run.recorders.sent().saturating_sub(ended),
+        recording,
+    })
 }
 
-/// Returns the part of the run that is done.
+/// Returns the part of the measurement that is done.
 #[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
-fn part(load: &Load, start: Instant, requests: u64) -> Option<f64> {
-    let of_time = load.duration.map(|duration| {
-        start.elapsed().as_secs_f64() / (load.warmup + duration).as_secs_f64().max(1e-9)
-    });
+fn part(load: &Load, elapsed: Duration, requests: u64) -> Option<f64> {
+    let of_time = load.duration.map(|all| elapsed.as_secs_f64() / all.as_secs_f64().max(1e-9));
     let of_requests = load.requests.map(|all| requests as f64 / all.max(1) as f64);
     [of_time, of_requests].into_iter().flatten().reduce(f64::max)
 }

@@ -40,6 +40,9 @@ async fn caller<T: Target>(
         if is_measured && left.as_deref().is_some_and(|left| !take_one(left)) {
             return;
         }
+        if is_measured {
+            run.recorders.count_sent(number);
+        }
         let outcome = run.target.acquire(&key).await;
         if is_measured {
             let latency = sent.elapsed();

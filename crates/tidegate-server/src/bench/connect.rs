@@ -80,18 +80,15 @@ impl Endpoint {
         let path = uri.path().trim_end_matches('/').to_owned();
         let host = uri.host().filter(|host| !host.is_empty());
         let host = host.with_context(|| format!("{flag} {text}: {syntax}"))?;
+        let has_port_text = uri.authority().is_some_and(|all| all.as_str() != host);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = match (uri.port_u16(), protocol) {
             (Some(0), _) => anyhow::bail!("{flag} {text} has the port 0: {syntax}"),
             (Some(port), _) => port,
-            // A text that is not a port is no authority either, so it is absent here.
-            (None, Protocol::Http) => {
-                if secure {
-                    443
-                } else {
-                    80
-                }
-            }
+            // A port that is too large is parsed as no port.
+            (None, _) if has_port_text => anyhow::bail!("{flag} {text}: {syntax}"),
+            (None, Protocol::Http) if secure => 443,
+            (None, Protocol::Http) => 80,
             (None, Protocol::Grpc) => anyhow::bail!("{flag} {text} has no port: {syntax}"),
         };
         ensure!(
@@ -191,7 +188,9 @@ mod tests {
             (Protocol::Http, "ftp://h", "it must look like http://"),
             (Protocol::Http, "http://", "it must look like http://"),
             (Protocol::Http, "http://h:99999", "it must look like http://"),
+            (Protocol::Http, "http://h:", "it must look like http://"),
             (Protocol::Http, "http://h:0", "has the port 0"),
+            (Protocol::Grpc, "h:99999", "it must look like 127.0.0.1:8081"),
             (Protocol::Http, "http://h/?a=b", "has a query"),
             (Protocol::Http, "http://u:secret@h", "must not contain a user"),
             (Protocol::Grpc, "h", "has no port"),

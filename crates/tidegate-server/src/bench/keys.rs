@@ -52,7 +52,7 @@ impl KeySpace {
         &self.prefix
     }
 
-    /// Returns a text that is as long as a key and is none.
+    /// Returns a text that is as long as a key, but differs from all keys.
     pub(crate) fn placeholder(&self) -> String {
         self.prefix.clone() + &"#".repeat(self.digits)
     }

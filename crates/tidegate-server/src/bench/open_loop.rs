@@ -4,6 +4,7 @@
 //! everything after it: nothing is skipped, and no queue grows, because due times are computed.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
@@ -17,8 +18,11 @@ use crate::duration::nanos;
 
 /// Time between two checks of whether the run was stopped.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// Time after the end in which a request that was due before it is still sent.
-const END_GRACE: Duration = Duration::from_millis(100);
+/// Time after the end in which requests that were due before it are still sent, if they need not
+/// wait for a slot: the generator was late.
+const MAX_LATE_START: Duration = Duration::from_secs(5);
+/// Time after the end in which a request still waits for a slot.
+const MAX_LATE_SLOT: Duration = Duration::from_millis(100);
 
 /// Rate and bound of an open loop.
 #[derive(Debug, Clone, Copy)]
@@ -29,14 +33,13 @@ pub(crate) struct OpenLoop {
     pub(crate) max_in_flight: usize,
 }
 
-/// Sends all requests, and waits for their answers. Returns the number of those that were due but
-/// not sent.
+/// Sends all requests, and waits for their answers.
 pub(super) async fn run<T: Target>(
     run: &Arc<Run<T>>,
     load: &Load,
     open: OpenLoop,
     start: Instant,
-) -> anyhow::Result<u64> {
+) -> anyhow::Result<()> {
     let slots = Arc::new(Semaphore::new(open.max_in_flight));
     let dispatcher = Dispatcher {
         run: Arc::clone(run),
@@ -49,10 +52,10 @@ pub(super) async fn run<T: Target>(
         number: 0,
     };
     let schedule = Schedule::new(open.rate, open.arrivals, load.seed);
-    let not_sent = tokio::task::spawn_blocking(move || dispatcher.send_all(schedule)).await?;
+    tokio::task::spawn_blocking(move || dispatcher.send_all(schedule)).await?;
     // Each task has a slot until its answer is recorded.
     let _ = slots.acquire_many(u32::try_from(open.max_in_flight)?).await?;
-    Ok(not_sent)
+    Ok(())
 }
 
 struct Dispatcher<T> {
@@ -69,7 +72,7 @@ struct Dispatcher<T> {
 }
 
 impl<T: Target> Dispatcher<T> {
-    fn send_all(mut self, mut schedule: Schedule) -> u64 {
+    fn send_all(mut self, mut schedule: Schedule) {
         precise_sleeps();
         let end = self.run.times.end;
         while let Some(due) = schedule.next().map(|offset| self.start + offset) {
@@ -77,10 +80,13 @@ impl<T: Target> Dispatcher<T> {
                 break;
             }
             self.wait_until(due);
-            let Some(slot) = self.slot() else { return self.count_not_sent(due, schedule) };
+            let Some(slot) = self.slot() else {
+                let not_sent = self.count_not_sent(due, schedule);
+                self.run.not_sent.store(not_sent, Ordering::Relaxed);
+                return;
+            };
             self.send(due, slot);
         }
-        0
     }
 
     /// Waits until a time, or until the run is stopped.
@@ -95,13 +101,15 @@ impl<T: Target> Dispatcher<T> {
 
     /// Waits until fewer requests are in flight. Returns `None` if the run ends before.
     fn slot(&mut self) -> Option<OwnedSemaphorePermit> {
-        let last = self.run.times.end.map(|end| end + END_GRACE);
-        if self.run.is_stopped() || last.is_some_and(|last| Instant::now() > last) {
+        let end = self.run.times.end;
+        let is_over = end.is_some_and(|end| Instant::now() > end + MAX_LATE_START);
+        if self.run.is_stopped() || is_over {
             return None;
         }
         if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
             return Some(slot);
         }
+        let last = end.map(|end| end + MAX_LATE_SLOT);
         while !self.run.is_stopped() {
             let left = last.map(|last| last.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
@@ -124,8 +132,9 @@ impl<T: Target> Dispatcher<T> {
         self.number = self.number.wrapping_add(1);
         let number = self.number;
         let is_measured = due >= self.run.times.measured_from;
-        if is_measured && let Some(left) = &mut self.left {
-            *left -= 1;
+        if is_measured {
+            self.run.recorders.count_sent(number);
+            self.left = self.left.map(|left| left.saturating_sub(1));
         }
         let is_late = due < self.slot_free_since;
         // A request that waited for a slot was delayed by the target until then.

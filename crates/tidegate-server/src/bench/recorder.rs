@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
@@ -17,7 +18,13 @@ const DIGITS: u8 = 3;
 
 /// Counts and latencies. Tasks use different parts, so that they rarely wait for each other.
 #[derive(Debug)]
-pub(super) struct Recorders(Vec<Mutex<Recording>>);
+pub(super) struct Recorders(Vec<Part>);
+
+#[derive(Debug)]
+struct Part {
+    sent: AtomicU64,
+    recording: Mutex<Recording>,
+}
 
 /// Counts and latencies of requests.
 #[derive(Debug)]
@@ -99,24 +106,46 @@ impl Recording {
     }
 }
 
+impl Part {
+    fn recording(&self) -> MutexGuard<'_, Recording> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Recorders {
     pub(super) fn new() -> anyhow::Result<Self> {
         let parts = std::thread::available_parallelism().map_or(4, usize::from).clamp(2, 16);
-        let parts = (0..parts).map(|_| Recording::new().map(Mutex::new));
-        Ok(Self(parts.collect::<anyhow::Result<_>>()?))
+        let part = |_| {
+            let recording = Mutex::new(Recording::new()?);
+            Ok(Part { sent: AtomicU64::new(0), recording })
+        };
+        Ok(Self((0..parts).map(part).collect::<anyhow::Result<_>>()?))
+    }
+
+    fn part(&self, task: usize) -> &Part {
+        &self.0[task % self.0.len()]
+    }
+
+    /// Counts a request of a task whose outcome is not known yet.
+    pub(super) fn count_sent(&self, task: usize) {
+        self.part(task).sent.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records something in the part of a task.
     pub(super) fn record(&self, task: usize, record: impl FnOnce(&mut Recording)) {
-        let part = &self.0[task % self.0.len()];
-        record(&mut part.lock().unwrap_or_else(PoisonError::into_inner));
+        record(&mut self.part(task).recording());
     }
 
-    /// Returns the number of requests so far.
+    /// Returns the number of requests that were sent.
+    pub(super) fn sent(&self) -> u64 {
+        self.0.iter().map(|part| part.sent.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Returns the number of requests that have ended.
     pub(super) fn requests(&self) -> u64 {
-        let count = |part: &Mutex<Recording>| {
-            let part = part.lock().unwrap_or_else(PoisonError::into_inner);
-            part.answered() + part.failed()
+        let count = |part: &Part| {
+            let recording = part.recording();
+            recording.answered() + recording.failed()
         };
         self.0.iter().map(count).sum()
     }
@@ -125,7 +154,7 @@ impl Recorders {
     pub(super) fn total(&self) -> anyhow::Result<Recording> {
         let mut total = Recording::new()?;
         for part in &self.0 {
-            total.merge(&part.lock().unwrap_or_else(PoisonError::into_inner))?;
+            total.merge(&part.recording())?;
         }
         Ok(total)
     }

@@ -63,8 +63,14 @@ impl Report {
 
     /// Returns what makes the numbers questionable.
     fn warnings(&self) -> Vec<String> {
-        let Measurement { recording, busy_cpus, not_sent, .. } = &self.measured;
+        let Measurement { recording, busy_cpus, not_sent, unanswered, .. } = &self.measured;
         let mut warnings = Vec::new();
+        if *unanswered > 0 {
+            warnings.push(format!(
+                "{} requests had no answer yet when the run was interrupted",
+                grouped(*unanswered)
+            ));
+        }
         if recording.answered() + recording.failed() == 0 {
             let text = "no request was measured: raise --duration, --requests or --rate";
             warnings.push(text.to_owned());
@@ -206,7 +212,8 @@ impl Report {
                 "rate": open.rate,
                 "arrivals": open.arrivals.as_str(),
                 "max_in_flight": open.max_in_flight,
-                "due": recording.answered() + recording.failed() + measured.not_sent,
+                "due": recording.answered() + recording.failed() + measured.unanswered
+                    + measured.not_sent,
                 "not_sent": measured.not_sent,
                 "sent_late": recording.sent_late,
                 "generator_delay_us": percentiles(&recording.generator_delay),
@@ -236,6 +243,7 @@ impl Report {
             "denied": recording.denied,
             "unlimited": recording.unlimited,
             "failed": recording.failed(),
+            "unanswered": measured.unanswered,
             "errors": errors.collect::<Vec<_>>(),
             "latency_us": percentiles(&recording.latency),
             "generator_cpus": measured.busy_cpus,

@@ -7,9 +7,9 @@ use crate::simulate::load::random::Random;
 /// Times between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Arrivals {
-    /// All the same
+    /// Equal intervals
     Fixed,
-    /// Random, as those of independent clients
+    /// Random intervals, as those of independent clients
     Poisson,
 }
 

@@ -4,6 +4,14 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../../../tidegate/tests/support/sentinel.rs"]
+#[allow(dead_code, reason = "other tests use more of it")]
+mod sentinel;
+/// The servers that `sentinel` starts.
+mod server {
+    pub(crate) use crate::support::{Redis, folder_in_memory, free_port};
+}
+
 /// Invalid input.
 mod errors;
 /// Open loop: due times, stalls, bounds.

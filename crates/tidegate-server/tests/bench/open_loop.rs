@@ -9,7 +9,7 @@ use crate::support::{Redis, Service, TEST_TIMEOUT};
 use crate::{allowed_by, count, json_of, report, spawn};
 
 /// Two hundred requests per second for four seconds.
-const LOAD: [&str; 6] = ["--rate", "200", "--warmup", "0s", "--duration", "4s"];
+const LOAD: [&str; 8] = ["--rate", "200", "--warmup", "0s", "--duration", "4s", "--timeout", "30s"];
 const DUE: u64 = 800;
 const STALL: Duration = Duration::from_secs(1);
 
@@ -30,11 +30,12 @@ fn wait_for_decisions(redis: &Redis) {
     }
 }
 
-/// Asserts that all requests were answered, and that those due in the stall show it. The slowest
-/// hundredth of 800 requests was due in the first 40 milliseconds of the stall.
+/// Asserts that no request was lost, and that those due in the stall show it. The slowest hundredth
+/// of 800 requests was due in the first 40 milliseconds of the stall.
 fn assert_shows_stall(result: &Value) {
-    assert_eq!((count(result, "answered"), count(result, "failed")), (DUE, 0), "{result}");
-    assert_eq!((count(&result["loop"], "due"), count(&result["loop"], "not_sent")), (DUE, 0));
+    let not_sent = count(&result["loop"], "not_sent");
+    assert_eq!(count(result, "answered") + not_sent, DUE, "{result}");
+    assert_eq!((count(&result["loop"], "due"), count(result, "failed")), (DUE, 0), "{result}");
     assert!(micros(result, "max") >= 0.9e6, "{result}");
     assert!(micros(result, "p99") >= 0.9e6, "{result}");
     // A quarter of the requests was due in the stall, so a tenth waited for more than half of it.
@@ -89,14 +90,14 @@ fn requests_above_the_bound_are_sent_late_and_none_is_lost() {
     let late = count(&result["loop"], "sent_late");
     assert!((150..=DUE).contains(&late), "{result}");
     let warning = result["warnings"][0].as_str().expect("a warning");
-    assert!(warning.contains("were sent late, because 5 were in flight"), "{warning}");
+    assert!(warning.contains("because 5 were in flight"), "{warning}");
 }
 
 #[test]
 fn requests_that_could_not_be_sent_are_counted() {
     let redis = Redis::start();
     let url = redis.url();
-    let target = ["--redis", &url, "--max-in-flight", "3", "--timeout", "30s", "--json"];
+    let target = ["--redis", &url, "--max-in-flight", "3", "--json"];
     let run = spawn(&[&target, &LOAD[..]].concat());
     wait_for_decisions(&redis);
     // Stopped beyond the end of the run.

@@ -1,6 +1,6 @@
 //! Text, JSON, progress and signals.
 
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -103,9 +103,7 @@ fn interrupt_prints_the_result_so_far() {
                 assert!(Instant::now() < deadline, "no decision");
                 std::thread::sleep(Duration::from_millis(5));
             }
-            let id = run.id().to_string();
-            let sent = Command::new("kill").arg(format!("-{signal}")).arg(id).status();
-            assert!(sent.expect("kill runs").success());
+            interrupt(&run, signal);
             let result = json_of(&run.wait_with_output().expect("it ends"));
             assert_eq!(result["interrupted"], true, "{result}");
             assert!(count(&result, "answered") > 0, "{result}");
@@ -113,6 +111,38 @@ fn interrupt_prints_the_result_so_far() {
             assert!(result["seconds"].as_f64().expect("a number") < 3_600.0);
         }
     }
+}
+
+#[test]
+fn second_interrupt_does_not_wait_for_answers() {
+    let redis = Redis::start();
+    for pace in [["--rate", "100"], ["--concurrency", "2"]] {
+        let target = ["--redis", &redis.url(), "--timeout", "60s", "--warmup", "0s", "--json"];
+        let mut run = spawn(&[&target[..], &pace, &["--duration", "1h"]].concat());
+        let before = redis.calls_of("evalsha");
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        while redis.calls_of("evalsha") < before + 20 {
+            assert!(Instant::now() < deadline, "no decision");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        redis.signal("STOP");
+        while run.try_wait().expect("our own child").is_none() {
+            assert!(Instant::now() < deadline, "it still waits");
+            interrupt(&run, "INT");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        redis.signal("CONT");
+        let result = json_of(&run.wait_with_output().expect("it ends"));
+        assert_eq!(result["interrupted"], true, "{result}");
+        assert!(count(&result, "unanswered") > 0, "{result}");
+        let warning = result["warnings"][0].as_str().expect("a warning");
+        assert!(warning.contains("had no answer yet"), "{warning}");
+    }
+}
+
+fn interrupt(run: &Child, signal: &str) {
+    // It may have ended just now.
+    let _ = Command::new("kill").arg(format!("-{signal}")).arg(run.id().to_string()).status();
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Memory and Redis.
 
+use crate::sentinel::{NAME, Sentinels};
 use crate::support::{Cluster, Redis};
 use crate::{HUNDRED_FOR_ONE_KEY, TEN_PER_HOUR, assert_ten_of_a_hundred, count, report};
 
@@ -75,6 +76,21 @@ fn store_and_policy_come_from_a_configuration() {
     assert!(keys.iter().all(|key| key.starts_with("tidegate_bench:")), "{keys:?}");
     let memory = report(&["--config", file, "--policy", "few", "--memory", "--requests", "3"]);
     assert_eq!(memory["target"]["kind"], "memory");
+}
+
+#[test]
+fn sentinels_come_from_a_configuration() {
+    let sentinels = Sentinels::start();
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("tidegate.yaml");
+    let nodes = sentinels.urls().join("', '");
+    let config =
+        format!("store: {{sentinel: {{master: {NAME}, nodes: ['{nodes}']}}}}\npolicies: []\n");
+    std::fs::write(&file, config).expect("written");
+    let flags = ["--config", file.to_str().expect("UTF-8")];
+    let result = report(&[&HUNDRED_FOR_ONE_KEY, &TEN_PER_HOUR, &flags[..]].concat());
+    assert_ten_of_a_hundred(&result);
+    assert_eq!(result["target"]["name"], "Redis with Sentinel");
 }
 
 #[test]

@@ -21,10 +21,10 @@ use crate::config::Config;
 use crate::simulate::load::{MAX_KEYS, MAX_ZIPF};
 
 const DEFAULT_CONCURRENCY: usize = 64;
-const DEFAULT_DURATION: Duration = Duration::from_secs(10);
-const DEFAULT_WARMUP: Duration = Duration::from_secs(1);
+const DEFAULT_SECONDS: u64 = 10;
+const DEFAULT_WARMUP_SECONDS: u64 = 1;
 const DEFAULT_LIMIT: u64 = 100;
-const DEFAULT_WINDOW: Duration = Duration::from_secs(60);
+const DEFAULT_WINDOW_SECONDS: u64 = 60;
 const MAX_RATE: f64 = 1e7;
 const MAX_DURATION: Duration = Duration::from_secs(86_400);
 const MAX_WARMUP: Duration = Duration::from_secs(3_600);
@@ -214,10 +214,10 @@ impl LoadFlags {
         let millisecond = Duration::from_millis(1);
         let duration = match (self.duration, requests) {
             (None, Some(_)) => None,
-            (duration, _) => Some(duration.unwrap_or(DEFAULT_DURATION)),
+            (duration, _) => Some(duration.unwrap_or(Duration::from_secs(DEFAULT_SECONDS))),
         };
-        let default_warmup = if requests.is_some() { Duration::ZERO } else { DEFAULT_WARMUP };
-        let warmup = self.warmup.unwrap_or(default_warmup);
+        let default_warmup = if requests.is_some() { 0 } else { DEFAULT_WARMUP_SECONDS };
+        let warmup = self.warmup.unwrap_or(Duration::from_secs(default_warmup));
         if let Some(duration) = duration {
             in_range("--duration", duration, millisecond, MAX_DURATION)?;
         }
@@ -340,7 +340,7 @@ impl PolicyFlags {
         let mut quota = Quota::new(
             algorithm.unwrap_or(Algorithm::SlidingLog),
             self.limit.unwrap_or(DEFAULT_LIMIT),
-            self.window.unwrap_or(DEFAULT_WINDOW),
+            self.window.unwrap_or(Duration::from_secs(DEFAULT_WINDOW_SECONDS)),
         )?;
         if let Some(burst) = self.burst {
             quota = quota.with_burst(burst)?;
