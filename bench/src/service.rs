@@ -10,9 +10,12 @@ use tidegate_bench::results::Results;
 
 use crate::grpc::random_key_load;
 use crate::http::{check_grpc, start_no_op};
-use crate::load::{Throughput, wrk};
+use crate::load::{OpenLoopLatency, Throughput, wrk};
 use crate::process::{Server, free_port, own_binary};
 use crate::redis::Redis;
+
+/// Requests per second at which latency is measured, far below the highest rate.
+pub(crate) const LATENCY_RATE: u32 = 2_000;
 
 struct Candidate {
     name: &'static str,
@@ -71,8 +74,28 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
         ) {
             println!("{protocol} on Redis: {:.0} requests/s, {ratio} of no-op", rate.median);
         }
+        for round in 0..plan.rounds() {
+            for turn in 0..candidates.len() {
+                let candidate = &candidates[(turn + round) % candidates.len()];
+                let latency = candidate.latency(protocol, plan)?;
+                results.add(protocol, candidate.name, "open_p50_micros", latency.p50_micros);
+                results.add(protocol, candidate.name, "open_p99_micros", latency.p99_micros);
+            }
+        }
     }
     results.save()
+}
+
+impl Candidate {
+    /// Measures the latency at a rate that is far from the highest one.
+    fn latency(&self, protocol: &str, plan: Plan) -> Result<OpenLoopLatency> {
+        let url = format!("http://127.0.0.1:{}", self.http);
+        let address = format!("127.0.0.1:{}", self.grpc);
+        let http = ["--http", &url, "--policy", "log"];
+        let grpc = ["--grpc", &address, "--domain", "bench", "--descriptor", "user={key}"];
+        let target = if protocol == "http" { http.as_slice() } else { grpc.as_slice() };
+        OpenLoopLatency::measure(target, LATENCY_RATE, plan.turn())
+    }
 }
 
 fn tidegate(folder: &Path, redis: &Redis) -> Result<Candidate> {

@@ -33,13 +33,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         r#"{"allowed":true,"policy":"p","limit":1000000000,"#,
         r#""remaining":999999999,"retry_after_ms":0}"#
     );
-    let router = Router::new().route(
-        "/v1/acquire",
-        post(move |body: String| async move {
-            let _ = body;
-            answer
-        }),
-    );
+    let fixed = post(move |body: String| async move {
+        let _ = body;
+        answer
+    });
+    let router = Router::new().route("/v1/acquire", fixed.clone()).route("/v1/peek", fixed);
     let listener = tokio::net::TcpListener::bind(http).await?;
     let http = tokio::spawn(async move { axum::serve(listener, router).await });
     tonic::transport::Server::builder()

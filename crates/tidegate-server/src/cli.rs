@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 use crate::config::Config;
 
 mod acquire;
+mod bench;
 mod config;
 mod doctor;
 mod gateway;
@@ -30,8 +31,9 @@ enum Command {
     Acquire(acquire::AcquireCommand),
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
-    // Boxed, because it has many flags.
+    // Boxed, because they have many flags.
     Simulate(Box<simulate::SimulateCommand>),
+    Bench(Box<bench::BenchCommand>),
 }
 
 impl Arguments {
@@ -43,6 +45,7 @@ impl Arguments {
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
             Command::Simulate(simulate) => simulate.run(),
+            Command::Bench(bench) => bench.run(),
         }
     }
 }

@@ -24,7 +24,7 @@ mod dynamic_metadata;
 mod grpc;
 mod message_buffer;
 mod plan;
-mod proto;
+pub(crate) mod proto;
 mod rejection;
 mod request;
 

@@ -8,6 +8,7 @@ use clap::error::ErrorKind;
 mod admin;
 mod api;
 mod backend;
+mod bench;
 mod body_reader;
 mod cli;
 mod config;

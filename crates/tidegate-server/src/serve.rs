@@ -332,7 +332,7 @@ async fn check_redis(state: Arc<ServerState>, config: RedisConfig, largest_log: 
 
 /// Raises the soft limit on open files to the hard limit. Every connection needs a file descriptor,
 /// and many systems start a process with a soft limit of 1,024.
-fn raise_file_limit() {
+pub(crate) fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| limit.maximum.is_none_or(|maximum| current < maximum))
         && let Err(error) =

@@ -185,7 +185,7 @@ struct PolicyFlags {
 }
 
 /// Parses `NAME=VALUE`.
-fn attribute(text: &str) -> Result<(String, String), String> {
+pub(super) fn attribute(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or("write it like path=/api/items")?;
     let is_custom = name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
     if name.is_empty() || !is_custom {

@@ -117,6 +117,11 @@ impl RedisConfig {
         self
     }
 
+    pub(crate) fn with_prefix(mut self, prefix: &str) -> Self {
+        prefix.clone_into(&mut self.settings.prefix);
+        self
+    }
+
     /// Returns the prefix of every key.
     pub(crate) fn prefix(&self) -> &str {
         &self.settings.prefix

@@ -34,14 +34,23 @@ impl Stat {
     }
 }
 
+/// Returns the CPU time of this process in seconds, if the platform has `/proc`.
+pub(crate) fn cpu_seconds() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    Some(seconds(Stat::parse(&stat)?.cpu_ticks))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "the metrics are floats")]
+fn seconds(ticks: u64) -> f64 {
+    ticks as f64 / rustix::param::clock_ticks_per_second() as f64
+}
+
 /// Appends the metrics. Reads files, one entry per open file descriptor, so it may take
 /// milliseconds.
 #[cfg(target_os = "linux")]
 pub(crate) fn write(text: &mut String) {
     use rustix::process::{Resource, getrlimit};
     let read = |file: &str| std::fs::read_to_string(file).ok();
-    #[allow(clippy::cast_precision_loss, reason = "the metrics are floats")]
-    let seconds = |ticks: u64| ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
     if let Some(stat) = read("/proc/self/stat").and_then(|text| Stat::parse(&text)) {
         counter(
             text,

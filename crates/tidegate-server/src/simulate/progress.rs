@@ -33,11 +33,17 @@ impl Progress {
         if !self.is_shown || !self.requests.is_multiple_of(REQUESTS_PER_CHECK) {
             return;
         }
-        let now = Instant::now();
-        if now.duration_since(self.updated) >= UPDATE_INTERVAL {
-            self.updated = now;
-            let line = line(self.requests, now.duration_since(self.start), part());
-            // An output that cannot be written must not end the simulation.
+        if self.updated.elapsed() >= UPDATE_INTERVAL {
+            self.update(self.requests, part());
+        }
+    }
+
+    /// Shows the number of requests, and the part of the work that is done, if it is known.
+    pub(crate) fn update(&mut self, requests: u64, part: Option<f64>) {
+        if self.is_shown {
+            self.updated = Instant::now();
+            let line = line(requests, self.updated.duration_since(self.start), part);
+            // An output that cannot be written must not end the work.
             let _ = write!(std::io::stderr(), "\r\x1b[2K{line}");
         }
     }

@@ -19,7 +19,7 @@ use crate::gateway::access_log::time::UtcTime;
 
 mod table;
 
-pub(super) use table::grouped;
+pub(crate) use table::grouped;
 
 /// Maximum number of policies whose heaviest keys the tables show; JSON has all.
 const MAX_KEY_TABLES: usize = 5;

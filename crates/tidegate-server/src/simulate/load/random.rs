@@ -3,10 +3,10 @@
 
 /// The generator xoshiro256++ (Blackman and Vigna), seeded by splitmix64.
 #[derive(Debug, Clone)]
-pub(super) struct Random([u64; 4]);
+pub(crate) struct Random([u64; 4]);
 
 impl Random {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut state = seed;
         Self(std::array::from_fn(|_| {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -31,12 +31,12 @@ impl Random {
 
     /// Returns a number from 0 up to, but not including, 1.
     #[expect(clippy::cast_precision_loss, reason = "53 bits")]
-    pub(super) fn uniform(&mut self) -> f64 {
+    pub(crate) fn uniform(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
     /// Returns a number with an exponential distribution and mean 1.
-    pub(super) fn exponential(&mut self) -> f64 {
+    pub(crate) fn exponential(&mut self) -> f64 {
         -libm::log(1.0 - self.uniform())
     }
 }
@@ -44,7 +44,7 @@ impl Random {
 /// Distribution of keys by Zipf's law: key k has a share proportional to 1 / (k + 1)^s. It needs no
 /// table (rejection-inversion, Hörmann and Derflinger 1996).
 #[derive(Debug)]
-pub(super) struct Zipf {
+pub(crate) struct Zipf {
     keys: f64,
     exponent: f64,
     integral_start: f64,
@@ -54,7 +54,7 @@ pub(super) struct Zipf {
 
 impl Zipf {
     #[expect(clippy::cast_precision_loss, reason = "fewer keys than 2^53")]
-    pub(super) fn new(keys: u64, exponent: f64) -> Self {
+    pub(crate) fn new(keys: u64, exponent: f64) -> Self {
         let keys = keys as f64;
         let mut zipf =
             Self { keys, exponent, integral_start: 0.0, integral_end: 0.0, shortcut: 0.0 };
@@ -70,7 +70,7 @@ impl Zipf {
         clippy::cast_sign_loss,
         reason = "from 0 to the number of keys"
     )]
-    pub(super) fn sample(&self, random: &mut Random) -> u64 {
+    pub(crate) fn sample(&self, random: &mut Random) -> u64 {
         if self.keys <= 1.0 {
             return 0;
         }

@@ -56,7 +56,7 @@ impl Table {
 }
 
 /// Formats a number with commas between groups of three digits.
-pub(in crate::simulate) fn grouped(number: u64) -> String {
+pub(crate) fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
     for (index, digit) in digits.chars().enumerate() {

@@ -1,0 +1,58 @@
+//! Closed loop: each caller waits for its answer before the next request.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use tokio::task::JoinSet;
+
+use super::keys::KeySequence;
+use super::target::Target;
+use super::{Load, Run};
+
+/// Runs all callers until the end.
+pub(super) async fn run<T: Target>(run: &Arc<Run<T>>, load: &Load, concurrency: usize) {
+    let left = load.requests.map(|requests| Arc::new(AtomicU64::new(requests)));
+    let mut callers = JoinSet::new();
+    for number in 0..concurrency {
+        let keys = load.keys.sequence(load.seed, number as u64);
+        callers.spawn(caller(Arc::clone(run), number, keys, left.clone()));
+    }
+    while callers.join_next().await.is_some() {}
+}
+
+async fn caller<T: Target>(
+    run: Arc<Run<T>>,
+    number: usize,
+    mut keys: KeySequence,
+    left: Option<Arc<AtomicU64>>,
+) {
+    let mut key = String::new();
+    while !run.is_stopped() {
+        // A target that answers without waiting would never let the other callers run.
+        tokio::task::coop::consume_budget().await;
+        keys.next_into(&mut key);
+        let sent = Instant::now();
+        if run.times.end.is_some_and(|end| sent >= end) {
+            return;
+        }
+        let is_measured = sent >= run.times.measured_from;
+        if is_measured && left.as_deref().is_some_and(|left| !take_one(left)) {
+            return;
+        }
+        if is_measured {
+            run.recorders.count_sent(number);
+        }
+        let outcome = run.target.acquire(&key).await;
+        if is_measured {
+            let latency = sent.elapsed();
+            run.recorders.record(number, |part| part.add(outcome, latency));
+        }
+    }
+}
+
+/// Takes one of the requests that are left.
+fn take_one(left: &AtomicU64) -> bool {
+    let next = |left: u64| left.checked_sub(1);
+    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
+}
