@@ -1,0 +1,232 @@
+use std::fmt;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use crate::form::Form;
+use crate::oracle::{Figures, Part};
+use crate::real_time::{Measured, Outage, Outcome};
+use crate::simulate::load::LoadKind;
+use crate::traffic::{LOADS, name};
+use crate::virtual_time::{Change, Run, Trouble};
+use crate::{Place, Table};
+
+/// Text of the page, with a line for each table.
+const TEMPLATE: &str = include_str!("page.md");
+
+/// Row of a table in virtual time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RowName {
+    pub(crate) table: Table,
+    pub(crate) form: Form,
+    pub(crate) load: LoadKind,
+    pub(crate) place: Place,
+}
+
+impl fmt::Display for RowName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { table, form, load, place } = self;
+        write!(formatter, "{table:?}, {form}, {}, {}", name(*load), place.name())
+    }
+}
+
+/// The page as it is in the repository.
+pub(crate) struct Page {
+    /// Table, form, load, cells, and stores of each row.
+    rows: Vec<(String, String, String, String, String)>,
+}
+
+impl Page {
+    pub(crate) fn read() -> Self {
+        let text = std::fs::read_to_string(path()).expect("docs/accuracy.md");
+        let mut table = "";
+        let mut rows = Vec::new();
+        for line in text.lines() {
+            if let Some(marker) = line.strip_prefix("<!-- table ") {
+                table = marker.trim_end_matches(" -->");
+            }
+            let Some(row) = line.strip_prefix("| ").and_then(|row| row.strip_suffix(" |")) else {
+                continue;
+            };
+            let cells: Vec<&str> = row.split(" | ").collect();
+            if let [form, load, figures @ .., stores] = &cells[..] {
+                let owned = |text: &str| text.to_owned();
+                let figures = figures.join(" | ");
+                rows.push((owned(table), owned(form), owned(load), figures, owned(stores)));
+            }
+        }
+        Self { rows }
+    }
+
+    pub(crate) fn cells_of(&self, row: &RowName) -> Option<&str> {
+        let (table, form, load) =
+            (format!("{:?}", row.table), row.form.to_string(), name(row.load));
+        let has_store =
+            |stores: &str| stores == "all" || stores.split(", ").any(|one| one == row.place.name());
+        let found = self.rows.iter().find(|(in_table, of_form, of_load, _, stores)| {
+            (in_table, of_form, of_load) == (&table, &form, &load) && has_store(stores)
+        });
+        found.map(|(_, _, _, cells, _)| cells.as_str())
+    }
+}
+
+fn path() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/accuracy.md")
+}
+
+/// Returns the cells of a row: of its only run, or the worst of the runs with a changed algorithm.
+pub(crate) fn cells(runs: &[(Run, Figures)]) -> String {
+    if let [(_, figures)] = runs {
+        return format!(
+            "{} | {} | {} | {} | {}",
+            window(figures.worst_window),
+            figures.over.percent(),
+            figures.under.percent(),
+            share(figures.wrongly_admitted, figures.requests),
+            share(figures.wrongly_denied, figures.requests),
+        );
+    }
+    // The first of equally bad runs.
+    let worst = |part: fn(&Figures) -> Part| {
+        let worst = runs.iter().rev().max_by_key(|(_, figures)| part(figures).units);
+        let (run, figures) = worst.expect("several runs");
+        let part = part(figures);
+        let Trouble::Rollout(Change::Form(form)) = run.trouble else { unreachable!("one run") };
+        if part.units == 0 { part.percent() } else { format!("{}, to {form}", part.percent()) }
+    };
+    let units = runs.iter().map(|(_, figures)| figures.worst_window.units).max().unwrap_or(0);
+    let limit = runs[0].1.worst_window.limit;
+    let worst_window = window(Part { units, limit });
+    format!(
+        "{worst_window} | {} | {}",
+        worst(|figures| figures.over),
+        worst(|figures| figures.under)
+    )
+}
+
+fn window(part: Part) -> String {
+    format!("{} of {}", part.units, part.limit)
+}
+
+/// Returns a share of all requests in percent.
+fn share(part: u64, all: u64) -> String {
+    if part == 0 {
+        return "0 %".to_owned();
+    }
+    let hundredths = (part * 10_000 + all / 2) / all;
+    format!("{}.{:02} %", hundredths / 100, hundredths % 100)
+}
+
+/// Writes the page.
+pub(crate) fn write(
+    rows: &[(RowName, String)],
+    many_clients: &[(Form, Figures)],
+    outages: &[(Outage, Outcome)],
+) {
+    let mut page = TEMPLATE.to_owned();
+    for table in Table::ALL {
+        insert(&mut page, &format!("{table:?}"), &virtual_table(table, rows));
+    }
+    insert(&mut page, "ManyClients", &table_of_many_clients(many_clients));
+    for (outage, outcome) in outages {
+        insert(&mut page, &format!("{outage:?}"), &outage_table(outcome));
+    }
+    std::fs::write(path(), page).expect("docs/accuracy.md is written");
+}
+
+fn insert(page: &mut String, marker: &str, table: &str) {
+    let line = format!("<!-- table {marker} -->\n");
+    assert!(page.contains(&line), "page.md has no {marker}");
+    *page = page.replace(&line, &format!("{line}\n{table}"));
+}
+
+fn header(columns: &[&str]) -> String {
+    format!("| {} |\n|{}\n", columns.join(" | "), " --- |".repeat(columns.len()))
+}
+
+/// Returns a table in which stores with the same figures share a row.
+fn virtual_table(table: Table, rows: &[(RowName, String)]) -> String {
+    let mut columns =
+        vec!["algorithm", "load", "worst window", "over-admission", "under-admission"];
+    if table != Table::AlgorithmChanges {
+        columns.extend(["wrongly admitted", "wrongly denied"]);
+    }
+    columns.push("stores");
+    let mut text = header(&columns);
+    for form in Form::ALL {
+        for load in LOADS {
+            let mut groups: Vec<(&str, Vec<Place>)> = Vec::new();
+            for place in Place::ALL {
+                let row = RowName { table, form, load, place };
+                let (_, cells) = rows.iter().find(|(name, _)| *name == row).expect("each row");
+                match groups.iter_mut().find(|(same, _)| same == cells) {
+                    Some((_, places)) => places.push(place),
+                    None => groups.push((cells, vec![place])),
+                }
+            }
+            for (cells, places) in groups {
+                let names: Vec<&str> = places.iter().map(|place| place.name()).collect();
+                let is_all = places.len() == Place::ALL.len();
+                let stores = if is_all { "all".to_owned() } else { names.join(", ") };
+                let _ = writeln!(text, "| {form} | {} | {cells} | {stores} |", name(load));
+            }
+        }
+    }
+    text
+}
+
+fn table_of_many_clients(rows: &[(Form, Figures)]) -> String {
+    let mut text = header(&["algorithm", "wrong decisions", "over-admission", "under-admission"]);
+    for (form, figures) in rows {
+        let wrong = share(figures.wrongly_admitted + figures.wrongly_denied, figures.requests);
+        let (over, under) = (figures.over.percent(), figures.under.percent());
+        let _ = writeln!(text, "| {form} | {wrong} | {over} | {under} |");
+    }
+    text
+}
+
+/// Returns a table with the spread over the runs.
+fn outage_table(outcome: &Outcome) -> String {
+    let mut text = header(&[
+        "algorithm",
+        "load",
+        "Redis: worst window",
+        "over-admission",
+        "under-admission",
+        "cluster: worst window",
+        "over-admission",
+        "under-admission",
+    ]);
+    for form in Form::ALL {
+        for load in LOADS {
+            let cells = |place| {
+                let is_row =
+                    |row: &&Measured| (row.form, row.load, row.place) == (form, load, place);
+                let row = outcome.rows.iter().find(is_row).expect("each row");
+                let worst =
+                    spread(row, |figures| figures.worst_window, |part| part.units.to_string());
+                let over = spread(row, |figures| figures.over, Part::percent);
+                let under = spread(row, |figures| figures.under, Part::percent);
+                format!("{worst} | {over} | {under}")
+            };
+            let (redis, cluster) = (cells(Place::Redis), cells(Place::Cluster));
+            let _ = writeln!(text, "| {form} | {} | {redis} | {cluster} |", name(load));
+        }
+    }
+    for (place, local) in &outcome.local {
+        let percent = 100.0 * local;
+        let _ =
+            write!(text, "\nThe fallback decided {percent:.0} % of the requests of the runs on ");
+        let _ = writeln!(text, "{}.", if *place == Place::Redis { "Redis" } else { "the cluster" });
+    }
+    text
+}
+
+/// Returns the smallest and the largest figure.
+fn spread(row: &Measured, part: fn(&Figures) -> Part, shown: fn(Part) -> String) -> String {
+    let smallest = row.runs.iter().map(part).min_by_key(|part| part.units).expect("a run");
+    let largest = row.runs.iter().map(part).max_by_key(|part| part.units).expect("a run");
+    if smallest.units == largest.units {
+        return shown(largest);
+    }
+    format!("{} – {}", shown(smallest).trim_end_matches(" %"), shown(largest))
+}
