@@ -51,8 +51,7 @@ mod server {
 }
 
 use form::Form;
-use oracle::Figures;
-use page::{Page, RowName};
+use page::{Page, Row, RowName};
 use simulate::load::LoadKind;
 use support::{Cluster, Redis};
 use traffic::{LOADS, Traffic};
@@ -113,8 +112,8 @@ impl Table {
     }
 }
 
-/// Rows of these tables on one store, each with its cells.
-async fn rows(place: Place, tables: &[Table], urls: &[String]) -> Vec<(RowName, String)> {
+/// Returns the rows of these tables on one store.
+async fn rows(place: Place, tables: &[Table], urls: &[String]) -> Vec<Row> {
     let mut names = Vec::new();
     let mut runs = Vec::new();
     for table in tables {
@@ -128,15 +127,15 @@ async fn rows(place: Place, tables: &[Table], urls: &[String]) -> Vec<(RowName, 
         }
     }
     let results = virtual_time::decide_all(place, urls, &runs).await;
-    let mut rows: Vec<(RowName, Vec<(Run, Figures)>)> = Vec::new();
+    let mut rows: Vec<Row> = Vec::new();
     for ((name, run), decisions) in names.into_iter().zip(runs).zip(results) {
         let figures = virtual_time::figures(&run, &decisions, place);
         match rows.last_mut() {
-            Some((last, runs)) if *last == name => runs.push((run, figures)),
-            _ => rows.push((name, vec![(run, figures)])),
+            Some(last) if last.name == name => last.runs.push((run, figures)),
+            _ => rows.push(Row { name, runs: vec![(run, figures)] }),
         }
     }
-    rows.into_iter().map(|(name, runs)| (name, page::cells(&runs))).collect()
+    rows
 }
 
 fn is_writing() -> bool {
@@ -144,13 +143,13 @@ fn is_writing() -> bool {
 }
 
 /// Compares the rows of this store with the page.
-fn assert_on_page(rows: &[(RowName, String)]) {
+fn assert_on_page(rows: &[Row]) {
     let page = Page::read();
     let mut differences = Vec::new();
-    for (name, cells) in rows {
-        let found = page.cells_of(name).unwrap_or("no row");
+    for row in rows {
+        let (found, cells) = (page.cells_of(&row.name).unwrap_or("no row"), row.cells());
         if found != cells {
-            differences.push(format!("{name}\n  page {found}\n  now  {cells}"));
+            differences.push(format!("{}\n  page {found}\n  now  {cells}", row.name));
         }
     }
     assert!(
@@ -221,4 +220,13 @@ async fn decisions_in_memory_are_those_of_the_definition() {
 async fn decisions_on_redis_are_those_of_the_definition() {
     let redis = Redis::start();
     assert_exact(Place::Redis, &[redis.url()]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn temporary_outages() {
+    for outage in real_time::Outage::ALL {
+        let started = std::time::Instant::now();
+        let outcome = real_time::measure(outage).await;
+        eprintln!("{outage:?}: {:?}\n{}", started.elapsed(), page::outage_table(&outcome));
+    }
 }

@@ -10,9 +10,9 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    const NONE: Self = Self { units: 0, limit: 1 };
+    pub(crate) const NONE: Self = Self { units: 0, limit: 1 };
 
-    fn max(self, other: Self) -> Self {
+    pub(crate) fn max(self, other: Self) -> Self {
         let is_larger = other.units * self.limit > self.units * other.limit;
         if is_larger { other } else { self }
     }

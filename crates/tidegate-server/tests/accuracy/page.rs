@@ -73,34 +73,50 @@ fn path() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/accuracy.md")
 }
 
-/// Returns the cells of a row: of its only run, or the worst of the runs with a changed algorithm.
-pub(crate) fn cells(runs: &[(Run, Figures)]) -> String {
-    if let [(_, figures)] = runs {
-        return format!(
-            "{} | {} | {} | {} | {}",
-            window(figures.worst_window),
-            figures.over.percent(),
-            figures.under.percent(),
-            share(figures.wrongly_admitted, figures.requests),
-            share(figures.wrongly_denied, figures.requests),
-        );
+/// Figures of a row: of one run, or of one per other algorithm that it changes to.
+pub(crate) struct Row {
+    pub(crate) name: RowName,
+    pub(crate) runs: Vec<(Run, Figures)>,
+}
+
+impl Row {
+    /// Returns the cells between the load and the stores.
+    pub(crate) fn cells(&self) -> String {
+        if let [(_, figures)] = &self.runs[..] {
+            return format!(
+                "{} | {} | {} | {} | {}",
+                window(figures.worst_window),
+                figures.over.percent(),
+                figures.under.percent(),
+                share(figures.wrongly_admitted, figures.requests),
+                share(figures.wrongly_denied, figures.requests),
+            );
+        }
+        let worst_window =
+            self.runs.iter().map(|(_, figures)| figures.worst_window).fold(Part::NONE, Part::max);
+        let (over, under) =
+            (self.worst(|figures| figures.over), self.worst(|figures| figures.under));
+        format!("{} | {over} | {under}", window(worst_window))
     }
-    // The first of equally bad runs.
-    let worst = |part: fn(&Figures) -> Part| {
-        let worst = runs.iter().rev().max_by_key(|(_, figures)| part(figures).units);
+
+    /// Returns the largest figure, with the first algorithm whose change leads to it.
+    fn worst(&self, part: fn(&Figures) -> Part) -> String {
+        let worst = self.runs.iter().rev().max_by_key(|(_, figures)| part(figures).units);
         let (run, figures) = worst.expect("several runs");
-        let part = part(figures);
-        let Trouble::Rollout(Change::Form(form)) = run.trouble else { unreachable!("one run") };
-        if part.units == 0 { part.percent() } else { format!("{}, to {form}", part.percent()) }
-    };
-    let units = runs.iter().map(|(_, figures)| figures.worst_window.units).max().unwrap_or(0);
-    let limit = runs[0].1.worst_window.limit;
-    let worst_window = window(Part { units, limit });
-    format!(
-        "{worst_window} | {} | {}",
-        worst(|figures| figures.over),
-        worst(|figures| figures.under)
-    )
+        let percent = part(figures).percent();
+        match new_form(run) {
+            Some(form) if part(figures).units > 0 => format!("{percent}, to {form}"),
+            _ => percent,
+        }
+    }
+}
+
+/// Returns the algorithm that a run changes to.
+fn new_form(run: &Run) -> Option<Form> {
+    match run.trouble {
+        Trouble::Rollout(Change::Form(form)) => Some(form),
+        _ => None,
+    }
 }
 
 fn window(part: Part) -> String {
@@ -117,15 +133,12 @@ fn share(part: u64, all: u64) -> String {
 }
 
 /// Writes the page.
-pub(crate) fn write(
-    rows: &[(RowName, String)],
-    many_clients: &[(Form, Figures)],
-    outages: &[(Outage, Outcome)],
-) {
+pub(crate) fn write(rows: &[Row], many_clients: &[(Form, Figures)], outages: &[(Outage, Outcome)]) {
     let mut page = TEMPLATE.to_owned();
     for table in Table::ALL {
         insert(&mut page, &format!("{table:?}"), &virtual_table(table, rows));
     }
+    insert(&mut page, "EachChange", &table_of_changes(rows));
     insert(&mut page, "ManyClients", &table_of_many_clients(many_clients));
     for (outage, outcome) in outages {
         insert(&mut page, &format!("{outage:?}"), &outage_table(outcome));
@@ -144,7 +157,7 @@ fn header(columns: &[&str]) -> String {
 }
 
 /// Returns a table in which stores with the same figures share a row.
-fn virtual_table(table: Table, rows: &[(RowName, String)]) -> String {
+fn virtual_table(table: Table, rows: &[Row]) -> String {
     let mut columns =
         vec!["algorithm", "load", "worst window", "over-admission", "under-admission"];
     if table != Table::AlgorithmChanges {
@@ -154,11 +167,11 @@ fn virtual_table(table: Table, rows: &[(RowName, String)]) -> String {
     let mut text = header(&columns);
     for form in Form::ALL {
         for load in LOADS {
-            let mut groups: Vec<(&str, Vec<Place>)> = Vec::new();
+            let mut groups: Vec<(String, Vec<Place>)> = Vec::new();
             for place in Place::ALL {
-                let row = RowName { table, form, load, place };
-                let (_, cells) = rows.iter().find(|(name, _)| *name == row).expect("each row");
-                match groups.iter_mut().find(|(same, _)| same == cells) {
+                let name = RowName { table, form, load, place };
+                let cells = rows.iter().find(|row| row.name == name).expect("each row").cells();
+                match groups.iter_mut().find(|(same, _)| *same == cells) {
                     Some((_, places)) => places.push(place),
                     None => groups.push((cells, vec![place])),
                 }
@@ -174,6 +187,25 @@ fn virtual_table(table: Table, rows: &[(RowName, String)]) -> String {
     text
 }
 
+/// Returns the over-admission of each change of the algorithm: the worst of all loads and stores.
+fn table_of_changes(rows: &[Row]) -> String {
+    let names: Vec<String> = Form::ALL.iter().map(Form::to_string).collect();
+    let mut columns = vec!["from, to"];
+    columns.extend(names.iter().map(String::as_str));
+    let mut text = header(&columns);
+    for from in Form::ALL {
+        let _ = write!(text, "| {from} |");
+        for to in Form::ALL {
+            let is_run = |run: &Run| run.form == from && new_form(run) == Some(to);
+            let runs = rows.iter().flat_map(|row| &row.runs).filter(|(run, _)| is_run(run));
+            let worst = runs.map(|(_, figures)| figures.over).reduce(Part::max);
+            let _ = write!(text, " {} |", worst.map_or_else(|| "–".to_owned(), Part::percent));
+        }
+        text.push('\n');
+    }
+    text
+}
+
 fn table_of_many_clients(rows: &[(Form, Figures)]) -> String {
     let mut text = header(&["algorithm", "wrong decisions", "over-admission", "under-admission"]);
     for (form, figures) in rows {
@@ -185,7 +217,7 @@ fn table_of_many_clients(rows: &[(Form, Figures)]) -> String {
 }
 
 /// Returns a table with the spread over the runs.
-fn outage_table(outcome: &Outcome) -> String {
+pub(crate) fn outage_table(outcome: &Outcome) -> String {
     let mut text = header(&[
         "algorithm",
         "load",
