@@ -77,8 +77,7 @@ enum_names!(
 /// The encoding of a `sliding-log` or a `sliding-counter` in Redis: readable, or packed into a
 /// string, which takes less memory and less of Redis's time. Decisions are the same with either.
 ///
-/// Each encoding has its own count, so a change of the encoding starts a new count. Charges without
-/// a policy name show it in their default name:
+/// Charges without a policy name show the encoding in their default name:
 ///
 /// ```
 /// use std::time::Duration;
@@ -276,7 +275,11 @@ impl Plan {
     }
 }
 
-fn decision_without_spending(counter: &impl Counter, quota: &Quota, now: u64) -> RawDecision {
+pub(crate) fn decision_without_spending(
+    counter: &impl Counter,
+    quota: &Quota,
+    now: u64,
+) -> RawDecision {
     RawDecision {
         allowed: true,
         remaining: counter.remaining(quota),

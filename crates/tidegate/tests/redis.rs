@@ -122,43 +122,6 @@ async fn each_algorithm_has_its_redis_type() {
     }
 }
 
-/// During the rollout of a new configuration, some instances still use the old one.
-#[tokio::test]
-async fn two_algorithms_on_one_count_do_not_overwrite_each_other() {
-    let redis = Redis::start();
-    let (one, other) = (redis.limiter().await, redis.limiter().await);
-    let quotas = every_quota(3, LONG);
-    for (first, old) in quotas.iter().enumerate() {
-        for (second, new) in quotas.iter().enumerate().filter(|(second, _)| *second != first) {
-            let key = format!("{first}-{second}");
-            let (old, new) =
-                (Charge::new(&key, old).with_policy("p"), Charge::new(&key, new).with_policy("p"));
-            let (mut by_old, mut by_new) = (0, 0);
-            for _ in 0..10 {
-                by_old += usize::from(one.acquire(&old).await.expect("decided").allowed);
-                by_new += usize::from(other.acquire(&new).await.expect("decided").allowed);
-            }
-            let share_count =
-                matches!(old.quota().algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
-                    && matches!(
-                        new.quota().algorithm(),
-                        Algorithm::TokenBucket | Algorithm::LeakyBucket
-                    );
-            assert_eq!(by_old + by_new, if share_count { 3 } else { 6 }, "{old:?} and {new:?}");
-            let _ = one.refund(&new).await.expect("refunded");
-            assert!(one.acquire(&new).await.expect("decided").allowed);
-            one.reset(&new).await.expect("reset");
-            for charge in [&old, &new] {
-                assert!(
-                    one.acquire(charge).await.expect("decided").allowed,
-                    "reset: {charge:?} of {old:?} and {new:?}"
-                );
-            }
-        }
-    }
-    redis.assert_every_key_expires();
-}
-
 #[tokio::test]
 async fn a_packed_request_takes_at_most_eight_bytes() {
     let redis = Redis::start();

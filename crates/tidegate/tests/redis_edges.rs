@@ -132,22 +132,52 @@ async fn a_changed_algorithm_admits_at_most_twice_the_limit() {
             let key = format!("{first}-{second}");
             let (old, new) =
                 (Charge::new(&key, old).with_policy("p"), Charge::new(&key, new).with_policy("p"));
-            let mut admitted = 0;
-            for charge in [&old, &new] {
-                for _ in 0..15 {
-                    admitted += u64::from(limiter.acquire(charge).await.expect("decided").allowed);
+            let mut admitted = Vec::new();
+            for charge in [&old, &new, &old] {
+                for _ in 0..7 {
+                    admitted.push(limiter.acquire(charge).await.expect("decided").allowed);
                 }
             }
-            // The old count expires first.
+            // The units of the old algorithm count in the new one, and the reverse.
+            let expected: Vec<bool> = (0..21).map(|request| request < 10).collect();
+            assert_eq!(admitted, expected, "{old:?}, then {new:?}");
+            assert_eq!(limiter.peek(&new).await.expect("decided").remaining, 0);
+            // The old count is gone, as if it had expired first.
             redis.query::<()>(&["DEL", &limiter.store().redis_key(&old)]);
-            for _ in 0..15 {
-                admitted += u64::from(limiter.acquire(&new).await.expect("decided").allowed);
+            let mut again = 0;
+            for request in 0..30 {
+                // While a change is rolled out, instances use both.
+                let charge = if request % 2 == 0 { &new } else { &old };
+                again += u64::from(limiter.acquire(charge).await.expect("decided").allowed);
             }
-            // Two buckets share one count, which was deleted with the key.
-            assert_eq!(admitted, 20, "{old:?}, then {new:?}");
+            assert_eq!(again, 10, "{old:?} and {new:?} in turn");
         }
     }
     redis.assert_every_key_expires();
+}
+
+#[tokio::test]
+async fn a_changed_algorithm_denies_a_key_for_at_most_a_window_longer() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock.clone()).await;
+    for (first, old) in every_quota(10, MINUTE).iter().enumerate() {
+        for (second, new) in every_quota(10, MINUTE).iter().enumerate() {
+            let key = format!("{first}-{second}");
+            let (old, new) =
+                (Charge::new(&key, old).with_policy("p"), Charge::new(&key, new).with_policy("p"));
+            for _ in 0..15 {
+                let _ = limiter.acquire(&old).await.expect("decided");
+            }
+            // Denied requests do not keep the units in use.
+            let mut waited = Duration::ZERO;
+            while !limiter.acquire(&new).await.expect("decided").allowed {
+                clock.advance(Duration::from_secs(1));
+                waited += Duration::from_secs(1);
+            }
+            // A sliding counter keeps the units of a window until the end of the next.
+            assert!(waited <= 2 * MINUTE, "{waited:?}: {old:?}, then {new:?}");
+        }
+    }
 }
 
 #[tokio::test]
@@ -445,7 +475,7 @@ async fn a_full_chunk_exists_until_the_window_has_passed_it() {
     clock.advance(50 * SECOND + Duration::from_millis(9));
     assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 100_000 - 9 - 1);
     assert!(limiter.acquire(&charge.with_cost(50_000)).await.expect("decided").allowed);
-    assert_eq!(redis.query::<u64>(&["HLEN", &key]), 1, "a write removes chunks that have left");
+    assert_eq!(redis.query::<u64>(&["HLEN", &key]), 2, "a write removes chunks that have left");
     assert_eq!(redis.query::<u64>(&["DBSIZE"]), 1, "one key per count");
 }
 

@@ -273,7 +273,7 @@ algorithms[1] = {
   end,
 
   spend = function(state, quota, cost)
-    state.spent = cost
+    state.spent = state.spent + cost
     state.units = state.units + cost
   end,
 

@@ -354,7 +354,7 @@ algorithms[2] = {
   end,
 
   spend = function(log, quota, cost)
-    log.spent = cost
+    log.spent = log.spent + cost
     log.units = log.units + cost
   end,
 

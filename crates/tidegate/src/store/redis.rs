@@ -60,7 +60,7 @@ use self::queue::Enqueued;
 use self::requests::{Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
-use self::step::{CallError, Delivery, NextStep, Retries, Target};
+use self::step::{CallError, Delivery, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
@@ -205,7 +205,7 @@ impl RedisStore {
 impl Shared {
     fn redis_key(&self, charge: &Charge<'_>) -> String {
         let mut text = String::new();
-        write_redis_key(&mut text, &self.prefix, charge.key(), "", charge.policy());
+        write_redis_key(&mut text, &self.prefix, charge.key(), charge.policy());
         text
     }
 
@@ -230,10 +230,9 @@ impl Shared {
         };
         let (slot, deadline, topology) =
             (Self::slot(first), started + self.timeout, self.topology.state());
-        let write_key = |text: &mut String, charge: &Charge<'_>, tag: &str| {
-            write_redis_key(text, &self.prefix, charge.key(), tag, charge.policy());
+        let write_key = |text: &mut String, charge: &Charge<'_>| {
+            write_redis_key(text, &self.prefix, charge.key(), charge.policy());
         };
-        let mut request = *request;
         let mut target = Target { node: topology.route(slot)?, delivery };
         let mut retries = None;
         loop {
@@ -260,7 +259,6 @@ impl Shared {
                     }
                     return Ok(decisions);
                 }
-                Err(NextStep::UseOwnKey(charge)) if request.use_own_key(charge) => continue,
                 Err(step) => step,
             };
             let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));

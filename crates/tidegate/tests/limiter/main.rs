@@ -57,7 +57,7 @@ on_every_store!(
     several_charges_are_all_or_nothing,
     changed_limit_keeps_the_counts,
     report_exceeds_the_limit_and_drains_with_time,
-    changed_algorithm_starts_with_an_empty_count,
+    changed_algorithm_keeps_the_units,
     clock_step_back_neither_admits_more_nor_locks_out,
     leaky_bucket_spaces_requests_evenly,
     invalid_charges_have_specific_errors,
@@ -219,29 +219,24 @@ async fn changed_limit_keeps_the_counts<S: Store>(limiter: Limiter<S>, _clock: M
     }
 }
 
-async fn changed_algorithm_starts_with_an_empty_count<S: Store>(
-    limiter: Limiter<S>,
-    _clock: ManualClock,
-) {
+async fn changed_algorithm_keeps_the_units<S: Store>(limiter: Limiter<S>, _clock: ManualClock) {
     let quotas = every_quota(10, HOUR);
     for before in &quotas {
         for after in &quotas {
             let charge = |quota| Charge::new("user123", quota).with_policy("per-user").with_cost(6);
-            assert!(acquire(&limiter, &charge(before)).await.allowed, "{before:?}");
-            // Both buckets have the same state; memory has one log for both encodings.
-            let is_bucket = |quota: &Quota| {
-                matches!(quota.algorithm(), Algorithm::TokenBucket | Algorithm::LeakyBucket)
-            };
-            let is_compatible =
-                before.algorithm() == after.algorithm() || (is_bucket(before) && is_bucket(after));
-            if !is_compatible {
-                assert!(
-                    acquire(&limiter, &charge(after)).await.allowed,
-                    "{before:?} then {after:?}"
-                );
-                assert!(!acquire(&limiter, &charge(after)).await.allowed, "it counts: {after:?}");
-            }
-            limiter.reset(&charge(before)).await.expect("reset");
+            let pair = format!("{before:?}, then {after:?}");
+            assert!(acquire(&limiter, &charge(before)).await.allowed, "{pair}");
+            assert_eq!(left(&limiter, &charge(after)).await, 4, "{pair}");
+            let denied = acquire(&limiter, &charge(after)).await;
+            assert!(!denied.allowed && denied.retry_after > Duration::ZERO, "{pair}");
+            assert!(acquire(&limiter, &charge(after).with_cost(1)).await.allowed, "{pair}");
+            // While a change is rolled out, instances use both.
+            assert_eq!(left(&limiter, &charge(before)).await, 3, "{pair}");
+            assert!(acquire(&limiter, &charge(before).with_cost(3)).await.allowed, "{pair}");
+            assert_eq!(left(&limiter, &charge(after)).await, 0, "{pair}");
+            // It does not matter which of them resets.
+            limiter.reset(&charge(after)).await.expect("reset");
+            assert_eq!(left(&limiter, &charge(before)).await, 10, "{pair}");
         }
     }
 }

@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 
 use super::MemoryStore;
 use super::fingerprint::Fingerprint;
+use super::logs::Logs;
 use super::shard::Shard;
-use super::state::StoredCounter;
+use super::state::{CounterKind, PackedState, StoredCounter};
 use super::table::Table;
 use crate::action::Action;
 use crate::algorithm::{
@@ -42,7 +43,13 @@ impl ChargeContext<'_> {
         let Ok(at) = table.find(self.fingerprint) else { return true };
         let state = table.state(at);
         if !state.is_of(C::KIND) {
-            return true;
+            let mut counter = self.taken_over::<C>(state, &mut table.logs);
+            return algorithm::fits(
+                &mut counter,
+                self.charge.quota(),
+                self.now,
+                self.charge.cost(),
+            );
         }
         let mut counter = C::unpack(state, &mut table.logs);
         let fits = algorithm::fits(&mut counter, self.charge.quota(), self.now, self.charge.cost());
@@ -79,37 +86,28 @@ impl ChargeContext<'_> {
             }
             return Some(RawDecision::untouched(quota));
         }
-        let found = match found {
+        let at = match found {
             Ok(at) if table.state(at).is_of(C::KIND) => {
                 return Some(self.apply_to_existing::<C>(table, at));
             }
-            other => other,
+            Ok(at) => return Some(self.apply_to_another::<C>(table, at)),
+            Err(at) => at,
         };
         let mut counter = C::default();
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
         let decision = Some(applied.decision);
-        if !applied.written {
+        if !applied.written || counter.is_empty() {
             return decision;
         }
-        match found {
-            // The algorithm of the policy was changed, so the old counter is meaningless.
-            Ok(at) => {
-                self.remove(table, at);
-                self.apply_as::<C>(table, reservation)
-            }
-            Err(_) if counter.is_empty() => decision,
-            Err(at) => {
-                if !reservation.reserve(1) {
-                    return None;
-                }
-                reservation.use_one();
-                let state = counter.pack(quota, None, &mut table.logs);
-                self.store.lower_next_expiry(self.shard, state.expires_at());
-                table.insert(at, self.fingerprint, state);
-                decision
-            }
+        if !reservation.reserve(1) {
+            return None;
         }
+        reservation.use_one();
+        let state = counter.pack(quota, None, &mut table.logs);
+        self.store.lower_next_expiry(self.shard, state.expires_at());
+        table.insert(at, self.fingerprint, state);
+        decision
     }
 
     /// Applies the action, which is not a reset, to an existing key.
@@ -139,6 +137,54 @@ impl ChargeContext<'_> {
             table.set(at, state);
         }
         applied.decision
+    }
+
+    /// Applies the action, which is not a reset, to a key whose policy had another algorithm.
+    #[cold]
+    fn apply_to_another<C: StoredCounter>(&self, table: &mut Table, at: usize) -> RawDecision {
+        let quota = self.charge.quota();
+        let before = table.state(at);
+        let mut counter = self.taken_over::<C>(before, &mut table.logs);
+        if self.action == Action::Refund {
+            // The units have lost their times.
+            return algorithm::decision_without_spending(&counter, quota, self.now);
+        }
+        let applied =
+            algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
+        if applied.written {
+            table.logs.remove(before);
+            let state = counter.pack(quota, None, &mut table.logs);
+            self.store.lower_next_expiry(self.shard, state.expires_at());
+            table.set(at, state);
+        }
+        applied.decision
+    }
+
+    /// Returns a counter with the units that another algorithm has in use: they count as used now.
+    fn taken_over<C: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> C {
+        let units = match state.kind() {
+            CounterKind::Log => self.units_as::<SlidingLog>(state, logs),
+            CounterKind::Counter => self.units_as::<SlidingCounter>(state, logs),
+            CounterKind::Window => self.units_as::<FixedWindow>(state, logs),
+            CounterKind::Bucket => self.units_as::<Bucket>(state, logs),
+        };
+        let mut counter = C::default();
+        counter.advance_to(self.charge.quota(), self.now);
+        if units > 0 {
+            counter.spend(self.charge.quota(), self.now, units);
+        }
+        counter
+    }
+
+    /// Returns the units in use, at the rate of this charge's quota and up to its limit.
+    fn units_as<O: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> u64 {
+        let quota = self.charge.quota();
+        let capacity = if O::KIND == CounterKind::Bucket { quota.burst() } else { quota.limit() };
+        let mut other = O::unpack(state, logs);
+        other.advance_to(quota, self.now);
+        let units = capacity.saturating_sub(other.remaining(quota));
+        other.restore(state, logs);
+        units
     }
 
     fn remove(&self, table: &mut Table, at: usize) {

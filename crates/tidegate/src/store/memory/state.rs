@@ -180,6 +180,12 @@ impl PackedState {
         self.0[0] & EXHAUSTED != 0
     }
 
+    pub(super) fn kind(self) -> CounterKind {
+        const KINDS: [CounterKind; 1 << KIND_BITS] =
+            [CounterKind::Log, CounterKind::Counter, CounterKind::Window, CounterKind::Bucket];
+        KINDS[usize::from(self.0[0].to_le_bytes()[0]) % KINDS.len()]
+    }
+
     pub(super) fn is_of(self, kind: CounterKind) -> bool {
         self.0[0] & low_bits(KIND_BITS) == kind as u64
     }

@@ -96,7 +96,7 @@ impl Batch {
         slot: u16,
         delivery: Delivery,
         deadline: Instant,
-        write_key: impl Fn(&mut String, &Charge<'_>, &str),
+        write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> BatchHandle {
         let mut open = self.open();
         let item = open.requests.add(request, slot, write_key);

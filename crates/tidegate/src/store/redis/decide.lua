@@ -18,10 +18,9 @@
 --        A group is one request of any action on any charges. Its header has, instead of limit
 --        and window, the action and the number of charges, and continues with six doubles per
 --        charge: kind, limit, window, option, cost, since.
---          action   1 acquire, 2 peek, 3 refund, 4 reset (with all keys of each charge: one per
---                   kind of count), 5 charge-up-to, 6 report: charges even beyond the limit, each
---                   charge separately, 7 count-denied: an acquire that another node has already
---                   denied; spends nothing
+--          action   1 acquire, 2 peek, 3 refund, 4 reset, 5 charge-up-to, 6 report: charges even
+--                   beyond the limit, each charge separately, 7 count-denied: an acquire that
+--                   another node has already denied; spends nothing
 --          since    for a refund: time of the original charge (microseconds of the server, or a
 --                   little earlier; 0: unknown; negative: its age in microseconds)
 -- reply  one string of doubles: the server's time in microseconds, and if the deadline has not
@@ -30,10 +29,8 @@
 --        denied: their retry_after, reset_after (microseconds)
 --        for each charge of a group: allowed (1|0), remaining, retry_after, reset_after, delay;
 --        for a reset just 1
---        A request that fails has instead: -1, the length of the error's text, and the text:
---        "TAKEN <position>" if the key of the charge at this position, from 1, has the count of
---        another form, such as that of another algorithm: it needs a key of its own. If the request
---        is the only one, an error that does not concern its key, such as OOM, is the reply.
+--        A request that fails has instead: -1, the length of the error's text, and the text. If it
+--        is the only request, an error that does not concern its key, such as OOM, is the reply.
 --
 -- For example, one unit of 100 per minute for one key:
 --   EVALSHA <sha> 1 rate_limit:{user123}:per-user <the header

@@ -16,7 +16,7 @@ use super::batch::{InFlightBatch, ItemResult, Sealed};
 use super::call::{ScriptCall, ScriptResult};
 use super::error::{
     AttemptError, ServerError, is_non_local_key, is_readonly, is_server_condition,
-    refuses_undeclared, taken_key, with_address,
+    refuses_undeclared, with_address,
 };
 use super::node::NodeClient;
 use super::requests::ItemReply;
@@ -188,9 +188,6 @@ impl Round<'_> {
 
     fn item_result(&self, item: usize, reply: ItemReply, mode: KeyMode) -> ItemResult {
         let ItemReply::Error(reason) = &reply else { return Ok(reply) };
-        if let Some(charge) = taken_key(reason) {
-            return Err(NextStep::UseOwnKey(charge));
-        }
         let reason = with_address(self.node.address(), reason);
         if is_readonly(&reason) {
             let error = AttemptError::Server(ServerError::NotWritable(reason));

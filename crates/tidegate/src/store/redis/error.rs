@@ -178,11 +178,6 @@ pub(super) fn item_error(reason: &str) -> StoreError {
     }
 }
 
-/// Returns the charge whose key has the count of another form, by the error text of its item.
-pub(super) fn taken_key(reason: &str) -> Option<usize> {
-    reason.strip_prefix("TAKEN ")?.parse::<usize>().ok()?.checked_sub(1)
-}
-
 /// Returns whether a server refuses requests for any key with this error.
 pub(super) fn is_server_condition(reason: &str) -> bool {
     SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")))

@@ -68,41 +68,31 @@ local function new_quota(kind, limit, window, option)
   }
 end
 
--- Returns whether a key has the count of another form, such as that of another algorithm. While a
--- changed policy is rolled out, instances use both forms; if each overwrote the count of the other,
--- no request would be denied. The form that comes second has a key of its own, with a tag.
-local function is_taken(key)
-  if string.find(key, '^[^{]*{[^}]*}%%') then return false end
-  local text = read('GET', key)
-  if text == false then return false end
-  if text then
-    local tag = string.byte(text)
-    if tag == 113 and #text > 18 then
-      local width, newest, lives_until = unpack_struct('<Bdd', text, 2)
-      return width >= 4 and width <= 6 and is_time(newest) and is_time(lives_until)
+-- Returns the units that are in use in a count of another algorithm or encoding, at the rate of this
+-- quota and up to its limit; 0 if the value is not ours.
+local function units_of_another(key, quota)
+  local burst = quota.kind > 5 and quota.option or quota.limit
+  for kind = 1, 6 do
+    if kind ~= quota.kind then
+      local other = new_quota(kind, quota.limit, quota.window, kind == 6 and burst or 0)
+      local capacity, state = kind == 6 and burst or quota.limit, other.algorithm.load(key, other)
+      if not state.is_foreign then return capacity - other.algorithm.remaining(state, other) end
     end
-    if #text ~= ({[98] = 41, [99] = 33, [119] = 25})[tag] then return false end
-    for position = 2, #text, 8 do
-      if not is_time((unpack_struct('<d', text, position))) then return false end
-    end
-    return true
   end
-  local fields = read('HMGET', key, 'start', 'current', 'previous', 'log')
-  if fields then
-    if fields[4] then return string.byte(fields[4]) == 114 end
-    for i = 1, 3 do
-      if not is_time(tonumber(fields[i])) then return false end
-    end
-    return true
-  end
-  local newest = read('ZRANGE', key, '-1', '-1')
-  return newest and newest[1] and string.find(newest[1], '^%d+:%d+:%w+') ~= nil
+  return 0
 end
 
--- Loads the count of the charge at this position of its request.
-local function load(key, quota, position)
-  local state = quota.algorithm.load(key, quota)
-  if state.is_foreign and is_taken(key) then error({err = 'TAKEN ' .. position}) end
+-- Loads the count of a key. If a changed policy now has another algorithm, the units that are in use
+-- count as used now; so it is while a change is rolled out and instances use both, in turn. As a
+-- denied request writes nothing, a key is never denied for longer than a window by that.
+local function load(key, quota)
+  local algorithm = quota.algorithm
+  local state = algorithm.load(key, quota)
+  if state.is_foreign then
+    state.is_stale = false
+    local units = units_of_another(key, quota)
+    if units > 0 then algorithm.spend(state, quota, units) end
+  end
   return state
 end
 
@@ -131,7 +121,7 @@ end
 -- Decides equal acquires with one read and one write: grants as many as fit. Or decides a peek.
 local function grant(key, quota, cost, times, spends)
   local algorithm = quota.algorithm
-  local state = load(key, quota, 1)
+  local state = load(key, quota)
   local remaining = algorithm.remaining(state, quota)
   local granted = math.min(times, floor(remaining / cost))
   answer(granted, remaining)
@@ -215,7 +205,7 @@ local function group(header, from, to)
     local kind, limit, window, option, cost, since = unpack_struct('<dddddd', header, 33 + 48 * i)
     local quota = new_quota(kind, limit, window, option)
     local algorithm, key = quota.algorithm, keys[from + i - 1]
-    local state = load(key, quota, i)
+    local state = load(key, quota)
     local remaining = algorithm.remaining(state, quota)
     if action == CHARGE_UP_TO then cost = math.min(cost, remaining) end
     local fits = cost <= remaining
@@ -233,7 +223,8 @@ local function group(header, from, to)
     if action == REPORT then
       report(charge)
     elseif action == REFUND then
-      if not charge.algorithm.is_empty(charge.state) then
+      -- The units of another algorithm have lost their times.
+      if not charge.state.is_foreign and not charge.algorithm.is_empty(charge.state) then
         charge.algorithm.refund(charge.key, charge.state, charge.quota, charge.cost, charge.since)
         save(charge.key, charge.state, charge.quota)
       end

@@ -57,14 +57,14 @@ impl Shared {
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
         let request = Request::new(Operation::Apply(Action::Acquire), &charge);
-        let write_key = |text: &mut String, _: &Charge<'_>, _: &str| text.push_str(&key);
+        let write_key = |text: &mut String, _: &Charge<'_>| text.push_str(&key);
         let deadline = Instant::now() + self.timeout;
         let batch = Arc::<Batch>::default();
         let handle = batch.join(&request, slot_of(&key), Delivery::Shared, deadline, write_key);
         dispatch(self, node, &InFlightBatch(batch)).await;
         match handle.decisions(&request).await {
             // A node that redirects can answer.
-            Ok(_) | Err(NextStep::Redirect(_) | NextStep::UseOwnKey(_)) => Ok(()),
+            Ok(_) | Err(NextStep::Redirect(_)) => Ok(()),
             Err(NextStep::Fail(error) | NextStep::BackOff(error)) => Err(error),
             Err(NextStep::TimeOut | NextStep::SendAgain) => Err(StoreError::Timeout(self.timeout)),
             Err(NextStep::SendAlone | NextStep::AwaitMigration | NextStep::Split) => {

@@ -106,7 +106,7 @@ pub(super) fn enqueue(
     request: &Request<'_>,
     slot: u16,
     deadline: Instant,
-    write_key: impl Fn(&mut String, &Charge<'_>, &str),
+    write_key: impl Fn(&mut String, &Charge<'_>),
 ) -> Enqueued {
     let mut state = node.queue().state();
     let leads = state.in_flight.is_empty() && state.open.is_empty();

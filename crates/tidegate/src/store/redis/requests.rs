@@ -16,7 +16,7 @@ use std::ops::Range;
 use hashbrown::HashTable;
 use redis::{Cmd, Value};
 
-use super::count::{CountKind, TAGS, keys_of_all_forms};
+use super::count::CountKind;
 use super::error::item_error;
 use super::reply::{ReplyReader, unexpected};
 use super::script::{KeyMode, Script};
@@ -35,8 +35,6 @@ mod tests;
 pub(super) struct Request<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
-    /// Charges whose count needs a key of its own, one bit each; see [`TAGS`].
-    own_keys: u128,
 }
 
 /// Operation of decide.lua.
@@ -147,20 +145,7 @@ const MAX_QUOTA_SCAN: usize = 8;
 
 impl<'a> Request<'a> {
     pub(super) fn new(operation: Operation, charges: &'a [Charge<'a>]) -> Self {
-        Self { operation, charges, own_keys: 0 }
-    }
-
-    /// Lets a charge use a key of its own. Returns false if it does already.
-    pub(super) fn use_own_key(&mut self, charge: usize) -> bool {
-        let bit = u32::try_from(charge).ok().and_then(|index| 1_u128.checked_shl(index));
-        let bit = bit.unwrap_or_default();
-        let is_new = self.own_keys & bit == 0 && bit != 0;
-        self.own_keys |= bit;
-        is_new
-    }
-
-    fn has_own_key(&self, charge: usize) -> bool {
-        self.own_keys != 0 && self.own_keys >> charge & 1 == 1
+        Self { operation, charges }
     }
 }
 
@@ -265,16 +250,14 @@ impl EncodedRequests {
         &mut self,
         request: &Request<'_>,
         slot: u16,
-        write_key: impl Fn(&mut String, &Charge<'_>, &str),
+        write_key: impl Fn(&mut String, &Charge<'_>),
     ) -> usize {
         let kind = RequestKind::of(request);
         let first_charge = self.charges.len();
         let keys_start = self.keys.len();
-        for (index, charge) in request.charges.iter().enumerate() {
+        for charge in request.charges {
             let start = self.keys.len();
-            let has_own_key = request.has_own_key(index);
-            let tag = if has_own_key { CountKind::of(charge.quota()).tag() } else { "" };
-            write_key(&mut self.keys, charge, tag);
+            write_key(&mut self.keys, charge);
             let quota = self.quota_index(charge.quota());
             let cost = charge.cost().min(MAX_COST);
             let charged_at = charge.charged_at().as_micros();
@@ -361,24 +344,18 @@ impl EncodedRequests {
     ) -> Cmd {
         let order = self.order(items, &repeats);
         let runs = || order.chunk_by(|one, other| one.0 == other.0);
-        let keys: usize = order.iter().map(|(_, item)| self.key_count(*item)).sum();
+        let keys = || {
+            let charges = order.iter().flat_map(|(_, item)| self.charges_of(*item));
+            charges.map(|charge| &self.keys[charge.key.clone()])
+        };
         let declared = match mode {
-            KeyMode::Declared => keys,
-            KeyMode::CrossSlot => keys.min(1),
+            KeyMode::Declared => keys().count(),
+            KeyMode::CrossSlot => keys().take(1).count(),
         };
         let mut command = Script::decide(mode).evalsha(declared);
-        let push_keys = |command: &mut Cmd, range: Range<usize>| {
-            let mut position = 0;
-            for (_, item) in &order {
-                self.for_each_key(*item, |key| {
-                    if range.contains(&position) {
-                        command.arg(key);
-                    }
-                    position += 1;
-                });
-            }
-        };
-        push_keys(&mut command, 0..declared);
+        for key in keys().take(declared) {
+            command.arg(key);
+        }
         let mut header = Vec::with_capacity(80);
         for run in runs() {
             let Some((key, item)) = run.first() else { continue };
@@ -404,8 +381,8 @@ impl EncodedRequests {
             }
             command.arg(&header[..]);
         }
-        if declared < keys {
-            push_keys(&mut command, declared..keys);
+        for key in keys().skip(declared) {
+            command.arg(key);
         }
         command
     }
@@ -415,7 +392,7 @@ impl EncodedRequests {
         let charges = self.charges_of(item);
         let RequestKind::Group(operation) = self.items[item].kind else { return };
         push(0);
-        push(signed(self.key_count(item) as u64));
+        push(signed(charges.len() as u64));
         push(i64::from(operation.number()));
         push(signed(charges.len() as u64));
         (0..3).for_each(|_| push(0));
@@ -452,21 +429,6 @@ impl EncodedRequests {
 
     fn is_reset(&self, item: usize) -> bool {
         self.items[item].kind == RequestKind::Group(Operation::Apply(Action::Reset))
-    }
-
-    fn key_count(&self, item: usize) -> usize {
-        self.charges_of(item).len() * if self.is_reset(item) { TAGS.len() } else { 1 }
-    }
-
-    fn for_each_key(&self, item: usize, mut push: impl FnMut(&str)) {
-        for charge in self.charges_of(item) {
-            let key = &self.keys[charge.key.clone()];
-            if self.is_reset(item) {
-                keys_of_all_forms(key).for_each(|key| push(&key));
-            } else {
-                push(key);
-            }
-        }
     }
 
     /// Decodes the reply to [`command`](Self::command) with the same items.

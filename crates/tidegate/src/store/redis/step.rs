@@ -10,7 +10,6 @@ use tokio::time::sleep_until;
 
 use super::error::{AttemptError, MIGRATING, ServerError};
 use super::node::NodeClient;
-use super::reply::unexpected;
 use super::topology::TopologyState;
 use crate::store::StoreError;
 
@@ -51,8 +50,6 @@ pub(super) enum NextStep {
     AwaitMigration,
     /// Decide its charges one by one: no single node has all of their keys.
     Split,
-    /// Send it again with a key of its own for the count of this charge.
-    UseOwnKey(usize),
     Fail(StoreError),
     /// Fail, because the deadline has passed.
     TimeOut,
@@ -180,10 +177,6 @@ impl Retries {
                 Ok(Target { node: topology.route(slot)?, delivery: self.delivery })
             }
             NextStep::Split => Err(CallError::CrossSlot),
-            // A key of its own is never taken.
-            NextStep::UseOwnKey(_) => {
-                Err(CallError::Failed(unexpected("a key of its own that is taken")))
-            }
             NextStep::Fail(error) => Err(CallError::Failed(error)),
         }
     }

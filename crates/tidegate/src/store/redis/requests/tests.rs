@@ -6,7 +6,7 @@ use super::*;
 
 fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
     let request = Request::new(operation, charges);
-    requests.add(&request, 7, |text, charge, _| text.push_str(charge.key()))
+    requests.add(&request, 7, |text, charge| text.push_str(charge.key()))
 }
 
 /// Returns the arguments as texts, and headers as their numbers from the kind on.
@@ -90,17 +90,6 @@ fn acquires_of_different_keys_are_sorted_by_their_quota() {
     // With two requests for one key, the order of arrival matters.
     add(&mut requests, ACQUIRE, &[Charge::new("a", &ten).with_cost(2)]);
     assert!(command(&requests).starts_with("4 a c b d "), "{}", command(&requests));
-}
-
-#[test]
-fn a_reset_declares_the_keys_of_all_forms() {
-    let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-    let charge = Charge::new("x:{u}%window:p", &quota);
-    let mut requests = EncodedRequests::default();
-    add(&mut requests, Operation::Apply(Action::Reset), &[charge]);
-    let times = ServerTimes::default();
-    let sent = arguments(&requests.command(&[0], |_| 1, &times, KeyMode::Declared));
-    assert!(sent.starts_with("7 x:{u}:p x:{u}%log:p "), "{sent}");
 }
 
 #[test]
