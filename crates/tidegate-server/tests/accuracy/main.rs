@@ -166,6 +166,8 @@ async fn page_has_the_figures_of_memory_and_of_redis_without_trouble() {
         return write_page().await;
     }
     assert_on_page(&rows(Place::Memory, &Table::ALL, &[]).await);
+    let many_clients = page::table_of_many_clients(&virtual_time::many_clients().await);
+    assert_eq!(Page::read().table("ManyClients"), many_clients.trim());
     let redis = Redis::start();
     assert_on_page(&rows(Place::Redis, &[Table::NoTrouble], &[redis.url()]).await);
 }
@@ -222,11 +224,42 @@ async fn decisions_on_redis_are_those_of_the_definition() {
     assert_exact(Place::Redis, &[redis.url()]).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn temporary_outages() {
-    for outage in real_time::Outage::ALL {
-        let started = std::time::Instant::now();
-        let outcome = real_time::measure(outage).await;
-        eprintln!("{outage:?}: {:?}\n{}", started.elapsed(), page::outage_table(&outcome));
+#[test]
+fn page_has_the_text_of_its_template() {
+    if !is_writing() {
+        assert_eq!(Page::read().text, page::TEMPLATE);
+    }
+}
+
+#[tokio::test]
+async fn temporary_reproduction() {
+    use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Timestamp};
+    let redis = Redis::start();
+    for on_redis in [false, true] {
+        for form in Form::ALL {
+            let clock = ManualClock::new();
+            let quota = form.quota(10, std::time::Duration::from_secs(10));
+            let charge = Charge::new("ann", &quota);
+            let memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+            let shared = tidegate::RedisStore::builder(&redis.url()).driven_by(clock.clone());
+            let shared = Limiter::new(shared.connect().await.expect("connected"));
+            let mut admitted = Vec::new();
+            // Store time in ms after a boundary; the clock steps back by 5 s after 31 s.
+            for at in [31_000_u64, 26_000, 35_900, 36_000, 40_000] {
+                clock.set(Timestamp::from_micros(1_700_000_000_000_000 + at * 1_000));
+                let tries = if at < 32_000 { 1 } else { 12 };
+                let mut count = 0;
+                for _ in 0..tries {
+                    let decision = if on_redis {
+                        shared.acquire(&charge).await
+                    } else {
+                        memory.acquire(&charge).await
+                    };
+                    count += u32::from(decision.expect("a decision").allowed);
+                }
+                admitted.push(count);
+            }
+            eprintln!("{form} redis={on_redis}: {admitted:?}");
+        }
     }
 }

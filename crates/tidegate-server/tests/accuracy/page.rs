@@ -11,7 +11,9 @@ use crate::virtual_time::{Change, Run, Trouble};
 use crate::{Place, Table};
 
 /// Text of the page, with a line for each table.
-const TEMPLATE: &str = include_str!("page.md");
+pub(crate) const TEMPLATE: &str = include_str!("page.md");
+/// Line after a table.
+const END: &str = "<!-- end -->";
 
 /// Row of a table in virtual time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,41 +33,49 @@ impl fmt::Display for RowName {
 
 /// The page as it is in the repository.
 pub(crate) struct Page {
-    /// Table, form, load, cells, and stores of each row.
-    rows: Vec<(String, String, String, String, String)>,
+    /// Text without the generated tables.
+    pub(crate) text: String,
+    /// Names and lines of the tables.
+    tables: Vec<(String, String)>,
 }
 
 impl Page {
     pub(crate) fn read() -> Self {
-        let text = std::fs::read_to_string(path()).expect("docs/accuracy.md");
-        let mut table = "";
-        let mut rows = Vec::new();
-        for line in text.lines() {
-            if let Some(marker) = line.strip_prefix("<!-- table ") {
-                table = marker.trim_end_matches(" -->");
+        let page = std::fs::read_to_string(path()).expect("docs/accuracy.md");
+        let (mut text, mut tables) = (String::new(), Vec::new());
+        let mut is_inside = false;
+        for line in page.lines() {
+            if line == END {
+                is_inside = false;
             }
-            let Some(row) = line.strip_prefix("| ").and_then(|row| row.strip_suffix(" |")) else {
+            if is_inside {
+                let (_, lines): &mut (_, String) = tables.last_mut().expect("inside of a table");
+                let _ = writeln!(lines, "{line}");
                 continue;
-            };
-            let cells: Vec<&str> = row.split(" | ").collect();
-            if let [form, load, figures @ .., stores] = &cells[..] {
-                let owned = |text: &str| text.to_owned();
-                let figures = figures.join(" | ");
-                rows.push((owned(table), owned(form), owned(load), figures, owned(stores)));
+            }
+            let _ = writeln!(text, "{line}");
+            if let Some(marker) = line.strip_prefix("<!-- table ") {
+                tables.push((marker.trim_end_matches(" -->").to_owned(), String::new()));
+                is_inside = true;
             }
         }
-        Self { rows }
+        Self { text, tables }
     }
 
+    /// Returns the lines of a table.
+    pub(crate) fn table(&self, name: &str) -> &str {
+        self.tables.iter().find(|(of, _)| of == name).map_or("", |(_, lines)| lines.trim())
+    }
+
+    /// Returns the cells of a row between the load and the stores.
     pub(crate) fn cells_of(&self, row: &RowName) -> Option<&str> {
-        let (table, form, load) =
-            (format!("{:?}", row.table), row.form.to_string(), name(row.load));
+        let start = format!("| {} | {} | ", row.form, name(row.load));
+        let lines = self.table(&format!("{:?}", row.table)).lines();
+        let cells = lines.filter_map(|line| line.strip_prefix(&start)?.strip_suffix(" |"));
+        let mut rows = cells.filter_map(|cells| cells.rsplit_once(" | "));
         let has_store =
             |stores: &str| stores == "all" || stores.split(", ").any(|one| one == row.place.name());
-        let found = self.rows.iter().find(|(in_table, of_form, of_load, _, stores)| {
-            (in_table, of_form, of_load) == (&table, &form, &load) && has_store(stores)
-        });
-        found.map(|(_, _, _, cells, _)| cells.as_str())
+        rows.find(|(_, stores)| has_store(stores)).map(|(cells, _)| cells)
     }
 }
 
@@ -149,7 +159,7 @@ pub(crate) fn write(rows: &[Row], many_clients: &[(Form, Figures)], outages: &[(
 fn insert(page: &mut String, marker: &str, table: &str) {
     let line = format!("<!-- table {marker} -->\n");
     assert!(page.contains(&line), "page.md has no {marker}");
-    *page = page.replace(&line, &format!("{line}\n{table}"));
+    *page = page.replace(&line, &format!("{line}\n{table}\n"));
 }
 
 fn header(columns: &[&str]) -> String {
@@ -206,7 +216,7 @@ fn table_of_changes(rows: &[Row]) -> String {
     text
 }
 
-fn table_of_many_clients(rows: &[(Form, Figures)]) -> String {
+pub(crate) fn table_of_many_clients(rows: &[(Form, Figures)]) -> String {
     let mut text = header(&["algorithm", "wrong decisions", "over-admission", "under-admission"]);
     for (form, figures) in rows {
         let wrong = share(figures.wrongly_admitted + figures.wrongly_denied, figures.requests);
@@ -217,7 +227,7 @@ fn table_of_many_clients(rows: &[(Form, Figures)]) -> String {
 }
 
 /// Returns a table with the spread over the runs.
-pub(crate) fn outage_table(outcome: &Outcome) -> String {
+fn outage_table(outcome: &Outcome) -> String {
     let mut text = header(&[
         "algorithm",
         "load",

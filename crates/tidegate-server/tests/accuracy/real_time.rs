@@ -139,6 +139,7 @@ pub(crate) async fn measure(outage: Outage) -> Outcome {
     let mut outcome = Outcome { rows: Vec::new(), local: Vec::new() };
     for place in [Place::Redis, Place::Cluster] {
         let (mut local, mut requests) = (0, 0);
+        let first = outcome.rows.len();
         for number in 0..RUNS {
             let streams = run(place, outage).await;
             for (index, stream) in streams.iter().enumerate() {
@@ -153,7 +154,6 @@ pub(crate) async fn measure(outage: Outage) -> Outcome {
                     let Stream { form, load, .. } = **stream;
                     outcome.rows.push(Measured { form, load, place, runs: Vec::new() });
                 }
-                let first = outcome.rows.len() - streams.len();
                 outcome.rows[first + index].runs.push(figures);
             }
         }
