@@ -79,7 +79,8 @@ async fn repeated_script_flushes_cause_no_error() {
     for task in tasks {
         assert!(task.await.expect("no panic") > 0);
     }
-    assert!(limiter.store().script_loads() >= 20, "{}", limiter.store().script_loads());
+    // After a flush between a load and its call, the text is sent for a while instead of loads.
+    assert!(limiter.store().script_loads() >= 1, "{}", limiter.store().script_loads());
 }
 
 /// Proxy in front of two servers that sends SCRIPT to the first and all other commands to the

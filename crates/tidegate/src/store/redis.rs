@@ -240,18 +240,18 @@ impl Shared {
                 return Err(target.node.circuit().open_error().into());
             }
             let handle = if self.group_commit {
-                match queue::enqueue(self, &target, &request, slot, deadline, write_key) {
+                match queue::enqueue(self, &target, request, slot, deadline, write_key) {
                     Enqueued::Wait(handle) => handle,
                     // Boxed, so that the future of a caller that waits for a batch stays small.
                     Enqueued::Lead(leader) => Box::pin(leader.send()).await,
                 }
             } else {
                 let batch = Arc::<Batch>::default();
-                let handle = batch.join(&request, slot, target.delivery, deadline, write_key);
+                let handle = batch.join(request, slot, target.delivery, deadline, write_key);
                 Box::pin(dispatch(self, &target.node, &InFlightBatch(batch))).await;
                 handle
             };
-            let step = match handle.decisions(&request).await {
+            let step = match handle.decisions(request).await {
                 Ok(decisions) => {
                     // A read says nothing about writes, which a full server refuses.
                     if request.operation != Operation::Apply(Action::ChargeUpTo) {
