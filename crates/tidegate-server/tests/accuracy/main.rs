@@ -230,36 +230,3 @@ fn page_has_the_text_of_its_template() {
         assert_eq!(Page::read().text, page::TEMPLATE);
     }
 }
-
-#[tokio::test]
-async fn temporary_reproduction() {
-    use tidegate::{Charge, Limiter, ManualClock, MemoryStore, Timestamp};
-    let redis = Redis::start();
-    for on_redis in [false, true] {
-        for form in Form::ALL {
-            let clock = ManualClock::new();
-            let quota = form.quota(10, std::time::Duration::from_secs(10));
-            let charge = Charge::new("ann", &quota);
-            let memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
-            let shared = tidegate::RedisStore::builder(&redis.url()).driven_by(clock.clone());
-            let shared = Limiter::new(shared.connect().await.expect("connected"));
-            let mut admitted = Vec::new();
-            // Store time in ms after a boundary; the clock steps back by 5 s after 31 s.
-            for at in [31_000_u64, 26_000, 35_900, 36_000, 40_000] {
-                clock.set(Timestamp::from_micros(1_700_000_000_000_000 + at * 1_000));
-                let tries = if at < 32_000 { 1 } else { 12 };
-                let mut count = 0;
-                for _ in 0..tries {
-                    let decision = if on_redis {
-                        shared.acquire(&charge).await
-                    } else {
-                        memory.acquire(&charge).await
-                    };
-                    count += u32::from(decision.expect("a decision").allowed);
-                }
-                admitted.push(count);
-            }
-            eprintln!("{form} redis={on_redis}: {admitted:?}");
-        }
-    }
-}

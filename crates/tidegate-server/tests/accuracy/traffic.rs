@@ -53,13 +53,13 @@ impl Traffic {
         })
     }
 
-    /// Returns the requests of 2,000 independent clients, of which some exceed the limit.
+    /// Returns the requests of 20,000 independent clients, of which five exceed the limit.
     pub(crate) fn of_many_clients() -> Self {
         Self::generate(&Load {
             kind: LoadKind::Poisson,
-            rate: 500.0,
-            keys: 2_000,
-            zipf: 1.0,
+            rate: 2_000.0,
+            keys: 20_000,
+            zipf: 0.7,
             duration: WINDOW * WINDOWS,
             seed: 1,
             period: WINDOW,

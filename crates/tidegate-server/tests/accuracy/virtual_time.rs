@@ -178,7 +178,7 @@ fn compare<'a>(
     figures
 }
 
-/// Returns the figures of each form for 2,000 independent clients in memory.
+/// Returns the figures of each form for many independent clients in memory.
 pub(crate) async fn many_clients() -> Vec<(Form, Figures)> {
     let traffic = Traffic::of_many_clients();
     let mut all = Vec::new();
