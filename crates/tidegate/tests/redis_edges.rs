@@ -223,7 +223,7 @@ async fn a_foreign_value_is_no_error_and_is_overwritten() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     let limiter = redis.driven_limiter(clock).await;
     let long_text = "x".repeat(3_000);
-    let values: [&[&str]; 12] = [
+    let values: [&[&str]; 15] = [
         &["SET", ""],
         &["SET", "garbage"],
         &["SET", "wxxxxxxxxxxxxxxxxxxxxxxxx"],
@@ -233,8 +233,11 @@ async fn a_foreign_value_is_no_error_and_is_overwritten() {
         &["SET", &long_text],
         &["HSET", "start", "x", "log", "y"],
         &["HSET", "log", &long_text],
+        &["HSET", "window", "x", "current", "1"],
+        &["HSET", "window", "1700049600000000+60s"],
         &["ZADD", "1700049600000000", "garbage"],
-        &["ZADD", "1700049600000000", "1700049600000000-10000000000001"],
+        &["ZADD", "1700049600000000", "1:2:60s"],
+        &["ZADD", "1700049600000000", "1700049600000000-1000001"],
         &["RPUSH", "1"],
     ];
     for value in values {
@@ -272,7 +275,7 @@ fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
         local now = time[1] * 1000000 + time[2]
         local n, window = tonumber(ARGV[1]), tonumber(ARGV[2])
         local function add(time, number)
-          local member = string.format('%.0f:%.0f:%ds', time, 1e13 + number, window / 1e6)
+          local member = string.format('%.0f:%.0f:%ds', time, 1e6 + number, window / 1e6)
           redis.call('ZADD', KEYS[1], string.format('%.0f', time), member)
         end
         for i = 1, n - 1 do add(now - window - 1000000 - (n - i), i) end
@@ -517,6 +520,14 @@ async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
         let _ = limiter.refund(&charge.with_cost(60)).await.expect("refunded");
         assert!((1..=13).contains(&expires_in()), "1 % again: {}", expires_in());
     }
+    // A small bucket in use lives longer by at most the time in which four units drain.
+    let quota = Quota::token_bucket(4, 4 * 3_600 * SECOND).expect("valid");
+    let charge = Charge::new("small", &quota);
+    let expires_in = || redis.query::<i64>(&["PTTL", &limiter.store().redis_key(&charge)]) / 3_600;
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    assert!((999..=1_501).contains(&expires_in()), "{} thousandths of an hour", expires_in());
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    assert!((1_999..=6_001).contains(&expires_in()), "{} thousandths of an hour", expires_in());
     // The key of a bucket that drains within a millisecond is gone at once.
     let quota = Quota::token_bucket(1_000, SECOND).expect("valid");
     let charge = Charge::new("fast", &quota);

@@ -109,6 +109,25 @@ async fn refund_with_a_charge_time_returns_exactly_that_charge() {
     }
 }
 
+/// The member that used up the limit names the oldest request, which the refund removes.
+#[tokio::test]
+async fn refund_of_a_full_log_makes_room_at_once() {
+    for quota in [Quota::sliding_log(3, MINUTE).expect("valid"), packed(3, MINUTE)] {
+        on_both(async |limiter, clock| {
+            let charge = Charge::new("u", &quota);
+            for _ in 0..3 {
+                assert!(limiter.acquire(&charge).await.allowed);
+                clock.advance(SECOND);
+            }
+            assert_eq!(limiter.acquire(&charge).await.retry_after, 57 * SECOND);
+            assert_eq!(limiter.refund(&charge).await.remaining, 1, "without the oldest request");
+            assert!(limiter.acquire(&charge).await.allowed);
+            assert_eq!(limiter.acquire(&charge).await.retry_after, 58 * SECOND);
+        })
+        .await;
+    }
+}
+
 #[tokio::test]
 async fn refund_of_an_earlier_window_returns_nothing() {
     let quota = Quota::fixed_window(10, MINUTE).expect("valid");

@@ -9,11 +9,13 @@
 --   ->   "b", 7, 12000000, 1700000000123456, 1700000008643456, 60000000
 --
 -- The key expires when the level has drained, and later by one to two sixteenths of the time in
--- which a full bucket drains. Within that slack, further requests need not set the expiry again,
--- which costs nearly as much as the rest of a write; and because expiries are multiples of such a
--- sixteenth, the buckets of a call mostly share one.
+-- which a full bucket drains, or if it is in use already, by the time of two to four units. Within
+-- that slack, further requests need not set the expiry again, which costs nearly as much as the
+-- rest of a write, but overwrite the level, its fraction and its time in place (SETRANGE). Expiries
+-- are multiples of the slack, so that the buckets of a call mostly share one.
 
-local sixteenth, expires_of, expires = floor(option * window / limit / 16) + 1, nil, nil
+-- The remainder of an exact division costs less here than math.floor.
+local expires_of, expires = nil, nil
 for i = from, to do
   local key = keys[i]
   local text = try('GET', key)
@@ -30,40 +32,48 @@ for i = from, to do
     end
     local parts = (now - stored_time) * limit
     if parts >= 4503599627370496 then rare = i break end
-    local units = floor(parts / window)
-    parts = parts - units * window
-    if part < parts then part, units = part + window, units + 1 end
-    if level < units then level, part = 0, 0 else level, part = level - units, part - parts end
+    local rest = parts % window
+    local units = (parts - rest) / window
+    if part < rest then part, units = part + window, units + 1 end
+    if level < units then level, part = 0, 0 else level, part = level - units, part - rest end
   end
   local remaining = option - level
   if part > 0 and remaining > 0 then remaining = remaining - 1 end
   if total <= remaining then
     if spends then
       -- Drained then, rounded up.
-      local drains = floor(((level + total) * window + part) / limit) + 1
-      local done
-      if lives_until >= now + drains then
-        done = try('SET', key, pack('<Bddddd', 98, level + total, part, now, lives_until, window),
-          'KEEPTTL')
+      local drained_at = now + ((level + total) * window + part) / limit + 1
+      if lives_until >= drained_at then
+        if try('SETRANGE', key, '1', pack('<ddd', level + total, part, now)) ~= 41 then
+          rare = i
+          break
+        end
       else
-        lives_until = (floor((now + drains) / sixteenth) + 2) * sixteenth
+        local slack = option * window / limit / 16
+        if level + part > 0 and slack < 2 * window / limit then slack = 2 * window / limit end
+        slack = math.floor(slack) + 1
+        lives_until = (math.floor(drained_at / slack) + 2) * slack
         if lives_until ~= expires_of then
-          expires_of, expires = lives_until, floor((lives_until + expiry_shift) / 1000) + 1
+          expires_of, expires = lives_until, math.floor((lives_until + expiry_shift) / 1000) + 1
           if from < to then expires = string.format('%.0f', expires) end
         end
-        done = try('SET', key, pack('<Bddddd', 98, level + total, part, now, lives_until, window),
-          'PXAT', expires)
+        local state = pack('<Bddddd', 98, level + total, part, now, lives_until, window)
+        if try('SET', key, state, 'PXAT', expires).err then rare = i break end
       end
-      if done.err then rare = i break end
     end
+    if is_single then return pack('<ddddd', server_time, times, remaining, level, part) end
     replied = replied + 1
     reply[replied] = pack('<dddd', times, remaining, level, part)
   elseif cost > remaining then
-    -- drain_time of the units that are too many, and of all.
+    -- drain_time of the units that are too many, and of all: divided and rounded up.
     local retry_after, reset_after = (level + cost - option) * window + part, level * window + part
     if reset_after >= 4503599627370496 or retry_after >= 4503599627370496 then rare = i break end
-    retry_after, reset_after = -floor(-retry_after / limit), -floor(-reset_after / limit)
+    retry_after = (retry_after + -retry_after % limit) / limit
+    reset_after = (reset_after + -reset_after % limit) / limit
     if lives_until < now + reset_after then rare = i break end
+    if is_single then
+      return pack('<ddddddd', server_time, 0, remaining, level, part, retry_after, reset_after)
+    end
     replied = replied + 1
     reply[replied] = pack('<dddddd', 0, remaining, level, part, retry_after, reset_after)
   else

@@ -4,7 +4,8 @@
 -- Redis: a string of "w" and three doubles: the count, the start of the window in microseconds, and
 -- the window. It expires when the window ends. The start is stored because an expiry has only
 -- milliseconds, and because a window starts at the step if the clock steps back; the window is
--- stored because a write keeps the expiry unless it was changed.
+-- stored because a write keeps the expiry unless it was changed. A further request overwrites the
+-- count in place (SETRANGE), which costs two thirds of a SET.
 --   GET rate_limit:{user123}:per-user
 --   ->   "w", 7, 1700000000000000, 60000000
 
@@ -29,24 +30,28 @@ for i = from, to do
   if remaining < 0 then remaining = 0 end
   if total <= remaining then
     if spends then
-      text = pack('<Bddd', 119, units + total, start, window)
-      local done
       if is_new then
         if not expires then
-          expires = floor((begins + window + expiry_shift) / 1000) + 1
+          expires = math.floor((begins + window + expiry_shift) / 1000) + 1
           if from < to then expires = string.format('%.0f', expires) end
         end
-        done = try('SET', key, text, 'PXAT', expires)
-      else
-        done = try('SET', key, text, 'KEEPTTL')
+        local state = pack('<Bddd', 119, total, start, window)
+        if try('SET', key, state, 'PXAT', expires).err then rare = i break end
+      elseif try('SETRANGE', key, '1', pack('<d', units + total)) ~= 25 then
+        rare = i
+        break
       end
-      if done.err then rare = i break end
     end
+    if is_single then return pack('<dddd', server_time, times, remaining, left) end
     replied = replied + 1
     reply[replied] = pack('<ddd', times, remaining, left)
   elseif cost > remaining then
+    local reset_after = units == 0 and 0 or left
+    if is_single then
+      return pack('<dddddd', server_time, 0, remaining, left, left, reset_after)
+    end
     replied = replied + 1
-    reply[replied] = pack('<ddddd', 0, remaining, left, left, units == 0 and 0 or left)
+    reply[replied] = pack('<ddddd', 0, remaining, left, left, reset_after)
   else
     rare = i
     break

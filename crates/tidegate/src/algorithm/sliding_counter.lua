@@ -2,40 +2,46 @@
 -- W) + c <= L, where windows are aligned to the Unix epoch and e is the elapsed time of the current
 -- window.
 --
--- Redis: the start of the current window, its count, the count of the previous window, and the
--- window; as a hash, or packed as a string of "c" and four doubles. It expires when the next window
--- ends. The window is stored because a write keeps the expiry unless it was changed.
+-- Redis: the current window, which is its start in microseconds and its length, its count, and the
+-- count of the previous window; as a hash, or packed as a string of "c" and four doubles: start,
+-- count, count of the previous window, length. It expires when the next window ends. The length is
+-- stored because a write keeps the expiry unless it was changed.
 --   HGETALL rate_limit:{user123}:per-user
---   ->   start 1700000000000000, current 7, previous 93, window 60s
+--   ->   window 1700000000000000+60s, current 7, previous 93
 
 local is_hash, begins, expires, total_text = kind == 3, now - now % window, nil, nil
--- The header of a hash continues with the window as text.
-local window_text = is_hash and sub(argv[run], 81)
+-- The header of a hash continues with the length as text. `known`: a field `window` of this length
+-- that was read before, and its start: mostly it is the same for all keys.
+local suffix, known, known_start = nil, nil, nil
+if is_hash then suffix = '+' .. string.sub(argv[run], 81) end
 for i = from, to do
   local key = keys[i]
   local start, current, previous, is_new, found = begins, 0, 0, true, nil
-  local stored_start, stored_current, stored_previous, stored_window, tag
+  local stored_start, stored_current, stored_previous, stored_window
   if is_hash then
-    local fields = try('HMGET', key, 'start', 'current', 'previous', 'window')
-    -- A long packed log is a hash with a window, too.
-    found = fields[1] or fields[4] or fields.err
-    -- A hash that was written under this window is ours.
-    if found and fields[4] == window_text then
-      tag, stored_window = 99, window
-      stored_start, stored_current, stored_previous = fields[1] + 0, fields[2] + 0, fields[3] + 0
+    local fields = try('HMGET', key, 'window', 'current', 'previous')
+    found = fields[1] or fields.err
+    if found then
+      if found ~= known then
+        if string.sub(found, 17) ~= suffix then rare = i break end
+        known, known_start = found, string.sub(found, 1, 16) + 0
+      end
+      stored_start, stored_window = known_start, window
+      stored_current, stored_previous = (fields[2] or -1) + 0, fields[3] or -1
     end
   else
     found = try('GET', key)
-    if found and #found == 33 then
-      tag, stored_start, stored_current, stored_previous, stored_window =
-        unpack_struct('<Bdddd', found)
+    if found then
+      local tag
+      if #found == 33 then
+        tag, stored_start, stored_current, stored_previous, stored_window =
+          unpack_struct('<Bdddd', found)
+      end
+      if tag ~= 99 then rare = i break end
     end
   end
   if found then
-    if tag ~= 99 or not (stored_start <= now and stored_current >= 0 and stored_previous >= 0) then
-      rare = i
-      break
-    end
+    if not (stored_start <= now and stored_current >= 0) then rare = i break end
     if stored_start + window > now then
       if stored_window ~= window then rare = i break end
       start, current, previous, is_new = stored_start, stored_current, stored_previous, false
@@ -43,38 +49,43 @@ for i = from, to do
       start, previous = stored_start + window, stored_current
     end
   end
-  local elapsed = now - start
-  local product = previous * (window - elapsed)
-  if product >= 4503599627370496 then rare = i break end
-  local remaining = limit - current - floor(product / window)
+  local elapsed, remaining = now - start, limit - current
+  if remaining > 0 then
+    previous = previous + 0 -- a text in a hash, which is converted only here
+    local product = previous * (window - elapsed)
+    if not (previous >= 0 and product < 4503599627370496) then rare = i break end
+    remaining = remaining - (product - product % window) / window
+  end
   if remaining < 0 then remaining = 0 end
   if total <= remaining then
     if spends then
-      local done
       if is_new then
         local expires_at = start == begins and expires
         if not expires_at then
-          expires_at = floor((start + 2 * window + expiry_shift) / 1000) + 1
+          expires_at = math.floor((start + 2 * window + expiry_shift) / 1000) + 1
           if from < to then expires_at = string.format('%.0f', expires_at) end
           if start == begins then expires = expires_at end
         end
+        local done
         if is_hash then
-          done = try('HSET', key, 'start', start, 'current', total, 'previous', previous,
-            'window', window_text)
+          done = try('HSET', key, 'window', string.format('%016.0f', start) .. suffix,
+            'current', total, 'previous', previous)
           if type(done) == 'number' then done = try('PEXPIREAT', key, expires_at) end
         else
           done = try('SET', key, pack('<Bdddd', 99, start, total, previous, window),
             'PXAT', expires_at)
         end
+        if type(done) == 'table' and done.err then rare = i break end
       elseif is_hash then
-        total_text = total_text or string.format('%.0f', total)
-        done = try('HINCRBY', key, 'current', total_text)
-      else
-        done = try('SET', key, pack('<Bdddd', 99, start, current + total, previous, window),
-          'KEEPTTL')
+        total_text = total_text or total == 1 and '1' or string.format('%.0f', total)
+        if try('HINCRBY', key, 'current', total_text) ~= current + total then rare = i break end
+      elseif try('SETRANGE', key, '9', pack('<d', current + total)) ~= 33 then
+        -- In place, this costs two thirds of a SET.
+        rare = i
+        break
       end
-      if type(done) == 'table' and done.err then rare = i break end
     end
+    if is_single then return pack('<ddddd', server_time, times, remaining, current, elapsed) end
     replied = replied + 1
     reply[replied] = pack('<dddd', times, remaining, current, elapsed)
   elseif cost > remaining and stored_window == window then
@@ -82,15 +93,23 @@ for i = from, to do
     -- room, that is in the next window, in which the units of the current one are the previous.
     local units, room, retry_after = previous, limit - current - cost, -elapsed
     if room < 0 then units, room, retry_after = current, limit - cost, window - elapsed end
-    product = (room + 1) * window
+    local product = (room + 1) * window
     if product >= 4503599627370496 then rare = i break end
-    if units > room then retry_after = retry_after + window + 1 + floor(-product / units) end
+    -- The quotient is rounded up.
+    if units > room then
+      retry_after = retry_after + window + 1 - (product + -product % units) / units
+    end
     -- reset_after: until none of the units counts.
     local reset_after = window - elapsed
     units = current
     if units == 0 then units, reset_after = previous, -elapsed end
-    if units > 0 then reset_after = reset_after + window + 1 + floor(-window / units) end
+    if units > 0 then
+      reset_after = reset_after + window + 1 - (window + -window % units) / units
+    end
     if reset_after < 0 then reset_after = 0 end
+    if is_single then
+      return pack('<ddddddd', server_time, 0, remaining, current, elapsed, retry_after, reset_after)
+    end
     replied = replied + 1
     reply[replied] = pack('<dddddd', 0, remaining, current, elapsed, retry_after, reset_after)
   else
@@ -200,13 +219,14 @@ local function sliding_counter(read_numbers, write_numbers)
 end
 
 algorithms[3] = sliding_counter(function(key, state)
-  local fields = read('HMGET', key, 'start', 'current', 'previous', 'window')
-  state.is_foreign = not fields or fields[1] ~= false or fields[4] ~= false
+  local fields = read('HMGET', key, 'window', 'current', 'previous')
+  state.is_foreign = not fields or fields[1] ~= false
   if not fields then return nil end
-  return tonumber(fields[1]), tonumber(fields[2]), tonumber(fields[3]), fields[4]
+  local start, window = string.match(fields[1] or '', '^(%d+)%+(%w+)$')
+  return tonumber(start), tonumber(fields[2]), tonumber(fields[3]), window
 end, function(key, expires, start, current, previous, window)
-  call('HSET', key, 'start', start, 'current', current, 'previous', previous, 'window',
-    as_text(window))
+  call('HSET', key, 'window', string.format('%016.0f+', start) .. as_text(window),
+    'current', current, 'previous', previous)
   call('PEXPIREAT', key, expires)
 end)
 

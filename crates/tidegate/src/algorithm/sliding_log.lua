@@ -3,55 +3,95 @@
 --
 -- Redis: one member per request, with the time in microseconds as its score. A member is
 -- "<time>:<running total of units, including this request>:<window>", and ":<cost>" if that is not
--- 1. The total makes the member unique, keeps requests of one microsecond in order (10^13 is added,
--- so that it always has 14 digits), and makes the units between two members one subtraction, so
+-- 1. The total makes the member unique, keeps requests of one microsecond in order (10^6 is added,
+-- so that it always has 7 digits), and makes the units between two members one subtraction, so
 -- that a cost of 10,000 is one member. If all costs are 1, ZCOUNT of the window is the count. The
 -- member has the time again, because a read with scores costs twice as much, and the window,
 -- because a write under another window must set the expiry.
 --   ZRANGE rate_limit:{user123}:per-user 0 -1 WITHSCORES
---   ->   1700000000000000:10000000000041:60s 1700000000000000
---        1700000000250000:10000000000046:60s:5 1700000000250000
+--   ->   1700000000000000:1000041:60s 1700000000000000
+--        1700000000250000:1000046:60s:5 1700000000250000
+-- A member of cost 1 that leaves no room ends with "|<limit>|<last digits of the time of the oldest
+-- request in the window>", so that a denial reads only this one. For example, if 94 requests follow
+-- the two above, and the limit is 100:
+--        1700000009000000:1000140:60s|100|00000000 1700000009000000
 --
--- Members that have left the window are removed in small batches, so that no call takes long. The
--- set expires when a request would leave the window that comes at the end of the current eighth of
--- a window. So only the first write in each eighth sets the expiry.
+-- A write removes the members that have left the window: all at once if no other is left, else at
+-- most a thousand per call, so that no call takes long. The set expires when a request would leave
+-- the window that comes at the end of the current eighth of a window. So only the first write in
+-- each eighth sets the expiry.
 
+local call, sub = redis.call, string.sub
+local MEMBER = '^%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d:%d%d%d%d%d%d%d:%w+'
+local eighth, edge = (window - window % 8) / 8, now - window
+local after_now, after_edge, eighth_start = now + 1, edge + 1, now - now % eighth
+-- To print a number costs as much as a small command, and to read one a fifth of that. So the times
+-- of many members are compared as text: the 16 digits decide, whatever follows, in any locale.
+local is_text = to - from >= 8
+if is_text then
+  after_now, after_edge = string.format('%016.0f', after_now), string.format('%016.0f', after_edge)
+  eighth_start = string.format('%016.0f', eighth_start)
+end
 -- The header continues with the window as text.
-local edge, eighth, window_text = now - window, now - now % floor(window / 8), sub(argv[run], 81)
-local suffix, now_text, edge_text, expires = ':' .. window_text, nil, nil, nil
+local suffix = ':' .. sub(argv[run], 81)
+local now_text, edge_text, next_digits, expires, full_suffix, digits_from
 for i = from, to do
   local key = keys[i]
   local newest = try('ZRANGE', key, '-1', '-1')
-  -- units: units in the window; gone: whether the oldest member has left it; is_current: whether
-  -- the newest one was written under this window (and costs 1).
-  local units, newest_time, first_time, gone, is_current = 0, 0, nil, false, false
-  if newest[1] then
-    newest = newest[1]
-    is_current = sub(newest, 32) == suffix
-    if not (is_current or string.find(newest, '^%d+:%d+:%w+')) then rare = i break end
-    newest_time = sub(newest, 1, 16) + 0
-    if newest_time > now then rare = i break end
-    if newest_time > edge then
-      -- The oldest member of all is mostly the oldest in the window.
-      local first = try('ZRANGE', key, '0', '0')[1]
-      local own = sub(first, 32) == suffix and 1
-      if not (own or string.find(first, '^%d+:%d+:%w+')) then rare = i break end
-      first_time = sub(first, 1, 16) + 0
-      if first_time <= edge then
-        gone = true
-        edge_text = edge_text or string.format('%.0f', edge)
-        first = call('ZRANGEBYSCORE', key, '(' .. edge_text, '+inf', 'LIMIT', '0', '1')[1]
-        own, first_time = sub(first, 32) == suffix and 1, sub(first, 1, 16) + 0
-      end
-      own = own or tonumber(string.match(first, ':(%d+)$', 32)) or 1
-      -- The units in a window have at most seven digits.
-      units = (sub(newest, 24, 31) - sub(first, 24, 31) + own) % 100000000
-    else
-      gone = true
+  if newest.err then rare = i break end
+  newest = newest[1]
+  -- units: units in the window; first: the oldest member in it; gone: members that have left it;
+  -- is_current: whether the newest was written under this window (and costs 1); is_old: whether it
+  -- was written before this eighth.
+  local units, first, gone, is_current, is_old = 0, nil, 0, false, true
+  local newest_time, first_time
+  if newest then
+    local tail, is_full = sub(newest, 25), false
+    is_current = tail == suffix
+    if not is_current then
+      full_suffix = full_suffix or suffix .. '|' .. limit .. '|'
+      is_full = sub(tail, 1, #full_suffix) == full_suffix
+      is_current = is_full
+      if not (is_full or string.find(newest, MEMBER)) then rare = i break end
     end
-  elseif newest.err then
-    rare = i
-    break
+    if is_full or not is_text then newest_time = sub(newest, 1, 16) + 0 end
+    local newest_at = is_text and newest or newest_time
+    if newest_at >= after_now then rare = i break end
+    is_old = newest_at < eighth_start
+    if is_full then
+      local digits = sub(tail, #full_suffix + 1)
+      first_time = newest_time - (newest_time - digits) % 10 ^ #digits
+    end
+    if is_full and first_time > edge then
+      units = limit
+    elseif newest_at >= after_edge then
+      -- The oldest member of all is mostly the oldest in the window, or the next one is.
+      local rank = '0'
+      units = nil
+      while not units do
+        first = call('ZRANGE', key, rank, rank)[1]
+        local own = 1
+        tail = sub(first or '', 25)
+        if tail ~= suffix and not (full_suffix and sub(tail, 1, #full_suffix) == full_suffix) then
+          if not string.find(first or '', MEMBER) then rare = i break end
+          own = tonumber(string.match(tail, '^:%w+:(%d+)$')) or 1
+        end
+        first_time = not is_text and sub(first, 1, 16) + 0
+        if (first_time or first) >= after_edge then
+          units = (sub(newest, 18, 24) - sub(first, 18, 24) + own) % 9000000
+        elseif gone == 0 then
+          gone, rank = 1, '1'
+        else
+          edge_text = edge_text or string.format('%.0f', edge)
+          gone = rank == '1' and call('ZCOUNT', key, '-inf', edge_text) or 0
+          if gone < 2 then rare = i break end
+          rank = string.format('%.0f', gone)
+        end
+      end
+      if rare then break end
+    else
+      gone = -1 -- all of them
+    end
   end
   local remaining = limit - units
   if remaining < 0 then remaining = 0 end
@@ -61,46 +101,58 @@ for i = from, to do
         now_text = time == 0 and clock[1] .. sub('00000' .. clock[2], -6)
           or string.format('%016.0f', now)
       end
-      -- Printing a number costs as much as a small command. Nine times in ten only the last digit
-      -- of the total changes.
-      local digit, cleans, member = newest_time > 0 and total == 1 and string.byte(newest, 31)
+      if gone < 0 then
+        try('UNLINK', key)
+        newest, is_old = nil, true
+      end
+      -- Nine times in ten only the last digit of the total changes, and need not be printed.
+      local digit, member = newest and total == 1 and string.byte(newest, 24), nil
       if digit and digit < 57 then
-        cleans = gone and digit == 52
-        member = now_text .. ':' .. sub(newest, 18, 30) .. sub('123456789', digit - 47, digit - 47)
-          .. suffix
+        next_digits = next_digits or {'1', '2', '3', '4', '5', '6', '7', '8', '9'}
+        member = now_text .. sub(newest, 17, 23) .. next_digits[digit - 47] .. suffix
       else
-        cleans = gone
-        local last_total = newest_time > 0 and sub(newest, 18, 31) or 10000000000000
-        last_total = last_total + total
-        if last_total > 99999999999999 then rare = i break end
+        local last_total = (newest and sub(newest, 18, 24) or 1000000) + total
+        if last_total > 9999999 then rare = i break end
         member = now_text .. ':' .. last_total .. suffix
-        if total ~= 1 then member = member .. ':' .. string.format('%.0f', total) end
+        if total ~= 1 then member = member .. ':' .. total end
+      end
+      if total == 1 and remaining == 1 and (first or units == 0) then
+        if not digits_from then
+          digits_from = 9
+          local modulus = 100000000
+          while modulus <= window do digits_from, modulus = digits_from - 1, modulus * 10 end
+        end
+        member = member .. '|' .. limit .. '|' .. sub(first or now_text, digits_from, 16)
       end
       if try('ZADD', key, now_text, member) ~= 1 then rare = i break end
-      if cleans then
-        edge_text = edge_text or string.format('%.0f', edge)
-        local surplus = call('ZCOUNT', key, '-inf', edge_text)
-        if surplus > removals then surplus = removals > 16 and removals or 16 end
-        if surplus > 0 then
-          removals = removals - surplus
-          call('ZREMRANGEBYRANK', key, 0, surplus - 1)
-        end
+      if gone == 1 then
+        call('ZREMRANGEBYRANK', key, '0', '0')
+      elseif gone > 1 then
+        if gone > removals then gone = removals > 16 and removals or 16 end
+        removals = removals - gone
+        call('ZREMRANGEBYRANK', key, '0', gone - 1)
       end
-      if not is_current or newest_time < eighth then
+      if is_old or not is_current then
         if not expires then
-          expires = floor((eighth + floor(window / 8) + window + expiry_shift) / 1000) + 1
+          expires = now - now % eighth + eighth + window + expiry_shift
+          expires = math.floor(expires / 1000) + 1
           if from < to then expires = string.format('%.0f', expires) end
         end
         call('PEXPIREAT', key, expires)
       end
     end
+    if is_single then return pack('<ddd', server_time, times, remaining) end
     replied = replied + 1
     reply[replied] = pack('<dd', times, remaining)
-  elseif cost > remaining and is_current and first_time and units + cost - limit <= 1 then
+  elseif cost > remaining and is_current and units > 0 and units + cost - limit <= 1 then
     -- The first member leaves room. Otherwise general.lua searches for the one that does.
+    local retry_after = (first_time or sub(first, 1, 16)) + window - now
+    local reset_after = (newest_time or sub(newest, 1, 16)) + window - now
+    if is_single then
+      return pack('<ddddd', server_time, 0, remaining, retry_after, reset_after)
+    end
     replied = replied + 1
-    reply[replied] = pack('<dddd', 0, remaining, first_time + window - now,
-      newest_time + window - now)
+    reply[replied] = pack('<dddd', 0, remaining, retry_after, reset_after)
   else
     rare = i
     break
@@ -109,7 +161,7 @@ end
 
 --------------------------------- general ---------------------------------
 
-local TOTAL_BASE, TOTAL_MODULUS = 1e13, 9e13 -- of the running totals
+local TOTAL_BASE, TOTAL_MODULUS = 1e6, 9e6 -- of the running totals; units are at most 10^6
 -- One write per this many units removes members that have left the window.
 local CLEANUP_INTERVAL = 5
 -- The maximum numbers of members that a refund rewrites on the shorter side, and removes.
@@ -125,8 +177,8 @@ end
 
 -- Returns the running total before and after a member, and its time; nothing if it is not ours.
 local function totals(text)
-  local time, total, cost = string.match(text or '', '^(%d+):(%d+):%w+:?(%d*)$')
-  if not time or #time ~= 16 or #total ~= 14 then return nil end
+  local time, total, cost = string.match(text or '', '^(%d+):(%d+):%w+:?(%d*)[|%d]*$')
+  if not time or #time ~= 16 or #total ~= 7 then return nil end
   total = (total - TOTAL_BASE) % TOTAL_MODULUS
   return (total - (tonumber(cost) or 1)) % TOTAL_MODULUS, total, tonumber(time)
 end
@@ -169,6 +221,17 @@ local function collapse_future(key, state, quota)
   state.newest, state.stepped_back = now, false
 end
 
+-- Removes what the newest member tells about a used up limit, because a refund makes it wrong.
+local function forget_full(key)
+  local newest = call('ZRANGE', key, '-1', '-1')[1]
+  local plain = string.match(newest, '^(.*)|%d+|%d+$')
+  if plain then
+    -- Add before removing: a Redis that is out of memory rejects the ZADD but accepts the ZREM.
+    call('ZADD', key, sub(plain, 1, 16), plain)
+    call('ZREM', key, newest)
+  end
+end
+
 -- Removes units from the first member in the window on, which has the rank `from`.
 local function remove_oldest(key, state, quota, from, removed)
   local base = (state.total - state.units) % TOTAL_MODULUS
@@ -178,8 +241,7 @@ local function remove_oldest(key, state, quota, from, removed)
   local _, total, time = totals(entry)
   local left = (total - base) % TOTAL_MODULUS - removed
   if left > 0 then
-    -- Add before removing: a Redis that is out of memory rejects the ZADD but accepts the ZREM.
-    call('ZADD', key, time, member(time, total, left, quota))
+    call('ZADD', key, time, member(time, total, left, quota)) -- before the ZREM, as above
     call('ZREM', key, entry)
   else
     last, removed = last + 1, removed + left
@@ -279,6 +341,7 @@ algorithms[1] = {
 
   refund = function(key, state, quota, cost, since)
     if state.stepped_back then collapse_future(key, state, quota) end
+    forget_full(key)
     local first = call('ZCOUNT', key, '-inf', edge_of(state, quota))
     if since == 0 then
       return remove_oldest(key, state, quota, first, math.min(cost, state.units))

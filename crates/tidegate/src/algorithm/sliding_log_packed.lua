@@ -4,16 +4,16 @@
 -- Redis: one of two forms.
 -- Short, a string of up to 1,024 bytes, as long as every request costs 1. It is read and written as
 -- a whole:
---   "q", the width of a time, two doubles: the newest time, and the time until which the key lives
---   at least; then the requests in the order of time
---   a request is its time in 4, 5 or 6 bytes (enough for the window; the newest time has the rest)
+--   "q", the width of a time, two doubles: the time of the oldest request, and the time until which
+--   the key lives at least; then the requests in the order of time
+--   a request is its time in 4, 5 or 6 bytes (enough for the window; the oldest time has the rest)
 -- Long, a hash of chunks of 255 requests. The field "log" has a header and the chunk that is not
--- full yet; a full chunk has its number as its field. A field "window" tells it from a counter:
+-- full yet; a full chunk has its number as its field. Other hashes have no field "log":
 --   a request of cost 1 is its time; from the first other cost on, a request is its time and the
 --   running total of units in 4 bytes
 -- For example, two requests of a window of a minute:
 --   GET rate_limit:{user123}:per-user
---   ->   "q", 4, 1700000000250000, 1700000067750000, and 2 * 4 bytes
+--   ->   "q", 4, 1700000000000000, 1700000067500000, and 2 * 4 bytes
 --
 -- The log expires when its newest request has left the window, and up to an eighth of a window
 -- later. Within that slack, further requests need not set the expiry again.
@@ -24,28 +24,38 @@ if window >= 4294967296 then
   width = window < 1099511627776 and 5 or 6
   time_format = width == 5 and '<I5' or '<I6'
 end
-local modulus, stamp, lives, expires = 256 ^ width, nil, nil, nil
+-- "q" and the width as one number.
+local mark, modulus, stamp, lives, expires = 113 + 256 * width, 256 ^ width, nil, nil, nil
 for i = from, to do
   local key = keys[i]
   local text = try('GET', key)
   -- held: requests in the string; live: index of the oldest in the window.
-  local held, live, newest, lives_until = 0, 0, 0, 0
+  local held, live, oldest, newest, lives_until = 0, 0, 0, 0, 0
   if text then
-    local tag, stored_width
+    local stored_mark
     if #text > 18 then
-      tag, stored_width, newest, lives_until = unpack_struct('<BBdd', text)
+      stored_mark, oldest, lives_until = unpack_struct('<Hdd', text)
       held = (#text - 18) / width
     end
-    if tag ~= 113 or stored_width ~= width or newest > now or held % 1 > 0 then rare = i break end
+    if stored_mark ~= mark or held % 1 > 0 then rare = i break end
+    newest = unpack_struct(time_format, text, #text - width + 1)
+    newest = oldest + (newest - oldest) % modulus
+    if not (newest <= now) then rare = i break end
     -- A request is in the window if its age, relative to the newest, is less than this.
     local max_age = newest + window - now
     if max_age <= 0 then
       live = held
-    elseif (newest - unpack_struct(time_format, text, 19)) % modulus >= max_age then
-      local high = held - 1
+    elseif newest - oldest >= max_age then
+      -- Few requests have left since the last write, so this is a galloping search.
+      local last, high, step = held - 1, 1, 1
       live = 1
+      while high < last and
+        (newest - unpack_struct(time_format, text, 19 + high * width)) % modulus >= max_age do
+        live, high, step = high + 1, high + step, step * 2
+        if high > last then high = last end
+      end
       while live < high do
-        local middle = floor((live + high) / 2)
+        local middle = (live + high - (live + high) % 2) / 2
         local age = (newest - unpack_struct(time_format, text, 19 + middle * width)) % modulus
         if age < max_age then high = middle else live = middle + 1 end
       end
@@ -62,33 +72,46 @@ for i = from, to do
         stamp = pack(time_format, now % modulus)
         if total > 1 then stamp = string.rep(stamp, total) end
       end
-      local kept = text and sub(text, 19 + live * width) or ''
       local done
-      if lives_until >= now + window then
-        done = try('SET', key, pack('<BBdd', 113, width, now, lives_until) .. kept .. stamp,
-          'KEEPTTL')
+      if live == 0 and lives_until >= now + window then
+        done = try('SET', key, text .. stamp, 'KEEPTTL')
       else
-        if not lives then
-          lives = now + window + floor(window / 8)
-          expires = floor((lives + expiry_shift) / 1000) + 1
-          if from < to then expires = string.format('%.0f', expires) end
+        local kept = text and string.sub(text, 19 + live * width) or ''
+        if units == 0 then
+          oldest = now
+        elseif live > 0 then
+          oldest = newest - (newest - unpack_struct(time_format, kept)) % modulus
         end
-        done = try('SET', key, pack('<BBdd', 113, width, now, lives) .. kept .. stamp,
-          'PXAT', expires)
+        if lives_until >= now + window then
+          kept = pack('<Hdd', mark, oldest, lives_until) .. kept .. stamp
+          done = try('SET', key, kept, 'KEEPTTL')
+        else
+          if not lives then
+            lives = now + window + math.floor(window / 8)
+            expires = math.floor((lives + expiry_shift) / 1000) + 1
+            if from < to then expires = string.format('%.0f', expires) end
+          end
+          done = try('SET', key, pack('<Hdd', mark, oldest, lives) .. kept .. stamp,
+            'PXAT', expires)
+        end
       end
       if done.err then rare = i break end
     end
+    if is_single then return pack('<ddd', server_time, times, remaining) end
     replied = replied + 1
     reply[replied] = pack('<dd', times, remaining)
   elseif cost > remaining and lives_until >= newest + window then
     local must_leave, retry_after = units + cost - limit, window
+    local reset_after = units == 0 and 0 or newest + window - now
     if must_leave <= units then
       local time = unpack_struct(time_format, text, 19 + (live + must_leave - 1) * width)
       retry_after = newest - (newest - time) % modulus + window - now
     end
+    if is_single then
+      return pack('<ddddd', server_time, 0, remaining, retry_after, reset_after)
+    end
     replied = replied + 1
-    reply[replied] = pack('<dddd', 0, remaining, retry_after,
-      units == 0 and 0 or newest + window - now)
+    reply[replied] = pack('<dddd', 0, remaining, retry_after, reset_after)
   else
     rare = i
     break
@@ -267,8 +290,12 @@ end
 local function read_log(key, quota)
   local text = read('GET', key)
   if text and #text > SHORT_HEADER_SIZE then
-    local tag, width, newest, lives_until = unpack_struct(SHORT_HEADER, text)
-    if tag == SHORT and width >= 4 and width <= 6 and is_time(newest) and is_time(lives_until) then
+    local tag, width, oldest, lives_until = unpack_struct(SHORT_HEADER, text)
+    local is_ours = tag == SHORT and width >= 4 and width <= 6
+    if is_ours and (#text - SHORT_HEADER_SIZE) % width == 0 and is_time(oldest)
+      and is_time(lives_until) then
+      local newest = unpack_struct('<I' .. width, text, #text - width + 1)
+      newest = oldest + (newest - oldest) % 256 ^ width
       return new_log(key, sub(text, SHORT_HEADER_SIZE + 1), width, newest, lives_until)
     end
   end
@@ -449,8 +476,8 @@ algorithms[2] = {
       -- UNLINK frees a large hash in the background; SET would not.
       if not log.is_short then call('UNLINK', key) end
       local text = sub(log.open, bytes_between(log, log.open_start, log.first) + 1)
-      call('SET', key, pack(SHORT_HEADER, SHORT, log.width, log.newest, lives_until) .. text,
-        'PXAT', expiry(lives_until))
+      local header = pack(SHORT_HEADER, SHORT, log.width, time_at(log, log.first), lives_until)
+      call('SET', key, header .. text, 'PXAT', expiry(lives_until))
       return
     end
 

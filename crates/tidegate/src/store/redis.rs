@@ -35,8 +35,8 @@
 //!
 //! ```text
 //! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
-//!     +get +hdel +hincrby +hmget +hset +pexpireat +pttl +set +zadd +zcard +zcount
-//!     +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
+//!     +get +hdel +hincrby +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard
+//!     +zcount +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
 //!

@@ -39,7 +39,7 @@ impl Redis {
 }
 
 /// Permissions that a user needs on one server, as documented in `store::redis`.
-pub(crate) const PERMISSIONS: [&str; 21] = [
+pub(crate) const PERMISSIONS: [&str; 22] = [
     "evalsha",
     "script|load",
     "time",
@@ -52,6 +52,7 @@ pub(crate) const PERMISSIONS: [&str; 21] = [
     "pttl",
     "unlink",
     "set",
+    "setrange",
     "zadd",
     "zcard",
     "zcount",
