@@ -6,7 +6,8 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
-	bench-redis-instructions bench-redis-instructions-renew cargo-deny deny fuzz docs-figures
+	bench-redis-instructions bench-redis-instructions-renew cargo-deny deny fuzz docs-figures \
+	accuracy
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -92,6 +93,12 @@ fuzz: ## Fuzz the parsers and the gateway (FUZZ_CASES=â€¦ per test; FUZZ_SEED=â€
 docs-figures: ## Draw the pictures of docs/figures again, by the commands of figures.txt
 	RENEW=1 cargo test --workspace --locked --test simulate -- figures_of_the_documents
 	git diff --stat docs/figures
+
+# `make test` runs the short form of the same test, which compares instead of writing.
+accuracy: ## Measure over- and under-admission, and write docs/accuracy.md; takes ten minutes
+	ACCURACY=write cargo test --workspace --locked --test accuracy -- --nocapture \
+		page_has_the_figures_of_memory_and_of_redis_without_trouble
+	git diff --stat docs/accuracy.md
 
 test-browser: ## Run the tests that need Chromium, which apt installs
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -q && $(APT) chromium; }
