@@ -180,6 +180,48 @@ async fn a_changed_algorithm_denies_a_key_for_at_most_a_window_longer() {
     }
 }
 
+/// Memory and Redis decide alike while the algorithm of a policy changes again and again.
+#[test]
+fn changed_algorithms_are_decided_alike_by_memory_and_redis() {
+    let redis = Redis::start();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.expect("a runtime");
+    let step = (0..7_usize, 0..6_u32, 1..4_u64, 0..30_000_000_u64);
+    let sequences = (any::<bool>(), 3..9_u64, proptest::collection::vec(step, 1..60));
+    let number = std::cell::Cell::new(0);
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(100));
+    let run = runner.run(&sequences, |(is_packed, limit, steps)| {
+        number.set(number.get() + 1);
+        let (clock, name) = (ManualClock::new(), number.get().to_string());
+        let in_memory = Limiter::new(MemoryStore::builder().clock(clock.clone()).build());
+        let on_redis = runtime.block_on(redis.driven_limiter(clock.clone()));
+        // Memory has one encoding of each algorithm. In Redis, another one is another form, too.
+        let is_left_out = |quota: &Quota| match quota.algorithm() {
+            Algorithm::SlidingLog | Algorithm::SlidingCounter => {
+                (quota.encoding() == Encoding::Packed) != is_packed
+            }
+            _ => false,
+        };
+        let mut quotas = every_quota(limit, MINUTE);
+        quotas.retain(|quota| !is_left_out(quota));
+        for (quota, action, cost, micros) in steps {
+            clock.advance(Duration::from_micros(micros));
+            let quota = &quotas[quota % quotas.len()];
+            let charge = Charge::new(&name, quota).with_policy("p").with_cost(cost);
+            let (actual, expected) = runtime.block_on(async {
+                match action {
+                    0 => (on_redis.peek(&charge).await, in_memory.peek(&charge).await),
+                    1 => (on_redis.report(&charge).await, in_memory.report(&charge).await),
+                    _ => (on_redis.acquire(&charge).await, in_memory.acquire(&charge).await),
+                }
+            });
+            prop_assert_eq!(actual.expect("decided"), expected.expect("decided"), "{:?}", charge);
+        }
+        Ok(())
+    });
+    run.expect("the two agree");
+}
+
 #[tokio::test]
 async fn a_reset_of_one_policy_does_not_affect_policies_with_longer_names() {
     let redis = Redis::start();

@@ -27,6 +27,15 @@ pub(super) struct ChargeContext<'a> {
     pub(super) all_fit: bool,
 }
 
+/// Counter of a key whose policy had another algorithm, at the rate of the quota of today.
+struct AnotherCounter {
+    /// Units in use, up to the limit.
+    units: u64,
+    /// Time until it has room for the charge.
+    retry_after: u64,
+    reset_after: u64,
+}
+
 impl ChargeContext<'_> {
     /// Returns whether the units can be spent.
     #[inline]
@@ -43,7 +52,8 @@ impl ChargeContext<'_> {
         let Ok(at) = table.find(self.fingerprint) else { return true };
         let state = table.state(at);
         if !state.is_of(C::KIND) {
-            let mut counter = self.taken_over::<C>(state, &mut table.logs);
+            let another = self.another(state, &mut table.logs);
+            let mut counter = self.taken_over::<C>(&another);
             return algorithm::fits(
                 &mut counter,
                 self.charge.quota(),
@@ -144,47 +154,73 @@ impl ChargeContext<'_> {
     fn apply_to_another<C: StoredCounter>(&self, table: &mut Table, at: usize) -> RawDecision {
         let quota = self.charge.quota();
         let before = table.state(at);
-        let mut counter = self.taken_over::<C>(before, &mut table.logs);
+        let another = self.another(before, &mut table.logs);
+        let mut counter = self.taken_over::<C>(&another);
+        let reset_after = another.reset_after;
         if self.action == Action::Refund {
-            // The units have lost their times.
-            return algorithm::decision_without_spending(&counter, quota, self.now);
+            // The units have lost their times, so none are returned.
+            let remaining = counter.remaining(quota);
+            return RawDecision { remaining, reset_after, ..RawDecision::untouched(quota) };
         }
         let applied =
             algorithm::apply(&mut counter, self.action, self.charge, self.now, self.all_fit);
+        let decision = applied.decision;
         if applied.written {
             table.logs.remove(before);
             let state = counter.pack(quota, None, &mut table.logs);
             self.store.lower_next_expiry(self.shard, state.expires_at());
             table.set(at, state);
+            return decision;
         }
-        applied.decision
+        if self.action == Action::Peek && decision.allowed && self.all_fit && self.charge.cost() > 0
+        {
+            // The state after this charge.
+            return decision;
+        }
+        // Nothing is spent, so the times are those of the other algorithm.
+        let retry_after = if decision.allowed { 0 } else { another.retry_after };
+        RawDecision { retry_after, reset_after, ..decision }
     }
 
     /// Returns a counter with the units that another algorithm has in use: they count as used now.
-    fn taken_over<C: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> C {
-        let units = match state.kind() {
-            CounterKind::Log => self.units_as::<SlidingLog>(state, logs),
-            CounterKind::Counter => self.units_as::<SlidingCounter>(state, logs),
-            CounterKind::Window => self.units_as::<FixedWindow>(state, logs),
-            CounterKind::Bucket => self.units_as::<Bucket>(state, logs),
-        };
+    fn taken_over<C: StoredCounter>(&self, another: &AnotherCounter) -> C {
         let mut counter = C::default();
         counter.advance_to(self.charge.quota(), self.now);
-        if units > 0 {
-            counter.spend(self.charge.quota(), self.now, units);
+        if another.units > 0 {
+            counter.spend(self.charge.quota(), self.now, another.units);
         }
         counter
     }
 
-    /// Returns the units in use, at the rate of this charge's quota and up to its limit.
-    fn units_as<O: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> u64 {
+    fn another(&self, state: PackedState, logs: &mut Logs) -> AnotherCounter {
+        match state.kind() {
+            CounterKind::Log => self.another_as::<SlidingLog>(state, logs),
+            CounterKind::Counter => self.another_as::<SlidingCounter>(state, logs),
+            CounterKind::Window => self.another_as::<FixedWindow>(state, logs),
+            CounterKind::Bucket => self.another_as::<Bucket>(state, logs),
+        }
+    }
+
+    fn another_as<O: StoredCounter>(&self, state: PackedState, logs: &mut Logs) -> AnotherCounter {
         let quota = self.charge.quota();
         let capacity = if O::KIND == CounterKind::Bucket { quota.burst() } else { quota.limit() };
-        let mut other = O::unpack(state, logs);
-        other.advance_to(quota, self.now);
-        let units = capacity.saturating_sub(other.remaining(quota));
-        other.restore(state, logs);
-        units
+        let mut counter = O::unpack(state, logs);
+        counter.advance_to(quota, self.now);
+        let remaining = counter.remaining(quota);
+        // It has room for this charge once it has room for this many units.
+        let cost = (self.charge.cost() + capacity).saturating_sub(quota.burst());
+        let retry_after = if cost > remaining && cost <= capacity {
+            counter.wait_for(quota, self.now, cost)
+        } else {
+            0
+        };
+        let another = AnotherCounter {
+            units: capacity.saturating_sub(remaining),
+            retry_after,
+            reset_after: counter.reset_after(quota, self.now, 0),
+        };
+        counter.restore(state, logs);
+        another
     }
 
     fn remove(&self, table: &mut Table, at: usize) {

@@ -68,18 +68,20 @@ local function new_quota(kind, limit, window, option)
   }
 end
 
--- Returns the units that are in use in a count of another algorithm or encoding, at the rate of this
--- quota and up to its limit; 0 if the value is not ours.
-local function units_of_another(key, quota)
+-- Finds the count of another algorithm or encoding. Returns its quota, at the rate of this one, with
+-- its state and capacity; nil if the value is not ours.
+local function find_another(key, quota)
   local burst = quota.kind > 5 and quota.option or quota.limit
   for kind = 1, 6 do
     if kind ~= quota.kind then
-      local other = new_quota(kind, quota.limit, quota.window, kind == 6 and burst or 0)
-      local capacity, state = kind == 6 and burst or quota.limit, other.algorithm.load(key, other)
-      if not state.is_foreign then return capacity - other.algorithm.remaining(state, other) end
+      local another = new_quota(kind, quota.limit, quota.window, kind == 6 and burst or 0)
+      another.state = another.algorithm.load(key, another)
+      if not another.state.is_foreign then
+        another.capacity, another.burst = kind == 6 and burst or quota.limit, burst
+        return another
+      end
     end
   end
-  return 0
 end
 
 -- Loads the count of a key. If a changed policy now has another algorithm, the units that are in use
@@ -90,10 +92,32 @@ local function load(key, quota)
   local state = algorithm.load(key, quota)
   if state.is_foreign then
     state.is_stale = false
-    local units = units_of_another(key, quota)
-    if units > 0 then algorithm.spend(state, quota, units) end
+    state.another = find_another(key, quota)
+    if state.another then
+      local another = state.another
+      local units = another.capacity - another.algorithm.remaining(another.state, another)
+      if units > 0 then algorithm.spend(state, quota, units) end
+    end
   end
   return state
+end
+
+-- Returns the times of a decision that spends `extra`. If it spends nothing, a count of another
+-- algorithm stays as it is, and so do its times.
+local function retry_after(state, quota, cost, extra)
+  local another = state.another
+  if another and extra == 0 then
+    cost = cost + another.capacity - another.burst
+    return another.algorithm.retry_after(another.state, another, cost, 0)
+  end
+  return quota.algorithm.retry_after(state, quota, cost, extra)
+end
+local function reset_after(state, quota, extra)
+  local another = state.another
+  if another and extra == 0 then
+    return another.algorithm.reset_after(another.state, another, 0)
+  end
+  return quota.algorithm.reset_after(state, quota, extra)
 end
 
 local function save(key, state, quota)
@@ -134,7 +158,7 @@ local function grant(key, quota, cost, times, spends)
     state = algorithm.load(key, quota)
   end
   if granted == times then return end
-  answer(algorithm.retry_after(state, quota, cost, 0), algorithm.reset_after(state, quota, 0))
+  answer(retry_after(state, quota, cost, 0), reset_after(state, quota, 0))
   if not spends then return end
   if state.stepped_back then
     algorithm.spend(state, quota, 0)
@@ -149,7 +173,7 @@ local ACQUIRE, PEEK, REFUND, RESET, CHARGE_UP_TO, REPORT, COUNT_DENIED = 1, 2, 3
 -- Answers with the current state, without a spend.
 local function answer_unspent(charge)
   local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
-  answer(1, algorithm.remaining(state, quota), 0, algorithm.reset_after(state, quota, 0), 0)
+  answer(1, algorithm.remaining(state, quota), 0, reset_after(state, quota, 0), 0)
 end
 
 -- Decides one charge. `all_fit`: every charge of this request fits.
@@ -158,14 +182,14 @@ local function decide(charge, action, all_fit)
   local remaining, spend = charge.remaining, 0
   if not charge.fits then
     if quota.count_denied then spend, remaining = cost, 0 end
-    local retry_after = algorithm.retry_after(state, quota, cost, spend)
-    answer(0, remaining, retry_after, algorithm.reset_after(state, quota, spend), 0)
+    local wait = retry_after(state, quota, cost, spend)
+    answer(0, remaining, wait, reset_after(state, quota, spend), 0)
   elseif all_fit then
     spend = cost
     -- A charge-up-to is for requests that were already served, so there is nothing to delay.
     local is_delayed = algorithm.delay and action ~= CHARGE_UP_TO
     local delay = is_delayed and algorithm.delay(state, quota) or 0
-    answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
+    answer(1, remaining - cost, 0, reset_after(state, quota, cost), delay)
   else
     answer_unspent(charge)
   end
