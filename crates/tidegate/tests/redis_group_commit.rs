@@ -541,7 +541,7 @@ async fn futures_that_are_not_polled_do_not_block_others() {
 fn waiters_get_an_error_when_the_runtime_of_the_store_ends() {
     let redis = Redis::start();
     let owner = tokio::runtime::Runtime::new().expect("a runtime");
-    let limiter = owner.block_on(limiter_with(&redis, LONG));
+    let limiter = owner.block_on(limiter_with(&redis, 2 * TEST_TIMEOUT));
     let callers = tokio::runtime::Builder::new_current_thread().enable_all().build();
     callers.expect("a runtime").block_on(async {
         let quota = Quota::fixed_window(10, LONG).expect("valid");

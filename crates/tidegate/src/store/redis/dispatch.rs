@@ -42,7 +42,7 @@ pub(super) async fn dispatch(
         let mut call = pin!(round.send());
         let mut next_deadline = sealed.earliest;
         loop {
-            // Nobody waits any more.
+            // No caller waits any more.
             let Some(deadline) = next_deadline else { break round.time_out() };
             tokio::select! {
                 biased;

@@ -206,7 +206,7 @@ impl WireState {
         Ok(())
     }
 
-    /// Removes calls from the front whose replies nobody waits for.
+    /// Removes calls from the front whose replies no caller waits for.
     fn remove_abandoned(&mut self) {
         while self.answered > 0 && self.calls.front().is_some_and(|call| call.abandoned) {
             self.calls.pop_front();
