@@ -9,7 +9,7 @@ use clap::Args;
 use clap::builder::{FalseyValueParser, PossibleValuesParser};
 use serde_json::{Value, json};
 use tidegate::internals::duration;
-use tidegate::{Algorithm, Encoding, Quota};
+use tidegate::{Algorithm, Encoding, Policy, Quota};
 
 use super::{Chosen, KEY};
 use crate::bench::keys::{Distribution, KeySpace};
@@ -331,7 +331,7 @@ impl PolicyFlags {
                 "--policy is the name of a policy of --http, or of a file: give --config FILE",
             )?;
             let policy = config.policies.get(name).with_context(|| {
-                let names: Vec<_> = config.policies.iter().map(|policy| policy.name()).collect();
+                let names: Vec<_> = config.policies.iter().map(Policy::name).collect();
                 format!("--policy {name:?} is not in --config: it has {}", names.join(", "))
             })?;
             return Ok(policy.quota().clone());
