@@ -81,7 +81,7 @@ fn random_times(seed: u64, count: usize, step: u64) -> Vec<u64> {
         now += step
             * match number % 16 {
                 0..4 => 0,
-                4..14 => number / 16 % (15 * SECOND / 10 / step),
+                4..14 => number / 16 % (SECOND / step),
                 14 => number / 16 % (12 * SECOND / step),
                 _ => 25 * SECOND / step,
             };

@@ -13,6 +13,10 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
+fn is_picture(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "svg")
+}
+
 /// Returns the commands of the list, each with the picture that it draws.
 fn commands() -> Vec<(Vec<String>, String)> {
     let list = fs::read_to_string(repository().join("docs/figures/figures.txt")).expect("a list");
@@ -21,7 +25,7 @@ fn commands() -> Vec<(Vec<String>, String)> {
         let mut words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
         assert_eq!(words.remove(0), "tidegate", "{line}");
         let picture = words.pop().expect("a picture");
-        assert!(picture.starts_with("docs/figures/") && picture.ends_with(".svg"), "{line}");
+        assert!(picture.starts_with("docs/figures/") && is_picture(Path::new(&picture)), "{line}");
         (words, picture)
     });
     commands.collect()
@@ -66,8 +70,9 @@ fn no_figure_is_left_over() {
     let listed: Vec<String> = commands().into_iter().map(|(_, picture)| picture).collect();
     assert!(!listed.is_empty());
     for entry in fs::read_dir(docs.join("figures")).expect("a folder") {
-        let name = entry.expect("an entry").file_name().into_string().expect("UTF-8");
-        if name.ends_with(".svg") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().and_then(|name| name.to_str()).expect("UTF-8");
+        if is_picture(&path) {
             assert!(listed.contains(&format!("docs/figures/{name}")), "{name} has no command");
             assert!(pages.contains(&format!("(figures/{name})")), "{name} is in no document");
         }

@@ -269,7 +269,7 @@ struct Scanner<'l> {
     at: usize,
 }
 
-impl<'l> Scanner<'l> {
+impl Scanner<'_> {
     /// Calls `on_member` with the name of each member of the object that starts here. It reads the
     /// value.
     fn members(
