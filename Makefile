@@ -6,7 +6,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
-	bench-redis-instructions bench-redis-instructions-renew cargo-deny deny fuzz
+	bench-redis-instructions bench-redis-instructions-renew cargo-deny deny fuzz accuracy
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -88,6 +88,12 @@ fuzz: ## Fuzz the parsers and the gateway (FUZZ_CASES=â€¦ per test; FUZZ_SEED=â€
 		test "$$written" -gt 0 && test "$$found" -ge "$$written" || \
 		{ echo "error: $$written fuzz tests are written, but $$found are selected"; exit 1; }
 	@FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(FUZZ)
+
+# `make test` runs the short form of the same test, which compares instead of writing.
+accuracy: ## Measure over- and under-admission, and write docs/accuracy.md; takes ten minutes
+	ACCURACY=write cargo test --workspace --locked --test accuracy -- --nocapture \
+		page_has_the_figures_of_memory_and_of_redis_without_faults
+	git diff --stat docs/accuracy.md
 
 test-browser: ## Run the tests that need Chromium, which apt installs
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -q && $(APT) chromium; }
