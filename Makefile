@@ -97,7 +97,7 @@ docs-figures: ## Draw the pictures of docs/figures again, by the commands of fig
 # `make test` runs the short form of the same test, which compares instead of writing.
 accuracy: ## Measure over- and under-admission, and write docs/accuracy.md; takes ten minutes
 	ACCURACY=write cargo test --workspace --locked --test accuracy -- --nocapture \
-		page_has_the_figures_of_memory_and_of_redis_without_trouble
+		page_has_the_figures_of_memory_and_of_redis_without_faults
 	git diff --stat docs/accuracy.md
 
 test-browser: ## Run the tests that need Chromium, which apt installs

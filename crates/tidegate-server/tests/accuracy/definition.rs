@@ -1,4 +1,4 @@
-//! What each algorithm admits by its definition in docs/accuracy.md, without its implementation.
+//! Decisions of each algorithm by its definition in docs/accuracy.md, without its implementation.
 
 use std::collections::VecDeque;
 use std::time::Duration;

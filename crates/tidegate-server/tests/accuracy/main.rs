@@ -1,7 +1,7 @@
-//! The accuracy of every algorithm against an exact oracle, under four loads and five troubles, on
+//! The accuracy of every algorithm against an exact oracle, under four loads and five faults, on
 //! memory, Redis and a cluster. docs/accuracy.md defines the terms and has the figures.
 //!
-//! By default the short form runs: memory under every trouble, and Redis without any, compared with
+//! By default the short form runs: memory under every fault, and Redis without any, compared with
 //! the page row by row; and every decision of the exact definitions, which fails if one is off by
 //! one. `make accuracy` sets `ACCURACY=write`, measures everything, and writes the page.
 
@@ -55,7 +55,7 @@ use page::{Page, Row, RowName};
 use simulate::load::LoadKind;
 use support::{Cluster, Redis};
 use traffic::{LOADS, Traffic};
-use virtual_time::{Change, Run, Trouble};
+use virtual_time::{Change, Fault, Run};
 
 /// Place of the counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +80,7 @@ impl Place {
 /// Table of the page, in virtual time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Table {
-    NoTrouble,
+    NoFault,
     ClockStepsBack,
     LimitChanges,
     WindowChanges,
@@ -89,7 +89,7 @@ enum Table {
 
 impl Table {
     const ALL: [Self; 5] = [
-        Self::NoTrouble,
+        Self::NoFault,
         Self::ClockStepsBack,
         Self::LimitChanges,
         Self::WindowChanges,
@@ -98,15 +98,15 @@ impl Table {
 
     /// Returns the runs of a row: one, or one per other form.
     fn runs(self, form: Form, load: LoadKind) -> Vec<Run> {
-        let run = |trouble| Run { form, load, trouble };
+        let run = |fault| Run { form, load, fault };
         match self {
-            Self::NoTrouble => vec![run(Trouble::None)],
-            Self::ClockStepsBack => vec![run(Trouble::ClockStepsBack)],
-            Self::LimitChanges => vec![run(Trouble::Rollout(Change::Limit))],
-            Self::WindowChanges => vec![run(Trouble::Rollout(Change::Window))],
+            Self::NoFault => vec![run(Fault::None)],
+            Self::ClockStepsBack => vec![run(Fault::ClockStepsBack)],
+            Self::LimitChanges => vec![run(Fault::Rollout(Change::Limit))],
+            Self::WindowChanges => vec![run(Fault::Rollout(Change::Window))],
             Self::AlgorithmChanges => {
                 let others = Form::ALL.into_iter().filter(|other| *other != form);
-                others.map(|other| run(Trouble::Rollout(Change::Form(other)))).collect()
+                others.map(|other| run(Fault::Rollout(Change::Form(other)))).collect()
             }
         }
     }
@@ -129,7 +129,7 @@ async fn rows(place: Place, tables: &[Table], urls: &[String]) -> Vec<Row> {
     let results = virtual_time::decide_all(place, urls, &runs).await;
     let mut rows: Vec<Row> = Vec::new();
     for ((name, run), decisions) in names.into_iter().zip(runs).zip(results) {
-        let figures = virtual_time::figures(&run, &decisions, place);
+        let figures = virtual_time::figures(run, &decisions, place);
         match rows.last_mut() {
             Some(last) if last.name == name => last.runs.push((run, figures)),
             _ => rows.push(Row { name, runs: vec![(run, figures)] }),
@@ -147,7 +147,7 @@ fn assert_on_page(rows: &[Row]) {
     let page = Page::read();
     let mut differences = Vec::new();
     for row in rows {
-        let (found, cells) = (page.cells_of(&row.name).unwrap_or("no row"), row.cells());
+        let (found, cells) = (page.cells_of(row.name).unwrap_or("no row"), row.cells());
         if found != cells {
             differences.push(format!("{}\n  page {found}\n  now  {cells}", row.name));
         }
@@ -161,7 +161,7 @@ fn assert_on_page(rows: &[Row]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn page_has_the_figures_of_memory_and_of_redis_without_trouble() {
+async fn page_has_the_figures_of_memory_and_of_redis_without_faults() {
     if is_writing() {
         return write_page().await;
     }
@@ -169,7 +169,7 @@ async fn page_has_the_figures_of_memory_and_of_redis_without_trouble() {
     let many_clients = page::table_of_many_clients(&virtual_time::many_clients().await);
     assert_eq!(Page::read().table("ManyClients"), many_clients.trim());
     let redis = Redis::start();
-    assert_on_page(&rows(Place::Redis, &[Table::NoTrouble], &[redis.url()]).await);
+    assert_on_page(&rows(Place::Redis, &[Table::NoFault], &[redis.url()]).await);
 }
 
 /// Measures everything, and writes the page.
@@ -198,7 +198,7 @@ async fn write_page() {
 async fn assert_exact(place: Place, urls: &[String]) {
     let mut runs = Vec::new();
     for form in Form::ALL {
-        runs.extend(LOADS.map(|load| Run { form, load, trouble: Trouble::None }));
+        runs.extend(LOADS.map(|load| Run { form, load, fault: Fault::None }));
     }
     let results = virtual_time::decide_all(place, urls, &runs).await;
     for (run, decisions) in runs.iter().zip(&results) {

@@ -20,7 +20,8 @@ impl Part {
     /// Returns the part in percent, with a decimal place if it needs one.
     pub(crate) fn percent(self) -> String {
         let tenths = (self.units * 1_000 + self.limit / 2) / self.limit;
-        let decimal = if tenths % 10 == 0 { String::new() } else { format!(".{}", tenths % 10) };
+        let decimal =
+            if tenths.is_multiple_of(10) { String::new() } else { format!(".{}", tenths % 10) };
         format!("{}{decimal} %", tenths / 10)
     }
 }
@@ -136,7 +137,9 @@ pub(crate) fn observed_figures(decisions: &[Observed], limit: u64, window: u64) 
 #[test]
 fn exact_log_is_open_at_its_start() {
     let mut log = ExactLog::default();
-    [100, 100, 150].into_iter().for_each(|time| log.admit(time));
+    for time in [100, 100, 150] {
+        log.admit(time);
+    }
     let units = |now| log.units(now, Duration::from_micros(100));
     assert_eq!([units(199), units(200), units(249), units(250)], [3, 1, 1, 0]);
 }

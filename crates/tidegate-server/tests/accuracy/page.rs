@@ -7,7 +7,7 @@ use crate::oracle::{Figures, Part};
 use crate::real_time::{Measured, Outage, Outcome};
 use crate::simulate::load::LoadKind;
 use crate::traffic::{LOADS, name};
-use crate::virtual_time::{Change, Run, Trouble};
+use crate::virtual_time::{Change, Fault, Run};
 use crate::{Place, Table};
 
 /// Text of the page, with a line for each table.
@@ -68,7 +68,7 @@ impl Page {
     }
 
     /// Returns the cells of a row between the load and the stores.
-    pub(crate) fn cells_of(&self, row: &RowName) -> Option<&str> {
+    pub(crate) fn cells_of(&self, row: RowName) -> Option<&str> {
         let start = format!("| {} | {} | ", row.form, name(row.load));
         let lines = self.table(&format!("{:?}", row.table)).lines();
         let cells = lines.filter_map(|line| line.strip_prefix(&start)?.strip_suffix(" |"));
@@ -114,7 +114,7 @@ impl Row {
         let worst = self.runs.iter().rev().max_by_key(|(_, figures)| part(figures).units);
         let (run, figures) = worst.expect("several runs");
         let percent = part(figures).percent();
-        match new_form(run) {
+        match new_form(*run) {
             Some(form) if part(figures).units > 0 => format!("{percent}, to {form}"),
             _ => percent,
         }
@@ -122,9 +122,9 @@ impl Row {
 }
 
 /// Returns the algorithm that a run changes to.
-fn new_form(run: &Run) -> Option<Form> {
-    match run.trouble {
-        Trouble::Rollout(Change::Form(form)) => Some(form),
+fn new_form(run: Run) -> Option<Form> {
+    match run.fault {
+        Fault::Rollout(Change::Form(form)) => Some(form),
         _ => None,
     }
 }
@@ -206,7 +206,7 @@ fn table_of_changes(rows: &[Row]) -> String {
     for from in Form::ALL {
         let _ = write!(text, "| {from} |");
         for to in Form::ALL {
-            let is_run = |run: &Run| run.form == from && new_form(run) == Some(to);
+            let is_run = |run: &Run| run.form == from && new_form(*run) == Some(to);
             let runs = rows.iter().flat_map(|row| &row.runs).filter(|(run, _)| is_run(run));
             let worst = runs.map(|(_, figures)| figures.over).reduce(Part::max);
             let _ = write!(text, " {} |", worst.map_or_else(|| "–".to_owned(), Part::percent));

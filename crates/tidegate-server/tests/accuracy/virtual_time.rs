@@ -14,7 +14,7 @@ use crate::simulate::load::LoadKind;
 use crate::support::TEST_TIMEOUT;
 use crate::traffic::Traffic;
 
-/// Time of the trouble after the start: in the middle of a burst, of a boundary and of an attack.
+/// Time of the fault after the start: in the middle of a burst, of a boundary and of an attack.
 const MOMENT: Duration = Duration::from_millis(30_050);
 /// Instances of the fleet, and the times after the start at which each gets the new configuration.
 const ROLLOUT: [Duration; 3] = [MOMENT, Duration::from_secs(35), Duration::from_millis(40_050)];
@@ -25,14 +25,14 @@ const STEP_BACK: Duration = Duration::from_secs(5);
 const LANES: usize = 6;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Trouble {
+pub(crate) enum Fault {
     None,
     ClockStepsBack,
     /// Three instances get a new configuration one after the other.
     Rollout(Change),
 }
 
-/// What a new configuration changes.
+/// Change of a new configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
     /// Half of the limit.
@@ -46,40 +46,40 @@ pub(crate) enum Change {
 pub(crate) struct Run {
     pub(crate) form: Form,
     pub(crate) load: LoadKind,
-    pub(crate) trouble: Trouble,
+    pub(crate) fault: Fault,
 }
 
 impl Run {
-    fn quota_before(&self) -> Quota {
+    fn quota_before(self) -> Quota {
         self.form.quota(LIMIT, WINDOW)
     }
 
-    fn quota_after(&self) -> Quota {
-        match self.trouble {
-            Trouble::None | Trouble::ClockStepsBack => self.quota_before(),
-            Trouble::Rollout(Change::Limit) => self.form.quota(LIMIT / 2, WINDOW),
-            Trouble::Rollout(Change::Window) => self.form.quota(LIMIT, 2 * WINDOW),
-            Trouble::Rollout(Change::Form(form)) => form.quota(LIMIT, WINDOW),
+    fn quota_after(self) -> Quota {
+        match self.fault {
+            Fault::None | Fault::ClockStepsBack => self.quota_before(),
+            Fault::Rollout(Change::Limit) => self.form.quota(LIMIT / 2, WINDOW),
+            Fault::Rollout(Change::Window) => self.form.quota(LIMIT, 2 * WINDOW),
+            Fault::Rollout(Change::Form(form)) => form.quota(LIMIT, WINDOW),
         }
     }
 
     /// Returns whether the instance that decides this request has the new configuration.
-    fn is_after(&self, place: Place, number: usize, elapsed: Duration) -> bool {
-        let is_rollout = matches!(self.trouble, Trouble::Rollout(_));
+    fn is_after(self, place: Place, number: usize, elapsed: Duration) -> bool {
+        let is_rollout = matches!(self.fault, Fault::Rollout(_));
         // A store in memory belongs to one process, which gets it at once.
         let instance = if place == Place::Memory { 0 } else { number % ROLLOUT.len() };
         is_rollout && elapsed >= ROLLOUT[instance]
     }
 
     /// Returns the time that the store sees.
-    fn store_time(&self, time: u64, elapsed: Duration) -> u64 {
-        let is_behind = self.trouble == Trouble::ClockStepsBack && elapsed >= MOMENT;
+    fn store_time(self, time: u64, elapsed: Duration) -> u64 {
+        let is_behind = self.fault == Fault::ClockStepsBack && elapsed >= MOMENT;
         time - if is_behind { micros(STEP_BACK) } else { 0 }
     }
 
     /// Decides all requests of the run, for clients with this prefix.
     async fn decide<S: Store>(
-        &self,
+        self,
         place: Place,
         prefix: &str,
         limiter: &Limiter<S>,
@@ -148,7 +148,7 @@ fn next_run(next: &AtomicUsize, runs: &[Run]) -> Option<(usize, Run)> {
 
 /// Compares the decisions with the exact log. Each is judged by the limit and window of the
 /// instance that made it.
-pub(crate) fn figures(run: &Run, decisions: &[bool], place: Place) -> Figures {
+pub(crate) fn figures(run: Run, decisions: &[bool], place: Place) -> Figures {
     let traffic = Traffic::of(run.load);
     let (before, after) = (run.quota_before(), run.quota_after());
     let quota_at = |number: usize, time: u64| {
