@@ -10,6 +10,7 @@ mod acquire;
 mod config;
 mod doctor;
 mod gateway;
+mod plan;
 mod redis;
 mod serve;
 pub(crate) mod style;
@@ -29,6 +30,7 @@ enum Command {
     Acquire(acquire::AcquireCommand),
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
+    Plan(plan::PlanCommand),
 }
 
 impl Arguments {
@@ -39,6 +41,7 @@ impl Arguments {
             Command::Acquire(acquire) => acquire.run(),
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
+            Command::Plan(plan) => plan.run(),
         }
     }
 }

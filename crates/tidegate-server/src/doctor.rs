@@ -15,7 +15,7 @@ use self::info::Info;
 mod acl;
 mod clock;
 mod cluster;
-mod info;
+pub(crate) mod info;
 mod keys;
 mod latency;
 mod memory;

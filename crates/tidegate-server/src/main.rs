@@ -21,6 +21,7 @@ mod listener;
 mod logs;
 mod metrics;
 mod observer;
+mod plan;
 mod reload;
 mod serve;
 mod state;
