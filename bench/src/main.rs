@@ -19,22 +19,30 @@ mod service;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const SUITES: &str = "in-process, http, redis, service, logs, report (default: all)";
+const SUITES: [&str; 9] =
+    ["in-process", "http", "scripts", "redis", "fleet", "cluster", "service", "logs", "report"];
 
 fn main() -> Result<()> {
     let plan = Plan::from_env();
     let suites: Vec<String> = std::env::args().skip(1).collect();
-    let all = ["in-process", "http", "redis", "service", "logs", "report"].map(str::to_owned);
-    for suite in if suites.is_empty() { all.to_vec() } else { suites } {
+    if let [command, task] = suites.as_slice()
+        && command == redis::fleet::worker::COMMAND
+    {
+        return redis::fleet::worker::run(task);
+    }
+    for suite in if suites.is_empty() { SUITES.map(str::to_owned).to_vec() } else { suites } {
         println!("== {suite}");
         match suite.as_str() {
             "in-process" => in_process()?,
             "http" => http::run(plan)?,
+            "scripts" => redis::scripts::run(plan)?,
             "redis" => redis::decisions::run(plan)?,
+            "fleet" => redis::fleet::run(plan)?,
+            "cluster" => redis::cluster::run(plan)?,
             "service" => service::run(plan)?,
             "logs" => redis::logs::run(plan)?,
             "report" => report::run()?,
-            other => bail!("unknown suite {other}; suites: {SUITES}"),
+            other => bail!("unknown suite {other}; suites: {} (default: all)", SUITES.join(", ")),
         }
     }
     Ok(())

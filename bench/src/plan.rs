@@ -1,4 +1,4 @@
-//! Duration of the measurement: `BENCH=quick` for a run of two minutes, the full one otherwise.
+//! Duration of the measurement: `BENCH=quick` for a run of a few minutes, the full one otherwise.
 
 use std::time::Duration;
 
@@ -41,6 +41,15 @@ impl Plan {
         match self {
             Self::Full => Duration::from_secs(3),
             Self::Quick => Duration::from_secs(1),
+        }
+    }
+
+    /// Returns the number of users of the script suite, and of the decisions in a turn.
+    #[must_use]
+    pub fn script_users_and_decisions(self) -> (u64, u64) {
+        match self {
+            Self::Full => (100_000, 60_000),
+            Self::Quick => (10_000, 10_000),
         }
     }
 

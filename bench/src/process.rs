@@ -38,16 +38,8 @@ impl Server {
 
     /// Returns the CPU time that the process has used, in seconds.
     pub(crate) fn cpu_seconds(&self) -> Result<f64> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
-            .with_context(|| format!("{} is not running", self.name))?;
-        // The name, in parentheses, may contain spaces.
-        let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-        let ticks = |field: usize| {
-            after_name.split_whitespace().nth(field).and_then(|ticks| ticks.parse::<f64>().ok())
-        };
-        let (user, system) = ticks(11).zip(ticks(12)).context("a line of /proc/PID/stat")?;
-        // Linux reports 100 ticks per second to user space, independent of its own timer.
-        Ok((user + system) / 100.0)
+        let id = self.child.id().to_string();
+        cpu_seconds(&id).with_context(|| format!("{} is not running", self.name))
     }
 }
 
@@ -57,6 +49,23 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Returns the CPU time that this process has used, in seconds.
+pub(crate) fn own_cpu_seconds() -> Result<f64> {
+    cpu_seconds("self")
+}
+
+fn cpu_seconds(process: &str) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
+    // The name, in parentheses, may contain spaces.
+    let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let ticks = |field: usize| {
+        after_name.split_whitespace().nth(field).and_then(|ticks| ticks.parse::<f64>().ok())
+    };
+    let (user, system) = ticks(11).zip(ticks(12)).context("a line of /proc/PID/stat")?;
+    // Linux reports 100 ticks per second to user space, independent of its own timer.
+    Ok((user + system) / 100.0)
 }
 
 /// Returns an unused loopback port.

@@ -2,15 +2,23 @@
 
 use std::process::Command;
 
-use ::redis::Connection;
+use ::redis::aio::MultiplexedConnection;
+use ::redis::{AsyncConnectionConfig, Connection};
 use anyhow::{Context, Result, ensure};
 
 use crate::process::{Server, free_port};
 
+pub(crate) mod call;
 pub(crate) mod callers;
-pub(crate) mod ceiling;
+pub(crate) mod cluster;
 pub(crate) mod decisions;
+pub(crate) mod fleet;
+pub(crate) mod load;
 pub(crate) mod logs;
+pub(crate) mod lone;
+pub(crate) mod naive;
+pub(crate) mod random;
+pub(crate) mod scripts;
 
 /// An empty server without persistence.
 pub(crate) struct Redis {
@@ -20,6 +28,11 @@ pub(crate) struct Redis {
 
 impl Redis {
     pub(crate) fn start() -> Result<Self> {
+        Self::start_with(&[])
+    }
+
+    /// Starts a server with additional options.
+    pub(crate) fn start_with(options: &[&str]) -> Result<Self> {
         let port = free_port()?;
         let mut command = Command::new("redis-server");
         command.args([
@@ -32,6 +45,7 @@ impl Redis {
             "--appendonly",
             "no",
         ]);
+        command.args(options);
         Ok(Self { _server: Server::start("redis-server", &mut command, &[port])?, port })
     }
 
@@ -85,4 +99,11 @@ impl Redis {
         ensure!(failed <= 4.0, "{failed} scripts failed");
         number("calls")
     }
+}
+
+/// Opens a connection of the kind that the library uses, without a timeout of its own.
+pub(crate) async fn connect_multiplexed(url: &str) -> Result<MultiplexedConnection> {
+    let config = AsyncConnectionConfig::new().set_response_timeout(None);
+    let client = ::redis::Client::open(url)?;
+    Ok(client.get_multiplexed_async_connection_with_config(&config).await?)
 }

@@ -11,6 +11,7 @@ mod chart;
 mod environment;
 mod goals;
 mod in_process;
+mod naive;
 mod network;
 mod redis;
 
@@ -19,7 +20,10 @@ struct SuiteResults {
     in_process: Option<Results>,
     growth: Option<Results>,
     http: Option<Results>,
+    scripts: Option<Results>,
     redis: Option<Results>,
+    fleet: Option<Results>,
+    cluster: Option<Results>,
     service: Option<Results>,
     logs: Option<Results>,
 }
@@ -79,7 +83,10 @@ pub(crate) fn run() -> Result<()> {
         in_process: Results::load("in-process")?,
         growth: Results::load("growth")?,
         http: Results::load("http")?,
+        scripts: Results::load("scripts")?,
         redis: Results::load("redis")?,
+        fleet: Results::load("fleet")?,
+        cluster: Results::load("cluster")?,
         service: Results::load("service")?,
         logs: Results::load("logs")?,
     };
@@ -92,10 +99,18 @@ pub(crate) fn run() -> Result<()> {
          Ratios are similar on other machines; absolute times are not. `make bench` generates this \
          page.",
     );
+    page.paragraph(
+        "`make bench-http` runs only the suite of the service on memory, `make bench-redis` only \
+         those of decisions on Redis. `bench/target/release/tidegate-bench` runs all suites, or \
+         those that are named: `in-process`, `http`, `scripts`, `redis`, `fleet`, `cluster`, \
+         `service` and `logs`; `report` writes this page from their last results. With \
+         `BENCH=quick` all are shorter.",
+    );
     environment::write(&mut page, &suites)?;
     goals::write(&mut page, &suites);
     in_process::write(&mut page, &suites);
     network::write(&mut page, &suites);
+    naive::write(&mut page, &suites);
     redis::write(&mut page, &suites);
     page.heading("Notes");
     page.line(

@@ -9,35 +9,19 @@ use std::hint::black_box;
 use std::pin::Pin;
 use std::time::Duration;
 
-use gungraun::{
-    Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
-};
+use gungraun::{library_benchmark, library_benchmark_group, main};
 use tidegate::headers::{self, PolicyState};
 use tidegate::{
     Algorithm, Charge, Clock, Decision, Decisions, Limiter, MemoryStore, Policies, Policy, Quota,
     Timestamp,
 };
 
+mod limits;
+
+use limits::limit;
+
 const KEY: &str = "user:00000042";
 const MINUTE: Duration = Duration::from_secs(60);
-
-/// Returns a configuration that fails above the limit of this benchmark plus 5 %.
-fn limit(name: &str) -> LibraryBenchmarkConfig {
-    let lines = include_str!("../limits.txt").lines().filter_map(|line| line.split_once(' '));
-    let limit = lines
-        .filter(|(named, _)| *named == name)
-        .find_map(|(_, count)| count.trim().parse::<u64>().ok());
-    // A new benchmark has no limit until the file is updated.
-    let max = limit.map_or(u64::MAX, |count| count + count / 20);
-    let mut callgrind = Callgrind::with_args(["--cache-sim=no"]);
-    callgrind.hard_limits([(EventKind::Ir, max)]);
-    let mut config = LibraryBenchmarkConfig::default();
-    // Use the same memcpy on all machines; the optimized variants depend on CPU features.
-    config
-        .env("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX2,-AVX512F,-AVX512VL,-ERMS,-FSRM")
-        .tool(callgrind);
-    config
-}
 
 #[derive(Debug)]
 struct FixedClock;
@@ -120,7 +104,7 @@ fn three(left: u64) -> Three {
     let algorithms = [Algorithm::TokenBucket, Algorithm::FixedWindow, Algorithm::SlidingCounter];
     let (limiter, quotas) = (limiter(), algorithms.map(quota));
     for _ in left..1_000 {
-        acquire_three(&limiter, &quotas);
+        let _ = acquire_three(&limiter, &quotas);
     }
     (limiter, quotas)
 }

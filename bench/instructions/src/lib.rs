@@ -1,1 +1,1 @@
-//! This crate is empty: the benchmark is in `benches/decisions.rs`.
+//! This crate is empty: the benchmarks are in `benches`.

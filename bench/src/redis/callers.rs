@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use tidegate::{Charge, Limiter, Quota, Store};
 
+use super::call::user_name;
+use super::random::Random;
+
 /// Keys of the callers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CallerKeys {
@@ -82,15 +85,12 @@ async fn caller<S: Store>(
     until: Instant,
 ) -> Result<CallerResult> {
     let mut result = CallerResult::default();
-    let mut random = (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut name = "user:000000000000".to_owned();
+    let mut random = Random::new(number);
+    let mut name = user_name("user", 0);
     let mut started = Instant::now();
     while started < until {
         if keys == CallerKeys::Random {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            name = format!("user:{:012}", (random >> 33) % 1_000_000);
+            name = user_name("user", random.below(1_000_000));
         }
         let decision = limiter.acquire(&Charge::new(&name, &quota)).await?;
         let finished = Instant::now();

@@ -1,18 +1,22 @@
 //! Decisions per second on one Redis: through the library with a growing number of callers,
-//! compared with the maximum rate of Redis with the same script.
+//! compared with the maximum rate of Redis with the naive script.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tidegate::store::redis::Builder;
-use tidegate::{DenyCache, Encoding, Limiter, Quota, RedisStore};
+use tidegate::{DenyCache, Limiter, Quota, RedisStore};
 use tidegate_bench::plan::Plan;
 use tidegate_bench::results::Results;
 use tokio::runtime::Runtime;
 
 use super::Redis;
+use super::call::CallTemplate;
 use super::callers::{self, CallerKeys, CallersResult};
-use super::ceiling::Ceiling;
+use super::load::{ScriptLoad, Users};
+use super::lone::LoneCaller;
+use super::naive::Structure;
 
 /// Keys, number of concurrent callers and outcome.
 #[derive(Clone, Copy)]
@@ -34,25 +38,31 @@ const CASES: [Case; 7] = [
     Case { name: "denied/512", keys: CallerKeys::Hot, callers: 512, allowed: false },
 ];
 
-pub(crate) const CEILING: (&str, &str) = ("ceiling", "redis-benchmark");
+/// Case and candidate of the naive script.
+pub(crate) const NAIVE: (&str, &str) = ("naive", "naive script");
 /// Candidate without group commit.
 pub(crate) const UNBATCHED: &str = "tidegate, unbatched";
 /// Candidate with a deny cache, as in the service.
 pub(crate) const WITH_DENY_CACHE: &str = "tidegate, deny cache";
 
+/// Limit and window of a random key.
+pub(crate) const LIMIT: u64 = 100;
+pub(crate) const WINDOW: Duration = Duration::from_secs(60);
+const RANDOM_KEYS: u64 = 1_000_000;
+
 /// Returns the quota, an exact log: small for random keys; for the hot key, one that never fills,
 /// or one that is full after the first request.
 fn quota(case: Case) -> Result<Quota> {
     let (limit, window) = match (case.keys, case.allowed) {
-        (CallerKeys::Random, _) => (100, Duration::from_secs(60)),
+        (CallerKeys::Random, _) => (LIMIT, WINDOW),
         (CallerKeys::Hot, true) => (5_000_000, Duration::from_secs(1)),
         (CallerKeys::Hot, false) => (1, Duration::from_secs(3_600)),
     };
-    Ok(Quota::sliding_log(limit, window)?.with_encoding(Encoding::Packed)?)
+    Structure::LogPacked.quota(limit, window)
 }
 
 /// Returns a store builder with a long timeout, so that callers wait in the queue and do not fail.
-fn store(redis: &Redis) -> Builder {
+pub(crate) fn store(redis: &Redis) -> Builder {
     RedisStore::builder(&redis.url()).timeout(Duration::from_secs(5))
 }
 
@@ -90,24 +100,31 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
     let redis = Redis::start()?;
     // The callers use one core, and Redis uses the other.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let ceiling = Ceiling::record(&redis, &runtime, &quota(CASES[0])?)?;
+    let naive =
+        CallTemplate::naive(&redis, Structure::LogPacked, "user", LIMIT, WINDOW).map(Arc::new)?;
+    let send_naive = |calls: f64| {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a number of calls is positive and small"
+        )]
+        let load = ScriptLoad { connections: 50, pipeline: 16, calls: calls as u64 };
+        runtime.block_on(load.run(redis.port(), &naive, Users::Random(RANDOM_KEYS)))
+    };
+    let mut lone_caller = LoneCaller::connect(&redis, &runtime, &quota(CASES[0])?)?;
     let mut results = Results::new("redis", plan);
-    // Create most of the keys, so that the first round does not create more than the others.
-    let rate = ceiling.run(&redis, 300_000.0)?;
-    let requests = rate * plan.turn().as_secs_f64();
+    // Create keys, so that the first round does not create more than the others.
+    let calls = send_naive(300_000.0)? * plan.turn().as_secs_f64();
     for round in 0..plan.rounds() {
+        runtime.block_on(lone_caller.turn(plan.turn(), &mut results))?;
         redis.reset_statistics()?;
         let before = redis.cpu_seconds()?;
-        results.add(CEILING.0, CEILING.1, "per_second", ceiling.run(&redis, requests)?);
+        results.add(NAIVE.0, NAIVE.1, "per_second", send_naive(calls)?);
         let calls = redis.script_calls()?;
-        ensure!(calls > 0.0, "redis-benchmark called no script");
-        results.add(
-            CEILING.0,
-            CEILING.1,
-            "redis_micros",
-            (redis.cpu_seconds()? - before) * 1e6 / calls,
-        );
-        results.add(CEILING.0, CEILING.1, "redis_calls", 1.0);
+        ensure!(calls > 0.0, "the load generator called no script");
+        let micros = (redis.cpu_seconds()? - before) * 1e6;
+        results.add(NAIVE.0, NAIVE.1, "redis_micros", micros / calls);
+        results.add(NAIVE.0, NAIVE.1, "redis_calls", 1.0);
         for offset in 0..CASES.len() {
             // Rotate the order of the cases in each round.
             let case = CASES[(offset + round) % CASES.len()];
@@ -139,12 +156,12 @@ pub(crate) fn run(plan: Plan) -> Result<()> {
     for row in results.rows().iter().filter(|row| row.metric == "per_second") {
         let (Some(rate), Some(ratio)) = (
             results.spread(&row.case, &row.candidate, "per_second"),
-            results.ratio("per_second", (&row.case, &row.candidate), CEILING),
+            results.ratio("per_second", (&row.case, &row.candidate), NAIVE),
         ) else {
             continue;
         };
         println!(
-            "{}, {}: {:.0} decisions/s, {ratio} of the ceiling",
+            "{}, {}: {:.0} decisions/s, {ratio} of the naive script",
             row.candidate, row.case, rate.median
         );
     }

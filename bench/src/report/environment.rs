@@ -17,7 +17,10 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) -> Result<()> {
         &suites.in_process,
         &suites.growth,
         &suites.http,
+        &suites.scripts,
         &suites.redis,
+        &suites.fleet,
+        &suites.cluster,
         &suites.service,
         &suites.logs,
     ]

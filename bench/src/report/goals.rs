@@ -4,7 +4,8 @@ use tidegate_bench::results::Results;
 use tidegate_bench::spread::Spread;
 
 use super::{NOT_MEASURED, Page, SuiteResults, abbreviate};
-use crate::redis::decisions::{CEILING, UNBATCHED};
+
+mod redis;
 
 /// Ratio of limitador's server to a no-op server on memory: 65 of 97.5 and 80 of 107 thousand
 /// requests per second (the middle of the measured range, on another machine).
@@ -24,10 +25,7 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     memory(suites.in_process.as_ref(), &mut goals);
     growth(suites.growth.as_ref(), &mut goals);
     network(suites.http.as_ref(), &mut goals);
-    service(suites.service.as_ref(), &mut goals);
-    redis(suites.redis.as_ref(), &mut goals);
-    single_caller(suites.redis.as_ref(), &mut goals);
-    logs(suites.logs.as_ref(), &mut goals);
+    redis::add(suites, &mut goals);
     let mark = |met: Option<bool>| match met {
         Some(true) => "✔",
         Some(false) => "✘",
@@ -55,6 +53,18 @@ impl Goal {
             target,
             measured: text,
             met: measured.map(|spread| spread.median >= min),
+        }
+    }
+
+    fn at_most(
+        description: impl Into<String>,
+        target: &'static str,
+        max: f64,
+        measured: Option<Spread>,
+    ) -> Self {
+        Self {
+            met: measured.map(|spread| spread.median <= max),
+            ..Self::at_least(description, target, max, measured)
         }
     }
 }
@@ -183,83 +193,4 @@ fn network(results: Option<&Results>, goals: &mut Vec<Goal>) {
 
 pub(super) fn protocol_name(protocol: &str) -> &'static str {
     if protocol == "http" { "HTTP" } else { "gRPC" }
-}
-
-fn service(results: Option<&Results>, goals: &mut Vec<Goal>) {
-    for (protocol, limitador) in [("http", 0.39), ("grpc", 0.19)] {
-        let ratio = results.and_then(|results| {
-            results.ratio("per_second", (protocol, "tidegate"), (protocol, "no-op"))
-        });
-        let description = format!(
-            "{} on Redis, exact log, random keys, compared with a no-op server (limitador: \
-             {limitador}, published)",
-            protocol_name(protocol)
-        );
-        goals.push(Goal::at_least(description, "≥ 0.6×", 0.6, ratio));
-    }
-}
-
-fn redis(results: Option<&Results>, goals: &mut Vec<Goal>) {
-    let best = |case: &str| {
-        let rows =
-            results?.rows().iter().filter(|row| row.case == case && row.metric == "per_second");
-        let ratios = rows.filter_map(|row| {
-            let ratio = results?.ratio("per_second", (case, &row.candidate), CEILING)?;
-            Some((row.candidate.clone(), ratio))
-        });
-        ratios.max_by(|one, other| one.1.median.total_cmp(&other.1.median))
-    };
-    let mut goal = |description: &str, target: &'static str, min: f64, case: &str| {
-        let best = best(case);
-        let calls = |candidate: &str| {
-            results?.spread(case, candidate, "redis_calls").map(|calls| calls.median)
-        };
-        let measured = best.as_ref().map_or(NOT_MEASURED.to_owned(), |(candidate, ratio)| {
-            format!(
-                "{ratio}, {:.4} calls per decision ({candidate})",
-                calls(candidate).unwrap_or(f64::NAN)
-            )
-        });
-        let no_calls = |candidate: &str| {
-            case != "denied/512" || calls(candidate).is_some_and(|calls| calls < 0.001)
-        };
-        let met = best.map(|(candidate, ratio)| ratio.median >= min && no_calls(&candidate));
-        goals.push(Goal { description: description.to_owned(), target, measured, met });
-    };
-    goal(
-        "Redis, random keys, 512 callers, exact log, compared with redis-benchmark with one \
-         decision per call",
-        "≥ 1.7×",
-        1.7,
-        "random/512",
-    );
-    goal("Redis, one hot key", "≥ 5×", 5.0, "hot/512");
-    goal("Redis, hot key denied", "0 calls, ≥ 10×", 10.0, "denied/512");
-}
-
-/// Group commit must not delay a single caller.
-fn single_caller(results: Option<&Results>, goals: &mut Vec<Goal>) {
-    let ratio = results.and_then(|results| {
-        results.ratio("median_micros", ("random/1", "tidegate"), ("random/1", UNBATCHED))
-    });
-    goals.extend(ratio.map(|ratio| Goal {
-        description:
-            "Redis, one caller: p50 with group commit, compared with p50 without".to_owned(),
-        target: "≤ 1.05×",
-        measured: ratio.to_string(),
-        met: Some(ratio.median <= 1.05),
-    }));
-}
-
-fn logs(results: Option<&Results>, goals: &mut Vec<Goal>) {
-    let share = results
-        .and_then(|results| results.ratio("bytes", ("1000", "packed"), ("1000", "sorted-set")));
-    goals.push(Goal {
-        description: "memory of a packed exact log, compared with a sorted set, L = 1,000"
-            .to_owned(),
-        target: "≤ 1/15",
-        measured: share
-            .map_or(NOT_MEASURED.to_owned(), |share| format!("1/{:.0}", 1.0 / share.median)),
-        met: share.map(|share| share.median <= 1.0 / 15.0),
-    });
 }

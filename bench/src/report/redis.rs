@@ -4,8 +4,9 @@ use tidegate_bench::results::Results;
 
 use super::chart::{Bar, Chart, Panel, figures};
 use super::{NOT_MEASURED, Page, SuiteResults, abbreviate, thousands};
-use crate::redis::decisions::CEILING;
+use crate::redis::decisions::NAIVE;
 use crate::redis::logs::LIMITS;
+use crate::redis::lone;
 
 pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     if let Some(results) = &suites.redis {
@@ -32,16 +33,16 @@ fn decisions(page: &mut Page, results: &Results) {
     page.heading("Decisions on Redis");
     page.paragraph(
         "An exact log with `encoding: packed`: L = 100 per minute for random keys of a million, a \
-         log that never fills for the hot key, and a full log for denials. The ceiling is \
-         `redis-benchmark -c 50 -P 16` with the script and arguments that the library sends for \
-         one decision. The callers share one connection and one core; Redis uses the other core. \
-         The CPU time of Redis is from `INFO cpu`, its calls are from `INFO commandstats`.",
+         log that never fills for the hot key, and a full log for denials. The naive script is \
+         that of a packed log, sent by the generator of the section above with P = 16. The callers \
+         share one connection and one core; Redis uses the other core. The CPU time of Redis is \
+         from `INFO cpu`, its calls are from `INFO commandstats`.",
     );
     let rates: Vec<_> = results.rows().iter().filter(|row| row.metric == "per_second").collect();
     let mut rates: Vec<(&str, &str)> =
         rates.iter().map(|row| (row.case.as_str(), row.candidate.as_str())).collect();
-    // The ceiling first, then by keys, then by the number of callers.
-    let order = ["ceiling", "random", "hot", "denied"];
+    // The naive script first, then by keys, then by the number of callers.
+    let order = [NAIVE.0, "random", "hot", "denied"];
     rates.sort_by_key(|(case, _)| {
         let (keys, callers) = case.split_once('/').unwrap_or((case, "0"));
         (order.iter().position(|one| *one == keys), callers.parse::<usize>().unwrap_or_default())
@@ -59,9 +60,8 @@ fn decisions(page: &mut Page, results: &Results) {
         let micros = |metric: &str| {
             of(metric).map_or(NOT_MEASURED.to_owned(), |spread| figures(spread.median))
         };
-        let ratio = results
-            .ratio("per_second", (case, candidate), CEILING)
-            .filter(|_| candidate != CEILING.1);
+        let ratio =
+            results.ratio("per_second", (case, candidate), NAIVE).filter(|_| candidate != NAIVE.1);
         rows.push(vec![
             candidate.to_owned(),
             describe(case),
@@ -75,8 +75,8 @@ fn decisions(page: &mut Page, results: &Results) {
                 .map_or(NOT_MEASURED.to_owned(), |spread| format!("{:.3}", spread.median)),
         ]);
         let (keys, callers) = case.split_once('/').unwrap_or((case, ""));
-        if candidate == CEILING.1 {
-            // The ceiling is shown in each panel.
+        if candidate == NAIVE.1 {
+            // The naive script is shown in each panel.
             for (_, panel) in &mut panels {
                 panel.bars.push(Bar {
                     label: format!("{candidate}, random keys"),
@@ -96,7 +96,7 @@ fn decisions(page: &mut Page, results: &Results) {
         "",
         "",
         "decisions per second",
-        "ratio to the ceiling",
+        "ratio to the naive script",
         "p50 µs",
         "p99 µs",
         "Redis CPU µs per decision",
@@ -109,6 +109,27 @@ fn decisions(page: &mut Page, results: &Results) {
         "redis",
         &Chart { title, panels: panels.into_iter().map(|(_, panel)| panel).collect() },
     );
+    lone_caller(page, results);
+}
+
+fn lone_caller(page: &mut Page, results: &Results) {
+    page.paragraph(
+        "A lone caller, one decision at a time: through the library, and as bare calls on the same \
+         kind of connection. The three alternate every 50 calls.",
+    );
+    let row = |candidate: &str| {
+        let median = results.spread(lone::CASE, candidate, "median_micros");
+        let ratio = results
+            .ratio("median_micros", (lone::CASE, candidate), (lone::CASE, lone::BARE))
+            .filter(|_| candidate != lone::BARE);
+        vec![
+            candidate.to_owned(),
+            median.map_or(NOT_MEASURED.to_owned(), |median| figures(median.median)),
+            ratio.map_or(NOT_MEASURED.to_owned(), |ratio| ratio.to_string()),
+        ]
+    };
+    let rows = [lone::LIBRARY, lone::BARE, lone::BARE_NAIVE].map(row);
+    page.table(&["", "p50 µs", "ratio to the bare call of tidegate's script"], &rows);
 }
 
 fn logs(page: &mut Page, results: &Results) {

@@ -11,6 +11,7 @@ use axum::{Json, Router};
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde::{Deserialize, Serialize};
+use tidegate::resilience::CircuitState;
 use tidegate::store::redis::NodeHealth;
 use tidegate::{KeySource, ShowKeys};
 
@@ -176,13 +177,14 @@ impl RedisDetail {
             connected: node.connected,
             last_error: node.last_error.filter(|_| !node.connected),
         };
-        let open = redis.breaker().states().into_iter().filter(|part| part.open);
+        let nodes = redis.store().nodes();
+        let open = nodes.iter().map(|node| &node.circuit).filter(|circuit| circuit.open);
+        let reason = |circuit: &CircuitState| circuit.last_error.as_ref().map(ToString::to_string);
+        let breaker_open = open.map(|circuit| reason(circuit).unwrap_or_default()).collect();
         let fallback = redis.fallback();
         Self {
-            nodes: redis.store().nodes().into_iter().map(node).collect(),
-            breaker_open: open
-                .map(|part| part.last_error.map_or_else(String::new, |error| error.to_string()))
-                .collect(),
+            nodes: nodes.into_iter().map(node).collect(),
+            breaker_open,
             instances: fallback.fleet().size(),
             owed_units: fallback.stats().pending_debit_units,
         }

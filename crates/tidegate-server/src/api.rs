@@ -1,5 +1,6 @@
 //! The HTTP API: translates requests into queries and decisions into responses.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -172,12 +173,24 @@ fn json_response(
 }
 
 pub(crate) async fn not_found(uri: Uri) -> Problem {
-    Problem::new(StatusCode::NOT_FOUND, format!("{} does not exist", uri.path()))
+    Problem::new(StatusCode::NOT_FOUND, format!("{} does not exist", shown_path(&uri)))
 }
 
 pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> Problem {
-    let detail = format!("{} does not support {method}", uri.path());
+    let detail = format!("{} does not support {method}", shown_path(&uri));
     Problem::new(StatusCode::METHOD_NOT_ALLOWED, detail)
+}
+
+/// Maximum length of a path in an error, longer than every path of the API.
+const MAX_SHOWN_PATH: usize = 200;
+
+/// Returns the path of a request for an error, shortened.
+fn shown_path(uri: &Uri) -> Cow<'_, str> {
+    let path = uri.path();
+    match path.char_indices().nth(MAX_SHOWN_PATH) {
+        Some((end, _)) => format!("{}…", &path[..end]).into(),
+        None => path.into(),
+    }
 }
 
 /// Decide a request and, if it is allowed, charge its units.

@@ -1,4 +1,4 @@
-//! Store of the service: memory, or Redis with a breaker, a deny cache and a fallback.
+//! Store of the service: memory, or Redis with a deny cache and a fallback.
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
-    Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore,
-    OnStoreFailure, RedisStore, ShardId, SharedStore, Source, Store, StoreError,
+    Action, Charge, Clock, Decision, DenyCache, Fallback, Fleet, MemoryStore, OnStoreFailure,
+    RedisStore, SharedStore, Source, Store, StoreError,
 };
 use tracing::Instrument as _;
 
@@ -23,14 +23,13 @@ pub(crate) enum Backend {
 }
 
 /// Redis and its wrappers, from the outside in: the fallback decides locally, the deny cache
-/// repeats denials, the breaker stops calls that would fail, and the instrumented store records
-/// calls in metrics and traces.
+/// repeats denials, and the instrumented store records calls in metrics and traces.
 pub(crate) struct RedisBackend {
     fallback: Fallback<CachedRedis>,
     timeout: Duration,
 }
 
-type CachedRedis = DenyCache<Breaker<InstrumentedStore<RedisStore>>>;
+type CachedRedis = DenyCache<InstrumentedStore<RedisStore>>;
 
 /// Store that records each call in metrics and traces.
 pub(crate) struct InstrumentedStore<S> {
@@ -166,11 +165,7 @@ impl RedisBackend {
         fleet: Fleet,
         local: MemoryStore,
     ) -> Self {
-        // The store has its own timeout, which must expire first. This one is for charges that
-        // several nodes decide one after the other.
-        let deadline = timeout + Duration::from_millis(25);
-        let breaker = Breaker::builder(store).timeout(deadline).probe_timeout(timeout);
-        let cached = DenyCache::new(breaker.build());
+        let cached = DenyCache::new(store);
         Self { fallback: Fallback::builder(cached).fleet(fleet).local(local).build(), timeout }
     }
 
@@ -178,16 +173,12 @@ impl RedisBackend {
         &self.fallback
     }
 
-    pub(crate) fn breaker(&self) -> &Breaker<InstrumentedStore<RedisStore>> {
-        self.deny_cache().store()
-    }
-
     pub(crate) fn deny_cache(&self) -> &CachedRedis {
         self.fallback.store()
     }
 
     pub(crate) fn store(&self) -> &RedisStore {
-        &self.breaker().store().store
+        &self.deny_cache().store().store
     }
 
     /// Returns whether Redis decides: every primary is connected, no circuit is open, and the
@@ -196,9 +187,8 @@ impl RedisBackend {
         let nodes = self.store().nodes();
         let mut deciding = nodes.iter().filter(|node| node.primary).peekable();
         deciding.peek().is_some()
-            && deciding.all(|node| node.connected)
+            && deciding.all(|node| node.connected && !node.circuit.open)
             && !self.fallback().stats().falling_back
-            && self.breaker().states().iter().all(|shard| !shard.open)
     }
 }
 
@@ -212,7 +202,10 @@ impl<S: Store> InstrumentedStore<S> {
         let start = Instant::now();
         let span = tracing::debug_span!(target: TRACE, "store", ?action, charges);
         let result = if span.is_disabled() { call.await } else { call.instrument(span).await };
-        self.metrics.count_store_call(start.elapsed(), result.as_ref().err());
+        // With an open circuit there was no call.
+        if !matches!(result, Err(StoreError::Open(_))) {
+            self.metrics.count_store_call(start.elapsed(), result.as_ref().err());
+        }
         result
     }
 }
@@ -236,14 +229,6 @@ impl<S: Store> Store for InstrumentedStore<S> {
 }
 
 impl<S: SharedStore> SharedStore for InstrumentedStore<S> {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        self.store.shard(charge)
-    }
-
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.store.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.store.heartbeat(instance).await
     }

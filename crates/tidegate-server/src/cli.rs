@@ -13,6 +13,7 @@ mod gateway;
 mod plan;
 mod redis;
 mod serve;
+mod simulate;
 pub(crate) mod style;
 
 /// Distributed rate limiter: decides, exactly and fast, whether a request is allowed now.
@@ -31,6 +32,8 @@ enum Command {
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
     Plan(plan::PlanCommand),
+    // Boxed, because it has many flags.
+    Simulate(Box<simulate::SimulateCommand>),
 }
 
 impl Arguments {
@@ -42,6 +45,7 @@ impl Arguments {
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
             Command::Plan(plan) => plan.run(),
+            Command::Simulate(simulate) => simulate.run(),
         }
     }
 }

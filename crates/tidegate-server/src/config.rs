@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use ipnet::IpNet;
 use serde_saphyr::Spanned;
 use tidegate::internals::{Document, Ratio, RawPolicy};
-use tidegate::{Algorithm, ClientIp, OnStoreFailure, Policies};
+use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, Quota};
 
-use crate::envoy::rules::{Rule, Rules};
+use crate::envoy::rules::{Limit, Rule, Rules};
 use crate::tls::{self, ListenerTls};
 
 mod cors;
@@ -125,6 +125,19 @@ impl fmt::Debug for Secret {
 }
 
 impl Config {
+    /// Returns the largest limit of a log that is stored as a sorted set; 0 without one.
+    pub(crate) fn largest_sorted_log(&self) -> u64 {
+        let policies = self.policies.iter().flat_map(Policy::quotas);
+        let rules = self.envoy.rules.rules().filter_map(|rule| match &rule.limit {
+            Limit::Quota(_, quota) => Some(quota),
+            Limit::Unlimited | Limit::Zero(..) => None,
+        });
+        let is_sorted_set = |quota: &&Quota| {
+            quota.algorithm() == Algorithm::SlidingLog && quota.encoding() == Encoding::SortedSet
+        };
+        policies.chain(rules).filter(is_sorted_set).map(Quota::limit).max().unwrap_or(0)
+    }
+
     /// Loads and validates a file.
     pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
@@ -133,6 +146,18 @@ impl Config {
         let mut config = Self::parse_in(folder, &path.display().to_string(), &text)?;
         config.files.insert(0, path.to_owned());
         Ok(config)
+    }
+
+    /// Loads only the policies and the grouping of addresses, without the certificates, passwords
+    /// and other files that the configuration names: another machine may not have them.
+    pub(crate) fn load_policies(path: &Path) -> Result<(Policies, ClientIp), ConfigError> {
+        let name = path.display().to_string();
+        let text =
+            std::fs::read_to_string(path).map_err(|error| ConfigError::from_io(&name, &error))?;
+        let document = Document::new(&name, &text).with_redaction(&redaction::NAMES);
+        let raw: raw::RawConfig = document.parse()?;
+        let policies = Policies::from_raw(&document, &raw.attributes, &raw.paths, raw.policies)?;
+        Ok((policies, client_ip(&document, &raw.client_ip)?))
     }
 
     /// Validates a text. Errors refer to it by `name`.
@@ -345,6 +370,8 @@ pub(crate) fn describe(path: Option<&PathBuf>) -> String {
     path.map_or_else(|| "the built-in sample".to_owned(), |path| path.display().to_string())
 }
 
+#[cfg(test)]
+mod fuzz_tests;
 #[cfg(test)]
 mod schema_tests;
 #[cfg(test)]

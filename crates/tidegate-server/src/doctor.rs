@@ -11,15 +11,18 @@ use tidegate::store::redis::Reply;
 use tidegate::{Fleet, RedisStore, StoreError};
 
 use self::info::Info;
+use crate::config::RedisConfig;
 
 mod acl;
 mod clock;
 mod cluster;
+mod connection;
 pub(crate) mod info;
 mod keys;
 mod latency;
 mod memory;
 mod replicas;
+mod routing;
 mod sentinels;
 mod version;
 
@@ -78,6 +81,10 @@ pub(crate) enum Role {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CheckOptions<'a> {
     pub(crate) prefix: &'a str,
+    /// Name by which sentinels know the primary.
+    pub(crate) sentinel_master: Option<&'a str>,
+    /// Largest limit of a log that is stored as a sorted set; 0 without one.
+    pub(crate) largest_log: u64,
     /// Timeout of a decision, which latency is compared with.
     pub(crate) timeout: Duration,
     /// Number of latency probes per node.
@@ -93,6 +100,16 @@ struct NodeUnderTest<'a> {
     /// Empty if INFO is not permitted.
     info: Info,
     topology: Topology,
+    config: ConfigCommand,
+}
+
+/// Availability of CONFIG GET.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ConfigCommand {
+    Available,
+    NotPermitted,
+    /// The server has no such command, as most managed services.
+    Absent,
 }
 
 /// Redis deployment type.
@@ -122,14 +139,14 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
             Ok(_) => Info::default(),
             Err(error) => {
                 report.node(address, Role::Primary);
-                report.add(Finding::error("connection", error.to_string()).on(address));
+                report.add(connection_finding(&error).on(address));
                 continue;
             }
         };
-        if info.text("redis_mode") == Some("cluster") || primaries.len() > 1 {
+        if primaries.len() > 1 || is_cluster_node(store, address, &info).await {
             topology = Topology::Cluster;
         }
-        let node_under_test = NodeUnderTest { store, address, info, topology };
+        let node_under_test = NodeUnderTest::new(store, address, info, topology).await;
         if index == 0 {
             match topology {
                 Topology::Single => report.add(Finding::ok("topology", "a single server")),
@@ -143,24 +160,47 @@ pub(crate) async fn run_checks(store: &RedisStore, options: &CheckOptions<'_>) -
         }
         report.node(address, Role::Primary).version = node_under_test.info.server();
         version::check(&node_under_test, &mut report);
+        node_under_test.check_config_command(&mut report);
         acl::check(&node_under_test, options.prefix, &mut report).await;
+        if topology != Topology::Cluster {
+            routing::check(&node_under_test, options.prefix, &mut report).await;
+        }
         memory::check(&node_under_test, &mut report).await;
-        replicas::check(&node_under_test, &mut clocks, &mut report).await;
+        replicas::check(&node_under_test, options, &mut clocks, &mut report).await;
         clocks.measure(&node_under_test, &mut report).await;
-        latency::check(&node_under_test, node.shard, options, primaries.len(), &mut report).await;
-        keys::check(&node_under_test, options, &mut report).await;
+        latency::check(&node_under_test, options, primaries.len(), &mut report).await;
+        let largest_log = keys::check(&node_under_test, options, &mut report).await;
+        let largest_log = largest_log.max(options.largest_log);
+        memory::check_lazy_freeing(&node_under_test, largest_log, &mut report).await;
     }
     clocks.compare(&mut report);
     report
 }
 
-/// Returns a report if connecting failed because the user lacks a permission.
-pub(crate) fn missing_connect_permission(
+/// Returns whether a node is part of a cluster. A proxy may report a cluster behind it, but does
+/// not offer its commands.
+async fn is_cluster_node(store: &RedisStore, address: &str, info: &Info) -> bool {
+    if info.text("redis_mode") != Some("cluster") {
+        return false;
+    }
+    let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;
+    !matches!(slots, Ok(Reply::Error(error)) if info::is_absent_command(&error))
+}
+
+/// Returns a report with advice if connecting failed for a known reason.
+pub(crate) fn failed_connection(
     error: &StoreError,
     prefix: &str,
     topology: Topology,
 ) -> Option<Report> {
-    acl::missing_connect_permission(&error.to_string(), prefix, topology).map(Report::from)
+    let permission = acl::missing_connect_permission(&error.to_string(), prefix, topology);
+    permission.or_else(|| connection::finding(error)).map(Report::from)
+}
+
+/// Returns the finding of a node that cannot be reached.
+pub(crate) fn connection_finding(error: &StoreError) -> Finding {
+    let unknown = || Finding::error(connection::CHECK, error.to_string());
+    connection::finding(error).unwrap_or_else(unknown)
 }
 
 /// Checks the number of instances that a service assumes when it starts during an outage.
@@ -180,9 +220,15 @@ pub(crate) fn instances(configured: Option<usize>) -> Finding {
 }
 
 /// Runs short checks at startup and logs each warning and each error once.
-pub(crate) async fn log_warnings(store: &RedisStore, prefix: &str, timeout: Duration) {
-    let options =
-        CheckOptions { prefix, timeout, probes: STARTUP_PROBES, max_keys: STARTUP_MAX_KEYS };
+pub(crate) async fn log_warnings(store: &RedisStore, config: &RedisConfig, largest_log: u64) {
+    let options = CheckOptions {
+        prefix: config.prefix(),
+        sentinel_master: config.sentinel_master(),
+        largest_log,
+        timeout: config.timeout(),
+        probes: STARTUP_PROBES,
+        max_keys: STARTUP_MAX_KEYS,
+    };
     let checks = run_checks(store, &options);
     let Ok(report) = tokio::time::timeout(STARTUP_TIMEOUT, checks).await else {
         tracing::warn!(
@@ -202,14 +248,60 @@ pub(crate) async fn log_warnings(store: &RedisStore, prefix: &str, timeout: Dura
     }
 }
 
-impl NodeUnderTest<'_> {
-    /// Returns the value of a setting; `None` if it does not exist or CONFIG GET is not permitted.
+impl<'a> NodeUnderTest<'a> {
+    async fn new(store: &'a RedisStore, address: &'a str, info: Info, topology: Topology) -> Self {
+        let config = match store.ask_node(address, &["CONFIG", "GET", "maxmemory"]).await {
+            Ok(Reply::Error(error)) if info::is_absent_command(&error) => ConfigCommand::Absent,
+            Ok(Reply::Error(_)) | Err(_) => ConfigCommand::NotPermitted,
+            Ok(_) => ConfigCommand::Available,
+        };
+        Self { store, address, info, topology, config }
+    }
+
+    /// Returns the value of a setting; `None` if it does not exist or CONFIG GET does not work.
     async fn setting(&self, name: &str) -> Option<String> {
+        if self.config != ConfigCommand::Available {
+            return None;
+        }
         let reply = self.store.ask_node(self.address, &["CONFIG", "GET", name]).await.ok()?;
         info::pairs(&reply)
             .into_iter()
             .find(|(found, _)| *found == name)
             .map(|(_, value)| value.to_owned())
+    }
+
+    /// Returns the advice to change a setting, such as `maxmemory-policy noeviction`.
+    fn set_advice(&self, setting: &str) -> String {
+        match self.config {
+            ConfigCommand::Absent => format!("set {setting} in the console of the service"),
+            ConfigCommand::Available | ConfigCommand::NotPermitted => {
+                format!("CONFIG SET {setting} (and in redis.conf)")
+            }
+        }
+    }
+
+    /// Returns the note that a setting is unknown.
+    fn unknown_setting(&self, check: &'static str) -> Finding {
+        match self.config {
+            ConfigCommand::Absent => {
+                Finding::note(check, "unknown: this server has no CONFIG command")
+            }
+            ConfigCommand::Available | ConfigCommand::NotPermitted => {
+                Finding::unknown(check, "CONFIG GET")
+            }
+        }
+    }
+
+    /// Notes that the server has no CONFIG, which is no lack of a permission.
+    fn check_config_command(&self, report: &mut Report) {
+        if self.config == ConfigCommand::Absent {
+            let message = "this server has no CONFIG command, as most managed services: its \
+                           settings cannot be read from here";
+            let advice = "look up maxmemory-policy, lazyfree-lazy-expire and \
+                          min-replicas-to-write in the console of the service; docs/redis.md \
+                          lists the services";
+            self.add(report, Finding::note("config", message).advice(advice));
+        }
     }
 
     /// Adds a finding about this node.

@@ -23,15 +23,17 @@ use crate::config::GatewayConfig;
 use crate::listener::{self, Peer};
 use crate::state::ServerState;
 
-mod access_log;
+pub(crate) mod access_log;
 mod body;
 mod client;
+mod concurrency;
 mod connection;
 mod cors;
 mod error;
 mod exchange;
 mod head;
 mod limit;
+mod local_error;
 mod metrics;
 mod path;
 mod retry;
@@ -41,9 +43,10 @@ mod tunnel;
 mod upstreams;
 
 use access_log::AccessLog;
-use body::{Download, IdleTimeoutBody, IdleTimer, RequestBody, UpstreamRequestBody};
-use client::Clients;
+use body::{Download, IdleTimeoutBody, OpenCall, RequestBody, UpstreamRequestBody};
 pub(crate) use client::tls as upstream_tls;
+use client::{Clients, with_connection};
+pub(crate) use concurrency::UpstreamLimits;
 use connection::Progress;
 use error::ProxyError;
 use exchange::{Exchange, ObservedGateway, UpstreamCall};
@@ -61,8 +64,8 @@ pub(crate) fn service(
 ) -> anyhow::Result<ObservedGateway> {
     let upstreams =
         settings.upstreams.iter().map(|text| text.parse()).collect::<Result<Vec<Upstream>, _>>()?;
-    let upstreams =
-        Upstreams::new(upstreams).context("there is no upstream: name one with --upstream")?;
+    let upstreams = Upstreams::new(upstreams, settings.limits)
+        .context("there is no upstream: name one with --upstream")?;
     let upstreams = Arc::new(upstreams);
     let access_log = settings.access_log.as_ref().map(AccessLog::start).transpose()?;
     let telemetry = Arc::new(Telemetry::new(access_log, Arc::clone(&upstreams)));
@@ -70,10 +73,11 @@ pub(crate) fn service(
     let tls = client::tls(settings.ca.as_deref()).map_err(anyhow::Error::msg)?;
     let proxy = Proxy {
         state: Arc::clone(state),
+        clients: Clients::new(tls, settings.connect_timeout, &upstreams),
         upstreams,
-        clients: Clients::new(tls, settings.connect_timeout),
         header_timeout: settings.header_timeout,
         idle_timeout: settings.idle_timeout,
+        min_upload_rate: settings.min_upload_rate,
         underscore_headers: settings.underscore_headers,
     };
     let gateway = LimitedGateway::new(state, settings, &Gateway(Arc::new(proxy)));
@@ -119,6 +123,7 @@ struct Proxy {
     clients: Clients,
     header_timeout: Duration,
     idle_timeout: Duration,
+    min_upload_rate: u32,
     underscore_headers: bool,
 }
 
@@ -160,15 +165,15 @@ impl Proxy {
         head::to_upstream(&mut head, peer, &active.client_ip, protocol, dropped);
         let is_http1 = head.version < Version::HTTP_2;
         let announces_trailers = is_http1 && head.headers.contains_key(header::TE);
-        let upload = IdleTimeoutBody::new(body, self.idle_timeout);
+        let upload = IdleTimeoutBody::new(body, self.idle_timeout, self.min_upload_rate);
         let upload = body::forwarded(&head.method, upload).await?;
         let exchange = Exchange::of(&head.extensions).cloned();
         let body = upload.map(|upload| Box::new(RequestBody::new(upload)));
-        let mut response = self.send(head, body).await?;
+        let (mut response, call) = self.send(head, body).await?;
         if announces_trailers {
             head::announce_grpc_trailers(response.headers_mut());
         }
-        self.to_client(response, client_upgrade, exchange)
+        self.to_client(response, call, client_upgrade, exchange)
     }
 
     /// Sends the request to one upstream after the other, until one is reached, and once more if an
@@ -177,22 +182,25 @@ impl Proxy {
         &self,
         mut head: Parts,
         mut body: Option<Box<RequestBody>>,
-    ) -> Result<Response<Incoming>, ProxyError> {
+    ) -> Result<(Response<Incoming>, OpenCall), ProxyError> {
         let mut is_repeated = false;
-        let mut candidates = self.upstreams.candidates().peekable();
-        let Some(mut upstream) = candidates.next() else { return Err(ProxyError::NoUpstream) };
+        let mut candidates = self.upstreams.candidates();
+        let first = candidates.next().await.ok_or(ProxyError::NoUpstream)?;
+        let (mut upstream, permit) = first.map_err(ProxyError::Overloaded)?;
+        let mut permit = Arc::new(permit);
         loop {
             let may_repeat = !is_repeated && Retry::is_possible(&head.method, upstream.protocol);
             let uri = upstream
                 .uri(&head.uri)
                 .ok_or(ProxyError::Ambiguous("the request target is not a path"))?;
-            let idle_timer = IdleTimer::start();
+            let call = OpenCall::start(&permit);
+            let may_pause = upstream.protocol == Protocol::Http2 && head::is_grpc(&head.headers);
             let (request_body, returned_body) =
-                UpstreamRequestBody::new(body.take(), may_repeat, idle_timer.clone());
+                UpstreamRequestBody::new(body.take(), may_repeat, may_pause, call.clone());
             let mut request = Request::new(request_body);
             *request.uri_mut() = uri;
             *request.method_mut() = head.method.clone();
-            *request.headers_mut() = if may_repeat || candidates.peek().is_some() {
+            *request.headers_mut() = if may_repeat || !candidates.is_empty() {
                 head.headers.clone()
             } else {
                 std::mem::take(&mut head.headers)
@@ -203,34 +211,35 @@ impl Proxy {
                 request.headers_mut().remove(header::UPGRADE);
                 request.headers_mut().remove(header::CONNECTION);
             }
-            let call = UpstreamCall::start(upstream, &head.extensions, &mut request);
+            let recorded = UpstreamCall::start(upstream, &head.extensions, &mut request);
             let client = if is_repeated {
                 self.clients.for_retry(upstream.protocol)
             } else {
                 self.clients.get(upstream.protocol)
             };
+            let response = with_connection(client.request(request));
             let result = tokio::select! {
-                result = client.request(request) => result.map_err(|error| {
+                result = response => result.map_err(|error| {
                     tracing::debug!(
                         upstream = %upstream.authority,
                         error = &error as &dyn std::error::Error,
                         "request to an upstream failed"
                     );
                     let retry = Retry::after(&error, &head.method, upstream.protocol);
-                    (ProxyError::new(&error), retry)
+                    (ProxyError::new(&error, upstream.authority.host()), retry)
                 }),
-                () = idle_timer.expired(self.header_timeout) => {
+                () = call.timer.expired(self.header_timeout) => {
                     Err((ProxyError::ResponseTimeout, Retry::No))
                 }
             };
-            call.finish(result.as_ref().map(Response::status).map_err(|(error, _)| *error));
+            recorded.finish(result.as_ref().map(Response::status).map_err(|(error, _)| *error));
             let (error, mut retry) = match result {
                 Ok(response) => {
                     upstream.record_success();
                     if let Some(progress) = response.extensions().get::<Progress>() {
                         progress.record_response();
                     }
-                    return Ok(response);
+                    return Ok((response, call));
                 }
                 Err(failure) => failure,
             };
@@ -250,11 +259,18 @@ impl Proxy {
             match retry {
                 Retry::No => return Err(error),
                 Retry::OtherConnection => is_repeated = true,
-                Retry::OtherUpstream => match candidates.next() {
-                    Some(next) => upstream = next,
-                    None if self.upstreams.all_ejected() => return Err(ProxyError::NoUpstream),
-                    None => return Err(error),
-                },
+                Retry::OtherUpstream => {
+                    // The request may have to wait for the next upstream, but not at this one.
+                    drop((call, permit));
+                    match candidates.next().await {
+                        Some(next) => {
+                            let (next, next_permit) = next.map_err(ProxyError::Overloaded)?;
+                            (upstream, permit) = (next, Arc::new(next_permit));
+                        }
+                        None if self.upstreams.all_ejected() => return Err(ProxyError::NoUpstream),
+                        None => return Err(error),
+                    }
+                }
             }
             self.state.metrics.count_upstream_retry();
         }
@@ -263,6 +279,7 @@ impl Proxy {
     fn to_client(
         &self,
         mut response: Response<Incoming>,
+        call: OpenCall,
         client_upgrade: Option<OnUpgrade>,
         exchange: Option<Arc<Exchange>>,
     ) -> Result<Response<Body>, ProxyError> {
@@ -277,14 +294,18 @@ impl Proxy {
                 if body.is_end_stream() {
                     Body::empty()
                 } else {
-                    Body::new(Download::new(body, self.idle_timeout))
+                    Body::new(Download::new(body, self.idle_timeout, call))
                 }
             }));
         }
         // An upgrade that the client did not request is a protocol error of the upstream.
         let client_upgrade = client_upgrade.ok_or(ProxyError::ConnectionLost)?;
         let upstream_upgrade = hyper::upgrade::on(&mut response);
-        tokio::spawn(tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout, exchange));
+        let tunnel = tunnel::run(client_upgrade, upstream_upgrade, self.idle_timeout, exchange);
+        tokio::spawn(async move {
+            tunnel.await;
+            drop(call);
+        });
         let headers = response.headers_mut();
         let protocol = headers.get(header::UPGRADE).cloned();
         head::to_client(version, headers);

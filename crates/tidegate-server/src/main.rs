@@ -14,6 +14,9 @@ mod config;
 mod doctor;
 mod duration;
 mod envoy;
+#[cfg(test)]
+#[path = "../../tidegate/tests/support/fuzz.rs"]
+mod fuzz;
 mod gateway;
 mod hot_keys;
 mod key_hash;
@@ -24,6 +27,7 @@ mod observer;
 mod plan;
 mod reload;
 mod serve;
+mod simulate;
 mod state;
 mod tls;
 

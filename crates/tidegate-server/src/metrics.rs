@@ -358,7 +358,7 @@ fn write_memory(text: &mut String, memory: &MemoryStore) {
 
 /// Writes the metrics of Redis and of the fallback.
 fn write_redis(text: &mut String, redis: &RedisBackend) {
-    let parts = redis.breaker().states();
+    let nodes = redis.store().nodes();
     let fallback = redis.fallback().stats();
     let store = redis.store();
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
@@ -367,13 +367,13 @@ fn write_redis(text: &mut String, redis: &RedisBackend) {
             "tidegate_store_breaker_open",
             "gauge",
             "Nodes with an open circuit.",
-            count(parts.iter().filter(|part| part.open).count()),
+            count(nodes.iter().filter(|node| node.circuit.open).count()),
         ),
         (
             "tidegate_store_breaker_opened_total",
             "counter",
             "Number of times that the circuit of a node opened.",
-            parts.iter().map(|part| part.times_opened).sum(),
+            store.circuits_opened(),
         ),
         (
             "tidegate_deny_cache_entries",
@@ -424,9 +424,17 @@ fn write_redis(text: &mut String, redis: &RedisBackend) {
             store.redirects(),
         ),
     ];
-    for (name, kind, help, number) in numbers {
-        head(text, name, kind, help);
-        let _ = writeln!(text, "{name} {number}");
+    write_numbers(text, &numbers);
+    let name = "tidegate_redis_node_breaker_open";
+    head(
+        text,
+        name,
+        "gauge",
+        "Whether the circuit of this node is open, so that it is not called.",
+    );
+    for node in nodes.iter().filter(|node| node.primary) {
+        let address = escaped(&node.address);
+        let _ = writeln!(text, "{name}{{node=\"{address}\"}} {}", u8::from(node.circuit.open));
     }
 }
 

@@ -18,6 +18,7 @@ use crate::config::{Config, ConfigError, rule_files};
 use crate::logs::panics;
 use crate::serve::RestartOnlyConfig;
 use crate::state::ServerState;
+use crate::tls::ListenerTls;
 
 mod links;
 
@@ -114,7 +115,12 @@ impl ConfigWatcher {
     /// Applies the new configuration as a whole, or keeps the current one.
     fn reload(&mut self, restart_only: &RestartOnlyConfig, state: &ServerState) {
         let loaded = self.load().map_err(|error| error.line());
-        match loaded.and_then(|config| restart_only.check(&config).map(|()| config)) {
+        let checked = loaded.and_then(|config| {
+            restart_only.check(&config)?;
+            check_tls(state.active().tls.as_ref(), config.tls.as_ref())?;
+            Ok(config)
+        });
+        match checked {
             Ok(config) => {
                 if let Some(section) = restart_only.changed_section(&config) {
                     tracing::warn!(
@@ -171,6 +177,21 @@ impl ConfigWatcher {
             }
         }
         self.folders = folders;
+    }
+}
+
+/// Returns an error if a listener would use plain text from now on. Certificates are replaced by a
+/// reload, but their removal is more likely a mistake than a wish to send tokens in plain text.
+fn check_tls(current: Option<&ListenerTls>, new: Option<&ListenerTls>) -> Result<(), String> {
+    let restart = "or restart to turn TLS off";
+    match (current, new) {
+        (Some(_), None) => {
+            Err(format!("tls is missing, but the listeners use TLS: put it back, {restart}"))
+        }
+        (Some(current), Some(new)) if current.admin.is_some() && new.admin.is_none() => Err(
+            format!("tls.admin is off, but the admin listener uses TLS: put it back, {restart}"),
+        ),
+        _ => Ok(()),
     }
 }
 

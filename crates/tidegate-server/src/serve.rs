@@ -239,13 +239,15 @@ impl Service {
         warn(&config);
         config.log_warnings();
         let (files, store) = (config.files.clone(), config.store.clone());
+        let largest_log = config.largest_sorted_log();
         let listen = config.listen.clone();
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;
         let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
         if let StoreConfig::Redis(config) = &store {
-            tokio::spawn(check_redis(Arc::clone(&state), RedisConfig::clone(config)));
+            let config = RedisConfig::clone(config);
+            tokio::spawn(check_redis(Arc::clone(&state), config, largest_log));
         }
         let (stop, stopped) = watch::channel(false);
         let ready = Arc::new(AtomicBool::new(true));
@@ -320,12 +322,12 @@ fn warn_about_open_listeners(addresses: &[(&str, ListenAddress)], config: &Confi
 }
 
 /// Logs warnings about the setup of Redis once it is connected.
-async fn check_redis(state: Arc<ServerState>, config: RedisConfig) {
+async fn check_redis(state: Arc<ServerState>, config: RedisConfig, largest_log: u64) {
     let Some(redis) = state.backend.redis() else { return };
     while !redis.store().nodes().iter().any(|node| node.primary && node.connected) {
         tokio::time::sleep(STARTUP_POLL_INTERVAL).await;
     }
-    doctor::log_warnings(redis.store(), config.prefix(), config.timeout()).await;
+    doctor::log_warnings(redis.store(), &config, largest_log).await;
 }
 
 /// Raises the soft limit on open files to the hard limit. Every connection needs a file descriptor,

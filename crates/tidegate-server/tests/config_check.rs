@@ -40,6 +40,27 @@ fn check_prints_json() {
     assert_eq!((code, &empty["good"], &empty["line"]), (Some(2), &json!(false), &Value::Null));
 }
 
+#[test]
+fn settings_without_effect_are_errors() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    std::fs::write(folder.path().join("password"), "secret\n").expect("written");
+    for (text, column, message) in [
+        (
+            "store: {password_file: password}\n",
+            24,
+            "store.password_file is set, but store has no redis and no sentinel",
+        ),
+        ("envoy: {files: ['']}\n", 17, "envoy.files: this entry is empty"),
+        ("envoy: {files: [' ']}\n", 17, "envoy.files: this entry is empty"),
+    ] {
+        let (code, found) = check(&file, text);
+        assert_eq!((code, &found["line"], &found["column"]), (Some(2), &json!(1), &json!(column)));
+        let found = found["message"].as_str().expect("a message");
+        assert!(found.contains(message), "{text}: {found}");
+    }
+}
+
 /// Rules that envoyproxy/ratelimit loads, but not as they are written.
 const DOUBTFUL_RULES: &str = "\
 domain: d

@@ -52,7 +52,9 @@ fn wrong_scheme_is_named_by_acquire_doctor_and_serve() {
             &["serve", "--config", file, "--redis", url],
         ] {
             let output = tidegate(arguments);
-            let text = String::from_utf8_lossy(&output.stderr);
+            // The doctor reports it as a finding.
+            let text =
+                String::from_utf8_lossy(&output.stderr) + String::from_utf8_lossy(&output.stdout);
             assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
             assert!(text.contains(reason) && !text.contains("hunter2"), "{arguments:?}: {text}");
         }

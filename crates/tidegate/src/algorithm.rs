@@ -6,7 +6,7 @@
 //! | algorithm | Rust | Lua |
 //! | --- | --- | --- |
 //! | `sliding-log` | `sliding_log.rs` | `sliding_log.lua`, and `sliding_log_packed.lua` |
-//! | `sliding-counter` | `sliding_counter.rs` | `sliding_counter.lua` |
+//! | `sliding-counter` | `sliding_counter.rs` | `sliding_counter.lua`, in both encodings |
 //! | `fixed-window` | `fixed_window.rs` | `fixed_window.lua` |
 //! | `token-bucket`, `leaky-bucket` | `bucket.rs` | `bucket.lua` |
 //!
@@ -74,7 +74,8 @@ enum_names!(
     LeakyBucket = "leaky-bucket"
 );
 
-/// The encoding of a `sliding-log` in Redis. Decisions are the same with either.
+/// The encoding of a `sliding-log` or a `sliding-counter` in Redis: readable, or packed into a
+/// string, which takes less memory and less of Redis's time. Decisions are the same with either.
 ///
 /// Each encoding has its own count, so a change of the encoding starts a new count. Charges without
 /// a policy name show it in their default name:
@@ -90,14 +91,18 @@ enum_names!(
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Encoding {
-    /// A sorted set with one member per request and the time as its score. Readable with `ZRANGE`.
+    /// A sorted set with one member per request and the time as its score: a `sliding-log` that is
+    /// readable with `ZRANGE`.
     #[default]
     SortedSet,
-    /// A string of packed timestamps, which takes a fraction of the memory.
+    /// A hash: a `sliding-counter` that is readable with `HGETALL`.
+    Hash,
+    /// A string: of the times of a `sliding-log`, or of the two counts of a `sliding-counter`. A
+    /// long log is a hash of such strings.
     Packed,
 }
 
-enum_names!(Encoding, "encoding", SortedSet = "sorted-set", Packed = "packed");
+enum_names!(Encoding, "encoding", SortedSet = "sorted-set", Hash = "hash", Packed = "packed");
 
 /// The count of one key under one algorithm. Times are microseconds; `now` is the time that the
 /// counter was last advanced to.

@@ -85,21 +85,22 @@ pub(crate) fn is_plain_key(text: &str) -> bool {
     }
 }
 
-/// Returns the name of a count in Redis: `<prefix>:{<key>}:<policy>`.
+/// Returns the name of a count in Redis: `<prefix>:{<key>}:<policy>`, with a tag before the last
+/// colon if that key has a count of another form.
 ///
 /// The braces make the key the hash tag, so all policies of one key are in one slot of a cluster.
 /// Braces and the escape character are escaped inside the key, so that a client cannot choose the
 /// tag, and different (key, policy) pairs never share a name.
 #[cfg(any(feature = "redis", test))]
-pub(crate) fn redis_key(prefix: &str, key: &str, policy: &str) -> String {
+pub(crate) fn redis_key(prefix: &str, key: &str, tag: &str, policy: &str) -> String {
     let mut text = String::with_capacity(prefix.len() + key.len() + policy.len() + 4);
-    write_redis_key(&mut text, prefix, key, policy);
+    write_redis_key(&mut text, prefix, key, tag, policy);
     text
 }
 
 /// Appends the name of a count in Redis to a text.
 #[cfg(any(feature = "redis", test))]
-pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, policy: &str) {
+pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, tag: &str, policy: &str) {
     text.push_str(prefix);
     text.push_str(":{");
     if key.bytes().any(|byte| b"%{}".contains(&byte)) {
@@ -114,7 +115,9 @@ pub(crate) fn write_redis_key(text: &mut String, prefix: &str, key: &str, policy
     } else {
         text.push_str(key);
     }
-    text.push_str("}:");
+    text.push('}');
+    text.push_str(tag);
+    text.push(':');
     text.push_str(policy);
 }
 
@@ -139,14 +142,17 @@ mod tests {
 
     #[test]
     fn redis_key_is_readable_and_escapes_its_hash_tag() {
-        assert_eq!(redis_key("rate_limit", "user123", "per-user"), "rate_limit:{user123}:per-user");
         assert_eq!(
-            redis_key("rate_limit", "2001:db8::1", "per-ip"),
+            redis_key("rate_limit", "user123", "", "per-user"),
+            "rate_limit:{user123}:per-user"
+        );
+        assert_eq!(
+            redis_key("rate_limit", "2001:db8::1", "", "per-ip"),
             "rate_limit:{2001:db8::1}:per-ip"
         );
-        assert_eq!(redis_key("p", "{tag}x", "q"), "p:{%7Btag%7Dx}:q");
-        assert_ne!(redis_key("p", "{", "q"), redis_key("p", "%7B", "q"));
-        assert_ne!(redis_key("p", "a", "b}:c"), redis_key("p", "a}:b", "c"));
+        assert_eq!(redis_key("p", "{tag}x", "", "q"), "p:{%7Btag%7Dx}:q");
+        assert_ne!(redis_key("p", "{", "", "q"), redis_key("p", "%7B", "", "q"));
+        assert_ne!(redis_key("p", "a", "", "b}:c"), redis_key("p", "a}:b", "", "c"));
     }
 
     proptest! {
@@ -157,13 +163,13 @@ mod tests {
         ) {
             let same = (&key, &policy) == (&other_key, &other_policy);
             let (first, second) =
-                (redis_key("p", &key, &policy), redis_key("p", &other_key, &other_policy));
+                (redis_key("p", &key, "", &policy), redis_key("p", &other_key, "", &other_policy));
             prop_assert_eq!(first == second, same);
         }
 
         #[test]
         fn the_hash_tag_is_the_whole_escaped_key(key in "\\PC{1,20}", policy in "\\PC{1,20}") {
-            let text = redis_key("p", &key, &policy);
+            let text = redis_key("p", &key, "", &policy);
             let open = text.find('{').expect("an opening brace");
             let close = open + text[open..].find('}').expect("a closing brace");
             let tag = text[open + 1..close].replace("%7D", "}").replace("%7B", "{");

@@ -57,15 +57,15 @@
 //!   `testing`).
 //!
 //! A store that can fail belongs inside the wrappers of the module `resilience` (a feature, too).
-//! `Breaker` stops calling a store that fails, `Fallback` decides by this process's share of the
-//! limit until the store has recovered, and `DenyCache` answers denied clients without a call:
+//! `Fallback` decides by this process's share of the limit until the store has recovered, and
+//! `DenyCache` answers denied clients without a call; `Breaker` is for a store of your own:
 //!
 //! ```no_run
-//! use tidegate::{Breaker, DenyCache, Fallback, Limiter, RedisStore};
+//! use tidegate::{DenyCache, Fallback, Limiter, RedisStore};
 //!
 //! # async fn connect() -> Result<(), tidegate::StoreError> {
 //! let redis = RedisStore::connect("redis://127.0.0.1:6379").await?;
-//! let limiter = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(redis))));
+//! let limiter = Limiter::new(Fallback::new(DenyCache::new(redis)));
 //! # Ok(())
 //! # }
 //! ```
@@ -224,7 +224,7 @@ pub mod internals {
         redaction::{Redaction, schema_fields},
         schema,
     };
-    pub use crate::policy::PreparedCharge;
+    pub use crate::policy::{PreparedCharge, text};
 }
 
 pub use algorithm::{Algorithm, Encoding};
@@ -247,4 +247,4 @@ pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;
-pub use store::{Action, ShardId, SharedStore, Store, StoreError};
+pub use store::{Action, SharedStore, Store, StoreError};

@@ -38,6 +38,9 @@ use pattern::Pattern;
 pub use query::{Enforcement, PreparedCharge, Query};
 pub use select::{Policies, SelectError, Selected, Selection};
 pub use show_keys::ShowKeys;
+pub use value::text;
+#[cfg(feature = "tower")]
+pub(crate) use value::trimmed;
 
 /// Attributes of a request by name: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`; from Envoy `domain` and `descriptor.KEY`; and custom ones, which
@@ -377,6 +380,7 @@ impl Policy {
         self.on_store_failure = on_store_failure;
     }
 
+    #[cfg(feature = "config")]
     pub(crate) fn set_show_keys(&mut self, show_keys: ShowKeys) {
         self.show_keys = Some(show_keys);
     }
@@ -431,7 +435,8 @@ impl Policy {
         Ok(())
     }
 
-    fn quotas(&self) -> impl Iterator<Item = &Quota> {
+    /// Returns the quotas: those of keys with an override, then that of all others.
+    pub fn quotas(&self) -> impl Iterator<Item = &Quota> {
         self.overrides.values().chain([&self.quota])
     }
 

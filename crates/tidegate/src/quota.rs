@@ -96,8 +96,18 @@ pub enum QuotaError {
     #[error("{0} has no burst: only token-bucket and leaky-bucket do")]
     NoBurst(Algorithm),
     /// The algorithm has only one encoding.
-    #[error("{0} has no encoding: only sliding-log does")]
+    #[error("{0} has no encoding: only sliding-log and sliding-counter do")]
     NoEncoding(Algorithm),
+    /// The algorithm has other encodings.
+    #[error("{algorithm} has no encoding {encoding}: its encodings are {readable} and packed")]
+    WrongEncoding {
+        /// The algorithm of the quota.
+        algorithm: Algorithm,
+        /// The requested encoding.
+        encoding: Encoding,
+        /// The readable encoding of this algorithm.
+        readable: Encoding,
+    },
     /// The algorithm cannot count denied requests.
     #[error("{0} cannot count denied requests: only sliding-log can")]
     NoCountDenied(Algorithm),
@@ -133,8 +143,11 @@ impl Quota {
         if Duration::from_micros(micros) != window {
             return Err(QuotaError::WindowFraction(window));
         }
-        let is_large = algorithm == Algorithm::SlidingLog && limit > Self::MAX_SORTED_SET_LIMIT;
-        let encoding = if is_large { Encoding::Packed } else { Encoding::SortedSet };
+        let encoding = match algorithm {
+            Algorithm::SlidingLog if limit > Self::MAX_SORTED_SET_LIMIT => Encoding::Packed,
+            Algorithm::SlidingCounter => Encoding::Hash,
+            _ => Encoding::SortedSet,
+        };
         let default_policy_name = default_policy_name(algorithm, encoding, micros);
         Ok(Self {
             algorithm,
@@ -199,11 +212,18 @@ impl Quota {
         Ok(self)
     }
 
-    /// Sets the encoding of a `sliding-log` in Redis: a readable sorted set (the default up to
-    /// [`Self::MAX_SORTED_SET_LIMIT`]) or packed.
+    /// Sets the encoding in Redis: for a `sliding-log` a readable sorted set (the default up to
+    /// [`Self::MAX_SORTED_SET_LIMIT`]) or packed, for a `sliding-counter` a readable hash (the
+    /// default) or packed.
     pub fn with_encoding(mut self, encoding: Encoding) -> Result<Self, QuotaError> {
-        if self.algorithm != Algorithm::SlidingLog {
-            return Err(QuotaError::NoEncoding(self.algorithm));
+        let algorithm = self.algorithm;
+        let readable = match algorithm {
+            Algorithm::SlidingLog => Encoding::SortedSet,
+            Algorithm::SlidingCounter => Encoding::Hash,
+            _ => return Err(QuotaError::NoEncoding(algorithm)),
+        };
+        if encoding != readable && encoding != Encoding::Packed {
+            return Err(QuotaError::WrongEncoding { algorithm, encoding, readable });
         }
         if encoding == Encoding::SortedSet && self.limit > Self::MAX_SORTED_SET_LIMIT {
             return Err(QuotaError::SortedSetLimit(self.limit));
@@ -230,7 +250,7 @@ impl Quota {
         self.algorithm
     }
 
-    /// Returns the encoding of a `sliding-log` in Redis.
+    /// Returns the encoding of a `sliding-log` or a `sliding-counter` in Redis.
     #[must_use]
     pub fn encoding(&self) -> Encoding {
         self.encoding
@@ -330,13 +350,18 @@ fn lifetime(algorithm: Algorithm, drain: u64) -> u64 {
     (windows * drain).div_ceil(1_000)
 }
 
-fn default_policy_name(algorithm: Algorithm, encoding: Encoding, micros: u64) -> Arc<str> {
-    let packed = if encoding == Encoding::Packed { "-packed" } else { "" };
-    let window = match micros {
+/// Returns a window as text, such as `60s`.
+pub(crate) fn window_text(micros: u64) -> String {
+    match micros {
         s if s.is_multiple_of(1_000_000) => format!("{}s", s / 1_000_000),
         ms if ms.is_multiple_of(1_000) => format!("{}ms", ms / 1_000),
         us => format!("{us}us"),
-    };
+    }
+}
+
+fn default_policy_name(algorithm: Algorithm, encoding: Encoding, micros: u64) -> Arc<str> {
+    let packed = if encoding == Encoding::Packed { "-packed" } else { "" };
+    let window = window_text(micros);
     format!("{algorithm}{packed}-{window}").into()
 }
 
@@ -381,6 +406,16 @@ mod tests {
         assert!(
             error(Quota::token_bucket(1, MINUTE).and_then(|q| q.with_encoding(Encoding::Packed)))
                 .contains("has no encoding")
+        );
+        let counter = Quota::sliding_counter(1, MINUTE).expect("valid");
+        assert_eq!(counter.encoding(), Encoding::Hash);
+        assert_eq!(
+            error(counter.with_encoding(Encoding::SortedSet)),
+            "sliding-counter has no encoding sorted-set: its encodings are hash and packed"
+        );
+        assert!(
+            error(Quota::sliding_log(1, MINUTE).and_then(|q| q.with_encoding(Encoding::Hash)))
+                .contains("its encodings are sorted-set and packed")
         );
         assert!(
             error(Quota::token_bucket(1, MINUTE).and_then(|q| q.with_count_denied(true)))

@@ -18,7 +18,7 @@ pub mod memory;
 pub mod redis;
 pub(crate) mod shared;
 
-pub use shared::{ShardId, SharedStore, heartbeat_interval};
+pub use shared::{SharedStore, heartbeat_interval};
 
 /// Where counts are kept: [`MemoryStore`](crate::MemoryStore), `RedisStore`, or your own store.
 ///
@@ -26,7 +26,7 @@ pub use shared::{ShardId, SharedStore, heartbeat_interval};
 /// atomic: no other decision on the same counts may happen between its read and its write. The
 /// conformance suite of the feature `testing` checks an implementation.
 ///
-/// Use [`SharedStore`] as well for a store behind a `Breaker`, a `DenyCache` or a `Fallback`.
+/// Use [`SharedStore`] as well for a store behind a `DenyCache` or a `Fallback`.
 ///
 /// ```
 /// use tidegate::{Action, Charge, Clock, Decision, MemoryStore, Store, StoreError};
@@ -154,8 +154,8 @@ pub enum StoreError {
     /// The value stored under this key is not a count, or is damaged. Other keys are not affected.
     #[error("the count of this key cannot be read: {0}; reset the key to start over")]
     Unreadable(String),
-    /// The store was not called because it is failing: the circuit of a `Breaker` is open. The
-    /// source is the last failure.
+    /// The store was not called because it is failing: the circuit of a node of Redis, or of a
+    /// `Breaker`, is open. The source is the last failure.
     #[error("circuit open, the store is failing: {0}")]
     Open(Arc<StoreError>),
     /// The address or an option of the store is wrong.

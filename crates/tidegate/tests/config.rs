@@ -161,3 +161,18 @@ fn duplicate_condition_is_an_error() {
     let found = error("policies: [{name: p, limit: 1, window: 1s, match: {path: /a, path: /b}}]\n");
     assert!(found.contains("the field `path` is there twice"), "{found}");
 }
+
+/// A missing brace or quote makes the rest of the file one name or text.
+#[test]
+fn errors_do_not_quote_the_rest_of_the_file() {
+    let rest = "words of the next lines\n".repeat(500);
+    for text in [
+        format!("policies:\n  - {{name: a, {rest}: 5}}\n"),
+        format!("policies:\n  - {{name: a, limit: 5, window: \"60 {rest}\"}}\n"),
+        format!("policies:\n  - {{name: a, limit: 5, window: 60s, key: \"{rest}\"}}\n"),
+        format!("policies:\n  - {{name: a, {}x y: 5}}\n", "window: 60s, ".repeat(500)),
+    ] {
+        let error = Policies::from_yaml("limits.yaml", &text).expect_err("wrong").to_string();
+        assert!(error.len() < 2_000, "{} bytes: {error}", error.len());
+    }
+}

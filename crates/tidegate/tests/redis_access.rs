@@ -4,6 +4,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use support::{
     Authority, Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, free_port, packed,
@@ -11,7 +12,9 @@ use support::{
 };
 use tidegate::store::redis::Tls;
 use tidegate::testing::{conformance, conformance_of_long_logs};
-use tidegate::{Charge, Limiter, Quota, RedisStore, ShardId, SharedStore, StoreError};
+use tidegate::{Charge, Limiter, ManualClock, Quota, RedisStore, SharedStore, StoreError};
+
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// Uses all features of a store on this server.
 async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
@@ -25,8 +28,20 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     };
     conformance(0..seeds, &mut driven).await;
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
+    // A full chunk of a packed log leaves the window.
+    let clock = ManualClock::new();
+    let (limiter, quota) = (driven(clock.clone()).await, packed(1_000, MINUTE));
+    for _ in 0..2 {
+        for _ in 0..300 {
+            assert!(limiter.acquire(&Charge::new("long", &quota)).await.expect("decided").allowed);
+        }
+        clock.advance(MINUTE / 2);
+    }
+    let decision = limiter.acquire(&Charge::new("long", &quota)).await.expect("decided");
+    assert_eq!(decision.remaining, 1_000 - 300 - 1);
     let store = builder("rate_limit").connect().await.expect("our own server answers");
-    store.probe(ShardId::SINGLE).await.expect("can decide");
+    let address = store.nodes()[0].address.clone();
+    store.probe_node(&address).await.expect("can decide");
     assert_eq!(store.heartbeat("me").await, Ok(vec!["me".to_owned()]));
     let limiter = Limiter::new(store);
     support::assert_exact_under_concurrency(&limiter).await;
@@ -124,7 +139,7 @@ async fn the_documented_permissions_are_sufficient_and_necessary() {
     assert!(ungranted.is_empty(), "used and not granted: {ungranted:?}");
 
     // Without one of the permissions the error says so.
-    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-hmget"]);
+    redis.query::<()>(&["ACL", "SETUSER", "tidegate", "-get"]);
     let limiter = Limiter::new(
         RedisStore::builder(&url).timeout(TEST_TIMEOUT).connect().await.expect("connected"),
     );
@@ -173,7 +188,11 @@ async fn tls_verifies_both_the_server_and_the_client() {
         assert!(limiter.acquire(&Charge::new("u", &quota)).await.expect("decided").allowed);
     }
 
+    // A name that replaces the host of the URL.
     let by_name = url.replace("127.0.0.1", "localhost");
+    let named = connect(&by_name, Some(valid_tls().server_name("127.0.0.1"))).await;
+    named.expect("connected");
+
     let other = untrusted.sign("client");
     for (url, tls, expected) in [
         (url.as_str(), Some(Tls::new().ca(untrusted.pem())), "invalid peer certificate"),
@@ -191,6 +210,7 @@ async fn tls_verifies_both_the_server_and_the_client() {
         (format!("{url}/#insecure"), None),
         (redis.url(), Some(valid_tls())),
         (url.clone(), Some(Tls::new().ca("not PEM"))),
+        (url.clone(), Some(valid_tls().server_name("redis.example.com:6379"))),
         (url.clone(), Some(valid_tls().identity("not PEM", client.key.clone()))),
         (url.clone(), Some(valid_tls().identity(client.certificate.clone(), "not PEM"))),
     ] {

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use support::{Cluster, LONG, PERMISSIONS, Redis, TEST_TIMEOUT, every_quota, until};
 use tidegate::testing::conformance;
 use tidegate::{
-    Action, Charge, DenyCache, Limiter, ManualClock, MemoryStore, Quota, RedisStore, ShardId,
-    SharedStore, Source, Store,
+    Action, Charge, DenyCache, Error, Limiter, ManualClock, MemoryStore, Quota, RedisStore,
+    SharedStore, Source, Store, StoreError,
 };
 
 static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -50,11 +50,8 @@ async fn the_store_on_a_cluster_conforms_to_the_model_and_is_exact() {
         "{decisions:?}"
     );
 
-    let parts: std::collections::HashSet<ShardId> =
-        charges.iter().map(|charge| one.store().shard(charge)).collect();
-    assert_eq!(parts.len(), 3);
-    for part in parts {
-        one.store().probe(part).await.expect("each node can decide");
+    for node in one.store().nodes() {
+        one.store().probe_node(&node.address).await.expect("each node can decide");
     }
     one.store().heartbeat("a").await.expect("announced");
     assert_eq!(one.store().heartbeat("b").await, Ok(vec!["a".to_owned(), "b".to_owned()]));
@@ -241,7 +238,6 @@ async fn assert_failover_is_followed(hangs: bool) {
     for name in ["dying", &other] {
         let _ = limiter.acquire(&Charge::new(name, &quota)).await.expect("decided");
     }
-    let before = limiter.store().shard(&Charge::new("dying", &quota));
     if hangs {
         cluster.nodes()[dying].signal("STOP");
     } else {
@@ -262,8 +258,6 @@ async fn assert_failover_is_followed(hangs: bool) {
     let followed = promoted.map_or(Duration::ZERO, |promoted| promoted.elapsed());
     assert!(followed < Duration::from_secs(1), "{followed:?} after the promotion");
     assert!(slowest < Duration::from_millis(900), "{slowest:?}");
-    assert_ne!(limiter.store().shard(&Charge::new("dying", &quota)), before);
-    limiter.store().probe(before).await.expect("a removed node cannot fail");
     if hangs {
         // The old node continues, and the calls in its buffers are past their deadlines.
         cluster.nodes()[dying].signal("CONT");
@@ -271,6 +265,52 @@ async fn assert_failover_is_followed(hangs: bool) {
             let _ = limiter.acquire(&Charge::new("dying", &quota)).await.expect("decided");
         }
     }
+}
+
+/// A node that hangs fails its own calls at once, as soon as some of them have timed out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_circuit_of_a_hanging_node_opens_and_no_other() {
+    let cluster = Cluster::start();
+    let timeout = Duration::from_millis(300);
+    let store = RedisStore::cluster(cluster.urls()).timeout(timeout).connect().await;
+    let limiter = Limiter::new(store.expect("connected"));
+    let quota = Quota::fixed_window(1_000_000, LONG).expect("valid");
+    let key = |name: &str| limiter.store().redis_key(&Charge::new(name, &quota));
+    let hanging = cluster.owner_of(&key("hanging"));
+    let other = (0..1_000)
+        .map(|number| format!("other-{number}"))
+        .find(|name| cluster.owner_of(&key(name)) != hanging)
+        .expect("a key on another node");
+    let (hangs, works) = (Charge::new("hanging", &quota), Charge::new(&other, &quota));
+    for charge in [&hangs, &works] {
+        let _ = limiter.acquire(charge).await.expect("decided");
+    }
+    cluster.nodes()[hanging].signal("STOP");
+    let timeouts: Vec<_> = (0..5)
+        .map(|_| {
+            let (limiter, quota) = (limiter.clone(), quota.clone());
+            tokio::spawn(async move { limiter.acquire(&Charge::new("hanging", &quota)).await })
+        })
+        .collect();
+    for task in timeouts {
+        let error = task.await.expect("no panic").expect_err("it hangs");
+        assert_eq!(error, Error::Store(StoreError::Timeout(timeout)));
+    }
+    let address = format!("127.0.0.1:{}", cluster.nodes()[hanging].port());
+    for node in limiter.store().nodes() {
+        assert_eq!(node.circuit.open, node.address == address, "{node:?}");
+    }
+    let error = limiter.acquire(&hangs).await.expect_err("rejected");
+    assert!(matches!(error, Error::Store(StoreError::Open(_))), "{error}");
+    let _ = limiter.acquire(&works).await.expect("another node decides");
+    // A request on both nodes charges neither.
+    let left = async || limiter.peek(&works).await.expect("decided").remaining;
+    let before = left().await;
+    limiter.acquire_all(&[works, hangs]).await.expect_err("one node hangs");
+    until("the other node is refunded", async || left().await == before).await;
+    cluster.nodes()[hanging].signal("CONT");
+    until("the circuit is closed", async || limiter.acquire(&hangs).await.is_ok()).await;
+    assert_eq!(limiter.store().circuits_opened(), 1);
 }
 
 /// Concurrent decisions for many keys: one batch per node, with one call per slot.
@@ -335,21 +375,8 @@ fn keys_of_one_node(cluster: &Cluster, store: &RedisStore, count: usize) -> (usi
     (node, keys)
 }
 
-/// Returns the bytes of script calls that the server has received and not yet run.
-fn query_buffer(node: &Redis) -> usize {
-    let clients: String = node.query(&["CLIENT", "LIST"]);
-    let buffered =
-        |client: &str| client.split(" qbuf=").nth(1)?.split(' ').next()?.parse::<usize>().ok();
-    clients
-        .lines()
-        .filter(|client| client.contains(" cmd=evalsha "))
-        .filter_map(buffered)
-        .max()
-        .unwrap_or(0)
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn slots_of_one_node_are_decided_in_one_round_trip() {
+async fn slots_of_one_node_are_decided_in_one_call() {
     let cluster = Cluster::start();
     let limiter = limiter(&cluster).await;
     let (node, keys) = keys_of_one_node(&cluster, limiter.store(), 5);
@@ -368,33 +395,17 @@ async fn slots_of_one_node_are_decided_in_one_round_trip() {
             .iter()
             .all(|decision| decision.allowed)
     );
-    // While writes are paused, calls that have arrived stay in the query buffer. Measure the size
-    // of one call first, then of all.
-    let mut one_call = 0;
-    for count in [1, 5] {
-        node.pause_writes();
-        let (caller, keys, quotas) = (limiter.clone(), keys[..count].to_vec(), quotas.clone());
-        let task = tokio::spawn(async move {
-            let charges =
-                keys.iter().zip(&quotas).map(|(key, quota)| Charge::new(key, quota).with_cost(2));
-            caller.acquire_all(&charges.collect::<Vec<_>>()).await
-        });
-        until("all calls have arrived", async || {
-            let arrived = query_buffer(node);
-            one_call = if count == 1 { arrived } else { one_call };
-            arrived > 4 * one_call || (count == 1 && arrived > 0)
-        })
-        .await;
-        node.resume_writes();
-        let decisions = task.await.expect("no panic").expect("decided");
-        assert!(decisions.iter().all(|decision| decision.allowed));
-    }
-    // One charge denies, and the others are refunded.
+    let before = node.calls_of("evalsha");
+    let twice: Vec<Charge<'_>> = charges().iter().map(|charge| charge.with_cost(2)).collect();
+    let decisions = limiter.acquire_all(&twice).await.expect("decided");
+    assert!(decisions.iter().all(|decision| decision.allowed));
+    // One charge denies, and nothing is spent.
     let denied = limiter.acquire_all(&charges()).await.expect("decided");
     let results: Vec<(bool, u64)> =
         denied.iter().map(|decision| (decision.allowed, decision.remaining)).collect();
-    assert_eq!(results, [(true, 5), (true, 7), (true, 7), (false, 0), (true, 7)]);
-    for (charge, left) in charges().iter().zip([5, 7, 7, 0, 7]) {
+    assert_eq!(results, [(true, 7), (true, 7), (true, 7), (false, 0), (true, 7)]);
+    assert_eq!(node.calls_of("evalsha") - before, 2, "two requests, two calls");
+    for (charge, left) in charges().iter().zip([7, 7, 7, 0, 7]) {
         let read = limiter
             .store()
             .decide(Action::ChargeUpTo, &charge.with_cost(0))

@@ -1,14 +1,15 @@
-//! Edge cases of the Redis store: changed quotas, unreadable values, and logs with many expired
-//! members.
+//! Edge cases of the Redis store: changed quotas, values that are not ours, logs with many expired
+//! members, and the expiry of buckets.
 
 mod support;
 
 use std::time::Duration;
 
-use support::{LONG, Redis, TEST_TIMEOUT, every_quota, packed};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+use support::{LONG, Redis, every_quota, packed};
 use tidegate::{
-    Algorithm, Breaker, Charge, Clock as _, DenyCache, Encoding, Fallback, Limiter, ManualClock,
-    MemoryStore, Quota, RedisStore, Source, StoreError,
+    Action, Algorithm, Charge, Clock as _, Encoding, Limiter, ManualClock, MemoryStore, Quota,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -23,8 +24,10 @@ async fn a_longer_window_keeps_the_counts() {
     let limiter = redis.limiter().await;
     for short in every_quota(5, MINUTE) {
         let long = Quota::new(short.algorithm(), 5, 3_600 * SECOND).expect("valid");
-        let long =
-            if short.encoding() == Encoding::Packed { packed(5, 3_600 * SECOND) } else { long };
+        let long = match short.encoding() {
+            Encoding::Packed => long.with_encoding(Encoding::Packed).expect("has encodings"),
+            _ => long,
+        };
         let (short, long) = (
             Charge::new("u", &short).with_policy("p").with_cost(5),
             Charge::new("u", &long).with_policy("p"),
@@ -80,7 +83,7 @@ async fn a_long_packed_log_stays_exact_and_fast_under_a_longer_window() {
     assert_eq!(allowed, 1, "the limit holds");
     clock.advance(40 * SECOND);
     assert!(limiter.acquire(&after).await.expect("decided").allowed, "a block of 1/64 has left");
-    assert!(redis.calls_of("getrange") < 2_000, "no request scans the log");
+    assert!(redis.calls_of("hmget") < 2_000, "no request scans the log");
 }
 
 #[tokio::test]
@@ -182,29 +185,52 @@ async fn a_refund_may_be_larger_than_any_limit() {
     }
 }
 
-// ---- Unreadable values
+// ---- Values that are not ours
 
+/// A value that another program has written counts as none, and is overwritten.
 #[tokio::test]
-async fn an_unreadable_value_affects_only_its_own_key() {
-    let redis = Redis::start();
-    let store =
-        RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).connect().await.expect("connected");
-    let guarded = Limiter::new(Fallback::new(DenyCache::new(Breaker::new(store))));
-    let plain = redis.limiter().await;
-    let quota = Quota::token_bucket(1_000_000, MINUTE).expect("valid");
-    let (damaged, other) = (Charge::new("damaged", &quota), Charge::new("other", &quota));
-    redis.query::<()>(&["HSET", &plain.store().redis_key(&damaged), "kind", "bucket"]);
-    for _ in 0..50 {
-        let decided = guarded.acquire(&damaged).await.expect("decided by its failure policy");
-        assert_eq!(decided.source, Source::Local);
-        assert_eq!(guarded.acquire(&other).await.expect("decided").source, Source::Store);
+async fn a_foreign_value_is_no_error_and_is_overwritten() {
+    let (redis, clock) = (Redis::start(), ManualClock::new());
+    let limiter = redis.driven_limiter(clock).await;
+    let long_text = "x".repeat(3_000);
+    let values: [&[&str]; 12] = [
+        &["SET", ""],
+        &["SET", "garbage"],
+        &["SET", "wxxxxxxxxxxxxxxxxxxxxxxxx"],
+        &["SET", "cxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"],
+        &["SET", "bxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"],
+        &["SET", "q\u{4}xxxxxxxxxxxxxxxxxxxxx"],
+        &["SET", &long_text],
+        &["HSET", "start", "x", "log", "y"],
+        &["HSET", "log", &long_text],
+        &["ZADD", "1700049600000000", "garbage"],
+        &["ZADD", "1700049600000000", "1700049600000000-10000000000001"],
+        &["RPUSH", "1"],
+    ];
+    for value in values {
+        for quota in every_quota(5, MINUTE) {
+            let (damaged, other) = (Charge::new("damaged", &quota), Charge::new("other", &quota));
+            let key = limiter.store().redis_key(&damaged);
+            for action in [Action::Peek, Action::Acquire, Action::Report, Action::Refund] {
+                redis.query::<()>(&["DEL", &key]);
+                let command = [&value[..1], &[key.as_str()], &value[1..]].concat();
+                redis.query::<()>(&command);
+                let decision = limiter.decide(action, &damaged).await;
+                let decision = decision.unwrap_or_else(|error| panic!("{value:?}: {error}"));
+                let left = if action == Action::Refund { 5 } else { 4 };
+                assert!(decision.allowed, "{action:?} of {value:?} as {quota:?}");
+                assert_eq!(decision.remaining, left, "{action:?} of {value:?} as {quota:?}");
+            }
+            // In one call with another key.
+            redis.query::<()>(&[&value[..1], &[key.as_str()], &value[1..]].concat());
+            let (one, two) = tokio::join!(limiter.acquire(&damaged), limiter.acquire(&other));
+            assert_eq!(one.expect("decided").remaining, 4, "{value:?} as {quota:?}");
+            assert!(two.expect("decided").allowed);
+            assert_eq!(limiter.acquire(&damaged).await.expect("decided").remaining, 3);
+            assert!(redis.query::<i64>(&["PTTL", &key]) > 0, "{value:?} as {quota:?}");
+            limiter.reset(&other).await.expect("reset");
+        }
     }
-    assert!(!guarded.store().stats().falling_back, "the store has not failed");
-    let error = plain.acquire(&damaged).await.expect_err("an error");
-    assert!(matches!(error, tidegate::Error::Store(StoreError::Unreadable(_))), "{error:?}");
-    assert!(error.to_string().contains("reset the key"), "{error}");
-    guarded.reset(&damaged).await.expect("reset");
-    assert_eq!(guarded.acquire(&damaged).await.expect("decided").source, Source::Store);
 }
 
 // ---- Logs with many expired members
@@ -216,7 +242,7 @@ fn fill_sorted_set(redis: &Redis, key: &str, requests: u64, window: Duration) {
         local now = time[1] * 1000000 + time[2]
         local n, window = tonumber(ARGV[1]), tonumber(ARGV[2])
         local function add(time, number)
-          local member = string.format('%016.0f:1', number)
+          local member = string.format('%.0f:%.0f:%ds', time, 1e13 + number, window / 1e6)
           redis.call('ZADD', KEYS[1], string.format('%.0f', time), member)
         end
         for i = 1, n - 1 do add(now - window - 1000000 - (n - i), i) end
@@ -334,9 +360,9 @@ async fn no_call_blocks_redis_for_more_than_a_millisecond_at_any_limit() {
 
 fn micros_of_evalsha(entry: &redis::Value) -> Option<u64> {
     let redis::Value::Array(fields) = entry else { return None };
-    let words: Vec<String> = redis::from_redis_value(fields.get(3)?.clone()).ok()?;
+    let words: Vec<Vec<u8>> = redis::from_redis_value(fields.get(3)?.clone()).ok()?;
     let micros: u64 = redis::from_redis_value(fields.get(2)?.clone()).ok()?;
-    (words.first()? == "EVALSHA").then_some(micros)
+    (words.first()? == b"EVALSHA").then_some(micros)
 }
 
 #[tokio::test]
@@ -366,7 +392,7 @@ async fn a_packed_log_of_many_chunks_is_exact_and_deletes_expired_chunks() {
         }
     }
     let keys: Vec<String> = redis.query(&["KEYS", "*"]);
-    assert!(keys.len() <= 9, "a main key and its chunks: {keys:?}");
+    assert_eq!(keys.len(), 1, "one key per count: {keys:?}");
     redis.assert_every_key_expires();
 }
 
@@ -402,7 +428,7 @@ async fn a_refund_of_the_request_that_sealed_a_chunk_is_exact() {
 /// Requests with a cost other than 1 have totals, which are needed until the whole chunk has
 /// expired.
 #[tokio::test]
-async fn a_sealed_chunk_exists_until_the_window_has_passed_it() {
+async fn a_full_chunk_exists_until_the_window_has_passed_it() {
     let (redis, clock) = (Redis::start(), ManualClock::new());
     let limiter = redis.driven_limiter(clock.clone()).await;
     let quota = packed(100_000, MINUTE);
@@ -413,50 +439,101 @@ async fn a_sealed_chunk_exists_until_the_window_has_passed_it() {
     }
     clock.advance(10 * SECOND);
     assert!(limiter.acquire(&charge.with_cost(9)).await.expect("decided").allowed);
-    let chunk = limiter.store().redis_key(&charge).replace('}', "}%0");
-    // With a manual clock, keys expire an hour later.
-    let expires_in: i64 = redis.query(&["PTTL", &chunk]);
-    assert!(expires_in > 3_600_000 + 100_000, "two windows, less the time since: {expires_in} ms");
+    let key = limiter.store().redis_key(&charge);
+    // The full chunks, the open one, and the window.
+    assert_eq!(redis.query::<u64>(&["HLEN", &key]), 8_192 / 255 + 2);
     clock.advance(50 * SECOND + Duration::from_millis(9));
     assert_eq!(limiter.peek(&charge).await.expect("decided").remaining, 100_000 - 9 - 1);
     assert!(limiter.acquire(&charge.with_cost(50_000)).await.expect("decided").allowed);
-    assert_eq!(
-        redis.query::<i64>(&["EXISTS", &chunk]),
-        0,
-        "a write removes the chunk that the window has passed"
-    );
+    assert_eq!(redis.query::<u64>(&["HLEN", &key]), 1, "a write removes chunks that have left");
+    assert_eq!(redis.query::<u64>(&["DBSIZE"]), 1, "one key per count");
 }
 
+/// All chunks are in one key, so they have one expiry.
 #[tokio::test]
-async fn an_allowed_request_under_a_longer_window_keeps_sealed_chunks() {
+async fn an_allowed_request_under_a_longer_window_keeps_a_long_log() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
     let (minute, hour) = (packed(20_000, MINUTE), packed(20_000, 3_600 * SECOND));
     let (before, after) =
         (Charge::new("u", &minute).with_policy("p"), Charge::new("u", &hour).with_policy("p"));
-    for _ in 0..9_000 {
+    for _ in 0..1_000 {
         assert!(limiter.acquire(&before).await.expect("decided").allowed);
     }
-    let chunk = limiter.store().redis_key(&before).replace('}', "}%0");
-    let expires_in = || redis.query::<i64>(&["PTTL", &chunk]);
-    assert!((60_000..=120_001).contains(&expires_in()), "{} ms", expires_in());
+    let key = limiter.store().redis_key(&before);
+    let expires_in = || redis.query::<i64>(&["PTTL", &key]);
+    assert!((30_000..=67_502).contains(&expires_in()), "{} ms", expires_in());
     assert!(limiter.acquire(&after).await.expect("decided").allowed);
     assert!(expires_in() > 3_600_000, "{} ms", expires_in());
 }
 
-/// A slot migrates key by key, and the script runs on the node of its first key.
+// ---- Expiry of buckets
+
+/// A full bucket takes a day to drain, one unit of it a hundredth of that.
 #[tokio::test]
-async fn a_temporarily_missing_chunk_admits_nothing() {
+async fn the_key_of_a_bucket_expires_soon_after_its_level_has_drained() {
     let redis = Redis::start();
     let limiter = redis.limiter().await;
-    let quota = packed(10_000, LONG);
-    let charge = Charge::new("u", &quota).with_policy("p");
-    for _ in 0..10_000 {
+    let hundredth = 864_000;
+    for new_quota in [Quota::token_bucket, Quota::leaky_bucket] {
+        let quota = new_quota(100, 86_400 * SECOND).expect("valid");
+        let charge = Charge::new("u", &quota);
+        let expires_in =
+            || redis.query::<i64>(&["PTTL", &limiter.store().redis_key(&charge)]) / hundredth;
         assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+        assert!((1..=13).contains(&expires_in()), "1 %, and at most an eighth: {}", expires_in());
+        assert!(limiter.acquire(&charge.with_cost(60)).await.expect("decided").allowed);
+        assert!((60..=73).contains(&expires_in()), "61 %: {}", expires_in());
+        let _ = limiter.refund(&charge.with_cost(60)).await.expect("refunded");
+        assert!((1..=13).contains(&expires_in()), "1 % again: {}", expires_in());
     }
-    let chunk = limiter.store().redis_key(&charge).replace('}', "}%0");
-    redis.query::<()>(&["RENAME", &chunk, "elsewhere"]);
-    assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
-    redis.query::<()>(&["RENAME", "elsewhere", &chunk]);
-    assert!(!limiter.acquire(&charge).await.expect("decided").allowed);
+    // The key of a bucket that drains within a millisecond is gone at once.
+    let quota = Quota::token_bucket(1_000, SECOND).expect("valid");
+    let charge = Charge::new("fast", &quota);
+    assert!(limiter.acquire(&charge).await.expect("decided").allowed);
+    let key = limiter.store().redis_key(&charge);
+    assert!(redis.query::<i64>(&["PTTL", &key]) <= 127, "1 ms and an eighth of a second");
+    support::until("the key has expired", async || redis.query::<i64>(&["EXISTS", &key]) == 0)
+        .await;
+}
+
+// ---- Arithmetic
+
+/// Compares the arithmetic of all algorithms, in Lua's doubles, with Rust's `u128`.
+#[test]
+fn lua_multiplies_and_divides_exactly() {
+    const ARITHMETIC: &str = include_str!("../src/store/redis/arithmetic.lua");
+    let redis = Redis::start();
+    let mut connection = redis.connection();
+    let script = redis::Script::new(&format!(
+        "local floor = math.floor\n{ARITHMETIC}\n\
+         local a, b, m = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])\n\
+         local q, r = mul_div_rem(a, b, m)\n\
+         return {{whole(q), whole(r), whole(mul_div_ceil(a, b, m))}}"
+    ));
+    let edge = |max: u64| {
+        prop_oneof![
+            0..=max,
+            Just(max),
+            Just(max - 1),
+            Just(1),
+            (0..45_u32).prop_map(move |bits| max >> bits)
+        ]
+    };
+    let numbers = (edge(1 << 50), edge((1 << 45) - 1), edge((1 << 45) - 1));
+    let mut runner = TestRunner::new(ProptestConfig { cases: 3_000, ..ProptestConfig::default() });
+    let connection = std::cell::RefCell::new(&mut connection);
+    let exact = |(a, b, m): (u64, u64, u64)| {
+        let m = m.max(1);
+        let product = u128::from(a) * u128::from(b);
+        prop_assume!(product / u128::from(m) < 1 << 53);
+        let found: Vec<String> =
+            script.arg(a).arg(b).arg(m).invoke(*connection.borrow_mut()).expect("the script runs");
+        let (quotient, rest) = (product / u128::from(m), product % u128::from(m));
+        let expected =
+            [quotient, rest, quotient + u128::from(rest > 0)].map(|number| number.to_string());
+        prop_assert_eq!(found, expected);
+        Ok(())
+    };
+    runner.run(&numbers, exact).expect("exact");
 }

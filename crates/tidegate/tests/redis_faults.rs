@@ -8,15 +8,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use support::{LONG, Redis, TEST_TIMEOUT, every_quota, free_port, until};
-use tidegate::{
-    Action, Charge, Error, Limiter, Quota, RedisStore, ShardId, SharedStore, Store, StoreError,
-};
+use tidegate::{Action, Charge, Error, Limiter, Quota, RedisStore, SharedStore, Store, StoreError};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 async fn limiter_with(redis: &Redis, timeout: Duration) -> Limiter<RedisStore> {
     let store = RedisStore::builder(&redis.url()).timeout(timeout).connect().await;
     Limiter::new(store.expect("our own server answers"))
+}
+
+/// Checks whether the only node can decide.
+async fn probe(store: &RedisStore) -> Result<(), StoreError> {
+    store.probe_node(&store.nodes()[0].address).await
 }
 
 // ---- Flushed scripts
@@ -77,6 +80,97 @@ async fn repeated_script_flushes_cause_no_error() {
         assert!(task.await.expect("no panic") > 0);
     }
     assert!(limiter.store().script_loads() >= 20, "{}", limiter.store().script_loads());
+}
+
+/// Proxy in front of two servers that sends SCRIPT to the first and all other commands to the
+/// second, as some managed services and cluster proxies do.
+async fn splitting_proxy(scripts: u16, others: u16) -> String {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
+    let url = format!("redis://{}", listener.local_addr().expect("bound"));
+    tokio::spawn(async move {
+        while let Ok((near, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let connect = async |port| {
+                    let server = TcpStream::connect(("127.0.0.1", port)).await;
+                    tokio::io::BufReader::new(server.expect("our own server"))
+                };
+                let (mut scripts, mut others) = (connect(scripts).await, connect(others).await);
+                let mut near = tokio::io::BufReader::new(near);
+                while let Some(command) = read_value(&mut near).await {
+                    let name = command.windows(6).take(24).any(|part| part == b"SCRIPT");
+                    let server = if name { &mut scripts } else { &mut others };
+                    server.write_all(&command).await.expect("our own server");
+                    let reply = read_value(server).await.expect("a reply");
+                    if near.write_all(&reply).await.is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+    });
+    url
+}
+
+/// Reads the bytes of one command or reply. Returns `None` at the end of the stream.
+async fn read_value(from: &mut tokio::io::BufReader<TcpStream>) -> Option<Vec<u8>> {
+    let (mut bytes, mut values) = (Vec::new(), 1);
+    while values > 0 {
+        let start = bytes.len();
+        if tokio::io::AsyncBufReadExt::read_until(from, b'\n', &mut bytes).await.ok()? == 0 {
+            return None;
+        }
+        let line = std::str::from_utf8(&bytes[start..]).expect("a line").trim_end();
+        let count = || line[1..].parse::<i64>().expect("a number");
+        values -= 1;
+        match line.as_bytes()[0] {
+            b'*' => values += count().max(0),
+            b'$' if count() >= 0 => {
+                let mut text = vec![0; usize::try_from(count()).expect("positive") + 2];
+                from.read_exact(&mut text).await.ok()?;
+                bytes.extend(text);
+            }
+            _ => {}
+        }
+    }
+    Some(bytes)
+}
+
+/// After one load that does not help, the text of each script is sent once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_proxy_that_loads_scripts_on_another_server_gets_their_text() {
+    let (scripts, others) = (Redis::start(), Redis::start());
+    let url = splitting_proxy(scripts.port(), others.port()).await;
+    let store = RedisStore::builder(&url).timeout(TEST_TIMEOUT).connect().await;
+    let limiter = Limiter::new(store.expect("the proxy answers"));
+    let quotas = [Quota::fixed_window(1_000, LONG), Quota::token_bucket(1_000, LONG)];
+    for quota in quotas.map(|quota| quota.expect("valid")) {
+        for _ in 0..20 {
+            let tasks: Vec<_> = (0..10)
+                .map(|_| {
+                    let (limiter, quota) = (limiter.clone(), quota.clone());
+                    tokio::spawn(async move { limiter.acquire(&Charge::new("u", &quota)).await })
+                })
+                .collect();
+            for task in tasks {
+                assert!(task.await.expect("no panic").expect("decided").allowed);
+            }
+        }
+        let left = limiter.peek(&Charge::new("u", &quota)).await.expect("decided").remaining + 1;
+        assert_eq!(left, 800, "each request was charged once");
+    }
+    assert_eq!(scripts.calls_of("script|load"), 1, "no second load is tried");
+    let texts = others.calls_of("eval");
+    assert!((1..=2).contains(&texts), "{texts} texts of one script, two calls in flight");
+    // A user without EVAL gets a clear error, and causes no further loads.
+    others.query::<()>(&["SCRIPT", "FLUSH"]);
+    others.query::<()>(&["ACL", "SETUSER", "default", "-eval"]);
+    let quota = Quota::sliding_log(10, LONG).expect("valid");
+    for _ in 0..20 {
+        let error = limiter.acquire(&Charge::new("u", &quota)).await.expect_err("no script");
+        let error = error.to_string();
+        assert!(error.contains("NOSCRIPT") && error.contains("+eval"), "{error}");
+    }
+    assert_eq!(scripts.calls_of("script|load"), 1);
 }
 
 // ---- Late calls
@@ -234,17 +328,17 @@ async fn calls_to_a_server_that_is_down_fail_at_once_with_the_reason() {
         let start = Instant::now();
         let error = limiter.acquire(&charge).await.expect_err("no server");
         assert!(start.elapsed() < Duration::from_millis(200), "{:?}", start.elapsed());
-        let Error::Store(StoreError::Unreachable(reason)) = &error else { return false };
+        assert!(matches!(error, Error::Store(StoreError::Unreachable(_) | StoreError::Open(_))));
         let is_fast = start.elapsed() < Duration::from_millis(20);
-        fast_failures += u32::from(reason.contains("refused") && is_fast);
+        fast_failures += u32::from(error.to_string().contains("refused") && is_fast);
         fast_failures >= 20
     })
     .await;
-    assert!(limiter.store().probe(ShardId::SINGLE).await.is_err());
+    assert!(probe(limiter.store()).await.is_err());
     assert!(limiter.store().heartbeat("a").await.is_err());
     redis.restart();
     until("reconnected", async || limiter.acquire(&charge).await.is_ok()).await;
-    limiter.store().probe(ShardId::SINGLE).await.expect("can decide");
+    probe(limiter.store()).await.expect("can decide");
 }
 
 /// The store reconnects at once when the server closes the connection, and calls wait for it.
@@ -308,20 +402,20 @@ async fn a_probe_fails_whenever_a_decision_would() {
     let redis = Redis::start();
     let limiter = limiter_with(&redis, TEST_TIMEOUT).await;
     let store = limiter.store();
-    store.probe(ShardId::SINGLE).await.expect("can decide");
+    probe(store).await.expect("can decide");
     redis.assert_every_key_expires();
     let ours: Vec<String> = redis.query(&["KEYS", "*"]);
     assert_eq!(ours, ["rate_limit:{%probe-0}"]);
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "1"]);
-    let full = store.probe(ShardId::SINGLE).await.expect_err("no memory").to_string();
+    let full = probe(store).await.expect_err("no memory").to_string();
     assert!(full.contains("OOM"), "{full}");
     redis.query::<()>(&["CONFIG", "SET", "maxmemory", "0"]);
     let nowhere = free_port().to_string();
     redis.query::<()>(&["REPLICAOF", "127.0.0.1", &nowhere]);
-    let replica = store.probe(ShardId::SINGLE).await.expect_err("a replica").to_string();
+    let replica = probe(store).await.expect_err("a replica").to_string();
     assert!(replica.contains("READONLY") || replica.contains("MASTERDOWN"), "{replica}");
     redis.query::<()>(&["REPLICAOF", "NO", "ONE"]);
-    until("it is a primary again", async || store.probe(ShardId::SINGLE).await.is_ok()).await;
+    until("it is a primary again", async || probe(store).await.is_ok()).await;
 }
 
 #[tokio::test]

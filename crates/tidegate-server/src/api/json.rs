@@ -147,7 +147,8 @@ pub(crate) struct QuotaBody {
     /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
     #[schema(value_type = Option<Algorithms>)]
     algorithm: Option<String>,
-    /// For sliding-log: sorted-set (default) or packed.
+    /// For sliding-log: sorted-set (default) or packed; for sliding-counter: hash (default) or
+    /// packed.
     #[schema(value_type = Option<Encodings>)]
     encoding: Option<String>,
     /// For sliding-log: whether denied requests are counted.
@@ -203,12 +204,13 @@ pub(crate) enum Algorithms {
     LeakyBucket,
 }
 
-/// Encoding of a sliding-log in Redis.
+/// Encoding of a sliding-log or sliding-counter in Redis.
 #[derive(utoipa::ToSchema)]
 #[schema(rename_all = "kebab-case")]
 #[expect(dead_code, reason = "only for the schema")]
 pub(crate) enum Encodings {
     SortedSet,
+    Hash,
     Packed,
 }
 
@@ -385,6 +387,9 @@ fn to_json<'a>(
     json.extend_from_slice(b"]}");
     json
 }
+
+#[cfg(test)]
+mod fuzz_tests;
 
 #[cfg(test)]
 mod tests {

@@ -54,7 +54,7 @@ pub(super) struct AcquireCommand {
     )]
     algorithm: String,
 
-    /// Encoding of a sliding-log in Redis
+    /// Encoding of a sliding-log or sliding-counter in Redis
     #[arg(
         long, value_name = "ENCODING", env = "TIDEGATE_ENCODING",
         value_parser = PossibleValuesParser::new(Encoding::ALL.map(Encoding::as_str))

@@ -19,8 +19,8 @@ use tidegate::internals::duration;
 /// Check whether a Redis setup is fit for rate limiting.
 ///
 /// Checks its version, topology, replicas, eviction policy, memory, ACL, clock, scripts, latency,
-/// and keys without expiry, and recommends changes. It leaves nothing behind except cached scripts
-/// and a key that expires within seconds. Exit code: 0 if there are only notes or nothing to
+/// routing, and keys without expiry, and recommends changes. It leaves nothing behind except cached
+/// scripts and a key that expires within seconds. Exit code: 0 if there are only notes or nothing to
 /// report, 1 on warnings, 2 on errors, such as an unreachable Redis.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -64,8 +64,13 @@ pub(super) struct DoctorCommand {
 
 impl DoctorCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let mut largest_log = 0;
         let store = match &self.config {
-            Some(file) => Config::load(file)?.store,
+            Some(file) => {
+                let config = Config::load(file)?;
+                largest_log = config.largest_sorted_log();
+                config.store
+            }
             None if !self.redis.has_url() => {
                 bail!("no Redis to check: give --redis URL, or --config FILE with one")
             }
@@ -84,7 +89,7 @@ impl DoctorCommand {
                     None => *redis,
                 };
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-                runtime.block_on(self.check(&redis))?
+                runtime.block_on(self.check(&redis, largest_log))?
             }
         };
         let mut output = anstream::stdout().lock();
@@ -101,24 +106,22 @@ impl DoctorCommand {
         })
     }
 
-    async fn check(&self, redis: &RedisConfig) -> anyhow::Result<Report> {
+    async fn check(&self, redis: &RedisConfig, largest_log: u64) -> anyhow::Result<Report> {
         let store = match redis.builder().connect().await {
             Ok(store) => store,
             Err(error) => {
-                let missing_permission =
-                    doctor::missing_connect_permission(&error, redis.prefix(), redis.topology());
-                return match missing_permission {
+                return match doctor::failed_connection(&error, redis.prefix(), redis.topology()) {
                     Some(report) => Ok(report),
                     // JSON output reports the error as a finding; text output as one line.
-                    None if self.json => {
-                        Ok(Report::from(Finding::error("connection", error.to_string())))
-                    }
+                    None if self.json => Ok(Report::from(doctor::connection_finding(&error))),
                     None => Err(error.into()),
                 };
             }
         };
         let options = CheckOptions {
             prefix: redis.prefix(),
+            sentinel_master: redis.sentinel_master(),
+            largest_log,
             timeout: redis.timeout(),
             probes: usize::try_from(self.probes)?,
             max_keys: usize::try_from(self.keys)?,

@@ -6,10 +6,13 @@ use std::time::Duration;
 use clap::ValueEnum as _;
 use schemars::JsonSchema;
 use serde_saphyr::Spanned;
-use tidegate::internals::Document;
+use tidegate::internals::{Bounded, Document};
 
 use super::{ConfigError, CorsConfig, cors, raw};
-use crate::gateway::Upstream;
+use crate::gateway::{Upstream, UpstreamLimits};
+
+/// Minimum rate of uploads, in bytes per second.
+const DEFAULT_MIN_UPLOAD_RATE: u32 = 240;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GatewayConfig {
@@ -19,6 +22,9 @@ pub(crate) struct GatewayConfig {
     pub(crate) connect_timeout: Duration,
     pub(crate) header_timeout: Duration,
     pub(crate) idle_timeout: Duration,
+    pub(crate) limits: UpstreamLimits,
+    /// Bytes per second; 0 for no minimum.
+    pub(crate) min_upload_rate: u32,
     /// Whether headers with an underscore in their name are forwarded.
     pub(crate) underscore_headers: bool,
     pub(crate) exempt_preflight: bool,
@@ -87,6 +93,8 @@ pub(super) fn validate(
         connect_timeout: timeout(raw.connect_timeout, 2),
         header_timeout: timeout(raw.header_timeout, 30),
         idle_timeout: timeout(raw.idle_timeout, 60),
+        limits: limits(raw),
+        min_upload_rate: number(raw.min_upload_rate).unwrap_or(DEFAULT_MIN_UPLOAD_RATE),
         exempt_preflight: raw.exempt_preflight.get(),
         underscore_headers: raw.underscore_headers.get(),
         cors: raw.cors.as_ref().map(|raw| cors::validate(document, raw)).transpose()?,
@@ -96,6 +104,23 @@ pub(super) fn validate(
             .map(|raw| access_log(document, folder, raw))
             .transpose()?,
     })
+}
+
+fn limits(raw: &raw::RawGateway) -> UpstreamLimits {
+    let defaults = UpstreamLimits::default();
+    UpstreamLimits {
+        max_connections: number(raw.max_connections).unwrap_or(defaults.max_connections),
+        max_pending: number(raw.max_pending).unwrap_or(defaults.max_pending),
+        pending_timeout: raw
+            .pending_timeout
+            .map_or(defaults.pending_timeout, raw::GatewayTimeout::get),
+    }
+}
+
+fn number<T: TryFrom<u64>, const MIN: u64, const MAX: u64>(
+    written: Option<Bounded<MIN, MAX>>,
+) -> Option<T> {
+    written.and_then(|number| T::try_from(number.get()).ok())
 }
 
 fn access_log(

@@ -14,8 +14,8 @@ use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
     Address, ConnectionAge, HeaderName, HostName, Master, Network, NotBlank, Origin, Permissions,
-    Prefix, RedisUrl, RedisUrls, RuleFile, UpstreamUrl, add_config_rules, add_cors_rules,
-    add_listener_tls_rules, add_sentinel_rules, add_store_rules, add_tls_rules,
+    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, UpstreamUrl, add_config_rules,
+    add_cors_rules, add_listener_tls_rules, add_sentinel_rules, add_store_rules, add_tls_rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -119,6 +119,9 @@ pub(super) struct RawStore {
     pub(super) prefix: Option<Spanned<String>>,
     /// Timeout of a decision by Redis; 100ms by default.
     pub(super) timeout: Option<StoreTimeout>,
+    /// Whether one call may decide keys of several slots of a cluster node; true by default. It needs
+    /// Redis 7 or Valkey, and a node that refuses it gets one call per slot.
+    pub(super) cross_slot: Option<Flag>,
     /// Minimum number of instances of Tidegate. During an outage of Redis, each instance enforces
     /// its share of the limits. Instances learn their number through Redis; this setting is for
     /// those that start during an outage, which otherwise assume 10.
@@ -165,6 +168,10 @@ pub(super) struct RawStoreTls {
     /// Private key of the client certificate, in PEM.
     #[schemars(with = "Option<String>")]
     pub(super) key: Option<Spanned<String>>,
+    /// Name that the servers' certificates must have, for servers whose address is not in them. A
+    /// cluster's announced host names have precedence. The host of the URL by default.
+    #[schemars(with = "Option<ServerName>")]
+    pub(super) server_name: Option<Spanned<String>>,
 }
 
 impl fmt::Debug for RawStore {
@@ -313,6 +320,18 @@ pub(super) struct RawGateway {
     pub(super) header_timeout: Option<GatewayTimeout>,
     /// Idle timeout of bodies and upgraded connections; 60s by default.
     pub(super) idle_timeout: Option<GatewayTimeout>,
+    /// Minimum rate of request bodies, in bytes per second; 240 by default, 0 for none. A client
+    /// that falls behind it by `idle_timeout` gets 408. Time in which the upstream does not read is
+    /// not counted. Streams of gRPC, and bodies during the upstream's response, have no minimum.
+    pub(super) min_upload_rate: Option<Bounded<0, 1_000_000_000>>,
+    /// Maximum number of requests in flight to each upstream, which over HTTP/1.1 is also that of
+    /// its connections; 1024 by default.
+    pub(super) max_connections: Option<Bounded<1, 1_000_000>>,
+    /// Maximum number of requests that wait for an upstream with `max_connections`; 1024 by
+    /// default. Any further one gets 503.
+    pub(super) max_pending: Option<Bounded<0, 1_000_000>>,
+    /// Time for which such a request waits before it gets 503; 5s by default.
+    pub(super) pending_timeout: Option<GatewayTimeout>,
     /// Forward headers with an underscore in their name; false by default, because many
     /// applications cannot distinguish `X_User_Id` from `X-User-Id`.
     pub(super) underscore_headers: Flag,

@@ -25,6 +25,11 @@ impl RuleFiles {
     /// Adds the files of one entry of `envoy.files`, relative to `base`. The names of a folder and
     /// those that match a pattern are sorted.
     pub(super) fn add(&mut self, base: &Path, entry: &str) -> Result<(), String> {
+        if entry.trim().is_empty() {
+            let message = "envoy.files: this entry is empty: write a file, a folder (`.` for the \
+                           folder of this file), or a pattern";
+            return Err(message.to_owned());
+        }
         if Path::new(entry).components().any(|part| part.as_os_str() == "**") {
             return Err(format!("{entry:?}: ** is not supported: write one entry for each level"));
         }

@@ -118,8 +118,16 @@ fn host_pattern() -> String {
     format!(r"^(?:\*\.)?(?=.{{1,{MAX_NAME_BYTES}}}\.?$){LABEL}(?:\.{LABEL})*\.?$")
 }
 
+/// Returns the expression of names in certificates: host names and addresses.
+fn server_name_pattern() -> String {
+    const LABEL: &str = "[0-9A-Za-z_](?:[0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?";
+    const NUMBER: &str = r"[0-9]+\.?$";
+    let name = format!(r"(?=.{{1,253}}$)(?!(?:.*\.)?{NUMBER})(?:{LABEL}\.)*{LABEL}\.?");
+    format!("^(?:{}|{}|{name})$", ipv4(), ipv6())
+}
+
 /// Expression of files, folders and patterns of Envoy's rules.
-const RULE_FILE: &str = r"^(?!(?:[\s\S]*/)?\*\*(?:/|$))";
+const RULE_FILE: &str = r"^(?!(?:[\s\S]*/)?\*\*(?:/|$))\s*\S";
 
 /// Defines a type that only has a schema.
 macro_rules! schema_type {
@@ -214,6 +222,11 @@ schema_type!(
     json_schema!({"type": TEXT_TYPES, "minLength": 1})
 );
 schema_type!(
+    /// Name in a certificate.
+    ServerName,
+    json_schema!({"type": ["string", "boolean"], "pattern": server_name_pattern()})
+);
+schema_type!(
     /// Text that must not be blank, such as a token.
     NotBlank,
     json_schema!({"type": TEXT_TYPES, "pattern": r"\S"})
@@ -239,7 +252,8 @@ pub(super) fn add_config_rules(schema: &mut Schema) {
     schema.insert("then".to_owned(), has_token);
 }
 
-/// Forbids two kinds of servers or two passwords at once, and certificates without TLS.
+/// Forbids two kinds of servers or two passwords at once, certificates without TLS, and a password
+/// without servers.
 pub(super) fn add_store_rules(schema: &mut Schema) {
     let with_tls = json!({"pattern": TLS_SCHEME, "items": {"pattern": TLS_SCHEME}});
     let has_password = json!({"type": "string", "pattern": PASSWORD});
@@ -258,10 +272,13 @@ pub(super) fn add_store_rules(schema: &mut Schema) {
         },
         {
             "if": has("password_file"),
-            "then": {"properties": {
-                "redis": no_password,
-                "sentinel": {"properties": {"nodes": no_password}}
-            }}
+            "then": {
+                "anyOf": [has("redis"), has("sentinel")],
+                "properties": {
+                    "redis": no_password,
+                    "sentinel": {"properties": {"nodes": no_password}}
+                }
+            }
         }
     ]);
     schema.insert("allOf".to_owned(), rules);

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustls::pki_types::ServerName;
 use serde_saphyr::Spanned;
 use tidegate::RedisStore;
 use tidegate::store::redis::{Builder, Tls};
@@ -10,7 +11,7 @@ use tidegate::store::redis::{Builder, Tls};
 use super::{ConfigError, Secret, raw};
 use crate::doctor::Topology;
 use crate::tls;
-use tidegate::internals::{Document, OneOrMany};
+use tidegate::internals::{Document, Flag, OneOrMany};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StoreConfig {
@@ -33,6 +34,7 @@ pub(crate) struct StoreSettings {
     prefix: String,
     timeout: Duration,
     tls: Option<RedisTls>,
+    cross_slot: bool,
     /// Minimum number of instances that share the limits during an outage of Redis. If not set, a
     /// default is assumed until the instances have agreed on their number.
     pub(crate) instances: Option<usize>,
@@ -46,6 +48,7 @@ impl Default for StoreSettings {
             prefix: DEFAULT_PREFIX.to_owned(),
             timeout: DEFAULT_TIMEOUT,
             tls: None,
+            cross_slot: true,
             instances: None,
             max_keys: DEFAULT_MAX_KEYS,
         }
@@ -63,12 +66,13 @@ enum Servers {
     Sentinel { master: String, nodes: Vec<Secret>, credentials: Option<(Option<String>, Secret)> },
 }
 
-/// TLS towards Redis; all texts are PEM.
+/// TLS towards Redis; certificates and keys are PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RedisTls {
     ca: Option<String>,
     /// Client certificate and its key.
     identity: Option<(String, Secret)>,
+    server_name: Option<String>,
 }
 
 impl StoreConfig {
@@ -123,6 +127,14 @@ impl RedisConfig {
         self.settings.timeout
     }
 
+    /// Returns the name by which sentinels know the primary.
+    pub(crate) fn sentinel_master(&self) -> Option<&str> {
+        match &self.servers {
+            Servers::Sentinel { master, .. } => Some(master),
+            Servers::One(_) | Servers::Cluster(_) => None,
+        }
+    }
+
     /// Returns the topology by the configured addresses. A cluster that is configured by a single
     /// node counts as a single server here.
     pub(crate) fn topology(&self) -> Topology {
@@ -156,12 +168,18 @@ impl RedisConfig {
             if let Some(ca) = &files.ca {
                 tls = tls.ca(ca.as_bytes());
             }
+            if let Some(name) = &files.server_name {
+                tls = tls.server_name(name);
+            }
             if let Some((certificate, key)) = &files.identity {
                 tls = tls.identity(certificate.as_bytes(), key.reveal().as_bytes());
             }
             builder = builder.tls(tls);
         }
-        builder.prefix(&self.settings.prefix).timeout(self.settings.timeout)
+        builder
+            .prefix(&self.settings.prefix)
+            .timeout(self.settings.timeout)
+            .cross_slot(self.settings.cross_slot)
     }
 }
 
@@ -177,6 +195,7 @@ pub(super) fn validate(
         prefix: raw.prefix.as_ref().map_or(defaults.prefix, |prefix| prefix.value.clone()),
         timeout: raw.timeout.map_or(defaults.timeout, raw::StoreTimeout::get),
         tls,
+        cross_slot: raw.cross_slot.map_or(defaults.cross_slot, Flag::get),
         instances: raw.instances.and_then(|instances| usize::try_from(instances.get()).ok()),
         max_keys: raw
             .max_keys
@@ -190,7 +209,15 @@ pub(super) fn validate(
             .map_err(|error| document.error_at(prefix, &format!("store: {error}")))?;
     }
     let (servers, urls) = match (raw.redis, raw.sentinel) {
-        (None, None) => return Ok((StoreConfig::Memory(Box::new(settings)), files)),
+        (None, None) => {
+            if let Some(file) = &raw.password_file {
+                let message = "store.password_file is set, but store has no redis and no \
+                               sentinel: add one of them, or give --redis-password-file with \
+                               --redis";
+                return Err(document.error_at(file, message));
+            }
+            return Ok((StoreConfig::Memory(Box::new(settings)), files));
+        }
         (Some(_), Some(sentinel)) => {
             return Err(document
                 .error_at(&sentinel, "store has both redis and sentinel: remove one of them"));
@@ -329,5 +356,11 @@ fn tls(
             );
         }
     };
-    Ok((Some(RedisTls { ca, identity }), files))
+    let server_name = raw.value.server_name.as_ref();
+    if let Some(name) = server_name.filter(|name| ServerName::try_from(&*name.value).is_err()) {
+        let message = "store.tls.server_name must be a host name or an address, without a port";
+        return Err(document.error_at(name, message));
+    }
+    let server_name = server_name.map(|name| name.value.clone());
+    Ok((Some(RedisTls { ca, identity, server_name }), files))
 }

@@ -1,5 +1,3 @@
-use proptest::prelude::*;
-
 use super::*;
 
 #[test]
@@ -407,17 +405,4 @@ fn schema_lists_names_and_bounds() {
     assert_eq!(attributes["uniqueItems"], true, "{attributes}");
     assert!(attributes["items"]["pattern"].is_string(), "{attributes}");
     assert_eq!(schema["$defs"]["ClientIp"]["properties"]["ipv6_prefix"]["maximum"], 128);
-}
-
-proptest! {
-    #[test]
-    fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-        let _ = Config::parse("any", &String::from_utf8_lossy(&bytes));
-    }
-
-    #[test]
-    fn random_insertions_never_panic(at in 0..SAMPLE.len(), text in "[ -~\n]{0,6}") {
-        prop_assume!(SAMPLE.is_char_boundary(at));
-        let _ = Config::parse("any", &format!("{}{text}{}", &SAMPLE[..at], &SAMPLE[at..]));
-    }
 }

@@ -5,7 +5,7 @@
 
 use tidegate::store::redis::Reply;
 
-use super::info::pairs;
+use super::info::{is_absent_command, pairs};
 use super::keys::escape_pattern;
 use super::{Finding, NodeUnderTest, Report, Topology};
 
@@ -15,11 +15,11 @@ const CHECK: &str = "acl";
 /// string unchanged or fails.
 const SCRIPT_COMMANDS: [(&str, &[&str]); 17] = [
     ("GET", &[]),
-    ("GETRANGE", &["0", "0"]),
-    ("SETRANGE", &["0", ""]),
     ("HMGET", &["field"]),
-    // Fails, because the key has another type.
+    // These fail, because the key has another type.
     ("HSET", &["field", "value"]),
+    ("HINCRBY", &["field", "1"]),
+    ("HDEL", &["field"]),
     ("ZADD", &["XX", "0", "member"]),
     ("ZCARD", &[]),
     ("ZCOUNT", &["0", "0"]),
@@ -38,8 +38,12 @@ const NO_SUCH_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
 pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
     let missing = missing_permissions(node, prefix).await;
-    if !missing.is_empty() {
-        return node.add(report, missing_finding(&missing.join(", "), prefix, node.topology));
+    if let Some(finding) = missing.absent_finding() {
+        node.add(report, finding);
+    }
+    if !missing.permissions.is_empty() {
+        let permissions = missing.permissions.join(", ");
+        return node.add(report, missing_finding(&permissions, prefix, node.topology));
     }
     let Ok(Reply::Text(user)) = node.store.ask_node(node.address, &["ACL", "WHOAMI"]).await else {
         return node.add(report, Finding::ok(CHECK, "this user may do what decisions need"));
@@ -57,6 +61,34 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut R
             _ => Finding::ok(CHECK, format!("user {user} may do what decisions need")),
         },
     );
+}
+
+/// Checks the user on a replica, which becomes the primary after a failover.
+pub(super) async fn check_replica(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
+    let missing = missing_permissions(node, prefix).await;
+    if let Some(finding) = missing.absent_finding() {
+        node.add(report, finding);
+    }
+    if !missing.permissions.is_empty() {
+        let message = format!(
+            "on this replica the user lacks permissions that decisions need, so they fail after a \
+             failover to it: {}",
+            missing.permissions.join(", ")
+        );
+        let finding = Finding::warning(CHECK, message);
+        node.add(report, finding.advice(advice(prefix, node.topology)));
+    }
+}
+
+/// Returns the finding of a replica that rejects the user. ACLs are not replicated.
+pub(super) fn unknown_user(prefix: &str, topology: Topology) -> Finding {
+    let message = "this user is unknown on this replica, or has another password there: after a \
+                   failover to it, no decision works";
+    let advice = format!(
+        "ACLs are not replicated, so create the user there, too: {}",
+        minimal_user(prefix, topology)
+    );
+    Finding::warning(CHECK, message).advice(advice)
 }
 
 /// Returns a finding if the error is a missing permission while connecting.
@@ -95,31 +127,48 @@ pub(super) fn minimal_user(prefix: &str, topology: Topology) -> String {
     )
 }
 
-/// Permissions that the user was found to lack.
+/// Permissions that the user lacks, and commands that the server lacks.
 struct Missing<'a> {
     prefix: &'a str,
     /// Commands in lower case, or `keys …` if the user may not access the keys.
     permissions: Vec<String>,
+    /// Commands that the server does not have.
+    absent: Vec<String>,
 }
 
 impl Missing<'_> {
-    /// Records a permission if the reply to the command says that it is missing.
+    /// Records a command or a permission that is missing according to the reply.
     fn record(&mut self, command: &str, reply: &Reply) {
-        if let Reply::Error(error) = reply
-            && let Some(permission) = missing_permission(command, error, self.prefix)
-            && !self.permissions.contains(&permission)
-        {
-            self.permissions.push(permission);
+        let Reply::Error(error) = reply else { return };
+        let (list, name) = if is_absent_command(error) {
+            (&mut self.absent, command.to_owned())
+        } else if let Some(permission) = missing_permission(command, error, self.prefix) {
+            (&mut self.permissions, permission)
+        } else {
+            return;
+        };
+        if !list.contains(&name) {
+            list.push(name);
         }
+    }
+
+    fn absent_finding(&self) -> Option<Finding> {
+        if self.absent.is_empty() {
+            return None;
+        }
+        let message =
+            format!("this server lacks commands that decisions need: {}", self.absent.join(", "));
+        let advice = "they were renamed or disabled (rename-command), or the service or the proxy \
+                      does not offer them: docs/redis.md lists services";
+        Some(Finding::error("commands", message).advice(advice))
     }
 }
 
-/// Returns the commands that are not permitted, in lower case, and `keys …` if the user may not
-/// access the keys.
-async fn missing_permissions(node: &NodeUnderTest<'_>, prefix: &str) -> Vec<String> {
+/// Tries each command that decisions need, and returns those that are missing.
+async fn missing_permissions<'a>(node: &NodeUnderTest<'_>, prefix: &'a str) -> Missing<'a> {
     // No user's key has a hash tag that starts with a bare percent sign.
     let key = format!("{prefix}:{{%doctor}}");
-    let mut missing = Missing { prefix, permissions: Vec::new() };
+    let mut missing = Missing { prefix, permissions: Vec::new(), absent: Vec::new() };
     let mut commands: Vec<(&str, Vec<&str>)> = vec![
         ("time", vec!["TIME"]),
         ("evalsha", vec!["EVALSHA", NO_SUCH_SCRIPT, "1", &key]),
@@ -139,21 +188,21 @@ async fn missing_permissions(node: &NodeUnderTest<'_>, prefix: &str) -> Vec<Stri
     commands.push(("set", vec!["SET", &key, "", "PX", "10000"]));
     let requests: Vec<&[&str]> = commands.iter().map(|(_, words)| words.as_slice()).collect();
     let Ok(replies) = node.store.ask_node_all(node.address, &requests).await else {
-        return missing.permissions;
+        return missing;
     };
     for ((command, _), reply) in commands.iter().zip(&replies) {
         missing.record(command, reply);
     }
-    // If the key does not exist, HSET would create one without a TTL. A node that redirects us
-    // does not run HSET at all.
+    // If the key does not exist, HSET and HINCRBY would create one without a TTL. A node that
+    // redirects us, or a replica, does not run them at all.
     let is_guarded = match replies.last() {
         Some(Reply::Text(_)) => true,
-        Some(Reply::Error(error)) => error.starts_with("MOVED"),
+        Some(Reply::Error(error)) => error.starts_with("MOVED") || error.starts_with("READONLY"),
         _ => false,
     };
     let script_commands: Vec<(&str, Vec<&str>)> = SCRIPT_COMMANDS
         .iter()
-        .filter(|(name, _)| is_guarded || *name != "HSET")
+        .filter(|(name, _)| is_guarded || !["HSET", "HINCRBY"].contains(name))
         .map(|(name, arguments)| {
             (*name, [*name, &key].into_iter().chain(arguments.iter().copied()).collect())
         })
@@ -165,21 +214,20 @@ async fn missing_permissions(node: &NodeUnderTest<'_>, prefix: &str) -> Vec<Stri
             missing.record(&command.to_lowercase(), reply);
         }
     }
-    missing.permissions
+    missing
 }
 
 /// Returns the missing permission that an error reports, if any.
 fn missing_permission(command: &str, error: &str, prefix: &str) -> Option<String> {
-    if error.starts_with("NOPERM") {
-        let is_about_keys = !error.contains("to run the") && error.contains("key");
-        return Some(if is_about_keys {
-            format!("keys ~{}:*", escape_pattern(prefix))
-        } else {
-            command.to_owned()
-        });
+    if !error.starts_with("NOPERM") {
+        return None;
     }
-    // The command was renamed or disabled.
-    error.starts_with("ERR unknown command").then(|| command.to_owned())
+    let is_about_keys = !error.contains("to run the") && error.contains("key");
+    Some(if is_about_keys {
+        format!("keys ~{}:*", escape_pattern(prefix))
+    } else {
+        command.to_owned()
+    })
 }
 
 /// Parses the reply of ACL GETUSER; `None` if it lists no commands.
@@ -196,9 +244,9 @@ mod tests {
 
     use super::*;
 
-    /// Returns the commands in `call('NAME'` and `read('NAME'`.
+    /// Returns the commands in `call('NAME'`, `try('NAME'` and `read('NAME'`.
     fn called_commands(script: &str) -> BTreeSet<String> {
-        let calls = script.split("call(").chain(script.split("read(")).skip(1);
+        let calls = ["call(", "try(", "read("].into_iter().flat_map(|name| script.split(name));
         let name =
             |rest: &str| rest.strip_prefix('\'')?.split_once('\'').map(|(name, _)| name.to_owned());
         calls.filter_map(name).collect()
@@ -246,10 +294,7 @@ mod tests {
             keys
         );
         assert_eq!(lacks("NOPERM No permissions to access a key"), keys);
-        assert_eq!(
-            lacks("ERR unknown command 'HSET', with args beginning with: "),
-            Some("hset".to_owned())
-        );
+        assert_eq!(lacks("ERR unknown command 'HSET', with args beginning with: "), None);
         assert_eq!(
             lacks("WRONGTYPE Operation against a key holding the wrong kind of value"),
             None

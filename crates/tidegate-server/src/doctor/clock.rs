@@ -100,7 +100,9 @@ fn readable(micros: i64) -> String {
 fn server_micros(reply: &Reply) -> Option<i64> {
     let Reply::List(parts) = reply else { return None };
     let [Reply::Text(seconds), Reply::Text(micros)] = parts.as_slice() else { return None };
-    Some(seconds.parse::<i64>().ok()?.checked_mul(1_000_000)? + micros.parse::<i64>().ok()?)
+    // Envoy's proxy returns all microseconds since 1970 as the second number.
+    let micros = micros.parse::<i64>().ok().filter(|micros| (0..1_000_000).contains(micros))?;
+    Some(seconds.parse::<i64>().ok()?.checked_mul(1_000_000)? + micros)
 }
 
 #[cfg(test)]

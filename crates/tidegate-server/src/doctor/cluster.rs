@@ -55,8 +55,35 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, primaries: usize, report: &m
                           the keys of that slot are affected";
             report.add(Finding::note("full-coverage", message).advice(advice));
         }
-        None => report.add(Finding::unknown("full-coverage", "CONFIG GET")),
+        None => report.add(node.unknown_setting("full-coverage")),
     }
+}
+
+/// Returns the replicas of a primary by a reply of CLUSTER SLOTS.
+pub(super) fn replicas_of(primary: &str, reply: &Reply) -> Vec<String> {
+    let Reply::List(ranges) = reply else { return Vec::new() };
+    let own_host = primary.rsplit_once(':').map_or("", |(host, _)| host);
+    let address = |node: &Reply| {
+        let Reply::List(parts) = node else { return None };
+        let Some(Reply::Integer(port)) = parts.get(1) else { return None };
+        // A node may leave out its host, which is that of the node that was asked.
+        Some(match parts.first()? {
+            Reply::Text(host) if host.contains(':') => format!("[{host}]:{port}"),
+            Reply::Text(host) if !host.is_empty() && host != "?" => format!("{host}:{port}"),
+            _ => format!("{own_host}:{port}"),
+        })
+    };
+    let mut replicas = Vec::new();
+    for range in ranges {
+        let Reply::List(parts) = range else { continue };
+        let [_, _, owner, others @ ..] = parts.as_slice() else { continue };
+        if address(owner).as_deref() == Some(primary) {
+            replicas.extend(others.iter().filter_map(address));
+        }
+    }
+    replicas.sort_unstable();
+    replicas.dedup();
+    replicas
 }
 
 /// Returns the number of slots in a reply of CLUSTER SLOTS; `None` if the reply is malformed.
@@ -75,6 +102,25 @@ fn served_slots(reply: &Reply) -> Option<i64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn replicas_of_a_primary_are_found_by_its_address() {
+        let node = |host: Option<&str>, port| {
+            let host = host.map_or(Reply::Nil, |host| Reply::Text(host.to_owned()));
+            Reply::List(vec![host, Reply::Integer(port), Reply::Text("id".to_owned())])
+        };
+        let range = |nodes: Vec<Reply>| {
+            Reply::List([vec![Reply::Integer(0), Reply::Integer(9)], nodes].concat())
+        };
+        let reply = Reply::List(vec![
+            range(vec![node(Some("10.0.0.1"), 1), node(Some("::1"), 2), node(None, 3)]),
+            range(vec![node(Some("10.0.0.2"), 1), node(Some("10.0.0.3"), 1)]),
+            range(vec![node(Some("10.0.0.1"), 1), node(None, 3)]),
+            Reply::Nil,
+        ]);
+        assert_eq!(replicas_of("10.0.0.1:1", &reply), ["10.0.0.1:3", "[::1]:2"]);
+        assert_eq!(replicas_of("10.0.0.9:1", &reply), Vec::<String>::new());
+    }
 
     #[test]
     fn served_slots_are_counted() {

@@ -86,6 +86,21 @@ pub(super) fn pairs(reply: &Reply) -> Vec<(&str, &str)> {
     pairs.iter().filter_map(|[name, value]| Some((text(name)?, text(value)?))).collect()
 }
 
+/// Returns whether an error says that the server does not have the command: it was renamed or
+/// disabled, or a managed service does not offer it.
+pub(super) fn is_absent_command(error: &str) -> bool {
+    const REASONS: [&str; 6] = [
+        "unknown command",
+        "unknown subcommand",
+        "not available",
+        "not supported",
+        "unsupported",
+        "disabled",
+    ];
+    let error = error.to_lowercase();
+    error.starts_with("err ") && REASONS.iter().any(|reason| error.contains(reason))
+}
+
 fn text(reply: &Reply) -> Option<&str> {
     if let Reply::Text(text) = reply { Some(text) } else { None }
 }
@@ -146,6 +161,24 @@ mod tests {
         {
             let info = Info::parse(text);
             assert_eq!((info.version(), info.replicas()), (None, Vec::new()), "{text}");
+        }
+    }
+
+    #[test]
+    fn absent_commands_differ_from_forbidden_ones() {
+        for error in [
+            "ERR unknown command 'CONFIG', with args beginning with: 'GET' ",
+            "ERR Command is not available: 'CONFIG'. See https://example.com",
+            "ERR unsupported command 'CONFIG'",
+        ] {
+            assert!(is_absent_command(error), "{error}");
+        }
+        for error in [
+            "NOPERM this user has no permissions to run the 'config|get' command",
+            "LOADING Redis is loading the dataset in memory",
+            "ERR wrong number of arguments for 'config|get' command",
+        ] {
+            assert!(!is_absent_command(error), "{error}");
         }
     }
 

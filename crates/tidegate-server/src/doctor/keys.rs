@@ -16,28 +16,41 @@ const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
 const MAX_SHOWN_KEYS: usize = 3;
 const MAX_SHOWN_CHARS: usize = 100;
 
+/// Checks the keys, and returns the number of requests in the largest sorted set; 0 without one.
 pub(super) async fn check(
     node: &NodeUnderTest<'_>,
     options: &CheckOptions<'_>,
     report: &mut Report,
-) {
+) -> u64 {
     let pattern = format!("{}:*", escape_pattern(options.prefix));
     let deadline = Instant::now() + SCAN_TIMEOUT;
     let mut cursor = "0".to_owned();
     let mut checked = 0_usize;
     let mut is_complete = false;
     let mut without_ttl: Vec<String> = Vec::new();
+    let mut largest_log = 0;
     for _ in 0..MAX_SCANS {
         let scan = ["SCAN", &cursor, "MATCH", &pattern, "COUNT", SCAN_COUNT];
         let Ok(reply) = node.store.ask_node(node.address, &scan).await else { break };
         let Some((next, keys)) = parse_scan(reply) else {
-            return node.add_unknown(report, CHECK, "SCAN");
+            node.add_unknown(report, CHECK, "SCAN");
+            return largest_log;
         };
-        let requests: Vec<[&str; 2]> = keys.iter().map(|key| ["PTTL", key]).collect();
+        let ttls = keys.iter().map(|key| ["PTTL", key]);
+        let requests: Vec<[&str; 2]> = ttls.chain(keys.iter().map(|key| ["ZCARD", key])).collect();
         let requests: Vec<&[&str]> = requests.iter().map(|words| &words[..]).collect();
-        let Ok(replies) = node.store.ask_node_all(node.address, &requests).await else { break };
+        let Ok(mut replies) = node.store.ask_node_all(node.address, &requests).await else {
+            break;
+        };
+        // Other types than sorted sets answer with an error.
+        for size in replies.split_off(keys.len().min(replies.len())) {
+            if let Reply::Integer(size) = size {
+                largest_log = largest_log.max(u64::try_from(size).unwrap_or(0));
+            }
+        }
         if replies.iter().any(|reply| matches!(reply, Reply::Error(_))) {
-            return node.add_unknown(report, CHECK, "PTTL");
+            node.add_unknown(report, CHECK, "PTTL");
+            return largest_log;
         }
         checked += keys.len();
         let persistent =
@@ -75,6 +88,7 @@ pub(super) async fn check(
             Finding::error(CHECK, message).advice(advice)
         },
     );
+    largest_log
 }
 
 /// Returns the next cursor and the keys of a SCAN reply.

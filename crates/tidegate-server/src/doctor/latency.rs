@@ -4,8 +4,6 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use tidegate::SharedStore as _;
-use tidegate::store::ShardId;
 
 use super::{CheckOptions, Finding, NodeUnderTest, Report};
 use crate::duration;
@@ -45,13 +43,12 @@ impl Percentiles {
 
 pub(super) async fn check(
     node: &NodeUnderTest<'_>,
-    part: ShardId,
     options: &CheckOptions<'_>,
     nodes: usize,
     report: &mut Report,
 ) {
     // The first probe may have to load the script, so it is not measured.
-    match node.store.probe(part).await {
+    match node.store.probe_node(node.address).await {
         Ok(()) => node.add(
             report,
             Finding::ok("scripts", "a decision works: the script loads, runs and writes"),
@@ -67,7 +64,7 @@ pub(super) async fn check(
     let mut failed = 0;
     for _ in 0..options.probes {
         let sent = Instant::now();
-        match node.store.probe(part).await {
+        match node.store.probe_node(node.address).await {
             Ok(()) => samples.push(duration::micros(sent.elapsed())),
             Err(_) => failed += 1,
         }

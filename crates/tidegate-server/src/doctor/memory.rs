@@ -5,6 +5,10 @@ use super::{Finding, NodeUnderTest, Report};
 
 /// Share of `maxmemory`, or of the machine's memory, that causes a warning, in percent.
 const MAX_USED_PERCENT: u64 = 80;
+/// Requests in a sorted set from which on its removal is noticeable.
+const LARGE_LOG: u64 = 5_000;
+/// Requests of a sorted set that Redis frees per millisecond.
+const FREED_PER_MS: u64 = 6_000;
 
 pub(super) async fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
     if node.info.is_empty() {
@@ -13,7 +17,6 @@ pub(super) async fn check(node: &NodeUnderTest<'_>, report: &mut Report) {
     }
     check_eviction(node, report);
     check_usage(node, report);
-    check_lazy_freeing(node, report).await;
     check_persistence(node, report).await;
 }
 
@@ -32,8 +35,10 @@ fn check_eviction(node: &NodeUnderTest<'_>, report: &mut Report) {
         "maxmemory-policy is {policy}: a flood of new keys would evict counters, which resets \
          limits{evicted}"
     );
-    let advice = "CONFIG SET maxmemory-policy noeviction (and in redis.conf): a full Redis is \
-                  then a store failure, for which on_store_failure applies";
+    let advice = format!(
+        "{}: a full Redis is then a store failure, for which on_store_failure applies",
+        node.set_advice("maxmemory-policy noeviction")
+    );
     node.add(report, Finding::warning("eviction-policy", message).advice(advice));
 }
 
@@ -71,17 +76,40 @@ fn check_usage(node: &NodeUnderTest<'_>, report: &mut Report) {
 }
 
 /// Checks whether Redis frees expired keys in the background. Freeing a large sorted set blocks
-/// other clients otherwise.
-async fn check_lazy_freeing(node: &NodeUnderTest<'_>, report: &mut Report) {
+/// other clients otherwise. `largest_log` is the number of requests in the largest one.
+pub(super) async fn check_lazy_freeing(
+    node: &NodeUnderTest<'_>,
+    largest_log: u64,
+    report: &mut Report,
+) {
+    const CHECK: &str = "lazy-freeing";
+    const OFF: &str = "lazyfree-lazy-expire is off";
+    let is_large = largest_log > LARGE_LOG;
     let finding = match node.setting("lazyfree-lazy-expire").await.as_deref() {
-        Some("yes") => Finding::ok("lazy-freeing", "expired keys are freed in the background"),
+        Some("yes") => Finding::ok(CHECK, "expired keys are freed in the background"),
         Some(_) => {
-            let message = "lazyfree-lazy-expire is off: a sliding-log of 100,000 requests that \
-                           expires as a sorted set blocks other clients for about 20 ms";
-            let advice = "CONFIG SET lazyfree-lazy-expire yes (and in redis.conf), or encoding: \
-                          packed for limits above 5,000";
-            Finding::note("lazy-freeing", message).advice(advice)
+            let advice = format!(
+                "{}, or encoding: packed for limits above {LARGE_LOG}",
+                node.set_advice("lazyfree-lazy-expire yes")
+            );
+            let finding = if is_large {
+                let message = format!(
+                    "{OFF}: a sliding-log of {largest_log} requests that expires as a sorted set \
+                     blocks other clients for about {} ms",
+                    largest_log.div_ceil(FREED_PER_MS)
+                );
+                Finding::warning(CHECK, message)
+            } else {
+                let message = format!(
+                    "{OFF}: a sliding-log of 100,000 requests that expires as a sorted set would \
+                     block other clients for about {} ms; none above {LARGE_LOG} was found",
+                    100_000_u64.div_ceil(FREED_PER_MS)
+                );
+                Finding::note(CHECK, message)
+            };
+            finding.advice(advice)
         }
+        None if is_large => node.unknown_setting(CHECK),
         None => return,
     };
     node.add(report, finding);

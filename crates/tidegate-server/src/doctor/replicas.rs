@@ -1,26 +1,61 @@
 //! Checks the replicas of a primary, and the effects of a failover to one of them.
 
+use tidegate::StoreError;
 use tidegate::store::redis::Reply;
 
 use super::clock::Clocks;
 use super::info::{Info, Replica};
-use super::{Finding, NodeUnderTest, Report, Role, Topology};
+use super::{
+    CheckOptions, Finding, NodeUnderTest, Report, Role, Topology, acl, cluster, connection,
+    sentinels,
+};
 
 /// Maximum lag in seconds. A replica acknowledges once per second.
 const MAX_LAG: u64 = 10;
 /// Maximum number of replicas per primary that are checked.
 const MAX_REPLICAS: usize = 16;
 
-pub(super) async fn check(primary: &NodeUnderTest<'_>, clocks: &mut Clocks, report: &mut Report) {
-    if primary.info.is_empty() {
-        return primary.add_unknown(report, "replicas", "INFO");
+pub(super) async fn check(
+    primary: &NodeUnderTest<'_>,
+    options: &CheckOptions<'_>,
+    clocks: &mut Clocks,
+    report: &mut Report,
+) {
+    let addresses = if primary.info.is_empty() {
+        primary.add_unknown(report, "replicas", "INFO");
+        reported_replicas(primary, options).await
+    } else {
+        let replicas = primary.info.replicas();
+        check_lag(primary, &replicas, report);
+        check_split_brain(primary, &replicas, report).await;
+        replicas.into_iter().map(|replica| replica.address).collect()
+    };
+    for address in addresses.iter().take(MAX_REPLICAS) {
+        check_replica(primary, address, options.prefix, clocks, report).await;
     }
-    let replicas = primary.info.replicas();
-    check_lag(primary, &replicas, report);
-    for replica in replicas.iter().take(MAX_REPLICAS) {
-        check_replica(primary, replica, clocks, report).await;
+}
+
+/// Returns the replicas that the cluster or the sentinels report to a user who may not run INFO.
+async fn reported_replicas(primary: &NodeUnderTest<'_>, options: &CheckOptions<'_>) -> Vec<String> {
+    let (store, address) = (primary.store, primary.address);
+    match (primary.topology, options.sentinel_master) {
+        (Topology::Cluster, _) => {
+            let slots = store.ask_node(address, &["CLUSTER", "SLOTS"]).await;
+            slots.map_or_else(|_| Vec::new(), |slots| cluster::replicas_of(address, &slots))
+        }
+        (Topology::Sentinel, Some(master)) => {
+            for sentinel in store.nodes().iter().filter(|node| !node.primary && node.connected) {
+                let replicas = ["SENTINEL", "REPLICAS", master];
+                if let Ok(Reply::List(replicas)) =
+                    store.ask_node(&sentinel.address, &replicas).await
+                {
+                    return replicas.iter().filter_map(sentinels::address_of).collect();
+                }
+            }
+            Vec::new()
+        }
+        (Topology::Single | Topology::Sentinel, _) => Vec::new(),
     }
-    check_split_brain(primary, &replicas, report).await;
 }
 
 fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Report) {
@@ -52,37 +87,23 @@ fn check_lag(primary: &NodeUnderTest<'_>, replicas: &[Replica], report: &mut Rep
 /// Checks a replica as a future primary: it must be reachable from here and configured alike.
 async fn check_replica(
     primary: &NodeUnderTest<'_>,
-    replica: &Replica,
+    address: &str,
+    prefix: &str,
     clocks: &mut Clocks,
     report: &mut Report,
 ) {
-    let node = report.node(&replica.address, Role::Replica);
-    let info = match primary.store.ask_node(&replica.address, &["INFO"]).await {
+    let node = report.node(address, Role::Replica);
+    let info = match primary.store.ask_node(address, &["INFO"]).await {
         Ok(Reply::Text(text)) => Info::parse(&text),
         // The replica is reachable, but INFO is not permitted.
-        Ok(_) => return,
-        Err(error) if error.to_string().contains("NOPERM") => return,
+        Ok(_) => Info::default(),
         Err(error) => {
-            let message = format!(
-                "this replica is not reachable from here, so clients could not follow a failover \
-                 to it: {error}"
-            );
-            let finding = match primary.topology {
-                Topology::Single => Finding::note("replicas", message),
-                Topology::Sentinel | Topology::Cluster => Finding::warning("replicas", message),
-            };
-            let advice = "allow connections to it, with the same user and password; see \
-                          replica-announce-ip and cluster-announce-ip";
-            return report.add(finding.advice(advice).on(&replica.address));
+            let finding = unreachable_finding(primary, prefix, &error);
+            return report.add(finding.on(address));
         }
     };
     node.version = info.server();
-    let replica = NodeUnderTest {
-        store: primary.store,
-        address: &replica.address,
-        info,
-        topology: primary.topology,
-    };
+    let replica = NodeUnderTest::new(primary.store, address, info, primary.topology).await;
     if let Some(policy) =
         replica.info.text("maxmemory_policy").filter(|policy| *policy != "noeviction")
     {
@@ -90,10 +111,33 @@ async fn check_replica(
             "maxmemory-policy is {policy} on this replica: after a failover to it, a flood of new \
              keys resets limits"
         );
-        let advice = "CONFIG SET maxmemory-policy noeviction (and in its redis.conf)";
+        let advice = replica.set_advice("maxmemory-policy noeviction");
         replica.add(report, Finding::warning("eviction-policy", message).advice(advice));
     }
+    acl::check_replica(&replica, prefix, report).await;
     clocks.measure(&replica, report).await;
+}
+
+/// Describes a replica that clients could not use after a failover to it.
+fn unreachable_finding(primary: &NodeUnderTest<'_>, prefix: &str, error: &StoreError) -> Finding {
+    if error.to_string().contains("WRONGPASS") {
+        return acl::unknown_user(prefix, primary.topology);
+    }
+    let message = format!(
+        "this replica is not reachable from here, so clients could not follow a failover to it: \
+         {error}"
+    );
+    let advice =
+        connection::finding(error).and_then(|finding| finding.advice).unwrap_or_else(|| {
+            "allow connections to it, with the same user and password; see replica-announce-ip and \
+         cluster-announce-ip"
+                .to_owned()
+        });
+    match primary.topology {
+        Topology::Single => Finding::note("replicas", message),
+        Topology::Sentinel | Topology::Cluster => Finding::warning("replicas", message),
+    }
+    .advice(advice)
 }
 
 /// Checks `min-replicas-to-write`: without it, an isolated primary keeps allowing requests next to
@@ -102,7 +146,7 @@ async fn check_split_brain(primary: &NodeUnderTest<'_>, replicas: &[Replica], re
     const CHECK: &str = "min-replicas-to-write";
     let Some(required) = primary.setting(CHECK).await.and_then(|value| value.parse::<usize>().ok())
     else {
-        return primary.add_unknown(report, CHECK, "CONFIG GET");
+        return primary.add(report, primary.unknown_setting(CHECK));
     };
     let max_lag = primary.setting("min-replicas-max-lag").await.unwrap_or_else(|| "10".to_owned());
     // A maximum lag of 0 disables the requirement.
@@ -154,7 +198,7 @@ async fn split_brain_finding(primary: &NodeUnderTest<'_>, check: &'static str) -
         }
     };
     finding.advice(format!(
-        "CONFIG SET {check} 1 (and in redis.conf), if the loss of a replica may stop decisions by \
-         Redis"
+        "{}, if the loss of a replica may stop decisions by Redis",
+        primary.set_advice(&format!("{check} 1"))
     ))
 }

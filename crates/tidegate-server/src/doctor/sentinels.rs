@@ -72,6 +72,13 @@ fn sentinel_finding(reply: &Reply, address: &str) -> Finding {
     }
 }
 
+/// Returns the address of a replica in a reply of SENTINEL REPLICAS.
+pub(super) fn address_of(replica: &Reply) -> Option<String> {
+    let fields = pairs(replica);
+    let (ip, port) = (value(&fields, "ip")?, value(&fields, "port")?);
+    Some(if ip.contains(':') { format!("[{ip}]:{port}") } else { format!("{ip}:{port}") })
+}
+
 fn value<'a>(entry: &[(&'a str, &'a str)], name: &str) -> Option<&'a str> {
     entry.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
 }

@@ -144,6 +144,9 @@ fn decode_with_any_bytes(message: &[u8]) -> Result<RateLimitRequest, prost::Deco
 }
 
 #[cfg(test)]
+mod fuzz_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

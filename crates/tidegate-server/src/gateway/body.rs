@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 
+use super::concurrency::RequestPermit;
 use super::error::ProxyError;
 use super::head;
 use crate::duration;
@@ -38,6 +39,8 @@ struct IdleState {
     /// Whether the proxy is waiting for the client's body. That time does not count against the
     /// upstream.
     waits_for_client: AtomicBool,
+    /// Whether the upstream's response has started and has not ended.
+    is_responding: AtomicBool,
 }
 
 impl IdleTimer {
@@ -50,6 +53,11 @@ impl IdleTimer {
         let elapsed = duration::millis(self.start.elapsed());
         self.state.last_activity.store(elapsed, Ordering::Relaxed);
         self.state.waits_for_client.store(false, Ordering::Relaxed);
+    }
+
+    /// Records that the upstream's response has started, or has ended.
+    pub(super) fn set_responding(&self, is_responding: bool) {
+        self.state.is_responding.store(is_responding, Ordering::Relaxed);
     }
 
     /// Completes when no bytes have moved for `timeout`.
@@ -69,27 +77,60 @@ impl IdleTimer {
     }
 }
 
-/// Error of a body that stalled for longer than the idle timeout.
+/// Error of a body that stalled, or that was slower than its minimum rate, for longer than the idle
+/// timeout.
 #[derive(Debug, thiserror::Error)]
-#[error("no data received for {0:?}")]
-pub(super) struct Stalled(Duration);
+#[error("too little data received within {0:?}")]
+pub(super) struct TooSlow(Duration);
 
-/// Body that fails when no frame arrives within the idle timeout.
+/// Body that fails when no frame arrives within the idle timeout. With a minimum rate, each byte
+/// only pays for a part of the time, so that a body which arrives in drops fails, too.
 #[derive(Debug)]
 pub(super) struct IdleTimeoutBody<B> {
     body: B,
     timeout: Duration,
+    /// Bytes per second; 0 for no minimum.
+    min_rate: u32,
+    /// Whether the minimum does not apply at present.
+    may_pause: bool,
+    /// Time for which this body may still wait. The time between the polls, in which the receiver
+    /// has no room for data, does not count.
+    allowance: Duration,
     /// Created on the first wait: most bodies never need a timer.
     timer: Option<Pin<Box<Sleep>>>,
-    is_waiting: bool,
+    waits_since: Option<Instant>,
 }
 
 /// Body of a client's request.
 pub(super) type Upload = IdleTimeoutBody<listener::LingeringBody>;
 
 impl<B> IdleTimeoutBody<B> {
-    pub(super) fn new(body: B, timeout: Duration) -> Self {
-        Self { body, timeout, timer: None, is_waiting: false }
+    pub(super) fn new(body: B, timeout: Duration, min_rate: u32) -> Self {
+        Self {
+            body,
+            timeout,
+            min_rate,
+            may_pause: false,
+            allowance: timeout,
+            timer: None,
+            waits_since: None,
+        }
+    }
+
+    fn has_min_rate(&self) -> bool {
+        self.min_rate > 0 && !self.may_pause
+    }
+
+    /// Adjusts the allowance after a wait, at the end of which this number of bytes arrived.
+    fn end_wait(&mut self, bytes: usize) {
+        let waited = self.waits_since.take().map(|since| since.elapsed()).unwrap_or_default();
+        self.allowance = if self.has_min_rate() {
+            let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+            let paid = Duration::from_secs(1).saturating_mul(bytes) / self.min_rate;
+            self.timeout.min(self.allowance.saturating_sub(waited).saturating_add(paid))
+        } else {
+            self.timeout
+        };
     }
 }
 
@@ -103,7 +144,11 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
         if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
-            this.is_waiting = false;
+            let data = match &frame {
+                Some(Ok(frame)) => frame.data_ref(),
+                _ => None,
+            };
+            this.end_wait(data.map_or(0, Bytes::len));
             let with_clean_trailers = |mut frame: Frame<Bytes>| {
                 let _ = frame.trailers_mut().map(head::clean_trailers);
                 frame
@@ -112,12 +157,20 @@ impl<B: Body<Data = Bytes, Error: Into<axum::BoxError>> + Unpin> Body for IdleTi
                 frame.map(|frame| frame.map(with_clean_trailers).map_err(Into::into)),
             );
         }
-        let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(this.timeout)));
-        if !this.is_waiting {
-            timer.as_mut().reset(Instant::now() + this.timeout);
-            this.is_waiting = true;
+        let limit = if this.has_min_rate() { this.allowance } else { this.timeout };
+        let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        let since = *this.waits_since.get_or_insert_with(|| {
+            let now = Instant::now();
+            timer.as_mut().reset(now + limit);
+            now
+        });
+        ready!(timer.as_mut().poll(cx));
+        // The minimum rate may have ceased to apply during the wait.
+        if timer.deadline() < since + limit {
+            timer.as_mut().reset(since + limit);
+            ready!(timer.as_mut().poll(cx));
         }
-        timer.as_mut().poll(cx).map(|()| Some(Err(Stalled(this.timeout).into())))
+        Poll::Ready(Some(Err(TooSlow(this.timeout).into())))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -150,7 +203,7 @@ pub(super) async fn forwarded(
             None => return Ok(None),
             Some(Ok(frame)) if frame.data_ref().is_none_or(Bytes::is_empty) => {}
             Some(Ok(_)) => break,
-            Some(Err(error)) if error.is::<Stalled>() => {
+            Some(Err(error)) if error.is::<TooSlow>() => {
                 return Err(ProxyError::RequestBodyTimeout);
             }
             Some(Err(_)) => return Err(ProxyError::RequestBodyBroken),
@@ -168,16 +221,25 @@ pub(super) struct Download {
     rest: Bytes,
     chunk_size: usize,
     progress: Option<Arc<WriteProgress>>,
+    call: OpenCall,
 }
 
 impl Download {
-    pub(super) fn new(body: Incoming, timeout: Duration) -> Self {
+    pub(super) fn new(body: Incoming, timeout: Duration, call: OpenCall) -> Self {
+        call.timer.set_responding(true);
         Self {
-            body: IdleTimeoutBody::new(body, timeout),
+            body: IdleTimeoutBody::new(body, timeout, 0),
             rest: Bytes::new(),
             chunk_size: MIN_CHUNK,
             progress: WriteProgress::current(),
+            call,
         }
+    }
+}
+
+impl Drop for Download {
+    fn drop(&mut self) {
+        self.call.timer.set_responding(false);
     }
 }
 
@@ -303,13 +365,29 @@ fn with_more(mut hint: SizeHint, bytes: usize) -> SizeHint {
     hint
 }
 
+/// Request in flight at an upstream. Its bodies hold a clone each; the permit is free when both have
+/// ended.
+#[derive(Debug, Clone)]
+pub(super) struct OpenCall {
+    pub(super) timer: IdleTimer,
+    _permit: Arc<RequestPermit>,
+}
+
+impl OpenCall {
+    pub(super) fn start(permit: &Arc<RequestPermit>) -> Self {
+        Self { timer: IdleTimer::start(), _permit: Arc::clone(permit) }
+    }
+}
+
 /// Body of one attempt to send a request to an upstream. When it is dropped, the client's body is
 /// handed back for another attempt, if it can be sent again.
 #[derive(Debug)]
 pub(super) struct UpstreamRequestBody {
     /// `None` if the request has no body. Boxed, because hyper moves requests several times.
     body: Option<Box<RequestBody>>,
-    idle_timer: IdleTimer,
+    call: OpenCall,
+    /// Whether the client may send less than the minimum rate.
+    may_pause: bool,
     returned: Option<oneshot::Sender<Box<RequestBody>>>,
 }
 
@@ -319,14 +397,15 @@ impl UpstreamRequestBody {
     pub(super) fn new(
         body: Option<Box<RequestBody>>,
         may_repeat: bool,
-        idle_timer: IdleTimer,
+        may_pause: bool,
+        call: OpenCall,
     ) -> (Self, Option<oneshot::Receiver<Box<RequestBody>>>) {
         let Some(mut body) = body else {
-            return (Self { body: None, idle_timer, returned: None }, None);
+            return (Self { body: None, call, may_pause, returned: None }, None);
         };
         body.max_recorded = if may_repeat { MAX_RECORDED_BYTES } else { 0 };
         let (sender, receiver) = oneshot::channel();
-        (Self { body: Some(body), idle_timer, returned: Some(sender) }, Some(receiver))
+        (Self { body: Some(body), call, may_pause, returned: Some(sender) }, Some(receiver))
     }
 }
 
@@ -340,10 +419,12 @@ impl Body for UpstreamRequestBody {
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = self.get_mut();
         let Some(body) = &mut this.body else { return Poll::Ready(None) };
+        let IdleTimer { state, .. } = &this.call.timer;
+        body.upload.may_pause = this.may_pause || state.is_responding.load(Ordering::Relaxed);
         let polled = Pin::new(body).poll_frame(cx);
         match &polled {
-            Poll::Ready(_) => this.idle_timer.reset(),
-            Poll::Pending => this.idle_timer.state.waits_for_client.store(true, Ordering::Relaxed),
+            Poll::Ready(_) => this.call.timer.reset(),
+            Poll::Pending => state.waits_for_client.store(true, Ordering::Relaxed),
         }
         polled
     }

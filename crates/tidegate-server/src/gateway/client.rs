@@ -1,5 +1,6 @@
 //! Pooled connections to upstreams, with a connect timeout and optional TLS.
 
+use std::future::poll_fn;
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,10 +13,11 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{ClientConfig, RootCertStore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::body::UpstreamRequestBody;
 use super::connection::UpstreamStream;
-use super::upstreams::Protocol;
+use super::upstreams::{Protocol, Upstreams};
 
 /// Idle connections are closed before most servers close them: a request that meets a connection
 /// closed by the server must be sent again, or fails.
@@ -40,7 +42,11 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    pub(super) fn new(tls_config: ClientConfig, connect_timeout: Duration) -> Self {
+    pub(super) fn new(
+        tls_config: ClientConfig,
+        connect_timeout: Duration,
+        upstreams: &Arc<Upstreams>,
+    ) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
@@ -48,10 +54,13 @@ impl Clients {
         let http1 = TimeoutConnector {
             connector: tls(tls_config.clone()).enable_http1().wrap_connector(tcp.clone()),
             timeout: connect_timeout,
+            limits: Some(Arc::clone(upstreams)),
         };
         let http2 = TimeoutConnector {
             connector: tls(tls_config).enable_http2().wrap_connector(tcp),
             timeout: connect_timeout,
+            // All requests to an upstream share one connection.
+            limits: None,
         };
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).timer(TokioTimer::new());
@@ -115,11 +124,46 @@ pub(crate) fn tls(ca: Option<&Path>) -> Result<ClientConfig, String> {
         .with_no_client_auth())
 }
 
-/// Connector with a timeout that includes the TLS handshake.
+tokio::task_local! {
+    static NEEDS_CONNECTION: ();
+}
+
+/// Runs a request, for which connections may be opened.
+pub(super) fn with_connection<F: Future>(request: F) -> impl Future<Output = F::Output> {
+    NEEDS_CONNECTION.scope((), request)
+}
+
+/// Error of a request that found no idle connection and may not open another one.
+#[derive(Debug, thiserror::Error)]
+#[error("all connections to the upstream are in use")]
+pub(super) struct NoFreeConnection;
+
+/// Waits for the permit to open a connection, which another one leaves when it is closed.
+async fn connection_permit(
+    connections: Arc<Semaphore>,
+    timeout: Duration,
+) -> Result<OwnedSemaphorePermit, NoFreeConnection> {
+    let mut permit = Box::pin(tokio::time::timeout(timeout, connections.acquire_owned()));
+    poll_fn(|cx| {
+        // hyper goes on connecting in the background once the request has got an idle connection.
+        if NEEDS_CONNECTION.try_with(|()| ()).is_err() {
+            return Poll::Ready(Err(NoFreeConnection));
+        }
+        permit
+            .as_mut()
+            .poll(cx)
+            .map(|permit| permit.ok().and_then(Result::ok).ok_or(NoFreeConnection))
+    })
+    .await
+}
+
+/// Connector with a timeout that includes the TLS handshake, and a limit of connections.
 #[derive(Debug, Clone)]
 pub(super) struct TimeoutConnector {
     connector: HttpsConnector<HttpConnector>,
     timeout: Duration,
+    /// Upstreams that limit their connections.
+    limits: Option<Arc<Upstreams>>,
 }
 
 impl tower::Service<Uri> for TimeoutConnector {
@@ -132,11 +176,18 @@ impl tower::Service<Uri> for TimeoutConnector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
+        let connections = self.limits.as_ref().and_then(|limits| limits.connections(&uri));
         let connecting = tower::Service::call(&mut self.connector, uri);
         let timeout = self.timeout;
         Box::pin(async move {
+            let permit = match connections {
+                Some(connections) => Some(connection_permit(connections, timeout).await?),
+                None => None,
+            };
             match tokio::time::timeout(timeout, connecting).await {
-                Ok(result) => result.map(|stream| TokioIo::new(UpstreamStream::new(stream))),
+                Ok(result) => {
+                    result.map(|stream| TokioIo::new(UpstreamStream::new(stream, permit)))
+                }
                 Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
             }
         })

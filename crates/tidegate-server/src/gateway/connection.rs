@@ -13,6 +13,7 @@ use hyper_util::client::legacy::connect::{Connected, Connection};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
 
 /// Progress of a connection. It is an extension of each of its responses.
 #[derive(Debug, Clone, Default)]
@@ -55,11 +56,16 @@ impl Progress {
 pub(super) struct UpstreamStream {
     stream: TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>,
     progress: Progress,
+    /// Permit for the connection, if their number is limited. It is dropped after the stream.
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl UpstreamStream {
-    pub(super) fn new(stream: MaybeHttpsStream<TokioIo<TcpStream>>) -> Self {
-        Self { stream: TokioIo::new(stream), progress: Progress::default() }
+    pub(super) fn new(
+        stream: MaybeHttpsStream<TokioIo<TcpStream>>,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> Self {
+        Self { stream: TokioIo::new(stream), progress: Progress::default(), _permit: permit }
     }
 
     fn record_write(&self) {

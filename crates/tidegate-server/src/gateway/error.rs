@@ -7,8 +7,11 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use hyper_util::client::legacy;
 
-use super::body::Stalled;
+use super::body::TooSlow;
+use super::client::NoFreeConnection;
+use super::concurrency::Overload;
 use super::cors::OwnResponse;
+use super::local_error::LocalResource;
 use crate::api::problem::Problem;
 
 /// Common methods that are forwarded, for the `Allow` of a 405. Others are forwarded, too.
@@ -25,7 +28,7 @@ pub(super) enum ProxyError {
     Loop,
     /// A GET or HEAD has a body of unknown length.
     LengthRequired,
-    /// The client stopped sending its body.
+    /// The client stopped sending its body, or sends it too slowly.
     RequestBodyTimeout,
     /// The client closed the connection within its body, or the body is malformed.
     RequestBodyBroken,
@@ -33,6 +36,10 @@ pub(super) enum ProxyError {
     Unreachable,
     /// All upstreams are ejected, and none could be reached.
     NoUpstream,
+    /// The upstream has too many requests.
+    Overloaded(Overload),
+    /// No connection could be opened, because of this host.
+    LocalResource(LocalResource),
     ConnectTimeout,
     /// The upstream closed the connection.
     ConnectionLost,
@@ -45,18 +52,23 @@ pub(super) enum ProxyError {
 }
 
 impl ProxyError {
-    pub(super) fn new(error: &legacy::Error) -> Self {
+    /// Returns the reason for the error of a request to a host.
+    pub(super) fn new(error: &legacy::Error, host: &str) -> Self {
         let mut cause = error.source();
+        let mut system_error = None;
         let mut timed_out = false;
+        let mut is_busy = false;
         let mut stalled = false;
         let mut body_failed = false;
         let mut invalid = false;
         let mut too_large = false;
         while let Some(source) = cause {
-            timed_out |= source
-                .downcast_ref::<io::Error>()
-                .is_some_and(|io| io.kind() == io::ErrorKind::TimedOut);
-            stalled |= source.is::<Stalled>();
+            if let Some(error) = source.downcast_ref::<io::Error>() {
+                timed_out |= error.kind() == io::ErrorKind::TimedOut;
+                system_error = Some(error).filter(|error| error.raw_os_error().is_some());
+            }
+            is_busy |= source.is::<NoFreeConnection>();
+            stalled |= source.is::<TooSlow>();
             if let Some(error) = source.downcast_ref::<hyper::Error>() {
                 // hyper reports errors of a body that we provide as user errors.
                 body_failed |= error.is_user();
@@ -66,8 +78,10 @@ impl ProxyError {
             cause = source.source();
         }
         match (error.is_connect(), timed_out) {
+            (true, _) if is_busy => Self::Overloaded(Overload::QueueTimeout),
             (true, true) => Self::ConnectTimeout,
-            (true, false) => Self::Unreachable,
+            (true, false) => LocalResource::missing(system_error, host)
+                .map_or(Self::Unreachable, Self::LocalResource),
             _ if stalled => Self::RequestBodyTimeout,
             _ if body_failed => Self::RequestBodyBroken,
             _ if too_large => Self::ResponseTooLarge,
@@ -87,6 +101,8 @@ impl ProxyError {
                 | Self::LengthRequired
                 | Self::RequestBodyTimeout
                 | Self::RequestBodyBroken
+                | Self::Overloaded(_)
+                | Self::LocalResource(_)
         )
     }
 
@@ -102,7 +118,9 @@ impl ProxyError {
             | Self::ConnectionLost
             | Self::InvalidResponse
             | Self::ResponseTooLarge => StatusCode::BAD_GATEWAY,
-            Self::NoUpstream => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NoUpstream | Self::Overloaded(_) | Self::LocalResource(_) => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::ConnectTimeout | Self::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
         }
     }
@@ -117,10 +135,14 @@ impl ProxyError {
             Self::LengthRequired => {
                 "the body of a GET or HEAD needs a Content-Length: without one, servers ignore it"
             }
-            Self::RequestBodyTimeout => "timeout while reading the request body",
+            Self::RequestBodyTimeout => "the request body arrives too slowly, or not at all",
             Self::RequestBodyBroken => "the request body is incomplete or malformed",
             Self::Unreachable => "the upstream is unreachable",
             Self::NoUpstream => "no upstream is reachable; try again in a moment",
+            Self::Overloaded(_) => "the upstream has too many requests; try again in a moment",
+            Self::LocalResource(_) => {
+                "the gateway cannot open a connection to the upstream; try again in a moment"
+            }
             Self::ConnectTimeout => "timeout while connecting to the upstream",
             Self::ConnectionLost => "the upstream closed the connection before it responded",
             Self::InvalidResponse => "the upstream sent an invalid response",
@@ -138,7 +160,7 @@ impl IntoResponse for ProxyError {
         response.extensions_mut().insert(OwnResponse);
         let headers = response.headers_mut();
         match self {
-            Self::NoUpstream => {
+            Self::NoUpstream | Self::Overloaded(_) | Self::LocalResource(_) => {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
             }
             Self::Trace => {

@@ -220,6 +220,12 @@ impl<'u> UpstreamCall<'u> {
                     exchange.state().upstream_status = Some(status);
                 }
             }
+            Err(ProxyError::LocalResource(resource)) => {
+                resource.log();
+                if let Some(exchange) = &self.exchange {
+                    exchange.telemetry.metrics.count_local_error(resource);
+                }
+            }
             Err(error) => self.metrics.count_error(error),
         }
     }

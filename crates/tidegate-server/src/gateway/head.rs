@@ -67,6 +67,10 @@ pub(super) fn check(head: &Parts) -> Result<(), ProxyError> {
     if head.method == Method::TRACE {
         return Err(ProxyError::Trace);
     }
+    // Policies would see a path, and the upstream none.
+    if head.uri.path() == "*" && head.method != Method::OPTIONS {
+        return Err(ProxyError::Ambiguous("only OPTIONS may have the target `*`"));
+    }
     if elements(&head.headers, &header::VIA).filter(|hop| hop.ends_with(b" tidegate")).count()
         >= MAX_PASSES
     {
@@ -80,6 +84,11 @@ pub(super) fn check(head: &Parts) -> Result<(), ProxyError> {
     }
     if is_repeated(&head.headers, &header::CONTENT_LENGTH) {
         return Err(ProxyError::Ambiguous("there is more than one Content-Length"));
+    }
+    // Over HTTP/2, an empty one is accepted as 0.
+    let length = head.headers.get(header::CONTENT_LENGTH).map(HeaderValue::as_bytes);
+    if length.is_some_and(|it| it.is_empty() || !it.iter().all(u8::is_ascii_digit)) {
+        return Err(ProxyError::Ambiguous("the Content-Length is not a number"));
     }
     // Policies and the upstream could see different users.
     if is_repeated(&head.headers, &header::AUTHORIZATION) {
@@ -305,6 +314,13 @@ fn merge_lengths(headers: &mut HeaderMap) {
     }
 }
 
+/// Returns whether a request is a call of gRPC.
+pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let rest = content_type.and_then(|value| value.strip_prefix(b"application/grpc"));
+    rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+}
+
 /// Announces the trailers of a gRPC response, because hyper sends only announced ones to HTTP/1.1
 /// clients. The names of other trailers are not known before the body has ended.
 pub(super) fn announce_grpc_trailers(headers: &mut HeaderMap) {
@@ -324,15 +340,32 @@ fn via(version: Version) -> HeaderValue {
     })
 }
 
+/// Removes the headers that `Connection` lists, except those that later steps read. Policies must
+/// not count by a header that the upstream does not get.
+pub(super) fn remove_listed(headers: &mut HeaderMap) {
+    let is_read = |name: &HeaderName| {
+        HOP_BY_HOP.contains(name) || [header::EXPECT, HTTP2_SETTINGS].contains(name)
+    };
+    for name in listed(headers) {
+        if !is_read(&name) {
+            headers.remove(name);
+        }
+    }
+}
+
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let listed: Vec<HeaderName> = connection_options(headers)
-        .filter_map(|name| HeaderName::try_from(name).ok())
-        // Removing these would change the meaning of the request.
-        .filter(|name| ![header::HOST, header::CONTENT_LENGTH].contains(name))
-        .collect();
-    for name in listed.iter().chain(&HOP_BY_HOP) {
+    for name in listed(headers).iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
     }
+}
+
+/// Returns the names of the headers that `Connection` lists, without those whose removal would
+/// change the meaning of the message.
+fn listed(headers: &HeaderMap) -> Vec<HeaderName> {
+    connection_options(headers)
+        .filter_map(|name| HeaderName::try_from(name).ok())
+        .filter(|name| ![header::HOST, header::CONTENT_LENGTH].contains(name))
+        .collect()
 }
 
 /// Returns the header names that `Connection` lists.

@@ -12,7 +12,7 @@ use tidegate::{Action, Error, PolicyDecisions, Query};
 use tower::{Layer as _, Service};
 
 use super::exchange::Exchange;
-use super::{Gateway, path};
+use super::{Gateway, head, path};
 use crate::api;
 use crate::config::{CorsConfig, GatewayConfig};
 use crate::listener::{Peer, Request};
@@ -93,6 +93,7 @@ impl Service<Request> for LimitedGateway {
     fn call(&mut self, mut request: Request) -> ResponseFuture {
         let active = self.state.active();
         path::normalize(request.uri_mut(), active.policies());
+        head::remove_listed(request.headers_mut());
         let is_http1 = request.version() < Version::HTTP_2;
         let has_body = !http_body::Body::is_end_stream(request.body());
         let closes_if_denied = is_http1 && has_body;

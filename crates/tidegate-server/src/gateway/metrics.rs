@@ -4,7 +4,10 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::concurrency::Overload;
 use super::error::ProxyError;
+use super::local_error::LocalResource;
+use super::upstreams::Upstream;
 use crate::metrics::{Histogram, escaped, head};
 
 /// Status codes that are counted one by one; all others count as `other`.
@@ -49,6 +52,7 @@ pub(super) struct GatewayMetrics {
     in_flight: AtomicU64,
     seconds: Histogram,
     aborted: [AtomicU64; Aborted::ALL.len()],
+    local_errors: [AtomicU64; LocalResource::ALL.len()],
 }
 
 impl Default for GatewayMetrics {
@@ -58,6 +62,7 @@ impl Default for GatewayMetrics {
             in_flight: AtomicU64::new(0),
             seconds: Histogram::of_requests(),
             aborted: Default::default(),
+            local_errors: Default::default(),
         }
     }
 }
@@ -75,6 +80,10 @@ impl GatewayMetrics {
         if let Some(side) = aborted {
             self.aborted[side as usize].fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    pub(super) fn count_local_error(&self, resource: LocalResource) {
+        self.local_errors[resource as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn observe(&self, duration: Duration) {
@@ -108,6 +117,13 @@ impl GatewayMetrics {
         for (side, counter) in Aborted::ALL.into_iter().zip(&self.aborted) {
             let _ = writeln!(text, "{name}{{side=\"{}\"}} {}", side.as_str(), load(counter));
         }
+        let name = "tidegate_gateway_local_errors_total";
+        let help = "Connections to upstreams that failed for lack of a resource of this host.";
+        head(text, name, "counter", help);
+        for (resource, counter) in LocalResource::ALL.into_iter().zip(&self.local_errors) {
+            let resource = resource.as_str();
+            let _ = writeln!(text, "{name}{{resource=\"{resource}\"}} {}", load(counter));
+        }
     }
 }
 
@@ -118,6 +134,7 @@ pub(super) struct UpstreamMetrics {
     pub(super) url: String,
     responses: [AtomicU64; CLASSES.len()],
     errors: [AtomicU64; ERROR_KINDS.len()],
+    rejections: [AtomicU64; Overload::ALL.len()],
     in_flight: AtomicU64,
     ejections: AtomicU64,
     /// Time to the head of the response.
@@ -130,6 +147,7 @@ impl UpstreamMetrics {
             url: url.to_owned(),
             responses: Default::default(),
             errors: Default::default(),
+            rejections: Default::default(),
             in_flight: AtomicU64::new(0),
             ejections: AtomicU64::new(0),
             seconds: Histogram::of_requests(),
@@ -151,9 +169,15 @@ impl UpstreamMetrics {
     }
 
     pub(super) fn count_error(&self, error: ProxyError) {
-        if let Some(index) = ERROR_KINDS.iter().position(|kind| *kind == error_kind(error)) {
+        if let ProxyError::Overloaded(overload) = error {
+            self.count_rejection(overload);
+        } else if let Some(index) = ERROR_KINDS.iter().position(|kind| *kind == error_kind(error)) {
             self.errors[index].fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    pub(super) fn count_rejection(&self, overload: Overload) {
+        self.rejections[overload as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn count_ejection(&self) {
@@ -169,57 +193,74 @@ pub(super) fn error_kind(error: ProxyError) -> &'static str {
         ProxyError::ResponseTimeout => "response_timeout",
         ProxyError::RequestBodyTimeout | ProxyError::RequestBodyBroken => "request_body",
         ProxyError::InvalidResponse | ProxyError::ResponseTooLarge => "invalid_response",
+        // These two are not errors of the upstream, and have metrics of their own.
+        ProxyError::Overloaded(overload) => overload.as_str(),
+        ProxyError::LocalResource(_) => "local_resource",
         _ => "connection_lost",
     }
 }
 
-/// Writes the metrics of all upstreams, each with whether it is up.
+/// Writes the metrics of all upstreams.
 pub(super) fn write_upstreams<'a>(
     text: &mut String,
-    upstreams: impl Iterator<Item = (&'a UpstreamMetrics, bool)>,
+    upstreams: impl Iterator<Item = &'a Upstream>,
 ) {
     // Upstreams of the same URL share their metrics.
-    let mut unique: Vec<(&UpstreamMetrics, bool, String)> = Vec::new();
-    for (metrics, up) in upstreams {
+    let mut unique: Vec<(&UpstreamMetrics, bool, usize, String)> = Vec::new();
+    for upstream in upstreams {
+        let (metrics, up) = (&*upstream.metrics, upstream.is_up());
         match unique.iter_mut().find(|(other, ..)| other.url == metrics.url) {
-            Some((_, is_any_up, _)) => *is_any_up |= up,
-            None => unique.push((metrics, up, label(&metrics.url))),
+            Some((_, is_any_up, ..)) => *is_any_up |= up,
+            None => unique.push((metrics, up, upstream.limit.pending(), label(&metrics.url))),
         }
     }
     let upstreams = unique;
     let name = "tidegate_upstream_responses_total";
     head(text, name, "counter", "Responses of an upstream, by class of their status.");
-    for (metrics, _, label) in &upstreams {
+    for (metrics, .., label) in &upstreams {
         for (class, counter) in CLASSES.iter().zip(&metrics.responses) {
             let _ = writeln!(text, "{name}{{{label},code=\"{class}\"}} {}", load(counter));
         }
     }
     let name = "tidegate_upstream_errors_total";
     head(text, name, "counter", "Requests that got no response of an upstream, by error.");
-    for (metrics, _, label) in &upstreams {
+    for (metrics, .., label) in &upstreams {
         for (kind, counter) in ERROR_KINDS.iter().zip(&metrics.errors) {
             let _ = writeln!(text, "{name}{{{label},kind=\"{kind}\"}} {}", load(counter));
         }
     }
     let name = "tidegate_upstream_response_seconds";
     head(text, name, "histogram", "Time to the head of an upstream's response.");
-    for (metrics, _, label) in &upstreams {
+    for (metrics, .., label) in &upstreams {
         metrics.seconds.write_series(text, name, label);
     }
     let name = "tidegate_upstream_requests_in_flight";
     head(text, name, "gauge", "Requests to an upstream whose response has not ended.");
-    for (metrics, _, label) in &upstreams {
+    for (metrics, .., label) in &upstreams {
         let _ = writeln!(text, "{name}{{{label}}} {}", load(&metrics.in_flight));
+    }
+    let name = "tidegate_upstream_requests_pending";
+    head(text, name, "gauge", "Requests that wait, because an upstream has too many in flight.");
+    for (.., pending, label) in &upstreams {
+        let _ = writeln!(text, "{name}{{{label}}} {pending}");
+    }
+    let name = "tidegate_upstream_rejections_total";
+    head(text, name, "counter", "Requests rejected because an upstream has too many, by reason.");
+    for (metrics, .., label) in &upstreams {
+        for (reason, counter) in Overload::ALL.into_iter().zip(&metrics.rejections) {
+            let reason = reason.as_str();
+            let _ = writeln!(text, "{name}{{{label},reason=\"{reason}\"}} {}", load(counter));
+        }
     }
     let name = "tidegate_upstream_up";
     let help = "Whether an upstream is up: its last three requests have not all failed.";
     head(text, name, "gauge", help);
-    for (_, up, label) in &upstreams {
+    for (_, up, _, label) in &upstreams {
         let _ = writeln!(text, "{name}{{{label}}} {}", u8::from(*up));
     }
     let name = "tidegate_upstream_ejections_total";
     head(text, name, "counter", "Number of times that an upstream was ejected.");
-    for (metrics, _, label) in &upstreams {
+    for (metrics, .., label) in &upstreams {
         let _ = writeln!(text, "{name}{{{label}}} {}", load(&metrics.ejections));
     }
 }

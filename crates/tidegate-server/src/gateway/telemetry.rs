@@ -36,10 +36,7 @@ impl Telemetry {
 
     pub(crate) fn write_metrics(&self, text: &mut String) {
         self.metrics.write(text);
-        metrics::write_upstreams(
-            text,
-            self.upstreams.iter().map(|upstream| (&*upstream.metrics, upstream.is_up())),
-        );
+        metrics::write_upstreams(text, self.upstreams.iter());
         if let Some(log) = &self.access_log {
             log.write_metrics(text);
         }

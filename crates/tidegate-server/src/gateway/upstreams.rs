@@ -7,9 +7,12 @@ use std::time::{Duration, Instant};
 use http::Uri;
 use http::uri::{Authority, Scheme};
 use siphasher::sip::SipHasher13;
+use tokio::sync::Semaphore;
 
+use super::concurrency::{ConcurrencyLimit, Overload, RequestPermit, UpstreamLimits};
 use super::metrics::UpstreamMetrics;
 use crate::duration;
+use crate::logs::LogThrottle;
 
 /// Number of consecutive failures that eject an upstream.
 const MAX_FAILURES: u32 = 3;
@@ -31,6 +34,7 @@ pub(crate) struct Upstream {
     /// End of the ejection, in milliseconds since the start of the gateway.
     ejected_until: AtomicU64,
     pub(super) metrics: Arc<UpstreamMetrics>,
+    pub(super) limit: Arc<ConcurrencyLimit>,
 }
 
 /// HTTP version towards an upstream.
@@ -85,6 +89,7 @@ impl std::str::FromStr for Upstream {
             failures: AtomicU32::new(0),
             ejected_until: AtomicU64::new(0),
             metrics: Arc::new(UpstreamMetrics::new(text)),
+            limit: Arc::new(ConcurrencyLimit::new(UpstreamLimits::default())),
         })
     }
 }
@@ -116,6 +121,21 @@ impl Upstream {
         }
     }
 
+    /// Counts and logs a request that is rejected because the upstream has too many.
+    fn reject(&self, overload: Overload) {
+        static THROTTLE: LogThrottle = LogThrottle::new();
+        self.metrics.count_rejection(overload);
+        if let Some(suppressed) = THROTTLE.should_log(Instant::now()) {
+            tracing::warn!(
+                upstream = %self.authority,
+                reason = overload.as_str(),
+                suppressed,
+                "request rejected: the upstream has gateway.max_connections requests in flight \
+                 (logged once per minute)"
+            );
+        }
+    }
+
     /// Returns the URI of a request at this upstream.
     pub(super) fn uri(&self, request: &Uri) -> Option<Uri> {
         let root = http::uri::PathAndQuery::from_static("/");
@@ -142,6 +162,13 @@ impl Upstream {
         self.authority.port_u16().unwrap_or(default)
     }
 
+    /// Returns whether both have the same connections.
+    fn is_same_server(&self, other: &Self) -> bool {
+        self.scheme == other.scheme
+            && self.authority == other.authority
+            && self.protocol == other.protocol
+    }
+
     fn is_ejected_at(&self, now: u64) -> bool {
         self.ejected_until.load(Ordering::Relaxed) > now
     }
@@ -157,15 +184,21 @@ pub(crate) struct Upstreams {
 
 impl Upstreams {
     /// Returns `None` without any upstream.
-    pub(crate) fn new(mut all: Vec<Upstream>) -> Option<Self> {
+    pub(crate) fn new(mut all: Vec<Upstream>, limits: UpstreamLimits) -> Option<Self> {
         // An upstream may be listed several times, to give it more turns. Its metrics are one.
-        for index in 1..all.len() {
+        for index in 0..all.len() {
             let (earlier, rest) = all.split_at_mut(index);
+            let upstream = &mut rest[0];
             if let Some(same) =
-                earlier.iter().find(|other| other.metrics.url == rest[0].metrics.url)
+                earlier.iter().find(|other| other.metrics.url == upstream.metrics.url)
             {
-                rest[0].metrics = Arc::clone(&same.metrics);
+                upstream.metrics = Arc::clone(&same.metrics);
             }
+            let same_server = earlier.iter().find(|other| other.is_same_server(upstream));
+            upstream.limit = same_server.map_or_else(
+                || Arc::new(ConcurrencyLimit::new(limits)),
+                |same| Arc::clone(&same.limit),
+            );
         }
         (!all.is_empty()).then(|| Self { all, next: AtomicUsize::new(0), start: Instant::now() })
     }
@@ -173,14 +206,25 @@ impl Upstreams {
     /// Returns the upstreams to try for one request, in order. Ejected ones are skipped, and the
     /// others share their turns. If all are ejected, all are tried, so that the first one to
     /// recover is found at once.
-    pub(super) fn candidates(&self) -> impl Iterator<Item = &Upstream> {
+    pub(super) fn candidates(&self) -> Candidates<'_> {
         let now = self.now();
         let turn = self.next.fetch_add(1, Ordering::Relaxed);
         let all_ejected = self.all.iter().all(|upstream| upstream.is_ejected_at(now));
         let eligible =
             self.all.iter().filter(move |upstream| all_ejected || !upstream.is_ejected_at(now));
         let count = eligible.clone().count();
-        eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES))
+        let mut in_order = eligible.cycle().skip(turn % count.max(1)).take(count.min(MAX_TRIES));
+        Candidates(std::array::from_fn(|_| in_order.next()))
+    }
+
+    /// Returns the permits for connections to a server over HTTP/1.1.
+    pub(super) fn connections(&self, uri: &Uri) -> Option<Arc<Semaphore>> {
+        let is_server = |upstream: &&Upstream| {
+            upstream.protocol == Protocol::Http1
+                && uri.scheme() == Some(&upstream.scheme)
+                && uri.authority() == Some(&upstream.authority)
+        };
+        self.all.iter().find(is_server).map(|upstream| Arc::clone(&upstream.limit.connections))
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Upstream> {
@@ -219,6 +263,46 @@ impl Upstreams {
     }
 }
 
+/// Upstreams that were not tried yet for a request, in order.
+#[derive(Debug)]
+pub(super) struct Candidates<'u>([Option<&'u Upstream>; MAX_TRIES]);
+
+impl<'u> Candidates<'u> {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.iter().all(Option::is_none)
+    }
+
+    /// Removes the first upstream that has a permit for the request, or `None` if all were tried.
+    /// If none has one, the request waits for the first one whose queue has room.
+    pub(super) async fn next(&mut self) -> Option<Result<(&'u Upstream, RequestPermit), Overload>> {
+        for candidate in &mut self.0 {
+            if let Some(permit) = candidate.and_then(|upstream| upstream.limit.try_acquire()) {
+                return candidate.take().map(|upstream| Ok((upstream, permit)));
+            }
+        }
+        let mut rejected = None;
+        for candidate in &mut self.0 {
+            let Some(upstream) = *candidate else { continue };
+            match upstream.limit.acquire().await {
+                Ok(permit) => {
+                    *candidate = None;
+                    return Some(Ok((upstream, permit)));
+                }
+                Err(Overload::QueueFull) => {
+                    rejected = rejected.or(Some((upstream, Overload::QueueFull)));
+                }
+                Err(Overload::QueueTimeout) => {
+                    rejected = Some((upstream, Overload::QueueTimeout));
+                    break;
+                }
+            }
+        }
+        let (upstream, overload) = rejected?;
+        upstream.reject(overload);
+        Some(Err(overload))
+    }
+}
+
 /// Returns 80 % to 120 % of a duration, in milliseconds, so that gateways that saw the same failure
 /// do not retry at the same time.
 fn jittered(duration: Duration, now: u64, failures: u32) -> u64 {
@@ -234,12 +318,13 @@ mod tests {
     use super::*;
 
     fn upstreams(texts: &[&str]) -> Upstreams {
-        Upstreams::new(texts.iter().map(|text| text.parse().expect("valid")).collect())
-            .expect("some")
+        let all = texts.iter().map(|text| text.parse().expect("valid")).collect();
+        Upstreams::new(all, UpstreamLimits::default()).expect("some")
     }
 
     fn next(upstreams: &Upstreams) -> Vec<&str> {
-        upstreams.candidates().map(|upstream| upstream.authority.as_str()).collect()
+        let candidates = upstreams.candidates().0.into_iter().flatten();
+        candidates.map(|upstream| upstream.authority.as_str()).collect()
     }
 
     #[test]

@@ -142,10 +142,8 @@ pub(super) fn encode(kind: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use proptest::collection::vec;
-    use proptest::prelude::*;
-
     use super::*;
+    use crate::fuzz;
 
     fn events(bytes: &[u8], read_size: usize) -> (Vec<Event>, bool) {
         let (mut reader, mut events) = (FrameReader::default(), Vec::new());
@@ -191,13 +189,44 @@ mod tests {
         assert!(events(&bytes, 3).1);
     }
 
-    proptest! {
-        #[test]
-        fn any_bytes_are_read_alike_in_any_pieces(
-            bytes in vec(prop_oneof![Just(0), Just(1), any::<u8>()], 0..200),
-            read_size in 1..50_usize,
-        ) {
-            prop_assert_eq!(events(&bytes, read_size), events(&bytes, bytes.len().max(1)));
+    /// The naive model: frame by frame, in the whole text.
+    fn model(mut bytes: &[u8]) -> Vec<Event> {
+        let mut events = Vec::new();
+        while let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() {
+            let frame = Frame::parse(*head);
+            events.push(Event::Head(frame));
+            let payload = &rest[..rest.len().min(frame.length as usize)];
+            bytes = &rest[payload.len()..];
+            match frame.kind {
+                SETTINGS => events.extend(payload.chunks_exact(SETTING_BYTES).map(|setting| {
+                    let (id, value) = setting.split_at(2);
+                    let value = u32::from_be_bytes(value.try_into().expect("four bytes"));
+                    Event::Setting { id: u16::from_be_bytes([id[0], id[1]]), value }
+                })),
+                WINDOW_UPDATE => events.extend(payload.chunks_exact(4).map(|increment| {
+                    let increment = u32::from_be_bytes(increment.try_into().expect("four bytes"));
+                    let increment = increment & 0x7fff_ffff;
+                    Event::WindowUpdate { stream: frame.stream, increment }
+                })),
+                _ => {}
+            }
         }
+        events
+    }
+
+    #[test]
+    fn fuzz_frames_are_read_as_the_model_does_in_any_pieces() {
+        let seeds = [
+            encode(SETTINGS, 0, &[0, 4, 0, 0, 0, 7, 0, 3, 0, 0, 1, 0]),
+            [encode(WINDOW_UPDATE, 3, &[0x80, 0, 0, 5]), encode(DATA, 1, b"x")].concat(),
+            [encode(HEADERS, 1, b"x"), encode(CONTINUATION, 1, b""), encode(GOAWAY, 0, &[0; 8])]
+                .concat(),
+        ];
+        let pieces = ["\0", "\0\0", "\x04", "\x08", "\x01", "\0\0\x06\x04\0\0\0\0\0", "\x7f"];
+        fuzz::bytes(&seeds, &pieces, |bytes| {
+            for read_size in [1, 2, 5, 64, bytes.len().max(1)] {
+                assert_eq!(events(bytes, read_size).0, model(bytes), "reads of {read_size}");
+            }
+        });
     }
 }

@@ -136,7 +136,7 @@ fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
     let upstream = Upstream::responding_with(OK);
     // The header timeout is the shorter one, and must not apply while the client stalls. It is long
     // enough for a busy machine to connect to the upstream.
-    let config = "gateway: {idle_timeout: 1200ms, header_timeout: 1s}\n";
+    let config = "gateway: {idle_timeout: 1200ms, header_timeout: 1s, min_upload_rate: 0}\n";
     let gateway = Service::gateway(config, &[&upstream.url()]);
     for _ in 0..4 {
         let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
@@ -152,7 +152,7 @@ fn stalled_request_body_is_aborted_without_blaming_the_upstream() {
     assert!(upstream.received().is_empty(), "no complete request reached the upstream");
     assert_eq!(request(&gateway.http, "GET", "/", &[], b"").status, 200);
     assert!(!gateway.output().contains("ejected"));
-    // A slow client that keeps sending is served.
+    // Without a minimum rate, a slow client that keeps sending is served.
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client
         .write_all(b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 15\r\n\r\n")
@@ -191,22 +191,45 @@ fn client_without_a_complete_head_is_disconnected() {
     assert!(start.elapsed() < TEST_TIMEOUT);
 }
 
-#[test]
-fn client_that_stops_reading_is_disconnected() {
-    let upstream = Upstream::start(|_, stream| {
+/// Starts an upstream whose response does not end while the test runs.
+fn endless_upstream() -> Upstream {
+    Upstream::start(|_, stream| {
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")?;
         let piece = vec![0; 64 * 1024];
         loop {
             stream.write_all(&piece)?;
         }
-    });
-    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    })
+}
+
+/// Starts a download. Returns the number of open files before it, and the client.
+fn start_download(gateway: &Service) -> (usize, TcpStream) {
     let before = gateway.open_files();
     let mut client = TcpStream::connect(&gateway.http).expect("the service listens");
     client.write_all(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n").expect("sent");
     gateway.wait_until("the response has started", |gateway| gateway.open_files() >= before + 2);
+    (before, client)
+}
+
+#[test]
+fn client_that_stops_reading_is_disconnected() {
+    let upstream = endless_upstream();
+    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    let (before, client) = start_download(&gateway);
     gateway.wait_until("both connections are closed", |gateway| gateway.open_files() <= before);
     drop(client);
+}
+
+#[test]
+fn client_that_reads_in_drops_is_disconnected() {
+    let upstream = endless_upstream();
+    let gateway = Service::gateway("gateway: {idle_timeout: 500ms}\n", &[&upstream.url()]);
+    let (before, client) = start_download(&gateway);
+    // The socket's buffers must have room again for a part of what they hold.
+    gateway.wait_until("both connections are closed", |gateway| {
+        let _ = (&client).read(&mut [0; 10]);
+        gateway.open_files() <= before
+    });
 }
 
 #[test]

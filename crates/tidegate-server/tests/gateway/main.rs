@@ -15,6 +15,8 @@ mod failures;
 mod forwarding;
 /// HTTP/2 at the level of frames.
 mod frames;
+/// Random requests.
+mod fuzz;
 /// Bodies of GET and HEAD.
 mod get_bodies;
 /// HTTP/2 streams: early responses and stalled clients.
@@ -25,6 +27,11 @@ mod load;
 mod messages;
 /// Requests that are sent again on another connection.
 mod retries;
+/// Choices by a seed.
+#[path = "../support/seeded.rs"]
+mod seeded;
+/// Uploads that arrive too slowly.
+mod slow_uploads;
 /// Ambiguous requests, at the level of bytes.
 mod smuggling;
 /// Spellings of one key or path.
@@ -33,6 +40,8 @@ mod spellings;
 mod telemetry;
 /// Upstream that records the received bytes.
 mod upstream;
+/// Limits of requests to an upstream, and a lack of file descriptors.
+mod upstream_limits;
 /// TLS and HTTP/2 on both sides.
 mod versions;
 /// Upgraded connections.

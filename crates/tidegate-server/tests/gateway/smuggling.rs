@@ -1,6 +1,7 @@
 use std::io::Write as _;
 use std::net::TcpStream;
 
+use crate::frames::{END_HEADERS, END_STREAM, Frames, GET, HEADERS, field};
 use crate::support::{Service, TEST_TIMEOUT, raw, read_response, request};
 use crate::upstream::{OK, Upstream};
 
@@ -58,6 +59,7 @@ const AMBIGUOUS: &[(&str, &[u8])] = &[
     ("a header folded by a tab", b"GET / HTTP/1.1\r\nHost: h\r\nX: a\r\n\tb\r\n\r\n"),
     ("a space before the first header", b"GET / HTTP/1.1\r\n Host: h\r\n\r\n"),
     ("a NUL", b"GET / HTTP/1.1\r\nHost: h\r\nX: a\0b\r\n\r\n"),
+    ("an asterisk as the target of a GET", b"GET * HTTP/1.1\r\nHost: h\r\n\r\n"),
     ("two hosts", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
     ("no host", b"GET / HTTP/1.1\r\n\r\n"),
     ("an invalid host", b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n"),
@@ -118,6 +120,20 @@ fn ambiguous_requests_are_rejected() {
             .collect();
         assert_eq!(new, ["GET /good HTTP/1.1"; 2], "{what}");
     }
+}
+
+#[test]
+fn content_length_over_http2_must_be_a_number() {
+    let upstream = Upstream::responding_with(OK);
+    let gateway = Service::gateway("", &[&upstream.url()]);
+    for length in ["", "+0", "0x0", "0, 0"] {
+        let mut client = Frames::connect(&gateway.http, 65_535);
+        let block = [GET, &field("content-length", length)].concat();
+        client.send(HEADERS, END_HEADERS | END_STREAM, 1, &block);
+        // A response, or the stream is reset.
+        client.next();
+    }
+    assert!(upstream.received().is_empty(), "{:?}", upstream.received());
 }
 
 #[test]

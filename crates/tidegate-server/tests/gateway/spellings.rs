@@ -83,6 +83,9 @@ policies: [{name: p, key: [cookie.session], missing_key: deny, limit: 3, window:
         "a=b;session=X",
         "session=%58",
         "session=\"\\130\"",
+        "session=X\u{a0}",
+        "\u{a0}session\u{2003}=\u{3000}X",
+        "session=\"\\04558\"",
     ];
     let send = |value: &str| get(&gateway, "/", &[&format!("Cookie: {value}")]);
     assert_one_limit(&spellings, send);
@@ -105,6 +108,23 @@ policies:
     assert_eq!(get(&gateway, "/q?api_key=a&%61pi_key=b", &[]), 400);
     assert_eq!(get(&gateway, "/q?api_key=a&api_key=a", &[]), 200);
     assert_eq!(get(&gateway, "/other?api_key=a&api_key=b", &["X-User-Id: a", "X-User-Id: b"]), 200);
+}
+
+/// A client that lists the key in `Connection` has it removed, and would be counted by a value that
+/// the upstream never sees.
+#[test]
+fn policies_do_not_count_by_headers_that_are_not_forwarded() {
+    let upstream = Upstream::responding_with(OK);
+    let policy = "
+policies: [{name: p, key: [header.x-user-id], missing_key: deny, limit: 3, window: 24h}]
+";
+    let gateway = Service::gateway(policy, &[&upstream.url()]);
+    for options in ["X-User-Id", "close, x-user-id", "x-user-id, upgrade"] {
+        let connection = format!("Connection: {options}");
+        assert_eq!(get(&gateway, "/", &["X-User-Id: a", &connection]), 429, "{options}");
+    }
+    assert_eq!(get(&gateway, "/", &["X-User-Id: a"]), 200);
+    assert_eq!(upstream.received().len(), 1);
 }
 
 #[test]

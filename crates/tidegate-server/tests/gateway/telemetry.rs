@@ -10,7 +10,7 @@ use crate::support::{Service, request};
 use crate::upstream::{OK, Upstream};
 
 /// Returns the values of all series, by name and labels.
-fn metrics(gateway: &Service) -> BTreeMap<String, f64> {
+pub(crate) fn metrics(gateway: &Service) -> BTreeMap<String, f64> {
     let text = gateway.admin("/metrics").body;
     let series = text.lines().filter(|line| !line.starts_with('#'));
     let parse = |line: &str| {

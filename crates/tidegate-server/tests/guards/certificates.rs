@@ -154,3 +154,31 @@ fn unusable_revocation_lists_are_config_errors() {
         assert!(text(&output).contains(message), "{options}: {}", text(&output));
     }
 }
+
+#[test]
+fn reload_never_turns_tls_off() {
+    let with_tls = |tls: &str, limit: u64| {
+        format!("{tls}policies: [{{name: p, limit: {limit}, window: 1h}}]\n")
+    };
+    let tls = "tls: {certificate: cert.pem, key: cert-key.pem, admin: true}\n";
+    let service = start(&Authority::new(), &with_tls(tls, 7), "");
+    let ca = path(&service, "ca.pem");
+    let limit = || {
+        let url = format!("https://{}/v1/peek", service.http);
+        let answer = text(&curl(&["--cacert", &ca, "-d", r#"{"policy": "p", "key": "k"}"#, &url]));
+        answer.split_once("\"limit\":").and_then(|(_, rest)| rest.split(',').next()?.parse().ok())
+    };
+    assert_eq!(limit(), Some(7));
+    for (section, message) in [
+        ("", "tls is missing, but the listeners use TLS"),
+        ("tls: {certificate: cert.pem, key: cert-key.pem}\n", "tls.admin is off"),
+    ] {
+        fs::write(service.file(), with_free_ports(&with_tls(section, 8))).expect("written");
+        service.wait_until("the reload is refused", |service| service.output().contains(message));
+        assert_eq!(limit(), Some(7), "{}", service.output());
+        let health = format!("https://{}/healthz", service.admin);
+        assert!(text(&curl(&["--cacert", &ca, &health])).ends_with(" 200"));
+    }
+    fs::write(service.file(), with_free_ports(&with_tls(tls, 9))).expect("written");
+    service.wait_until("a later reload succeeds", |_| limit() == Some(9));
+}

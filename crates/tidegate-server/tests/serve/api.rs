@@ -51,6 +51,19 @@ fn acquire_accepts_three_request_forms() {
 }
 
 #[test]
+fn unknown_path_is_repeated_in_part_only() {
+    let service = Service::start(POLICIES);
+    let path = format!("/v1/%C3%A9{}", "x".repeat(20_000));
+    for address in [&service.http, &service.admin] {
+        let response = request(address, "GET", &path, &[], b"");
+        assert_eq!(response.status, 404);
+        assert!(response.body.len() < 400, "{} bytes", response.body.len());
+        let detail = response.json()["detail"].as_str().expect("a detail").to_owned();
+        assert!(detail.starts_with("/v1/%C3") && detail.ends_with("… does not exist"), "{detail}");
+    }
+}
+
+#[test]
 fn t_is_the_time_until_more_quota_and_the_limit_shown_is_the_burst() {
     let service = Service::start(POLICIES);
     let acquire = |burst: u64| {

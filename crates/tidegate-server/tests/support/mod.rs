@@ -12,13 +12,19 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+#[path = "../../../tidegate/tests/support/cluster.rs"]
+mod cluster;
 #[path = "../../../tidegate/tests/support/server.rs"]
 mod server;
+#[allow(unused_imports, reason = "each test binary uses its own part")]
+pub(crate) use cluster::Cluster;
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use server::{Redis, folder_in_memory, free_port};
 
 /// Time after which a test is considered hanging.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+
+const BINARY: &str = env!("CARGO_BIN_EXE_tidegate");
 
 pub(crate) struct Service {
     process: Child,
@@ -103,6 +109,18 @@ impl Service {
         Self::launch("gateway", folder, &file, &arguments, &[])
     }
 
+    /// Starts a gateway that may have only this number of open files.
+    pub(crate) fn gateway_with_files(config: &str, upstreams: &[&str], files: u32) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, with_free_ports(config)).expect("written");
+        let mut arguments = vec!["--listen", "127.0.0.1:0"];
+        arguments.extend(upstreams.iter().flat_map(|upstream| ["--upstream", upstream]));
+        let mut shell = Command::new("/bin/sh");
+        shell.arg("-c").arg(format!("ulimit -n {files} && exec \"$0\" \"$@\"")).arg(BINARY);
+        Self::launch_by(shell, "gateway", folder, &file, &arguments, &[])
+    }
+
     /// Starts a gateway on a directory with a tidegate.yaml, with these arguments.
     pub(crate) fn gateway_on(folder: tempfile::TempDir, arguments: &[&str]) -> Self {
         let file = folder.path().join("tidegate.yaml");
@@ -120,7 +138,18 @@ impl Service {
         arguments: &[&str],
         environment: &[(&str, &str)],
     ) -> Self {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        Self::launch_by(Command::new(BINARY), command, folder, file, arguments, environment)
+    }
+
+    fn launch_by(
+        mut program: Command,
+        command: &str,
+        folder: tempfile::TempDir,
+        file: &Path,
+        arguments: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Self {
+        let mut process = program
             .args([command, "--config"])
             .arg(file)
             .args(arguments)

@@ -3,11 +3,76 @@
 -- leaky bucket it is the length of the queue, and an admitted request is delayed until the queue
 -- ahead of it has drained.
 --
--- Redis: a hash of the level in whole units, its fraction in W-ths of a unit, the time in
--- microseconds, and W. It expires when a full bucket would have drained. The field `kind`
--- distinguishes it from the hash of a sliding counter, in case the algorithm of a policy changes.
---   HGETALL rate_limit:{user123}:per-user
---   ->   kind bucket, level 7, part 12000000, time 1700000000123456, window 60000000
+-- Redis: a string of "b" and five doubles: the level in whole units, its fraction in W-ths of a
+-- unit, their time in microseconds, the time until which the key lives at least, and W.
+--   GET rate_limit:{user123}:per-user
+--   ->   "b", 7, 12000000, 1700000000123456, 1700000008643456, 60000000
+--
+-- The key expires when the level has drained, and later by one to two sixteenths of the time in
+-- which a full bucket drains. Within that slack, further requests need not set the expiry again,
+-- which costs nearly as much as the rest of a write; and because expiries are multiples of such a
+-- sixteenth, the buckets of a call mostly share one.
+
+local sixteenth, expires_of, expires = floor(option * window / limit / 16) + 1, nil, nil
+for i = from, to do
+  local key = keys[i]
+  local text = try('GET', key)
+  local level, part, lives_until = 0, 0, 0
+  if text then
+    local tag, stored_time, stored_window
+    if #text == 41 then
+      tag, level, part, stored_time, lives_until, stored_window = unpack_struct('<Bddddd', text)
+    end
+    if tag ~= 98 or stored_window ~= window
+      or not (level <= option and part < window and stored_time <= now) then
+      rare = i
+      break
+    end
+    local parts = (now - stored_time) * limit
+    if parts >= 4503599627370496 then rare = i break end
+    local units = floor(parts / window)
+    parts = parts - units * window
+    if part < parts then part, units = part + window, units + 1 end
+    if level < units then level, part = 0, 0 else level, part = level - units, part - parts end
+  end
+  local remaining = option - level
+  if part > 0 and remaining > 0 then remaining = remaining - 1 end
+  if total <= remaining then
+    if spends then
+      -- Drained then, rounded up.
+      local drains = floor(((level + total) * window + part) / limit) + 1
+      local done
+      if lives_until >= now + drains then
+        done = try('SET', key, pack('<Bddddd', 98, level + total, part, now, lives_until, window),
+          'KEEPTTL')
+      else
+        lives_until = (floor((now + drains) / sixteenth) + 2) * sixteenth
+        if lives_until ~= expires_of then
+          expires_of, expires = lives_until, floor((lives_until + expiry_shift) / 1000) + 1
+          if from < to then expires = string.format('%.0f', expires) end
+        end
+        done = try('SET', key, pack('<Bddddd', 98, level + total, part, now, lives_until, window),
+          'PXAT', expires)
+      end
+      if done.err then rare = i break end
+    end
+    replied = replied + 1
+    reply[replied] = pack('<dddd', times, remaining, level, part)
+  elseif cost > remaining then
+    -- drain_time of the units that are too many, and of all.
+    local retry_after, reset_after = (level + cost - option) * window + part, level * window + part
+    if reset_after >= 4503599627370496 or retry_after >= 4503599627370496 then rare = i break end
+    retry_after, reset_after = -floor(-retry_after / limit), -floor(-reset_after / limit)
+    if lives_until < now + reset_after then rare = i break end
+    replied = replied + 1
+    reply[replied] = pack('<dddddd', 0, remaining, level, part, retry_after, reset_after)
+  else
+    rare = i
+    break
+  end
+end
+
+--------------------------------- general ---------------------------------
 
 -- The clock skew, in microseconds, up to which a stored time later than now does not mean that the
 -- clock stepped back.
@@ -21,30 +86,20 @@ local function drain_time(state, quota, units)
   return quotient + whole_parts + (parts > whole_parts * quota.limit and 1 or 0)
 end
 
--- Returns the time in which a full bucket drains.
-local function drain_micros(quota)
-  return mul_div_ceil(quota.option, quota.window, quota.limit)
-end
-
 local bucket = {
-  alt_suffix = 'bucket',
-
   load = function(key, quota)
     local window = quota.window
-    local state = {level = 0, part = 0, time = now}
-    local stored = read('HMGET', key, 'kind', 'level', 'part', 'time', 'window')
-    if not stored then
-      state.other_type = true
-      return state
-    end
-    if stored[1] ~= 'bucket' then
-      state.other_type, state.absent = stored[1], not stored[1]
-      return state
-    end
-    local level, part, time = tonumber(stored[2]), tonumber(stored[3]), tonumber(stored[4])
+    local state = {level = 0, part = 0, time = now, lives_until = 0}
+    local text = read('GET', key)
+    if text == false then return state end
+    state.is_foreign = true
+    if not text or #text ~= 41 then return state end
+    local tag, level, part, time, lives_until, stored_window = unpack_struct('<Bddddd', text)
+    if tag ~= 98 or not (is_count(level) and is_time(part) and is_time(time)) then return state end
+    state.is_foreign = false
     -- The fraction is in parts of another window: round it up to a whole unit, which never admits
     -- too much.
-    if part > 0 and (part >= window or tonumber(stored[5]) ~= window) then
+    if part > 0 and (part >= window or stored_window ~= window) then
       level, part = level + 1, 0
     end
     -- The limit was lowered.
@@ -64,6 +119,8 @@ local bucket = {
       end
     end
     state.level, state.part = level, part
+    -- The key may expire before the level has drained, at the rate of today.
+    state.is_stale = lives_until < state.time + drain_time(state, quota, level)
     return state
   end,
 
@@ -92,13 +149,12 @@ local bucket = {
   end,
 
   -- The level and its fraction, which determine the decision of each of several equal acquires.
-  snapshot = function(state, quota, reply, reply_len)
-    reply[reply_len + 1], reply[reply_len + 2] = state.level, state.part
-    return reply_len + 2
+  snapshot = function(state)
+    return state.level, state.part
   end,
 
   delay = function(state, quota)
-    return quota.name == 'leaky-bucket' and drain_time(state, quota, state.level) or 0
+    return quota.kind == 7 and drain_time(state, quota, state.level) or 0
   end,
 
   spend = function(state, quota, cost)
@@ -128,21 +184,12 @@ local bucket = {
   end,
 
   save = function(key, state, quota)
-    if not quota.expires then
-      -- Formatting a number costs as much as a small command, so do it once for all buckets of this
-      -- quota.
-      quota.time, quota.expires = whole(now), whole(expiry(now + drain_micros(quota)))
-    end
-    local time = state.time == now and quota.time or whole(state.time)
-    call('HSET', key, 'kind', 'bucket', 'level', state.level, 'part', state.part, 'time', time,
-      'window', quota.window)
-    local expires = quota.expires
-    if state.level >= quota.option then
-      -- An overdrawn bucket takes longer to drain.
-      expires = expiry(state.time + drain_time(state, quota, state.level))
-    end
-    call('PEXPIREAT', key, expires)
+    local drained_at = state.time + drain_time(state, quota, state.level)
+    local sixteenth = floor(quota.option * quota.window / quota.limit / 16) + 1
+    local lives_until = (floor(drained_at / sixteenth) + 2) * sixteenth
+    call('SET', key, pack('<Bddddd', 98, state.level, state.part, state.time, lives_until,
+      quota.window), 'PXAT', expiry(lives_until))
   end,
 }
 
-algorithms['token-bucket'], algorithms['leaky-bucket'] = bucket, bucket
+algorithms[6], algorithms[7] = bucket, bucket

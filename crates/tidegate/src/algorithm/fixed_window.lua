@@ -1,24 +1,74 @@
 -- fixed-window, the twin of fixed_window.rs: admits a request if the count of the current window
 -- plus the cost is at most L.
 --
--- Redis: a string "<count>:<start of the window in microseconds>" that expires when the window
--- ends. The start is stored because an expiry has only milliseconds, and because a window starts at
--- the step if the clock steps back.
---   GET rate_limit:{user123}:per-user   ->   "7:1700000000000000"
+-- Redis: a string of "w" and three doubles: the count, the start of the window in microseconds, and
+-- the window. It expires when the window ends. The start is stored because an expiry has only
+-- milliseconds, and because a window starts at the step if the clock steps back; the window is
+-- stored because a write keeps the expiry unless it was changed.
+--   GET rate_limit:{user123}:per-user
+--   ->   "w", 7, 1700000000000000, 60000000
 
-algorithms['fixed-window'] = {
-  alt_suffix = 'window',
+-- The windows of this run start here, unless the clock has stepped back.
+local begins, expires = now - now % window, nil
+for i = from, to do
+  local key = keys[i]
+  local text = try('GET', key)
+  local units, start, is_new = 0, begins, true
+  if text then
+    local tag, stored_units, stored_start, stored_window
+    if #text == 25 then
+      tag, stored_units, stored_start, stored_window = unpack_struct('<Bddd', text)
+    end
+    if tag ~= 119 or not (stored_units >= 0 and stored_start <= now) then rare = i break end
+    if stored_start + window > now then
+      if stored_window ~= window then rare = i break end
+      units, start, is_new = stored_units, stored_start, false
+    end
+  end
+  local remaining, left = limit - units, start + window - now
+  if remaining < 0 then remaining = 0 end
+  if total <= remaining then
+    if spends then
+      text = pack('<Bddd', 119, units + total, start, window)
+      local done
+      if is_new then
+        if not expires then
+          expires = floor((begins + window + expiry_shift) / 1000) + 1
+          if from < to then expires = string.format('%.0f', expires) end
+        end
+        done = try('SET', key, text, 'PXAT', expires)
+      else
+        done = try('SET', key, text, 'KEEPTTL')
+      end
+      if done.err then rare = i break end
+    end
+    replied = replied + 1
+    reply[replied] = pack('<ddd', times, remaining, left)
+  elseif cost > remaining then
+    replied = replied + 1
+    reply[replied] = pack('<ddddd', 0, remaining, left, left, units == 0 and 0 or left)
+  else
+    rare = i
+    break
+  end
+end
 
+--------------------------------- general ---------------------------------
+
+algorithms[5] = {
   load = function(key, quota)
     local state = {start = now - now % quota.window, count = 0}
     local value = read('GET', key)
-    local count, start = string.match(value or '', '^(%d+):(%d+)$')
-    start = tonumber(start)
-    state.absent = value == false
-    state.other_type = not state.absent and not start
-    if start and start + quota.window > now then
-      state.stepped_back = start > now
-      state.start, state.count = math.min(start, now), tonumber(count)
+    state.is_foreign = value ~= false
+    if value and #value == 25 then
+      local tag, count, start, window = unpack_struct('<Bddd', value)
+      if tag == 119 and is_count(count) and is_time(start) then
+        state.is_stale, state.is_foreign = window ~= quota.window, false
+        if start + quota.window > now then
+          state.stepped_back = start > now
+          state.start, state.count = math.min(start, now), count
+        end
+      end
     end
     return state
   end,
@@ -48,9 +98,8 @@ algorithms['fixed-window'] = {
   end,
 
   -- The time until the window ends.
-  snapshot = function(state, quota, reply, reply_len)
-    reply[reply_len + 1] = state.start + quota.window - now
-    return reply_len + 1
+  snapshot = function(state, quota)
+    return state.start + quota.window - now
   end,
 
   spend = function(state, quota, cost)
@@ -67,12 +116,7 @@ algorithms['fixed-window'] = {
   end,
 
   save = function(key, state, quota)
-    if quota.start ~= state.start then
-      -- Formatting a number costs as much as a small command, so do it once for all windows with
-      -- this start.
-      quota.start, quota.suffix = state.start, ':' .. whole(state.start)
-      quota.expires = whole(expiry(state.start + quota.window))
-    end
-    call('SET', key, whole(state.count) .. quota.suffix, 'PXAT', quota.expires)
+    call('SET', key, pack('<Bddd', 119, state.count, state.start, quota.window),
+      'PXAT', expiry(state.start + quota.window))
   end,
 }

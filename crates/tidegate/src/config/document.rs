@@ -11,6 +11,10 @@ use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
 use super::syntax;
 
+/// Number of characters of the longest message, and of the longest line below it.
+const MAX_MESSAGE: usize = 1_000;
+const MAX_LINE: usize = 120;
+
 /// Configuration text that errors refer to.
 ///
 /// [`Policies::load`](crate::Policies::load) is enough for a file of policies. A program whose file
@@ -209,6 +213,7 @@ impl<'a> Document<'a> {
         let position = place.and_then(|(line, column)| {
             redaction::lines(self.text).nth(line.checked_sub(1)?)?;
             let text = shown(self.redaction, self.text, line - 1);
+            let text = message::shortened(&text, MAX_LINE).into_owned();
             Some(SourceLine { line, column, text })
         });
         let field = position
@@ -218,6 +223,7 @@ impl<'a> Document<'a> {
         let message = without_userinfo(
             &field.map_or_else(|| message.to_owned(), |field| format!("{field}: {message}")),
         );
+        let message = message::shortened(&message, MAX_MESSAGE).into_owned();
         ConfigError { file: self.name.to_owned(), position, message }
     }
 

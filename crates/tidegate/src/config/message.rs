@@ -1,8 +1,13 @@
 //! Parser errors in words for the author of a configuration.
 
+use std::borrow::Cow;
+
 use serde_saphyr::Error;
 
 use super::redaction::{MASK, Redaction, without_quoted};
+
+/// Number of characters of an unknown name that are shown.
+const MAX_NAME: usize = 64;
 
 /// Returns the text of an error. If the value may be a secret, the text does not quote it.
 pub(super) fn describe(error: &Error, is_secret: bool, redaction: &Redaction) -> String {
@@ -50,7 +55,16 @@ fn unknown_field(field: &str, expected: &[&str], is_shown: bool) -> String {
     if !is_shown {
         return format!("unknown field {MASK}, expected one of {allowed}");
     }
+    let field = shortened(field, MAX_NAME);
     with_suggestion(&format!("unknown field `{field}`, expected one of {allowed}"))
+}
+
+/// Returns the start of a text. A missing quote or brace can make the rest of a file one value.
+pub(super) fn shortened(text: &str, max_characters: usize) -> Cow<'_, str> {
+    match text.char_indices().nth(max_characters) {
+        Some((end, _)) => Cow::Owned(format!("{}{MASK}", &text[..end])),
+        None => Cow::Borrowed(text),
+    }
 }
 
 fn kind_name(name: &str) -> &str {

@@ -55,7 +55,8 @@ pub struct RawPolicy {
     /// sliding-log (default), sliding-counter, fixed-window, token-bucket or leaky-bucket.
     #[schemars(with = "Option<Algorithm>")]
     algorithm: Option<Spanned<String>>,
-    /// For sliding-log: sorted-set (default) or packed.
+    /// For sliding-log: sorted-set (default) or packed; for sliding-counter: hash (default) or
+    /// packed.
     #[schemars(with = "Option<Encoding>")]
     encoding: Option<Spanned<String>>,
     /// For sliding-log: whether denied requests count too.

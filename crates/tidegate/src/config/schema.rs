@@ -200,13 +200,26 @@ pub(super) fn add_policy_rules(schema: &mut Schema) {
     let absent = || json!({"type": "null"});
     let others = Algorithm::ALL.into_iter().filter(|name| *name != Algorithm::SlidingLog);
     let others: Vec<&str> = others.map(Algorithm::as_str).collect();
+    let counter = Algorithm::SlidingCounter.as_str();
+    let without_encoding: Vec<&str> =
+        others.iter().copied().filter(|name| *name != counter).collect();
+    let except = |encoding: Encoding| json!({"not": {"enum": [encoding.as_str()]}});
     let buckets = [Algorithm::TokenBucket.as_str(), Algorithm::LeakyBucket.as_str()];
     let is_one_of = |field: &str, names: &[&str]| json!({"properties": {field: {"enum": names}}, "required": [field]});
     let rules = json!([
         {
             "if": is_one_of("algorithm", &others),
-            "then": {"properties": {"encoding": absent(), "count_denied": absent()}},
+            "then": {"properties": {"count_denied": absent()}},
             "else": {"properties": with_limits(json!({"limit": {"maximum": Quota::MAX_LOG_LIMIT}}))}
+        },
+        {
+            "if": is_one_of("algorithm", &without_encoding),
+            "then": {"properties": {"encoding": absent()}}
+        },
+        {
+            "if": is_one_of("algorithm", &[counter]),
+            "then": {"properties": {"encoding": except(Encoding::SortedSet)}},
+            "else": {"properties": {"encoding": except(Encoding::Hash)}}
         },
         {
             "if": is_one_of("algorithm", &buckets),

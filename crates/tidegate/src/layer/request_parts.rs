@@ -9,7 +9,7 @@ use http::header::{COOKIE, HOST, HeaderMap, HeaderValue};
 use http::request::Parts;
 
 use crate::client_ip::ClientIp;
-use crate::policy::{Attributes, normalize_host};
+use crate::policy::{Attributes, normalize_host, text, trimmed};
 
 /// Attributes of an HTTP request: `ip`, `method`, `path`, `host`, `header.NAME`, `query.NAME`,
 /// `cookie.NAME`, and [`CustomAttributes`]. The Tower layer, the gateway and forward-auth all read
@@ -213,7 +213,9 @@ impl<'a> RequestParts<'a> {
         pairs.filter_map(move |pair| {
             let equals = pair.iter().position(|byte| *byte == b'=')?;
             let (key, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
-            (!name.is_empty() && key == name.as_bytes()).then(|| text(value))
+            // Frameworks also remove spaces that are not ASCII.
+            let is_named = key == name.as_bytes() || !key.is_ascii() && trimmed(&text(key)) == name;
+            (!name.is_empty() && is_named).then(|| text(value))
         })
     }
 }
@@ -254,20 +256,6 @@ impl Attributes for RequestParts<'_> {
 fn differ<'v>(mut values: impl Iterator<Item = Cow<'v, str>>) -> bool {
     let first = values.next();
     values.any(|value| Some(value) != first)
-}
-
-/// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +
-/// byte: different values stay different, and none becomes a control character, which no key may
-/// have.
-fn text(bytes: &[u8]) -> Cow<'_, str> {
-    let character = |byte: &u8| match byte {
-        0x00..=0x7f => char::from(*byte),
-        _ => char::from_u32(0x100 + u32::from(*byte)).unwrap_or(char::REPLACEMENT_CHARACTER),
-    };
-    match str::from_utf8(bytes) {
-        Ok(text) => Cow::Borrowed(text),
-        Err(_) => Cow::Owned(bytes.iter().map(character).collect()),
-    }
 }
 
 /// Decodes a name or value of a query: `+` is a space, `%41` a byte. An incomplete code stays as it
@@ -445,7 +433,8 @@ mod tests {
 
     #[test]
     fn cookies_may_have_spaces_around_the_equals_sign() {
-        let head = head("/", &[("cookie", "b; a = 1;c==2 ; d=")]);
+        let head = head("/", &[("cookie", "b; a = 1;c==2 ; d=;e\u{a0}=3")]);
+        assert_eq!(attribute(&head, "cookie.e").as_deref(), Some("3"));
         assert_eq!(attribute(&head, "cookie.a").as_deref(), Some("1"));
         assert_eq!(attribute(&head, "cookie.c").as_deref(), Some("=2"));
         assert_eq!(attribute(&head, "cookie.d").as_deref(), Some(""));

@@ -10,7 +10,7 @@ use super::pattern::Pattern;
 use super::select::RequestValues;
 use super::{KeySource, Policy};
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Index {
     always: Vec<usize>,
     /// By the literal segments at the start of the path; "" for the root.

@@ -39,6 +39,8 @@ pub struct PathRules {
     parameters: PathSpelling,
     merge_slashes: bool,
     max_bytes: usize,
+    /// Whether a code of a control character is an error.
+    rejects_controls: bool,
 }
 
 /// Error of a path with a spelling that [`PathRules`] rejects.
@@ -57,6 +59,9 @@ pub enum PathError {
          meaning by `paths.parameters`"
     )]
     Parameter,
+    /// The path has an encoded control character, such as `%0A`.
+    #[error("the path has an encoded control character, which some servers ignore: leave it out")]
+    ControlCharacter,
     /// The path is longer than the maximum.
     #[error("the path has more than {0} bytes")]
     TooLong(usize),
@@ -73,6 +78,7 @@ impl Default for PathRules {
             parameters: PathSpelling::Reject,
             merge_slashes: true,
             max_bytes: DEFAULT_MAX_BYTES,
+            rejects_controls: true,
         }
     }
 }
@@ -85,6 +91,7 @@ impl PathRules {
         parameters: PathSpelling::Keep,
         merge_slashes: true,
         max_bytes: usize::MAX,
+        rejects_controls: false,
     };
 
     /// Sets whether `/Login` and `/login` are the same path; they differ by default.
@@ -132,6 +139,7 @@ impl PathRules {
             }
         }
         self.max_bytes = usize::MAX;
+        self.rejects_controls = false;
         self
     }
 
@@ -288,6 +296,10 @@ impl PathRules {
             let is_slash = matches!(code, Some(b'/' | b'\\')) || rest[at..].starts_with('\\');
             match (is_slash, self.encoded_slashes, code) {
                 (true, PathSpelling::Reject, _) => return Err(PathError::EncodedSlash),
+                // FastAPI's routes match a path with a line feed at its end.
+                (_, _, Some(code)) if self.rejects_controls && code.is_ascii_control() => {
+                    return Err(PathError::ControlCharacter);
+                }
                 (true, PathSpelling::Decode, _) => decoded.push('/'),
                 (true, PathSpelling::Keep, None) => decoded.push('\\'),
                 (_, _, Some(code)) if code.is_ascii_alphanumeric() || b"-._~".contains(&code) => {
@@ -373,6 +385,7 @@ pub fn normalize_path(path: &str) -> Cow<'_, str> {
 /// ```
 #[must_use]
 pub fn normalize_host(host: &str) -> Cow<'_, str> {
+    let host = host.trim_end_matches('.');
     let name = match host.rsplit_once(':') {
         // An IPv6 address without brackets has colons but no port.
         Some((name, port))
@@ -458,6 +471,11 @@ mod tests {
             assert_eq!(rules(PathSpelling::Reject).normalize(path), Err(error), "{path}");
             assert_eq!(rules(PathSpelling::Decode).normalize(path).as_deref(), Ok(decoded));
             assert_eq!(rules(PathSpelling::Keep).normalize(path).as_deref(), Ok(kept));
+        }
+        for control in ["/a%0A", "/a%00/b", "/%7f"] {
+            let error = Err(PathError::ControlCharacter);
+            assert_eq!(rules(PathSpelling::Keep).normalize(control), error, "{control}");
+            assert!(!normalize_path(control).is_empty(), "{control}");
         }
         let short = PathRules::default().with_max_bytes(4);
         assert_eq!(short.normalize("/abc?query").as_deref(), Ok("/abc"));

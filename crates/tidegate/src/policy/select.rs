@@ -47,7 +47,7 @@ const MAX_COMPARED: usize = 32;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Policies {
     all: Vec<Policy>,
     by_name: HashMap<String, usize>,
@@ -162,6 +162,25 @@ impl Policies {
         })
     }
 
+    /// Replaces the quotas of one policy, also those of its overrides, for a comparison with
+    /// others. `change` gets each quota, and whether it is that of an override.
+    #[doc(hidden)]
+    pub fn with_quotas<E: From<PolicyError>>(
+        mut self,
+        name: &str,
+        change: impl Fn(&Quota, bool) -> Result<Quota, E>,
+    ) -> Result<Self, E> {
+        if let Some(position) = self.by_name.get(name) {
+            let policy = &mut self.all[*position];
+            policy.quota = change(&policy.quota, false)?;
+            for quota in policy.overrides.values_mut() {
+                *quota = change(quota, true)?;
+            }
+            policy.set_cost(policy.cost.clone())?;
+        }
+        Ok(self)
+    }
+
     /// Iterates over the policies, in the order of their definition.
     pub fn iter(&self) -> impl Iterator<Item = &Policy> {
         self.all.iter()
@@ -216,12 +235,13 @@ impl KeySource {
         policy: &str,
     ) -> Result<Option<Cow<'r, str>>, SelectError> {
         let request = RequestValues::new(attributes, None);
-        if request.is_ambiguous(self) {
+        let value = request.get(self);
+        if request.is_ambiguous(self, value.as_deref()) {
             let (policy, attribute) = (policy.to_owned(), self.to_string());
             return Err(SelectError::Ambiguous { policy, attribute });
         }
         if !self.is_path() {
-            return Ok(request.get(self));
+            return Ok(value);
         }
         let normal = |path: Cow<'r, str>| PathRules::default().matched(&path).map(Cow::into_owned);
         let path = attributes.get("path").map(normal).transpose().map_err(SelectError::Path)?;
@@ -246,8 +266,10 @@ impl<'r> RequestValues<'r> {
         self.path
     }
 
-    fn is_ambiguous(&self, source: &KeySource) -> bool {
+    /// Returns whether servers may read another value of this attribute than this one.
+    fn is_ambiguous(&self, source: &KeySource, value: Option<&str>) -> bool {
         self.attributes.is_ambiguous(source.as_str())
+            || value.is_some_and(|value| source.is_ambiguous_value(value))
     }
 
     pub(super) fn get(&self, source: &KeySource) -> Option<Cow<'r, str>> {
@@ -272,9 +294,11 @@ pub enum SelectError {
         /// Defect of the key.
         reason: KeyError,
     },
-    /// The request has several different values of an attribute.
+    /// The request has several different values of an attribute, or one that servers read
+    /// differently.
     #[error(
-        "the request has several values of {attribute}, which the policy {policy:?} uses: send one"
+        "the request has several values of {attribute}, or one in a spelling that servers read \
+         differently, and the policy {policy:?} uses it: send one in its usual spelling"
     )]
     Ambiguous {
         /// Name of the policy.
@@ -366,14 +390,15 @@ impl Policy {
         cost: Option<u64>,
     ) -> Result<(), SelectError> {
         let shadow = self.mode == Mode::Shadow;
-        if let Some(source) = self.key.iter().find(|source| request.is_ambiguous(source)) {
-            if shadow {
+        let key = match self.key_of(request) {
+            Ok(key) => key,
+            Err(_) if shadow => {
                 selection.shadow_rejections.push(self);
                 return Ok(());
             }
-            return Err(self.ambiguous(source));
-        }
-        let Some(key) = self.key_of(request) else {
+            Err(source) => return Err(self.ambiguous(source)),
+        };
+        let Some(key) = key else {
             selection.missing_key.push(self);
             match self.missing_key {
                 MissingKey::Deny if shadow => selection.shadow_rejections.push(self),
@@ -424,11 +449,13 @@ impl Policy {
         for condition in &self.conditions {
             let matches = |value: &str| condition.patterns.iter().any(|it| it.matches(value));
             let value = request.get(&condition.attribute);
-            let is_match = value.is_some_and(|value| matches(&value));
+            let is_match = value.as_deref().is_some_and(matches);
             // Several headers of one name are one list; of several cookies or parameters, the
             // application may read another one.
             let is_list = condition.attribute.as_str().starts_with("header.");
-            if !is_list && request.is_ambiguous(&condition.attribute) && self.mode == Mode::Enforce
+            if !is_list
+                && request.is_ambiguous(&condition.attribute, value.as_deref())
+                && self.mode == Mode::Enforce
             {
                 return Err(self.ambiguous(&condition.attribute));
             }
@@ -453,16 +480,24 @@ impl Policy {
         }
     }
 
-    /// Returns the key that this request counts under; `None` if it lacks an attribute.
-    fn key_of(&self, request: &RequestValues<'_>) -> Option<String> {
-        let value = |source: &KeySource| request.get(source).filter(|value| !value.is_empty());
-        match self.key.as_slice() {
-            [] => Some("all".to_owned()),
-            [source] => value(source).map(Cow::into_owned),
-            names => {
-                names.iter().map(value).collect::<Option<Vec<_>>>().map(|values| join(&values))
+    /// Returns the key that this request counts under; `None` if it lacks an attribute. The error is
+    /// an attribute that is ambiguous.
+    fn key_of(&self, request: &RequestValues<'_>) -> Result<Option<String>, &KeySource> {
+        let value = |source| {
+            let value = request.get(source);
+            if request.is_ambiguous(source, value.as_deref()) {
+                return Err(source);
             }
-        }
+            Ok(value.filter(|value| !value.is_empty()))
+        };
+        Ok(match self.key.as_slice() {
+            [] => Some("all".to_owned()),
+            [source] => value(source)?.map(Cow::into_owned),
+            names => {
+                let values = names.iter().map(value).collect::<Result<Vec<_>, _>>()?;
+                values.into_iter().collect::<Option<Vec<_>>>().map(|values| join(&values))
+            }
+        })
     }
 }
 

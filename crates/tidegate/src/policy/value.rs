@@ -6,6 +6,9 @@ use std::borrow::Cow;
 use super::KeySource;
 use super::path::normalize_host;
 
+/// Start of a cookie that Express parses as JSON, so that `j:"X"` is `X`.
+const JSON_COOKIE: &str = "j:";
+
 /// Authentication schemes in their usual spelling. Their names are case-insensitive (RFC 9110,
 /// 11.1).
 const SCHEMES: [&str; 6] = ["Bearer", "Basic", "Digest", "Negotiate", "DPoP", "Token"];
@@ -15,7 +18,7 @@ impl KeySource {
     pub(super) fn normalize<'v>(&self, value: Cow<'v, str>) -> Cow<'v, str> {
         let normalize: fn(&str) -> Cow<'_, str> = match self.as_str() {
             "host" => normalize_host,
-            "header.authorization" | "header.proxy-authorization" => credentials,
+            _ if self.is_credentials() => credentials,
             name if name.starts_with("header.") => |value| Cow::Borrowed(trimmed(value)),
             name if name.starts_with("cookie.") => cookie_value,
             _ => return value,
@@ -28,29 +31,89 @@ impl KeySource {
             },
         }
     }
+
+    /// Returns whether servers read this value, which is in its normal form, differently.
+    pub(super) fn is_ambiguous_value(&self, value: &str) -> bool {
+        if self.is_credentials() {
+            return is_odd_base64(value);
+        }
+        value.starts_with(JSON_COOKIE) && self.as_str().starts_with("cookie.")
+    }
+
+    fn is_credentials(&self) -> bool {
+        matches!(self.as_str(), "header.authorization" | "header.proxy-authorization")
+    }
 }
 
-/// Returns a value without the spaces around it, which HTTP/1.1 removes.
-fn trimmed(value: &str) -> &str {
-    value.trim_matches([' ', '\t'])
+/// Reads bytes as UTF-8. If they are not, each byte beyond ASCII becomes the character U+0100 +
+/// byte: different values stay different, and none becomes a control character, which no key may
+/// have.
+#[must_use]
+pub fn text(bytes: &[u8]) -> Cow<'_, str> {
+    let character = |byte: &u8| match byte {
+        0x00..=0x7f => char::from(*byte),
+        _ => char::from_u32(0x100 + u32::from(*byte)).unwrap_or(char::REPLACEMENT_CHARACTER),
+    };
+    match str::from_utf8(bytes) {
+        Ok(text) => Cow::Borrowed(text),
+        Err(_) => Cow::Owned(bytes.iter().map(character).collect()),
+    }
+}
+
+/// Returns a value without the spaces around it. HTTP/1.1 removes some, and frameworks also those
+/// beyond ASCII: Django reads the value as UTF-8, `FastAPI` as Latin-1.
+pub(crate) fn trimmed(value: &str) -> &str {
+    value.trim_matches(is_space)
+}
+
+/// Returns whether frameworks remove this character around a value. The last two are the spaces of
+/// Latin-1 in a value that is not UTF-8, as `layer/request_parts.rs` reads them.
+fn is_space(character: char) -> bool {
+    character.is_whitespace() || matches!(character, '\u{185}' | '\u{1a0}')
+}
+
+/// Splits credentials into their scheme and the rest, at the first spaces.
+fn scheme_and_rest(value: &str) -> Option<(&str, &str)> {
+    let (scheme, rest) = trimmed(value).split_once(is_space)?;
+    Some((scheme, trimmed(rest)))
 }
 
 /// Returns credentials with the usual spelling of their scheme and one space: servers accept
 /// `bearer  X` for `Bearer X`.
 fn credentials(value: &str) -> Cow<'_, str> {
     let value = trimmed(value);
-    let Some((scheme, rest)) = value.split_once([' ', '\t']) else { return Cow::Borrowed(value) };
-    let rest = trimmed(rest);
+    let Some((scheme, rest)) = scheme_and_rest(value) else { return Cow::Borrowed(value) };
     let known = SCHEMES.iter().find(|known| scheme.eq_ignore_ascii_case(known));
     let scheme_is_usual = match known {
         Some(known) => scheme == *known,
         None => !scheme.bytes().any(|byte| byte.is_ascii_uppercase()),
     };
-    if scheme_is_usual && scheme.len() + 1 + rest.len() == value.len() && !value.contains('\t') {
+    let has_one_space = value[scheme.len()..].strip_prefix(' ') == Some(rest);
+    if scheme_is_usual && has_one_space {
         return Cow::Borrowed(value);
     }
     let scheme = known.map_or_else(|| scheme.to_ascii_lowercase(), |known| (*known).to_owned());
     Cow::Owned(format!("{scheme} {rest}"))
+}
+
+/// Returns whether these are `Basic` credentials that are not written as the standard says. Servers
+/// ignore other characters, padding and unused bits, each in its own way.
+fn is_odd_base64(value: &str) -> bool {
+    let Some((scheme, text)) = scheme_and_rest(value) else { return false };
+    if !scheme.eq_ignore_ascii_case("Basic") {
+        return false;
+    }
+    let digits = text.strip_suffix("==").or_else(|| text.strip_suffix('=')).unwrap_or(text);
+    let is_digit = |byte: u8| byte.is_ascii_alphanumeric() || b"+/".contains(&byte);
+    // A last digit without unused bits that are set.
+    let last_digits: &[u8] = match text.len() - digits.len() {
+        0 => return !text.len().is_multiple_of(4) || !digits.bytes().all(is_digit),
+        1 => b"AEIMQUYcgkosw048",
+        _ => b"AQgw",
+    };
+    !text.len().is_multiple_of(4)
+        || !digits.bytes().all(is_digit)
+        || !digits.bytes().last().is_some_and(|last| last_digits.contains(&last))
 }
 
 /// Returns the value of a cookie as frameworks read it: without spaces and quotes around it, and
@@ -59,29 +122,48 @@ fn credentials(value: &str) -> Cow<'_, str> {
 fn cookie_value(value: &str) -> Cow<'_, str> {
     let value = trimmed(value);
     let quoted = value.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    let has_backslashes = quoted.is_some_and(|inner| inner.contains('\\'));
     let inner = quoted.unwrap_or(value);
-    let has_backslashes = quoted.is_some() && inner.contains('\\');
     if !has_backslashes && !inner.contains('%') {
         return Cow::Borrowed(inner);
     }
-    let mut decoded = Vec::with_capacity(inner.len());
-    let mut rest = inner.as_bytes();
+    let bytes = if has_backslashes { without_backslashes(inner) } else { inner.into() };
+    Cow::Owned(text(&percent_decoded(bytes)).into_owned())
+}
+
+/// Decodes the escapes of a quoted value: `\130` and `\X`.
+fn without_backslashes(quoted: &str) -> Vec<u8> {
+    let mut decoded = Vec::with_capacity(quoted.len());
+    let mut rest = quoted.as_bytes();
     while let [first, after @ ..] = rest {
         let (byte, used) = match (first, after) {
-            (b'%', [high, low, ..]) if digits(16, &[*high, *low]).is_some() => {
-                (digits(16, &[*high, *low]).unwrap_or(*first), 2)
-            }
-            (b'\\', [a, b, c, ..]) if has_backslashes && digits(8, &[*a, *b, *c]).is_some() => {
+            (b'\\', [a, b, c, ..]) if digits(8, &[*a, *b, *c]).is_some() => {
                 (digits(8, &[*a, *b, *c]).unwrap_or(*first), 3)
             }
-            (b'\\', [escaped, ..]) if has_backslashes => (*escaped, 1),
+            (b'\\', [escaped, ..]) => (*escaped, 1),
             _ => (*first, 0),
         };
         decoded.push(byte);
         rest = &after[used..];
     }
-    // Bytes that are not UTF-8 stay encoded, so that different values stay different.
-    String::from_utf8(decoded).map_or(Cow::Borrowed(inner), Cow::Owned)
+    decoded
+}
+
+/// Decodes percent codes until none is left. Some frameworks decode once, some not at all, and some
+/// only if all codes are valid; what each of them reads has the same final form.
+fn percent_decoded(bytes: Vec<u8>) -> Vec<u8> {
+    let mut decoded = Vec::with_capacity(bytes.len());
+    for byte in bytes {
+        decoded.push(byte);
+        // A decoded byte may complete another code.
+        while let [.., b'%', high, low] = decoded[..]
+            && let Some(code) = digits(16, &[high, low])
+        {
+            decoded.truncate(decoded.len() - 3);
+            decoded.push(code);
+        }
+    }
+    decoded
 }
 
 /// Returns the byte that these digits stand for.
@@ -102,6 +184,20 @@ mod tests {
         source.normalize(Cow::Borrowed(value)).into_owned()
     }
 
+    /// Decodes the percent codes of a value once, if all are ASCII.
+    fn form_decoded_once(value: &str) -> String {
+        let mut decoded = String::new();
+        let mut rest = value;
+        while let Some(at) = rest.find('%') {
+            let code = rest.get(at + 1..at + 3).map(str::as_bytes);
+            let byte = code.and_then(|code| digits(16, code)).filter(u8::is_ascii);
+            decoded.push_str(&rest[..at]);
+            decoded.push(byte.map_or('%', char::from));
+            rest = &rest[at + if byte.is_some() { 3 } else { 1 }..];
+        }
+        decoded + rest
+    }
+
     #[test]
     fn spellings_of_a_value_have_one_normal_form() {
         for (attribute, value, expected) in [
@@ -112,21 +208,58 @@ mod tests {
             ("header.authorization", "BEARER \t X ", "Bearer X"),
             ("header.authorization", "AWS4 a  b", "aws4 a  b"),
             ("header.authorization", "X", "X"),
+            ("header.authorization", "Bearer\u{1a0}X\u{a0}", "Bearer X"),
             ("cookie.session", "X", "X"),
             ("cookie.session", " \"X\" ", "X"),
             ("cookie.session", "\"a\\\"b\\130\"", "a\"bX"),
+            ("cookie.session", "X\u{a0}", "X"),
+            ("cookie.session", "\u{2003}X\u{1a0}", "X"),
+            ("cookie.session", "\"\\045\\065\\070\"", "X"),
             ("cookie.session", "%58%2", "X%2"),
-            ("cookie.session", "%FF", "%FF"),
+            ("cookie.session", "%2558%25zz", "X%zz"),
+            ("cookie.session", "%5%38", "X"),
+            ("cookie.session", "%58%FF", "Xǿ"),
+            ("cookie.session", "\"a\\04541\"", "aA"),
             ("cookie.session", "a\\b", "a\\b"),
             ("cookie.session", "\"", "\""),
             ("host", "API.example:80", "api.example"),
+            ("host", "api.example:80.", "api.example"),
             ("query.q", " a ", " a "),
         ] {
             assert_eq!(normal(attribute, value), expected, "{attribute} {value}");
         }
     }
 
+    #[test]
+    fn values_that_servers_read_differently_are_ambiguous() {
+        let ambiguous = |attribute: &str, value: &str| {
+            let source: KeySource = attribute.parse().expect("an attribute");
+            source.is_ambiguous_value(&source.normalize(Cow::Borrowed(value)))
+        };
+        // `ann:b`, `ann:` and `ann:bc`, and what servers may read as one of them.
+        for usual in ["YW5uOmI=", "YW5uOg==", "YW5uOmJj", ""] {
+            assert!(!ambiguous("header.authorization", &format!("Basic  {usual}")), "{usual}");
+        }
+        for odd in
+            ["YW5uOmJ=", "YW5uOmI", "YW5uOh==", "YW5u.OmI=", "YW 5uOmI=", "YW-_", "====", "="]
+        {
+            assert!(ambiguous("header.authorization", &format!("basic {odd}")), "{odd}");
+            assert!(!ambiguous("header.authorization", &format!("Bearer {odd}")), "{odd}");
+            assert!(!ambiguous("header.x-user-id", &format!("Basic {odd}")), "{odd}");
+        }
+        for json in ["j:\"X\"", "j%3A%22X%22", " \"j:[1]\""] {
+            assert!(ambiguous("cookie.session", json), "{json}");
+        }
+        assert!(!ambiguous("cookie.session", "s:j:"));
+    }
+
     proptest! {
+        #[test]
+        fn normal_form_of_a_cookie_is_that_of_its_decoded_value(value in "[%2358acf]{0,20}") {
+            let decoded = form_decoded_once(&value);
+            prop_assert_eq!(normal("cookie.c", &decoded), normal("cookie.c", &value));
+        }
+
         #[test]
         fn normal_form_of_credentials_is_stable(value in "[ \tbBeEaArRx]{0,12}") {
             let once = normal("header.authorization", &value);

@@ -19,7 +19,7 @@ use crate::charge::Charge;
 use crate::clock::Clock;
 use crate::decision::Decision;
 use crate::store::invalidation::{Cursor, Invalidations};
-use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
+use crate::store::{Action, SharedStore, Store, StoreError};
 
 mod entry;
 mod key;
@@ -208,14 +208,6 @@ impl<S: SharedStore> Store for DenyCache<S> {
 }
 
 impl<S: SharedStore> SharedStore for DenyCache<S> {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        self.inner.store.shard(charge)
-    }
-
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.inner.store.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.inner.store.heartbeat(instance).await
     }

@@ -7,7 +7,6 @@
 //! too.
 
 use std::borrow::Cow;
-use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,9 +21,8 @@ use crate::clock::Clock;
 use crate::decision::{Decision, Source};
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
-use crate::store::invalidation::{Cursor, Invalidations};
 use crate::store::memory::MemoryStore;
-use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
+use crate::store::{Action, SharedStore, Store, StoreError};
 
 mod ledger;
 mod local;
@@ -437,35 +435,6 @@ impl<S: SharedStore> Store for Fallback<S> {
 
     fn clock(&self) -> &dyn Clock {
         self.inner.store.clock()
-    }
-}
-
-impl<S: SharedStore> SharedStore for Fallback<S> {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        self.inner.store.shard(charge)
-    }
-
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.inner.store.probe(shard).await
-    }
-
-    async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        self.inner.store.heartbeat(instance).await
-    }
-
-    fn invalidations(
-        &self,
-        since: &Cursor,
-    ) -> Option<impl Future<Output = Result<Invalidations, StoreError>> + Send> {
-        self.inner.store.invalidations(since)
-    }
-
-    fn epoch(&self) -> u64 {
-        self.inner.store.epoch()
-    }
-
-    fn epoch_of(&self, charge: &Charge<'_>) -> u64 {
-        self.inner.store.epoch_of(charge)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Decides charges together that no single call can decide, such as keys in several cluster slots.
 //!
-//! The charges are decided group by group: groups of one node concurrently, nodes in order. If one
+//! An acquire is decided group by group: groups of one node concurrently, nodes in order. If one
 //! group denies, the groups that were already charged are refunded (compensation). Until the refund
 //! has run, other requests may be denied needlessly; a limit is never exceeded.
 
@@ -34,11 +34,9 @@ pub(crate) trait Groups: Sync {
         action: GroupAction,
     ) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send;
 
-    /// Returns the groups in stages: groups of one stage are decided concurrently, stages one after
-    /// the other. By default each group is a stage.
-    fn stages(&self) -> Vec<Vec<usize>> {
-        (0..self.count()).map(|group| vec![group]).collect()
-    }
+    /// Returns the groups in stages, for an acquire: groups of one stage are decided concurrently,
+    /// stages one after the other, so that a denial spends nothing in the later ones.
+    fn stages(&self) -> Vec<Vec<usize>>;
 
     /// Starts to refund these charges of one group. The refund continues even if the returned
     /// future is dropped, because the caller may have been cancelled or timed out.
@@ -61,6 +59,7 @@ pub(crate) enum GroupAction {
 }
 
 /// Copy of a charge that does not borrow from the caller.
+#[derive(Debug)]
 pub(crate) struct OwnedCharge {
     key: String,
     policy: String,
@@ -118,24 +117,23 @@ pub(crate) async fn decide_in_order<G: Groups>(
     groups: &G,
     action: Action,
 ) -> Result<Vec<Vec<Decision>>, StoreError> {
-    let stages = groups.stages();
     if action == Action::Acquire {
-        return acquire_in_order(groups, &stages).await;
+        return acquire_in_order(groups, &groups.stages()).await;
     }
-    let mut decided = vec![Vec::new(); groups.count()];
-    for stage in &stages {
-        let mut failure = None;
-        decide_together(groups, stage, GroupAction::Apply(action), |group, answer| match answer {
-            Ok(decisions) => decided[group] = decisions,
-            Err(error) => failure = Some(error),
-        })
-        .await;
-        if let Some(error) = failure {
-            return Err(error);
-        }
+    // No group depends on another.
+    let all: Vec<usize> = (0..groups.count()).collect();
+    let mut decided = vec![Vec::new(); all.len()];
+    let mut failure = None;
+    decide_together(groups, &all, GroupAction::Apply(action), |group, answer| match answer {
+        Ok(decisions) => decided[group] = decisions,
+        Err(error) => failure = Some(error),
+    })
+    .await;
+    if let Some(error) = failure {
+        return Err(error);
     }
     if action == Action::Peek && !decided.iter().all(|decisions| all_allowed(decisions)) {
-        show_unspent(groups, &stages, &mut decided).await;
+        show_unspent(groups, &mut decided).await;
     }
     Ok(decided)
 }
@@ -222,16 +220,14 @@ fn all_allowed(decisions: &[Decision]) -> bool {
 
 /// Replaces the decisions of groups that allow a peek which another group denies. Their peek shows
 /// the state after a spend that would not happen, so the state without it is read.
-async fn show_unspent<G: Groups>(groups: &G, stages: &[Vec<usize>], decided: &mut [Vec<Decision>]) {
-    for stage in stages {
-        let allowed: Vec<usize> =
-            stage.iter().copied().filter(|group| all_allowed(&decided[*group])).collect();
-        decide_together(groups, &allowed, GroupAction::ReadUnspent, |group, answer| match answer {
-            Ok(decisions) => decided[group] = decisions,
-            Err(_) => restore_unspent(groups.charges(group), &mut decided[group]),
-        })
-        .await;
-    }
+async fn show_unspent<G: Groups>(groups: &G, decided: &mut [Vec<Decision>]) {
+    let allowed: Vec<usize> =
+        (0..groups.count()).filter(|group| all_allowed(&decided[*group])).collect();
+    decide_together(groups, &allowed, GroupAction::ReadUnspent, |group, answer| match answer {
+        Ok(decisions) => decided[group] = decisions,
+        Err(_) => restore_unspent(groups.charges(group), &mut decided[group]),
+    })
+    .await;
 }
 
 /// Returns the decisions for charges whose state is unknown: those of unused counts. They are only
@@ -245,7 +241,7 @@ fn untouched_decisions(charges: &[Charge<'_>]) -> Vec<Decision> {
 
 /// Undoes the hypothetical spend in peeked decisions without the store; `reset_after` cannot be
 /// corrected this way. A group that denies has nothing to undo.
-pub(crate) fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
+fn restore_unspent(charges: &[Charge<'_>], decisions: &mut [Decision]) {
     if all_allowed(decisions) {
         for (charge, decision) in charges.iter().zip(decisions) {
             decision.remaining += charge.cost();

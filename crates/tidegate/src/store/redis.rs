@@ -15,6 +15,11 @@
 //! script that starts after its caller's deadline spends nothing. While a node is down, its calls
 //! fail at once, and the store keeps trying to reconnect.
 //!
+//! Each node has a circuit. It opens after five failures in a row, or when at least five calls of
+//! the last second failed and they are half of its calls or more. While it is open, the calls of
+//! this node return [`StoreError::Open`] at once, and a decision on an internal key is tried
+//! several times per second. Two in a row that succeed close the circuit.
+//!
 //! # Invalidations
 //!
 //! After each refund and reset the store publishes which count has units again, in a small sorted
@@ -30,7 +35,7 @@
 //!
 //! ```text
 //! ACL SETUSER tidegate on >password ~rate_limit:* +evalsha +script|load +time +unlink
-//!     +get +getrange +hmget +hset +pexpireat +pttl +set +setrange +zadd +zcard +zcount
+//!     +get +hdel +hincrby +hmget +hset +pexpireat +pttl +set +zadd +zcard +zcount
 //!     +zrange +zrangebyscore +zrem +zremrangebyrank +zremrangebyscore
 //!     +cluster|slots +asking +role
 //! ```
@@ -42,47 +47,55 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::batch::RequestOutcome;
+use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
-use self::call::{Call, CallError, ScriptReply};
+use self::dispatch::dispatch;
 pub use self::health::{NodeHealth, Reply};
 use self::heartbeat::CachedInstances;
 use self::invalidation::PendingInvalidation;
+use self::node::NodeClient;
 use self::publisher::Publisher;
-use self::queue::{Enqueued, InFlightPermit, LeaderOutcome};
-use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+use self::queue::Enqueued;
+use self::requests::{Operation, Request, RequestDecisions};
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
+use self::step::{CallError, Delivery, NextStep, Retries, Target};
 pub use self::tls::Tls;
 use self::topology::Topology;
 use super::invalidation::{Cursor, Invalidations};
-use super::{Action, ShardId, SharedStore, Store, StoreError};
+use super::{Action, SharedStore, Store, StoreError};
 use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
-use crate::decision::{Decision, Source};
+use crate::decision::Decision;
 use crate::key::write_redis_key;
 
 mod batch;
 mod builder;
 mod call;
 mod connection;
+mod count;
+mod dispatch;
 mod endpoint;
 mod error;
 mod groups;
 mod health;
 mod heartbeat;
+#[cfg(test)]
+mod instructions;
 mod invalidation;
 mod node;
 mod probe;
 mod publisher;
 mod queue;
 mod refresh;
+mod reply;
 mod requests;
 mod scheme;
 mod script;
 mod server_clock;
 mod slot;
+mod step;
 mod tls;
 mod topology;
 
@@ -108,6 +121,7 @@ struct Shared {
     clock: SystemClock,
     timeout: Duration,
     group_commit: bool,
+    cross_slot: bool,
     instances: CachedInstances,
     /// Manual clock of a test, which replaces the server's time.
     #[cfg(feature = "testing")]
@@ -142,9 +156,9 @@ impl RedisStore {
     /// Creates a builder for a store on a cluster. The URLs are those of some nodes; the others are
     /// discovered.
     ///
-    /// Charges of one key are decided atomically, as on one server. Charges of several keys may be
-    /// in several slots: slots of one node are decided concurrently, nodes in order, and if one
-    /// charge denies, the units that the others spent are refunded.
+    /// Charges of one key are decided atomically, as on one server. So are charges of several keys
+    /// that are on one node, with Redis 7 or Valkey. Charges on several nodes are decided in order,
+    /// and if one denies, the units that the others spent are refunded.
     ///
     /// ```no_run
     /// use tidegate::RedisStore;
@@ -191,78 +205,76 @@ impl RedisStore {
 impl Shared {
     fn redis_key(&self, charge: &Charge<'_>) -> String {
         let mut text = String::new();
-        self.write_redis_key(&mut text, charge);
+        write_redis_key(&mut text, &self.prefix, charge.key(), "", charge.policy());
         text
-    }
-
-    fn write_redis_key(&self, text: &mut String, charge: &Charge<'_>) {
-        write_redis_key(text, &self.prefix, charge.key(), charge.policy());
     }
 
     fn slot(charge: &Charge<'_>) -> u16 {
         slot_of_user_key(charge.key())
     }
 
-    /// Decides a request on keys of one slot or one server, alone or in a batch.
+    /// Returns whether one call to this node may reach keys of several slots.
+    fn crosses_slots(&self, node: &NodeClient) -> bool {
+        self.cross_slot && node.allows_cross_slot()
+    }
+
+    /// Decides a request on keys of one node. Requests for one node share calls.
     async fn decide(
         self: &Arc<Self>,
         request: &Request<'_>,
         started: Instant,
+        delivery: Delivery,
     ) -> Result<RequestDecisions, CallError> {
         let Some(first) = request.charges.first() else {
             return Ok(RequestDecisions::Many(Vec::new()));
         };
-        let slot = Self::slot(first);
-        let deadline = started + self.timeout;
-        let mut in_batch = self.group_commit;
-        while in_batch {
-            let node = self.topology.state().route(slot)?;
-            let handle = match queue::enqueue(self, node, request, slot, deadline) {
-                Enqueued::Wait(handle) => handle,
-                Enqueued::Lead(leader) => match leader.collect().await {
-                    LeaderOutcome::Wait(handle) => handle,
-                    LeaderOutcome::Alone(permit) => {
-                        return Box::pin(self.decide_alone(request, slot, started, Some(permit)))
-                            .await;
-                    }
-                },
-            };
-            match handle.outcome(request).await {
-                RequestOutcome::Decided(decisions) => return Ok(decisions),
-                RequestOutcome::Failed(error) => return Err(error.into()),
-                RequestOutcome::Retry if Instant::now() < deadline => {}
-                RequestOutcome::Retry | RequestOutcome::TimedOut => {
-                    return Err(StoreError::Timeout(self.timeout).into());
-                }
-                RequestOutcome::RetryAlone => in_batch = false,
+        let (slot, deadline, topology) =
+            (Self::slot(first), started + self.timeout, self.topology.state());
+        let write_key = |text: &mut String, charge: &Charge<'_>, tag: &str| {
+            write_redis_key(text, &self.prefix, charge.key(), tag, charge.policy());
+        };
+        let mut request = *request;
+        let mut target = Target { node: topology.route(slot)?, delivery };
+        let mut retries = None;
+        loop {
+            if target.node.circuit().is_open() {
+                return Err(target.node.circuit().open_error().into());
             }
-        }
-        Box::pin(self.decide_alone(request, slot, started, None)).await
-    }
-
-    /// Decides a request by a separate call. Callers box this large future, so that the future of a
-    /// caller that waits for a batch stays small.
-    async fn decide_alone(
-        &self,
-        request: &Request<'_>,
-        slot: u16,
-        started: Instant,
-        permit: Option<InFlightPermit>,
-    ) -> Result<RequestDecisions, CallError> {
-        let encoded =
-            EncodedRequests::one(request, slot, |text, charge| self.write_redis_key(text, charge));
-        let call = Call { script: encoded.script(&[0]), slot, started, timeout: self.timeout };
-        let command = |clock: &ServerClock| {
-            encoded.command(&[0], |_| 1, &self.server_times(clock, started + self.timeout))
-        };
-        let read = |reply| {
-            let reply = encoded.read(&[0], |_| 1, reply)?;
-            let Some(item) = reply.items.into_iter().flatten().next() else {
-                return Ok((Some(reply.now), ScriptReply::Late));
+            let handle = if self.group_commit {
+                match queue::enqueue(self, &target, &request, slot, deadline, write_key) {
+                    Enqueued::Wait(handle) => handle,
+                    // Boxed, so that the future of a caller that waits for a batch stays small.
+                    Enqueued::Lead(leader) => Box::pin(leader.send()).await,
+                }
+            } else {
+                let batch = Arc::<Batch>::default();
+                let handle = batch.join(&request, slot, target.delivery, deadline, write_key);
+                Box::pin(dispatch(self, &target.node, &InFlightBatch(batch))).await;
+                handle
             };
-            Ok((Some(reply.now), ScriptReply::Answer(item.decisions(request, 0)?)))
-        };
-        call.run(self.topology.state(), permit, command, read).await
+            let step = match handle.decisions(&request).await {
+                Ok(decisions) => {
+                    // A read says nothing about writes, which a full server refuses.
+                    if request.operation != Operation::Apply(Action::ChargeUpTo) {
+                        self.record(&target.node, Ok(()));
+                    }
+                    return Ok(decisions);
+                }
+                Err(NextStep::UseOwnKey(charge)) if request.use_own_key(charge) => continue,
+                Err(step) => step,
+            };
+            let retries = retries.get_or_insert(Retries::until(deadline, self.timeout, delivery));
+            let node = Arc::clone(&target.node);
+            target = match Box::pin(retries.follow(step, target, slot, topology)).await {
+                Ok(next) => next,
+                Err(error) => {
+                    if let CallError::Failed(error) = &error {
+                        self.record(&node, Err(error));
+                    }
+                    return Err(error);
+                }
+            };
+        }
     }
 
     /// Returns the times of a call that is sent now.
@@ -291,11 +303,11 @@ impl Shared {
 impl Store for RedisStore {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         let charges = std::slice::from_ref(charge);
-        let request = Request { operation: Operation::Apply(action), charges };
+        let request = Request::new(Operation::Apply(action), charges);
         let started = Instant::now();
         let invalidation = PendingInvalidation::of(&self.shared, action, charges);
-        let decided = match self.shared.decide(&request, started).await {
-            Ok(decided) => Ok(decided.first(charge).into_decision(charge.quota(), Source::Store)),
+        let decided = match self.shared.decide(&request, started, Delivery::Shared).await {
+            Ok(decided) => decided.into_one(),
             Err(error) => Err(error.into_store_error()),
         };
         if let Some(invalidation) = invalidation {
@@ -328,14 +340,6 @@ impl Store for RedisStore {
 }
 
 impl SharedStore for RedisStore {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        self.shared.shard_of(charge)
-    }
-
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.shared.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.shared.send_heartbeat(instance).await
     }

@@ -1,5 +1,5 @@
 //! [`SharedStore`]: the operations on a store that its decisions do not need, and its operation in
-//! a fleet does: shards, health checks, heartbeats, invalidations and epochs.
+//! a fleet does: heartbeats, invalidations and epochs.
 
 use std::future::{Future, Ready};
 use std::sync::Arc;
@@ -42,15 +42,15 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 
 /// A [`Store`] that several instances of a service may use at the same time.
 ///
-/// `Breaker`, `DenyCache`, `Fallback` and `Fleet` (feature `resilience`) need these operations, and
-/// the first three pass them on to the store inside. A method without a default has none that would
+/// `DenyCache`, `Fallback` and `Fleet` (feature `resilience`) need these operations, and wrappers
+/// pass them on to the store inside. A method without a default has none that would
 /// be right for every store: a wrong answer to any of these admits too much or denies for too long.
 ///
 /// ```
 /// use std::future::Ready;
 /// use tidegate::store::invalidation::{Cursor, Invalidations};
 /// use tidegate::{Action, Charge, Clock, Decision, MemoryStore};
-/// use tidegate::{ShardId, SharedStore, Store, StoreError};
+/// use tidegate::{SharedStore, Store, StoreError};
 ///
 /// /// A store that only this process uses.
 /// struct Own(MemoryStore);
@@ -75,10 +75,6 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 /// #     }
 /// # }
 /// impl SharedStore for Own {
-///     async fn probe(&self, _shard: ShardId) -> Result<(), StoreError> {
-///         Ok(()) // memory does not fail
-///     }
-///
 ///     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
 ///         Ok(vec![instance.to_owned()]) // no other instance uses this store
 ///     }
@@ -92,18 +88,6 @@ pub fn heartbeat_interval(instances: usize) -> Duration {
 /// }
 /// ```
 pub trait SharedStore: Store {
-    /// Returns the shard that decides this charge. Shards, such as the nodes of a cluster, fail
-    /// independently of each other. By default the store has a single shard.
-    fn shard(&self, _charge: &Charge<'_>) -> ShardId {
-        ShardId::SINGLE
-    }
-
-    /// Checks whether this shard can decide now, including its writes. It charges no key.
-    ///
-    /// A `Breaker` closes a circuit after successful probes, so a probe that succeeds while
-    /// decisions fail makes the circuit flap.
-    fn probe(&self, shard: ShardId) -> impl Future<Output = Result<(), StoreError>> + Send;
-
     /// Records that this instance is alive, and returns the names of the live instances, including
     /// this one. An instance is alive if it has sent a heartbeat within the last few
     /// [intervals](heartbeat_interval).
@@ -135,26 +119,7 @@ pub trait SharedStore: Store {
     }
 }
 
-/// Identifier of a shard of a store: a part that fails and recovers independently of the others,
-/// such as a node of a cluster. The number is chosen by the store and must stay the same for as
-/// long as the shard exists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ShardId(pub u64);
-
-impl ShardId {
-    /// The shard of a store that has only one.
-    pub const SINGLE: Self = Self(0);
-}
-
 impl<S: SharedStore> SharedStore for Arc<S> {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        S::shard(self, charge)
-    }
-
-    fn probe(&self, shard: ShardId) -> impl Future<Output = Result<(), StoreError>> + Send {
-        S::probe(self, shard)
-    }
-
     fn heartbeat(
         &self,
         instance: &str,
@@ -181,10 +146,6 @@ impl<S: SharedStore> SharedStore for Arc<S> {
 /// Memory that this process uses alone: it does not fail, has no other instances, and frees no
 /// units except through itself.
 impl SharedStore for MemoryStore {
-    async fn probe(&self, _shard: ShardId) -> Result<(), StoreError> {
-        Ok(())
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         Ok(vec![instance.to_owned()])
     }

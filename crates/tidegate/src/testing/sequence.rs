@@ -245,16 +245,13 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
             Quota::new(algorithm, limit, Duration::from_micros(window)).expect("within the range");
         match algorithm {
             Algorithm::SlidingLog => {
-                let encoding = if packed { Encoding::Packed } else { Encoding::SortedSet };
-                quota
-                    .with_encoding(encoding)
-                    .and_then(|quota| quota.with_count_denied(count_denied))
-                    .expect("a log")
+                with_encoding(quota, packed).with_count_denied(count_denied).expect("a log")
             }
+            Algorithm::SlidingCounter => with_encoding(quota, packed),
             Algorithm::TokenBucket | Algorithm::LeakyBucket => {
                 quota.clone().with_burst(burst.clamp(1, Quota::MAX_LIMIT)).unwrap_or(quota)
             }
-            _ => quota,
+            Algorithm::FixedWindow => quota,
         }
     };
     let mut quotas = vec![quota(limit, burst)];
@@ -274,14 +271,23 @@ fn quotas(random: &mut Random) -> Vec<Quota> {
         let changed = changed.expect("within the range");
         quotas.push(match algorithm {
             Algorithm::SlidingLog => {
-                let encoding = if packed { Encoding::Packed } else { Encoding::SortedSet };
-                let changed = changed.with_encoding(encoding).expect("a log");
-                changed.with_count_denied(count_denied).expect("a log")
+                with_encoding(changed, packed).with_count_denied(count_denied).expect("a log")
             }
+            Algorithm::SlidingCounter => with_encoding(changed, packed),
             _ => changed,
         });
     }
     quotas
+}
+
+/// Returns this log or counter, packed or readable.
+fn with_encoding(quota: Quota, packed: bool) -> Quota {
+    let encoding = match quota.algorithm() {
+        _ if packed => Encoding::Packed,
+        Algorithm::SlidingCounter => Encoding::Hash,
+        _ => Encoding::SortedSet,
+    };
+    quota.with_encoding(encoding).expect("a log or a counter")
 }
 
 fn edge_case_time(quota: &Quota, random: &mut Random) -> u64 {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tidegate::testing::{conformance, conformance_of_long_logs};
 use tidegate::{
-    Action, Algorithm, Breaker, Charge, Decision, Fallback, Limiter, ManualClock, MemoryStore,
-    Quota, ShardId, Store, StoreError,
+    Action, Breaker, Charge, Decision, Fallback, Limiter, ManualClock, MemoryStore, Quota, Store,
+    StoreError,
 };
 use tokio::time::{Instant, advance, sleep};
 
@@ -50,9 +50,9 @@ async fn five_failures_in_a_row_open_the_circuit_and_stop_all_calls() {
         );
     }
     assert_eq!(store.calls(), calls);
-    let states = breaker.states();
-    assert_eq!((states.len(), states[0].open, states[0].times_opened), (1, true, 1));
-    assert_eq!(states[0].last_error, Some(StoreError::Unreachable("down".to_owned())));
+    let state = breaker.state();
+    assert_eq!((state.open, state.times_opened), (true, 1));
+    assert_eq!(state.last_error, Some(StoreError::Unreachable("down".to_owned())));
 }
 
 #[tokio::test(start_paused = true)]
@@ -63,7 +63,7 @@ async fn a_failure_rate_of_a_half_opens_the_circuit_and_a_third_does_not() {
         for call in 1..=300 {
             store.set_fault(if call % every == 0 { down() } else { Fault::None });
             let _ = acquire(&breaker, "u").await;
-            if breaker.states()[0].open {
+            if breaker.state().open {
                 return Some(call);
             }
             advance(interval).await;
@@ -86,7 +86,7 @@ async fn errors_of_a_working_store_do_not_open_the_circuit() {
             assert_eq!(acquire(&breaker, "u").await, Err(error.clone()));
         }
     }
-    assert!(!breaker.states()[0].open);
+    assert!(!breaker.state().open);
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,22 +95,24 @@ async fn a_recovered_store_is_used_again_within_a_second() {
     let breaker = Breaker::new(store.clone());
     for round in 1..=20 {
         store.set_fault(down());
-        while !breaker.states().first().is_some_and(|state| state.open) {
+        while !breaker.state().open {
             acquire(&breaker, "u").await.expect_err("down");
         }
-        // Outages of different lengths end at different times between two probes.
+        // Outages of different lengths end at different times between two trials.
         sleep(Duration::from_millis(317 * round)).await;
-        assert!(breaker.states()[0].open, "the store is still down");
+        assert!(breaker.state().open, "the store is still down");
         store.set_fault(Fault::None);
         let back = Instant::now();
-        while acquire(&breaker, "u").await.is_err() {
+        while breaker.state().open {
             assert!(back.elapsed() < SECOND, "round {round}");
+            let _ = acquire(&breaker, "u").await;
             sleep(Duration::from_millis(1)).await;
         }
-        assert_eq!(breaker.states()[0].times_opened, round);
+        assert_eq!(breaker.state().times_opened, round);
     }
 }
 
+/// While the store is too slow, only a call now and then waits for it.
 #[tokio::test(start_paused = true)]
 async fn a_slow_store_opens_the_circuit_once_without_flapping() {
     let store = Flaky::new();
@@ -118,171 +120,47 @@ async fn a_slow_store_opens_the_circuit_once_without_flapping() {
     let breaker = Breaker::builder(store.clone()).timeout(timeout).build();
     store.set_fault(Fault::Slow(Duration::from_millis(300)));
     let start = Instant::now();
-    let mut waited = 0;
+    let (mut waited, mut rejected) = (0, 0);
     while start.elapsed() < 60 * SECOND {
         let before = Instant::now();
-        acquire(&breaker, "u").await.expect_err("too slow");
+        let error = acquire(&breaker, "u").await.expect_err("too slow");
         assert!(before.elapsed() <= timeout);
         waited += u64::from(before.elapsed() > Duration::ZERO);
-        sleep(Duration::from_millis(20)).await;
+        rejected += u64::from(matches!(error, StoreError::Open(_)));
+        sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!((waited, breaker.states()[0].times_opened), (5, 1));
+    assert_eq!(breaker.state().times_opened, 1);
+    assert!((150..=605).contains(&waited), "{waited} in a minute");
+    assert!(rejected > 10 * waited, "{rejected} were rejected at once");
     store.set_fault(Fault::Slow(Duration::from_millis(50)));
     sleep(SECOND).await;
-    let _ = acquire(&breaker, "u").await.expect("slow, but in time");
+    for _ in 0..2 {
+        let _ = acquire(&breaker, "u").await.expect("slow, but in time");
+        sleep(SECOND).await;
+    }
+    assert!(!breaker.state().open);
 }
 
+/// A call that is dropped while it tries a failing store does not keep the circuit open.
 #[tokio::test(start_paused = true)]
-async fn shards_fail_independently() {
-    let store = Flaky::new();
-    let breaker = Breaker::new(store.clone());
-    store.set_shard_fault(1, down());
-    for _ in 0..5 {
-        acquire(&breaker, "v@1").await.expect_err("down");
-    }
-    for _ in 0..20 {
-        let _ = acquire(&breaker, "u").await.expect("another shard");
-        let _ = acquire(&breaker, "w@65").await.expect("another shard");
-        assert!(matches!(acquire(&breaker, "v@1").await, Err(StoreError::Open(_))));
-    }
-    let open: Vec<(ShardId, bool)> =
-        breaker.states().iter().map(|state| (state.shard, state.open)).collect();
-    assert_eq!(open, [(ShardId(0), false), (ShardId(1), true), (ShardId(65), false)]);
-    // A request of both shards fails at once, without a call.
-    let (quota, calls) = (quota(), store.calls());
-    let both = [Charge::new("u", &quota), Charge::new("v@1", &quota)];
-    assert!(matches!(breaker.decide_all(Action::Acquire, &both).await, Err(StoreError::Open(_))));
-    assert_eq!(store.calls(), calls);
-}
-
-#[tokio::test(start_paused = true)]
-async fn requests_of_several_shards_are_all_or_nothing() {
-    let store = Flaky::new();
-    let breaker = Breaker::new(store.clone());
-    let (wide, narrow) = (
-        Quota::token_bucket(10, LONG).expect("valid"),
-        Quota::fixed_window(2, LONG).expect("valid"),
-    );
-    let charges = [
-        Charge::new("a", &wide).with_cost(3),
-        Charge::new("b@1", &narrow),
-        Charge::new("c@2", &wide).with_cost(4),
-        Charge::new("d", &wide),
-    ];
-    let counts = async || {
-        let mut counts = Vec::new();
-        for charge in &charges {
-            counts.push(store.remaining(charge).await);
-        }
-        counts
-    };
-    let allowed = |decisions: &[Decision]| {
-        decisions.iter().map(|decision| decision.allowed).collect::<Vec<_>>()
-    };
-    let remaining = |decisions: &[Decision]| {
-        decisions.iter().map(|decision| decision.remaining).collect::<Vec<_>>()
-    };
-
-    let peeked = breaker.decide_all(Action::Peek, &charges).await.expect("decided");
-    assert_eq!(remaining(&peeked), [7, 1, 6, 9]);
-    assert_eq!(counts().await, [10, 2, 10, 10]);
-    let first = breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
-    assert_eq!(
-        (allowed(&first), remaining(&first)),
-        (vec![true; 4], vec![7, 1, 6, 9]),
-        "in the order of the charges"
-    );
-    let _ = breaker.decide(Action::Acquire, &charges[1]).await.expect("decided");
-    for action in [Action::Acquire, Action::Peek] {
-        let denied = breaker.decide_all(action, &charges).await.expect("decided");
-        assert_eq!(allowed(&denied), [true, false, true, true]);
-        assert_eq!(remaining(&denied), [7, 0, 6, 9], "the units that remain with nothing spent");
-        assert_eq!(counts().await, [7, 0, 6, 9]);
-    }
-
-    store.set_shard_fault(2, down());
-    let _ = breaker.decide(Action::Reset, &charges[1]).await.expect("reset");
-    for _ in 0..5 {
-        breaker.decide_all(Action::Acquire, &charges).await.expect_err("down");
-        assert_eq!(counts().await, [7, 2, 6, 9], "refunded");
-    }
-    let open: Vec<bool> = breaker.states().iter().map(|state| state.open).collect();
-    assert_eq!(open, [false, false, true], "only the shard that fails");
-}
-
-/// A refund has the time of its charge, so it is safe however short the window is.
-#[tokio::test(start_paused = true)]
-async fn a_denial_by_one_shard_refunds_the_others() {
-    let clock = ManualClock::new();
-    let full = Quota::fixed_window(1, LONG).expect("valid");
-    for algorithm in Algorithm::ALL {
-        for window in [Duration::from_millis(50), Duration::from_secs(1), LONG] {
-            let quota = Quota::new(algorithm, 1_000, window).expect("valid");
-            let store = Flaky::on(&clock);
-            let breaker = Breaker::new(store.clone());
-            let charges = [Charge::new("a", &quota), Charge::new("b@1", &full)];
-            breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
-            let before = store.remaining(&charges[0]).await;
-            let denied = breaker.decide_all(Action::Acquire, &charges).await.expect("decided");
-            assert!(!denied[1].allowed);
-            assert_eq!(store.remaining(&charges[0]).await, before, "{quota:?}");
-        }
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn one_timeout_covers_all_shards_of_a_request() {
-    let store = Flaky::new();
-    let breaker = Breaker::builder(store.clone()).timeout(Duration::from_millis(100)).build();
-    let quota = quota();
-    let charges =
-        [Charge::new("a", &quota), Charge::new("b@1", &quota), Charge::new("c@2", &quota)];
-    for shard in 0..3 {
-        store.set_shard_fault(shard, Fault::Slow(Duration::from_millis(60)));
-    }
-    let start = tokio::time::Instant::now();
-    breaker.decide_all(Action::Acquire, &charges).await.expect_err("three times 60 ms");
-    assert!(start.elapsed() <= Duration::from_millis(101), "{:?}", start.elapsed());
-}
-
-#[tokio::test(start_paused = true)]
-async fn probes_stop_when_the_breaker_is_dropped() {
+async fn a_dropped_trial_is_followed_by_another() {
     let store = Flaky::new();
     let breaker = Breaker::new(store.clone());
     store.set_fault(down());
     for _ in 0..5 {
         acquire(&breaker, "u").await.expect_err("down");
     }
-    sleep(10 * SECOND).await;
-    let probes = store.probes();
-    assert!((25..=100).contains(&probes), "{probes} in ten seconds");
-    drop(breaker);
-    sleep(10 * SECOND).await;
-    assert_eq!(store.probes(), probes);
-    assert_eq!(store.clones(), 1, "no task is left");
-}
-
-/// A breaker may outlive the runtime of its prober.
-#[test]
-fn another_runtime_continues_probing() {
-    let runtime =
-        || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let store = Flaky::new();
-    let breaker = Breaker::builder(store.clone()).probe_interval(Duration::from_millis(5)).build();
-    store.set_fault(down());
-    runtime().block_on(async {
-        for _ in 0..5 {
-            acquire(&breaker, "u").await.expect_err("down");
-        }
-    });
+    sleep(SECOND).await;
+    store.set_fault(Fault::Slow(SECOND));
+    let trial = tokio::time::timeout(Duration::from_millis(10), acquire(&breaker, "u")).await;
+    assert!(trial.is_err(), "dropped while it waits");
     store.set_fault(Fault::None);
-    runtime().block_on(async {
-        let start = Instant::now();
-        while acquire(&breaker, "u").await.is_err() {
-            assert!(start.elapsed() < 20 * SECOND, "the circuit closes");
-            sleep(Duration::from_millis(5)).await;
-        }
-    });
+    let start = Instant::now();
+    while breaker.state().open {
+        assert!(start.elapsed() < SECOND, "the circuit closes");
+        let _ = acquire(&breaker, "u").await;
+        sleep(Duration::from_millis(10)).await;
+    }
 }
 
 #[tokio::test]

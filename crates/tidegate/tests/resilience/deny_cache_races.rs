@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
-    Action, Charge, Clock, Decision, DenyCache, ManualClock, MemoryStore, Quota, ShardId,
-    SharedStore, Source, Store, StoreError,
+    Action, Charge, Clock, Decision, DenyCache, ManualClock, MemoryStore, Quota, SharedStore,
+    Source, Store, StoreError,
 };
 use tokio::sync::Semaphore;
 
@@ -55,10 +55,6 @@ impl Store for Delayed {
 }
 
 impl SharedStore for Delayed {
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.memory.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.memory.heartbeat(instance).await
     }
@@ -96,10 +92,6 @@ impl Store for Moving {
 }
 
 impl SharedStore for Moving {
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.memory.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.memory.heartbeat(instance).await
     }

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use tidegate::store::invalidation::{Cursor, Invalidations};
 use tidegate::{
-    Action, Charge, Clock, Decision, ManualClock, MemoryStore, ShardId, SharedStore, Store,
-    StoreError,
+    Action, Charge, Clock, Decision, ManualClock, MemoryStore, SharedStore, Store, StoreError,
 };
 use tokio::time::Instant;
 
@@ -21,7 +20,6 @@ struct State {
     memory: MemoryStore,
     faults: Mutex<BTreeMap<u64, Fault>>,
     calls: AtomicU64,
-    probes: AtomicU64,
     alive: Mutex<BTreeMap<String, Instant>>,
 }
 
@@ -50,12 +48,10 @@ impl Flaky {
     }
 
     fn around(memory: MemoryStore) -> Self {
-        let (calls, probes) = (AtomicU64::new(0), AtomicU64::new(0));
         Self(Arc::new(State {
             memory,
             faults: Mutex::default(),
-            calls,
-            probes,
+            calls: AtomicU64::new(0),
             alive: Mutex::default(),
         }))
     }
@@ -74,10 +70,6 @@ impl Flaky {
         self.0.calls.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn probes(&self) -> u64 {
-        self.0.probes.load(Ordering::Relaxed)
-    }
-
     /// Returns the number of clones.
     pub(crate) fn clones(&self) -> usize {
         Arc::strong_count(&self.0)
@@ -90,8 +82,8 @@ impl Flaky {
     }
 
     /// Injects the fault of a shard, and returns whether the answer must be lost.
-    async fn inject(&self, shard: ShardId) -> Result<bool, StoreError> {
-        let fault = self.0.faults.lock().expect("no panic").get(&shard.0).cloned();
+    async fn inject(&self, shard: u64) -> Result<bool, StoreError> {
+        let fault = self.0.faults.lock().expect("no panic").get(&shard).cloned();
         match fault.unwrap_or(Fault::None) {
             Fault::None => Ok(false),
             Fault::Slow(delay) => {
@@ -104,6 +96,11 @@ impl Flaky {
     }
 }
 
+fn shard_of(charge: &Charge<'_>) -> u64 {
+    let number = charge.key().rsplit_once('@').and_then(|(_, number)| number.parse().ok());
+    number.unwrap_or(0)
+}
+
 fn lose_if<T>(is_lost: bool, answer: Result<T, StoreError>) -> Result<T, StoreError> {
     if is_lost { Err(StoreError::Timeout(Duration::from_millis(100))) } else { answer }
 }
@@ -111,7 +108,7 @@ fn lose_if<T>(is_lost: bool, answer: Result<T, StoreError>) -> Result<T, StoreEr
 impl Store for Flaky {
     async fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, StoreError> {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
-        let is_lost = self.inject(self.shard(charge)).await?;
+        let is_lost = self.inject(shard_of(charge)).await?;
         lose_if(is_lost, self.0.memory.decide(action, charge).await)
     }
 
@@ -123,7 +120,7 @@ impl Store for Flaky {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
         let mut is_lost = false;
         for charge in charges {
-            is_lost |= self.inject(self.shard(charge)).await?;
+            is_lost |= self.inject(shard_of(charge)).await?;
         }
         lose_if(is_lost, self.0.memory.decide_all(action, charges).await)
     }
@@ -134,19 +131,8 @@ impl Store for Flaky {
 }
 
 impl SharedStore for Flaky {
-    fn shard(&self, charge: &Charge<'_>) -> ShardId {
-        let number = charge.key().rsplit_once('@').and_then(|(_, number)| number.parse().ok());
-        ShardId(number.unwrap_or(0))
-    }
-
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.0.probes.fetch_add(1, Ordering::Relaxed);
-        let is_lost = self.inject(shard).await?;
-        lose_if(is_lost, Ok(()))
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
-        let is_lost = self.inject(ShardId::SINGLE).await?;
+        let is_lost = self.inject(0).await?;
         let mut alive = self.0.alive.lock().expect("no panic");
         alive.insert(instance.to_owned(), Instant::now());
         alive.retain(|_, last| last.elapsed() < Duration::from_secs(3));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tidegate::store::invalidation::{Cursor, Invalidations, Scope};
 use tidegate::{
     Action, Breaker, Charge, Clock, Decision, DenyCache, Fallback, Limiter, MemoryStore, Quota,
-    RedisStore, ShardId, SharedStore, Source, Store, StoreError,
+    RedisStore, SharedStore, Source, Store, StoreError,
 };
 
 use crate::support::{
@@ -386,10 +386,6 @@ impl Store for Polled {
 }
 
 impl SharedStore for Polled {
-    async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
-        self.memory.probe(shard).await
-    }
-
     async fn heartbeat(&self, instance: &str) -> Result<Vec<String>, StoreError> {
         self.memory.heartbeat(instance).await
     }

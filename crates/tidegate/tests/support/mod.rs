@@ -44,14 +44,14 @@ pub(crate) const PERMISSIONS: [&str; 21] = [
     "script|load",
     "time",
     "get",
-    "getrange",
+    "hdel",
+    "hincrby",
     "hmget",
     "hset",
     "pexpireat",
     "pttl",
     "unlink",
     "set",
-    "setrange",
     "zadd",
     "zcard",
     "zcount",
@@ -84,7 +84,13 @@ pub(crate) fn every_quota(limit: u64, window: Duration) -> Vec<Quota> {
         .map(|algorithm| Quota::new(*algorithm, limit, window).expect("a valid quota"))
         .collect();
     quotas.push(packed(limit, window));
+    quotas.push(packed_counter(limit, window));
     quotas
+}
+
+pub(crate) fn packed_counter(limit: u64, window: Duration) -> Quota {
+    let quota = Quota::sliding_counter(limit, window).expect("a valid quota");
+    quota.with_encoding(Encoding::Packed).expect("a counter")
 }
 
 pub(crate) fn packed(limit: u64, window: Duration) -> Quota {

@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 31] = [
+pub(super) const DOOR_PROBES: [Probe; 35] = [
     Probe {
         place: "/listen",
         valid: &[
@@ -168,6 +168,8 @@ pub(super) const DOOR_PROBES: [Probe; 31] = [
             "[[]]",
             "[null]",
             r#"["empty"]"#,
+            r#"[""]"#,
+            r#"["rules", " "]"#,
             r#"["none/*.yaml"]"#,
             r#"["**"]"#,
             r#"["rules/**"]"#,
@@ -287,6 +289,26 @@ pub(super) const DOOR_PROBES: [Probe; 31] = [
         place: "/gateway/idle_timeout",
         valid: &[r#""24h""#],
         invalid: &[r#""0us""#, r#""86400001ms""#, r#"["1s"]"#],
+    },
+    Probe {
+        place: "/gateway/min_upload_rate",
+        valid: &["0", "240", "1000000000", "null"],
+        invalid: &["-1", "1000000001", "1.5", r#""240""#, r#""1KB""#],
+    },
+    Probe {
+        place: "/gateway/max_connections",
+        valid: &["1", "1000000", "null"],
+        invalid: &["0", "-1", "1000001", r#""8""#],
+    },
+    Probe {
+        place: "/gateway/max_pending",
+        valid: &["0", "1000000", "null"],
+        invalid: &["-1", "1000001", r#""8""#, "[]"],
+    },
+    Probe {
+        place: "/gateway/pending_timeout",
+        valid: &[r#""1ms""#, r#""5s""#, r#""1d""#, "null"],
+        invalid: &[r#""0s""#, r#""25h""#, "5"],
     },
     Probe {
         place: "/gateway/exempt_preflight",

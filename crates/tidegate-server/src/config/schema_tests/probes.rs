@@ -17,7 +17,7 @@ pub(super) const BASE: &str = r#"{
 }"#;
 
 /// The values are JSON.
-pub(super) const PROBES: [Probe; 29] = [
+pub(super) const PROBES: [Probe; 30] = [
     Probe {
         place: "/policies/0/name",
         valid: &[r#""per-user""#, r#""{x}:é""#, "5", "true"],
@@ -201,6 +201,10 @@ pub(super) const PROBES: [Probe; 29] = [
                 "algorithm": "sliding-counter"}]"#,
             r#"[{"name": "a", "limit": 100000, "window": "1s", "encoding": "sorted-set"}]"#,
             r#"[{"name": "a", "limit": 100001, "window": "1s", "encoding": "packed"}]"#,
+            r#"[{"name": "a", "limit": 10000000000, "window": "1s",
+                "algorithm": "sliding-counter", "encoding": "packed"}]"#,
+            r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "sliding-counter",
+                "encoding": "hash"}]"#,
             r#"[{"name": "a", "limit": 100001, "window": "1s"}]"#,
             r#"[{"name": "a", "limit": 1, "window": "1s", "algorithm": "leaky-bucket",
                 "overrides": [{"key": "k", "limit": 20000000, "burst": 30}]}]"#,
@@ -217,6 +221,11 @@ pub(super) const PROBES: [Probe; 29] = [
                 "encoding": "packed"}]"#,
             r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "token-bucket",
                 "count_denied": false}]"#,
+            r#"[{"name": "a", "limit": 10, "window": "1s", "encoding": "hash"}]"#,
+            r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "sliding-counter",
+                "encoding": "sorted-set"}]"#,
+            r#"[{"name": "a", "limit": 10, "window": "1s", "algorithm": "sliding-counter",
+                "count_denied": true}]"#,
             r#"[{"name": "a", "limit": 1000000000001, "window": "1s",
                 "algorithm": "token-bucket"}]"#,
             r#"[{"name": "a", "limit": 100001, "window": "1s", "encoding": "sorted-set"}]"#,
@@ -270,6 +279,10 @@ pub(super) const PROBES: [Probe; 29] = [
             r#"{"sentinel": {"master": "m", "nodes": ["redis://h"], "password": "p"}}"#,
             r#"{"redis": "rediss://h", "tls": {}}"#,
             r#"{"redis": "rediss://h", "tls": {"certificate": "cert.pem", "key": "key.pem"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "redis.example.com"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "10.0.0.1"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "2001:db8::1"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": null}}"#,
             r#"{"prefix": "api", "timeout": "50ms"}"#,
             r#"{"redis": "redis://u@h", "password_file": "redis-password"}"#,
             r#"{"redis": ["redis://h"], "password_file": "redis-password"}"#,
@@ -288,6 +301,15 @@ pub(super) const PROBES: [Probe; 29] = [
             r#"{"redis": "rediss://h", "tls": {"certificate": "cert.pem"}}"#,
             r#"{"redis": "rediss://h", "tls": {"key": "key.pem"}}"#,
             r#"{"sentinel": {"master": "m", "nodes": ["redis://h"]}, "tls": {}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": ""}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "a b"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "h:6379"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "*.example.com"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "a..b"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "-a"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": "10.0.0.256"}}"#,
+            r#"{"redis": "rediss://h", "tls": {"server_name": ["h"]}}"#,
+            r#"{"password_file": "redis-password"}"#,
             r#"{"redis": ["redis://h"], "tls": {}}"#,
             r#"{"timeout": "0s"}"#,
             r#"{"prefix": "{a}"}"#,
@@ -360,6 +382,11 @@ pub(super) const PROBES: [Probe; 29] = [
         place: "/store/instances",
         valid: &["1", "10000", "null"],
         invalid: &["0", "10001", r#""3""#, "1.5", "[3]"],
+    },
+    Probe {
+        place: "/store/cross_slot",
+        valid: &["true", "false", "null"],
+        invalid: &[r#""auto""#, "1", "[true]"],
     },
     Probe {
         place: "/store/max_keys",

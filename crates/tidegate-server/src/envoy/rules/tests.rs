@@ -9,6 +9,8 @@ use super::error::RulesError;
 use super::raw::{MAX_FILE_BYTES, MAX_TEXT_BYTES};
 use super::*;
 
+/// Random files and descriptors.
+mod fuzz;
 /// Texts that look like mistakes but are loaded by ratelimit; domains in several files.
 mod loading;
 

@@ -8,7 +8,7 @@ const MONTHS: [&str; 12] =
 
 /// Date and time of day in UTC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct UtcTime {
+pub(crate) struct UtcTime {
     year: u64,
     /// 1 to 12.
     month: u64,
@@ -19,7 +19,7 @@ pub(super) struct UtcTime {
 
 impl UtcTime {
     /// Converts a time. Those before 1970 become 1970.
-    pub(super) fn new(time: SystemTime) -> Self {
+    pub(crate) fn new(time: SystemTime) -> Self {
         let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
         let days = since_epoch.as_secs() / 86_400;
         // The calendar of years that start in March, in eras of 400 years (Howard Hinnant's
@@ -54,7 +54,7 @@ impl UtcTime {
     }
 
     /// Formats by RFC 3339: `2026-11-16T07:44:08.123Z`.
-    pub(super) fn rfc3339(self) -> impl fmt::Display {
+    pub(crate) fn rfc3339(self) -> impl fmt::Display {
         let (hour, minute, second) = self.hour_minute_second();
         let Self { year, month, day, millis } = self;
         let millis = millis % 1_000;

@@ -88,10 +88,12 @@ fn redis_killed_and_restarted_empty() {
 
 /// Returns how often each script was sent as text, by EVAL or SCRIPT LOAD.
 fn scripts_sent(redis: &Server) -> BTreeMap<String, usize> {
-    type Entry = (i64, i64, i64, Vec<String>, String, String);
+    // Arguments of decisions are no text.
+    type Entry = (i64, i64, i64, Vec<Vec<u8>>, String, String);
     let entries: Vec<Entry> = redis.query(&["SLOWLOG", "GET", "-1"]);
     let mut scripts = BTreeMap::new();
     for (.., words, _, _) in entries {
+        let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
         let text = match words[0].to_ascii_lowercase().as_str() {
             "eval" => words.get(1),
             "script" if words[1].eq_ignore_ascii_case("load") => words.get(2),
@@ -100,7 +102,7 @@ fn scripts_sent(redis: &Server) -> BTreeMap<String, usize> {
         // The log truncates texts after 128 characters and adds the number of the rest, which is
         // enough to distinguish them.
         if let Some(text) = text {
-            *scripts.entry(text.clone()).or_default() += 1;
+            *scripts.entry(text.to_string()).or_default() += 1;
         }
     }
     scripts

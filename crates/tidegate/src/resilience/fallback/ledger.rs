@@ -10,7 +10,6 @@ use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::policy::OnStoreFailure;
 use crate::quota::Quota;
-use crate::store::ShardId;
 
 const SHARDS: usize = 16;
 /// Scan credit that one new key adds when the ledger is full. A scan of a shard for expired debts
@@ -95,26 +94,6 @@ pub(super) struct Claim {
 /// Error of a claim: another task is settling the debt of one of the keys, or it is in doubt. The
 /// store's answer for this key is unreliable until the debt is settled.
 pub(super) struct Busy;
-
-impl<'a> Claims<'a> {
-    /// Groups the claims by the shard of the store.
-    pub(super) fn by_shard(
-        mut self,
-        shard_of: impl Fn(&Debt) -> ShardId,
-    ) -> Vec<(ShardId, Claims<'a>)> {
-        let mut groups: Vec<(ShardId, Claims<'a>)> = Vec::new();
-        for claim in self.debts.drain(..) {
-            let shard = shard_of(&claim.debt);
-            match groups.iter_mut().find(|(other, _)| *other == shard) {
-                Some((_, group)) => group.debts.push(claim),
-                None => {
-                    groups.push((shard, Claims { ledger: self.ledger, debts: vec![claim] }));
-                }
-            }
-        }
-        groups
-    }
-}
 
 impl Claim {
     fn new(charge_index: usize, debt: &Debt) -> Self {
@@ -252,6 +231,12 @@ impl DebtLedger {
 
     pub(super) fn shards() -> std::ops::Range<usize> {
         0..SHARDS
+    }
+
+    /// Returns the numbers of all shards, in an order that depends on the pass.
+    pub(super) fn shards_from(pass: u64) -> impl Iterator<Item = usize> {
+        let first = usize::try_from(pass).unwrap_or(0);
+        Self::shards().map(move |shard| (first + shard) % SHARDS)
     }
 
     /// Removes the debt of this charge's key.

@@ -10,7 +10,8 @@ use tokio::time::Instant;
 
 use super::{FallbackCore, settlement};
 use crate::charge::Charge;
-use crate::store::{ShardId, SharedStore, Store, StoreError};
+use crate::store::compensation::OwnedCharge;
+use crate::store::{SharedStore, Store, StoreError};
 
 /// Number of different reasons of one outage that are logged, each once.
 const MAX_LOGGED_REASONS: usize = 4;
@@ -25,8 +26,6 @@ pub(super) struct OutageState {
     failures: AtomicU64,
     /// Time of the last local decision by the local clock (µs); 0 before the first one.
     last_local_decision: AtomicU64,
-    /// Shard of the last failure.
-    failed_shard: AtomicU64,
     current: Mutex<Outage>,
 }
 
@@ -38,6 +37,8 @@ struct Outage {
     local_before: u64,
     settled_before: u64,
     logged_reasons: Vec<String>,
+    /// Charge of the last failure, with a cost of 0.
+    failed_charge: Option<Arc<OwnedCharge>>,
     recovery: Option<AbortHandle>,
 }
 
@@ -48,13 +49,13 @@ impl OutageState {
             local_before: 0,
             settled_before: 0,
             logged_reasons: Vec::new(),
+            failed_charge: None,
             recovery: None,
         };
         Self {
             active: AtomicBool::new(false),
             failures: AtomicU64::new(0),
             last_local_decision: AtomicU64::new(0),
-            failed_shard: AtomicU64::new(0),
             current: Mutex::new(current),
         }
     }
@@ -67,8 +68,9 @@ impl OutageState {
         self.failures.load(Ordering::Relaxed)
     }
 
-    pub(super) fn failed_shard(&self) -> ShardId {
-        ShardId(self.failed_shard.load(Ordering::Relaxed))
+    /// Returns the charge that the store last failed to decide, with a cost of 0.
+    pub(super) fn failed_charge(&self) -> Option<Arc<OwnedCharge>> {
+        self.lock().failed_charge.clone()
     }
 
     pub(super) fn mark_local_decision(&self, now: u64) {
@@ -96,7 +98,6 @@ impl<S: SharedStore> FallbackCore<S> {
     pub(super) fn on_failure(self: &Arc<Self>, charge: &Charge<'_>, error: &StoreError) {
         let state = &self.outage;
         state.mark_local_decision(self.local.clock().now().as_micros());
-        state.failed_shard.store(self.store.shard(charge).0, Ordering::Relaxed);
         let failures = state.failures.fetch_add(1, Ordering::SeqCst);
         let starts = !state.active.swap(true, Ordering::SeqCst);
         let reason = match error {
@@ -111,6 +112,7 @@ impl<S: SharedStore> FallbackCore<S> {
             return;
         }
         let mut outage = state.lock();
+        outage.failed_charge = Some(Arc::new(OwnedCharge::of(&charge.with_cost(0))));
         if starts {
             outage.since = Instant::now();
             outage.local_before = self.counters.local.load(Ordering::Relaxed);

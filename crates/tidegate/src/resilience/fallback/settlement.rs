@@ -15,7 +15,7 @@ use super::{FallbackCore, may_have_run};
 use crate::charge::{Charge, MAX_CHARGES};
 use crate::clock::micros;
 use crate::random::jittered;
-use crate::store::{Action, ShardId, SharedStore, Store, StoreError};
+use crate::store::{Action, SharedStore, Store, StoreError};
 
 /// Interval between two settlement passes during an outage.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
@@ -23,7 +23,9 @@ const PASS_INTERVAL: Duration = Duration::from_millis(100);
 const IDLE_PASS_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without a failure after which the outage is over.
 const STABLE_AFTER: Duration = Duration::from_secs(1);
-const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
+/// Debts that are reported first in a pass.
+const TRIALS: usize = 8;
 /// Time after which the settlement of an unreadable count is retried.
 const UNREADABLE_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -32,9 +34,9 @@ const UNREADABLE_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct SettlementPass {
     /// Units charged to the store.
     pub(super) settled: u64,
-    /// Shards that answered in this pass.
-    reached: Vec<ShardId>,
-    failed: Vec<ShardId>,
+    /// Whether the store has answered, and whether it has failed, at least once.
+    reached: bool,
+    failed: bool,
 }
 
 /// Runs from the first failure until the store has recovered and all debts are settled.
@@ -47,9 +49,8 @@ pub(super) async fn recover<S: SharedStore>(inner: Weak<FallbackCore<S>>) {
         let Some(inner) = inner.upgrade() else { return };
         let pass = inner.settle().await;
         let failures = inner.outage.failures();
-        let probed = timeout(PROBE_TIMEOUT, inner.store.probe(inner.outage.failed_shard())).await;
-        let is_healthy = probed.is_ok_and(|probe| probe.is_ok());
-        if failures_seen != Some(failures) || !pass.failed.is_empty() || !is_healthy {
+        let is_healthy = inner.reads_failed_charge().await;
+        if failures_seen != Some(failures) || pass.failed || !is_healthy {
             (failures_seen, stable_since, interval) =
                 (Some(failures), Instant::now(), PASS_INTERVAL);
         }
@@ -71,19 +72,18 @@ impl<S: SharedStore> FallbackCore<S> {
         }
         let Some(number) = self.ledger.begin_pass() else { return pass };
         let _guard = PassGuard(&self.ledger);
-        for shard in DebtLedger::shards() {
+        // Each pass starts with other keys: those that it tries first may all be on a node that is
+        // down, while other nodes answer.
+        'pass: for shard in DebtLedger::shards_from(number) {
             self.ledger.drop_expired_in(shard, self.local.clock().now().as_micros());
-            // If the only shard of the store fails, no debt can be settled.
-            while !pass.failed.contains(&ShardId::SINGLE) {
+            loop {
                 let now = self.local.clock().now().as_micros();
-                let claims = self.ledger.claim_due(shard, number, MAX_CHARGES, now);
+                let mut claims = self.ledger.claim_due(shard, number, MAX_CHARGES, now);
                 if claims.debts.is_empty() {
                     break;
                 }
-                // Shards of the store fail independently: one that is down must not delay the
-                // debts of another.
-                for (shard, mut group) in claims.by_shard(|debt| self.store.shard(&debt.charge())) {
-                    self.settle_shard(shard, &mut group.debts, &mut pass).await;
+                if !self.settle_claims(&mut claims.debts, &mut pass).await {
+                    break 'pass;
                 }
                 // A store that answers at once never yields, but other tasks must run.
                 yield_now().await;
@@ -93,35 +93,27 @@ impl<S: SharedStore> FallbackCore<S> {
         pass
     }
 
-    async fn settle_shard(&self, shard: ShardId, claims: &mut [Claim], pass: &mut SettlementPass) {
+    /// Reports these debts. Returns false if the store seems to be down as a whole.
+    async fn settle_claims(&self, claims: &mut [Claim], pass: &mut SettlementPass) -> bool {
         for claim in &mut *claims {
             claim.debt.units = self.unexpired_units(&claim.debt);
         }
         let mut claims: Vec<&mut Claim> =
             claims.iter_mut().filter(|claim| claim.debt.units > 0).collect();
-        // One debt first, because a single call is enough to find that a shard is down.
-        let first = if pass.reached.contains(&shard) { claims.len() } else { claims.len().min(1) };
+        // A few debts first: if all of them fail, so would the others.
+        let first = if pass.reached { claims.len() } else { claims.len().min(TRIALS) };
         let (first, others) = claims.split_at_mut(first);
-        for batch in [first, others] {
-            if batch.is_empty() || pass.failed.contains(&shard) {
-                continue;
-            }
-            if self.report(shard, batch, pass).await {
-                pass.reached.push(shard);
-            } else {
-                pass.failed.push(shard);
-            }
+        let is_down = !self.report(first, pass).await && first.len() == TRIALS;
+        if is_down || others.is_empty() {
+            return !is_down;
         }
+        self.report(others, pass).await;
+        true
     }
 
-    /// Reports these debts, and returns whether the shard answered. A report always charges, so it
-    /// settles the whole debt.
-    async fn report(
-        &self,
-        shard: ShardId,
-        claims: &mut [&mut Claim],
-        pass: &mut SettlementPass,
-    ) -> bool {
+    /// Reports these debts concurrently, and returns whether the store answered any. A report
+    /// always charges, so it settles the whole debt.
+    async fn report(&self, claims: &mut [&mut Claim], pass: &mut SettlementPass) -> bool {
         let debts: Vec<Debt> = claims.iter().map(|claim| claim.debt.clone()).collect();
         let charges: Vec<Charge<'_>> = debts.iter().map(Debt::charge).collect();
         // Until the answers are here the store may have counted the debts, even if this future is
@@ -129,13 +121,10 @@ impl<S: SharedStore> FallbackCore<S> {
         for claim in &mut *claims {
             claim.debt.in_doubt = true;
         }
-        let results: Vec<Result<(), StoreError>> = match self.report_batch(shard, &charges).await {
-            Some(result) => charges.iter().map(|_| result.clone()).collect(),
-            // The counts of one cluster node are in many slots. Concurrent calls share a pipeline.
-            None => join_all(charges.iter().map(|charge| self.report_one(charge))).await,
-        };
+        // Concurrent calls of a Redis store share few calls of Redis.
+        let results = join_all(charges.iter().map(|charge| self.report_one(charge))).await;
         let now = self.local.clock().now().as_micros();
-        let mut answered = true;
+        let mut answered = false;
         for ((claim, debt), result) in claims.iter_mut().zip(&debts).zip(&results) {
             let left = &mut claim.debt;
             left.in_doubt = match result {
@@ -146,35 +135,31 @@ impl<S: SharedStore> FallbackCore<S> {
                 Ok(()) => {
                     left.units = 0;
                     pass.settled += debt.units;
+                    answered = true;
                 }
                 Err(StoreError::Unreadable(_)) => {
                     left.not_before = now.saturating_add(micros(UNREADABLE_RETRY_INTERVAL));
+                    answered = true;
                 }
-                Err(_) => answered = false,
+                Err(_) => pass.failed = true,
             }
         }
+        pass.reached |= answered;
         answered
-    }
-
-    /// Reports debts in one call, if the store runs it as one script. `None` means that they must
-    /// be reported one by one.
-    async fn report_batch(
-        &self,
-        shard: ShardId,
-        charges: &[Charge<'_>],
-    ) -> Option<Result<(), StoreError>> {
-        if shard != ShardId::SINGLE {
-            return None;
-        }
-        match self.store.decide_all(Action::Report, charges).await {
-            // One count is unreadable, and the script has charged none.
-            Err(StoreError::Unreadable(_)) => None,
-            result => Some(result.map(|_| ())),
-        }
     }
 
     async fn report_one(&self, charge: &Charge<'_>) -> Result<(), StoreError> {
         self.store.decide(Action::Report, charge).await.map(|_| ())
+    }
+
+    /// Returns whether the store can read the count of the last request that it failed to decide.
+    /// Whether it can write is known to its circuits, which would reject this call, too.
+    async fn reads_failed_charge(&self) -> bool {
+        let Some(failed) = self.outage.failed_charge() else { return true };
+        let charge = failed.charge();
+        let read = self.store.decide(Action::ChargeUpTo, &charge);
+        let read = timeout(READ_TIMEOUT, read).await;
+        matches!(read, Ok(Ok(_) | Err(StoreError::Unreadable(_))))
     }
 }
 

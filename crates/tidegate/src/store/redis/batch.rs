@@ -1,4 +1,5 @@
-//! [`Batch`]: requests that are sent together in one call, and the waiters for their results.
+//! [`Batch`]: requests that are sent together, and the waiters for their results. A request that no
+//! other has joined is a batch of one.
 //!
 //! Lifecycle: open → sealed (in flight) → completed. A waiter may be dropped at any time without
 //! an effect on the others: its request is left out if the batch is still open, and its result is
@@ -11,6 +12,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use super::requests::{EncodedRequests, ItemReply, Request, RequestDecisions};
+use super::step::{Delivery, NextStep};
 use crate::charge::Charge;
 use crate::store::StoreError;
 
@@ -25,6 +27,8 @@ pub(super) struct Batch {
 #[derive(Default)]
 struct OpenBatch {
     requests: EncodedRequests,
+    /// Delivery per item.
+    deliveries: Vec<Delivery>,
     waiters: Vec<Waiter>,
 }
 
@@ -45,6 +49,8 @@ enum WaiterState {
 /// Contents of a sealed batch.
 pub(super) struct Sealed {
     pub(super) requests: EncodedRequests,
+    /// Delivery per item.
+    pub(super) deliveries: Vec<Delivery>,
     /// Number of requests per item. Items with 0 are not sent.
     pub(super) repeats: Vec<u64>,
     /// Position of each waiter; `None` if its request is not sent.
@@ -69,25 +75,8 @@ struct Completed {
     results: Vec<ItemResult>,
 }
 
-/// Result of one item.
-#[derive(Debug, Clone)]
-pub(super) enum ItemResult {
-    Replied(ItemReply),
-    Failed(StoreError),
-    /// The item did not run, and may be retried in another batch.
-    Retry,
-    /// The item did not run, and must be retried by a separate call, which follows redirects.
-    RetryAlone,
-}
-
-/// Outcome of a waiter's request.
-pub(super) enum RequestOutcome {
-    Decided(RequestDecisions),
-    Failed(StoreError),
-    TimedOut,
-    Retry,
-    RetryAlone,
-}
+/// Result of one item: its reply, or the next step of its requests.
+pub(super) type ItemResult = Result<ItemReply, NextStep>;
 
 /// Handle with which a waiter gets its outcome. Dropping it cancels the request.
 pub(super) struct BatchHandle {
@@ -105,11 +94,16 @@ impl Batch {
         self: &Arc<Self>,
         request: &Request<'_>,
         slot: u16,
+        delivery: Delivery,
         deadline: Instant,
-        write_key: impl Fn(&mut String, &Charge<'_>),
+        write_key: impl Fn(&mut String, &Charge<'_>, &str),
     ) -> BatchHandle {
         let mut open = self.open();
         let item = open.requests.add(request, slot, write_key);
+        match open.deliveries.get_mut(item) {
+            Some(of_equal) => *of_equal = delivery.max(*of_equal),
+            None => open.deliveries.push(delivery),
+        }
         open.waiters.push(Waiter { item, deadline, state: WaiterState::Waiting(None) });
         BatchHandle { batch: Arc::clone(self), index: open.waiters.len() - 1, done: false }
     }
@@ -137,6 +131,7 @@ impl Batch {
     pub(super) fn seal(&self, now: Instant) -> Sealed {
         let mut open = self.open();
         let requests = std::mem::take(&mut open.requests);
+        let deliveries = std::mem::take(&mut open.deliveries);
         let mut repeats = vec![0; requests.items().len()];
         let (mut late, mut earliest, mut latest) = (Vec::new(), None::<Instant>, now);
         let position = |waiter: &mut Waiter| {
@@ -156,7 +151,7 @@ impl Batch {
         let positions = open.waiters.iter_mut().map(position).collect();
         drop(open);
         late.into_iter().for_each(Waker::wake);
-        Sealed { requests, repeats, positions, earliest, latest }
+        Sealed { requests, deliveries, repeats, positions, earliest, latest }
     }
 
     /// Wakes the waiters whose deadline has passed. Returns the next deadline.
@@ -206,20 +201,14 @@ impl Drop for InFlightBatch {
 }
 
 impl Completed {
-    fn outcome(&self, index: usize, request: &Request<'_>) -> RequestOutcome {
+    fn decisions(&self, index: usize, request: &Request<'_>) -> Result<RequestDecisions, NextStep> {
         let Some(position) = self.positions.get(index) else {
             let reason = "the runtime in which the store was created is shutting down";
-            return RequestOutcome::Failed(StoreError::Unreachable(reason.to_owned()));
+            return Err(NextStep::Fail(StoreError::Unreachable(reason.to_owned())));
         };
-        let Some(Position { item, preceding }) = *position else { return RequestOutcome::TimedOut };
-        match &self.results[item] {
-            ItemResult::Replied(reply) => reply
-                .decisions(request, preceding)
-                .map_or_else(RequestOutcome::Failed, RequestOutcome::Decided),
-            ItemResult::Failed(error) => RequestOutcome::Failed(error.clone()),
-            ItemResult::Retry => RequestOutcome::Retry,
-            ItemResult::RetryAlone => RequestOutcome::RetryAlone,
-        }
+        let Some(Position { item, preceding }) = *position else { return Err(NextStep::TimeOut) };
+        let reply = self.results[item].as_ref().map_err(NextStep::clone)?;
+        reply.decisions(request, preceding).map_err(NextStep::Fail)
     }
 }
 
@@ -228,12 +217,15 @@ impl BatchHandle {
         &self.batch
     }
 
-    /// Waits for the outcome of the request.
-    pub(super) async fn outcome(mut self, request: &Request<'_>) -> RequestOutcome {
+    /// Waits for the decisions, or the next step of the request.
+    pub(super) async fn decisions(
+        mut self,
+        request: &Request<'_>,
+    ) -> Result<RequestDecisions, NextStep> {
         let in_time = Completion(&mut self).await;
         match self.batch.completed.get() {
-            Some(completed) if in_time => completed.outcome(self.index, request),
-            _ => RequestOutcome::TimedOut,
+            Some(completed) if in_time => completed.decisions(self.index, request),
+            _ => Err(NextStep::TimeOut),
         }
     }
 }

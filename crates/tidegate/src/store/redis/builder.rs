@@ -26,6 +26,7 @@ use crate::store::StoreError;
 /// | [`credentials`](Self::credentials) | user and password of the URLs |
 /// | [`tls`](Self::tls) | the certificates of the system, for `rediss://` |
 /// | [`group_commit`](Self::group_commit) | on |
+/// | [`cross_slot`](Self::cross_slot) | on |
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -51,6 +52,7 @@ pub struct Builder {
     pub(super) credentials: Option<(Option<String>, String)>,
     pub(super) tls: Option<Tls>,
     pub(super) group_commit: bool,
+    pub(super) cross_slot: bool,
     #[cfg(feature = "testing")]
     pub(super) driven_by: Option<crate::clock::ManualClock>,
 }
@@ -91,6 +93,7 @@ impl Builder {
             credentials: None,
             tls: None,
             group_commit: true,
+            cross_slot: true,
             #[cfg(feature = "testing")]
             driven_by: None,
         }
@@ -132,9 +135,10 @@ impl Builder {
         self
     }
 
-    /// Sets the trusted certificates and the client certificate for `rediss://` URLs. By default
-    /// the store trusts the system's certificates and presents no client certificate. TLS options
-    /// with a `redis://` URL are an error.
+    /// Sets the trusted certificates, the client certificate and the name of the servers for
+    /// `rediss://` URLs. By default the store trusts the system's certificates, presents no client
+    /// certificate, and verifies the host of the URL. TLS options with a `redis://` URL are an
+    /// error.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);
@@ -147,6 +151,15 @@ impl Builder {
     #[must_use]
     pub fn group_commit(mut self, enabled: bool) -> Self {
         self.group_commit = enabled;
+        self
+    }
+
+    /// Enables or disables calls that reach keys of several cluster slots, which are on by default.
+    /// They need Redis 7 or Valkey; a node that refuses them gets one call per slot. Disable them if
+    /// a service wants every key declared and does not say so.
+    #[must_use]
+    pub fn cross_slot(mut self, enabled: bool) -> Self {
+        self.cross_slot = enabled;
         self
     }
 
@@ -181,11 +194,11 @@ impl Builder {
     /// Together with a `Fallback` a service starts, and decides locally, while its Redis is down:
     ///
     /// ```no_run
-    /// use tidegate::{Breaker, Fallback, Limiter, RedisStore};
+    /// use tidegate::{Fallback, Limiter, RedisStore};
     ///
     /// # async fn start() -> Result<(), tidegate::StoreError> {
     /// let redis = RedisStore::builder("redis://127.0.0.1:6379").connect_in_background()?;
-    /// let limiter = Limiter::new(Fallback::new(Breaker::new(redis)));
+    /// let limiter = Limiter::new(Fallback::new(redis));
     /// # Ok(())
     /// # }
     /// ```
@@ -203,6 +216,7 @@ impl Builder {
                 prefix: self.prefix,
                 timeout: self.timeout,
                 group_commit: self.group_commit,
+                cross_slot: self.cross_slot,
                 instances: CachedInstances::default(),
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
@@ -246,7 +260,7 @@ impl Builder {
             return Err(misconfigured(message));
         }
         let tls = if first.tls {
-            Some(self.tls.clone().unwrap_or_default().client_config()?)
+            Some(self.tls.clone().unwrap_or_default().client_tls()?)
         } else if self.tls.is_some() {
             return Err(misconfigured(
                 "TLS options are given, but the URL is redis://: use rediss:// for TLS",

@@ -1,200 +1,295 @@
-//! [`Call`]: one call of a script outside of a batch: for a request that is decided alone, a probe,
-//! a heartbeat or invalidations. It is routed, follows redirects, and is never sent again once it
-//! may have run.
+//! Calls of scripts on one node: by EVALSHA, in one pipeline, and what follows NOSCRIPT.
+//!
+//! A script that a node does not know is loaded once, however many calls need it. If it is unknown
+//! after that, something in between, such as a proxy, sends EVALSHA and SCRIPT LOAD to different
+//! servers: the text is then sent by EVAL, which that server caches. The node is remembered, so
+//! that no further load is tried there for a while.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Value};
-use tokio::time::sleep_until;
+use redis::{Cmd, Pipeline, Value};
+use tokio::time::timeout_at;
 
+use super::Shared;
 use super::connection::Connection;
 use super::error::{AttemptError, ServerError};
 use super::node::NodeClient;
-use super::queue::InFlightPermit;
-use super::script::Script;
-use super::server_clock::ServerClock;
-use super::topology::TopologyState;
+use super::script::{SCRIPT_COUNT, Script};
+use super::slot::slot_of;
+use super::step::{CallError, Delivery, NextStep, Retries, Target};
 use crate::store::StoreError;
 
-/// Call of a script on keys of one slot.
-pub(super) struct Call<'a> {
-    pub(super) script: &'a Script,
-    pub(super) slot: u16,
-    pub(super) started: Instant,
-    pub(super) timeout: Duration,
+/// Call of one script.
+pub(super) struct ScriptCall {
+    pub(super) script: &'static Script,
+    /// The whole EVALSHA command.
+    pub(super) command: Cmd,
+    /// Whether ASKING precedes it, because the node is importing its slot.
+    pub(super) asking: bool,
 }
 
-/// Reason why a call has no result.
-pub(super) enum CallError {
-    Failed(StoreError),
-    /// No single node has all of these keys now, so they must be decided one by one.
-    CrossSlot,
+/// Result of one call.
+pub(super) type ScriptResult = Result<Value, AttemptError>;
+
+/// Scripts of one node.
+pub(super) struct LoadedScripts {
+    loads: [ScriptLoad; SCRIPT_COUNT],
+    /// Number of loads that were started.
+    started: AtomicU64,
+    /// Number of loads that have completed.
+    completed: AtomicU64,
+    /// Time until which no script is loaded, because a load did not help.
+    text_until: Mutex<Option<Instant>>,
 }
 
-/// Decoded reply of a script.
-pub(super) enum ScriptReply<T> {
-    Answer(T),
-    /// The script ran after its deadline by the server's clock, and did nothing.
-    Late,
+/// Loads of one script on one node. All calls that find the script missing share one load.
+#[derive(Default)]
+struct ScriptLoad {
+    /// Value of [`LoadedScripts::completed`] after its last load.
+    last: AtomicU64,
+    lock: tokio::sync::Mutex<()>,
 }
 
-const MAX_REDIRECTS: u32 = 16;
-/// Retries after READONLY, CLUSTERDOWN, or the retirement of a node.
-const MAX_READONLY_RETRIES: u32 = 3;
-/// Retries of several keys of a migrating slot together, before they are decided one by one.
-const MAX_TRYAGAIN_RETRIES: u32 = 3;
-const MIN_BACKOFF: Duration = Duration::from_millis(2);
+const NO_SCRIPT: AttemptError = AttemptError::Server(ServerError::NoScript);
+/// Time for which scripts are sent as text to a node on which a load did not help.
+const TEXT_TTL: Duration = Duration::from_secs(60);
 
-impl CallError {
-    pub(super) fn into_store_error(self) -> StoreError {
-        match self {
-            Self::Failed(error) => error,
-            Self::CrossSlot => {
-                StoreError::Refused("the keys are migrating to another node".to_owned())
-            }
+impl LoadedScripts {
+    pub(super) fn new() -> Self {
+        Self {
+            loads: std::array::from_fn(|_| ScriptLoad::default()),
+            started: AtomicU64::new(0),
+            completed: AtomicU64::new(0),
+            text_until: Mutex::new(None),
         }
     }
-}
 
-impl From<StoreError> for CallError {
-    fn from(error: StoreError) -> Self {
-        Self::Failed(error)
+    /// Returns the number of loads.
+    pub(super) fn total(&self) -> u64 {
+        self.started.load(Ordering::Relaxed)
+    }
+
+    fn sends_text(&self) -> bool {
+        let until = *self.text_until.lock().unwrap_or_else(PoisonError::into_inner);
+        until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Sends text from now on. Returns whether it did not before.
+    fn send_text(&self) -> bool {
+        let mut until = self.text_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let starts = until.is_none_or(|until| until <= now);
+        *until = Some(now + TEXT_TTL);
+        starts
     }
 }
 
-impl Call<'_> {
-    pub(super) fn deadline(&self) -> Instant {
-        self.started + self.timeout
-    }
-
-    /// Runs the call until it has a result, at most until its deadline.
-    ///
-    /// `command` builds the command for a server's clock; `read` decodes the reply, with the
-    /// server's time. The permit covers the first attempt only, so that retries do not delay the
-    /// next batch.
-    pub(super) async fn run<T>(
+impl NodeClient {
+    /// Sends these calls in one pipeline, and returns the result of each. Calls of a script that is
+    /// missing are sent again: after a load, then with the text.
+    pub(super) async fn run(
         &self,
-        topology: &TopologyState,
-        mut permit: Option<InFlightPermit>,
-        command: impl Fn(&ServerClock) -> Cmd,
-        read: impl Fn(Value) -> Result<(Option<i64>, ScriptReply<T>), StoreError>,
-    ) -> Result<T, CallError> {
-        let deadline = self.deadline();
-        let mut target: Option<(Arc<NodeClient>, bool)> = None;
-        let (mut redirects, mut readonly_retries, mut tryagain_retries) = (0, 0, 0);
-        loop {
-            let (node, asking) = match target.take() {
-                Some(target) => target,
-                None => (topology.route(self.slot)?, false),
-            };
-            let loads = node.load_count(self.script);
-            let attempted = self.attempt(&node, asking, &command).await;
-            drop(permit.take());
-            let error = match attempted {
-                Ok((value, connection, sent)) => {
-                    let received = Instant::now();
-                    let (now, reply) = read(value)?;
-                    if let Some(now) = now {
-                        connection.clock().observe(now, sent, received);
+        on: &Connection,
+        calls: &[ScriptCall],
+        deadline: Instant,
+    ) -> Vec<ScriptResult> {
+        let loads_before = self.scripts().completed.load(Ordering::Acquire);
+        let results = self.send_calls(on, calls, deadline).await;
+        if !results.iter().any(is_missing) {
+            return results;
+        }
+        Box::pin(self.run_missing(on, calls, results, loads_before, deadline)).await
+    }
+
+    /// Sends those calls again whose script was missing.
+    async fn run_missing(
+        &self,
+        on: &Connection,
+        calls: &[ScriptCall],
+        mut results: Vec<ScriptResult>,
+        loads_before: u64,
+        deadline: Instant,
+    ) -> Vec<ScriptResult> {
+        // Error of a load that the server has refused.
+        let mut refused = None;
+        for with_text in [false, true] {
+            let missing: Vec<usize> =
+                (0..calls.len()).filter(|call| is_missing(&results[*call])).collect();
+            if missing.is_empty() {
+                break;
+            }
+            if !with_text {
+                if self.scripts().sends_text() {
+                    continue;
+                }
+                match self.load_all(calls, &missing, loads_before, deadline).await {
+                    Ok(()) => {}
+                    // Some proxies do not know SCRIPT LOAD, but do know EVAL.
+                    Err(error @ AttemptError::Server(_)) => {
+                        refused = Some(error);
+                        continue;
                     }
-                    match reply {
-                        ScriptReply::Answer(answer) => return Ok(answer),
-                        // The server's clock was set. Its time is known now, and the script did
-                        // nothing, so a retry is safe.
-                        ScriptReply::Late if received < deadline => {
-                            target = Some((node, asking));
-                            continue;
+                    Err(error) => {
+                        for call in missing {
+                            results[call] = Err(error.clone());
                         }
-                        ScriptReply::Late => AttemptError::TimedOut,
+                        break;
                     }
                 }
+            }
+            let again: Vec<ScriptCall> =
+                missing.iter().map(|call| calls[*call].again(with_text)).collect();
+            let resent = self.send_calls(on, &again, deadline).await;
+            if with_text && resent.iter().any(Result::is_ok) && self.scripts().send_text() {
+                tracing::warn!(
+                    node = %self.address(),
+                    "a script is unknown right after SCRIPT LOAD, as behind a proxy that sends it \
+                     to another server than EVALSHA: its text is sent by EVAL"
+                );
+            }
+            for (call, result) in missing.into_iter().zip(resent) {
+                results[call] = match result {
+                    // The user may not call EVAL, so the reason that matters is that of the load.
+                    Err(AttemptError::Server(ServerError::Other(reason)))
+                        if with_text && reason.contains("NOPERM") =>
+                    {
+                        Err(refused.clone().unwrap_or(NO_SCRIPT))
+                    }
+                    result => result,
+                };
+            }
+        }
+        results
+    }
+
+    /// Loads the scripts of these calls.
+    async fn load_all(
+        &self,
+        calls: &[ScriptCall],
+        missing: &[usize],
+        loads_before: u64,
+        deadline: Instant,
+    ) -> Result<(), AttemptError> {
+        let mut loaded: Vec<usize> = Vec::new();
+        for call in missing {
+            let script = calls[*call].script;
+            if !loaded.contains(&script.index()) {
+                self.load(script, loads_before, deadline).await?;
+                loaded.push(script.index());
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends calls once.
+    async fn send_calls(
+        &self,
+        on: &Connection,
+        calls: &[ScriptCall],
+        deadline: Instant,
+    ) -> Vec<ScriptResult> {
+        if let [call] = calls
+            && !call.asking
+        {
+            return vec![self.send(on, &call.command, deadline).await];
+        }
+        let mut commands = Pipeline::with_capacity(2 * calls.len());
+        for call in calls {
+            if call.asking {
+                commands.add_command(redis::cmd("ASKING"));
+            }
+            commands.add_command(call.command.clone());
+        }
+        match self.pipeline(on, &commands, deadline).await {
+            Ok(replies) => {
+                let mut replies = replies.into_iter();
+                let reply = |call: &ScriptCall| {
+                    // The reply to ASKING.
+                    let reply = replies.nth(usize::from(call.asking)).unwrap_or(Value::Nil);
+                    reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
+                };
+                calls.iter().map(reply).collect()
+            }
+            Err(error) => calls.iter().map(|_| Err(error.clone())).collect(),
+        }
+    }
+
+    /// Loads a script that a call found missing, unless another call has loaded it since.
+    async fn load(
+        &self,
+        script: &Script,
+        loads_before_call: u64,
+        deadline: Instant,
+    ) -> Result<(), AttemptError> {
+        let scripts = self.scripts();
+        let load = &scripts.loads[script.index()];
+        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
+            return Err(AttemptError::TimedOut);
+        };
+        if load.last.load(Ordering::Relaxed) > loads_before_call {
+            return Ok(());
+        }
+        scripts.started.fetch_add(1, Ordering::Relaxed);
+        self.query(redis::cmd("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
+        load.last.store(scripts.completed.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn is_missing(result: &ScriptResult) -> bool {
+    matches!(result, Err(AttemptError::Server(ServerError::NoScript)))
+}
+
+impl ScriptCall {
+    /// Returns this call once more, by EVAL with the text if so asked.
+    fn again(&self, with_text: bool) -> Self {
+        let command = if with_text {
+            let mut command = redis::cmd("EVAL");
+            command.arg(self.script.text());
+            for argument in self.command.args_iter().skip(2) {
+                if let redis::Arg::Simple(bytes) = argument {
+                    command.arg(bytes);
+                }
+            }
+            command
+        } else {
+            self.command.clone()
+        };
+        Self { script: self.script, command, asking: self.asking }
+    }
+}
+
+impl Shared {
+    /// Calls a script on one of the store's own keys, and decodes the reply.
+    pub(super) async fn call_script<T>(
+        &self,
+        script: &'static Script,
+        key: &str,
+        command: impl Fn() -> Cmd,
+        read: impl Fn(Value) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let (slot, topology) = (slot_of(key), self.topology.state());
+        let deadline = Instant::now() + self.timeout;
+        let mut retries = Retries::until(deadline, self.timeout, Delivery::Shared);
+        let mut target = Target { node: topology.route(slot)?, delivery: Delivery::Shared };
+        loop {
+            let asking = target.delivery == Delivery::Asking;
+            let call = [ScriptCall { script, command: command(), asking }];
+            let sent = match target.node.connection(deadline).await {
+                Ok(connection) => target.node.run(&connection, &call, deadline).await.remove(0),
+                Err(error) => Err(error),
+            };
+            let error = match sent {
+                Ok(reply) => return read(reply),
                 Err(error) => error,
             };
-            let should_retry = match &error {
-                AttemptError::Server(ServerError::NoScript) => {
-                    node.load(self.script, loads, deadline)
-                        .await
-                        .map_err(|error| self.failed(error))?;
-                    target = Some((node, asking));
-                    true
-                }
-                AttemptError::Server(ServerError::Moved(address)) => {
-                    target = Some((topology.on_moved(self.slot, address), false));
-                    redirects += 1;
-                    redirects <= MAX_REDIRECTS
-                }
-                AttemptError::Server(ServerError::Ask(address)) => {
-                    target = Some((topology.on_ask(address), true));
-                    redirects += 1;
-                    redirects <= MAX_REDIRECTS
-                }
-                AttemptError::Server(ServerError::TryAgain) => {
-                    tryagain_retries += 1;
-                    if tryagain_retries > MAX_TRYAGAIN_RETRIES
-                        || !self.back_off(tryagain_retries).await
-                    {
-                        return Err(CallError::CrossSlot);
-                    }
-                    true
-                }
-                AttemptError::Server(ServerError::CrossSlot) => {
-                    topology.trigger_refresh();
-                    return Err(CallError::CrossSlot);
-                }
-                AttemptError::Server(ServerError::NotWritable(_)) => {
-                    readonly_retries += 1;
-                    topology.on_readonly(&node)
-                        && readonly_retries <= MAX_READONLY_RETRIES
-                        && self.back_off(readonly_retries + 1).await
-                }
-                AttemptError::Retired => {
-                    readonly_retries += 1;
-                    readonly_retries <= MAX_READONLY_RETRIES
-                        && self.back_off(readonly_retries).await
-                }
-                AttemptError::Server(ServerError::Other(_)) => false,
-                AttemptError::Down(_) | AttemptError::TimedOut | AttemptError::Lost(_) => {
-                    topology.trigger_refresh();
-                    false
-                }
-            };
-            if !should_retry {
-                return Err(self.failed(error));
-            }
+            let step = NextStep::after(error, topology, &target.node, slot);
+            target = retries
+                .follow(step, target, slot, topology)
+                .await
+                .map_err(CallError::into_store_error)?;
         }
-    }
-
-    /// Sends the call to a node once. Returns the reply, its connection, and the time of sending.
-    async fn attempt(
-        &self,
-        node: &NodeClient,
-        asking: bool,
-        command: impl Fn(&ServerClock) -> Cmd,
-    ) -> Result<(Value, Arc<Connection>, Instant), AttemptError> {
-        let deadline = self.deadline();
-        let connection = node.connection(deadline).await?;
-        let command = command(connection.clock());
-        let sent = Instant::now();
-        let reply = if asking {
-            node.send_asking(&connection, command, deadline).await?
-        } else {
-            node.send(&connection, &command, deadline).await?
-        };
-        Ok((reply, connection, sent))
-    }
-
-    /// Sleeps before a retry, twice as long each time. Returns false if the deadline is earlier.
-    async fn back_off(&self, retry: u32) -> bool {
-        let until = Instant::now() + MIN_BACKOFF * 2_u32.pow(retry - 1);
-        if until >= self.deadline() {
-            return false;
-        }
-        sleep_until(until.into()).await;
-        true
-    }
-
-    fn failed(&self, error: AttemptError) -> CallError {
-        CallError::Failed(error.into_store_error(self.timeout))
     }
 }

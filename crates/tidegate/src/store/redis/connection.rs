@@ -48,6 +48,19 @@ pub(super) async fn query_once(
     command: Cmd,
     query_timeout: Duration,
 ) -> Result<Value, NodeError> {
+    let mut replies = query_all_once(address, options, vec![command], query_timeout).await?;
+    let reply = replies.pop().unwrap_or(Value::Nil).extract_error();
+    reply.map_err(|error| NodeError::during_handshake(address, &error))
+}
+
+/// Sends commands to a node in one pipeline, on a temporary connection. The error of a single
+/// command is its reply.
+pub(super) async fn query_all_once(
+    address: &Address,
+    options: &ConnectionOptions,
+    commands: Vec<Cmd>,
+    query_timeout: Duration,
+) -> Result<Vec<Value>, NodeError> {
     let query = async {
         let (mut handle, driver) = match address.open(options).await {
             Ok(opened) => opened,
@@ -61,25 +74,27 @@ pub(super) async fn query_once(
         let driver = tokio::spawn(driver);
         let _connection = Connection::new(handle.clone(), &driver);
         let mut pipeline = Pipeline::new();
-        for command in options.handshake_commands().into_iter().chain([command]) {
+        let handshake = options.handshake_commands();
+        let handshake_length = handshake.len();
+        for command in handshake.into_iter().chain(commands) {
             pipeline.add_command(command);
         }
         let handshake_error = |error: RedisError| NodeError::during_handshake(address, &error);
-        let replies = match handle.send_packed_commands(&pipeline, 0, pipeline.len()).await {
+        let mut replies = match handle.send_packed_commands(&pipeline, 0, pipeline.len()).await {
             Ok(replies) => replies,
             Err(error) => {
                 let wrong_scheme = address.wrong_scheme(options).await;
                 return Err(wrong_scheme.unwrap_or_else(|| handshake_error(error)));
             }
         };
-        let mut last = Value::Nil;
+        let answers = replies.split_off(handshake_length.min(replies.len()));
         for reply in replies {
-            last = reply.extract_error().map_err(handshake_error)?;
+            reply.extract_error().map_err(handshake_error)?;
         }
-        Ok(last)
+        Ok(answers)
     };
     match timeout(query_timeout, query).await {
-        Ok(reply) => reply,
+        Ok(replies) => replies,
         Err(_) => Err(NodeError::new(address, &format!("no answer within {query_timeout:?}"))),
     }
 }
@@ -98,5 +113,24 @@ pub(super) fn parse_time(reply: &Value) -> Option<i64> {
         _ => None,
     };
     let [seconds, micros] = parts.as_slice() else { return None };
-    Some(number(seconds)? * 1_000_000 + number(micros)?)
+    // Envoy's proxy returns all microseconds since 1970 as the second number.
+    let micros = number(micros).filter(|micros| (0..1_000_000).contains(micros))?;
+    number(seconds)?.checked_mul(1_000_000)?.checked_add(micros)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plausible_times_are_parsed() {
+        let reply = |seconds: &str, micros: &str| {
+            let bulk = |text: &str| Value::BulkString(text.as_bytes().to_vec());
+            parse_time(&Value::Array(vec![bulk(seconds), bulk(micros)]))
+        };
+        assert_eq!(reply("1794828888", "288879"), Some(1_794_828_888_288_879));
+        assert_eq!(reply("1794828888", "1794828888288879"), None);
+        assert_eq!(reply("9223372036854775807", "0"), None);
+        assert_eq!(reply("now", "0"), None);
+    }
 }

@@ -2,6 +2,7 @@
 //! or all sentinels, share.
 
 use std::fmt;
+use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,10 +11,10 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, RedisConnectionInfo, RedisError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio_rustls::rustls::ClientConfig;
 
 use super::error::NodeError;
 use super::scheme::{self, Handshake};
+use super::tls::ClientTls;
 
 /// Address that a node listens on.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -28,7 +29,7 @@ pub(super) struct ConnectionOptions {
     pub(super) user: Option<String>,
     pub(super) password: Option<String>,
     pub(super) database: i64,
-    pub(super) tls: Option<Arc<ClientConfig>>,
+    pub(super) tls: Option<Arc<ClientTls>>,
 }
 
 /// Reason why no connection was opened.
@@ -83,8 +84,11 @@ impl Address {
             Self::Tcp { host, port } => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
                 stream.set_nodelay(true)?;
-                let Some(config) = &options.tls else { return Ok(multiplex(stream).await?) };
-                match scheme::handshake(config, (host, *port), stream).await? {
+                let Some(tls) = &options.tls else { return Ok(multiplex(stream).await?) };
+                let name = tls
+                    .name_of(self, host)
+                    .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+                match scheme::handshake(&tls.config, name, (host, *port), stream).await? {
                     Handshake::Done(stream) => Ok(multiplex(stream).await?),
                     Handshake::Plain => Err(OpenError::WrongScheme(scheme::NO_TLS)),
                 }
@@ -92,7 +96,7 @@ impl Address {
             #[cfg(unix)]
             Self::Unix(path) => Ok(multiplex(tokio::net::UnixStream::connect(path).await?).await?),
             #[cfg(not(unix))]
-            Self::Unix(_) => Err(std::io::Error::from(std::io::ErrorKind::Unsupported).into()),
+            Self::Unix(_) => Err(io::Error::from(io::ErrorKind::Unsupported).into()),
         }
     }
 

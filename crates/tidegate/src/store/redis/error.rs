@@ -1,4 +1,4 @@
-//! Errors of nodes and of single attempts of a call, and whether the call may be sent again.
+//! Errors of nodes and of single attempts of a call; `step.rs` has the next step after each.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub(super) struct NodeError {
 }
 
 /// Error of one attempt of a call.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum AttemptError {
     /// There is no connection. The call was not sent.
     Down(NodeError),
@@ -30,10 +30,14 @@ pub(super) enum AttemptError {
     Lost(NodeError),
     /// The server replied with an error. The call did not run.
     Server(ServerError),
+    /// The script ran after its deadline by the server's clock, and did nothing.
+    Late,
+    /// The reply is of no use. The call has run.
+    Unusable(StoreError),
 }
 
 /// Error reply of a server.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum ServerError {
     /// The slot has moved to this node.
     Moved(Address),
@@ -43,10 +47,14 @@ pub(super) enum ServerError {
     TryAgain,
     /// The keys belong to different slots: the server is part of a cluster that we did not detect.
     CrossSlot,
+    /// A key of the call is on another node, although its slot is not: the slot is migrating.
+    NonLocalKey,
     /// The script is not cached.
     NoScript,
     /// The server accepts no writes: it is a replica, or its cluster has no majority.
     NotWritable(String),
+    /// The server is loading its data, or has lost its primary.
+    NotReady(String),
     /// Any other error.
     Other(String),
 }
@@ -108,6 +116,7 @@ impl AttemptError {
             "CROSSSLOT" => ServerError::CrossSlot,
             "NOSCRIPT" => ServerError::NoScript,
             "READONLY" | "CLUSTERDOWN" => ServerError::NotWritable(reason()),
+            "LOADING" | "MASTERDOWN" => ServerError::NotReady(reason()),
             // Redis 6 wraps the error of a script's command: `ERR Error running script …: -READONLY
             // You can't write …`.
             "ERR" if error.detail().is_some_and(|detail| detail.contains("-READONLY ")) => {
@@ -121,25 +130,30 @@ impl AttemptError {
         match self {
             Self::Down(error) | Self::Lost(error) => error.into_unreachable(),
             Self::Retired => StoreError::Unreachable("the primary has just changed".to_owned()),
-            Self::TimedOut => StoreError::Timeout(timeout),
+            Self::TimedOut | Self::Late => StoreError::Timeout(timeout),
+            Self::Unusable(error) => error,
             Self::Server(error) => StoreError::Refused(match error {
                 ServerError::Moved(address) | ServerError::Ask(address) => {
                     format!("too many redirects, the last one to {address}")
                 }
-                ServerError::TryAgain => {
-                    "TRYAGAIN: the keys are migrating to another node".to_owned()
-                }
+                ServerError::TryAgain | ServerError::NonLocalKey => MIGRATING.to_owned(),
                 ServerError::CrossSlot => {
                     "CROSSSLOT: the keys belong to different slots".to_owned()
                 }
-                ServerError::NoScript => {
-                    "NOSCRIPT: the script was flushed right after each load".to_owned()
-                }
-                ServerError::NotWritable(reason) | ServerError::Other(reason) => reason,
+                ServerError::NoScript => NO_SCRIPT.to_owned(),
+                ServerError::NotWritable(reason)
+                | ServerError::NotReady(reason)
+                | ServerError::Other(reason) => reason,
             }),
         }
     }
 }
+
+/// Reason of a request whose keys are on two nodes for longer than it can wait.
+pub(super) const MIGRATING: &str = "TRYAGAIN: the keys are migrating to another node";
+/// Reason of a call whose script is unknown right after it was loaded.
+const NO_SCRIPT: &str = "NOSCRIPT: the script is unknown right after SCRIPT LOAD, and EVAL is not \
+                         permitted: if a proxy sends the two to different servers, grant +eval";
 
 /// Error codes with which a server refuses requests for any key.
 const SERVER_CONDITIONS: [&str; 9] = [
@@ -157,20 +171,38 @@ const SERVER_CONDITIONS: [&str; 9] = [
 /// Converts the error text that the script returned for one item. A condition of the server is a
 /// failure of the store; any other error is caused by the value of this key.
 pub(super) fn item_error(reason: &str) -> StoreError {
-    // Another key of the slot has already migrated to another node.
-    let is_migrating = reason.contains("non local key");
-    let is_server_condition =
-        is_migrating || SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")));
-    if is_server_condition {
+    if is_server_condition(reason) {
         StoreError::Refused(reason.to_owned())
     } else {
         StoreError::Unreadable(reason.to_owned())
     }
 }
 
+/// Returns the charge whose key has the count of another form, by the error text of its item.
+pub(super) fn taken_key(reason: &str) -> Option<usize> {
+    reason.strip_prefix("TAKEN ")?.parse::<usize>().ok()?.checked_sub(1)
+}
+
+/// Returns whether a server refuses requests for any key with this error.
+pub(super) fn is_server_condition(reason: &str) -> bool {
+    SERVER_CONDITIONS.iter().any(|code| reason.contains(&format!("{code} ")))
+}
+
+/// Returns whether a script's error text says that it must declare every key, as some services
+/// require, or only keys of one slot.
+pub(super) fn refuses_undeclared(reason: &str) -> bool {
+    ["undeclared", "not declared", "hash to the same slot"].iter().any(|part| reason.contains(part))
+}
+
 /// Returns whether a script's error text says that the server is a read-only replica.
 pub(super) fn is_readonly(reason: &str) -> bool {
-    reason.starts_with("READONLY ") || reason.contains("-READONLY ")
+    reason.contains("READONLY ")
+}
+
+/// Returns whether a script's error text says that a key is on another node: its slot has moved or
+/// is migrating. The request of that key has written nothing.
+pub(super) fn is_non_local_key(reason: &str) -> bool {
+    reason.contains("non local key")
 }
 
 /// Returns an error text with the address of the node that it comes from.

@@ -1,4 +1,5 @@
-//! Decides several charges: atomically if one node has all of their keys, else slot by slot.
+//! Decides several charges: atomically if one node has all of their keys and may decide them in one
+//! call, else slot by slot.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -6,13 +7,12 @@ use std::time::Instant;
 use tokio::time::timeout_at;
 
 use super::Shared;
-use super::call::CallError;
 use super::invalidation::PendingInvalidation;
-use super::requests::{Operation, Request, RequestDecisions};
-use crate::algorithm::RawDecision;
+use super::requests::{Operation, Request};
+use super::step::{CallError, Delivery};
 use crate::charge::Charge;
 use crate::clock::Timestamp;
-use crate::decision::{Decision, Source};
+use crate::decision::Decision;
 use crate::store::compensation::{
     GroupAction, Groups, OwnedCharge, PendingRefund, decide_in_order, group_by, scatter,
     without_cost,
@@ -40,10 +40,23 @@ pub(super) async fn decide_all(
         && let Some(groups) = by_slot()
     {
         let stages = stages_by_node(shared, charges, &groups);
+        if let [_] = stages.as_slice()
+            && let Ok(node) = shared.topology.state().route(Shared::slot(&charges[0]))
+            && shared.crosses_slots(&node)
+        {
+            let request = Request::new(Operation::Apply(action), charges);
+            match shared.decide(&request, started, Delivery::Spanning).await {
+                Ok(decided) => return Ok(decided.into_vec()),
+                Err(CallError::Failed(error)) => return Err(error),
+                // A slot is moving, or the node does not allow it.
+                Err(CallError::CrossSlot) => {}
+            }
+        }
         return Box::pin(decide_cross_slot(shared, action, charges, groups, stages, started)).await;
     }
-    match shared.decide(&Request { operation: Operation::Apply(action), charges }, started).await {
-        Ok(decided) => Ok(into_decisions(decided, charges)),
+    let request = Request::new(Operation::Apply(action), charges);
+    match shared.decide(&request, started, Delivery::Shared).await {
+        Ok(decided) => Ok(decided.into_vec()),
         Err(CallError::Failed(error)) => Err(error),
         Err(CallError::CrossSlot) => {
             // The server is part of a cluster that was not detected yet, or a slot is migrating and
@@ -64,7 +77,8 @@ fn stages_by_node(
 ) -> Vec<Vec<usize>> {
     let first_charges: Vec<Charge<'_>> =
         groups.iter().filter_map(|group| group.first().map(|index| charges[*index])).collect();
-    group_by(&first_charges, |charge| shared.shard_of(charge))
+    let node = |charge: &Charge<'_>| shared.topology.state().route(Shared::slot(charge)).ok();
+    group_by(&first_charges, |charge| node(charge).map(|node| Arc::as_ptr(&node).addr()))
 }
 
 async fn decide_cross_slot(
@@ -79,13 +93,6 @@ async fn decide_cross_slot(
         groups.iter().map(|group| group.iter().map(|index| charges[*index]).collect()).collect();
     let cross_slot = CrossSlotGroups { shared, started, groups: members, stages };
     Ok(scatter(groups, decide_in_order(&cross_slot, action).await?))
-}
-
-fn into_decisions(decided: RequestDecisions, charges: &[Charge<'_>]) -> Vec<Decision> {
-    let into_decision = |(raw, charge): (RawDecision, &Charge<'_>)| {
-        raw.into_decision(charge.quota(), Source::Store)
-    };
-    decided.into_vec().into_iter().zip(charges).map(into_decision).collect()
 }
 
 impl Groups for CrossSlotGroups<'_> {
@@ -112,8 +119,9 @@ impl Groups for CrossSlotGroups<'_> {
                 (Operation::Apply(Action::ChargeUpTo), free_charges.as_slice())
             }
         };
-        let decided = self.shared.decide(&Request { operation, charges }, self.started).await;
-        Ok(into_decisions(decided.map_err(CallError::into_store_error)?, charges))
+        let request = Request::new(operation, charges);
+        let decided = self.shared.decide(&request, self.started, Delivery::Shared).await;
+        Ok(decided.map_err(CallError::into_store_error)?.into_vec())
     }
 
     fn now(&self) -> Timestamp {
@@ -130,12 +138,12 @@ impl Groups for CrossSlotGroups<'_> {
             runtime.spawn(async move {
                 let charges: Vec<Charge<'_>> = owned.iter().map(OwnedCharge::charge).collect();
                 let operation = Operation::Apply(Action::Refund);
-                let request = Request { operation, charges: &charges };
+                let request = Request::new(operation, &charges);
                 // Published when this task ends.
                 let _invalidation = PendingInvalidation::of(&shared, Action::Refund, &charges);
-                let decided = shared.decide(&request, Instant::now()).await;
+                let decided = shared.decide(&request, Instant::now(), Delivery::Shared).await;
                 match decided.map_err(CallError::into_store_error) {
-                    Ok(decided) => Some(into_decisions(decided, &charges)),
+                    Ok(decided) => Some(decided.into_vec()),
                     Err(error) => {
                         tracing::debug!(%error, "refund of a denied request failed");
                         None

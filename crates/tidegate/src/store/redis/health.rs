@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Pipeline, Value};
 
 use super::RedisStore;
-use super::connection::query_once;
+use super::connection::query_all_once;
 use super::endpoint::Address;
 use super::node::NodeClient;
-use crate::store::{ShardId, StoreError};
+use crate::resilience::CircuitState;
+use crate::store::StoreError;
 
 /// Health of one node, as this process sees it: an entry of [`RedisStore::nodes`].
 ///
@@ -19,7 +20,7 @@ use crate::store::{ShardId, StoreError};
 /// /// Returns whether every shard can decide, for a readiness check.
 /// fn is_ready(store: &RedisStore) -> bool {
 ///     let mut deciding = store.nodes().into_iter().filter(|node| node.primary).peekable();
-///     deciding.peek().is_some() && deciding.all(|node| node.connected)
+///     deciding.peek().is_some() && deciding.all(|node| node.connected && !node.circuit.open)
 /// }
 ///
 /// fn log_failures(store: &RedisStore) {
@@ -34,12 +35,12 @@ use crate::store::{ShardId, StoreError};
 pub struct NodeHealth {
     /// Address of the node, without user and password.
     pub address: String,
-    /// Shard that this node serves, as [`SharedStore::probe`](crate::SharedStore::probe) takes it.
-    pub shard: ShardId,
     /// Whether there is a connection.
     pub connected: bool,
     /// Whether the node decides. Sentinels do not.
     pub primary: bool,
+    /// Circuit of its decisions. While it is open, they fail at once.
+    pub circuit: CircuitState,
     /// Last error of the connection, even if the node has reconnected since.
     pub last_error: Option<String>,
     /// Number of scripts that this process has loaded on the node.
@@ -91,11 +92,28 @@ impl RedisStore {
         self.shared.topology.state().reconnects()
     }
 
+    /// Returns how often the circuit of a node has opened.
+    #[must_use]
+    pub fn circuits_opened(&self) -> u64 {
+        self.shared.topology.state().circuits_opened()
+    }
+
     /// Returns the number of MOVED and ASK redirects of a cluster. It grows while slots move and
     /// after a failover; steady growth may mean that the topology cannot be refreshed.
     #[must_use]
     pub fn redirects(&self) -> u64 {
         self.shared.topology.state().redirects()
+    }
+
+    /// Decides a charge on an internal key, and so checks whether the node of this address can
+    /// decide now.
+    #[doc(hidden)]
+    pub async fn probe_node(&self, address: &str) -> Result<(), StoreError> {
+        let primaries = self.shared.topology.state().primaries();
+        match primaries.iter().find(|node| node.address().to_string() == address) {
+            Some(node) => self.shared.probe(node).await,
+            None => Err(StoreError::Unreachable(format!("{address} is not a primary"))),
+        }
     }
 
     /// Runs a plain command on the node of this address: one of [`nodes`](Self::nodes), or another
@@ -106,8 +124,8 @@ impl RedisStore {
         Ok(replies.into_iter().next().unwrap_or(Reply::Nil))
     }
 
-    /// Runs several plain commands, in one pipeline if there is a connection to the node. The error
-    /// of a single command is its [`Reply::Error`]; an `Err` means that the node did not answer.
+    /// Runs several plain commands in one pipeline. The error of a single command is its
+    /// [`Reply::Error`]; an `Err` means that the node did not answer.
     #[doc(hidden)]
     pub async fn ask_node_all(
         &self,
@@ -119,31 +137,38 @@ impl RedisStore {
         }
         let topology = self.shared.topology.state();
         let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
-        let commands = commands.iter().filter_map(|words| command(words));
         let has_address = |node: &&Arc<NodeClient>| node.address().to_string() == address;
         let primaries = topology.primaries();
         if let Some(node) = primaries.iter().chain(topology.sentinels()).find(has_address) {
             let mut pipeline = Pipeline::new();
-            for command in commands {
+            for command in commands.iter().filter_map(|words| command(words)) {
                 pipeline.add_command(command);
             }
             let replies = node.query_all(&pipeline, Instant::now() + timeout).await;
             let replies = replies.map_err(|error| error.into_store_error(timeout))?;
             return Ok(replies.into_iter().map(Reply::from_value).collect());
         }
+        self.ask_node_separately(address, commands).await
+    }
+
+    /// Like [`ask_node_all`](Self::ask_node_all), on a connection of its own.
+    #[doc(hidden)]
+    pub async fn ask_node_separately(
+        &self,
+        address: &str,
+        commands: &[&[&str]],
+    ) -> Result<Vec<Reply>, StoreError> {
         let Some(target) = Address::tcp("", 0).parse_relative(address) else {
             return Err(StoreError::Misconfigured(format!(
                 "{address:?} is not an address like 10.0.0.1:6379"
             )));
         };
-        let mut replies = Vec::new();
-        for command in commands {
-            let reply = query_once(&target, topology.options(), command, timeout).await;
-            replies.push(Reply::from_value(
-                reply.map_err(|error| StoreError::Unreachable(error.reason))?,
-            ));
-        }
-        Ok(replies)
+        let timeout = self.shared.timeout.max(MIN_COMMAND_TIMEOUT);
+        let commands = commands.iter().filter_map(|words| command(words)).collect();
+        let options = self.shared.topology.state().options();
+        let replies = query_all_once(&target, options, commands, timeout).await;
+        let replies = replies.map_err(|error| StoreError::Unreachable(error.reason))?;
+        Ok(replies.into_iter().map(Reply::from_value).collect())
     }
 }
 
@@ -154,11 +179,11 @@ impl NodeHealth {
     fn of(node: &NodeClient, primary: bool) -> Self {
         Self {
             address: node.address().to_string(),
-            shard: node.shard(),
             connected: node.is_up(),
             primary,
+            circuit: node.circuit().state(),
             last_error: node.last_error().map(|error| error.reason),
-            script_loads: node.script_loads(),
+            script_loads: node.scripts().total(),
             reconnects: node.reconnects(),
         }
     }

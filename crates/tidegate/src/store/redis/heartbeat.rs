@@ -11,9 +11,7 @@ use std::time::{Duration, Instant};
 use redis::{FromRedisValue, Value};
 
 use super::Shared;
-use super::call::{CallError, ScriptReply};
 use super::script::Script;
-use super::server_clock::ServerClock;
 use crate::random::random_u64;
 use crate::store::{StoreError, heartbeat_interval};
 
@@ -58,7 +56,7 @@ impl Shared {
         let may_read = cached.as_ref().is_none_or(|cached| cached.may_be_read_again(now));
         let max_listed = if may_read { MAX_INSTANCES } else { 0 };
         let token = format!("{:016x}{:016x}", random_u64(), random_u64());
-        let command = |_: &ServerClock| {
+        let command = || {
             let mut command = script.evalsha(2);
             command.arg(&key).arg(&version_key).arg(instance);
             command
@@ -69,10 +67,7 @@ impl Shared {
             command.arg(version).arg(&token).arg(max_listed);
             command
         };
-        let read = |reply: Value| Ok((None, ScriptReply::Answer(read_reply(reply)?)));
-        let call = self.call(script, &key);
-        let reply = call.run(self.topology.state(), None, command, read).await;
-        let (version, listed) = reply.map_err(CallError::into_store_error)?;
+        let (version, listed) = self.call_script(script, &key, command, read_reply).await?;
         let mut instances = match listed {
             Some(mut instances) => {
                 instances.sort_unstable();

@@ -10,9 +10,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 
 use super::Shared;
-use super::call::{CallError, ScriptReply};
 use super::script::Script;
-use super::server_clock::ServerClock;
 use crate::charge::Charge;
 use crate::random::random_u64;
 use crate::store::invalidation::{CountId, Cursor, Invalidations, Scope};
@@ -91,17 +89,13 @@ impl Shared {
         read: impl Fn(Value) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let (script, key) = (Script::invalidation(), self.internal_key("news"));
-        let command = |_: &ServerClock| {
+        let command = || {
             let mut command = script.evalsha(1);
             command.arg(&key).arg(operation).arg(format!("{:016x}", random_u64()));
             arguments(&mut command);
             command
         };
-        let call = self.call(script, &key);
-        let read = |reply: Value| Ok((None, ScriptReply::Answer(read(reply)?)));
-        call.run(self.topology.state(), None, command, read)
-            .await
-            .map_err(CallError::into_store_error)
+        self.call_script(script, &key, command, read).await
     }
 }
 

@@ -1,11 +1,11 @@
 //! [`NodeClient`]: one connection to one node, which a supervisor task keeps up.
 //!
-//! While a node is down, calls fail at once with the reason. Only during the first attempt to
+//! While a node is down, or its circuit is open because decisions fail, calls fail at once with the
+//! reason. Only during the first attempt to
 //! connect, or to reconnect after a loss, calls wait for its result, so that a brief interruption
 //! causes no errors. A connection that fails its health check is replaced; calls already in flight
 //! on it keep waiting until their own deadline.
 
-use std::hash::Hasher;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,19 +15,20 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout, timeout_at};
 
+use super::call::LoadedScripts;
 use super::connection::{Connection, is_primary_role, parse_time};
 use super::endpoint::{Address, ConnectionOptions, OpenError};
 use super::error::{AttemptError, NodeError, one_line};
 use super::queue::Queue;
 use super::refresh::RefreshTrigger;
-use super::script::{SCRIPT_COUNT, Script};
 use crate::random::jittered;
-use crate::store::ShardId;
+use crate::resilience::circuit::{Circuit, CircuitOptions};
 
 /// Client of one node. Dropping it closes the connection.
 pub(super) struct NodeClient {
     shared: Arc<NodeShared>,
     queue: Queue,
+    circuit: Circuit,
     supervisor: JoinHandle<()>,
 }
 
@@ -46,7 +47,6 @@ struct NodeShared {
     address: Address,
     options: Arc<ConnectionOptions>,
     role: Role,
-    shard: ShardId,
     /// Timeout of a connect, handshake included, and of a health check.
     connect_timeout: Duration,
     state: watch::Sender<ConnectionState>,
@@ -59,8 +59,9 @@ struct NodeShared {
     health_check: Notify,
     replies: AtomicU64,
     connections: AtomicU64,
-    loads: [ScriptLoad; SCRIPT_COUNT],
-    script_loads: AtomicU64,
+    scripts: LoadedScripts,
+    /// Whether the server does not run scripts that reach keys of other slots.
+    refuses_cross_slot: AtomicBool,
     last_error: Mutex<Option<NodeError>>,
 }
 
@@ -71,13 +72,6 @@ enum ConnectionState {
     Down(NodeError),
     /// Another node has replaced this one, and nothing is sent to it any more.
     Retired,
-}
-
-/// Loads of one script on one node. All calls that find the script missing share one load.
-#[derive(Default)]
-struct ScriptLoad {
-    completed: AtomicU64,
-    lock: tokio::sync::Mutex<()>,
 }
 
 const MIN_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -97,7 +91,6 @@ impl NodeClient {
         refresh: &RefreshTrigger,
     ) -> Self {
         let shared = Arc::new(NodeShared {
-            shard: shard_of(&address),
             address,
             options: Arc::clone(options),
             role,
@@ -109,20 +102,42 @@ impl NodeClient {
             health_check: Notify::new(),
             replies: AtomicU64::new(0),
             connections: AtomicU64::new(0),
-            loads: std::array::from_fn(|_| ScriptLoad::default()),
-            script_loads: AtomicU64::new(0),
+            scripts: LoadedScripts::new(),
+            refuses_cross_slot: AtomicBool::new(false),
             last_error: Mutex::new(None),
         });
         let supervisor = tokio::spawn(Arc::clone(&shared).supervise());
-        Self { shared, queue: Queue::new(), supervisor }
+        let circuit = Circuit::new(CircuitOptions::default());
+        Self { shared, queue: Queue::new(), circuit, supervisor }
     }
 
     pub(super) fn address(&self) -> &Address {
         &self.shared.address
     }
 
-    pub(super) fn shard(&self) -> ShardId {
-        self.shared.shard
+    /// Returns the circuit of decisions on this node.
+    pub(super) fn circuit(&self) -> &Circuit {
+        &self.circuit
+    }
+
+    /// Returns whether one call may reach keys of several slots, as far as is known.
+    pub(super) fn allows_cross_slot(&self) -> bool {
+        !self.shared.refuses_cross_slot.load(Ordering::Relaxed)
+    }
+
+    /// Uses one call per slot from now on, until the next reconnect.
+    pub(super) fn refuse_cross_slot(&self, reason: &str) {
+        if !self.shared.refuses_cross_slot.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                node = %self.address(),
+                reason,
+                "Redis does not allow a call to reach keys of several slots: one call per slot"
+            );
+        }
+    }
+
+    pub(super) fn is_retired(&self) -> bool {
+        matches!(*self.shared.state.borrow(), ConnectionState::Retired)
     }
 
     /// Returns the queue of decisions for this node.
@@ -138,8 +153,9 @@ impl NodeClient {
         self.shared.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub(super) fn script_loads(&self) -> u64 {
-        self.shared.script_loads.load(Ordering::Relaxed)
+    /// Returns the scripts that were loaded here.
+    pub(super) fn scripts(&self) -> &LoadedScripts {
+        &self.shared.scripts
     }
 
     /// Returns the number of connections after the first.
@@ -213,40 +229,8 @@ impl NodeClient {
         self.shared.received(reply.map(|reply| reply.and_then(Value::extract_error)))
     }
 
-    /// Sends a command to a node that is importing its slot. Such a node only serves the slot right
-    /// after ASKING.
-    pub(super) async fn send_asking(
-        &self,
-        on: &Connection,
-        command: Cmd,
-        deadline: Instant,
-    ) -> Result<Value, AttemptError> {
-        let mut pipeline = Pipeline::with_capacity(2);
-        pipeline.add_command(redis::cmd("ASKING")).add_command(command);
-        let mut handle = on.handle.clone();
-        let replies =
-            timeout_at(deadline.into(), handle.send_packed_commands(&pipeline, 0, 2)).await;
-        let last = |replies: Vec<Value>| {
-            replies.into_iter().next_back().unwrap_or(Value::Nil).extract_error()
-        };
-        self.shared.received(replies.map(|replies| replies.and_then(last)))
-    }
-
-    /// Sends several commands once in a pipeline, and returns the reply of each.
-    pub(super) async fn send_all(
-        &self,
-        on: &Connection,
-        commands: &Pipeline,
-        deadline: Instant,
-    ) -> Result<Vec<Result<Value, AttemptError>>, AttemptError> {
-        let replies = self.pipeline(on, commands, deadline).await?;
-        let check = |reply: Value| {
-            reply.extract_error().map_err(|error| AttemptError::new(self.address(), &error))
-        };
-        Ok(replies.into_iter().map(check).collect())
-    }
-
-    async fn pipeline(
+    /// Sends several commands once in a pipeline. The error of a single command is its reply.
+    pub(super) async fn pipeline(
         &self,
         on: &Connection,
         commands: &Pipeline,
@@ -276,31 +260,6 @@ impl NodeClient {
         deadline: Instant,
     ) -> Result<Vec<Value>, AttemptError> {
         self.pipeline(&*self.connection(deadline).await?, commands, deadline).await
-    }
-
-    /// Returns how often this script was loaded here. To be read before a call.
-    pub(super) fn load_count(&self, script: &Script) -> u64 {
-        self.shared.loads[script.index()].completed.load(Ordering::Acquire)
-    }
-
-    /// Loads a script that a call found missing, unless another call has loaded it since.
-    pub(super) async fn load(
-        &self,
-        script: &Script,
-        loads_before_call: u64,
-        deadline: Instant,
-    ) -> Result<(), AttemptError> {
-        let load = &self.shared.loads[script.index()];
-        let Ok(_guard) = timeout_at(deadline.into(), load.lock.lock()).await else {
-            return Err(AttemptError::TimedOut);
-        };
-        if load.completed.load(Ordering::Acquire) > loads_before_call {
-            return Ok(());
-        }
-        self.shared.script_loads.fetch_add(1, Ordering::Relaxed);
-        self.query(redis::cmd("SCRIPT").arg("LOAD").arg(script.text()), deadline).await?;
-        load.completed.fetch_add(1, Ordering::Release);
-        Ok(())
     }
 }
 
@@ -438,6 +397,8 @@ impl NodeShared {
         })?;
         let driver = tokio::spawn(driver);
         let connection = Connection::new(handle, &driver);
+        // The address may lead to another server now.
+        self.refuses_cross_slot.store(false, Ordering::Relaxed);
         let mut handshake = Pipeline::new();
         for command in self.options.handshake_commands() {
             handshake.add_command(command);
@@ -525,12 +486,4 @@ impl NodeShared {
     fn record_error(&self, error: &NodeError) {
         *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
     }
-}
-
-/// Returns the shard of a node: a hash of its address, so that it is the same in every process.
-fn shard_of(address: &Address) -> ShardId {
-    let mut hasher = siphasher::sip::SipHasher13::new();
-    hasher.write(address.to_string().as_bytes());
-    // 0 stands for the whole store.
-    ShardId(hasher.finish().max(1))
 }

@@ -1,45 +1,54 @@
-//! Probes, which check whether a shard can decide; the shard of a charge; and the store's internal
-//! keys.
+//! Circuits of the nodes: a node whose decisions fail is probed until it can decide again. And the
+//! store's internal keys.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use redis::Value;
+use tokio::time::sleep_until;
 
 use super::Shared;
-use super::call::{Call, CallError, ScriptReply};
+use super::batch::{Batch, InFlightBatch};
+use super::dispatch::dispatch;
+use super::error::MIGRATING;
 use super::node::NodeClient;
-use super::requests::{EncodedRequests, Operation, Request};
-use super::script::Script;
-use super::server_clock::ServerClock;
+use super::requests::{Operation, Request};
 use super::slot::{SLOTS, slot_of};
+use super::step::{Delivery, NextStep};
 use crate::charge::Charge;
 use crate::quota::Quota;
-use crate::store::{Action, ShardId, StoreError};
+use crate::resilience::circuit::failure;
+use crate::store::{Action, StoreError};
 
 /// Number of hash tags to try for one in a slot of a given node. Even for a node with a single slot
 /// the search fails only with probability e^-20.
 const MAX_TAGS: usize = 20 * SLOTS;
 
 impl Shared {
-    /// Returns the shard that decides this charge.
-    pub(super) fn shard_of(&self, charge: &Charge<'_>) -> ShardId {
-        let topology = self.topology.state();
-        if !topology.is_cluster() {
-            return ShardId::SINGLE;
+    /// Counts the result of a decision in the circuit of its node. If that opens the circuit, the
+    /// node is probed until it can decide again.
+    pub(super) fn record(
+        self: &Arc<Self>,
+        node: &Arc<NodeClient>,
+        result: Result<(), &StoreError>,
+    ) {
+        if node.circuit().record(failure(result)) {
+            // At debug level only: the callers get the error, and a fallback logs a warning.
+            tracing::debug!(node = %node.address(), error = ?result, "circuit opened");
+            let prober = probe_until_closed(Arc::downgrade(self), Arc::clone(node));
+            node.queue().runtime().spawn(prober);
         }
-        topology.route(Self::slot(charge)).map_or(ShardId::SINGLE, |node| node.shard())
     }
 
     /// Decides a charge on an internal key by the same script as any decision, so that it fails
-    /// whenever decisions on this shard would.
-    pub(super) async fn probe(&self, shard: ShardId) -> Result<(), StoreError> {
+    /// whenever decisions on this node would.
+    pub(super) async fn probe(&self, node: &Arc<NodeClient>) -> Result<(), StoreError> {
         let topology = self.topology.state();
-        let key = if topology.is_cluster() && shard != ShardId::SINGLE {
+        let key = if topology.is_cluster() {
             // A node that has left the cluster decides nothing, so the probe succeeds.
-            let mut primaries = topology.primaries().into_iter();
-            let Some(node) = primaries.find(|node| node.shard() == shard) else { return Ok(()) };
-            let Some(key) = self.probe_key_on(&node) else { return Ok(()) };
+            let is_primary = topology.primaries().iter().any(|primary| Arc::ptr_eq(primary, node));
+            let Some(key) = is_primary.then(|| self.probe_key_on(node)).flatten() else {
+                return Ok(());
+            };
             key
         } else {
             self.internal_key("probe-0")
@@ -47,23 +56,21 @@ impl Shared {
         let quota = Quota::fixed_window(Quota::MAX_LIMIT, Duration::from_secs(1));
         let quota = quota.map_err(|error| StoreError::Refused(error.to_string()))?;
         let charge = [Charge::new("probe", &quota)];
-        let request = Request { operation: Operation::Apply(Action::Acquire), charges: &charge };
-        let encoded = EncodedRequests::one(&request, slot_of(&key), |text, _| text.push_str(&key));
-        let call = self.call(encoded.script(&[0]), &key);
+        let request = Request::new(Operation::Apply(Action::Acquire), &charge);
+        let write_key = |text: &mut String, _: &Charge<'_>, _: &str| text.push_str(&key);
         let deadline = Instant::now() + self.timeout;
-        let command =
-            |clock: &ServerClock| encoded.command(&[0], |_| 1, &self.server_times(clock, deadline));
-        let read = |reply: Value| {
-            let reply = encoded.read(&[0], |_| 1, reply)?;
-            let result = reply.items.map_or(ScriptReply::Late, |_| ScriptReply::Answer(()));
-            Ok((Some(reply.now), result))
-        };
-        call.run(topology, None, command, read).await.map_err(CallError::into_store_error)
-    }
-
-    /// Creates a call of a script on one internal key, which starts now.
-    pub(super) fn call<'a>(&self, script: &'a Script, key: &str) -> Call<'a> {
-        Call { script, slot: slot_of(key), started: Instant::now(), timeout: self.timeout }
+        let batch = Arc::<Batch>::default();
+        let handle = batch.join(&request, slot_of(&key), Delivery::Shared, deadline, write_key);
+        dispatch(self, node, &InFlightBatch(batch)).await;
+        match handle.decisions(&request).await {
+            // A node that redirects can answer.
+            Ok(_) | Err(NextStep::Redirect(_) | NextStep::UseOwnKey(_)) => Ok(()),
+            Err(NextStep::Fail(error) | NextStep::BackOff(error)) => Err(error),
+            Err(NextStep::TimeOut | NextStep::SendAgain) => Err(StoreError::Timeout(self.timeout)),
+            Err(NextStep::SendAlone | NextStep::AwaitMigration | NextStep::Split) => {
+                Err(StoreError::Refused(MIGRATING.to_owned()))
+            }
+        }
     }
 
     /// Returns an internal key. It cannot be a user's key, in which percent signs are escaped.
@@ -76,5 +83,21 @@ impl Shared {
         let topology = self.topology.state();
         let key = |number| self.internal_key(&format!("probe-{number}"));
         (0..MAX_TAGS).map(key).find(|key| topology.is_owner(slot_of(key), node))
+    }
+}
+
+/// Probes a node until its circuit closes, another node has replaced it, or the store is dropped.
+async fn probe_until_closed(store: Weak<Shared>, node: Arc<NodeClient>) {
+    while !node.is_retired() {
+        sleep_until(node.circuit().next_probe()).await;
+        let Some(store) = store.upgrade() else { return };
+        if !node.circuit().takes_probe() {
+            continue;
+        }
+        let probed = store.probe(&node).await;
+        if node.circuit().record_probe(probed.as_ref().err()) {
+            tracing::debug!(node = %node.address(), "circuit closed");
+            return;
+        }
     }
 }

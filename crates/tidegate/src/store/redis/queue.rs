@@ -1,8 +1,9 @@
 //! Group commit: decisions that arrive while a call to their node is in flight share the next call.
 //!
-//! With no call in flight, the first caller becomes the leader and yields once so that other ready
-//! tasks can join its batch. If none has joined, the leader makes a [`Call`](super::call::Call) for
-//! its own request. Otherwise a separate task sends the batch, so that a cancelled caller does not
+//! With no call in flight, the first caller becomes the leader. If requests have joined the batch
+//! before, it yields once so that other ready tasks can join this one, too; a lone caller would only
+//! lose time. If none has joined, the leader sends its batch of one itself, without
+//! another task. Otherwise a separate task sends the batch, so that a cancelled caller does not
 //! affect the others. Callers that arrive during a call join the next batch, which is sent as soon
 //! as the call completes.
 //!
@@ -10,19 +11,18 @@
 //! may be slow, or belong to a future that is neither polled nor dropped.
 
 use std::collections::VecDeque;
-use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{Pipeline, Value};
 use tokio::runtime::Handle;
 use tokio::time::sleep_until;
 
 use super::Shared;
-use super::batch::{Batch, BatchHandle, InFlightBatch, ItemResult, Sealed};
-use super::error::{AttemptError, ServerError, is_readonly, with_address};
+use super::batch::{Batch, BatchHandle, InFlightBatch};
+use super::dispatch::dispatch;
 use super::node::NodeClient;
-use super::requests::{ItemReply, Request};
+use super::requests::Request;
+use super::step::Target;
 use crate::charge::Charge;
 
 /// Queue of batches for one node.
@@ -38,6 +38,8 @@ struct QueueState {
     permits_issued: u64,
     /// Open batches with their creation times, the oldest first.
     open: VecDeque<(Arc<Batch>, Instant)>,
+    /// Whether the last batch that was sent had several requests.
+    is_shared: bool,
     has_watchdog: bool,
 }
 
@@ -63,14 +65,6 @@ pub(super) struct BatchLeader {
     permit: InFlightPermit,
 }
 
-/// Next step of a leader.
-pub(super) enum LeaderOutcome {
-    /// No other request has joined: the leader makes the call itself.
-    Alone(InFlightPermit),
-    /// Another task sends the batch.
-    Wait(BatchHandle),
-}
-
 /// Maximum number of calls in flight per node: one runs in Redis while the replies of the other are
 /// decoded.
 const MAX_IN_FLIGHT: usize = 2;
@@ -80,8 +74,6 @@ const MIN_CONCURRENT_BATCH: usize = 64;
 /// Maximum [`weight`](super::requests::EncodedRequests::weight) of one call: less than a
 /// millisecond of Redis's time, during which Redis serves no other client.
 const MAX_BATCH_WEIGHT: usize = 128;
-/// Maximum number of loads of a script for one batch.
-const MAX_SCRIPT_LOADS: usize = 3;
 /// A batch lingers for a twentieth of the timeout, but at least and at most these times.
 const MIN_LINGER: Duration = Duration::from_millis(1);
 const MAX_LINGER: Duration = Duration::from_millis(5);
@@ -92,9 +84,14 @@ impl Queue {
             in_flight: VecDeque::new(),
             permits_issued: 0,
             open: VecDeque::new(),
+            is_shared: false,
             has_watchdog: false,
         };
         Self { state: Mutex::new(state), runtime: Handle::current() }
+    }
+
+    pub(super) fn runtime(&self) -> &Handle {
+        &self.runtime
     }
 
     fn state(&self) -> MutexGuard<'_, QueueState> {
@@ -105,21 +102,21 @@ impl Queue {
 /// Adds a request to the open batch of a node.
 pub(super) fn enqueue(
     shared: &Arc<Shared>,
-    node: Arc<NodeClient>,
+    Target { node, delivery }: &Target,
     request: &Request<'_>,
     slot: u16,
     deadline: Instant,
+    write_key: impl Fn(&mut String, &Charge<'_>, &str),
 ) -> Enqueued {
     let mut state = node.queue().state();
-    let write_key = |text: &mut String, charge: &Charge<'_>| shared.write_redis_key(text, charge);
     let leads = state.in_flight.is_empty() && state.open.is_empty();
     let handle = match state.open.back() {
         Some((batch, _)) if batch.weight() < MAX_BATCH_WEIGHT => {
-            batch.join(request, slot, deadline, write_key)
+            batch.join(request, slot, *delivery, deadline, write_key)
         }
         _ => {
             let batch = Arc::<Batch>::default();
-            let handle = batch.join(request, slot, deadline, write_key);
+            let handle = batch.join(request, slot, *delivery, deadline, write_key);
             state.open.push_back((batch, Instant::now()));
             handle
         }
@@ -129,7 +126,7 @@ pub(super) fn enqueue(
         drop(state);
         return Enqueued::Lead(BatchLeader {
             handle,
-            permit: InFlightPermit { number, shared: Arc::clone(shared), node },
+            permit: InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(node) },
         });
     }
     if state.in_flight.len() < MAX_IN_FLIGHT
@@ -138,7 +135,7 @@ pub(super) fn enqueue(
     {
         let number = state.issue_permit();
         drop(state);
-        let permit = InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(&node) };
+        let permit = InFlightPermit { number, shared: Arc::clone(shared), node: Arc::clone(node) };
         node.queue().runtime.spawn(permit.send_batches(InFlightBatch(batch)));
         return Enqueued::Wait(handle);
     }
@@ -146,27 +143,32 @@ pub(super) fn enqueue(
     let has_watchdog = std::mem::replace(&mut state.has_watchdog, true);
     drop(state);
     if !has_watchdog {
-        node.queue().runtime.spawn(watchdog(Arc::clone(shared), Arc::clone(&node)));
+        node.queue().runtime.spawn(watchdog(Arc::clone(shared), Arc::clone(node)));
     }
     Enqueued::Wait(handle)
 }
 
 impl BatchLeader {
-    /// Yields once so that other ready tasks can join, then sends the batch.
-    pub(super) async fn collect(self) -> LeaderOutcome {
-        tokio::task::yield_now().await;
+    /// Sends the batch: itself if none has joined. Before that it yields once if others may join.
+    pub(super) async fn send(self) -> BatchHandle {
+        let others_may_join = self.permit.node.queue().state().is_shared;
+        if others_may_join {
+            tokio::task::yield_now().await;
+        }
         let Self { handle, permit } = self;
         let taken = permit.node.queue().state().take(handle.batch());
         match taken {
-            Some(batch) if batch.has_one_waiter() => LeaderOutcome::Alone(permit),
+            Some(batch) if batch.has_one_waiter() => {
+                dispatch(&permit.shared, &permit.node, &InFlightBatch(batch)).await;
+            }
             Some(batch) => {
                 let runtime = permit.node.queue().runtime.clone();
                 runtime.spawn(permit.send_batches(InFlightBatch(batch)));
-                LeaderOutcome::Wait(handle)
             }
             // The permit of a completed call has sent the batch.
-            None => LeaderOutcome::Wait(handle),
+            None => {}
         }
+        handle
     }
 }
 
@@ -190,6 +192,7 @@ async fn watchdog(shared: Arc<Shared>, node: Arc<NodeClient>) {
         if until <= Instant::now()
             && let Some((batch, _)) = state.open.pop_front()
         {
+            state.is_shared = !batch.has_one_waiter();
             state.in_flight.pop_front();
             let number = state.issue_permit();
             drop(state);
@@ -210,6 +213,7 @@ impl QueueState {
     /// Removes this batch from the open ones. Returns `None` if it is in flight already.
     fn take(&mut self, batch: &Arc<Batch>) -> Option<Arc<Batch>> {
         let index = self.open.iter().position(|(open, _)| Arc::ptr_eq(open, batch))?;
+        self.is_shared = !batch.has_one_waiter();
         self.open.remove(index).map(|(batch, _)| batch)
     }
 
@@ -219,6 +223,7 @@ impl QueueState {
         let index = self.in_flight.iter().position(|held| *held == permit)?;
         self.in_flight.remove(index);
         let (batch, _) = self.open.pop_front()?;
+        self.is_shared = !batch.has_one_waiter();
         self.in_flight.push_back(permit);
         Some(InFlightBatch(batch))
     }
@@ -243,165 +248,8 @@ impl InFlightPermit {
     async fn send_batches(self, first: InFlightBatch) {
         let mut next = Some(first);
         while let Some(batch) = next {
-            self.send_batch(&batch).await;
+            dispatch(&self.shared, &self.node, &batch).await;
             next = self.node.queue().state().next_batch(self.number);
         }
     }
-
-    /// Sends one batch, and wakes waiters whose deadline passes before it completes.
-    async fn send_batch(&self, InFlightBatch(batch): &InFlightBatch) {
-        let sealed = batch.seal(Instant::now());
-        let mut next_deadline = sealed.earliest;
-        let results = if next_deadline.is_some() {
-            let mut call = pin!(self.send(&sealed));
-            loop {
-                let Some(deadline) = next_deadline else { break call.await };
-                tokio::select! {
-                    biased;
-                    results = &mut call => break results,
-                    () = sleep_until(deadline.into()) => {
-                        next_deadline = batch.expire(Instant::now());
-                    }
-                }
-            }
-        } else {
-            Vec::new()
-        };
-        batch.complete(sealed, results);
-    }
-
-    /// Sends a sealed batch, and returns the result of each item. On a cluster a call has the keys
-    /// of one slot, so the batch is a pipeline with one call per slot.
-    async fn send(&self, sealed: &Sealed) -> Vec<ItemResult> {
-        let mut results = vec![ItemResult::RetryAlone; sealed.requests.items().len()];
-        let mut calls = group_by_call(sealed, self.shared.topology.state().is_cluster());
-        for _ in 0..=MAX_SCRIPT_LOADS {
-            let loads = |items: &Vec<usize>| self.node.load_count(sealed.requests.script(items));
-            let loads: Vec<u64> = calls.iter().map(loads).collect();
-            let replies = match self.attempt(sealed, &calls).await {
-                Ok(replies) => replies,
-                Err(error) => {
-                    let result = self.result_of(0, error);
-                    calls.iter().flatten().for_each(|item| results[*item] = result.clone());
-                    break;
-                }
-            };
-            let mut calls_to_retry = Vec::new();
-            for ((items, loads), reply) in calls.into_iter().zip(loads).zip(replies) {
-                let loaded = match reply {
-                    Err(AttemptError::Server(ServerError::NoScript)) => {
-                        self.node.load(sealed.requests.script(&items), loads, sealed.latest).await
-                    }
-                    Err(error) => Err(error),
-                    Ok(item_results) => {
-                        for (item, result) in items.iter().zip(item_results) {
-                            results[*item] = result;
-                        }
-                        continue;
-                    }
-                };
-                match loaded {
-                    Ok(()) => calls_to_retry.push(items),
-                    Err(error) => {
-                        let result = self.result_of(sealed.requests.items()[items[0]].slot, error);
-                        for item in items {
-                            results[item] = result.clone();
-                        }
-                    }
-                }
-            }
-            calls = calls_to_retry;
-            if calls.is_empty() {
-                break;
-            }
-        }
-        results
-    }
-
-    /// Sends the calls once. Returns for each the results of its items.
-    async fn attempt(
-        &self,
-        sealed: &Sealed,
-        calls: &[Vec<usize>],
-    ) -> Result<Vec<Result<Vec<ItemResult>, AttemptError>>, AttemptError> {
-        let connection = self.node.connection(sealed.latest).await?;
-        let server_times =
-            self.shared.server_times(connection.clock(), sealed.earliest.unwrap_or(sealed.latest));
-        let repeats = |item: usize| sealed.repeats[item];
-        let command = |items: &Vec<usize>| sealed.requests.command(items, repeats, &server_times);
-        let (sent, replies);
-        if let [items] = calls {
-            let command = command(items);
-            sent = Instant::now();
-            replies = match self.node.send(&connection, &command, sealed.latest).await {
-                Err(error) if !matches!(error, AttemptError::Server(_)) => return Err(error),
-                reply => vec![reply],
-            };
-        } else {
-            let mut commands = Pipeline::with_capacity(calls.len());
-            for items in calls {
-                commands.add_command(command(items));
-            }
-            sent = Instant::now();
-            replies = self.node.send_all(&connection, &commands, sealed.latest).await?;
-        }
-        let received = Instant::now();
-        let read = |(items, reply): (&Vec<usize>, Result<Value, AttemptError>)| {
-            let reply = match sealed.requests.read(items, repeats, reply?) {
-                Ok(reply) => reply,
-                Err(error) => return Ok(vec![ItemResult::Failed(error); items.len()]),
-            };
-            connection.clock().observe(reply.now, sent, received);
-            Ok(match reply.items {
-                Some(replies) => replies.into_iter().map(|reply| self.item_result(reply)).collect(),
-                // The script ran after its deadline, perhaps only because the server's clock was
-                // set. Its time is known now.
-                None => vec![ItemResult::Retry; items.len()],
-            })
-        };
-        Ok(calls.iter().zip(replies).map(read).collect())
-    }
-
-    /// Returns the result of all items of a failed call. Items of a call that did not run are
-    /// retried alone, so that they follow redirects.
-    fn result_of(&self, slot: u16, error: AttemptError) -> ItemResult {
-        let topology = self.shared.topology.state();
-        match error {
-            AttemptError::Server(ServerError::Moved(address)) => {
-                topology.on_moved(slot, &address);
-                ItemResult::RetryAlone
-            }
-            AttemptError::Server(ServerError::Other(_)) => {
-                ItemResult::Failed(error.into_store_error(self.shared.timeout))
-            }
-            AttemptError::Retired | AttemptError::Server(_) => ItemResult::RetryAlone,
-            AttemptError::Down(_) | AttemptError::TimedOut | AttemptError::Lost(_) => {
-                topology.trigger_refresh();
-                ItemResult::Failed(error.into_store_error(self.shared.timeout))
-            }
-        }
-    }
-
-    fn item_result(&self, reply: ItemReply) -> ItemResult {
-        match reply {
-            ItemReply::Error(reason) if is_readonly(&reason) => ItemResult::RetryAlone,
-            ItemReply::Error(reason) => {
-                let reason = with_address(self.node.address(), &reason);
-                ItemResult::Replied(ItemReply::Error(reason))
-            }
-            reply => ItemResult::Replied(reply),
-        }
-    }
-}
-
-/// Returns the items to send, grouped by call.
-fn group_by_call(sealed: &Sealed, is_cluster: bool) -> Vec<Vec<usize>> {
-    let to_send = (0..sealed.repeats.len()).filter(|item| sealed.repeats[*item] > 0);
-    if !is_cluster {
-        return vec![to_send.collect()];
-    }
-    let slot = |item: &usize| sealed.requests.items()[*item].slot;
-    let mut by_slot: Vec<usize> = to_send.collect();
-    by_slot.sort_by_key(slot);
-    by_slot.chunk_by(|one, other| slot(one) == slot(other)).map(<[usize]>::to_vec).collect()
 }

@@ -1,5 +1,12 @@
-//! [`EncodedRequests`]: the requests of one call, encoded as KEYS and ARGV of decide.lua; and
-//! [`CallReply`]: its decoded reply. decide.lua documents the protocol.
+//! [`EncodedRequests`]: the requests of one call, encoded as KEYS and ARGV of decide.lua, which
+//! documents the protocol; and [`CallReply`]: its decoded reply.
+//!
+//! ```text
+//! add(request, slot, write_key) -> item
+//! command(items, repeats, server_times, mode) -> Cmd      mode: KeyMode::{Declared, CrossSlot}
+//! Script::decide(mode)                           the script of that command, for SCRIPT LOAD
+//! read(items, repeats, reply) -> CallReply       same items and repeats; one reply per item
+//! ```
 //!
 //! Equal acquires of one charge share one item, which is sent once with their number.
 
@@ -9,19 +16,27 @@ use std::ops::Range;
 use hashbrown::HashTable;
 use redis::{Cmd, Value};
 
+use super::count::{CountKind, TAGS, keys_of_all_forms};
 use super::error::item_error;
-use super::script::{Script, ScriptParts};
+use super::reply::{ReplyReader, unexpected};
+use super::script::{KeyMode, Script};
 use super::server_clock::ServerTimes;
-use crate::algorithm::{Algorithm, CounterSnapshot, Encoding, Grants, RawDecision};
+use crate::algorithm::{Algorithm, CounterSnapshot, Grants, RawDecision};
 use crate::charge::Charge;
-use crate::quota::Quota;
+use crate::decision::{Decision, Source};
+use crate::quota::{Quota, window_text};
 use crate::store::{Action, StoreError};
+
+#[cfg(test)]
+mod tests;
 
 /// Operation on one or more charges, independent of the other requests in its call.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
+    /// Charges whose count needs a key of its own, one bit each; see [`TAGS`].
+    own_keys: u128,
 }
 
 /// Operation of decide.lua.
@@ -45,6 +60,8 @@ pub(super) struct EncodedRequests {
     sorted_sets: usize,
     /// Items that equal requests can share, by their key.
     shareable: HashTable<usize>,
+    /// Whether two items may have a key in common, so that their order matters.
+    keeps_order: bool,
     hasher: RandomState,
 }
 
@@ -60,8 +77,20 @@ pub(super) struct Item {
 enum RequestKind {
     /// Acquire of one charge, which equal requests can share.
     Acquire,
+    /// Peek of one charge.
+    Peek,
     /// Any other operation, on one or more charges.
     Group(Operation),
+}
+
+/// Key of the items that are sent with one header: a group, or alike acquires or peeks. Unless two
+/// items have a key in common, items are sorted by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum RunKey {
+    /// Index of the quota, cost, and number of equal acquires; 0 for a peek.
+    Alike(usize, u64, u64),
+    /// Position of the item.
+    Group(usize),
 }
 
 struct EncodedCharge {
@@ -78,11 +107,10 @@ struct EncodedCharge {
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct EncodedQuota {
     algorithm: Algorithm,
-    name: &'static str,
+    kind: CountKind,
     limit: u64,
     window: u64,
     option: u64,
-    parts: ScriptParts,
 }
 
 /// Decoded reply of one call.
@@ -105,28 +133,48 @@ pub(super) enum ItemReply {
 
 /// Decision per charge of one request.
 pub(super) enum RequestDecisions {
-    One(RawDecision),
-    Many(Vec<RawDecision>),
+    One(Decision),
+    Many(Vec<Decision>),
 }
 
-/// Algorithm name, in the script, of a sliding log in a sorted set.
-const SORTED_SET: &str = "sliding-log";
 /// The largest cost that the script's doubles represent exactly. It exceeds every limit.
 const MAX_COST: u64 = 1 << 52;
+/// Deadline of a call that has none: the largest integer that a double represents exactly.
+const NO_DEADLINE: i64 = 1 << 53;
 /// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
 /// duplicate costs little.
 const MAX_QUOTA_SCAN: usize = 8;
 
+impl<'a> Request<'a> {
+    pub(super) fn new(operation: Operation, charges: &'a [Charge<'a>]) -> Self {
+        Self { operation, charges, own_keys: 0 }
+    }
+
+    /// Lets a charge use a key of its own. Returns false if it does already.
+    pub(super) fn use_own_key(&mut self, charge: usize) -> bool {
+        let bit = u32::try_from(charge).ok().and_then(|index| 1_u128.checked_shl(index));
+        let bit = bit.unwrap_or_default();
+        let is_new = self.own_keys & bit == 0 && bit != 0;
+        self.own_keys |= bit;
+        is_new
+    }
+
+    fn has_own_key(&self, charge: usize) -> bool {
+        self.own_keys != 0 && self.own_keys >> charge & 1 == 1
+    }
+}
+
 impl Operation {
-    fn name(self) -> &'static str {
+    /// Returns its number in the script.
+    fn number(self) -> u8 {
         match self {
-            Self::Apply(Action::Acquire) => "acquire",
-            Self::Apply(Action::Peek) => "peek",
-            Self::Apply(Action::Refund) => "refund",
-            Self::Apply(Action::Reset) => "reset",
-            Self::Apply(Action::ChargeUpTo) => "charge-up-to",
-            Self::Apply(Action::Report) => "report",
-            Self::CountDenied => "count-denied",
+            Self::Apply(Action::Acquire) => 1,
+            Self::Apply(Action::Peek) => 2,
+            Self::Apply(Action::Refund) => 3,
+            Self::Apply(Action::Reset) => 4,
+            Self::Apply(Action::ChargeUpTo) => 5,
+            Self::Apply(Action::Report) => 6,
+            Self::CountDenied => 7,
         }
     }
 }
@@ -138,26 +186,34 @@ impl ItemReply {
         request: &Request<'_>,
         preceding: u64,
     ) -> Result<RequestDecisions, StoreError> {
+        let decision = |raw: RawDecision, charge: &Charge<'_>| {
+            raw.into_decision(charge.quota(), Source::Store)
+        };
         match (self, request.charges) {
             (Self::Grants(grants), [charge]) => {
-                Ok(RequestDecisions::One(grants.decision(charge.quota(), charge.cost(), preceding)))
+                let raw = grants.decision(charge.quota(), charge.cost(), preceding);
+                Ok(RequestDecisions::One(decision(raw, charge)))
             }
             (Self::Grants(_), _) => Err(unexpected("one answer to several charges")),
             // The script does not compute the state of a key that it has deleted.
             (Self::Decisions(_), charges)
                 if request.operation == Operation::Apply(Action::Reset) =>
             {
-                let untouched = |charge: &Charge<'_>| RawDecision::untouched(charge.quota());
+                let untouched =
+                    |charge: &Charge<'_>| decision(RawDecision::untouched(charge.quota()), charge);
                 Ok(RequestDecisions::Many(charges.iter().map(untouched).collect()))
             }
-            (Self::Decisions(decisions), _) => Ok(RequestDecisions::Many(decisions.clone())),
+            (Self::Decisions(raw), charges) => {
+                let decided = raw.iter().zip(charges).map(|(raw, charge)| decision(*raw, charge));
+                Ok(RequestDecisions::Many(decided.collect()))
+            }
             (Self::Error(reason), _) => Err(item_error(reason)),
         }
     }
 }
 
 impl RequestDecisions {
-    pub(super) fn into_vec(self) -> Vec<RawDecision> {
+    pub(super) fn into_vec(self) -> Vec<Decision> {
         match self {
             Self::One(decision) => vec![decision],
             Self::Many(decisions) => decisions,
@@ -165,11 +221,11 @@ impl RequestDecisions {
     }
 
     /// Returns the decision of a request with a single charge.
-    pub(super) fn first(&self, charge: &Charge<'_>) -> RawDecision {
+    pub(super) fn into_one(self) -> Result<Decision, StoreError> {
         match self {
-            Self::One(decision) => *decision,
+            Self::One(decision) => Ok(decision),
             Self::Many(decisions) => {
-                decisions.first().copied().unwrap_or(RawDecision::untouched(charge.quota()))
+                decisions.first().copied().ok_or_else(|| unexpected("no answer"))
             }
         }
     }
@@ -180,10 +236,10 @@ impl RequestKind {
         match (request.operation, request.charges) {
             // Requests with `count_denied` are not equal: each denial changes the state for the
             // next.
-            (Operation::Apply(Action::Acquire), [charge])
+            (Operation::Apply(action @ (Action::Acquire | Action::Peek)), [charge])
                 if charge.cost() > 0 && !charge.quota().count_denied() =>
             {
-                Self::Acquire
+                if action == Action::Peek { Self::Peek } else { Self::Acquire }
             }
             (operation, _) => Self::Group(operation),
         }
@@ -193,48 +249,32 @@ impl RequestKind {
 impl EncodedQuota {
     fn of(quota: &Quota) -> Self {
         let algorithm = quota.algorithm();
-        let (name, option) = match (algorithm, quota.encoding()) {
-            (Algorithm::SlidingLog, Encoding::SortedSet) => {
-                (SORTED_SET, u64::from(quota.count_denied()))
-            }
-            (Algorithm::SlidingLog, Encoding::Packed) => {
-                ("sliding-log-packed", u64::from(quota.count_denied()))
-            }
-            (Algorithm::TokenBucket | Algorithm::LeakyBucket, _) => {
-                (algorithm.as_str(), quota.burst())
-            }
-            (Algorithm::SlidingCounter | Algorithm::FixedWindow, _) => (algorithm.as_str(), 0),
+        let option = match algorithm {
+            Algorithm::SlidingLog => u64::from(quota.count_denied()),
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => quota.burst(),
+            Algorithm::SlidingCounter | Algorithm::FixedWindow => 0,
         };
         let (limit, window) = (quota.limit(), quota.window_micros());
-        Self { algorithm, name, limit, window, option, parts: ScriptParts::of(quota) }
+        Self { algorithm, kind: CountKind::of(quota), limit, window, option }
     }
 }
 
 impl EncodedRequests {
-    /// Encodes a single request.
-    pub(super) fn one(
-        request: &Request<'_>,
-        slot: u16,
-        write_key: impl Fn(&mut String, &Charge<'_>),
-    ) -> Self {
-        let mut requests = Self::default();
-        requests.add(request, slot, write_key);
-        requests
-    }
-
     /// Adds a request, or finds an item of equal requests. Returns the index of the item.
     pub(super) fn add(
         &mut self,
         request: &Request<'_>,
         slot: u16,
-        write_key: impl Fn(&mut String, &Charge<'_>),
+        write_key: impl Fn(&mut String, &Charge<'_>, &str),
     ) -> usize {
         let kind = RequestKind::of(request);
         let first_charge = self.charges.len();
         let keys_start = self.keys.len();
-        for charge in request.charges {
+        for (index, charge) in request.charges.iter().enumerate() {
             let start = self.keys.len();
-            write_key(&mut self.keys, charge);
+            let has_own_key = request.has_own_key(index);
+            let tag = if has_own_key { CountKind::of(charge.quota()).tag() } else { "" };
+            write_key(&mut self.keys, charge, tag);
             let quota = self.quota_index(charge.quota());
             let cost = charge.cost().min(MAX_COST);
             let charged_at = charge.charged_at().as_micros();
@@ -255,14 +295,20 @@ impl EncodedRequests {
                 self.charges.truncate(first_charge);
                 return equal_item;
             }
+            let has_same_key =
+                |item: &usize| key(self.items[*item].charges.start) == key(first_charge);
+            self.keeps_order |= self.shareable.find(hash, has_same_key).is_some();
             let Self { keys, charges, items, shareable, hasher, .. } = self;
             shareable.insert_unique(hash, new_item, |item| {
                 let charge =
                     if *item == new_item { first_charge } else { items[*item].charges.start };
                 hasher.hash_one(&keys[charges[charge].key.clone()])
             });
+        } else {
+            self.keeps_order = true;
         }
-        let is_sorted_set = |charge: &EncodedCharge| self.quotas[charge.quota].name == SORTED_SET;
+        let is_sorted_set =
+            |charge: &EncodedCharge| self.quotas[charge.quota].kind == CountKind::SlidingLog;
         self.sorted_sets +=
             self.charges[first_charge..].iter().filter(|charge| is_sorted_set(charge)).count();
         self.items.push(Item { slot, kind, charges: first_charge..self.charges.len() });
@@ -305,87 +351,122 @@ impl EncodedRequests {
         &self.charges[self.items[item].charges.clone()]
     }
 
-    /// Returns the script that decides these items.
-    pub(super) fn script(&self, items: &[usize]) -> &'static Script {
-        let charges = items.iter().flat_map(|item| self.charges_of(*item));
-        Script::with(charges.fold(ScriptParts::default(), |parts, charge| {
-            parts.and(self.quotas[charge.quota].parts)
-        }))
-    }
-
     /// Encodes these items, each with its number of equal requests.
     pub(super) fn command(
         &self,
         items: &[usize],
         repeats: impl Fn(usize) -> u64,
         server_times: &ServerTimes,
+        mode: KeyMode,
     ) -> Cmd {
-        let charges = || items.iter().flat_map(|item| self.charges_of(*item));
-        let mut command = self.script(items).evalsha(charges().count());
-        for charge in charges() {
-            command.arg(&self.keys[charge.key.clone()]);
-        }
-        push_optional(&mut command, server_times.driven);
-        push_optional(&mut command, server_times.deadline);
-
-        // Quotas of these items, numbered from 1 in this call; 0 if not used.
-        let mut numbers = vec![0; self.quotas.len()];
-        let mut used_quotas = Vec::new();
-        for charge in charges() {
-            if numbers[charge.quota] == 0 {
-                used_quotas.push(self.quotas[charge.quota]);
-                numbers[charge.quota] = used_quotas.len();
+        let order = self.order(items, &repeats);
+        let runs = || order.chunk_by(|one, other| one.0 == other.0);
+        let keys: usize = order.iter().map(|(_, item)| self.key_count(*item)).sum();
+        let declared = match mode {
+            KeyMode::Declared => keys,
+            KeyMode::CrossSlot => keys.min(1),
+        };
+        let mut command = Script::decide(mode).evalsha(declared);
+        let push_keys = |command: &mut Cmd, range: Range<usize>| {
+            let mut position = 0;
+            for (_, item) in &order {
+                self.for_each_key(*item, |key| {
+                    if range.contains(&position) {
+                        command.arg(key);
+                    }
+                    position += 1;
+                });
             }
-        }
-        command.arg(used_quotas.len());
-        for quota in used_quotas {
-            command.arg(quota.name).arg(quota.limit).arg(quota.window).arg(quota.option);
-        }
-
-        let mut rest = items;
-        while let [item, others @ ..] = rest {
-            rest = others;
-            match self.shared_charge(*item) {
-                Some(charge) if repeats(*item) > 1 => {
-                    command
-                        .arg("acquire-times")
-                        .arg(numbers[charge.quota])
-                        .arg(charge.cost)
-                        .arg(repeats(*item));
-                }
-                Some(charge) => {
-                    let is_alike = |other: &usize| {
-                        let other = self.shared_charge(*other).filter(|_| repeats(*other) == 1);
-                        other.is_some_and(|other| {
-                            (other.quota, other.cost) == (charge.quota, charge.cost)
-                        })
-                    };
-                    let more = others.iter().take_while(|other| is_alike(other)).count();
-                    rest = &others[more..];
-                    command
-                        .arg("acquire-each")
-                        .arg(numbers[charge.quota])
-                        .arg(charge.cost)
-                        .arg(1 + more);
-                }
-                None => {
-                    let RequestKind::Group(operation) = self.items[*item].kind else { continue };
-                    command.arg(operation.name()).arg(self.charges_of(*item).len());
-                    for charge in self.charges_of(*item) {
-                        command.arg(numbers[charge.quota]).arg(charge.cost);
-                        if operation == Operation::Apply(Action::Refund) {
-                            command.arg(server_times.to_server_time(charge.charged_at));
-                        }
+        };
+        push_keys(&mut command, 0..declared);
+        let mut header = Vec::with_capacity(80);
+        for run in runs() {
+            let Some((key, item)) = run.first() else { continue };
+            header.clear();
+            #[expect(clippy::cast_precision_loss, reason = "all numbers are below 2^53")]
+            let mut push = |number: i64| header.extend((number as f64).to_le_bytes());
+            push(server_times.deadline.unwrap_or(NO_DEADLINE));
+            push(signed(server_times.driven.unwrap_or(0)));
+            push(signed(runs().count() as u64));
+            match *key {
+                RunKey::Alike(quota, cost, times) => {
+                    let quota = &self.quotas[quota];
+                    push(i64::from(quota.kind.number()));
+                    push(signed(run.len() as u64));
+                    for number in [quota.limit, quota.window, quota.option, cost, times] {
+                        push(signed(number));
+                    }
+                    if matches!(quota.kind, CountKind::SlidingLog | CountKind::SlidingCounter) {
+                        header.extend(window_text(quota.window).into_bytes());
                     }
                 }
+                RunKey::Group(_) => self.push_group(*item, server_times, push),
             }
+            command.arg(&header[..]);
+        }
+        if declared < keys {
+            push_keys(&mut command, declared..keys);
         }
         command
     }
 
-    /// Returns the charge of an item that equal acquires can share.
-    fn shared_charge(&self, item: usize) -> Option<&EncodedCharge> {
-        (self.items[item].kind == RequestKind::Acquire).then(|| &self.charges_of(item)[0])
+    /// Writes the part of a group's header that follows the call's numbers.
+    fn push_group(&self, item: usize, server_times: &ServerTimes, mut push: impl FnMut(i64)) {
+        let charges = self.charges_of(item);
+        let RequestKind::Group(operation) = self.items[item].kind else { return };
+        push(0);
+        push(signed(self.key_count(item) as u64));
+        push(i64::from(operation.number()));
+        push(signed(charges.len() as u64));
+        (0..3).for_each(|_| push(0));
+        for charge in charges {
+            let quota = &self.quotas[charge.quota];
+            push(i64::from(quota.kind.number()));
+            for number in [quota.limit, quota.window, quota.option, charge.cost] {
+                push(signed(number));
+            }
+            push(server_times.to_server_time(charge.charged_at));
+        }
+    }
+
+    /// Returns the items in the order of the call, each with the key of its run.
+    fn order(&self, items: &[usize], repeats: impl Fn(usize) -> u64) -> Vec<(RunKey, usize)> {
+        let run_key = |(position, item): (usize, &usize)| {
+            let alike = |times| {
+                let charge = &self.charges_of(*item)[0];
+                RunKey::Alike(charge.quota, charge.cost, times)
+            };
+            let key = match self.items[*item].kind {
+                RequestKind::Acquire => alike(repeats(*item)),
+                RequestKind::Peek => alike(0),
+                RequestKind::Group(_) => RunKey::Group(position),
+            };
+            (key, *item)
+        };
+        let mut order: Vec<_> = items.iter().enumerate().map(run_key).collect();
+        if !self.keeps_order {
+            order.sort_by_key(|(key, _)| *key);
+        }
+        order
+    }
+
+    fn is_reset(&self, item: usize) -> bool {
+        self.items[item].kind == RequestKind::Group(Operation::Apply(Action::Reset))
+    }
+
+    fn key_count(&self, item: usize) -> usize {
+        self.charges_of(item).len() * if self.is_reset(item) { TAGS.len() } else { 1 }
+    }
+
+    fn for_each_key(&self, item: usize, mut push: impl FnMut(&str)) {
+        for charge in self.charges_of(item) {
+            let key = &self.keys[charge.key.clone()];
+            if self.is_reset(item) {
+                keys_of_all_forms(key).for_each(|key| push(&key));
+            } else {
+                push(key);
+            }
+        }
     }
 
     /// Decodes the reply to [`command`](Self::command) with the same items.
@@ -395,20 +476,24 @@ impl EncodedRequests {
         repeats: impl Fn(usize) -> u64,
         reply: Value,
     ) -> Result<CallReply, StoreError> {
-        let Value::Array(values) = reply else { return Err(unexpected("not an array")) };
-        let mut values = values.into_iter();
-        let now = integer(values.next().as_ref())?.cast_signed();
-        let in_time = integer(values.next().as_ref())? == 1;
-        if !in_time {
+        let Value::BulkString(bytes) = reply else { return Err(unexpected("not a string")) };
+        let mut reader = ReplyReader::new(&bytes);
+        let now = signed(reader.number()?);
+        if reader.is_at_end() && !items.is_empty() {
             return Ok(CallReply { now, items: None });
         }
-        let items = items
-            .iter()
-            .map(|item| self.read_item(*item, repeats(*item), &mut values))
-            .collect::<Result<_, _>>()?;
-        if values.next().is_some() {
+        // The replies have the order of the call.
+        let mut by_item: Vec<Option<ItemReply>> = vec![None; self.items.len()];
+        for (_, item) in self.order(items, &repeats) {
+            by_item[item] = Some(match reader.error()? {
+                Some(error) => ItemReply::Error(error),
+                None => self.read_item(item, repeats(item), &mut reader)?,
+            });
+        }
+        if !reader.is_at_end() {
             return Err(unexpected("a wrong length"));
         }
+        let items = items.iter().filter_map(|item| by_item[*item].take()).collect();
         Ok(CallReply { now, items: Some(items) })
     }
 
@@ -416,22 +501,15 @@ impl EncodedRequests {
         &self,
         item: usize,
         repeats: u64,
-        values: &mut impl Iterator<Item = Value>,
+        reader: &mut ReplyReader<'_>,
     ) -> Result<ItemReply, StoreError> {
         let charges = self.charges_of(item);
-        let first = match values.next() {
-            Some(Value::BulkString(text)) => {
-                return Ok(ItemReply::Error(String::from_utf8_lossy(&text).into_owned()));
-            }
-            first => integer(first.as_ref())?,
-        };
-        let mut next = || integer(values.next().as_ref());
-        if self.items[item].kind == RequestKind::Acquire {
-            let (granted, remaining) = (first, next()?);
-            let snapshot =
-                CounterSnapshot::read(self.quotas[charges[0].quota].algorithm, &mut next)?;
+        if matches!(self.items[item].kind, RequestKind::Acquire | RequestKind::Peek) {
+            let (granted, remaining) = (reader.number()?, reader.number()?);
+            let algorithm = self.quotas[charges[0].quota].algorithm;
+            let snapshot = CounterSnapshot::read(algorithm, || reader.number())?;
             let (retry_after, reset_after) =
-                if granted < repeats { (next()?, next()?) } else { (0, 0) };
+                if granted < repeats { (reader.number()?, reader.number()?) } else { (0, 0) };
             return Ok(ItemReply::Grants(Grants {
                 granted,
                 remaining,
@@ -440,9 +518,13 @@ impl EncodedRequests {
                 reset_after,
             }));
         }
-        let mut allowed = Some(first);
+        if self.is_reset(item) {
+            reader.number()?;
+            return Ok(ItemReply::Decisions(Vec::new()));
+        }
         let decisions = charges.iter().map(|_| {
-            let allowed = allowed.take().map_or_else(&mut next, Ok)? == 1;
+            let allowed = reader.number()? == 1;
+            let mut next = || reader.number();
             let [remaining, retry_after, reset_after, delay] = [next()?, next()?, next()?, next()?];
             Ok(RawDecision { allowed, remaining, retry_after, reset_after, delay })
         });
@@ -450,123 +532,6 @@ impl EncodedRequests {
     }
 }
 
-fn push_optional(command: &mut Cmd, number: Option<impl redis::ToRedisArgs>) {
-    match number {
-        Some(number) => command.arg(number),
-        None => command.arg(""),
-    };
-}
-
-fn integer(value: Option<&Value>) -> Result<u64, StoreError> {
-    match value {
-        Some(Value::Int(integer)) => {
-            u64::try_from(*integer).map_err(|_| unexpected("a negative number"))
-        }
-        Some(_) => Err(unexpected("not an integer")),
-        None => Err(unexpected("a wrong length")),
-    }
-}
-
-fn unexpected(reason: &str) -> StoreError {
-    StoreError::Refused(format!("unexpected reply of the script: {reason}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    fn add(requests: &mut EncodedRequests, operation: Operation, charges: &[Charge<'_>]) -> usize {
-        requests.add(&Request { operation, charges }, 7, |text, charge| text.push_str(charge.key()))
-    }
-
-    fn arguments(command: &Cmd) -> Vec<String> {
-        let text = |argument| match argument {
-            redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-            _ => panic!("not a plain argument"),
-        };
-        command.args_iter().skip(2).map(text).collect()
-    }
-
-    #[test]
-    fn equal_acquires_share_an_item_and_adjacent_ones_share_arguments() {
-        const ACQUIRE: Operation = Operation::Apply(Action::Acquire);
-        let minute = Duration::from_secs(60);
-        let ten = Quota::fixed_window(10, minute).expect("valid");
-        let five = Quota::token_bucket(5, minute).expect("valid");
-        let strict = Quota::sliding_log(3, minute)
-            .and_then(|quota| quota.with_count_denied(true))
-            .expect("valid");
-        let (a, b, c) = (Charge::new("a", &ten), Charge::new("b", &ten), Charge::new("c", &five));
-        let mut requests = EncodedRequests::default();
-        assert_eq!(add(&mut requests, ACQUIRE, &[a]), 0);
-        assert_eq!(add(&mut requests, ACQUIRE, &[b]), 1);
-        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2);
-        assert_eq!(add(&mut requests, ACQUIRE, &[a.with_cost(2)]), 3, "another cost");
-        assert_eq!(add(&mut requests, ACQUIRE, &[c]), 2, "equal");
-        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 4, "a group");
-        assert_eq!(add(&mut requests, ACQUIRE, &[a, c]), 5, "groups do not share an item");
-        assert_eq!(add(&mut requests, Operation::Apply(Action::Peek), &[a]), 6, "a peek");
-        let strict = Charge::new("d", &strict);
-        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 7);
-        assert_eq!(add(&mut requests, ACQUIRE, &[strict]), 8, "its denials are counted");
-        assert_eq!(requests.charges(), 11);
-
-        // The waiters of items 3, 5 and 8 were dropped.
-        let times = ServerTimes { deadline: Some(99), ..ServerTimes::default() };
-        let repeats = |item| if item == 2 { 2 } else { 1 };
-        let command = requests.command(&[0, 1, 2, 4, 6, 7], repeats, &times);
-        let expected = "7 a b c a c a d  99 3 \
-                        fixed-window 10 60000000 0 token-bucket 5 60000000 5 \
-                        sliding-log 3 60000000 1 \
-                        acquire-each 1 1 2 acquire-times 2 1 2 acquire 2 1 1 2 1 \
-                        peek 1 1 1 acquire 1 3 1";
-        assert_eq!(arguments(&command).join(" "), expected);
-    }
-
-    #[test]
-    fn equal_acquires_share_an_item_across_many_other_quotas() {
-        let quotas: Vec<Quota> = (1..=20)
-            .map(|limit| Quota::fixed_window(limit, Duration::from_secs(60)).expect("valid"))
-            .collect();
-        let mut requests = EncodedRequests::default();
-        let numbers: Vec<usize> = [quotas.as_slice(), &quotas[..1]]
-            .concat()
-            .iter()
-            .map(|quota| {
-                let charges = [Charge::new("a", quota)];
-                add(&mut requests, Operation::Apply(Action::Acquire), &charges)
-            })
-            .collect();
-        assert_eq!(numbers.last(), numbers.first());
-    }
-
-    #[test]
-    fn a_malformed_reply_is_an_error() {
-        let quota = Quota::fixed_window(10, Duration::from_secs(60)).expect("valid");
-        let mut requests = EncodedRequests::default();
-        add(&mut requests, Operation::Apply(Action::Acquire), &[Charge::new("a", &quota)]);
-        let read = |values: &[i64]| {
-            let reply = Value::Array(values.iter().map(|value| Value::Int(*value)).collect());
-            requests.read(&[0], |_| 1, reply)
-        };
-        let granted = read(&[5, 1, 1, 10, 60]).expect("valid").items.expect("in time");
-        let [ItemReply::Grants(grants)] = &granted[..] else { panic!("{granted:?}") };
-        assert_eq!((grants.granted, grants.remaining), (1, 10));
-        assert!(read(&[5, 0]).expect("valid").items.is_none(), "too late");
-        assert!(read(&[5, 1, 0, 10, 60, 7, 8]).expect("valid").items.is_some(), "denied");
-        for wrong in [
-            &[][..],
-            &[5],
-            &[5, 1],
-            &[5, 1, 1, 10],
-            &[5, 1, 0, 10, 60],
-            &[5, 1, 1, 10, 60, 1],
-            &[5, 1, -1, 10, 60],
-        ] {
-            assert!(read(wrong).is_err(), "{wrong:?}");
-        }
-        assert!(requests.read(&[0], |_| 1, Value::Nil).is_err());
-    }
+fn signed(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
 }

@@ -33,14 +33,14 @@ pub(super) enum Handshake {
     Plain,
 }
 
-/// Performs the TLS handshake, unless the server turns out to speak no TLS.
+/// Performs the TLS handshake, unless the server turns out to speak no TLS. The server's
+/// certificate must have this name.
 pub(super) async fn handshake(
     config: &Arc<ClientConfig>,
+    name: ServerName<'static>,
     (host, port): (&str, u16),
     stream: TcpStream,
 ) -> io::Result<Handshake> {
-    let name = ServerName::try_from(host.to_owned())
-        .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
     let plain = async {
         sleep(PLAIN_PROBE_AFTER).await;
         if !speaks_plain(host, port).await {

@@ -13,7 +13,7 @@ pub(super) fn slot_of(redis_key: &str) -> u16 {
 /// Returns the slot of all counts of a user's key. Formats the Redis key only if it has escapes.
 pub(super) fn slot_of_user_key(key: &str) -> u16 {
     if key.bytes().any(|byte| b"%{}".contains(&byte)) {
-        return slot_of(&redis_key("", key, ""));
+        return slot_of(&redis_key("", key, "", ""));
     }
     crc16(key.bytes()) % 16_384
 }
@@ -63,7 +63,7 @@ mod tests {
         for key in ["foo", "user:42", "{foo}", "}{", "100%", "élan"] {
             assert_eq!(
                 slot_of_user_key(key),
-                slot_of(&redis_key("rate_limit", key, "per-user")),
+                slot_of(&redis_key("rate_limit", key, "", "per-user")),
                 "{key}"
             );
         }

@@ -1,21 +1,27 @@
-//! [`Tls`]: trusted certificates and the client certificate. Uses rustls with ring, independent of
-//! the process's default crypto provider.
+//! [`Tls`]: trusted certificates, the client certificate, and the names of servers. Uses rustls
+//! with ring, independent of the process's default crypto provider.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::pki_types::{
+    CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName,
+};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
+use super::endpoint::Address;
 use crate::store::StoreError;
 
 /// TLS options of a `RedisStore`: trusted certificates and the client certificate. The server's
 /// certificate and its name are always verified.
 ///
-/// They are needed only for a private certificate authority or for client certificates; a
-/// `rediss://` URL alone trusts the certificates of the system.
+/// They are needed only for a private certificate authority, for client certificates, or for
+/// servers whose address is not in their certificate; a `rediss://` URL alone trusts the
+/// certificates of the system.
 ///
 /// ```no_run
 /// use tidegate::RedisStore;
@@ -44,6 +50,40 @@ use crate::store::StoreError;
 pub struct Tls {
     ca: Option<Vec<u8>>,
     identity: Option<(Vec<u8>, Vec<u8>)>,
+    server_name: Option<String>,
+}
+
+/// TLS of the connections of a store.
+pub(super) struct ClientTls {
+    pub(super) config: Arc<ClientConfig>,
+    /// Name of all servers that have no announced one.
+    server_name: Option<ServerName<'static>>,
+    /// Host names that the nodes of a cluster announce.
+    announced: ArcSwap<HashMap<Address, ServerName<'static>>>,
+}
+
+impl ClientTls {
+    /// Returns the name that the certificate of a server must have: the announced host name, else
+    /// the configured name, else the host that is connected to.
+    pub(super) fn name_of(
+        &self,
+        address: &Address,
+        host: &str,
+    ) -> Result<ServerName<'static>, InvalidDnsNameError> {
+        match self.announced.load().get(address).or(self.server_name.as_ref()) {
+            Some(name) => Ok(name.clone()),
+            None => ServerName::try_from(host.to_owned()),
+        }
+    }
+
+    /// Replaces the announced host names. One that is no host name is left out.
+    pub(super) fn announce(&self, names: impl IntoIterator<Item = (Address, String)>) {
+        let parsed = |(address, name)| Some((address, ServerName::try_from(name).ok()?));
+        let names: HashMap<_, _> = names.into_iter().filter_map(parsed).collect();
+        if **self.announced.load() != names {
+            self.announced.store(Arc::new(names));
+        }
+    }
 }
 
 impl Tls {
@@ -69,7 +109,29 @@ impl Tls {
         self
     }
 
-    pub(super) fn client_config(self) -> Result<Arc<ClientConfig>, StoreError> {
+    /// Sets the name that the certificates of all servers must have, for servers whose address is
+    /// not in their certificate: such as those of a cluster that announces IP addresses. A host
+    /// name that the cluster announces has precedence. By default the name is the host of the URL,
+    /// or of the address that a cluster or a sentinel reports.
+    #[must_use]
+    pub fn server_name(mut self, name: impl Into<String>) -> Self {
+        self.server_name = Some(name.into());
+        self
+    }
+
+    pub(super) fn client_tls(self) -> Result<Arc<ClientTls>, StoreError> {
+        let server_name = match &self.server_name {
+            None => None,
+            Some(name) => Some(ServerName::try_from(name.clone()).map_err(|_| {
+                let reason = "it must be a host name or an address, without a port";
+                invalid("the server name is not usable", &reason)
+            })?),
+        };
+        let config = self.client_config()?;
+        Ok(Arc::new(ClientTls { config, server_name, announced: ArcSwap::default() }))
+    }
+
+    fn client_config(self) -> Result<Arc<ClientConfig>, StoreError> {
         let mut roots = RootCertStore::empty();
         match &self.ca {
             Some(pem) => {
@@ -133,6 +195,7 @@ impl fmt::Debug for Tls {
         f.debug_struct("Tls")
             .field("ca", &self.ca.is_some())
             .field("identity", &self.identity.is_some())
+            .field("server_name", &self.server_name)
             .finish()
     }
 }

@@ -15,6 +15,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use self::cluster::SlotMap;
+use self::moves::SlotMoves;
 use super::endpoint::{Address, ConnectionOptions};
 use super::error::NodeError;
 use super::node::{NodeClient, Role};
@@ -22,6 +23,7 @@ use super::refresh::RefreshTrigger;
 use crate::store::StoreError;
 
 mod cluster;
+mod moves;
 mod sentinel;
 
 /// Addresses from which the topology is discovered.
@@ -58,10 +60,13 @@ pub(super) struct TopologyState {
     /// Result of initial topology discovery.
     initial_discovery: watch::Sender<Option<Result<(), NodeError>>>,
     redirects: AtomicU64,
+    moves: Mutex<SlotMoves>,
     /// Reconnects of nodes that were dropped.
     past_reconnects: AtomicU64,
     /// Script loads of nodes that were dropped.
     past_script_loads: AtomicU64,
+    /// Openings of the circuits of nodes that were dropped.
+    past_circuits_opened: AtomicU64,
 }
 
 struct NodeEntry {
@@ -105,8 +110,10 @@ impl Topology {
             refresh,
             initial_discovery: watch::Sender::new(None),
             redirects: AtomicU64::new(0),
+            moves: Mutex::default(),
             past_reconnects: AtomicU64::new(0),
             past_script_loads: AtomicU64::new(0),
+            past_circuits_opened: AtomicU64::new(0),
         });
         let tasks = match seeds {
             Seeds::Single(address) => {
@@ -234,6 +241,16 @@ impl TopologyState {
         self.node_at(address)
     }
 
+    /// Returns the timeout of a call.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns whether there is a single server, and nothing that may replace it.
+    pub(super) fn is_standalone(&self) -> bool {
+        matches!(**self.routes.load(), Routes::One(_)) && self.sentinels.is_empty()
+    }
+
     pub(super) fn trigger_refresh(&self) {
         self.refresh.trigger();
     }
@@ -241,15 +258,15 @@ impl TopologyState {
     /// Reacts to a node that accepts no writes. Returns whether a retry may find another node.
     pub(super) fn on_readonly(&self, node: &NodeClient) -> bool {
         self.refresh.trigger();
-        let has_one_node = matches!(**self.routes.load(), Routes::One(_));
-        let is_standalone = has_one_node && self.sentinels.is_empty();
-        if is_standalone {
+        if self.is_standalone() {
             // The address may lead to another server now.
             node.reconnect();
-        } else if has_one_node {
+            return false;
+        }
+        if matches!(**self.routes.load(), Routes::One(_)) {
             node.demote();
         }
-        !is_standalone
+        true
     }
 
     pub(super) fn redirects(&self) -> u64 {
@@ -264,8 +281,20 @@ impl TopologyState {
 
     /// Replaces the slot map by one that continues its change counts.
     fn set_slots(&self, map: SlotMap) {
+        if let Routes::Slots(before) = &**self.routes.load() {
+            let mut moves = self.moves.lock().unwrap_or_else(PoisonError::into_inner);
+            let address = |owner: Option<&Arc<NodeClient>>| Some(owner?.address().to_string());
+            for slot in map.changed_from(before) {
+                moves.add(slot, address(before.owner(slot)), address(map.owner(slot)));
+            }
+        }
         self.routes.store(Arc::new(Routes::Slots(map)));
         self.epoch.fetch_add(1, Ordering::Release);
+    }
+
+    /// Logs which slots have a new owner, at most every few seconds.
+    fn log_moves(&self) {
+        self.moves.lock().unwrap_or_else(PoisonError::into_inner).log(Instant::now());
     }
 
     /// Returns the epoch of the routes. A call that starts after this read uses routes of this
@@ -292,8 +321,14 @@ impl TopologyState {
     }
 
     pub(super) fn script_loads(&self) -> u64 {
-        let current: u64 = self.nodes().values().map(|entry| entry.client.script_loads()).sum();
+        let current: u64 = self.nodes().values().map(|entry| entry.client.scripts().total()).sum();
         current + self.past_script_loads.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn circuits_opened(&self) -> u64 {
+        let opened = |entry: &NodeEntry| entry.client.circuit().state().times_opened;
+        let current: u64 = self.nodes().values().map(opened).sum();
+        current + self.past_circuits_opened.load(Ordering::Relaxed)
     }
 
     /// Drops nodes that were not used for [`UNUSED_NODE_TTL`].
@@ -328,7 +363,9 @@ impl TopologyState {
     /// Adds the counters of a node that is dropped to the totals.
     fn retain_counters(&self, node: &NodeClient) {
         self.past_reconnects.fetch_add(node.reconnects(), Ordering::Relaxed);
-        self.past_script_loads.fetch_add(node.script_loads(), Ordering::Relaxed);
+        self.past_script_loads.fetch_add(node.scripts().total(), Ordering::Relaxed);
+        let opened = node.circuit().state().times_opened;
+        self.past_circuits_opened.fetch_add(opened, Ordering::Relaxed);
     }
 
     /// Records the result of discovery. A later success replaces an error.

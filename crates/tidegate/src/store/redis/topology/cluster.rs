@@ -1,5 +1,6 @@
 //! Cluster topology: the owner of each slot, read from its nodes by `CLUSTER SLOTS`.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -28,6 +29,17 @@ struct ClusterSlots {
     /// First slot, last slot, owner.
     ranges: Vec<(u16, u16, Address)>,
     replicas: Vec<Address>,
+    /// Host names that the nodes announce, by address.
+    names: Vec<(Address, String)>,
+}
+
+/// Node in a reply of `CLUSTER SLOTS`.
+struct ReportedNode {
+    address: Address,
+    /// Announced host name.
+    name: Option<String>,
+    /// Address under which other commands may report the node.
+    ip: Option<Address>,
 }
 
 const UNASSIGNED: u16 = u16::MAX;
@@ -50,17 +62,23 @@ impl SlotMap {
 
     /// Continues the change counts of an earlier map. Returns whether any slot has a new owner.
     fn continue_from(&mut self, before: &Self) -> bool {
-        let mut changed = false;
-        for slot in (0..).take(self.owners.len()) {
-            let same = match (self.owner(slot), before.owner(slot)) {
-                (Some(one), Some(another)) => Arc::ptr_eq(one, another),
-                (one, another) => one.is_none() && another.is_none(),
-            };
-            self.changes[usize::from(slot)] =
-                before.changes_of(slot).wrapping_add(u32::from(!same));
-            changed |= !same;
+        self.changes.clone_from(&before.changes);
+        let moved: Vec<u16> = self.changed_from(before).collect();
+        for slot in &moved {
+            let changes = &mut self.changes[usize::from(*slot)];
+            *changes = changes.wrapping_add(1);
         }
-        changed
+        !moved.is_empty()
+    }
+
+    /// Returns the slots that had another owner before.
+    pub(super) fn changed_from<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = u16> + 'a {
+        (0..).take(self.owners.len()).filter(|slot| {
+            match (self.owner(*slot), before.owner(*slot)) {
+                (Some(one), Some(another)) => !Arc::ptr_eq(one, another),
+                (one, another) => one.is_some() || another.is_some(),
+            }
+        })
     }
 
     pub(super) fn nodes(&self) -> &[Arc<NodeClient>] {
@@ -97,12 +115,17 @@ pub(super) async fn follow(topology: Arc<TopologyState>, seeds: Vec<Address>) {
         let refreshed_at = Instant::now();
         match fetch_slots(&topology, &other_nodes).await {
             Ok(slots) => {
+                // Before the nodes are connected.
+                if let Some(tls) = &topology.options.tls {
+                    tls.announce(slots.names.iter().cloned());
+                }
                 other_nodes = slots.replicas.iter().chain(&seeds).cloned().collect();
                 apply_slots(&topology, &slots);
                 topology.finish_discovery(Ok(()));
             }
             Err(error) => topology.finish_discovery(Err(error)),
         }
+        topology.log_moves();
         let is_healthy =
             || topology.is_cluster() && topology.primaries().iter().all(|node| node.is_up());
         let interval = if is_healthy() { REFRESH_INTERVAL } else { DEGRADED_REFRESH_INTERVAL };
@@ -224,33 +247,115 @@ fn apply_slots(topology: &TopologyState, slots: &ClusterSlots) {
 }
 
 /// Parses a reply of `CLUSTER SLOTS`. Each range has its first and last slot, its primary, and its
-/// replicas; each node has its host, its port, and more. Returns `None` if no slot is served.
+/// replicas. Returns `None` if no slot is served.
 fn parse_slots(reply: &Value, asked: &Address) -> Option<ClusterSlots> {
     let Value::Array(ranges) = reply else { return None };
-    let mut slots = ClusterSlots { ranges: Vec::new(), replicas: Vec::new() };
+    let mut slots = ClusterSlots { ranges: Vec::new(), replicas: Vec::new(), names: Vec::new() };
     for range in ranges {
         let Value::Array(parts) = range else { return None };
         let [Value::Int(first), Value::Int(last), primary, replicas @ ..] = parts.as_slice() else {
             return None;
         };
         let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
-        slots.ranges.push((first, last, parse_node(primary, asked)?));
-        slots.replicas.extend(replicas.iter().filter_map(|replica| parse_node(replica, asked)));
+        let primary = ReportedNode::parse(primary, asked)?;
+        slots.ranges.push((first, last, primary.address.clone()));
+        slots.add_name(primary);
+        for replica in replicas.iter().filter_map(|replica| ReportedNode::parse(replica, asked)) {
+            slots.replicas.push(replica.address.clone());
+            slots.add_name(replica);
+        }
     }
     (!slots.ranges.is_empty()).then_some(slots)
 }
 
-fn parse_node(value: &Value, asked: &Address) -> Option<Address> {
-    let Value::Array(parts) = value else { return None };
-    let port = match parts.get(1)? {
-        Value::Int(port) => u16::try_from(*port).ok()?,
-        _ => return None,
-    };
-    let host = match parts.first()? {
-        Value::BulkString(host) => std::str::from_utf8(host).ok()?,
-        Value::SimpleString(host) => host,
-        // The node does not know its own host.
-        _ => "",
-    };
-    Some(asked.resolve_relative(host, port))
+impl ClusterSlots {
+    fn add_name(&mut self, node: ReportedNode) {
+        let Some(name) = node.name else { return };
+        self.names.extend(node.ip.map(|ip| (ip, name.clone())));
+        self.names.push((node.address, name));
+    }
+}
+
+impl ReportedNode {
+    /// Parses a node: its preferred endpoint, its port, its id, and since Redis 7 the other
+    /// endpoints by type. An endpoint may be a host name, an address, or unknown.
+    fn parse(value: &Value, asked: &Address) -> Option<Self> {
+        let Value::Array(parts) = value else { return None };
+        let port = match parts.get(1)? {
+            Value::Int(port) => u16::try_from(*port).ok()?,
+            _ => return None,
+        };
+        let preferred = text(parts.first()?).unwrap_or_default();
+        let others = parts.get(3);
+        let ip = others.and_then(|others| field(others, "ip")).filter(|ip| !ip.is_empty());
+        // `?` stands for a node without a host name, where these are preferred. An endpoint that is
+        // null is on the host that was asked.
+        let host = if preferred == "?" { ip.unwrap_or_default() } else { preferred };
+        let is_name = !host.is_empty() && host.parse::<IpAddr>().is_err();
+        let name = if is_name {
+            Some(host)
+        } else {
+            others.and_then(|others| field(others, "hostname")).filter(|name| !name.is_empty())
+        };
+        Some(Self {
+            address: asked.resolve_relative(host, port),
+            name: name.map(str::to_owned),
+            ip: ip.map(|ip| Address::tcp(ip, port)),
+        })
+    }
+}
+
+fn text(value: &Value) -> Option<&str> {
+    match value {
+        Value::BulkString(text) => std::str::from_utf8(text).ok(),
+        Value::SimpleString(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// Returns a field of a list that alternates names and values, as RESP2 has maps.
+fn field<'a>(list: &'a Value, name: &str) -> Option<&'a str> {
+    let Value::Array(parts) = list else { return None };
+    let (pairs, _) = parts.as_chunks::<2>();
+    pairs.iter().find(|[key, _]| text(key) == Some(name)).and_then(|[_, value]| text(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bulk(text: &str) -> Value {
+        Value::BulkString(text.as_bytes().to_vec())
+    }
+
+    fn node(endpoint: Value, others: &[&str]) -> Value {
+        let others = others.iter().map(|text| bulk(text)).collect();
+        Value::Array(vec![endpoint, Value::Int(7_001), bulk("id"), Value::Array(others)])
+    }
+
+    #[test]
+    fn endpoints_and_names_of_nodes_are_parsed() {
+        let asked = Address::tcp("seed", 7_000);
+        let unnamed = Value::Array(vec![bulk("10.0.0.1"), Value::Int(7_001)]);
+        for (value, host, name, ip) in [
+            (unnamed, "10.0.0.1", None, None),
+            (node(bulk("10.0.0.1"), &[]), "10.0.0.1", None, None),
+            (node(bulk("10.0.0.1"), &["hostname", "a.test"]), "10.0.0.1", Some("a.test"), None),
+            (node(bulk("a.test"), &["ip", "10.0.0.1"]), "a.test", Some("a.test"), Some("10.0.0.1")),
+            (node(bulk("?"), &["ip", "10.0.0.1"]), "10.0.0.1", None, Some("10.0.0.1")),
+            (node(bulk("?"), &[]), "seed", None, None),
+            (node(bulk(""), &["ip", ""]), "seed", None, None),
+            (
+                node(Value::Nil, &["ip", "10.0.0.1", "hostname", "a.test"]),
+                "seed",
+                Some("a.test"),
+                Some("10.0.0.1"),
+            ),
+        ] {
+            let parsed = ReportedNode::parse(&value, &asked).expect("a node");
+            assert_eq!(parsed.address, Address::tcp(host, 7_001), "{value:?}");
+            assert_eq!(parsed.name.as_deref(), name, "{value:?}");
+            assert_eq!(parsed.ip, ip.map(|ip| Address::tcp(ip, 7_001)), "{value:?}");
+        }
+    }
 }

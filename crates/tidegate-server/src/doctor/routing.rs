@@ -1,0 +1,147 @@
+//! Checks whether all connections and all keys reach one server. A proxy, a load balancer or a DNS
+//! name in front may lead to several servers, each of which would count separately. Group commit
+//! sends several keys in one call, which a proxy routes by the first of them.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tidegate::store::redis::Reply;
+
+use super::{Finding, NodeUnderTest, Report};
+
+const CHECK: &str = "routing";
+/// Number of keys, each with its own hash tag. Even with two servers, a proxy that spreads keys
+/// separates some neighbours.
+const KEYS: usize = 16;
+/// Connections besides that of the store.
+const CONNECTIONS: usize = 3;
+/// Time to live of the keys, which are removed at the end of the check.
+const TTL_MS: &str = "30000";
+const SCRIPT: &str = "return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])}";
+/// SHA-1 of the script.
+const SCRIPT_HASH: &str = "c29da6f189f2ff7658ce9f61ede016fd4af0e93d";
+
+/// Number of pairs of keys by the result of a script that reads both.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Found {
+    /// Both keys exist.
+    complete: usize,
+    /// The first key is missing, by which the call was routed.
+    missing: usize,
+    /// Only the second key is missing.
+    separated: usize,
+    /// The script is missing, although it was just loaded.
+    without_script: usize,
+}
+
+pub(super) async fn check(node: &NodeUnderTest<'_>, prefix: &str, report: &mut Report) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    // No user's key has a hash tag that starts with a bare percent sign.
+    let key = |index| format!("{prefix}:{{%doctor-{now}-{index}}}");
+    let keys: Vec<String> = (0..KEYS).map(key).collect();
+    let writes: Vec<[&str; 5]> = keys.iter().map(|key| ["SET", key, "1", "PX", TTL_MS]).collect();
+    let writes: Vec<&[&str]> = writes.iter().map(|words| &words[..]).collect();
+    let Ok(written) = node.store.ask_node_all(node.address, &writes).await else { return };
+    if written.iter().all(|reply| matches!(reply, Reply::Text(_))) {
+        check_pairs(node, &keys, report).await;
+    }
+    let removals: Vec<[&str; 2]> = keys.iter().map(|key| ["UNLINK", key]).collect();
+    let removals: Vec<&[&str]> = removals.iter().map(|words| &words[..]).collect();
+    // The keys expire in any case.
+    let _ = node.store.ask_node_all(node.address, &removals).await;
+}
+
+/// Reads each key with its neighbour, on the store's connection and on others.
+async fn check_pairs(node: &NodeUnderTest<'_>, keys: &[String], report: &mut Report) {
+    let neighbours = keys.iter().zip(keys.iter().cycle().skip(1));
+    let reads: Vec<[&str; 5]> =
+        neighbours.map(|(one, other)| ["EVALSHA", SCRIPT_HASH, "2", one, other]).collect();
+    let load = ["SCRIPT", "LOAD", SCRIPT];
+    let commands: Vec<&[&str]> =
+        std::iter::once(&load[..]).chain(reads.iter().map(|words| &words[..])).collect();
+    let Ok(replies) = node.store.ask_node_all(node.address, &commands).await else { return };
+    let mut found = Found::of(&replies);
+    for _ in 0..CONNECTIONS {
+        if let Ok(replies) = node.store.ask_node_separately(node.address, &commands).await {
+            found.missing += Found::of(&replies).missing;
+        }
+    }
+    for finding in findings(&found) {
+        node.add(report, finding);
+    }
+}
+
+impl Found {
+    /// Counts the replies of EVALSHA after that of SCRIPT LOAD.
+    fn of(replies: &[Reply]) -> Self {
+        let mut found = Self::default();
+        for reply in replies.iter().skip(1) {
+            match reply {
+                Reply::Error(error) if error.starts_with("NOSCRIPT") => found.without_script += 1,
+                Reply::List(values) => match values.as_slice() {
+                    [Reply::Nil, _] => found.missing += 1,
+                    [_, Reply::Nil] => found.separated += 1,
+                    _ => found.complete += 1,
+                },
+                // Another check reports missing permissions, and the store separates keys of
+                // different slots itself.
+                _ => {}
+            }
+        }
+        found
+    }
+}
+
+fn findings(found: &Found) -> Vec<Finding> {
+    let direct = "use the address of one server, or those of the sentinels or of a cluster";
+    let mut findings = Vec::new();
+    if found.missing > 0 {
+        let message = "a key that one connection has written is missing on another: the address \
+                       leads to several servers, each of which counts separately";
+        findings.push(Finding::error(CHECK, message).advice(direct));
+    }
+    if found.separated > 0 {
+        let message = format!(
+            "a proxy in front spreads keys over several servers: a call finds only the keys of one \
+             of them, for {} of {KEYS} pairs, so limits are not enforced",
+            found.separated
+        );
+        let advice = format!("{direct}: the proxy routes a call by its first key");
+        findings.push(Finding::error(CHECK, message).advice(advice));
+    }
+    if found.without_script > 0 {
+        let message = format!(
+            "EVALSHA does not find a script that was just loaded, for {} of {KEYS} keys: a proxy \
+             in front sends SCRIPT LOAD to another server",
+            found.without_script
+        );
+        let advice = format!("{direct}: the proxy does not send SCRIPT LOAD to all servers");
+        findings.push(Finding::error(CHECK, message).advice(advice));
+    }
+    if findings.is_empty() && found.complete > 0 {
+        findings.push(Finding::ok(CHECK, "all connections, keys and scripts reach one server"));
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replies_are_counted_by_what_is_missing() {
+        let text = || Reply::Text("1".to_owned());
+        let replies = [
+            text(),
+            Reply::List(vec![text(), text()]),
+            Reply::List(vec![Reply::Nil, Reply::Nil]),
+            Reply::List(vec![Reply::Nil, text()]),
+            Reply::List(vec![text(), Reply::Nil]),
+            Reply::Error("NOSCRIPT No matching script.".to_owned()),
+            Reply::Error("NOPERM no".to_owned()),
+        ];
+        let expected = Found { complete: 1, missing: 2, separated: 1, without_script: 1 };
+        assert_eq!(Found::of(&replies), expected);
+        assert_eq!(findings(&expected).len(), 3);
+        assert_eq!(findings(&Found::default()), Vec::new());
+    }
+}

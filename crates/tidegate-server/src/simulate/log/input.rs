@@ -1,0 +1,228 @@
+//! Bytes of a log file: opened, decompressed and split into lines.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use flate2::read::MultiGzDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+/// Size of a read.
+const BLOCK_BYTES: usize = 256 * 1024;
+/// Maximum length of a line. Longer ones are bad lines.
+pub(super) const MAX_LINE_BYTES: usize = 64 * 1024;
+
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+
+pub(super) type Source = Box<dyn Read>;
+
+/// Opens a file, or the standard input for `-`. Returns its bytes, decompressed, and its size if it
+/// is a regular file. The bytes that are read are added to `read`.
+pub(super) fn open(path: &Path, read: &Arc<AtomicU64>) -> anyhow::Result<(Source, Option<u64>)> {
+    let read = Arc::clone(read);
+    if path.as_os_str() == "-" {
+        return Ok((decompressed(CountingReader { source: io::stdin().lock(), read })?, None));
+    }
+    let file = File::open(path)?;
+    let metadata = file.metadata()?;
+    anyhow::ensure!(!metadata.is_dir(), "this is a folder: name the files in it");
+    let size = metadata.is_file().then_some(metadata.len());
+    Ok((decompressed(CountingReader { source: file, read })?, size))
+}
+
+/// Recognizes the compression by the first bytes.
+fn decompressed(mut source: impl Read + 'static) -> io::Result<Source> {
+    let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
+    (&mut source).take(ZSTD_MAGIC.len() as u64).read_to_end(&mut start)?;
+    let is_gzip = start.starts_with(&GZIP_MAGIC);
+    let is_zstd = start == ZSTD_MAGIC;
+    let whole = io::Cursor::new(start).chain(source);
+    Ok(if is_gzip {
+        Box::new(MultiGzDecoder::new(io::BufReader::with_capacity(BLOCK_BYTES, whole)))
+    } else if is_zstd {
+        let source = io::BufReader::with_capacity(BLOCK_BYTES, whole);
+        Box::new(ZstdReader { source, decoder: FrameDecoder::new(), is_in_frame: false })
+    } else {
+        Box::new(whole)
+    })
+}
+
+struct CountingReader<R> {
+    source: R,
+    read: Arc<AtomicU64>,
+}
+
+impl<R: Read> Read for CountingReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let length = self.source.read(buffer)?;
+        self.read.fetch_add(length as u64, Ordering::Relaxed);
+        Ok(length)
+    }
+}
+
+/// Reader of all frames of a zstd file.
+struct ZstdReader<R> {
+    source: R,
+    decoder: FrameDecoder,
+    is_in_frame: bool,
+}
+
+impl<R: io::BufRead> Read for ZstdReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if !self.is_in_frame {
+                if self.source.fill_buf()?.is_empty() {
+                    return Ok(0);
+                }
+                self.start_frame()?;
+                continue;
+            }
+            let length = self.decoder.read(buffer)?;
+            if length > 0 {
+                return Ok(length);
+            }
+            if self.decoder.is_finished() {
+                self.is_in_frame = false;
+                continue;
+            }
+            let strategy = BlockDecodingStrategy::UptoBytes(BLOCK_BYTES);
+            let decoded = self.decoder.decode_blocks(&mut self.source, strategy);
+            decoded.map_err(io::Error::other)?;
+        }
+    }
+}
+
+impl<R: Read> ZstdReader<R> {
+    /// Starts the next frame, or skips one without content.
+    fn start_frame(&mut self) -> io::Result<()> {
+        match self.decoder.init(&mut self.source) {
+            Ok(()) => {
+                self.is_in_frame = true;
+                Ok(())
+            }
+            Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
+                length,
+                ..
+            })) => {
+                let length = u64::from(length);
+                let skipped = io::copy(&mut (&mut self.source).take(length), &mut io::sink())?;
+                if skipped < length { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+            }
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+}
+
+/// Line of a file, or the place of one that is too long.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Line<'a> {
+    Text(&'a [u8]),
+    TooLong,
+}
+
+/// Splits bytes into lines, without an allocation per line.
+pub(super) struct LineReader<R> {
+    source: R,
+    buffer: Vec<u8>,
+    /// Unread part of the buffer.
+    start: usize,
+    end: usize,
+    is_at_end: bool,
+}
+
+impl<R: Read> LineReader<R> {
+    pub(super) fn new(source: R) -> Self {
+        let buffer = vec![0; BLOCK_BYTES + MAX_LINE_BYTES];
+        Self { source, buffer, start: 0, end: 0, is_at_end: false }
+    }
+
+    /// Returns the next line, without its line break.
+    pub(super) fn next(&mut self) -> io::Result<Option<Line<'_>>> {
+        let mut is_too_long = false;
+        loop {
+            if let Some(length) = memchr::memchr(b'\n', &self.buffer[self.start..self.end]) {
+                let line = self.start..self.start + length;
+                self.start += length + 1;
+                return Ok(Some(self.line(line, is_too_long)));
+            }
+            if self.end - self.start > MAX_LINE_BYTES {
+                is_too_long = true;
+                self.start = self.end;
+            }
+            if self.is_at_end {
+                let line = self.start..self.end;
+                self.start = self.end;
+                let has_line = is_too_long || !line.is_empty();
+                return Ok(has_line.then(|| self.line(line, is_too_long)));
+            }
+            self.fill()?;
+        }
+    }
+
+    fn line(&self, line: std::ops::Range<usize>, is_too_long: bool) -> Line<'_> {
+        if is_too_long || line.len() > MAX_LINE_BYTES {
+            return Line::TooLong;
+        }
+        let text = &self.buffer[line];
+        Line::Text(text.strip_suffix(b"\r").unwrap_or(text))
+    }
+
+    fn fill(&mut self) -> io::Result<()> {
+        self.buffer.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        loop {
+            match self.source.read(&mut self.buffer[self.end..]) {
+                Ok(length) => {
+                    self.end += length;
+                    self.is_at_end = length == 0;
+                    return Ok(());
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(bytes: &[u8]) -> Vec<Option<String>> {
+        let mut reader = LineReader::new(bytes);
+        let mut lines = Vec::new();
+        while let Some(line) = reader.next().expect("a slice") {
+            lines.push(match line {
+                Line::Text(text) => Some(String::from_utf8_lossy(text).into_owned()),
+                Line::TooLong => None,
+            });
+        }
+        lines
+    }
+
+    #[test]
+    fn lines_end_with_either_line_break_or_the_file() {
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(lines(b"a\r\n\nb"), [some("a"), some(""), some("b")]);
+        assert_eq!(lines(b"a\n"), [some("a")]);
+        assert_eq!(lines(b""), []);
+    }
+
+    #[test]
+    fn gigantic_line_takes_no_memory_and_hides_no_other() {
+        for length in [MAX_LINE_BYTES, MAX_LINE_BYTES + 1, 3 * BLOCK_BYTES, 10 * BLOCK_BYTES + 7] {
+            let mut bytes = b"a\n".to_vec();
+            bytes.resize(length + 2, b'x');
+            bytes.extend_from_slice(b"\nb\n");
+            let found = lines(&bytes);
+            assert_eq!(found.len(), 3, "{length}");
+            assert_eq!(found[1].is_some(), length == MAX_LINE_BYTES, "{length}");
+            assert_eq!((found[0].as_deref(), found[2].as_deref()), (Some("a"), Some("b")));
+        }
+    }
+}

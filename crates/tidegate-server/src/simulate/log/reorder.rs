@@ -1,0 +1,143 @@
+//! [`Reorder`]: sorts the lines of a file, which a server may write some seconds after their time.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use super::record::Record;
+
+/// Time by which a line may be late, in microseconds.
+pub(super) const MAX_LATENESS: u64 = 5_000_000;
+/// Maximum number of lines, and of their bytes, that are held back to be sorted.
+const MAX_LINES: usize = 16_384;
+const MAX_BYTES: usize = 16 * 1024 * 1024;
+
+/// Line that is held back: its time, its number among all lines, and its slot.
+type Entry = (u64, u64, usize);
+
+/// Lines that are held back until no earlier line can follow.
+#[derive(Debug, Default)]
+pub(super) struct Reorder {
+    slots: Vec<Record>,
+    free: Vec<usize>,
+    /// Lines that came in order, as nearly all do: they cost no sorting.
+    in_order: VecDeque<Entry>,
+    out_of_order: BinaryHeap<Reverse<Entry>>,
+    bytes: usize,
+    pushed: u64,
+    newest: u64,
+    /// Time of the last line that was released.
+    released: u64,
+    pub(super) reordered: u64,
+    pub(super) late: u64,
+}
+
+impl Reorder {
+    /// Returns an empty record to fill.
+    pub(super) fn take_slot(&mut self) -> (usize, &mut Record) {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Record::default());
+            self.slots.len() - 1
+        });
+        let record = &mut self.slots[slot];
+        record.line.clear();
+        (slot, record)
+    }
+
+    /// Returns a slot that is not needed any more.
+    pub(super) fn release(&mut self, slot: usize) {
+        self.free.push(slot);
+    }
+
+    pub(super) fn record(&self, slot: usize) -> &Record {
+        &self.slots[slot]
+    }
+
+    /// Holds back the line in this slot.
+    pub(super) fn push(&mut self, slot: usize) {
+        let record = &self.slots[slot];
+        let mut time = record.fields.time;
+        self.bytes += record.line.len();
+        if time < self.released {
+            self.late += 1;
+            time = self.released;
+        } else if time < self.newest {
+            self.reordered += 1;
+        }
+        let entry = (time, self.pushed, slot);
+        self.pushed += 1;
+        if self.in_order.back().is_none_or(|last| *last < entry) {
+            self.in_order.push_back(entry);
+        } else {
+            self.out_of_order.push(Reverse(entry));
+        }
+        self.newest = self.newest.max(time);
+    }
+
+    /// Returns the time and slot of the earliest line, if no earlier one can follow.
+    pub(super) fn pop(&mut self, is_at_end: bool) -> Option<(u64, usize)> {
+        let first = self.in_order.front().copied();
+        let other = self.out_of_order.peek().map(|Reverse(entry)| *entry);
+        let takes_first = match (first, other) {
+            (None, None) => return None,
+            (Some(first), Some(other)) => first < other,
+            (first, _) => first.is_some(),
+        };
+        let (time, ..) = if takes_first { first? } else { other? };
+        let is_ready = is_at_end
+            || self.newest - time > MAX_LATENESS
+            || self.in_order.len() + self.out_of_order.len() >= MAX_LINES
+            || self.bytes >= MAX_BYTES;
+        if !is_ready {
+            return None;
+        }
+        let (time, _, slot) =
+            if takes_first { self.in_order.pop_front()? } else { self.out_of_order.pop()?.0 };
+        self.released = time;
+        self.bytes -= self.slots[slot].line.len();
+        Some((time, slot))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the times in the order of their release.
+    fn released(reorder: &mut Reorder, times: impl IntoIterator<Item = u64>) -> Vec<u64> {
+        let mut released = Vec::new();
+        let mut pop = |reorder: &mut Reorder, is_at_end| {
+            while let Some((time, slot)) = reorder.pop(is_at_end) {
+                released.push(time);
+                reorder.release(slot);
+            }
+        };
+        for time in times {
+            let (slot, record) = reorder.take_slot();
+            record.fields.time = time;
+            record.line.extend_from_slice(b"line");
+            reorder.push(slot);
+            pop(reorder, false);
+        }
+        pop(reorder, true);
+        released
+    }
+
+    #[test]
+    fn lines_within_five_seconds_are_sorted_and_later_ones_moved() {
+        let second = 1_000_000;
+        let mut reorder = Reorder::default();
+        let seconds = [10, 12, 11, 15, 10, 30, 26, 14, 40].map(|time| time * second);
+        let sorted = [10, 10, 11, 12, 15, 15, 26, 30, 40].map(|time| time * second);
+        assert_eq!(released(&mut reorder, seconds), sorted);
+        assert_eq!((reorder.reordered, reorder.late), (3, 1), "14 s came after 15 s was released");
+    }
+
+    #[test]
+    fn number_of_lines_is_bounded() {
+        let mut reorder = Reorder::default();
+        let count = 3 * MAX_LINES as u64;
+        assert_eq!(released(&mut reorder, 0..count).len(), 3 * MAX_LINES);
+        assert!(reorder.slots.len() <= MAX_LINES, "{}", reorder.slots.len());
+        assert_eq!((reorder.reordered, reorder.late), (0, 0));
+    }
+}

@@ -1,0 +1,324 @@
+//! The picture of a report: requests over time, and the units of the busiest key in any window with
+//! the limit as a line. It follows the colour scheme of the reader, light or dark.
+
+#![expect(clippy::cast_precision_loss, reason = "coordinates have one decimal")]
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use tidegate::internals::duration::readable;
+
+use super::report::{Report, limit, utc};
+use super::series::{Bin, Series};
+use super::tally::PolicyTally;
+
+const WIDTH: f64 = 860.0;
+const LEFT: f64 = 64.0;
+const PLOT_WIDTH: f64 = WIDTH - LEFT - 20.0;
+/// Heights of the parts of a panel.
+const TITLE: f64 = 40.0;
+const REQUESTS: f64 = 96.0;
+const GAP: f64 = 18.0;
+const WINDOW: f64 = 72.0;
+const AXIS: f64 = 34.0;
+const PANEL: f64 = TITLE + REQUESTS + GAP + WINDOW + AXIS;
+const HEADER: f64 = 58.0;
+/// Maximum number of policies that are drawn: those with most requests.
+const MAX_PANELS: usize = 8;
+/// Maximum number of times on the axis, and the steps between them, in milliseconds.
+const MAX_TICKS: u64 = 8;
+const TICK_STEPS: [u64; 27] = [
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1_000,
+    2_000,
+    5_000,
+    10_000,
+    30_000,
+    60_000,
+    120_000,
+    300_000,
+    600_000,
+    1_800_000,
+    3_600_000,
+    7_200_000,
+    14_400_000,
+    43_200_000,
+    86_400_000,
+    172_800_000,
+    864_000_000,
+    8_640_000_000,
+];
+
+const STYLE: &str = "\
+:root{--back:#ffffff;--text:#1f2328;--muted:#59636e;--grid:#d1d9e0;--admitted:#2da44e;\
+--denied:#cf222e;--over:#bf5700;--limit:#8250df}\
+@media(prefers-color-scheme:dark){:root{--back:#0d1117;--text:#e6edf3;--muted:#9198a1;\
+--grid:#3d444d;--admitted:#3fb950;--denied:#f85149;--over:#f0883e;--limit:#a371f7}}\
+.back{fill:var(--back)}text{fill:var(--text);font:12px system-ui,sans-serif}\
+.title{font-weight:600;font-size:14px}.muted{fill:var(--muted)}.end{text-anchor:end}\
+.middle{text-anchor:middle}.grid{stroke:var(--grid);stroke-width:1}.admitted{fill:var(--admitted)}\
+.denied{fill:var(--denied)}.over{fill:var(--over)}\
+.limit{stroke:var(--limit);stroke-width:1.5;stroke-dasharray:6 4}.limit-text{fill:var(--limit)}";
+
+/// One policy of one configuration.
+struct Panel<'r> {
+    title: String,
+    tally: &'r PolicyTally,
+    series: Series,
+}
+
+/// Scale of all panels, so that they can be compared.
+#[derive(Clone, Copy)]
+struct Scale {
+    /// Microseconds that are the full width.
+    span: u64,
+    /// Requests of a bin that are the full height.
+    highest: u64,
+    /// Thousandths of a limit that are the full height.
+    peak: u64,
+}
+
+/// Returns the picture of a report.
+pub(crate) fn draw(report: &Report) -> String {
+    let panels = panels(report);
+    let height = HEADER + PANEL * panels.len() as f64;
+    let mut svg = String::new();
+    let title = format!("{} requests", super::report::grouped(report.traffic.requests));
+    let (first, last) = report.traffic.times.unwrap_or_default();
+    let period = format!("{title}, {} to {}", utc(first), utc(last));
+    // Writing to a string never fails.
+    let _ = write!(
+        svg,
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
+         width=\"{WIDTH}\" height=\"{height}\" role=\"img\">\n<title>{}</title>\n\
+         <style>{STYLE}</style>\n\
+         <rect class=\"back\" width=\"100%\" height=\"100%\"/>\n",
+        escaped(&period)
+    );
+    text(&mut svg, LEFT, 22.0, "muted", &period);
+    let mut x = LEFT;
+    for (class, name, width) in [
+        ("admitted", "admitted", 88.0),
+        ("denied", "denied", 74.0),
+        ("over", "above the limit", 0.0),
+    ] {
+        let _ = writeln!(
+            svg,
+            "<rect class=\"{class}\" x=\"{x}\" y=\"34\" width=\"10\" height=\"10\"/>"
+        );
+        text(&mut svg, x + 15.0, 43.0, "muted", name);
+        x += width;
+    }
+    let (start, end) = report.traffic.period();
+    let scale = Scale {
+        span: (end - start).max(1),
+        highest: panels.iter().map(Panel::highest).max().unwrap_or(1),
+        peak: panels.iter().map(Panel::peak).max().unwrap_or(0).max(1_000),
+    };
+    for (number, panel) in panels.iter().enumerate() {
+        panel.draw(&mut svg, HEADER + PANEL * number as f64, scale);
+    }
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// Returns the panels, with bins of the same width.
+fn panels(report: &Report) -> Vec<Panel<'_>> {
+    let has_variants = report.runs.len() > 1;
+    let mut panels = Vec::new();
+    for run in &report.runs {
+        let has_policies = run.counts.policies.len() > 1;
+        for tally in run.counts.policies.iter().filter(|tally| tally.requests > 0) {
+            let name = match (has_variants, has_policies) {
+                (true, false) => run.name.clone(),
+                (true, true) => format!("{} · {}", run.name, tally.name),
+                (false, _) => tally.name.clone(),
+            };
+            let title = match tally.quota.algorithm().as_str() {
+                algorithm if algorithm == name => name,
+                algorithm => format!("{name} · {algorithm}"),
+            };
+            panels.push(Panel { title, tally, series: tally.series.clone() });
+        }
+    }
+    if panels.len() > MAX_PANELS {
+        let mut requests: Vec<u64> = panels.iter().map(|panel| panel.tally.requests).collect();
+        requests.sort_unstable_by(|a, b| b.cmp(a));
+        let least = requests[MAX_PANELS - 1];
+        panels.retain(|panel| panel.tally.requests >= least);
+        panels.truncate(MAX_PANELS);
+    }
+    let widest = panels.iter().map(|panel| &panel.series).max_by_key(|series| series.width());
+    if let Some(widest) = widest.cloned() {
+        for panel in &mut panels {
+            panel.series.widen_to(&widest);
+        }
+    }
+    panels
+}
+
+impl Panel<'_> {
+    /// Returns the most requests in a bin.
+    fn highest(&self) -> u64 {
+        let requests = |bin: &Bin| bin.admitted + bin.denied;
+        self.series.bins().iter().map(requests).max().unwrap_or(0).max(1)
+    }
+
+    /// Returns the highest part of a limit that was admitted, in thousandths.
+    fn peak(&self) -> u64 {
+        self.series.bins().iter().map(|bin| bin.peak).max().unwrap_or(0)
+    }
+
+    fn draw(&self, svg: &mut String, top: f64, scale: Scale) {
+        let Scale { span, highest, peak } = scale;
+        let Self { title, tally, series } = self;
+        let quota = limit(&tally.quota);
+        text(svg, LEFT, top + 16.0, "title", title);
+        let counts = format!(
+            "{} admitted, {} denied, {} above and {} below the exact log",
+            super::report::grouped(tally.admitted),
+            super::report::grouped(tally.denied),
+            super::report::grouped(tally.over),
+            super::report::grouped(tally.under)
+        );
+        text(svg, LEFT, top + 32.0, "muted", &counts);
+        let bins = series.bins();
+        let bin_count = span.div_ceil(series.width()).max(bins.len() as u64);
+        let step = PLOT_WIDTH / bin_count as f64;
+
+        let base = top + TITLE + REQUESTS;
+        let scale = REQUESTS / highest as f64;
+        grid(svg, base);
+        let per_second = highest as f64 * 1e6 / series.width() as f64;
+        text(svg, LEFT - 6.0, base - REQUESTS + 10.0, "muted end", &rounded(per_second));
+        text(svg, LEFT - 6.0, base - REQUESTS + 24.0, "muted end", "per s");
+        bars(svg, "admitted", bins, step, base, |bin| (0.0, bin.admitted as f64 * scale));
+        bars(svg, "denied", bins, step, base, |bin| {
+            (bin.admitted as f64 * scale, bin.denied as f64 * scale)
+        });
+
+        let base = base + GAP + WINDOW;
+        // Room for the caption.
+        let scale = (WINDOW - 14.0) / peak as f64;
+        let line = base - 1_000.0 * scale;
+        grid(svg, base);
+        bars(svg, "admitted", bins, step, base, |bin| (0.0, bin.peak.min(1_000) as f64 * scale));
+        bars(svg, "over", bins, step, base, |bin| {
+            (1_000.0 * scale, bin.peak.saturating_sub(1_000) as f64 * scale)
+        });
+        let end = LEFT + PLOT_WIDTH;
+        let _ = writeln!(
+            svg,
+            "<line class=\"limit\" x1=\"{LEFT}\" y1=\"{line:.1}\" x2=\"{end}\" y2=\"{line:.1}\"/>"
+        );
+        text(svg, LEFT - 6.0, line + 4.0, "muted end", &rounded(tally.quota.limit() as f64));
+        let caption = base - WINDOW + 6.0;
+        text(svg, LEFT, caption, "limit-text", &format!("limit {quota}"));
+        let units = "units of the busiest key in any window";
+        text(svg, LEFT + PLOT_WIDTH, caption, "muted end", units);
+
+        let scale = PLOT_WIDTH / (bin_count * series.width()) as f64;
+        let milliseconds = span / 1_000;
+        let fits = |step: &&u64| milliseconds / **step < MAX_TICKS;
+        let step = TICK_STEPS.iter().find(fits).copied().unwrap_or(milliseconds.max(1));
+        for tick in 0..=milliseconds / step {
+            let time = Duration::from_millis(tick * step);
+            let x = LEFT + (tick * step * 1_000) as f64 * scale;
+            let class = if tick == 0 { "muted" } else { "muted middle" };
+            text(svg, x, base + 16.0, class, &readable(time));
+        }
+    }
+}
+
+/// Draws a bar for each bin, as one path. `extent` returns its start and height above the base.
+fn bars(
+    svg: &mut String,
+    class: &str,
+    bins: &[Bin],
+    step: f64,
+    base: f64,
+    extent: impl Fn(&Bin) -> (f64, f64),
+) {
+    let mut path = String::new();
+    for (number, bin) in bins.iter().enumerate() {
+        let (start, height) = extent(bin);
+        if height > 0.0 {
+            let x = LEFT + number as f64 * step;
+            // A bar of less than a pixel would be invisible.
+            let (width, height) = (step.max(1.0), height.max(0.5));
+            let y = base - start;
+            let _ = write!(path, "M{x:.1} {y:.1}v-{height:.1}h{width:.1}v{height:.1}z");
+        }
+    }
+    if !path.is_empty() {
+        let _ = writeln!(svg, "<path class=\"{class}\" d=\"{path}\"/>");
+    }
+}
+
+fn grid(svg: &mut String, y: f64) {
+    let end = LEFT + PLOT_WIDTH;
+    let _ = writeln!(
+        svg,
+        "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\"/>"
+    );
+}
+
+fn text(svg: &mut String, x: f64, y: f64, class: &str, text: &str) {
+    let text = escaped(text);
+    let _ = writeln!(svg, "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\">{text}</text>");
+}
+
+/// Escapes a text for XML. Characters that XML does not allow are replaced.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\u{fffe}' | '\u{ffff}' => escaped.push(char::REPLACEMENT_CHARACTER),
+            control if control.is_control() => escaped.push(char::REPLACEMENT_CHARACTER),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+/// Formats a number with about three digits.
+fn rounded(number: f64) -> String {
+    match number {
+        n if n >= 1e9 => format!("{:.1}G", n / 1e9),
+        n if n >= 1e6 => format!("{:.1}M", n / 1e6),
+        n if n >= 1e4 => format!("{:.0}k", n / 1e3),
+        n if n >= 10.0 || n.fract() == 0.0 => format!("{n:.0}"),
+        n => format!("{n:.2}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_escaped_for_xml() {
+        assert_eq!(
+            escaped("a<b>&\"c\"\u{1b}\u{ffff}ü"),
+            "a&lt;b&gt;&amp;&quot;c&quot;\u{fffd}\u{fffd}ü"
+        );
+    }
+
+    #[test]
+    fn numbers_are_short() {
+        let numbers = [0.25, 7.0, 99.6, 12_345.0, 2_500_000.0].map(rounded);
+        assert_eq!(numbers, ["0.25", "7", "100", "12k", "2.5M"]);
+    }
+}

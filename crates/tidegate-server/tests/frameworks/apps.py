@@ -1,0 +1,172 @@
+"""Applications that answer with what their framework read from the request.
+
+Run as `apps.py FRAMEWORK`. Prints its port, and exits when its standard input ends.
+"""
+
+import os
+import socket
+import sys
+import threading
+
+
+def seen(route, cookie, header, query, token, basic):
+    """What the application would identify the client and the resource by."""
+    return {
+        "route": route,
+        "cookie": cookie,
+        "header": header,
+        "query": query,
+        "token": token,
+        "basic": basic,
+    }
+
+
+def flask_app():
+    import flask
+
+    app = flask.Flask("app")
+    # It logs requests that it cannot read.
+    app.logger.disabled = True
+
+    def echo(route):
+        authorization = flask.request.authorization
+        return seen(
+            route,
+            flask.request.cookies.get("session"),
+            flask.request.headers.get("X-User-Id"),
+            flask.request.args.get("api_key"),
+            authorization and authorization.token,
+            authorization and authorization.username and authorization.password
+            and f"{authorization.username}:{authorization.password}",
+        )
+
+    app.add_url_rule("/limited/x", "limited", lambda: echo("limited"))
+    app.add_url_rule("/", "root", lambda: echo("other"))
+    app.add_url_rule("/<path:path>", "other", lambda path: echo("other"))
+    return app
+
+
+def django_app():
+    import base64
+    import django
+    from django.conf import settings
+    from django.core.handlers.wsgi import WSGIHandler
+    from django.http import JsonResponse
+    from django.urls import path, re_path
+
+    def echo(request, route):
+        # As Django REST framework reads it: parts of the header's bytes.
+        parts = request.META.get("HTTP_AUTHORIZATION", "").encode("iso-8859-1").split()
+        scheme, value = (parts[0].lower(), parts[1]) if len(parts) == 2 else (b"", b"")
+        basic = None
+        if scheme == b"basic":
+            try:
+                basic = base64.b64decode(value).decode("latin-1")
+            except ValueError:
+                pass
+        return JsonResponse(
+            seen(
+                route,
+                request.COOKIES.get("session"),
+                request.headers.get("X-User-Id"),
+                request.GET.get("api_key"),
+                value.decode("latin-1") if scheme == b"bearer" else None,
+                basic,
+            )
+        )
+
+    urls = type(sys)("urls")
+    urls.urlpatterns = [
+        path("limited/x", lambda request: echo(request, "limited")),
+        re_path("", lambda request: echo(request, "other")),
+    ]
+    sys.modules["urls"] = urls
+    settings.configure(ALLOWED_HOSTS=["*"], ROOT_URLCONF="urls", SECRET_KEY="x", APPEND_SLASH=False)
+    django.setup()
+    return WSGIHandler()
+
+
+def fastapi_app():
+    from typing import Annotated
+
+    from fastapi import Cookie, Depends, FastAPI, Header, HTTPException, Query, Request
+    from fastapi.security import HTTPAuthorizationCredentials, HTTPBasic, HTTPBearer
+
+    app = FastAPI()
+    bearer, basic = HTTPBearer(auto_error=False), HTTPBasic(auto_error=False)
+
+    async def read(
+        request: Request,
+        session: Annotated[str | None, Cookie()] = None,
+        x_user_id: Annotated[str | None, Header()] = None,
+        api_key: Annotated[str | None, Query()] = None,
+        token: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)] = None,
+    ):
+        try:
+            user = await basic(request)
+        except HTTPException:
+            user = None
+        credentials = token and token.credentials
+        return session, x_user_id, api_key, credentials, user and f"{user.username}:{user.password}"
+
+    Seen = Annotated[tuple, Depends(read)]
+
+    @app.get("/limited/x")
+    async def limited(values: Seen):
+        return seen("limited", *values)
+
+    @app.get("/{path:path}")
+    async def other(values: Seen):
+        return seen("other", *values)
+
+    return app
+
+
+def exit_with_standard_input(stop):
+    def wait():
+        while os.read(0, 1024):
+            pass
+        stop()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def serve_wsgi(app, listener):
+    from gunicorn.app.base import BaseApplication
+
+    class Server(BaseApplication):
+        def load_config(self):
+            self.cfg.set("bind", f"fd://{listener.fileno()}")
+            self.cfg.set("worker_class", "gthread")
+            self.cfg.set("threads", 4)
+            self.cfg.set("loglevel", "error")
+            self.cfg.set(
+                "when_ready",
+                lambda _: exit_with_standard_input(lambda: os.kill(os.getpid(), 15)),
+            )
+
+        def load(self):
+            return app
+
+    Server().run()
+
+
+def serve_asgi(app, listener):
+    import uvicorn
+
+    exit_with_standard_input(lambda: os._exit(0))
+    config = uvicorn.Config(app, log_level="error")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+framework = sys.argv[1]
+listener = socket.socket()
+listener.bind(("127.0.0.1", 0))
+listener.listen(128)
+# gunicorn takes the listener over by its number.
+listener.set_inheritable(True)
+print(listener.getsockname()[1], flush=True)
+if framework == "fastapi":
+    serve_asgi(fastapi_app(), listener)
+else:
+    serve_wsgi({"flask": flask_app, "django": django_app}[framework](), listener)

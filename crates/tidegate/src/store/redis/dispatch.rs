@@ -1,0 +1,212 @@
+//! Sends a batch to its node: one pipeline, whose calls decide the items of the batch.
+//!
+//! On a cluster, one call decides items of any slots of the node, if the server allows it: the
+//! script declares one key and names the others as arguments. An item whose key is on another node
+//! then fails alone, has written nothing, and is sent again alone, so that the server redirects it.
+//! Where the server does not allow it, there is one call per slot.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::time::sleep_until;
+
+use super::Shared;
+use super::batch::{InFlightBatch, ItemResult, Sealed};
+use super::call::{ScriptCall, ScriptResult};
+use super::error::{
+    AttemptError, ServerError, is_non_local_key, is_readonly, is_server_condition,
+    refuses_undeclared, taken_key, with_address,
+};
+use super::node::NodeClient;
+use super::requests::ItemReply;
+use super::script::{KeyMode, Script};
+use super::step::{Delivery, NextStep};
+
+/// Call of a batch.
+struct PlannedCall {
+    items: Vec<usize>,
+    mode: KeyMode,
+    asking: bool,
+}
+
+/// Sends a batch, and completes it. Wakes waiters whose deadline passes before that.
+pub(super) async fn dispatch(
+    shared: &Shared,
+    node: &Arc<NodeClient>,
+    InFlightBatch(batch): &InFlightBatch,
+) {
+    let sealed = batch.seal(Instant::now());
+    let Some(earliest) = sealed.earliest else { return batch.complete(sealed, Vec::new()) };
+    let round = Round { shared, node, sealed: &sealed };
+    let results = if earliest == sealed.latest {
+        // The call itself ends at the deadline.
+        round.send().await
+    } else {
+        let mut call = pin!(round.send());
+        let mut next_deadline = Some(earliest);
+        loop {
+            let Some(deadline) = next_deadline else { break call.await };
+            tokio::select! {
+                biased;
+                results = &mut call => break results,
+                () = sleep_until(deadline.into()) => next_deadline = batch.expire(Instant::now()),
+            }
+        }
+    };
+    batch.complete(sealed, results);
+}
+
+/// A sealed batch on its way to a node.
+struct Round<'a> {
+    shared: &'a Shared,
+    node: &'a Arc<NodeClient>,
+    sealed: &'a Sealed,
+}
+
+impl Round<'_> {
+    /// Sends the batch, and returns the result of each item.
+    async fn send(&self) -> Vec<ItemResult> {
+        let items = self.sealed.requests.items().len();
+        let mut results: Vec<ItemResult> = (0..items).map(|_| Err(NextStep::TimeOut)).collect();
+        let to_send = (0..items).filter(|item| self.sealed.repeats[*item] > 0).collect();
+        let mut calls = self.plan(to_send, self.shared.crosses_slots(self.node));
+        while !calls.is_empty() {
+            let mut to_declare = Vec::new();
+            for (call, replies) in calls.iter().zip(self.send_calls(&calls).await) {
+                match replies {
+                    Ok(replies) => {
+                        for (item, reply) in call.items.iter().zip(replies) {
+                            results[*item] = self.item_result(*item, reply, call.mode);
+                        }
+                    }
+                    Err(error) if call.mode == KeyMode::CrossSlot && self.may_declare(&error) => {
+                        to_declare.extend(&call.items);
+                    }
+                    Err(error) => {
+                        let step = self.next_step(call.items[0], error);
+                        call.items.iter().for_each(|item| results[*item] = Err(step.clone()));
+                    }
+                }
+            }
+            // Such a request is decided slot by slot.
+            for item in &to_declare {
+                if self.sealed.deliveries[*item] == Delivery::Spanning {
+                    results[*item] = Err(NextStep::Split);
+                }
+            }
+            to_declare.retain(|item| self.sealed.deliveries[*item] != Delivery::Spanning);
+            calls = self.plan(to_declare, false);
+        }
+        results
+    }
+
+    /// Returns the calls that decide these items: one for all that may share it, or on a cluster,
+    /// if it does not cross slots, one per slot.
+    fn plan(&self, items: Vec<usize>, crosses_slots: bool) -> Vec<PlannedCall> {
+        let sealed = self.sealed;
+        let declared = |items, asking| PlannedCall { items, mode: KeyMode::Declared, asking };
+        let (mut calls, mut shared) = (Vec::new(), items);
+        let mut spans_slots = false;
+        shared.retain(|item| {
+            match sealed.deliveries[*item] {
+                Delivery::Shared => return true,
+                Delivery::Spanning => {
+                    spans_slots = true;
+                    return true;
+                }
+                Delivery::Alone => calls.push(declared(vec![*item], false)),
+                Delivery::Asking => calls.push(declared(vec![*item], true)),
+            }
+            false
+        });
+        let slot = |item: &usize| sealed.requests.items()[*item].slot;
+        let is_one_slot = !spans_slots
+            && (shared.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1]))
+                || !self.shared.topology.state().is_cluster());
+        if shared.is_empty() {
+            // Nothing to share.
+        } else if is_one_slot {
+            calls.push(declared(shared, false));
+        } else if crosses_slots || spans_slots {
+            let mode = KeyMode::CrossSlot;
+            calls.push(PlannedCall { items: shared, mode, asking: false });
+        } else {
+            shared.sort_by_key(slot);
+            let by_slot = shared.chunk_by(|one, other| slot(one) == slot(other));
+            calls.extend(by_slot.map(|items| declared(items.to_vec(), false)));
+        }
+        calls
+    }
+
+    /// Returns whether the items of a call that would cross slots, but was not run because of this
+    /// error, can be decided slot by slot. A server that does not know such calls is remembered.
+    fn may_declare(&self, error: &AttemptError) -> bool {
+        match error {
+            AttemptError::Server(
+                ServerError::Moved(_)
+                | ServerError::Ask(_)
+                | ServerError::TryAgain
+                | ServerError::CrossSlot,
+            ) => true,
+            AttemptError::Server(ServerError::Other(reason)) if !is_server_condition(reason) => {
+                self.node.refuse_cross_slot(reason);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Sends the calls in one pipeline. Returns for each the replies to its items.
+    async fn send_calls(&self, calls: &[PlannedCall]) -> Vec<Result<Vec<ItemReply>, AttemptError>> {
+        let Sealed { requests, repeats, earliest, latest, .. } = self.sealed;
+        let connection = match self.node.connection(*latest).await {
+            Ok(connection) => connection,
+            Err(error) => return calls.iter().map(|_| Err(error.clone())).collect(),
+        };
+        let times = self.shared.server_times(connection.clock(), earliest.unwrap_or(*latest));
+        let repeats = |item: usize| repeats[item];
+        let script_call = |call: &PlannedCall| ScriptCall {
+            script: Script::decide(call.mode),
+            command: requests.command(&call.items, repeats, &times, call.mode),
+            asking: call.asking,
+        };
+        let script_calls: Vec<ScriptCall> = calls.iter().map(script_call).collect();
+        let sent = Instant::now();
+        let replies = self.node.run(&connection, &script_calls, *latest).await;
+        let received = Instant::now();
+        let read = |(call, reply): (&PlannedCall, ScriptResult)| {
+            let reply =
+                requests.read(&call.items, repeats, reply?).map_err(AttemptError::Unusable)?;
+            connection.clock().observe(reply.now, sent, received);
+            // The script ran after its deadline, perhaps only because the server's clock was set.
+            // Its time is known now.
+            reply.items.ok_or(AttemptError::Late)
+        };
+        calls.iter().zip(replies).map(read).collect()
+    }
+
+    fn item_result(&self, item: usize, reply: ItemReply, mode: KeyMode) -> ItemResult {
+        let ItemReply::Error(reason) = &reply else { return Ok(reply) };
+        if let Some(charge) = taken_key(reason) {
+            return Err(NextStep::UseOwnKey(charge));
+        }
+        let reason = with_address(self.node.address(), reason);
+        if is_readonly(&reason) {
+            let error = AttemptError::Server(ServerError::NotWritable(reason));
+            Err(self.next_step(item, error))
+        } else if mode == KeyMode::CrossSlot && refuses_undeclared(&reason) {
+            self.node.refuse_cross_slot(&reason);
+            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
+        } else if is_non_local_key(&reason) {
+            Err(self.next_step(item, AttemptError::Server(ServerError::NonLocalKey)))
+        } else {
+            Ok(ItemReply::Error(reason))
+        }
+    }
+
+    fn next_step(&self, item: usize, error: AttemptError) -> NextStep {
+        let slot = self.sealed.requests.items()[item].slot;
+        NextStep::after(error, self.shared.topology.state(), self.node, slot)
+    }
+}

@@ -1,0 +1,277 @@
+-- Decides what decide.lua's straight lines do not: groups of charges, and counts in an unusual
+-- state (the clock stepped back, the window was changed, a value that is not ours …). decide.lua
+-- includes this text where it is needed. Each algorithm is a table of functions in its own file, of
+-- which only those of this call are created.
+
+--arithmetic
+
+-- Returns the argument of PEXPIREAT for a key that counts until this microsecond: the millisecond
+-- after it, because PEXPIREAT with the current millisecond deletes the key at once.
+local function expiry(micros)
+  return floor((micros + expiry_shift) / 1000) + 1
+end
+
+-- Reads a key. Returns nil if it has another type: a value that is not ours counts as none, and is
+-- overwritten.
+local function read(...)
+  local found = try(...)
+  if type(found) == 'table' and found.err then
+    if found.err:find('WRONGTYPE', 1, true) then return nil end
+    return call(...) -- raises the original error
+  end
+  return found
+end
+
+-- Returns a window as text, as the client does.
+local function as_text(window)
+  if window % 1000000 == 0 then return whole(window / 1000000) .. 's' end
+  if window % 1000 == 0 then return whole(window / 1000) .. 'ms' end
+  return whole(window) .. 'us'
+end
+
+-- Returns whether a stored number can be a number of units, or a time in microseconds.
+local function is_count(number)
+  return number and number >= 0 and number <= 1e13 and floor(number) == number
+end
+local function is_time(number)
+  return number and number >= 0 and number < 9007199254740992 and floor(number) == number
+end
+
+local algorithms = {}
+local function load_algorithm(kind)
+  if kind == 1 then
+    --general sliding_log
+  elseif kind == 2 then
+    --general sliding_log_packed
+  elseif kind <= 4 then
+    --general sliding_counter
+  elseif kind == 5 then
+    --general fixed_window
+  else
+    --general bucket
+  end
+end
+
+local function new_quota(kind, limit, window, option)
+  if not algorithms[kind] then load_algorithm(kind) end
+  local algorithm = algorithms[kind]
+  local is_log = algorithm.supports_count_denied
+  return {
+    kind = kind,
+    algorithm = algorithm,
+    limit = limit,
+    window = window,
+    option = option,
+    count_denied = is_log and option == 1,
+    -- Recorded units are capped at ten times the capacity.
+    max_level = math.min(10 * (kind > 5 and option or limit), 1e12),
+  }
+end
+
+-- Returns whether a key has the count of another form, such as that of another algorithm. While a
+-- changed policy is rolled out, instances use both forms; if each overwrote the count of the other,
+-- no request would be denied. The form that comes second has a key of its own, with a tag.
+local function is_taken(key)
+  if string.find(key, '^[^{]*{[^}]*}%%') then return false end
+  local text = read('GET', key)
+  if text == false then return false end
+  if text then
+    local tag = string.byte(text)
+    if tag == 113 and #text > 18 then
+      local width, newest, lives_until = unpack_struct('<Bdd', text, 2)
+      return width >= 4 and width <= 6 and is_time(newest) and is_time(lives_until)
+    end
+    if #text ~= ({[98] = 41, [99] = 33, [119] = 25})[tag] then return false end
+    for position = 2, #text, 8 do
+      if not is_time((unpack_struct('<d', text, position))) then return false end
+    end
+    return true
+  end
+  local fields = read('HMGET', key, 'start', 'current', 'previous', 'log')
+  if fields then
+    if fields[4] then return string.byte(fields[4]) == 114 end
+    for i = 1, 3 do
+      if not is_time(tonumber(fields[i])) then return false end
+    end
+    return true
+  end
+  local newest = read('ZRANGE', key, '-1', '-1')
+  return newest and newest[1] and string.find(newest[1], '^%d+:%d+:%w+') ~= nil
+end
+
+-- Loads the count of the charge at this position of its request.
+local function load(key, quota, position)
+  local state = quota.algorithm.load(key, quota)
+  if state.is_foreign and is_taken(key) then error({err = 'TAKEN ' .. position}) end
+  return state
+end
+
+local function save(key, state, quota)
+  if state.is_foreign or quota.algorithm.is_empty(state) then call('UNLINK', key) end
+  if not quota.algorithm.is_empty(state) then quota.algorithm.save(key, state, quota) end
+end
+
+-- Extends the expiry of a count, which a longer window or a lower rate requires. A denied request
+-- writes nothing else, unless its denial counts or the clock stepped back.
+local function keep_alive(key, state, quota)
+  if not state.is_stale then return end
+  local ttl = call('PTTL', key)
+  if ttl == -2 then return end
+  local expires_at = expiry(quota.algorithm.counts_until(state, quota))
+  if ttl == -1 or floor(server_time / 1000) + ttl < expires_at - 1 then
+    call('PEXPIREAT', key, expires_at)
+  end
+end
+
+local function answer(...)
+  replied = replied + 1
+  reply[replied] = pack('<' .. string.rep('d', select('#', ...)), ...)
+end
+
+-- Decides equal acquires with one read and one write: grants as many as fit. Or decides a peek.
+local function grant(key, quota, cost, times, spends)
+  local algorithm = quota.algorithm
+  local state = load(key, quota, 1)
+  local remaining = algorithm.remaining(state, quota)
+  local granted = math.min(times, floor(remaining / cost))
+  answer(granted, remaining)
+  if algorithm.snapshot then answer(algorithm.snapshot(state, quota)) end
+  if granted > 0 and spends then
+    algorithm.spend(state, quota, granted * cost)
+    save(key, state, quota)
+    if granted == times then return end
+    -- The denied acquires come after the grants, so their state includes them.
+    state = algorithm.load(key, quota)
+  end
+  if granted == times then return end
+  answer(algorithm.retry_after(state, quota, cost, 0), algorithm.reset_after(state, quota, 0))
+  if not spends then return end
+  if state.stepped_back then
+    algorithm.spend(state, quota, 0)
+    save(key, state, quota)
+  else
+    keep_alive(key, state, quota)
+  end
+end
+
+local ACQUIRE, PEEK, REFUND, RESET, CHARGE_UP_TO, REPORT, COUNT_DENIED = 1, 2, 3, 4, 5, 6, 7
+
+-- Answers with the current state, without a spend.
+local function answer_unspent(charge)
+  local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
+  answer(1, algorithm.remaining(state, quota), 0, algorithm.reset_after(state, quota, 0), 0)
+end
+
+-- Decides one charge. `all_fit`: every charge of this request fits.
+local function decide(charge, action, all_fit)
+  local algorithm, state, quota, cost = charge.algorithm, charge.state, charge.quota, charge.cost
+  local remaining, spend = charge.remaining, 0
+  if not charge.fits then
+    if quota.count_denied then spend, remaining = cost, 0 end
+    local retry_after = algorithm.retry_after(state, quota, cost, spend)
+    answer(0, remaining, retry_after, algorithm.reset_after(state, quota, spend), 0)
+  elseif all_fit then
+    spend = cost
+    -- A charge-up-to is for requests that were already served, so there is nothing to delay.
+    local is_delayed = algorithm.delay and action ~= CHARGE_UP_TO
+    local delay = is_delayed and algorithm.delay(state, quota) or 0
+    answer(1, remaining - cost, 0, algorithm.reset_after(state, quota, cost), delay)
+  else
+    answer_unspent(charge)
+  end
+  if action == PEEK then return end
+  if spend > 0 or state.stepped_back then
+    algorithm.spend(state, quota, spend)
+    save(charge.key, state, quota)
+  else
+    keep_alive(charge.key, state, quota)
+  end
+end
+
+-- Records units that were already used.
+local function report(charge)
+  local algorithm, state, quota = charge.algorithm, charge.state, charge.quota
+  local spend = math.max(0, math.min(charge.cost, quota.max_level - algorithm.level(state)))
+  algorithm.spend(state, quota, spend)
+  local retry_after = charge.fits and 0 or algorithm.retry_after(state, quota, 1, 0)
+  local allowed = charge.fits and 1 or 0
+  local reset_after = algorithm.reset_after(state, quota, 0)
+  answer(allowed, algorithm.remaining(state, quota), retry_after, reset_after, 0)
+  if spend > 0 or state.stepped_back then
+    save(charge.key, state, quota)
+  else
+    keep_alive(charge.key, state, quota)
+  end
+end
+
+local function group(header, from, to)
+  local action, count = unpack_struct('<dd', header, 41)
+  if action == RESET then
+    call('UNLINK', unpack(keys, from, to))
+    return answer(1)
+  end
+  local charges, all_fit = {}, action ~= COUNT_DENIED
+  for i = 1, count do
+    local kind, limit, window, option, cost, since = unpack_struct('<dddddd', header, 33 + 48 * i)
+    local quota = new_quota(kind, limit, window, option)
+    local algorithm, key = quota.algorithm, keys[from + i - 1]
+    local state = load(key, quota, i)
+    local remaining = algorithm.remaining(state, quota)
+    if action == CHARGE_UP_TO then cost = math.min(cost, remaining) end
+    local fits = cost <= remaining
+    -- A peek of cost 0 checks whether the recorded units exceed the limit.
+    if action == PEEK and cost == 0 then fits = not algorithm.overdrawn(state, quota) end
+    all_fit = all_fit and fits
+    if since < 0 then since = math.max(1, now + since) end
+    charges[i] = {
+      key = key, algorithm = algorithm, quota = quota, cost = cost, state = state,
+      remaining = remaining, fits = fits, since = since,
+    }
+  end
+  for i = 1, count do
+    local charge = charges[i]
+    if action == REPORT then
+      report(charge)
+    elseif action == REFUND then
+      if not charge.algorithm.is_empty(charge.state) then
+        charge.algorithm.refund(charge.key, charge.state, charge.quota, charge.cost, charge.since)
+        save(charge.key, charge.state, charge.quota)
+      end
+      answer_unspent(charge)
+    else
+      decide(charge, action, all_fit)
+    end
+  end
+end
+
+-- Returns whether the server refuses requests for any key with this error.
+local function is_server_condition(text)
+  local codes = {
+    'READONLY', 'OOM', 'MISCONF', 'NOPERM', 'NOREPLICAS', 'CLUSTERDOWN', 'MASTERDOWN',
+  }
+  for _, code in ipairs(codes) do
+    if text:find(code .. ' ', 1, true) then return true end
+  end
+end
+
+-- Runs a request. If it fails, its reply is the error.
+local function attempt(request, ...)
+  local before = replied
+  local done, raised = pcall(request, ...)
+  if done then return end
+  local text = type(raised) == 'table' and raised.err or tostring(raised)
+  text = string.gsub(text, '^@user_script: %d+: %-', '') -- Redis 6 adds the position
+  local is_only_request = runs == 1 and (count == 1 or kind == 0)
+  if is_only_request and is_server_condition(text) then failure = {err = text} end
+  for i = #reply, before + 1, -1 do reply[i] = nil end
+  replied = before
+  answer(-1, #text)
+  reply[replied] = reply[replied] .. text
+end
+
+decide_rare = function(key, spends)
+  attempt(grant, key, new_quota(kind, limit, window, option), cost, times, spends)
+end
+decide_group = function(header, from, to)
+  attempt(group, header, from, to)
+end
