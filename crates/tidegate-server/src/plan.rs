@@ -1,96 +1,131 @@
 //! `tidegate plan`: what a number of users and requests costs on Redis.
 //!
-//! [`costs`] has the price of one decision and of one key; this file multiplies. Each assumption is
-//! a field of [`Plan`], so that it is shown beside the result.
+//! [`costs`] has the costs of one key and of one decision, which [`measure`] measures; this file
+//! multiplies them. Each assumption is in [`Plan`], so that it is shown beside the result.
 
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 use tidegate::{Algorithm, Encoding, Quota, QuotaError};
 
-use self::costs::{Cost, Costs};
+use self::costs::Costs;
 
 pub(crate) mod costs;
 pub(crate) mod measure;
+pub(crate) mod report;
 
-/// Allocated memory in relation to the memory that Redis counts as used.
+/// Memory that the allocator takes, in relation to the memory that Redis uses.
 const FRAGMENTATION: f64 = 1.25;
-/// Fewest primaries of a cluster: fewer cannot agree on a failover.
+/// Expired keys that Redis has not removed yet, in relation to the others: its expiry cycle goes on
+/// until at most a tenth of the keys that it samples have expired.
+const EXPIRED_KEYS: f64 = 0.1;
+/// Minimum number of primaries of a cluster: fewer have no majority after a failure.
 const MIN_CLUSTER: u64 = 3;
+/// Maximum number of expired requests in a sorted set, which removes them in tens.
+const MAX_EXPIRED_ENTRIES: f64 = 10.0;
 
-/// What is asked of Redis.
+/// All algorithms and encodings.
+pub(crate) const FORMS: [Form; 7] = [
+    Form { algorithm: Algorithm::SlidingLog, encoding: Some(Encoding::SortedSet) },
+    Form { algorithm: Algorithm::SlidingLog, encoding: Some(Encoding::Packed) },
+    Form { algorithm: Algorithm::SlidingCounter, encoding: Some(Encoding::Hash) },
+    Form { algorithm: Algorithm::SlidingCounter, encoding: Some(Encoding::Packed) },
+    Form { algorithm: Algorithm::FixedWindow, encoding: None },
+    Form { algorithm: Algorithm::TokenBucket, encoding: None },
+    Form { algorithm: Algorithm::LeakyBucket, encoding: None },
+];
+
+/// Users and requests to plan for.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Demand {
     pub(crate) users: u64,
     pub(crate) limit: u64,
-    #[serde(skip)]
+    #[serde(rename = "window_ms", serialize_with = "millis")]
     pub(crate) window: Duration,
-    /// Requests per second at the peak.
+    /// Requests per second of all users at the peak.
     pub(crate) rps: f64,
-    /// Share of the users with a count in Redis at the same time.
+    /// Share of the users that have a count at the same time, if it is known.
     pub(crate) active: Option<f64>,
-    /// Length of a user's key.
-    pub(crate) key_bytes: u64,
 }
 
-/// Redis servers to use.
+/// Servers and clients of Redis.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub(crate) struct Server {
-    pub(crate) memory: u64,
-    /// Share of memory and CPU that stays free.
+pub(crate) struct Deployment {
+    /// Memory of one Redis server.
+    pub(crate) node_memory_bytes: u64,
+    /// Share of the memory and of the CPU that stays free.
     pub(crate) headroom: f64,
+    /// Decisions per call.
+    pub(crate) batch: u64,
+    /// Length of a user's key.
+    pub(crate) key_bytes: u64,
 }
 
 /// One algorithm in one encoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub(crate) struct Form {
-    #[serde(serialize_with = "name_of_algorithm")]
+    #[serde(serialize_with = "algorithm_name")]
     pub(crate) algorithm: Algorithm,
-    /// `None` if the algorithm has only one.
-    #[serde(serialize_with = "name_of_encoding", skip_serializing_if = "Option::is_none")]
+    /// Encoding, if the algorithm has several.
+    #[serde(serialize_with = "encoding_name")]
     pub(crate) encoding: Option<Encoding>,
 }
 
-/// Result for all forms.
+/// Result for all forms, with its assumptions.
 #[derive(Debug, Serialize)]
 pub(crate) struct Plan {
+    #[serde(flatten)]
     pub(crate) demand: Demand,
-    pub(crate) window_seconds: f64,
-    pub(crate) server: Server,
+    #[serde(flatten)]
+    pub(crate) deployment: Deployment,
     pub(crate) fragmentation: f64,
-    /// CPU time of a call of an empty script, in microseconds; other CPU times are multiples of it.
+    pub(crate) expired_keys: f64,
+    /// CPU time of a call of an empty script, with that for its connection.
     pub(crate) empty_script_micros: f64,
     /// Whether the costs were measured on the user's Redis.
     pub(crate) measured: bool,
     pub(crate) forms: Vec<Need>,
+    /// Forms that do not support the limit.
+    pub(crate) unavailable: Vec<Unavailable>,
+    pub(crate) recommended: Option<Form>,
     pub(crate) recommendation: String,
 }
 
-/// What one form needs.
+/// Needs of one form.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Need {
     #[serde(flatten)]
     pub(crate) form: Form,
-    /// Keys in Redis at the same time.
+    /// Maximum time for which a key outlives a single request.
+    pub(crate) key_lifetime_ms: u64,
+    /// Maximum number of keys at the same time.
     pub(crate) keys: u64,
-    /// Bytes of a usual key, and of one whose limit is used up.
+    /// Requests of a key per window.
+    pub(crate) requests_per_key: f64,
     pub(crate) bytes_per_key: u64,
+    /// Bytes of a key whose limit is used up.
     pub(crate) bytes_per_full_key: u64,
-    /// Memory of all keys, with fragmentation.
+    /// Memory of all keys with fragmentation.
     pub(crate) memory_bytes: u64,
-    /// Redis CPU per decision, with one and with 64 decisions per call.
+    /// The same if all keys are full.
+    pub(crate) full_memory_bytes: u64,
+    /// CPU time of Redis per decision.
     pub(crate) cpu_micros: f64,
-    pub(crate) batched_cpu_micros: f64,
-    /// CPU cores of Redis, with one and with 64 decisions per call.
+    /// CPU cores of Redis.
     pub(crate) cores: f64,
-    pub(crate) batched_cores: f64,
-    /// Bits per second, both directions, with one and with 64 decisions per call.
-    pub(crate) network_bits: f64,
-    pub(crate) batched_network_bits: f64,
+    /// Traffic of Redis with its clients, in both directions.
+    pub(crate) network_bits_per_second: f64,
     pub(crate) primaries_by_memory: u64,
     pub(crate) primaries_by_cpu: u64,
-    /// Primaries in all, so that one may be lost. Each needs a replica.
     pub(crate) primaries: u64,
+}
+
+/// Form that does not support the limit.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Unavailable {
+    #[serde(flatten)]
+    pub(crate) form: Form,
+    pub(crate) reason: String,
 }
 
 impl Form {
@@ -103,12 +138,8 @@ impl Form {
         }
     }
 
-    /// Returns the name for people, such as `sliding-log packed`.
-    pub(crate) fn name(self) -> String {
-        match self.encoding {
-            Some(encoding) => format!("{} {encoding}", self.algorithm),
-            None => self.algorithm.to_string(),
-        }
+    pub(crate) fn encoding_str(self) -> &'static str {
+        self.encoding.map_or("", Encoding::as_str)
     }
 
     /// Returns the fields of a policy.
@@ -121,92 +152,133 @@ impl Form {
         }
     }
 
-    /// Returns how long a key outlives its last request at most, in windows.
-    fn lifetime(self) -> f64 {
+    /// Returns the maximum time for which a key outlives a single request, in windows.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    fn lifetime(self, limit: u64) -> f64 {
         match self.algorithm {
-            // The units of a window weigh until the end of the next one.
+            // A log and a bucket live up to an eighth longer, so that not every request has to set
+            // the expiry.
+            Algorithm::SlidingLog => 1.125,
             Algorithm::SlidingCounter => 2.0,
-            _ => 1.0,
+            Algorithm::FixedWindow => 1.0,
+            Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / limit as f64,
         }
     }
 
-    fn is_exact(self) -> bool {
-        self.algorithm == Algorithm::SlidingLog
+    /// Returns the entries that Redis holds for this many requests in the window.
+    fn entries(self, requests: f64) -> f64 {
+        match self.encoding {
+            Some(Encoding::SortedSet) => requests + requests.min(MAX_EXPIRED_ENTRIES),
+            _ => requests,
+        }
     }
 }
 
 impl Demand {
-    /// Returns the keys in Redis at the same time. Without a given share it is the most that can
-    /// be: each request comes from another user, and a key lives for its lifetime only.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn keys(&self, form: Form) -> f64 {
-        let users = self.users as f64;
-        let most = (self.rps * self.window.as_secs_f64() * form.lifetime()).min(users);
-        self.active.map_or(most, |share| users * share).max(1.0)
+    fn requests_per_window(&self) -> f64 {
+        self.rps * self.window.as_secs_f64()
     }
 
-    /// Returns the entries of a usual key of a log.
+    /// Returns the number of users that may have a count at the same time.
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn entries(&self, form: Form) -> f64 {
-        let requests = self.rps * self.window.as_secs_f64();
-        (requests / self.keys(form)).clamp(1.0, (self.limit as f64).max(1.0))
+    pub(crate) fn active_users(&self) -> f64 {
+        (self.users as f64 * self.active.unwrap_or(1.0)).max(1.0)
+    }
+
+    /// Returns the requests per second that the limit admits at most.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    pub(crate) fn limit_of_all_users(&self) -> f64 {
+        self.active_users() * self.limit as f64 / self.window.as_secs_f64()
+    }
+
+    /// Returns the maximum number of keys at the same time: each needs a request within its
+    /// lifetime.
+    fn keys(&self, form: Form) -> f64 {
+        let requests = self.requests_per_window() * form.lifetime(self.limit);
+        (requests * (1.0 + EXPIRED_KEYS)).min(self.active_users()).max(1.0)
+    }
+
+    /// Returns the requests of a key per window, which the limit bounds.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    fn requests_per_key(&self, form: Form) -> f64 {
+        (self.requests_per_window() / self.keys(form)).clamp(1.0, (self.limit as f64).max(1.0))
     }
 }
 
 impl Plan {
     /// Computes the plan by these costs.
-    pub(crate) fn new(demand: Demand, server: Server, costs: &Costs, measured: bool) -> Self {
-        let forms: Vec<Need> =
-            costs.forms().map(|form| Need::new(form, &demand, &server, costs)).collect();
-        Self {
-            demand,
-            window_seconds: demand.window.as_secs_f64(),
-            server,
-            fragmentation: FRAGMENTATION,
-            empty_script_micros: costs.empty_script_micros,
-            measured,
-            recommendation: recommendation(&forms),
-            forms,
+    ///
+    /// # Errors
+    ///
+    /// No form supports the limit and the window.
+    pub(crate) fn new(
+        demand: Demand,
+        deployment: Deployment,
+        costs: &Costs,
+        measured: bool,
+    ) -> Result<Self, QuotaError> {
+        let (mut forms, mut unavailable) = (Vec::new(), Vec::new());
+        let mut first_error = None;
+        for form in FORMS {
+            match form.quota(demand.limit, demand.window) {
+                Ok(_) => forms.push(Need::new(form, &demand, &deployment, costs)),
+                Err(error) => {
+                    unavailable.push(Unavailable { form, reason: error.to_string() });
+                    first_error.get_or_insert(error);
+                }
+            }
         }
+        let (recommended, recommendation) = match (recommend(&forms), first_error) {
+            (Some((form, sentence)), _) => (Some(form), sentence),
+            (None, Some(error)) => return Err(error),
+            (None, None) => (None, String::new()),
+        };
+        Ok(Self {
+            demand,
+            deployment,
+            fragmentation: FRAGMENTATION,
+            expired_keys: EXPIRED_KEYS,
+            empty_script_micros: costs.empty_script_micros * (1.0 + costs.connection_cpu),
+            measured,
+            forms,
+            unavailable,
+            recommended,
+            recommendation,
+        })
     }
 }
 
 impl Need {
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    fn new(form: Form, demand: &Demand, server: &Server, costs: &Costs) -> Self {
+    fn new(form: Form, demand: &Demand, deployment: &Deployment, costs: &Costs) -> Self {
         let keys = demand.keys(form);
-        let usual = costs.at(form, demand.entries(form));
-        let full = costs.at(form, demand.limit as f64);
-        let bytes = |cost: &Cost| {
-            let name = demand.key_bytes as f64 - costs::KEY_BYTES as f64;
-            (cost.bytes + costs.keyspace_bytes + name).max(0.0)
-        };
-        let micros = |ratio: f64| ratio * costs.empty_script_micros;
-        let memory = keys * bytes(&usual) * FRAGMENTATION;
-        let cores = |ratio: f64| demand.rps * micros(ratio) / 1e6;
-        let used = 1.0 - server.headroom;
-        let by_memory = memory / server.memory as f64;
-        let by_cpu = cores(usual.cpu);
-        let primaries = |need: f64| {
-            let with_headroom = whole(need / used).max(1);
-            // One more, unless the others can do without their headroom.
-            let with_loss = if with_headroom > 1 { whole(need) + 1 } else { 1 };
-            let count = with_headroom.max(with_loss);
-            if count > 1 { count.max(MIN_CLUSTER) } else { 1 }
-        };
-        let (by_memory, by_cpu) = (primaries(by_memory), primaries(by_cpu));
+        let requests = demand.requests_per_key(form);
+        let cost = |requests: f64| costs.at(form, form.entries(requests), demand.window);
+        let longer_key = deployment.key_bytes as f64 - costs::KEY_BYTES as f64;
+        let bytes = |requests: f64| cost(requests).bytes + costs.keyspace_bytes + longer_key;
+        let memory = |requests: f64| keys * bytes(requests) * FRAGMENTATION;
+        let full = demand.limit as f64;
+        let batch = deployment.batch as f64;
+        let cpu_micros = costs.cpu_micros(&cost(requests), batch);
+        let cores = demand.rps * cpu_micros / 1e6;
+        let nodes = memory(requests) / deployment.node_memory_bytes as f64;
+        let by_memory = primaries(nodes, deployment.headroom);
+        let by_cpu = primaries(cores, deployment.headroom);
+        let lifetime = demand.window.as_secs_f64() * form.lifetime(demand.limit);
         Self {
             form,
-            keys: whole(keys),
-            bytes_per_key: whole(bytes(&usual)),
-            bytes_per_full_key: whole(bytes(&full)),
-            memory_bytes: whole(memory),
-            cpu_micros: micros(usual.cpu),
-            batched_cpu_micros: micros(usual.batched_cpu),
-            cores: cores(usual.cpu),
-            batched_cores: cores(usual.batched_cpu),
-            network_bits: demand.rps * usual.network * 8.0,
-            batched_network_bits: demand.rps * usual.batched_network * 8.0,
+            key_lifetime_ms: rounded_up(lifetime * 1e3),
+            keys: rounded_up(keys),
+            requests_per_key: requests,
+            bytes_per_key: rounded_up(bytes(requests)),
+            bytes_per_full_key: rounded_up(bytes(full)),
+            memory_bytes: rounded_up(memory(requests)),
+            full_memory_bytes: rounded_up(memory(full)),
+            cpu_micros,
+            cores,
+            network_bits_per_second: demand.rps
+                * (cost(requests).network(batch) + longer_key)
+                * 8.0,
             primaries_by_memory: by_memory,
             primaries_by_cpu: by_cpu,
             primaries: by_memory.max(by_cpu),
@@ -214,18 +286,13 @@ impl Need {
     }
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde wants")]
-fn name_of_algorithm<S: Serializer>(algorithm: &Algorithm, to: S) -> Result<S::Ok, S::Error> {
-    algorithm.as_str().serialize(to)
-}
-
-#[expect(
-    clippy::ref_option,
-    clippy::trivially_copy_pass_by_ref,
-    reason = "the signature that serde wants"
-)]
-fn name_of_encoding<S: Serializer>(encoding: &Option<Encoding>, to: S) -> Result<S::Ok, S::Error> {
-    encoding.map(Encoding::as_str).serialize(to)
+/// Returns the number of primaries for the work of `need` servers: with headroom, and such that the
+/// others can do it without headroom if one fails.
+fn primaries(need: f64, headroom: f64) -> u64 {
+    match rounded_up(need / (1.0 - headroom)) {
+        0 | 1 => 1,
+        several => several.max(rounded_up(need).saturating_add(1)).max(MIN_CLUSTER),
+    }
 }
 
 /// Returns the next whole number.
@@ -234,49 +301,61 @@ fn name_of_encoding<S: Serializer>(encoding: &Option<Encoding>, to: S) -> Result
     clippy::cast_sign_loss,
     reason = "saturates; the number is not negative"
 )]
-fn whole(number: f64) -> u64 {
+fn rounded_up(number: f64) -> u64 {
     number.ceil() as u64
 }
 
-/// Recommends the exact log if it needs no more servers than the cheapest form, which people
-/// should not have to weigh themselves.
-fn recommendation(forms: &[Need]) -> String {
-    let cost = |need: &&Need| (need.primaries, need.memory_bytes);
-    let Some(cheapest) = forms.iter().min_by_key(cost) else {
-        return String::from("there are no costs to compare");
-    };
-    let exact = forms.iter().filter(|need| need.form.is_exact()).min_by_key(cost);
-    let counter = forms
-        .iter()
-        .filter(|need| need.form.algorithm == Algorithm::SlidingCounter)
-        .min_by_key(cost)
-        .unwrap_or(cheapest);
-    match exact {
-        Some(exact) if exact.primaries <= counter.primaries.min(cheapest.primaries) => {
-            format!(
-                "Use {}: it is exact, and needs {}, no more than any other.",
-                exact.form.fields(),
-                servers(exact.primaries)
-            )
-        }
-        exact => {
-            let log = exact.map_or_else(String::new, |exact| {
-                format!(" The exact log would need {}.", servers(exact.primaries))
-            });
-            format!(
-                "Use {}: it is close to exact, and needs {}.{log}",
-                counter.form.fields(),
-                servers(counter.primaries)
-            )
-        }
+/// Recommends the exact log if no other form needs fewer primaries, else the counter.
+fn recommend(forms: &[Need]) -> Option<(Form, String)> {
+    let size = |need: &&Need| (need.primaries, need.memory_bytes);
+    let cheapest_of =
+        |algorithm| forms.iter().filter(|need| need.form.algorithm == algorithm).min_by_key(size);
+    let fewest = forms.iter().map(|need| need.primaries).min()?;
+    let counter = cheapest_of(Algorithm::SlidingCounter)?;
+    let log = cheapest_of(Algorithm::SlidingLog);
+    if let Some(log) = log.filter(|log| log.primaries <= fewest) {
+        let servers = servers(log.primaries);
+        let sentence = format!(
+            "Use {}: it is exact, and no other algorithm needs fewer than its {servers}.",
+            log.form.fields()
+        );
+        return Some((log.form, sentence));
     }
+    let other = match log {
+        Some(log) => format!("where the exact sliding-log needs {}", log.primaries),
+        None => "and the exact sliding-log does not support this limit".to_owned(),
+    };
+    let sentence = format!(
+        "Use {}: it is nearly exact, and needs {}, {other}.",
+        counter.form.fields(),
+        servers(counter.primaries)
+    );
+    Some((counter.form, sentence))
 }
 
 fn servers(primaries: u64) -> String {
     match primaries {
-        1 => String::from("1 primary with a replica"),
+        1 => "1 primary with a replica".to_owned(),
         count => format!("{count} primaries with a replica each"),
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde expects")]
+fn algorithm_name<S: Serializer>(algorithm: &Algorithm, to: S) -> Result<S::Ok, S::Error> {
+    algorithm.as_str().serialize(to)
+}
+
+#[expect(
+    clippy::ref_option,
+    clippy::trivially_copy_pass_by_ref,
+    reason = "the signature that serde expects"
+)]
+fn encoding_name<S: Serializer>(encoding: &Option<Encoding>, to: S) -> Result<S::Ok, S::Error> {
+    encoding.map(Encoding::as_str).serialize(to)
+}
+
+fn millis<S: Serializer>(window: &Duration, to: S) -> Result<S::Ok, S::Error> {
+    (window.as_secs_f64() * 1e3).serialize(to)
 }
 
 #[cfg(test)]
@@ -286,56 +365,87 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn demand(users: u64, rps: f64) -> Demand {
-        let window = Duration::from_secs(10);
-        Demand { users, limit: 100, window, rps, active: None, key_bytes: costs::KEY_BYTES }
+        Demand { users, limit: 100, window: Duration::from_secs(10), rps, active: None }
     }
 
-    fn plan(demand: Demand, memory: u64) -> Plan {
+    fn plan(demand: Demand, node_memory_bytes: u64) -> Plan {
         let costs = Costs::checked_in().expect("valid");
-        Plan::new(demand, Server { memory, headroom: 0.3 }, &costs, false)
+        let key_bytes = costs::KEY_BYTES;
+        let deployment = Deployment { node_memory_bytes, headroom: 0.3, batch: 1, key_bytes };
+        Plan::new(demand, deployment, &costs, false).expect("a valid limit")
     }
 
     #[test]
-    fn keys_are_bounded_by_users_and_by_requests_within_their_lifetime() {
+    fn keys_are_bounded_by_active_users_and_by_requests() {
         let few_users = plan(demand(1_000, 1e6), GIB);
         assert!(few_users.forms.iter().all(|need| need.keys == 1_000));
         let few_requests = plan(demand(1_000_000_000, 5e3), GIB);
         for need in &few_requests.forms {
-            let counter = need.form.algorithm == Algorithm::SlidingCounter;
-            assert_eq!(need.keys, if counter { 100_000 } else { 50_000 }, "{need:?}");
+            // The requests of a window, times the lifetime in windows, and a tenth has expired.
+            let lifetime = match need.form.algorithm {
+                Algorithm::SlidingLog => 1.125,
+                Algorithm::SlidingCounter => 2.0,
+                Algorithm::FixedWindow => 1.0,
+                Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.135,
+            };
+            assert_eq!(need.keys, rounded_up(50_000.0 * lifetime * 1.1), "{need:?}");
+            assert!((need.requests_per_key - 1.0).abs() < 1e-9, "{need:?}");
         }
-        let given = Demand { active: Some(0.5), ..demand(1_000_000, 5e3) };
-        assert!(plan(given, GIB).forms.iter().all(|need| need.keys == 500_000));
+        let some = Demand { active: Some(0.001), ..demand(1_000_000, 5e3) };
+        for need in &plan(some, GIB).forms {
+            assert_eq!((need.keys, need.requests_per_key), (1_000, 50.0), "{need:?}");
+        }
+        let all = Demand { active: Some(1.0), ..demand(1_000_000_000, 5e3) };
+        assert_eq!(plan(all, GIB).forms[0].keys, few_requests.forms[0].keys);
     }
 
     #[test]
-    fn primaries_grow_with_memory_and_cpu_and_one_may_be_lost() {
+    fn largest_numbers_have_a_plan() {
+        let largest = Demand {
+            limit: Quota::MAX_LIMIT,
+            window: Duration::from_secs(366 * 86_400),
+            ..demand(1_000_000_000_000_000_000, 1e15)
+        };
+        let plan = plan(largest, 1 << 20);
+        assert!(plan.unavailable.iter().all(|form| form.reason.contains("too large")), "{plan:?}");
+        assert_eq!((plan.forms.len(), plan.unavailable.len()), (5, 2));
+        for need in &plan.forms {
+            assert!(need.primaries > 1_000_000 && need.cores.is_finite(), "{need:?}");
+        }
+        assert!(plan.recommendation.contains("does not support this limit"), "{plan:?}");
+    }
+
+    #[test]
+    fn primaries_have_headroom_and_survive_a_failure() {
+        for (need, expected) in [
+            (0.0, 1),
+            (0.7, 1),
+            // A cluster has at least three.
+            (0.71, 3),
+            (2.0, 3),
+            (2.1, 4),
+            (7.0, 10),
+            (7.1, 11),
+            (f64::MAX, u64::MAX),
+        ] {
+            assert_eq!(primaries(need, 0.3), expected, "{need}");
+        }
+        // Without headroom, one more.
+        assert_eq!([1.0, 3.0, 7.5].map(|need| primaries(need, 0.0)), [1, 4, 9]);
+    }
+
+    #[test]
+    fn exact_log_is_recommended_unless_it_needs_more_primaries() {
         let small = plan(demand(1_000, 100.0), GIB);
         assert!(small.forms.iter().all(|need| need.primaries == 1));
-        let all = Demand { active: Some(1.0), ..demand(1_000_000_000, 1e3) };
-        let much_memory = plan(all, 16 * GIB);
-        for need in &much_memory.forms {
-            assert_eq!(need.primaries_by_cpu, 1);
-            let gibibytes = need.memory_bytes / GIB;
-            assert!(need.primaries * 16 * 7 / 10 >= gibibytes, "{need:?}");
-            assert!((need.primaries - 1) * 16 >= gibibytes, "{need:?}");
-        }
-        let busy = plan(demand(1_000, 2e6), 16 * GIB);
-        assert!(busy.forms.iter().all(|need| need.primaries_by_memory == 1));
-        assert!(busy.forms.iter().all(|need| need.primaries_by_cpu >= MIN_CLUSTER));
-    }
-
-    #[test]
-    fn exact_log_is_recommended_if_it_needs_no_more_servers() {
-        let small = plan(demand(1_000, 100.0), GIB);
-        assert!(small.recommendation.contains("sliding-log"), "{}", small.recommendation);
+        assert!(small.recommendation.contains("sliding-log` with `encoding: packed"), "{small:?}");
         let long = Demand {
-            limit: 100_000,
+            limit: 10_000,
             window: Duration::from_secs(86_400),
-            active: Some(1.0),
-            ..demand(10_000_000, 1e6)
+            ..demand(10_000_000, 1e4)
         };
-        let long = plan(long, 16 * GIB);
-        assert!(long.recommendation.contains("sliding-counter"), "{}", long.recommendation);
+        let long = plan(long, GIB);
+        let expected = "sliding-counter` with `encoding: packed";
+        assert!(long.recommendation.contains(expected), "{long:?}");
     }
 }

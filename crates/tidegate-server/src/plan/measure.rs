@@ -1,89 +1,165 @@
 //! Measurement of the costs on a real Redis, under a prefix of its own.
+//!
+//! CPU time is that of the server, from INFO, in relation to an empty script that is called before
+//! and after. All calls are sent in pipelines, so that Redis is busy meanwhile: neither the speed of
+//! this process nor that of the machine matters much.
 
-use std::io::IsTerminal as _;
-use std::time::Duration;
+use std::cell::{Cell, RefCell};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use futures_util::future::try_join_all;
-use tidegate::store::redis::Reply;
-use tidegate::{Charge, Limiter, Quota, RedisStore};
+use tidegate::store::redis::{Builder, Reply};
+use tidegate::{Algorithm, Charge, Encoding, Limiter, Quota, RedisStore, StoreError};
 
-use super::Form;
-use super::costs::{Cost, Costs, KEY_BYTES, Row};
+use super::costs::{BATCH, Cost, Costs, KEY_BYTES, Row};
+use super::{FORMS, Form};
 use crate::doctor::info::Info;
+use crate::simulate::progress::Progress;
 
-/// Decisions per call of the batched form.
-const BATCH: usize = 64;
-/// Entries of a log that are measured. A sorted set changes its form above 128.
-const ENTRIES: [u64; 5] = [1, 16, 128, 160, 1_024];
-/// Window during which the entries stay.
-const WINDOW: Duration = Duration::from_secs(600);
-/// Keys whose memory is compared with the growth of the whole server.
-const KEYSPACE_KEYS: u64 = 4_000;
-/// Keys that are deleted at once.
-const DELETED_AT_ONCE: usize = 500;
+/// Fills of a key that are measured. A sorted set changes its form above 128 members.
+const SORTED_SET_FILLS: [Fill; 5] =
+    [ONE_REQUEST, Fill::new(16), Fill::new(128), Fill::new(129), Fill::new(512)];
+/// A packed log changes its form above 251 requests, and changes it back below 124. So the fills
+/// next to that keep their distance while CPU is measured.
+const PACKED_LOG_FILLS: [Fill; 5] = [
+    ONE_REQUEST,
+    Fill::new(16),
+    Fill { entries: 200, filled: 200, live: 150.0 },
+    Fill { entries: 252, filled: 400, live: 400.0 },
+    Fill::new(512),
+];
+const COUNTER_FILLS: [Fill; 2] = [ONE_REQUEST, Fill::new(16)];
+/// One request per window: every decision creates its key, even if keys live for two windows.
+const ONE_REQUEST: Fill = Fill { entries: 1, filled: 1, live: 0.25 };
+/// Window in which no entry expires. Keys that could not be deleted expire then.
+const LONG_WINDOW: Duration = Duration::from_secs(300);
+const MIN_WINDOW: Duration = Duration::from_millis(1);
+/// Minimum number of decisions per window, over all keys.
+const MIN_DECISIONS_PER_WINDOW: u64 = 2_048;
+/// Series per cost, of which the median counts.
+const SERIES: usize = 5;
+/// Keys whose MEMORY USAGE is compared with the growth of the whole server: three quarters of a
+/// power of two, because Redis's tables have such a size.
+const KEYSPACE_KEYS: u64 = 24_576;
+const MAX_KEYSPACE_BYTES: f64 = 256.0;
 /// Limit that no measurement reaches.
-const MEASURED_LIMIT: u64 = 1_000_000;
-const POLICY: &str = "plan";
+const UNREACHED_LIMIT: u64 = Quota::MAX_SORTED_SET_LIMIT;
+const POLICY: &str = "per-user";
+const IDLE_TIME: Duration = Duration::from_millis(300);
 
-/// Extent of a measurement.
+/// Measurement on one Redis.
+pub(crate) struct Measurement {
+    /// Sends each decision in a call of its own.
+    single: Limiter<RedisStore>,
+    /// Sends concurrent decisions in one call.
+    batched: Limiter<RedisStore>,
+    /// Decisions per series.
+    samples: usize,
+    keys_created: Cell<u64>,
+    /// Keys in Redis that are not deleted yet.
+    live_keys: RefCell<Vec<String>>,
+    progress: RefCell<Progress>,
+    /// Rows that are done, and all.
+    rows: (Cell<usize>, usize),
+}
+
+/// Requests of a key in its window.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Extent {
-    /// Decisions per measured cost.
-    pub(crate) decisions: usize,
+struct Fill {
+    /// While memory is measured.
+    entries: u64,
+    /// Before CPU is measured.
+    filled: u64,
+    /// While CPU is measured.
+    live: f64,
 }
 
-/// Counters of all primaries.
-#[derive(Debug, Clone, Copy, Default)]
-struct Usage {
-    cpu_micros: f64,
-    network_bytes: f64,
-    used_memory: f64,
-}
-
-/// Measures the costs of these forms. All keys are deleted afterwards, and expire if that fails.
-///
-/// # Errors
-///
-/// Redis cannot be reached, or refuses INFO or MEMORY USAGE.
-pub(crate) async fn measure(
-    store: RedisStore,
-    forms: impl Iterator<Item = Form>,
-    extent: Extent,
-) -> anyhow::Result<Costs> {
-    let bench = Bench { limiter: Limiter::new(store), extent };
-    let empty_script_micros = bench.empty_script().await?;
-    let mut costs = Costs { empty_script_micros, keyspace_bytes: 0.0, rows: Vec::new() };
-    let forms: Vec<Form> = forms.collect();
-    for (number, form) in forms.iter().enumerate() {
-        if std::io::stderr().is_terminal() {
-            eprint!("\r\x1b[Kmeasuring {} ({} of {})", form.name(), number + 1, forms.len());
-        }
-        let is_log = form.quota(1, WINDOW)?.algorithm() == tidegate::Algorithm::SlidingLog;
-        let entries = if is_log { &ENTRIES[..] } else { &ENTRIES[..1] };
-        for entries in entries {
-            let cost = bench.cost(*form, *entries, empty_script_micros).await?;
-            costs.rows.push(Row { form: *form, entries: *entries, cost });
-        }
+impl Fill {
+    const fn new(entries: u32) -> Self {
+        Self { entries: entries as u64, filled: entries as u64, live: entries as f64 }
     }
-    costs.keyspace_bytes = match forms.last() {
-        Some(form) => bench.keyspace_bytes(*form).await?,
-        None => 0.0,
-    };
-    if std::io::stderr().is_terminal() {
-        eprint!("\r\x1b[K");
+
+    /// Returns the window with which every further decision adds an entry and one expires, as in
+    /// production: the time in which the live ones were added.
+    #[expect(clippy::cast_precision_loss, reason = "a small number")]
+    fn window(self, elapsed: Duration) -> anyhow::Result<Duration> {
+        let window = elapsed.mul_f64(self.live / self.filled as f64);
+        let window = Duration::from_millis(u64::try_from(window.as_millis())?);
+        Ok(window.clamp(MIN_WINDOW, LONG_WINDOW))
     }
-    Ok(costs)
 }
 
-struct Bench {
-    limiter: Limiter<RedisStore>,
-    extent: Extent,
+/// Result of a measurement.
+pub(crate) struct Measured {
+    pub(crate) costs: Costs,
+    /// CPU cores that other clients used before the measurement.
+    pub(crate) background_cores: f64,
 }
 
-impl Bench {
+impl Measurement {
+    /// Connects to Redis, to measure with this many decisions per series.
+    ///
+    /// # Errors
+    ///
+    /// Redis cannot be reached.
+    pub(crate) async fn connect(
+        new_builder: impl Fn() -> Builder,
+        samples: usize,
+    ) -> Result<Self, StoreError> {
+        let rows = FORMS.iter().map(|form| fills_of(*form).len()).sum();
+        Ok(Self {
+            single: Limiter::new(new_builder().group_commit(false).connect().await?),
+            batched: Limiter::new(new_builder().connect().await?),
+            samples: samples.next_multiple_of(BATCH),
+            keys_created: Cell::new(0),
+            live_keys: RefCell::default(),
+            progress: RefCell::new(Progress::start()),
+            rows: (Cell::new(0), rows),
+        })
+    }
+
+    /// Measures all costs, except that of a connection. [`clean_up`](Self::clean_up) must follow.
+    ///
+    /// # Errors
+    ///
+    /// Redis cannot be reached, or refuses INFO, MEMORY USAGE or SCRIPT LOAD.
+    pub(crate) async fn run(&self, connection_cpu: f64) -> anyhow::Result<Measured> {
+        let background_cores = self.background_cores().await?;
+        let empty = EmptyScript::load(self).await?;
+        let (mut rows, mut empty_micros) = (Vec::new(), Vec::new());
+        for form in FORMS {
+            for fill in fills_of(form) {
+                let cost = self.cost(form, *fill, &empty, &mut empty_micros).await;
+                let cost = cost.with_context(|| form.algorithm.as_str())?;
+                rows.push(Row { form, entries: fill.entries, cost });
+                self.rows.0.set(self.rows.0.get() + 1);
+            }
+        }
+        let keyspace_bytes = self.keyspace_bytes(FORMS[0]).await?;
+        // Other processes can only make them slower.
+        let empty_script_micros = quantile(empty_micros, 0.25);
+        ensure!(empty_script_micros > 0.0, "INFO reports no CPU time");
+        let costs = Costs { empty_script_micros, connection_cpu, keyspace_bytes, rows };
+        Ok(Measured { costs, background_cores })
+    }
+
+    /// Deletes all keys of the measurement.
+    pub(crate) async fn clean_up(&self) -> anyhow::Result<()> {
+        let keys = self.live_keys.take();
+        for names in keys.chunks(BATCH) {
+            let commands: Vec<[&str; 2]> = names.iter().map(|name| ["UNLINK", name]).collect();
+            let commands: Vec<&[&str]> = commands.iter().map(<[&str; 2]>::as_slice).collect();
+            for node in self.primaries() {
+                // The nodes of a cluster that do not have the key answer MOVED.
+                self.store().ask_node_all(&node, &commands).await?;
+            }
+        }
+        Ok(())
+    }
+
     fn store(&self) -> &RedisStore {
-        self.limiter.store()
+        self.batched.store()
     }
 
     fn primaries(&self) -> Vec<String> {
@@ -91,175 +167,222 @@ impl Bench {
         nodes.map(|node| node.address).collect()
     }
 
-    /// Returns the CPU time of a call of an empty script.
-    async fn empty_script(&self) -> anyhow::Result<f64> {
-        let node = self.primaries().into_iter().next().context("no Redis server")?;
-        let script = "return 0";
-        let hash = match self.store().ask_node(&node, &["SCRIPT", "LOAD", script]).await? {
-            Reply::Text(hash) => hash,
-            other => bail!("SCRIPT LOAD: {other:?}"),
-        };
-        let call = ["EVALSHA", hash.as_str(), "0"];
-        let before = self.usage().await?;
-        for _ in 0..self.extent.decisions {
-            let reply = self.store().ask_node(&node, &call).await?;
-            ensure!(reply == Reply::Integer(0), "an empty script: {reply:?}");
-        }
-        let after = self.usage().await?;
-        Ok((after.cpu_micros - before.cpu_micros) / as_number(self.extent.decisions))
-    }
-
-    /// Measures a form with so many entries per key.
-    async fn cost(&self, form: Form, entries: u64, empty: f64) -> anyhow::Result<Cost> {
-        // Enough for all entries, those of the measured decisions too.
-        let quota = form.quota(MEASURED_LIMIT, WINDOW)?;
+    /// Creates the names of new keys.
+    fn new_keys(&self, quota: &Quota, count: u64) -> Vec<String> {
+        let first = self.keys_created.get();
+        self.keys_created.set(first + count);
+        let width = usize::try_from(KEY_BYTES).unwrap_or_default();
         let keys: Vec<String> =
-            (0..self.keys(entries)).map(|key| name(form, entries, key)).collect();
-        let measured = self.measure_keys(&quota, &keys, entries, empty).await;
-        let deleted = self.delete(&quota, &keys).await;
-        let cost = measured.with_context(|| form.name())?;
-        deleted?;
-        Ok(cost)
-    }
-
-    /// Returns the number of keys: enough for a fair mean, few enough to fill quickly.
-    fn keys(&self, entries: u64) -> u64 {
-        let batches = u64::try_from(self.extent.decisions).unwrap_or(u64::MAX) / entries;
-        batches.clamp(BATCH as u64, 2_048)
-    }
-
-    async fn measure_keys(
-        &self,
-        quota: &Quota,
-        keys: &[String],
-        entries: u64,
-        empty: f64,
-    ) -> anyhow::Result<Cost> {
-        for _ in 0..entries {
-            self.decide_in_batches(quota, keys).await?;
-        }
-        let bytes = self.memory_usage(quota, &keys[..BATCH]).await?;
-
-        let before = self.usage().await?;
-        let mut singles = 0;
-        for key in keys.iter().cycle().take(self.extent.decisions) {
-            let charge = Charge::new(key, quota).with_policy(POLICY);
-            let _ = self.limiter.acquire(&charge).await?;
-            singles += 1;
-        }
-        let between = self.usage().await?;
-        let mut batched = 0;
-        while batched < self.extent.decisions {
-            self.decide_in_batches(quota, keys).await?;
-            batched += keys.len();
-        }
-        let after = self.usage().await?;
-        let per = |from: f64, to: f64, count: usize| (to - from) / as_number(count);
-        Ok(Cost {
-            bytes,
-            cpu: per(before.cpu_micros, between.cpu_micros, singles) / empty,
-            batched_cpu: per(between.cpu_micros, after.cpu_micros, batched) / empty,
-            network: per(before.network_bytes, between.network_bytes, singles),
-            batched_network: per(between.network_bytes, after.network_bytes, batched),
-        })
-    }
-
-    /// Decides once for each key, with [`BATCH`] concurrent decisions.
-    async fn decide_in_batches(&self, quota: &Quota, keys: &[String]) -> anyhow::Result<()> {
-        for keys in keys.chunks(BATCH) {
-            try_join_all(keys.iter().map(async |key| {
-                let charge = Charge::new(key, quota).with_policy(POLICY);
-                self.limiter.acquire(&charge).await
-            }))
-            .await?;
-        }
-        Ok(())
-    }
-
-    /// Returns the mean MEMORY USAGE of these keys.
-    async fn memory_usage(&self, quota: &Quota, keys: &[String]) -> anyhow::Result<f64> {
-        let (mut bytes, mut found) = (0.0, 0_u32);
-        for node in self.primaries() {
-            let names: Vec<String> = keys.iter().map(|key| self.redis_key(quota, key)).collect();
-            let commands: Vec<[&str; 5]> =
-                names.iter().map(|name| ["MEMORY", "USAGE", name, "SAMPLES", "0"]).collect();
-            let commands: Vec<&[&str]> = commands.iter().map(<[&str; 5]>::as_slice).collect();
-            for reply in self.store().ask_node_all(&node, &commands).await? {
-                match reply {
-                    Reply::Integer(usage) => {
-                        bytes += f64::from(u32::try_from(usage).unwrap_or(u32::MAX));
-                        found += 1;
-                    }
-                    // The keys of other nodes.
-                    Reply::Error(error) if error.starts_with("MOVED") => {}
-                    Reply::Nil => {}
-                    other => bail!("MEMORY USAGE: {other:?}"),
-                }
-            }
-        }
-        ensure!(found > 0, "MEMORY USAGE: no key was found");
-        Ok(bytes / f64::from(found))
-    }
-
-    /// Returns the memory per key that MEMORY USAGE does not count.
-    async fn keyspace_bytes(&self, form: Form) -> anyhow::Result<f64> {
-        let quota = form.quota(MEASURED_LIMIT, WINDOW)?;
-        let keys: Vec<String> = (0..KEYSPACE_KEYS).map(|key| name(form, 0, key)).collect();
-        let before = self.usage().await?;
-        let measured = async {
-            self.decide_in_batches(&quota, &keys).await?;
-            let after = self.usage().await?;
-            let all = (after.used_memory - before.used_memory) / as_number(keys.len());
-            Ok::<_, anyhow::Error>(all - self.memory_usage(&quota, &keys[..BATCH]).await?)
-        }
-        .await;
-        self.delete(&quota, &keys).await?;
-        // Another client may have deleted keys meanwhile.
-        Ok(measured?.clamp(0.0, 256.0))
-    }
-
-    async fn delete(&self, quota: &Quota, keys: &[String]) -> anyhow::Result<()> {
-        for keys in keys.chunks(DELETED_AT_ONCE) {
-            let names: Vec<String> = keys.iter().map(|key| self.redis_key(quota, key)).collect();
-            let commands: Vec<[&str; 2]> = names.iter().map(|name| ["UNLINK", name]).collect();
-            let commands: Vec<&[&str]> = commands.iter().map(<[&str; 2]>::as_slice).collect();
-            for node in self.primaries() {
-                self.store().ask_node_all(&node, &commands).await?;
-            }
-        }
-        Ok(())
+            (first..first + count).map(|number| format!("{number:0width$}")).collect();
+        self.live_keys.borrow_mut().extend(keys.iter().map(|key| self.redis_key(quota, key)));
+        keys
     }
 
     fn redis_key(&self, quota: &Quota, key: &str) -> String {
         self.store().redis_key(&Charge::new(key, quota).with_policy(POLICY))
     }
 
-    async fn usage(&self) -> anyhow::Result<Usage> {
-        let mut usage = Usage::default();
+    /// Measures a form with this many requests of a key per window.
+    async fn cost(
+        &self,
+        form: Form,
+        fill: Fill,
+        empty: &EmptyScript<'_>,
+        empty_micros: &mut Vec<f64>,
+    ) -> anyhow::Result<Cost> {
+        let long = form.quota(UNREACHED_LIMIT, LONG_WINDOW)?;
+        let mut bytes = 0.0;
+        let mut costs = [(0.0, 0.0); 2];
+        for (limiter, cost) in [&self.single, &self.batched].into_iter().zip(&mut costs) {
+            let keys = (MIN_DECISIONS_PER_WINDOW / fill.entries).max(BATCH as u64);
+            let keys = self.new_keys(&long, keys);
+            let start = Instant::now();
+            for number in 1..=fill.filled {
+                self.decide(limiter, &long, &keys, keys.len()).await?;
+                if number == fill.entries {
+                    bytes = self.memory_usage(&long, &keys).await?;
+                }
+            }
+            let sliding = form.quota(UNREACHED_LIMIT, fill.window(start.elapsed())?)?;
+            let (mut ratios, mut networks) = (Vec::new(), Vec::new());
+            let mut before = empty.micros().await?;
+            for _ in 0..SERIES {
+                self.decide(limiter, &sliding, &keys, keys.len()).await?;
+                let (micros, network) = self.series(limiter, &sliding, &keys).await?;
+                let after = empty.micros().await?;
+                ratios.push(micros / f64::midpoint(before, after));
+                networks.push(network);
+                empty_micros.push(after);
+                before = after;
+            }
+            *cost = (quantile(ratios, 0.5), quantile(networks, 0.5));
+            self.clean_up().await?;
+        }
+        let [(single_cpu, single_network), (batched_cpu, batched_network)] = costs;
+        Ok(Cost { bytes, single_cpu, batched_cpu, single_network, batched_network })
+    }
+
+    /// Returns CPU time and network bytes per decision.
+    async fn series(
+        &self,
+        limiter: &Limiter<RedisStore>,
+        quota: &Quota,
+        keys: &[String],
+    ) -> anyhow::Result<(f64, f64)> {
+        let decisions = as_number(self.samples);
+        let network = self.network_bytes().await?;
+        let cpu = self.cpu_micros().await?;
+        self.decide(limiter, quota, keys, self.samples).await?;
+        let micros = self.cpu_micros().await? - cpu;
+        let bytes = self.network_bytes().await? - network;
+        Ok((micros / decisions, bytes / decisions))
+    }
+
+    /// Makes this many decisions for these keys in turn, of which [`BATCH`] are concurrent.
+    async fn decide(
+        &self,
+        limiter: &Limiter<RedisStore>,
+        quota: &Quota,
+        keys: &[String],
+        decisions: usize,
+    ) -> anyhow::Result<()> {
+        let mut next = keys.iter().cycle().take(decisions).peekable();
+        while next.peek().is_some() {
+            let calls = next.by_ref().take(BATCH).map(async |key| {
+                let charge = Charge::new(key, quota).with_policy(POLICY);
+                limiter.acquire(&charge).await
+            });
+            let decided = try_join_all(calls).await?;
+            ensure!(decided.iter().all(|decision| decision.allowed), "a decision was denied");
+            let part = as_number(self.rows.0.get()) / as_number(self.rows.1.max(1));
+            for _ in decided {
+                self.progress.borrow_mut().count(|| Some(part));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the mean MEMORY USAGE of some of these keys.
+    async fn memory_usage(&self, quota: &Quota, keys: &[String]) -> anyhow::Result<f64> {
+        let names: Vec<String> =
+            keys.iter().take(BATCH).map(|key| self.redis_key(quota, key)).collect();
+        let commands: Vec<[&str; 5]> =
+            names.iter().map(|name| ["MEMORY", "USAGE", name, "SAMPLES", "0"]).collect();
+        let commands: Vec<&[&str]> = commands.iter().map(<[&str; 5]>::as_slice).collect();
+        let mut usages = Vec::new();
         for node in self.primaries() {
-            let text = match self.store().ask_node(&node, &["INFO"]).await? {
+            for reply in self.store().ask_node_all(&node, &commands).await? {
+                match reply {
+                    Reply::Integer(usage) => usages.push(usize::try_from(usage)?),
+                    Reply::Error(error) if error.starts_with("MOVED") => {}
+                    Reply::Nil => {}
+                    Reply::Error(error) => bail!("MEMORY USAGE: {error}"),
+                    other => bail!("MEMORY USAGE answered {other:?}"),
+                }
+            }
+        }
+        ensure!(!usages.is_empty(), "MEMORY USAGE found no key");
+        Ok(as_number(usages.iter().sum()) / as_number(usages.len()))
+    }
+
+    /// Returns the memory per key that MEMORY USAGE leaves out.
+    async fn keyspace_bytes(&self, form: Form) -> anyhow::Result<f64> {
+        let quota = form.quota(UNREACHED_LIMIT, LONG_WINDOW)?;
+        let keys = self.new_keys(&quota, KEYSPACE_KEYS);
+        let before = self.info("memory", &["used_memory"]).await?;
+        self.decide(&self.batched, &quota, &keys, keys.len()).await?;
+        let growth = self.info("memory", &["used_memory"]).await? - before;
+        let usage = self.memory_usage(&quota, &keys).await?;
+        self.clean_up().await?;
+        // Other clients may have created or deleted keys meanwhile.
+        Ok((growth / as_number(keys.len()) - usage).clamp(0.0, MAX_KEYSPACE_BYTES))
+    }
+
+    /// Returns the CPU cores that Redis uses without the measurement.
+    async fn background_cores(&self) -> anyhow::Result<f64> {
+        let (start, before) = (Instant::now(), self.cpu_micros().await?);
+        tokio::time::sleep(IDLE_TIME).await;
+        Ok((self.cpu_micros().await? - before) / start.elapsed().as_secs_f64() / 1e6)
+    }
+
+    async fn cpu_micros(&self) -> anyhow::Result<f64> {
+        Ok(self.info("cpu", &["used_cpu_user", "used_cpu_sys"]).await? * 1e6)
+    }
+
+    async fn network_bytes(&self) -> anyhow::Result<f64> {
+        self.info("stats", &["total_net_input_bytes", "total_net_output_bytes"]).await
+    }
+
+    /// Returns the sum of these fields of INFO over all primaries.
+    async fn info(&self, section: &str, fields: &[&str]) -> anyhow::Result<f64> {
+        let mut sum = 0.0;
+        for node in self.primaries() {
+            let text = match self.store().ask_node(&node, &["INFO", section]).await? {
                 Reply::Text(text) => text,
-                other => bail!("INFO: {other:?}"),
+                Reply::Error(error) => bail!("INFO: {error}"),
+                other => bail!("INFO answered {other:?}"),
             };
             let info = Info::parse(&text);
-            let number = |name: &str| {
-                let number = info.text(name).and_then(|text| text.parse::<f64>().ok());
-                number.with_context(|| format!("INFO has no {name}"))
-            };
-            usage.cpu_micros += (number("used_cpu_user")? + number("used_cpu_sys")?) * 1e6;
-            usage.network_bytes +=
-                number("total_net_input_bytes")? + number("total_net_output_bytes")?;
-            usage.used_memory += number("used_memory")?;
+            for field in fields {
+                let number = info.text(field).and_then(|text| text.parse::<f64>().ok());
+                sum += number.with_context(|| format!("INFO has no {field}"))?;
+            }
         }
-        Ok(usage)
+        Ok(sum)
     }
 }
 
-/// Returns the name of a key, with the length that the table is for.
-fn name(form: Form, entries: u64, key: u64) -> String {
-    let letter = form.name().len() % 10;
-    let width = usize::try_from(KEY_BYTES).unwrap_or(16) - 7;
-    format!("{letter}{entries:06}{key:0width$}")
+/// Script that does nothing, on the first primary.
+struct EmptyScript<'m> {
+    measurement: &'m Measurement,
+    node: String,
+    hash: String,
+}
+
+impl<'m> EmptyScript<'m> {
+    async fn load(measurement: &'m Measurement) -> anyhow::Result<Self> {
+        let node = measurement.primaries().into_iter().next().context("Redis has no primary")?;
+        let load = ["SCRIPT", "LOAD", "return 0"];
+        match measurement.store().ask_node(&node, &load).await? {
+            Reply::Text(hash) => Ok(Self { measurement, node, hash }),
+            Reply::Error(error) => bail!("SCRIPT LOAD: {error}"),
+            other => bail!("SCRIPT LOAD answered {other:?}"),
+        }
+    }
+
+    /// Returns the CPU time per call in a pipeline.
+    async fn micros(&self) -> anyhow::Result<f64> {
+        let call = ["EVALSHA", self.hash.as_str(), "0"];
+        let pipeline = [&call[..]; BATCH];
+        let before = self.measurement.cpu_micros().await?;
+        for _ in 0..self.measurement.samples / BATCH {
+            for reply in self.measurement.store().ask_node_all(&self.node, &pipeline).await? {
+                ensure!(reply == Reply::Integer(0), "an empty script answered {reply:?}");
+            }
+        }
+        let micros = self.measurement.cpu_micros().await? - before;
+        Ok(micros / as_number(self.measurement.samples))
+    }
+}
+
+/// Returns the fills that are measured.
+fn fills_of(form: Form) -> &'static [Fill] {
+    match (form.algorithm, form.encoding) {
+        (Algorithm::SlidingLog, Some(Encoding::Packed)) => &PACKED_LOG_FILLS,
+        (Algorithm::SlidingLog, _) => &SORTED_SET_FILLS,
+        _ => &COUNTER_FILLS,
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a position in the list"
+)]
+fn quantile(mut numbers: Vec<f64>, part: f64) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    let position = (as_number(numbers.len()) * part) as usize;
+    numbers.get(position).copied().unwrap_or_default()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "an estimate")]
