@@ -1,4 +1,4 @@
-//! Runs the commands of the README and compares their output.
+//! Runs the commands of the README and of the guides, and compares their output.
 
 #[path = "../../tidegate/tests/support/server.rs"]
 mod server;
@@ -7,11 +7,11 @@ use std::process::{Command, Stdio};
 
 use server::Redis;
 
-/// Returns the commands of the README's console blocks, each with the output below it.
-fn shown(readme: &str) -> Vec<(String, String)> {
+/// Returns the commands of a document's console blocks, each with the output below it.
+fn shown(document: &str) -> Vec<(String, String)> {
     let mut commands: Vec<(String, String)> = Vec::new();
     let mut inside = false;
-    for line in readme.lines() {
+    for line in document.lines() {
         match line.strip_prefix("$ ") {
             _ if line.starts_with("```") => inside = line == "```console",
             Some(command) if inside => commands.push((command.to_owned(), String::new())),
@@ -26,21 +26,31 @@ fn shown(readme: &str) -> Vec<(String, String)> {
     commands
 }
 
-#[test]
-fn readme_commands_print_the_shown_output() {
-    let redis = Redis::start();
-    let readme = include_str!("../../../README.md");
-    let commands = shown(readme);
-    assert!(commands.len() >= 3, "the README has too few commands");
-    for (command, expected) in commands {
-        // Use the binary that was just built and a temporary Redis.
+/// Runs the commands of a document with the binary that was just built.
+fn assert_output(document: &str, program: &str, redis_url: &str) {
+    for (command, expected) in shown(document) {
         let line = command
-            .replace("cargo run --release --quiet --", env!("CARGO_BIN_EXE_tidegate"))
-            .replace("redis://127.0.0.1:6379", &redis.url());
+            .replace(program, env!("CARGO_BIN_EXE_tidegate"))
+            .replace("redis://127.0.0.1:6379", redis_url);
         let output =
             Command::new("sh").args(["-c", &line]).stdin(Stdio::null()).output().expect("a shell");
         let found = String::from_utf8_lossy(&output.stdout).into_owned()
             + &String::from_utf8_lossy(&output.stderr);
         assert_eq!(found, expected, "{command}");
     }
+}
+
+#[test]
+fn readme_commands_print_the_shown_output() {
+    let redis = Redis::start();
+    let readme = include_str!("../../../README.md");
+    assert!(shown(readme).len() >= 3, "the README has too few commands");
+    assert_output(readme, "cargo run --release --quiet --", &redis.url());
+}
+
+#[test]
+fn capacity_guide_shows_the_output_of_its_commands() {
+    let guide = include_str!("../../../docs/capacity.md");
+    assert_eq!(shown(guide).len(), 3, "the guide has other commands");
+    assert_output(guide, "tidegate", "redis://");
 }

@@ -180,6 +180,8 @@ impl PlanCommand {
                 _ = terminate.recv() => Err(anyhow::Error::msg("terminated")),
             };
             let cleaned = measurement.clean_up().await;
+            // Removes the progress bar.
+            drop(measurement);
             let measured = measured?;
             cleaned.context("the keys could not be deleted, and expire within five minutes")?;
             if measured.background_cores > MAX_BACKGROUND_CORES {

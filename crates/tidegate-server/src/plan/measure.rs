@@ -1,8 +1,8 @@
 //! Measurement of the costs on a real Redis, under a prefix of its own.
 //!
 //! CPU time is that of the server, from INFO, in relation to an empty script that is called before
-//! and after. All calls are sent in pipelines, so that Redis is busy meanwhile: neither the speed of
-//! this process nor that of the machine matters much.
+//! and after. All calls are sent in pipelines, so that Redis is busy meanwhile: neither the speed
+//! of this process nor that of the machine matters much.
 
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ const COUNTER_FILLS: [Fill; 2] = [ONE_REQUEST, Fill::new(16)];
 /// One request per window: every decision creates its key, even if keys live for two windows.
 const ONE_REQUEST: Fill = Fill { entries: 1, filled: 1, live: 0.25 };
 /// Window in which no entry expires. Keys that could not be deleted expire then.
-const LONG_WINDOW: Duration = Duration::from_secs(300);
+const MAX_WINDOW: Duration = Duration::from_secs(300);
 const MIN_WINDOW: Duration = Duration::from_millis(1);
 /// Minimum number of decisions per window, over all keys.
 const MIN_DECISIONS_PER_WINDOW: u64 = 2_048;
@@ -46,7 +46,7 @@ const MAX_KEYSPACE_BYTES: f64 = 256.0;
 /// Limit that no measurement reaches.
 const UNREACHED_LIMIT: u64 = Quota::MAX_SORTED_SET_LIMIT;
 const POLICY: &str = "per-user";
-const IDLE_TIME: Duration = Duration::from_millis(300);
+const IDLE_INTERVAL: Duration = Duration::from_millis(300);
 
 /// Measurement on one Redis.
 pub(crate) struct Measurement {
@@ -86,7 +86,7 @@ impl Fill {
     fn window(self, elapsed: Duration) -> anyhow::Result<Duration> {
         let window = elapsed.mul_f64(self.live / self.filled as f64);
         let window = Duration::from_millis(u64::try_from(window.as_millis())?);
-        Ok(window.clamp(MIN_WINDOW, LONG_WINDOW))
+        Ok(window.clamp(MIN_WINDOW, MAX_WINDOW))
     }
 }
 
@@ -146,7 +146,14 @@ impl Measurement {
 
     /// Deletes all keys of the measurement.
     pub(crate) async fn clean_up(&self) -> anyhow::Result<()> {
-        let keys = self.live_keys.take();
+        // A connection answers in order: then no decision of a measurement that was interrupted can
+        // create a key any more.
+        for limiter in [&self.single, &self.batched] {
+            for node in self.primaries() {
+                limiter.store().ask_node(&node, &["PING"]).await?;
+            }
+        }
+        let keys = self.live_keys.borrow().clone();
         for names in keys.chunks(BATCH) {
             let commands: Vec<[&str; 2]> = names.iter().map(|name| ["UNLINK", name]).collect();
             let commands: Vec<&[&str]> = commands.iter().map(<[&str; 2]>::as_slice).collect();
@@ -155,6 +162,8 @@ impl Measurement {
                 self.store().ask_node_all(&node, &commands).await?;
             }
         }
+        // Not before: this call may be interrupted, too, and is then repeated.
+        self.live_keys.borrow_mut().clear();
         Ok(())
     }
 
@@ -190,7 +199,7 @@ impl Measurement {
         empty: &EmptyScript<'_>,
         empty_micros: &mut Vec<f64>,
     ) -> anyhow::Result<Cost> {
-        let long = form.quota(UNREACHED_LIMIT, LONG_WINDOW)?;
+        let long = form.quota(UNREACHED_LIMIT, MAX_WINDOW)?;
         let mut bytes = 0.0;
         let mut costs = [(0.0, 0.0); 2];
         for (limiter, cost) in [&self.single, &self.batched].into_iter().zip(&mut costs) {
@@ -287,7 +296,7 @@ impl Measurement {
 
     /// Returns the memory per key that MEMORY USAGE leaves out.
     async fn keyspace_bytes(&self, form: Form) -> anyhow::Result<f64> {
-        let quota = form.quota(UNREACHED_LIMIT, LONG_WINDOW)?;
+        let quota = form.quota(UNREACHED_LIMIT, MAX_WINDOW)?;
         let keys = self.new_keys(&quota, KEYSPACE_KEYS);
         let before = self.info("memory", &["used_memory"]).await?;
         self.decide(&self.batched, &quota, &keys, keys.len()).await?;
@@ -301,7 +310,7 @@ impl Measurement {
     /// Returns the CPU cores that Redis uses without the measurement.
     async fn background_cores(&self) -> anyhow::Result<f64> {
         let (start, before) = (Instant::now(), self.cpu_micros().await?);
-        tokio::time::sleep(IDLE_TIME).await;
+        tokio::time::sleep(IDLE_INTERVAL).await;
         Ok((self.cpu_micros().await? - before) / start.elapsed().as_secs_f64() / 1e6)
     }
 
