@@ -173,11 +173,15 @@ fn costs_are_those_of_a_real_redis() {
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         assert_eq!(redis.query::<u64>(&["DBSIZE"]), 0, "all keys are deleted");
         let costs = text(&output.stdout);
-        let unmeasured = costs.lines().find(|line| line.starts_with("connection-cpu"));
-        costs.replace(
-            unmeasured.expect("the cost of a connection"),
-            &format!("connection-cpu {:.2}", connection_cpu(&redis)),
-        )
+        let line = |name: &str| {
+            let line = costs.lines().find(|line| line.starts_with(name));
+            line.expect("a line of this name").to_owned()
+        };
+        let empty_micros = line("empty-script-micros").replace("empty-script-micros ", "");
+        let empty_micros: f64 = empty_micros.parse().expect("a number");
+        let connection_cpu = connection_micros(&redis) / empty_micros;
+        let unmeasured = line("connection-cpu");
+        costs.replace(&unmeasured, &format!("connection-cpu {connection_cpu:.2}"))
     };
     if std::env::var_os("RENEW").is_some() {
         let version: String = redis.query(&["INFO", "server"]);
@@ -210,9 +214,9 @@ fn costs_are_those_of_a_real_redis() {
     panic!("`make plan-costs` measures costs.txt again: {wrong:#?}");
 }
 
-/// Returns the CPU time of a call for its connection, in calls of an empty script: the difference
-/// between calls on 50 connections and in a pipeline.
-fn connection_cpu(redis: &Redis) -> f64 {
+/// Returns the CPU time of a call for its connection: the difference between calls on 50
+/// connections and in a pipeline.
+fn connection_micros(redis: &Redis) -> f64 {
     let sha: String = redis.query(&["SCRIPT", "LOAD", "return 0"]);
     let cpu = || -> f64 {
         let info: String = redis.query(&["INFO", "cpu"]);
@@ -223,7 +227,7 @@ fn connection_cpu(redis: &Redis) -> f64 {
         fields.iter().sum()
     };
     let port = redis.port().to_string();
-    let cpu_of = |clients: [&str; 2]| {
+    let micros_per_call = |clients: &[&str]| {
         let before = cpu();
         let output = Command::new("redis-benchmark")
             .args(["-p", &port, "-q", "-n", "20000"])
@@ -231,11 +235,12 @@ fn connection_cpu(redis: &Redis) -> f64 {
             .args(["EVALSHA", &sha, "0"])
             .output();
         assert!(output.expect("redis-benchmark is installed by `make setup`").status.success());
-        cpu() - before
+        (cpu() - before) * 1e6 / 20_000.0
     };
-    let mut ratios = [(); 5].map(|()| cpu_of(["-c", "50"]) / cpu_of(["-P", "64"]) - 1.0);
-    ratios.sort_by(f64::total_cmp);
-    ratios[2]
+    let mut differences = [(); 5]
+        .map(|()| micros_per_call(&["-c", "50"]) - micros_per_call(&["-c", "1", "-P", "64"]));
+    differences.sort_by(f64::total_cmp);
+    differences[2]
 }
 
 /// Name, value and tolerance.
@@ -250,8 +255,10 @@ fn figures(costs: &str) -> Vec<Figure> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let value = |word: &str| word.parse::<f64>().expect("a number");
         match words[..] {
-            ["keyspace-bytes", bytes] => figures.push((line.to_owned(), value(bytes), 0.15)),
-            ["connection-cpu", cpu] => figures.push((line.to_owned(), value(cpu), 0.4)),
+            [name @ "keyspace-bytes", bytes] => {
+                figures.push((name.to_owned(), value(bytes), 0.15));
+            }
+            [name @ "connection-cpu", cpu] => figures.push((name.to_owned(), value(cpu), 0.4)),
             [algorithm, encoding, entries, ref costs @ ..] => {
                 for (cost, (column, tolerance)) in costs.iter().zip(COLUMNS) {
                     let name = format!("{algorithm} {encoding} {entries} {column}");
