@@ -6,7 +6,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 .PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
-	bench-redis-instructions bench-redis-instructions-renew cargo-deny deny fuzz docs-figures \
+	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
 	accuracy
 
 help: ## List the targets
@@ -129,6 +129,11 @@ bench-redis-instructions: ## Count instructions of Redis per decision; fails 5 %
 bench-redis-instructions-renew: ## Rewrite bench/redis-instructions/limits.txt; review and commit it
 	RENEW=1 $(COUNT_REDIS_INSTRUCTIONS)
 	git diff --stat bench/redis-instructions/limits.txt
+
+# The costs by which `tidegate plan` computes, measured on a real redis-server. A test compares them.
+plan-costs: ## Rewrite the costs of tidegate plan (plan/costs.txt); review and commit it
+	RENEW=1 cargo test --workspace --locked --test plan -- costs_are_those_of_a_real_redis
+	git diff --stat crates/tidegate-server/src/plan/costs.txt
 
 CHECKS = format lint deny test-code bench-instructions bench-redis-instructions test-faults
 test: setup $(CHECKS) ## Run all checks of main

@@ -11,6 +11,7 @@ mod bench;
 mod config;
 mod doctor;
 mod gateway;
+mod plan;
 mod redis;
 mod serve;
 mod simulate;
@@ -31,6 +32,7 @@ enum Command {
     Acquire(acquire::AcquireCommand),
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
+    Plan(plan::PlanCommand),
     // Boxed, because they have many flags.
     Simulate(Box<simulate::SimulateCommand>),
     Bench(Box<bench::BenchCommand>),
@@ -44,6 +46,7 @@ impl Arguments {
             Command::Acquire(acquire) => acquire.run(),
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
+            Command::Plan(plan) => plan.run(),
             Command::Simulate(simulate) => simulate.run(),
             Command::Bench(bench) => bench.run(),
         }

@@ -17,7 +17,7 @@ mod acl;
 mod clock;
 mod cluster;
 mod connection;
-mod info;
+pub(crate) mod info;
 mod keys;
 mod latency;
 mod memory;

@@ -25,6 +25,7 @@ mod listener;
 mod logs;
 mod metrics;
 mod observer;
+mod plan;
 mod reload;
 mod serve;
 mod simulate;

@@ -24,7 +24,7 @@ mod tally;
 pub(crate) mod variants;
 mod what_if;
 
-pub(crate) use report::{Report, TrafficSummary, grouped};
+pub(crate) use report::{Report, Table, TrafficSummary, grouped};
 pub(crate) use run::{Outcome, Run};
 pub(crate) use svg::draw;
 

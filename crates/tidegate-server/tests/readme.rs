@@ -8,9 +8,10 @@ use std::process::{Command, Stdio};
 use server::Redis;
 
 /// Pages with commands, each with the number of commands that it has at least.
-const PAGES: [(&str, &str, usize); 2] = [
+const PAGES: [(&str, &str, usize); 3] = [
     ("README.md", include_str!("../../../README.md"), 3),
     ("docs/algorithms.md", include_str!("../../../docs/algorithms.md"), 4),
+    ("docs/capacity.md", include_str!("../../../docs/capacity.md"), 3),
 ];
 
 /// Returns the commands of the console blocks of a page, each with the output below it.

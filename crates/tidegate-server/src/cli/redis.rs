@@ -22,6 +22,11 @@ pub(super) struct RedisFlags {
 }
 
 impl RedisFlags {
+    /// Creates the flags of a command that names them otherwise.
+    pub(super) fn new(url: String, password_file: Option<PathBuf>) -> Self {
+        Self { redis: Some(url), redis_password_file: password_file }
+    }
+
     /// Returns whether a URL is given.
     pub(super) fn has_url(&self) -> bool {
         self.redis.is_some()

@@ -4,7 +4,7 @@ use tidegate::store::redis::Reply;
 
 /// Parsed reply of INFO: lines of `name:value` under headings.
 #[derive(Debug, Default)]
-pub(super) struct Info(Vec<(String, String)>);
+pub(crate) struct Info(Vec<(String, String)>);
 
 /// Replica as its primary reports it.
 #[derive(Debug, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub(super) struct Replica {
 }
 
 impl Info {
-    pub(super) fn parse(text: &str) -> Self {
+    pub(crate) fn parse(text: &str) -> Self {
         let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('#'));
         let pair = |line: &str| {
             line.split_once(':').map(|(name, value)| (name.to_owned(), value.to_owned()))
@@ -28,7 +28,7 @@ impl Info {
         self.0.is_empty()
     }
 
-    pub(super) fn text(&self, name: &str) -> Option<&str> {
+    pub(crate) fn text(&self, name: &str) -> Option<&str> {
         self.0.iter().find(|(found, _)| found == name).map(|(_, value)| value.as_str())
     }
 

@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 use tidegate::Quota;
 use tidegate::internals::duration::readable;
 
-use self::table::Table;
 use super::log::LineCounts;
 use super::run::Run;
 use super::series::Series;
@@ -19,7 +18,7 @@ use crate::gateway::access_log::time::UtcTime;
 
 mod table;
 
-pub(crate) use table::grouped;
+pub(crate) use table::{Table, grouped};
 
 /// Maximum number of policies whose heaviest keys the tables show; JSON has all.
 const MAX_KEY_TABLES: usize = 5;

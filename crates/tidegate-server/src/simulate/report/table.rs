@@ -5,24 +5,24 @@ use std::io::{self, Write};
 use crate::cli::style;
 
 /// Table whose first columns are texts, aligned left, and whose others are numbers.
-pub(super) struct Table {
+pub(crate) struct Table {
     texts: usize,
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    pub(super) fn new(texts: &[&str], numbers: &[impl AsRef<str>]) -> Self {
+    pub(crate) fn new(texts: &[&str], numbers: &[impl AsRef<str>]) -> Self {
         let names = texts.iter().map(|name| (*name).to_owned());
         let names = names.chain(numbers.iter().map(|name| name.as_ref().to_owned()));
         Self { texts: texts.len(), rows: vec![names.collect()] }
     }
 
-    pub(super) fn add(&mut self, row: impl IntoIterator<Item = String>) {
+    pub(crate) fn add(&mut self, row: impl IntoIterator<Item = String>) {
         self.rows.push(row.into_iter().collect());
     }
 
     /// Writes the table, if it has a row. Columns without any value are left out.
-    pub(super) fn write(&self, output: &mut dyn Write) -> io::Result<()> {
+    pub(crate) fn write(&self, output: &mut dyn Write) -> io::Result<()> {
         let [_, values @ ..] = self.rows.as_slice() else { return Ok(()) };
         if values.is_empty() {
             return Ok(());
