@@ -86,7 +86,7 @@ fn billion_users_have_a_plan() {
         let cores = 350e3 * number(&form["cpu_micros"]) / 1e6;
         assert!((number(&form["cores"]) / cores - 1.0).abs() < 0.001, "{form}");
         let most = number(&form["primaries_by_memory"]).max(number(&form["primaries_by_cpu"]));
-        assert_eq!(number(&form["primaries"]), most, "{form}");
+        assert!((number(&form["primaries"]) - most).abs() < 0.5, "{form}");
     }
 }
 
@@ -104,8 +104,8 @@ fn options_change_the_plan() {
     assert!(change("--headroom", "80%", "primaries_by_cpu") > 3.0);
     // The same requests from fewer users: fewer keys, but with more requests each.
     let active = json(&with(&BILLION, "--active", "0.01%"));
-    assert_eq!(log(&active, "keys"), 1e5);
-    assert_eq!(log(&active, "requests_per_key"), 35.0);
+    assert!((log(&active, "keys") - 1e5).abs() < 0.5);
+    assert!((log(&active, "requests_per_key") - 35.0).abs() < 1e-6);
     assert!(log(&active, "bytes_per_key") > log(&usual, "bytes_per_key"));
     assert!(log(&active, "memory_bytes") < log(&usual, "memory_bytes"));
     // More requests than the limit of all users admits.
