@@ -4,8 +4,8 @@
 //! rate. An open loop sends requests at their due times, whatever the target does, and measures
 //! latency from these times: a stall shows in the latency of every request that was due during it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -69,6 +69,8 @@ pub(crate) struct Measurement {
     pub(crate) interrupted: bool,
     /// Requests of an open loop that were due but not sent.
     pub(crate) not_sent: u64,
+    /// Whether a request of an open loop had to wait because too many were in flight.
+    pub(crate) slots_exhausted: bool,
     /// Requests that were sent, but whose end was not awaited after the second signal.
     pub(crate) unanswered: u64,
 }
@@ -78,9 +80,11 @@ struct Run<T> {
     target: T,
     recorders: Recorders,
     times: RunTimes,
-    /// Set by a signal: no further request is sent.
-    stopped: AtomicBool,
+    /// Time of the first signal, after which no request is sent.
+    stopped_at: OnceLock<Instant>,
     not_sent: AtomicU64,
+    /// Whether a request of an open loop had to wait because too many were in flight.
+    slots_exhausted: AtomicBool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -92,7 +96,7 @@ struct RunTimes {
 
 impl<T> Run<T> {
     fn is_stopped(&self) -> bool {
-        self.stopped.load(Ordering::Relaxed)
+        self.stopped_at.get().is_some()
     }
 }
 
@@ -110,8 +114,9 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
             measured_from,
             end: load.duration.map(|duration| measured_from + duration),
         },
-        stopped: AtomicBool::new(false),
+        stopped_at: OnceLock::new(),
         not_sent: AtomicU64::new(0),
+        slots_exhausted: AtomicBool::new(false),
     });
     let cpu_before = process::cpu_seconds();
     let work = async {
@@ -149,7 +154,7 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
             break;
         }
         interrupted = true;
-        run.stopped.store(true, Ordering::Relaxed);
+        let _ = run.stopped_at.set(Instant::now());
     }
     drop(progress);
     let end = Instant::now();
@@ -164,6 +169,7 @@ pub(crate) async fn run<T: Target>(load: &Load, target: T) -> anyhow::Result<Mea
         busy_cpus,
         interrupted,
         not_sent: run.not_sent.load(Ordering::Relaxed),
+        slots_exhausted: run.slots_exhausted.load(Ordering::Relaxed),
         unanswered: run.recorders.sent().saturating_sub(ended),
         recording,
     })

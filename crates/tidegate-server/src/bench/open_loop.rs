@@ -109,6 +109,7 @@ impl<T: Target> Dispatcher<T> {
         if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
             return Some(slot);
         }
+        self.run.slots_exhausted.store(true, Ordering::Relaxed);
         let last = end.map(|end| end + MAX_LATE_SLOT);
         while !self.run.is_stopped() {
             let left = last.map(|last| last.saturating_duration_since(Instant::now()));
@@ -155,10 +156,11 @@ impl<T: Target> Dispatcher<T> {
         });
     }
 
-    /// Returns the number of measured requests from this one on that are due by now or by the end.
+    /// Returns the number of measured requests from this one on that were due when the run was
+    /// stopped or ended.
     fn count_not_sent(&self, first: Instant, schedule: Schedule) -> u64 {
-        let now = Instant::now();
-        let last = self.run.times.end.map_or(now, |end| end.min(now));
+        let stopped = self.run.stopped_at.get().copied().unwrap_or_else(Instant::now);
+        let last = self.run.times.end.map_or(stopped, |end| end.min(stopped));
         let rest = schedule.map(|offset| self.start + offset);
         let due = std::iter::once(first).chain(rest).take_while(|due| *due < last);
         let count = due.filter(|due| *due >= self.run.times.measured_from).count() as u64;

@@ -78,7 +78,7 @@ impl Report {
         if let Pace::Open(open) = &self.load.pace {
             let delay = recording.generator_delay.value_at_quantile(0.99);
             let is_delayed = u128::from(delay) > MAX_GENERATOR_DELAY.as_nanos();
-            if *not_sent > 0 && recording.sent_late > 0 {
+            if *not_sent > 0 && self.measured.slots_exhausted {
                 warnings.push(format!(
                     "{} requests were due but not sent, because {} were in flight: the target does \
                      not keep up with {} per second; the latencies do not include them",
