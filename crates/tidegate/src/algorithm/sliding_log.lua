@@ -221,7 +221,7 @@ local function collapse_future(key, state, quota)
   state.newest, state.stepped_back = now, false
 end
 
--- Removes what the newest member tells about a used up limit, because a refund makes it wrong.
+-- Removes the mark of a used up limit from the newest member, because a refund makes it wrong.
 local function forget_full(key)
   local newest = call('ZRANGE', key, '-1', '-1')[1]
   local plain = string.match(newest, '^(.*)|%d+|%d+$')
