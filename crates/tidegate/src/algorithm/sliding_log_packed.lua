@@ -491,6 +491,7 @@ algorithms[2] = {
     end
     local fields = {'log', pack(HEADER, LONG, log.width, log.narrow, log.count, log.first, log.base,
       units, log.newest, lives_until, log.oldest_chunk) .. log.open}
+    -- A sliding counter has another value there, so it never mistakes this hash for its own.
     if log.is_short or log.is_replaced then fields[3], fields[4] = 'window', 'packed' end
     for start in pairs(log.changed) do
       fields[#fields + 1], fields[#fields + 2] = whole(start / CHUNK), log.chunks[start]
