@@ -85,8 +85,8 @@ fn billion_users_have_a_plan() {
         assert!((memory / expected - 1.0).abs() < 0.01, "{form}");
         let cores = 350e3 * number(&form["cpu_micros"]) / 1e6;
         assert!((number(&form["cores"]) / cores - 1.0).abs() < 0.001, "{form}");
-        let most = number(&form["primaries_by_memory"]).max(number(&form["primaries_by_cpu"]));
-        assert!((number(&form["primaries"]) - most).abs() < 0.5, "{form}");
+        let by = [&form["primaries_by_memory"], &form["primaries_by_cpu"]].map(Value::as_u64);
+        assert_eq!(form["primaries"].as_u64(), by.into_iter().max().flatten(), "{form}");
     }
 }
 
@@ -104,8 +104,8 @@ fn options_change_the_plan() {
     assert!(change("--headroom", "80%", "primaries_by_cpu") > 3.0);
     // The same requests from fewer users: fewer keys, but with more requests each.
     let active = json(&with(&BILLION, "--active", "0.01%"));
-    assert!((log(&active, "keys") - 1e5).abs() < 0.5);
-    assert!((log(&active, "requests_per_key") - 35.0).abs() < 1e-6);
+    let some_log = &forms(&active)[1];
+    assert_eq!((&some_log["keys"], &some_log["requests_per_key"]), (&json!(100_000), &json!(35.0)));
     assert!(log(&active, "bytes_per_key") > log(&usual, "bytes_per_key"));
     assert!(log(&active, "memory_bytes") < log(&usual, "memory_bytes"));
     // More requests than the limit of all users admits.
@@ -139,7 +139,7 @@ fn impossible_numbers_are_errors() {
         ("--window", "9000d", "366 days"),
         ("--window", "soon", "soon"),
         ("--rps", "0", "is not a number above 0"),
-        ("--rps", "-1", "rps"),
+        ("--rps", "-1", "unexpected argument '-1'"),
         ("--active", "120%", "is not a share from 0% to 100%"),
         ("--active", "0", "--active must be more than 0%"),
         ("--headroom", "100%", "--headroom must be less than 100%"),
@@ -286,7 +286,8 @@ fn quota(form: &Value, limit: u64, window: Duration) -> Quota {
 #[tokio::test]
 async fn keys_have_the_planned_size_and_lifetime() {
     let redis = Redis::start();
-    let limiter = Limiter::new(RedisStore::connect(&redis.url()).await.expect("a server"));
+    let store = RedisStore::builder(&redis.url()).timeout(TEST_TIMEOUT).connect().await;
+    let limiter = Limiter::new(store.expect("our own server answers"));
     let key = format!("{:016}", 7);
     for (limit, window) in [(40, "10s"), (190, "10s"), (3_000, "1h"), (3_000, "1d"), (400, "30d")] {
         let flags = ["--limit", &limit.to_string(), "--window", window];

@@ -110,9 +110,14 @@ impl Costs {
 
     /// Returns the cost of a key with this many requests in its window, by linear interpolation
     /// between two rows. Beyond the last row, only memory grows.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub(crate) fn at(&self, form: Form, entries: f64, window: Duration) -> Cost {
-        let entries = entries * entry_size(form, window);
+        let longer = longer_times(form, window);
+        let cost = self.interpolated(form, entries * (1.0 + longer / 4.0));
+        Cost { bytes: self.interpolated(form, entries).bytes + entries * longer, ..cost }
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    fn interpolated(&self, form: Form, entries: f64) -> Cost {
         let rows: Vec<&Row> = self.rows.iter().filter(|row| row.form == form).collect();
         let after = rows.iter().position(|row| row.entries as f64 >= entries);
         let (low, high) = match (after, rows.as_slice()) {
@@ -127,15 +132,15 @@ impl Costs {
     }
 }
 
-/// Returns the size of an entry in relation to that of the measured window. Only a packed log
-/// differs: its times have 4 bytes, but 5 from 2^32 microseconds on and 6 from 2^40.
-fn entry_size(form: Form, window: Duration) -> f64 {
+/// Returns the bytes that an entry needs beyond those of the measured window. A packed log has times
+/// of 4 bytes, but of 5 from 2^32 microseconds on and of 6 from 2^40.
+fn longer_times(form: Form, window: Duration) -> f64 {
     let is_packed_log =
         form.algorithm == Algorithm::SlidingLog && form.encoding == Some(Encoding::Packed);
     match window.as_micros() {
-        micros if is_packed_log && micros >= 1 << 40 => 1.5,
-        micros if is_packed_log && micros >= 1 << 32 => 1.25,
-        _ => 1.0,
+        micros if is_packed_log && micros >= 1 << 40 => 2.0,
+        micros if is_packed_log && micros >= 1 << 32 => 1.0,
+        _ => 0.0,
     }
 }
 
@@ -232,7 +237,7 @@ sliding-log packed 11 200 2 1 200 100
     fn costs_between_two_rows_are_interpolated() {
         let costs = Costs::parse(TEXT).expect("valid");
         let [bucket, log] = [0, 1].map(|index| costs.rows[index].form);
-        assert!((costs.at(bucket, 500.0, DAY).bytes - 100.0).abs() < 1e-9);
+        assert_eq!(costs.at(bucket, 500.0, DAY), costs.rows[0].cost);
         for (entries, window, bytes, cpu) in [
             (0.5, SECOND, 100.0, 1.0),
             (1.0, SECOND, 100.0, 1.0),
@@ -240,7 +245,7 @@ sliding-log packed 11 200 2 1 200 100
             (11.0, SECOND, 200.0, 2.0),
             (21.0, SECOND, 300.0, 2.0),
             // Times of five bytes.
-            (4.8, DAY, 150.0, 1.5),
+            (6.0, DAY, 156.0, 1.65),
         ] {
             let cost = costs.at(log, entries, window);
             assert_eq!((cost.bytes, cost.single_cpu), (bytes, cpu), "{entries}");

@@ -97,16 +97,16 @@ impl Plan {
             "as many as requests within their lifetime, and {expired} that have expired but are \
              not removed yet"
         );
-        let who = match demand.active {
+        let active = match demand.active {
             Some(share) => format!("the active {} of the users", percent(share)),
             None => "all users".to_owned(),
         };
         if bounded_by_requests == 0 {
-            format!("keys: {who} have a count at the same time")
+            format!("keys: {active} have a count at the same time")
         } else if bounded_by_requests == self.forms.len() {
-            format!("keys: {requests}; fewer than {who}")
+            format!("keys: {requests}; fewer than {active}")
         } else {
-            format!("keys: {requests}, but not more than {who}")
+            format!("keys: {requests}, but not more than {active}")
         }
     }
 }
