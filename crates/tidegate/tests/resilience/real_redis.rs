@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tidegate::{Action, Breaker, Charge, Fallback, Quota, RedisStore, Source, Store};
+use tidegate::{Action, Charge, Fallback, Quota, RedisStore, Source, Store};
 use tokio::time::{Instant, sleep};
 
 use crate::support::{LONG, Redis, TEST_TIMEOUT};
@@ -11,10 +11,10 @@ const TIMEOUT: Duration = Duration::from_millis(100);
 /// Scheduling delay of a busy machine.
 const SLACK: Duration = Duration::from_secs(2);
 
-async fn connect(redis: &Redis) -> Fallback<Breaker<RedisStore>> {
+async fn connect(redis: &Redis) -> Fallback<RedisStore> {
     let store =
         RedisStore::builder(&redis.url()).timeout(TIMEOUT).connect().await.expect("connected");
-    Fallback::new(Breaker::new(store))
+    Fallback::new(store)
 }
 
 /// Peeks until the store itself decides.

@@ -178,7 +178,12 @@ impl ChargeContext<'_> {
             return decision;
         }
         // Nothing is spent, so the times are those of the other algorithm.
-        let retry_after = if decision.allowed { 0 } else { another.retry_after };
+        if decision.allowed {
+            return RawDecision { reset_after, ..decision };
+        }
+        let retry_after = another.retry_after;
+        // A cache of denials derives the level of a bucket from this, which must not be too high.
+        let reset_after = if C::KIND == CounterKind::Bucket { retry_after } else { reset_after };
         RawDecision { retry_after, reset_after, ..decision }
     }
 

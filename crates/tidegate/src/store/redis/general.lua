@@ -102,22 +102,26 @@ local function load(key, quota)
   return state
 end
 
--- Returns the times of a decision that spends `extra`. If it spends nothing, a count of another
+-- Returns reset_after of a decision that spends `extra`. If it spends nothing, a count of another
 -- algorithm stays as it is, and so do its times.
-local function retry_after(state, quota, cost, extra)
-  local another = state.another
-  if another and extra == 0 then
-    cost = cost + another.capacity - another.burst
-    return another.algorithm.retry_after(another.state, another, cost, 0)
-  end
-  return quota.algorithm.retry_after(state, quota, cost, extra)
-end
 local function reset_after(state, quota, extra)
   local another = state.another
   if another and extra == 0 then
     return another.algorithm.reset_after(another.state, another, 0)
   end
   return quota.algorithm.reset_after(state, quota, extra)
+end
+
+-- Returns retry_after and reset_after of a denial that spends `extra`.
+local function times_of_denial(state, quota, cost, extra)
+  local another = state.another
+  if another and extra == 0 then
+    cost = cost + another.capacity - another.burst
+    local wait = another.algorithm.retry_after(another.state, another, cost, 0)
+    -- A cache of denials derives the level of a bucket from reset_after, which must not be too high.
+    return wait, quota.kind > 5 and wait or reset_after(state, quota, 0)
+  end
+  return quota.algorithm.retry_after(state, quota, cost, extra), reset_after(state, quota, extra)
 end
 
 local function save(key, state, quota)
@@ -158,7 +162,7 @@ local function grant(key, quota, cost, times, spends)
     state = algorithm.load(key, quota)
   end
   if granted == times then return end
-  answer(retry_after(state, quota, cost, 0), reset_after(state, quota, 0))
+  answer(times_of_denial(state, quota, cost, 0))
   if not spends then return end
   if state.stepped_back then
     algorithm.spend(state, quota, 0)
@@ -182,8 +186,8 @@ local function decide(charge, action, all_fit)
   local remaining, spend = charge.remaining, 0
   if not charge.fits then
     if quota.count_denied then spend, remaining = cost, 0 end
-    local wait = retry_after(state, quota, cost, spend)
-    answer(0, remaining, wait, reset_after(state, quota, spend), 0)
+    local wait, reset = times_of_denial(state, quota, cost, spend)
+    answer(0, remaining, wait, reset, 0)
   elseif all_fit then
     spend = cost
     -- A charge-up-to is for requests that were already served, so there is nothing to delay.
