@@ -235,7 +235,7 @@ async fn a_decision_takes_few_commands() {
 }
 
 /// Counts the commands of the script, because time would be noisy: each takes constant time, or
-/// copies at most a kilobyte.
+/// copies at most four kilobytes.
 #[tokio::test]
 async fn the_cost_of_a_packed_decision_does_not_grow_with_the_limit() {
     let redis = Redis::start();

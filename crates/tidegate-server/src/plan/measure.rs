@@ -20,14 +20,14 @@ use crate::simulate::progress::Progress;
 /// Fills of a key that are measured. A sorted set changes its form above 128 members.
 const SORTED_SET_FILLS: [Fill; 5] =
     [ONE_REQUEST, Fill::new(16), Fill::new(128), Fill::new(129), Fill::new(512)];
-/// A packed log changes its form above 251 requests, and changes it back below 124. So the fills
+/// A packed log changes its form above 1,019 requests, and changes it back below 508. So the fills
 /// next to that keep their distance while CPU is measured.
 const PACKED_LOG_FILLS: [Fill; 5] = [
     ONE_REQUEST,
     Fill::new(16),
-    Fill { entries: 200, filled: 200, live: 150.0 },
-    Fill { entries: 252, filled: 400, live: 400.0 },
-    Fill::new(512),
+    Fill { entries: 1000, filled: 1000, live: 800.0 },
+    Fill { entries: 1020, filled: 1400, live: 1400.0 },
+    Fill::new(2048),
 ];
 const COUNTER_FILLS: [Fill; 2] = [ONE_REQUEST, Fill::new(16)];
 /// One request per window: every decision creates its key, even if keys live for two windows.

@@ -2,7 +2,7 @@
 -- memory.
 --
 -- Redis: one of two forms.
--- Short, a string of up to 1,024 bytes, as long as every request costs 1. It is read and written as
+-- Short, a string of up to 4,096 bytes, as long as every request costs 1. It is read and written as
 -- a whole:
 --   "q", the width of a time, two doubles: the time of the oldest request, and the time until which
 --   the key lives at least; then the requests in the order of time
@@ -67,7 +67,7 @@ for i = from, to do
   if total <= remaining then
     if spends then
       -- A few units that are spent together are written as single requests.
-      if total > 8 or 18 + (units + total) * width > 1024 then rare = i break end
+      if total > 8 or 18 + (units + total) * width > 4096 then rare = i break end
       if not stamp then
         stamp = pack(time_format, now % modulus)
         if total > 1 then stamp = string.rep(stamp, total) end
@@ -121,9 +121,9 @@ end
 --------------------------------- general ---------------------------------
 
 local SHORT, LONG = 113, 114 -- "q", "r"
-local SHORT_HEADER, SHORT_HEADER_SIZE, MAX_SHORT = '<BBdd', 18, 1024
+local SHORT_HEADER, SHORT_HEADER_SIZE, MAX_SHORT = '<BBdd', 18, 4096
 -- A long log becomes a short one when it needs no more than this.
-local MAX_SHORTENED = 512
+local MAX_SHORTENED = 2048
 -- tag, width, narrow, count, first, base, units, newest, lives_until, oldest_chunk
 local HEADER, HEADER_SIZE = '<BBdddddddd', 66
 -- 255 requests of 4, 5, 6, 8 or 10 bytes fill a size class of Redis's allocator.

@@ -56,8 +56,8 @@ pub(super) struct EncodedRequests {
     charges: Vec<EncodedCharge>,
     quotas: Vec<EncodedQuota>,
     items: Vec<Item>,
-    /// Number of charges whose count is a sorted set.
-    sorted_sets: usize,
+    /// Expected time in Redis, in units of the time for a small count.
+    weight: usize,
     /// Acquires by the hash of their key, once there are more than [`MAX_SCAN`] items.
     by_key: HashTable<(u64, usize)>,
     /// Whether two items may have a key in common, so that their order matters.
@@ -152,6 +152,8 @@ const KEY_BYTES: usize = 8;
 const HEADER_BYTES: usize = 112;
 /// Number of items up to which all are compared with a new one, which costs less than hashing.
 const MAX_SCAN: usize = 8;
+/// Limit up to which a decision on a packed log takes about as long as on a small count.
+const SMALL_LOG: u64 = 250;
 /// Number of quotas that are searched for an equal one. Most calls have one or two quotas, and a
 /// duplicate costs little.
 const MAX_QUOTA_SCAN: usize = 8;
@@ -255,6 +257,16 @@ impl EncodedQuota {
         let (limit, window) = (quota.limit(), quota.window_micros());
         Self { algorithm, kind: CountKind::of(quota), limit, window, option }
     }
+
+    /// Returns the expected time of a decision in Redis, in units of the time for a small count. A
+    /// packed log is copied as a whole while it is short, and costs more when it is long.
+    fn weight(&self) -> usize {
+        match self.kind {
+            CountKind::SlidingLog => 2,
+            CountKind::PackedLog if self.limit > SMALL_LOG => 4,
+            _ => 1,
+        }
+    }
 }
 
 impl EncodedRequests {
@@ -289,10 +301,8 @@ impl EncodedRequests {
         } else {
             self.keeps_order = true;
         }
-        let is_sorted_set =
-            |charge: &EncodedCharge| self.quotas[charge.quota].kind == CountKind::SlidingLog;
-        self.sorted_sets +=
-            self.charges[first_charge..].iter().filter(|charge| is_sorted_set(charge)).count();
+        let weight = |charge: &EncodedCharge| self.quotas[charge.quota].weight();
+        self.weight += self.charges[first_charge..].iter().map(weight).sum::<usize>();
         self.items.push(Item { slot, kind, charges: first_charge..self.charges.len() });
         if new_item >= MAX_SCAN {
             // The first time, all items are added.
@@ -363,10 +373,9 @@ impl EncodedRequests {
         self.charges.iter().any(|charge| charge.charged_at != 0)
     }
 
-    /// Returns the expected time in Redis, in units of the time for a small count. A sorted set
-    /// takes about twice as long.
+    /// Returns the expected time in Redis, in units of the time for a small count.
     pub(super) fn weight(&self) -> usize {
-        self.charges.len() + self.sorted_sets
+        self.weight
     }
 
     fn charges_of(&self, item: usize) -> &[EncodedCharge] {
