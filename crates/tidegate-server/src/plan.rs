@@ -21,8 +21,6 @@ const FRAGMENTATION: f64 = 1.25;
 const EXPIRED_KEYS: f64 = 0.25;
 /// Minimum number of primaries of a cluster: fewer have no majority after a failure.
 const MIN_CLUSTER: u64 = 3;
-/// Maximum number of expired requests in a sorted set, which removes them in tens.
-const MAX_EXPIRED_ENTRIES: f64 = 10.0;
 
 /// All algorithms and encodings.
 pub(crate) const FORMS: [Form; 7] = [
@@ -164,14 +162,6 @@ impl Form {
             Algorithm::TokenBucket | Algorithm::LeakyBucket => 0.125 + 1.0 / limit as f64,
         }
     }
-
-    /// Returns the entries that Redis holds for this many requests in the window.
-    fn entries(self, requests: f64) -> f64 {
-        match self.encoding {
-            Some(Encoding::SortedSet) => requests + requests.min(MAX_EXPIRED_ENTRIES),
-            _ => requests,
-        }
-    }
 }
 
 impl Demand {
@@ -253,7 +243,7 @@ impl Need {
     fn new(form: Form, demand: &Demand, deployment: &Deployment, costs: &Costs) -> Self {
         let keys = demand.keys(form);
         let requests = demand.requests_per_key();
-        let cost = |requests: f64| costs.at(form, form.entries(requests), demand.window);
+        let cost = |requests: f64| costs.at(form, requests, demand.window);
         let longer_key = deployment.key_bytes as f64 - costs::KEY_BYTES as f64;
         let bytes = |requests: f64| cost(requests).bytes + costs.keyspace_bytes + longer_key;
         let memory = |requests: f64| keys * bytes(requests) * FRAGMENTATION;
