@@ -30,25 +30,25 @@ async fn assert_all_works(redis: &Redis, url: &str, seeds: u64) {
     conformance_of_long_logs(0..seeds.div_ceil(30), &mut driven).await;
     // A full chunk of a packed log leaves the window.
     let clock = ManualClock::new();
-    let (limiter, quota) = (driven(clock.clone()).await, packed(1_000, MINUTE));
+    let (limiter, quota) = (driven(clock.clone()).await, packed(4_000, MINUTE));
     for _ in 0..2 {
-        for _ in 0..300 {
+        for _ in 0..1_200 {
             assert!(limiter.acquire(&Charge::new("long", &quota)).await.expect("decided").allowed);
         }
         clock.advance(MINUTE / 2);
     }
     let decision = limiter.acquire(&Charge::new("long", &quota)).await.expect("decided");
-    assert_eq!(decision.remaining, 1_000 - 300 - 1);
+    assert_eq!(decision.remaining, 4_000 - 1_200 - 1);
     let store = builder("rate_limit").connect().await.expect("our own server answers");
     let address = store.nodes()[0].address.clone();
     store.probe_node(&address).await.expect("can decide");
     assert_eq!(store.heartbeat("me").await, Ok(vec!["me".to_owned()]));
     let limiter = Limiter::new(store);
     support::assert_exact_under_concurrency(&limiter).await;
-    let long = packed(1_000, LONG);
-    for taken in 1..=400 {
+    let long = packed(2_000, LONG);
+    for taken in 1..=1_200 {
         let decision = limiter.acquire(&Charge::new("sequential", &long)).await.expect("decided");
-        assert_eq!(decision.remaining, 1_000 - taken);
+        assert_eq!(decision.remaining, 2_000 - taken);
     }
     redis.assert_every_key_expires();
 }

@@ -70,13 +70,16 @@ impl Sequence {
         sequence.with_rare_actions(seed)
     }
 
-    /// Generates a sequence in which one log grows to hundreds of requests while others leave it.
+    /// Generates a sequence in which one log grows to hundreds or thousands of requests, while
+    /// others leave it.
     pub(super) fn of_long_log(seed: u64) -> Self {
         let random = &mut Random(seed);
         let window = random.pick(&[60_000_000, 86_400_000_000, 30 * 86_400_000_000]);
         let encoding = if seed.is_multiple_of(4) { Encoding::SortedSet } else { Encoding::Packed };
         let count_denied = random.one_in(3);
-        let limit = 200 + random.below(600);
+        // A packed log of more than 1,000 requests has another form.
+        let limit =
+            if random.one_in(3) { 2_000 + random.below(2_000) } else { 200 + random.below(600) };
         let quota = |limit: u64| {
             let quota =
                 Quota::sliding_log(limit, Duration::from_micros(window)).expect("within the range");
@@ -90,7 +93,7 @@ impl Sequence {
             if random.one_in(2) { vec![1] } else { vec![1, 1, 1, 1, 1, 1, 1, 2, 3, limit / 10] };
         let spec =
             |cost: u64| vec![ChargeSpec { key: 0, policy: 0, quota: 0, cost, refunded: None }];
-        for _ in 0..2_000 {
+        for _ in 0..(2 * limit).max(2_000) {
             let cost = random.pick(&costs);
             sequence.steps.push(match random.below(1_000) {
                 0..60 => sequence.step(random),
