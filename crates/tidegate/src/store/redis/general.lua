@@ -68,8 +68,8 @@ local function new_quota(kind, limit, window, option)
   }
 end
 
--- Finds the count of another algorithm or encoding. Returns its quota, at the rate of this one, with
--- its state and capacity; nil if the value is not ours.
+-- Finds the count of another algorithm or encoding. Returns its quota, at the rate of this one,
+-- with its state and capacity; nil if the value is not ours.
 local function find_another(key, quota)
   local burst = quota.kind > 5 and quota.option or quota.limit
   for kind = 1, 6 do
@@ -84,9 +84,9 @@ local function find_another(key, quota)
   end
 end
 
--- Loads the count of a key. If a changed policy now has another algorithm, the units that are in use
--- count as used now; so it is while a change is rolled out and instances use both, in turn. As a
--- denied request writes nothing, a key is never denied for longer than a window by that.
+-- Loads the count of a key. If a changed policy now has another algorithm, the units in use count
+-- as used now; so it is while a change is rolled out and instances use both, in turn. As a denied
+-- request writes nothing, a key is never denied for longer than a window by that.
 local function load(key, quota)
   local algorithm = quota.algorithm
   local state = algorithm.load(key, quota)
@@ -118,7 +118,7 @@ local function times_of_denial(state, quota, cost, extra)
   if another and extra == 0 then
     cost = cost + another.capacity - another.burst
     local wait = another.algorithm.retry_after(another.state, another, cost, 0)
-    -- A cache of denials derives the level of a bucket from reset_after, which must not be too high.
+    -- A cache of denials derives the level of a bucket from reset_after: it must not be too high.
     return wait, quota.kind > 5 and wait or reset_after(state, quota, 0)
   end
   return quota.algorithm.retry_after(state, quota, cost, extra), reset_after(state, quota, extra)
