@@ -192,10 +192,10 @@ fn large_idle_log() {
             local now = time[1] * 1000000 + time[2]
             for i = 1, 99999 do
               local time = string.format('%.0f', now - 3700000000 + i)
-              redis.call('ZADD', KEYS[1], time, time .. ':' .. (1e13 + i) .. ':3600s')
+              redis.call('ZADD', KEYS[1], time, time .. ':' .. (1e6 + i) .. ':3600s')
             end
             now = string.format('%.0f', now)
-            redis.call('ZADD', KEYS[1], now, now .. ':10000000100000:3600s')
+            redis.call('ZADD', KEYS[1], now, now .. ':1100000:3600s')
             redis.call('PEXPIRE', KEYS[1], 3600000)";
         let () = crate::servers::command(
             &mut connection,
