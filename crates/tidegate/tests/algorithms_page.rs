@@ -157,6 +157,16 @@ async fn count_from_the_first_request_also_admits_twice_the_limit() {
 
 // ---- Traps
 
+/// Returns how many of 100 requests our setting admits.
+async fn admitted_of_100(limiter: &Limiter<RedisStore>, quota: &Quota) -> u64 {
+    let mut admitted = 0;
+    for _ in 0..100 {
+        let charge = Charge::new("user123", quota);
+        admitted += u64::from(limiter.acquire(&charge).await.expect("decided").allowed);
+    }
+    admitted
+}
+
 #[tokio::test]
 async fn members_that_are_times_collide() {
     let mut server = Server::start();
@@ -164,12 +174,7 @@ async fn members_that_are_times_collide() {
     let naive = script("trap: the member is the time");
     assert_eq!(server.admitted(&naive, WINDOW, 100), 100, "all count as one");
     let quota = Quota::sliding_log(LIMIT, WINDOW).expect("valid");
-    let mut admitted = 0;
-    for _ in 0..100 {
-        let charge = Charge::new("user123", &quota);
-        admitted += u64::from(limiter.acquire(&charge).await.expect("decided").allowed);
-    }
-    assert_eq!(admitted, LIMIT);
+    assert_eq!(admitted_of_100(&limiter, &quota).await, LIMIT);
 }
 
 /// Times that are different by a microsecond are the same text after 14 digits.
@@ -202,12 +207,7 @@ async fn expiry_of_zero_seconds_admits_everything() {
     let naive = script("trap: EXPIRE in seconds");
     assert_eq!(server.admitted(&naive, window, 100), 100);
     let quota = Quota::fixed_window(LIMIT, window).expect("valid");
-    let mut admitted = 0;
-    for _ in 0..100 {
-        let charge = Charge::new("user123", &quota);
-        admitted += u64::from(limiter.acquire(&charge).await.expect("decided").allowed);
-    }
-    assert_eq!(admitted, LIMIT);
+    assert_eq!(admitted_of_100(&limiter, &quota).await, LIMIT);
 }
 
 #[tokio::test]
