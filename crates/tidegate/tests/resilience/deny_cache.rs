@@ -417,6 +417,24 @@ fn no_cached_denial_could_have_been_an_admission() {
     assert!(hits > 1_000, "{hits} hits");
 }
 
+/// A count of a sliding log, whose units expire all at once, is continued as a bucket.
+#[test]
+fn the_wait_of_a_bucket_that_continues_a_log_is_not_too_long() {
+    let acquire = |quota, cost| Step::One { action: Action::Acquire, count: 0, quota, cost };
+    let steps = [
+        acquire(2, 3),
+        Step::Advance(60_000),
+        acquire(0, 3),
+        Step::Advance(40_000),
+        acquire(0, 3),
+        acquire(0, 3),
+        Step::Advance(20_000),
+        acquire(0, 3),
+    ];
+    let leaky_bucket = 4;
+    assert_eq!(compare(leaky_bucket, 5, &steps).expect("the two agree"), 1);
+}
+
 /// Runs the steps, and returns the number of cache hits.
 fn compare(kind: usize, limit: u64, steps: &[Step]) -> Result<u64, TestCaseError> {
     let algorithm = Algorithm::ALL[kind];

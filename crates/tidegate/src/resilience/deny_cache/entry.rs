@@ -111,7 +111,7 @@ impl DenialEntry {
     /// A later request of the same cost is surely denied before `until`, for these reasons:
     ///
     /// * `retry_after` is the time at which the first such request could be admitted. Each further
-    ///   one needs `cost` more units, which take `cost * W / L` to drain.
+    ///   one needs `cost` more units, which take `cost * W / L` to drain (less [`Self::slack`]).
     /// * An admitted request takes its units, other instances can only take more, and refunds,
     ///   resets and other quotas drop the entry.
     /// * A request in flight counts as admitted. If it is denied instead, there were fewer than
@@ -119,8 +119,18 @@ impl DenialEntry {
     pub(super) fn count_request(&mut self, quota: &Quota, units: u64) {
         self.units = self.units.saturating_add(units);
         let drain_time = mul_div_floor(self.units, quota.window_micros(), quota.limit());
-        let holds = certain_part(self.retry_after.saturating_add(drain_time));
+        let further = drain_time.saturating_sub(self.slack(quota));
+        let holds = certain_part(self.retry_after.saturating_add(further));
         self.until = self.sent.saturating_add(holds.min(micros(MAX_DENIAL_TTL)));
+    }
+
+    /// Returns how far below `burst - cost` a bucket may be at the end of `retry_after`, as a time
+    /// to drain. It is 0, unless the count is that of another algorithm, whose units may expire
+    /// all at once: the level at that time follows from `reset_after`.
+    fn slack(&self, quota: &Quota) -> u64 {
+        let units = quota.burst().saturating_sub(self.cost);
+        let drain_time = mul_div_floor(units, quota.window_micros(), quota.limit());
+        drain_time.saturating_sub(self.reset_after.saturating_sub(self.retry_after))
     }
 
     pub(super) fn decision(&self, charge: &Charge<'_>, now: u64) -> Decision {
@@ -136,14 +146,16 @@ impl DenialEntry {
         } else {
             mul_div_ceil(self.units, quota.window_micros(), quota.limit())
         };
-        let shift = self.received.saturating_add(drain_time);
-        let reset_after = shift.saturating_add(self.reset_after).saturating_sub(now);
+        let reset_at = self.received.saturating_add(drain_time).saturating_add(self.reset_after);
+        let reset_after = reset_at.saturating_sub(now);
+        let further = drain_time.saturating_sub(self.slack(quota));
+        let retry_at = self.received.saturating_add(further).saturating_add(self.retry_after);
         // The units that remained at the denial have been requested since.
         let at_denial = if self.units == 0 { self.remaining } else { 0 };
         let raw = RawDecision {
             allowed: false,
             remaining: remaining_now(quota, at_denial, reset_after),
-            retry_after: shift.saturating_add(self.retry_after).saturating_sub(now),
+            retry_after: retry_at.saturating_sub(now),
             reset_after,
             delay: 0,
         };
