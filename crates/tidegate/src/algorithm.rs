@@ -336,5 +336,5 @@ fn mul_div_rem_wide(a: u64, b: u64, m: u64) -> (u64, u64) {
 /// Returns `a * b / m`, rounded up: a wait that is a microsecond too short ends in another denial.
 pub(crate) fn mul_div_ceil(a: u64, b: u64, m: u64) -> u64 {
     let (quotient, remainder) = mul_div_rem(a, b, m);
-    quotient + u64::from(remainder > 0)
+    quotient.saturating_add(u64::from(remainder > 0))
 }

@@ -371,6 +371,17 @@ mod tests {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
+    /// The drain time exceeds 64 bits.
+    #[test]
+    fn the_slowest_burst_is_rejected() {
+        let year = Duration::from_secs(366 * 86_400);
+        for limit in [1, 3, 7] {
+            let quota = Quota::token_bucket(limit, year).expect("valid");
+            let error = quota.with_burst(Quota::MAX_LIMIT).expect_err("too slow");
+            assert_eq!(error, QuotaError::BurstTooSlow { burst: Quota::MAX_LIMIT, limit });
+        }
+    }
+
     #[test]
     fn invalid_numbers_have_specific_errors() {
         let error = |quota: Result<Quota, QuotaError>| quota.expect_err("out of range").to_string();
