@@ -23,7 +23,7 @@ fn bounds() -> Vec<(&'static str, &'static str, Value)> {
         ("QuotaBody", "limit", units.clone()),
         ("QuotaBody", "burst", units),
         ("QuotaBody", "window", json!({"pattern": schema::window_pattern()})),
-        ("DecisionBody", "policy", name),
+        ("DecisionBody", "policy", name.clone()),
         ("DecisionBody", "limit", count.clone()),
         ("DecisionBody", "remaining", count),
         ("DecisionBody", "retry_after_ms", wait.clone()),
@@ -58,6 +58,8 @@ pub(super) fn document() -> Vec<u8> {
             schema.extend(bounds);
         }
     }
+    let entry = &mut api["components"]["schemas"]["PolicyDecisionBody"]["allOf"][1];
+    entry["properties"]["key"]["maxLength"] = json!(MAX_KEY_BYTES);
     let decisions = &mut api["components"]["schemas"]["DecisionsBody"]["allOf"][1];
     decisions["properties"]["decisions"]["maxItems"] = json!(MAX_CHARGES);
     let parameters = &mut api["paths"]["/v1/forward-auth"]["get"]["parameters"];
