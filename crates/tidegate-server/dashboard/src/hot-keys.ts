@@ -1,0 +1,80 @@
+// Hot keys: who sends most of the requests that are denied, would be denied, or are allowed.
+
+import {el, foreign, Rows, show} from './dom.js';
+import * as format from './format.js';
+import type {HotKey, HotKeysBody} from './types.js';
+
+const MAX_ROWS = 20;
+
+const LISTS: [keyof HotKeysBody, string, string][] = [
+  ['denied', 'Denied', 'No denied requests.'],
+  ['shadow_denied', 'Shadow-denied', 'No requests that shadow mode would deny.'],
+  ['allowed', 'Allowed', 'No allowed requests.'],
+];
+
+export class HotKeys {
+  private readonly lists: {
+    name: keyof HotKeysBody;
+    rows: Rows<HotKey & {most: number}>;
+    table: HTMLElement;
+    empty: HTMLElement;
+  }[] = [];
+
+  constructor(container: HTMLElement, lookUp: (key: string) => void) {
+    for (const [name, title, emptyText] of LISTS) {
+      const body = el('tbody');
+      const table = el(
+        'table',
+        {class: 'hot-table', hidden: true},
+        el('caption', {class: 'hidden-text'}, `Hot keys: ${title.toLowerCase()}`),
+        el('thead', {}, el('tr', {},
+          el('th', {scope: 'col'}, 'key'),
+          el('th', {scope: 'col'}, 'policy'),
+          el('th', {scope: 'col', class: 'number'}, 'requests'))),
+        body,
+      );
+      const empty = el('p', {class: 'empty'}, emptyText);
+      const heading = el('h3', {id: `hot-${name}`}, title);
+      container.append(
+        el('section', {class: `panel ${name}`, 'aria-labelledby': heading.id},
+          heading, table, empty),
+      );
+      const rows = new Rows<HotKey & {most: number}>(
+        body,
+        ({policy, key}) => JSON.stringify([policy, key]),
+        (hot) => rowOf(hot, lookUp),
+      );
+      this.lists.push({name, rows, table, empty});
+    }
+  }
+
+  update(body: HotKeysBody): void {
+    for (const {name, rows, table, empty} of this.lists) {
+      const keys = (body[name] ?? []).slice(0, MAX_ROWS);
+      const most = Math.max(1, ...keys.map(({count}) => count));
+      rows.update(keys.map((hot) => ({...hot, most})));
+      show(table, keys.length > 0);
+      show(empty, keys.length === 0);
+    }
+  }
+}
+
+function rowOf(hot: HotKey & {most: number}, lookUp: (key: string) => void): HTMLTableRowElement {
+  const {policy, key, count, error, most} = hot;
+  const button = el(
+    'button',
+    {type: 'button', class: 'link', 'aria-label': `Look up ${format.visible(key).slice(0, 200)}`,
+      onclick: () => lookUp(key)},
+    foreign(key, 40),
+  );
+  const range = error > 0 ? `between ${format.count(count - error)} and ${format.count(count)}` : null;
+  const meter = el('meter', {min: 0, max: most, value: count, 'aria-hidden': 'true'});
+  return el(
+    'tr',
+    {},
+    el('th', {scope: 'row'}, button),
+    el('td', {}, foreign(policy, 32)),
+    el('td', {class: 'number', title: range}, meter,
+      `${error > 0 ? '≤ ' : ''}${format.count(count)}`),
+  );
+}
