@@ -118,7 +118,7 @@ export class Chart {
       const swatch = el('span', {class: `swatch ${line.color}${line.dash ? ' dashed' : ''}`});
       const now = el('td', {class: 'number'});
       const max = el('td', {class: 'number'});
-      const name = el('th', {scope: 'row'}, swatch, foreign(line.label, 28));
+      const name = el('th', {scope: 'row'}, swatch, foreign(line.label, 40, 'prose'));
       this.table.append(el('tr', {}, name, now, max));
       this.cells.set(line.id, {now, max});
     }
@@ -146,11 +146,11 @@ export class Chart {
           y: {range: (_, _min, max) => [0, max > 0 ? max * 1.1 : 1]},
         },
         axes: [
-          {...axis, space: 70, values: (_, splits) => splits.map((s) => format.clock(s * 1000))},
+          {...axis, size: 28, space: 70, values: (_, splits) => splits.map((s) => format.clock(s * 1000))},
           {
             ...axis,
             size: 58,
-            space: 36,
+            space: 28,
             values: (_, splits) => splits.map((value) => this.options.format(value)),
           },
         ],

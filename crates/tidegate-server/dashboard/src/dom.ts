@@ -48,13 +48,13 @@ export function show(element: HTMLElement, isShown: boolean): void {
 const MAX_SHOWN_CHARS = 64;
 
 /** Text of a client: every character visible, long ones shortened with the rest in the title. */
-export function foreign(text: string, maxLength = MAX_SHOWN_CHARS): HTMLElement {
+export function foreign(text: string, maxLength = MAX_SHOWN_CHARS, style = 'foreign'): HTMLElement {
   const whole = visible(text);
   const short = shortened(whole, maxLength);
   // An empty text would be nothing to see.
   return el(
     'bdi',
-    {class: 'foreign', dir: 'ltr', title: short === whole ? null : whole.slice(0, 1000)},
+    {class: style, dir: 'ltr', title: short === whole ? null : whole.slice(0, 1000)},
     short === '' ? '(empty)' : short,
   );
 }

@@ -33,10 +33,10 @@ export class Figures {
     caption: 'Time of a decision',
     format: format.latency,
     lines: [
-      line('p50', '50 % below', 'line-1', (sample) => sample.latency_ms?.p50 ?? null),
-      line('p90', '90 % below', 'line-2', (sample) => sample.latency_ms?.p90 ?? null),
-      line('p99', '99 % below', 'line-3', (sample) => sample.latency_ms?.p99 ?? null),
-      line('store', 'store, 99 % below', 'line-5',
+      line('p50', 'p50', 'line-1', (sample) => sample.latency_ms?.p50 ?? null),
+      line('p90', 'p90', 'line-2', (sample) => sample.latency_ms?.p90 ?? null),
+      line('p99', 'p99', 'line-3', (sample) => sample.latency_ms?.p99 ?? null),
+      line('store', 'store p99', 'line-5',
         (sample) => sample.store_latency_ms?.p99 ?? null, {dash: [5, 3]}),
     ],
   });

@@ -13,7 +13,7 @@ export interface Finding {
   text: string;
 }
 
-const ORDER: Severity[] = ['bad', 'warn', 'note', 'ok'];
+const ORDER: Severity[] = ['bad', 'warn', 'ok', 'note'];
 /** Part of the capacity from which the memory store is nearly full. */
 const NEARLY_FULL = 0.9;
 
@@ -26,7 +26,7 @@ export interface Facts {
   nowMs: number;
 }
 
-/** The findings, worst first; at least one. */
+/** The findings, worst first; "OK" if nothing is wrong. */
 export function findingsOf({status, recent, staleForMs, nowMs}: Facts): Finding[] {
   const found: Finding[] = [];
   const add = (kind: string, severity: Severity, title: string, text: string) =>
@@ -88,12 +88,13 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
 
 function addReload({reload}: Status, nowMs: number, add: Add): void {
   if (reload.ok) return;
-  const when = reload.at_ms === null ? '' : ` ${format.duration(nowMs - reload.at_ms)} ago`;
+  const when = reload.at_ms === null ? '' : `${format.duration(nowMs - reload.at_ms)} ago: `;
   const {error} = reload;
-  const message = error
-    ? `${placeOf(error)}${format.shortened(format.visible(error.message), 300)}` : '';
+  // Further lines show the place in the file, as the configuration section does.
+  const [first = ''] = (error?.message ?? '').split('\n');
+  const message = error ? `${placeOf(error)}${format.shortened(format.visible(first), 300)} ` : '';
   add('reload failed', 'warn', 'Reload failed',
-    `${when.trim()}: ${message} The configuration before it stays active.`.replace(/^: /, ''));
+    `${when}${message}The configuration before it stays active.`);
 }
 
 /** Place of an error in a file, as editors and compilers write it. */

@@ -63,18 +63,19 @@ function rowOf(hot: HotKey & {most: number}, lookUp: (key: string) => void): HTM
   const {policy, key, count, error, most} = hot;
   const button = el(
     'button',
-    {type: 'button', class: 'link', 'aria-label': `Look up ${format.visible(key).slice(0, 200)}`,
-      onclick: () => lookUp(key)},
+    {type: 'button', class: 'link', onclick: () => lookUp(key)},
+    el('span', {class: 'hidden-text'}, 'Look up '),
     foreign(key, 40),
   );
-  const range = error > 0 ? `between ${format.count(count - error)} and ${format.count(count)}` : null;
+  const range = error > 0
+    ? `between ${format.count(count - error)} and ${format.count(count)}` : null;
   const meter = el('meter', {min: 0, max: most, value: count, 'aria-hidden': 'true'});
   return el(
     'tr',
     {},
     el('th', {scope: 'row'}, button),
-    el('td', {}, foreign(policy, 32)),
+    el('td', {class: 'policy', title: format.visible(policy).slice(0, 200)}, foreign(policy, 48)),
     el('td', {class: 'number', title: range}, meter,
-      `${error > 0 ? '≤ ' : ''}${format.count(count)}`),
+      el('span', {class: 'figure'}, `${error > 0 ? '≤ ' : ''}${format.count(count)}`)),
   );
 }

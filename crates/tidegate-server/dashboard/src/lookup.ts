@@ -118,7 +118,7 @@ export class Lookup {
     }
     if (result.error) {
       return cards.row(name, {child: 'unknown', class: 'warn'}, '–', '–',
-        foreign(result.error, 300), '–');
+        foreign(result.error, 300, 'prose'), '–');
     }
     if (result.limit !== undefined && result.window_ms !== undefined) {
       const quota = `${format.count(result.limit)} per ${format.windowText(result.window_ms)}`;
@@ -132,7 +132,7 @@ export class Lookup {
     }, 'Reset …');
     return cards.row(
       name, verdict(result), remaining(result), nextFree(result),
-      result.reason ? foreign(result.reason, 400) : '–', button,
+      result.reason ? foreign(result.reason, 400, 'prose') : '–', button,
     );
   }
 
@@ -178,7 +178,7 @@ function remaining(result: LookupResult): HTMLElement | string {
   const most = Math.max(result.capacity ?? result.burst ?? result.limit ?? 0, left);
   return el('span', {},
     el('meter', {min: 0, max: most || 1, value: left, 'aria-hidden': 'true'}),
-    `${format.count(left)} of ${format.count(most)}`);
+    el('span', {class: 'figure'}, `${format.count(left)} of ${format.count(most)}`));
 }
 
 function nextFree(result: LookupResult): string {

@@ -13,8 +13,8 @@ export class Store {
     {name: 'node'},
     {name: 'connection'},
     {name: 'circuit'},
-    {name: 'median', class: 'number'},
-    {name: '99 %', class: 'number'},
+    {name: 'p50', class: 'number'},
+    {name: 'p99', class: 'number'},
     {name: 'in flight', class: 'number'},
     {name: 'last error'},
   ]);
@@ -44,7 +44,7 @@ export class Store {
 
   update({store, upstreams}: Status, nowMs: number): void {
     const {fallback, memory} = store;
-    const facts: [string, string, string?][] = [];
+    const facts: [name: string, value: string, style?: string | undefined][] = [];
     facts.push(['kind', store.kind === 'redis' ? 'Redis' : 'memory of this process']);
     facts.push(['state', store.up ? 'up' : 'down', store.up ? 'ok' : 'bad']);
     if (fallback) {
@@ -88,7 +88,7 @@ export class Store {
       format.latency(node.latency_ms?.p50),
       format.latency(node.latency_ms?.p99),
       format.count(node.in_flight),
-      node.last_error && !isWell ? foreign(node.last_error, 200) : '–',
+      node.last_error && !isWell ? foreign(node.last_error, 200, 'prose') : '–',
     );
   }
 }
