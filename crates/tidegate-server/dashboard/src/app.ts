@@ -1,6 +1,6 @@
 // The dashboard: connects the live stream with the parts of the page.
 
-import {ApiError, forgetToken, getJson, setUnauthorizedHandler} from './api.js';
+import {ApiError, forgetToken, getJson, hasToken, setUnauthorizedHandler} from './api.js';
 import {redrawCharts} from './charts.js';
 import {byId, el, setText, show} from './dom.js';
 import {Figures} from './figures.js';
@@ -32,10 +32,7 @@ const lookup = new Lookup();
 const hotKeys = new HotKeys(byId('hot-keys'), (key) => lookup.lookUp(key));
 const store = new Store(byId('store'));
 const policies = new Policies(byId('policies'));
-const login = new Login(start, () => {
-  stream.stop();
-  forget();
-});
+const login = new Login(start);
 const stream = new LiveStream(onEvent, onState);
 
 let status: Status | null = null;
@@ -57,14 +54,18 @@ setUnauthorizedHandler((hadToken) => {
 function start(): void {
   show(byId('refused'), false);
   show(content, true);
+  // A link cannot send a token.
+  show(byId('links'), !hasToken());
   stream.start();
   void policies.load();
   lookup.refresh();
 }
 
-/** Removes all data of the server from the page. */
+/** Hides the data of the server, which no longer accepts the token. */
 function forget(): void {
   status = null;
+  setText(byId('instance'), '');
+  show(byId('links'), false);
   lastDataMs = null;
   samples.clear();
   lookup.clear();

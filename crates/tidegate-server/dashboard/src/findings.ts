@@ -114,16 +114,16 @@ function addTraffic(recent: Sample[], add: Add): boolean {
   const shadow = mean((sample) => sample.shadow_denied);
   const errors = mean((sample) => sample.errors);
   if (errors > 0) {
-    add('errors', 'bad', 'Errors', `${format.rate(errors)} requests per second are not decided.`);
+    add('errors', 'bad', `Errors ${format.rate(errors)}/s`, 'These requests are not decided.');
   }
   if (denied > 0) {
     const share = Math.round((denied / (allowed + denied)) * 100);
-    add('denying', 'note', 'Denying', `${format.rate(denied)} requests per second, `
-      + `${share < 1 ? 'less than 1' : share} % of all${mostBy(recent, 1)}.`);
+    add('denying', 'note', `Denying ${format.rate(denied)}/s`,
+      `${share < 1 ? 'under 1' : share} % of requests${mostBy(recent, 1)}.`);
   }
   if (shadow > 0) {
     add('shadow-denying', 'note', 'Shadow mode',
-      `would deny ${format.rate(shadow)} requests per second${mostBy(recent, 2)}.`);
+      `would deny ${format.rate(shadow)}/s${mostBy(recent, 2)}.`);
   }
   return allowed + denied + errors > 0;
 }

@@ -9,7 +9,7 @@ export class Login {
   private readonly error = byId('login-error');
   private readonly logOut = byId<HTMLButtonElement>('log-out');
 
-  constructor(onLogin: () => void, onLogout: () => void) {
+  constructor(onLogin: () => void) {
     byId<HTMLFormElement>('login-form').addEventListener('submit', (event) => {
       event.preventDefault();
       const value = this.token.value.trim();
@@ -26,8 +26,9 @@ export class Login {
     });
     this.logOut.addEventListener('click', () => {
       api.forgetToken();
-      onLogout();
-      this.ask('');
+      // Nothing of the server stays, neither in the page nor in its address.
+      history.replaceState(null, '', location.pathname);
+      location.reload();
     });
     show(this.logOut, api.hasToken());
   }

@@ -50,7 +50,7 @@ test('numbers move under load, and a hot key is found, looked up and reset', opt
     new Load(service, {attributes: {path: '/search/x', ip: '192.0.2.7'}}),
   ];
   try {
-    await finding(page, /Denying.*requests per second.*per-user/).waitFor();
+    await finding(page, /Denying [\d.]+\/s.*per-user/).waitFor();
     await finding(page, /Shadow mode.*search/).waitFor();
     for (const name of ['allowed', 'denied', 'shadow']) {
       await until(`${name}/s moves`, async () =>
