@@ -54,6 +54,7 @@ export class Chart {
   private lines: Line[];
   private lengthMs = 0;
   private readonly picture = el('div', {class: 'picture', role: 'img'});
+  private readonly legend: HTMLTableElement;
   private readonly table = el('tbody');
   private readonly when = el('th', {scope: 'col', class: 'number'}, 'now');
   private readonly emptyText = el('p', {class: 'empty', hidden: true});
@@ -63,22 +64,19 @@ export class Chart {
   constructor(private readonly options: ChartOptions) {
     this.lines = options.lines;
     setText(this.emptyText, options.empty ?? '');
-    options.figure.append(
-      this.picture,
+    this.legend = el(
+      'table',
+      {class: 'legend'},
+      el('caption', {class: 'hidden-text'}, options.caption),
       el(
-        'table',
-        {class: 'legend'},
-        el('caption', {class: 'hidden-text'}, options.caption),
-        el(
-          'thead',
-          {},
-          el('tr', {}, el('th', {scope: 'col'}, 'series'), this.when,
-            el('th', {scope: 'col', class: 'number'}, 'highest')),
-        ),
-        this.table,
+        'thead',
+        {},
+        el('tr', {}, el('th', {scope: 'col'}, 'series'), this.when,
+          el('th', {scope: 'col', class: 'number'}, 'highest')),
       ),
-      this.emptyText,
+      this.table,
     );
+    options.figure.append(this.picture, this.legend, this.emptyText);
     this.build();
     new ResizeObserver(() => {
       const width = this.width();
@@ -123,6 +121,7 @@ export class Chart {
       this.cells.set(line.id, {now, max});
     }
     this.emptyText.hidden = this.lines.length > 0;
+    this.legend.hidden = this.lines.length === 0;
     const axis = {
       stroke: () => color('muted'),
       font: '11px system-ui, sans-serif',

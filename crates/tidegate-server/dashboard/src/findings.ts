@@ -33,7 +33,7 @@ export function findingsOf({status, recent, staleForMs, nowMs}: Facts): Finding[
     found.push({kind, severity, title, text});
   if (staleForMs !== null) {
     add('no live data', 'bad', 'No live data',
-      `The figures below are ${format.duration(staleForMs)} old.`);
+      `The figures below are ${format.age(staleForMs)} old.`);
   }
   if (status) {
     addStore(status, nowMs, add);
@@ -70,10 +70,11 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
   const {fallback, memory} = store;
   if (fallback?.active) {
     const since = fallback.since_ms;
-    const length = since === null ? '' : ` for ${format.duration(Math.max(0, nowMs - since))}`;
-    const share = fallback.instances > 1 ? `1/${fallback.instances} of each limit` : 'the limits';
+    const length = since === null ? '' : ` for ${format.age(nowMs - since)}`;
+    const {instances} = fallback;
+    const share = instances > 1 ? `, with 1/${instances} of each limit` : '';
     add('fallback active', 'bad', 'Fallback active',
-      `This instance decides alone${length}, with ${share}. `
+      `This instance decides alone${length}${share}. `
       + `${format.plural(fallback.pending_debit_units, 'unit')} to charge to Redis afterwards.`);
   } else if (fallback && fallback.pending_debit_units > 0) {
     add('settling debits', 'warn', 'Settling',
@@ -88,13 +89,19 @@ function addStore({store}: Status, nowMs: number, add: Add): void {
 
 function addReload({reload}: Status, nowMs: number, add: Add): void {
   if (reload.ok) return;
-  const when = reload.at_ms === null ? '' : `${format.duration(nowMs - reload.at_ms)} ago: `;
+  const when = reload.at_ms === null ? '' : `${format.age(nowMs - reload.at_ms)} ago: `;
   const {error} = reload;
   // Further lines show the place in the file, as the configuration section does.
   const [first = ''] = (error?.message ?? '').split('\n');
-  const message = error ? `${placeOf(error)}${format.shortened(format.visible(first), 300)} ` : '';
+  const message = error ? `${placeOf(error)}${sentence(first)} ` : '';
   add('reload failed', 'warn', 'Reload failed',
     `${when}${message}The configuration before it stays active.`);
+}
+
+/** Line of an error, with a period at its end. */
+function sentence(line: string): string {
+  const text = format.shortened(format.visible(line), 300);
+  return /[.?!…]$/.test(text) ? text : `${text}.`;
 }
 
 /** Place of an error in a file, as editors and compilers write it. */

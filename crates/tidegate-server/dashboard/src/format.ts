@@ -51,6 +51,11 @@ export function duration(ms: number): string {
   return parts.join(' ');
 }
 
+/** Text of the time since an event, in whole seconds. */
+export function age(ms: number): string {
+  return duration(Math.max(0, Math.floor(ms / 1000) * 1000));
+}
+
 /** Text of the length of a window, such as `60 s` or `1 h`. */
 export function windowText(ms: number): string {
   const unit = UNITS.find(([, length]) => ms >= length * (length === 60_000 ? 2 : 1)

@@ -49,7 +49,7 @@ export class Store {
     facts.push(['state', store.up ? 'up' : 'down', store.up ? 'ok' : 'bad']);
     if (fallback) {
       const since = fallback.since_ms === null
-        ? '' : ` for ${format.duration(Math.max(0, nowMs - fallback.since_ms))}`;
+        ? '' : ` for ${format.age(nowMs - fallback.since_ms)}`;
       facts.push(['fallback', fallback.active ? `active${since}` : 'not active',
         fallback.active ? 'bad' : 'ok']);
       facts.push(['instances that share the limits', format.count(fallback.instances)]);
@@ -95,7 +95,7 @@ export class Store {
 
 /** Shows the version and the uptime. */
 export function showInstance(element: HTMLElement, status: Status, nowMs: number): void {
-  const up = format.duration(Math.max(0, nowMs - status.started_at_ms));
+  const up = format.age(nowMs - status.started_at_ms);
   setText(element, `version ${status.version}, up ${up}`);
   element.title = `started ${format.dateTime(status.started_at_ms)}`;
 }
