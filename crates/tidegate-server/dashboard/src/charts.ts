@@ -145,7 +145,12 @@ export class Chart {
           y: {range: (_, _min, max) => [0, max > 0 ? max * 1.1 : 1]},
         },
         axes: [
-          {...axis, size: 28, space: 70, values: (_, splits) => splits.map((s) => format.clock(s * 1000))},
+          {
+            ...axis,
+            size: 28,
+            space: 70,
+            values: (_, splits) => splits.map((seconds) => format.clock(seconds * 1000)),
+          },
           {
             ...axis,
             size: 58,

@@ -84,8 +84,11 @@ export function plural(value: number, one: string, many = `${one}s`): string {
 
 // Characters that change or hide the text around them: controls, marks of direction, spaces of no
 // width, and others that are not shown.
-const INVISIBLE =
-  /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/gu;
+const INVISIBLE = new RegExp(
+  '[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e'
+  + '\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]',
+  'gu',
+);
 
 /** Text of a client, such as a key, in which every character is visible. */
 export function visible(text: string): string {

@@ -94,7 +94,8 @@ export class Lookup {
       : denied.length > 0
         ? `“${name}” is denied by ${list(denied.map(({policy}) => policy))}.`
         : `“${name}” is not denied by any policy.`;
-    const more = truncated || results.length > MAX_ROWS ? ` The first ${MAX_ROWS} policies are shown.` : '';
+    const isCut = truncated || results.length > MAX_ROWS;
+    const more = isCut ? ` The first ${MAX_ROWS} policies are shown.` : '';
     setText(this.message, `${note} ${summary}${more} As of ${format.clock(Date.now())}.`.trim());
     const cards = new Cards(`Counts of the key ${name}`, [
       {name: 'policy'},

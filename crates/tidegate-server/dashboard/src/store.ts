@@ -60,7 +60,8 @@ export class Store {
     }
     if (memory) {
       const max = memory.max_keys === null ? '' : ` of ${format.count(memory.max_keys)}`;
-      facts.push([store.kind === 'redis' ? 'keys of the fallback' : 'keys in memory', `${format.count(memory.keys)}${max}`]);
+      const name = store.kind === 'redis' ? 'keys of the fallback' : 'keys in memory';
+      facts.push([name, `${format.count(memory.keys)}${max}`]);
     }
     if (store.deny_cache_entries !== null && store.deny_cache_entries !== undefined) {
       facts.push(['denials in the cache', format.count(store.deny_cache_entries)]);
@@ -84,7 +85,10 @@ export class Store {
       el('div', {}, foreign(node.address),
         node.primary === false && el('span', {class: 'detail'}, ' Sentinel')),
       {child: node.connected ? 'connected' : 'not connected', class: node.connected ? 'ok' : 'bad'},
-      {child: CIRCUITS[node.circuit] ?? node.circuit, class: node.circuit === 'closed' ? '' : 'bad'},
+      {
+        child: CIRCUITS[node.circuit] ?? node.circuit,
+        class: node.circuit === 'closed' ? '' : 'bad',
+      },
       format.latency(node.latency_ms?.p50),
       format.latency(node.latency_ms?.p99),
       format.count(node.in_flight),

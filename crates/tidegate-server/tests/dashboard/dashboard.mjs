@@ -5,7 +5,7 @@ import http from 'node:http';
 import {once} from 'node:events';
 import {after, before, describe, test} from 'node:test';
 import {
-  accessibilityFindings, launch, Load, open, Redis, Tidegate, TIMEOUT_MS, until,
+  accessibilityFindings, launch, Load, open, Redis, runInShell, Tidegate, TIMEOUT_MS, until,
 } from './harness.mjs';
 
 const POLICIES = `policies:
@@ -131,8 +131,12 @@ describe('dashboard', {concurrency: true}, () => {
       await byPolicy(page, 'search').getByText('shadow', {exact: true}).waitFor();
       await page.fill('#policy-filter', 'sear');
       await row.waitFor({state: 'detached'});
-      assert.match(await page.textContent('#what-if'),
+      const command = await page.textContent('#what-if');
+      assert.match(command,
         /^tidegate simulate --access-log access.log --config \S+ --policy per-user --limit 1$/);
+      const log = 'time,path,header.x-user-id\n1,/,ann\n2,/,ann\n3,/,ben\n';
+      const simulated = runInShell(command, {'access.log': log});
+      assert.match(simulated, /^per-user .* 3 +2 +1 /m, 'half the limit denies one request');
       assert.match(await page.textContent('#instance'), /^version \d+\.\d+\.\d+, up \d/);
       await close(page);
     });

@@ -1,14 +1,14 @@
 // Real processes for the tests of the dashboard: tidegate, redis-server, Chromium, and load. All on
 // loopback, each ended by its id.
 
-import {spawn} from 'node:child_process';
+import {execFileSync, spawn} from 'node:child_process';
 import {once} from 'node:events';
 import {mkdtempSync, rmSync, writeFileSync} from 'node:fs';
 import http from 'node:http';
 import {createRequire} from 'node:module';
 import net from 'node:net';
 import {tmpdir} from 'node:os';
-import {join} from 'node:path';
+import {dirname, join} from 'node:path';
 
 const require = createRequire(new URL('../../dashboard/package.json', import.meta.url));
 const {chromium} = require('playwright-core');
@@ -116,6 +116,18 @@ export class Load {
   async stop() {
     this.isRunning = false;
     await this.done;
+  }
+}
+
+/** Runs a command of the page in a folder with these files, and returns its output. */
+export function runInShell(command, files) {
+  const folder = mkdtempSync(join(tmpdir(), 'tidegate-dashboard-'));
+  try {
+    for (const [name, text] of Object.entries(files)) writeFileSync(join(folder, name), text);
+    const env = {PATH: `${dirname(process.env.TIDEGATE)}:${process.env.PATH}`};
+    return execFileSync('sh', ['-c', command], {cwd: folder, env, encoding: 'utf8'});
+  } finally {
+    rmSync(folder, {recursive: true, force: true});
   }
 }
 
