@@ -5,7 +5,8 @@ import http from 'node:http';
 import {once} from 'node:events';
 import {after, before, describe, test} from 'node:test';
 import {
-  accessibilityFindings, launch, Load, open, Redis, runInShell, Tidegate, TIMEOUT_MS, until,
+  accessibilityFindings, endAll, launch, Load, open, Redis, runInShell, Tidegate, TIMEOUT_MS,
+  until,
 } from './harness.mjs';
 
 const POLICIES = `policies:
@@ -27,6 +28,8 @@ before(async () => {
 after(async () => {
   await browser?.close();
   await service?.remove();
+  // Those of tests that failed at their start.
+  await endAll();
 }, options);
 
 async function screenshot(page, name) {
@@ -262,12 +265,12 @@ describe('dashboard', {concurrency: true}, () => {
       await connection.getByText('live', {exact: true}).waitFor();
       await restarted.stop();
       await connection.getByText('not connected').waitFor();
+      await page.getByRole('button', {name: 'Reconnect now'}).waitFor();
       await finding(page, 'No live data').waitFor();
       await page.locator('#content.stale').waitFor();
       await screenshot(page, 'stale');
       restarted.write(POLICIES.replace('name: search', 'name: find'));
       await restarted.start();
-      await page.getByRole('button', {name: 'Reconnect now'}).click().catch(() => {});
       await connection.getByText('live', {exact: true}).waitFor();
       await finding(page, 'No live data').waitFor({state: 'detached'});
       await byPolicy(page, 'find').waitFor();
@@ -281,9 +284,9 @@ describe('dashboard', {concurrency: true}, () => {
 
   test('outage of Redis and the fallback are visible', options, async () => {
     const redis = await new Redis().start();
-    const limited = new Tidegate(`store: {redis: 'redis://127.0.0.1:${redis.port}', timeout: 50ms}
-  policies: [{name: all, key: [ip], limit: 100000, window: 1h, on_store_failure: local}]
-  `);
+    const store = `store: {redis: 'redis://127.0.0.1:${redis.port}', timeout: 50ms}`;
+    const policy = '{name: all, key: [ip], limit: 100000, window: 1h, on_store_failure: local}';
+    const limited = new Tidegate(`${store}\npolicies: [${policy}]\n`);
     await limited.start();
     const load = new Load(limited, {policy: 'all', key: 'ann'});
     try {

@@ -28,6 +28,20 @@ export async function until(what, happened) {
   }
 }
 
+const running = new Set();
+
+/** Starts a process, which `endAll` ends if the test does not. */
+function start(program, args, options) {
+  const process = spawn(program, args, options);
+  running.add(process);
+  process.once('exit', () => running.delete(process));
+  return process;
+}
+
+export async function endAll() {
+  await Promise.all(Array.from(running, end));
+}
+
 async function end(process) {
   if (process.exitCode !== null || process.signalCode !== null) return;
   const exited = once(process, 'exit');
@@ -50,7 +64,8 @@ export class Tidegate {
   }
 
   async start() {
-    const process = spawn(globalThis.process.env.TIDEGATE, ['serve', '--config', this.file], {
+    const binary = globalThis.process.env.TIDEGATE;
+    const process = start(binary, ['serve', '--config', this.file], {
       env: {},
       stdio: ['ignore', 'pipe', 'pipe'],
     });
@@ -93,6 +108,7 @@ export class Tidegate {
         },
       );
       request.on('error', reject);
+      request.setTimeout(TIMEOUT_MS, () => request.destroy());
       request.end(JSON.stringify(body));
     });
   }
@@ -143,7 +159,7 @@ export async function freePort() {
 export class Redis {
   async start(port) {
     this.port = port ?? (await freePort());
-    this.process = spawn('redis-server', [
+    this.process = start('redis-server', [
       '--port', String(this.port), '--bind', '127.0.0.1', '--save', '', '--appendonly', 'no',
     ], {stdio: 'ignore', cwd: tmpdir()});
     await until('Redis listens', () => new Promise((resolve) => {

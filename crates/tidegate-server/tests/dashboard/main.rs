@@ -19,7 +19,7 @@ fn dashboard_works_in_chromium() {
     let found = Command::new("chromium").arg("--version").output();
     assert!(found.is_ok_and(|output| output.status.success()), "no chromium: run `make setup`");
     let output = Command::new(node)
-        .args(["--test", "--test-reporter=spec"])
+        .args(["--test", "--test-reporter=spec", "--test-force-exit"])
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/dashboard/dashboard.mjs"))
         .env("TIDEGATE", env!("CARGO_BIN_EXE_tidegate"))
         .output()
