@@ -171,7 +171,8 @@ function showState(): void {
     const [worst] = findings;
     document.title = worst && worst.severity !== 'ok' ? `${worst.title} · Tidegate` : 'Tidegate';
   }
-  if (status) {
+  // Without data, times that go on would be guesses.
+  if (status && stale === null) {
     showInstance(byId('instance'), status, nowMs);
     showReload(byId('reload'), status, nowMs);
     store.update(status, nowMs);

@@ -132,7 +132,7 @@ export class Chart {
       {
         width: this.width(),
         height: HEIGHT,
-        padding: [8, 8, 0, 0],
+        padding: [8, 24, 0, 0],
         legend: {show: false},
         cursor: {
           sync: {key: 'tidegate'},
