@@ -8,6 +8,7 @@ import type {Override, Policy, PolicyRates, Sample} from './types.js';
 
 const MAX_ROWS = 200;
 const MAX_OVERRIDES = 100;
+const MAX_COMMANDS = 20;
 
 export class Policies {
   private policies: Policy[] = [];
@@ -109,21 +110,28 @@ export class Policies {
 
   private fillChoice(): void {
     const before = this.choice.value;
-    const names = this.policies.slice(0, MAX_ROWS)
-      .filter(({limit, rule, match}) => limit > 1 && !rule && match !== undefined)
-      .map(({name}) => name);
-    this.choice.replaceChildren(...names.map((name) =>
-      el('option', {value: name}, format.shortened(format.visible(name), 48))));
-    if (names.includes(before)) this.choice.value = before;
+    const options = this.halvable().map(({name}, index) =>
+      el('option', {value: index}, format.shortened(format.visible(name), 48)));
+    this.choice.replaceChildren(el('option', {value: ''}, 'each of them'), ...options);
+    this.choice.value = before;
+    if (this.choice.selectedIndex < 0) this.choice.selectedIndex = 0;
     this.showCommand();
   }
 
   private showCommand(): void {
-    const policy = this.policies.find(({name}) => name === this.choice.value);
-    const flags = policy
-      ? ` --policy ${quoted(policy.name)} --limit ${Math.floor(policy.limit / 2)}` : '';
-    setText(byId('what-if'),
-      `tidegate simulate --access-log access.log --config ${quoted(this.configFile)}${flags}`);
+    const all = this.halvable();
+    const chosen = this.choice.value === ''
+      ? all.slice(0, MAX_COMMANDS) : all.slice(Number(this.choice.value)).slice(0, 1);
+    const file = quoted(this.configFile);
+    const commands = chosen.map(({name, limit}) =>
+      `tidegate simulate --access-log access.log --config ${file} `
+      + `--policy ${quoted(name)} --limit ${Math.floor(limit / 2)}`);
+    setText(byId('what-if'), commands.join('\n') || '# no policy has a limit above 1');
+  }
+
+  /** Policies that can be simulated with half their limit. Envoy's rules cannot. */
+  private halvable(): Policy[] {
+    return this.policies.slice(0, MAX_ROWS).filter(({limit, rule}) => limit > 1 && !rule);
   }
 }
 

@@ -136,7 +136,7 @@ describe('dashboard', {concurrency: true}, () => {
       await row.waitFor({state: 'detached'});
       const command = await page.textContent('#what-if');
       assert.match(command,
-        /^tidegate simulate --access-log access.log --config \S+ --policy per-user --limit 1$/);
+        /^tidegate simulate --access-log access.log --config \S+ --policy per-user --limit 1$/m);
       const log = 'time,path,header.x-user-id\n1,/,ann\n2,/,ann\n3,/,ben\n';
       const simulated = runInShell(command, {'access.log': log});
       assert.match(simulated, /^per-user .* 3 +2 +1 /m, 'half the limit denies one request');
