@@ -1,10 +1,12 @@
 // Hot keys: who sends most of the requests that are denied, would be denied, or are allowed.
 
-import {el, foreign, Rows, show} from './dom.js';
+import {el, foreign, Rows, setText, show} from './dom.js';
 import * as format from './format.js';
 import type {HotKey, HotKeysBody} from './types.js';
 
 const MAX_ROWS = 20;
+/** Rows that are shown before the user asks for all. */
+const MAX_FIRST_ROWS = 8;
 
 const LISTS: [keyof HotKeysBody, string, string][] = [
   ['denied', 'Denied', 'No denied requests.'],
@@ -18,7 +20,9 @@ export class HotKeys {
     rows: Rows<HotKey & {most: number}>;
     table: HTMLElement;
     empty: HTMLElement;
+    all: HTMLButtonElement;
   }[] = [];
+  private body: HotKeysBody = {allowed: [], denied: [], shadow_denied: []};
 
   constructor(container: HTMLElement, lookUp: (key: string) => void) {
     for (const [name, title, emptyText] of LISTS) {
@@ -35,24 +39,39 @@ export class HotKeys {
       );
       const empty = el('p', {class: 'empty'}, emptyText);
       const heading = el('h3', {id: `hot-${name}`}, title);
+      const all = el('button', {
+        type: 'button',
+        class: 'small',
+        'aria-expanded': 'false',
+        onclick: () => {
+          const isExpanded = all.getAttribute('aria-expanded') === 'true';
+          all.setAttribute('aria-expanded', String(!isExpanded));
+          this.update(this.body);
+        },
+      });
       container.append(
         el('section', {class: `panel ${name}`, 'aria-labelledby': heading.id},
-          heading, table, empty),
+          heading, table, empty, all),
       );
       const rows = new Rows<HotKey & {most: number}>(
         body,
         ({policy, key}) => JSON.stringify([policy, key]),
         (hot) => rowOf(hot, lookUp),
       );
-      this.lists.push({name, rows, table, empty});
+      this.lists.push({name, rows, table, empty, all});
     }
   }
 
   update(body: HotKeysBody): void {
-    for (const {name, rows, table, empty} of this.lists) {
+    this.body = body;
+    for (const {name, rows, table, empty, all} of this.lists) {
       const keys = (body[name] ?? []).slice(0, MAX_ROWS);
       const most = Math.max(1, ...keys.map(({count}) => count));
-      rows.update(keys.map((hot) => ({...hot, most})));
+      const isExpanded = all.getAttribute('aria-expanded') === 'true';
+      const shown = isExpanded ? keys : keys.slice(0, MAX_FIRST_ROWS);
+      rows.update(shown.map((hot) => ({...hot, most})));
+      setText(all, isExpanded ? 'Show fewer' : `Show all ${keys.length}`);
+      show(all, keys.length > MAX_FIRST_ROWS);
       show(table, keys.length > 0);
       show(empty, keys.length === 0);
     }
