@@ -12,9 +12,9 @@ fn root() -> PathBuf {
 fn dashboard_works_in_chromium() {
     let node = root().join(".venv/bin/node");
     let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("dashboard/node_modules");
-    for (path, what) in [(&node, "Node.js"), (&packages.join("playwright-core"), "playwright-core")]
+    for (path, tool) in [(&node, "Node.js"), (&packages.join("playwright-core"), "playwright-core")]
     {
-        assert!(path.exists(), "{what} is missing ({}): run `make setup`", path.display());
+        assert!(path.exists(), "{tool} is missing ({}): run `make setup`", path.display());
     }
     let found = Command::new("chromium").arg("--version").output();
     assert!(found.is_ok_and(|output| output.status.success()), "no chromium: run `make setup`");
