@@ -45,7 +45,7 @@ fn request_of_several_policies_is_counted_once() {
 }
 
 #[test]
-fn hot_keys_tell_shadow_denials_apart_and_count_what_passed() {
+fn hot_keys_distinguish_shadow_denials_and_count_requests_that_passed() {
     let service = Service::start(POLICIES);
     for _ in 0..5 {
         acquire(&service, &api("ann"));
