@@ -318,7 +318,9 @@ describe('dashboard', {concurrency: true}, () => {
   });
 
   test('token is asked for, kept in the tab, and forgotten', options, async () => {
-    const guarded = await new Tidegate(`auth: {admin_token: open-sesame}\n${POLICIES}`).start();
+    const hashed = '{name: per-key, key: [header.x-api-key], limit: 2, window: 1h}';
+    const config = `auth: {admin_token: open-sesame}\n${POLICIES}  - ${hashed}\n`;
+    const guarded = await new Tidegate(config).start();
     try {
       const page = await open(browser, guarded.url);
       await page.getByRole('heading', {name: 'Log in'}).waitFor();
@@ -334,6 +336,24 @@ describe('dashboard', {concurrency: true}, () => {
       await page.locator('#connection-text', {hasText: /^live$/}).waitFor();
       await page.reload();
       await byPolicy(page, 'per-user').waitFor();
+      // A credential is shown as a hash, by which it is looked up and reset.
+      const query = {policy: 'per-key', key: 'credential'};
+      while ((await guarded.post('/v1/acquire', query)).status === 200);
+      await page.locator('section.denied').getByRole('button', {name: /sha256:/}).click();
+      await page.getByText(/^“sha256:[0-9a-f]{16}” is denied by per-key\./).waitFor();
+      await page.getByRole('button', {name: 'Reset in per-key'}).click();
+      await page.getByRole('button', {name: 'Reset', exact: true}).click();
+      await page.getByText(/^Reset in per-key\..*is not denied/).waitFor();
+      assert.equal((await guarded.post('/v1/acquire', query)).status, 200);
+      assert.equal((await guarded.post('/v1/acquire', query)).status, 200);
+      // So is one that is typed.
+      await page.fill('#lookup-key', 'credential');
+      await page.keyboard.press('Enter');
+      await page.getByText('“credential” is denied by per-key.').waitFor();
+      await page.getByRole('button', {name: 'Reset in per-key'}).click();
+      await page.getByRole('button', {name: 'Reset', exact: true}).click();
+      await page.getByText(/^Reset in per-key\. “credential” is not denied/).waitFor();
+      assert.ok(!(await page.textContent('#hot-keys')).includes('credential'));
       const kept = await page.evaluate(() => JSON.stringify([localStorage, document.cookie]));
       assert.ok(!kept.includes('sesame'), kept);
       await page.getByRole('button', {name: 'Log out'}).click();
