@@ -328,7 +328,7 @@ mod tests {
         apply(&mut view, "sample", &sample(3_000, 2.0));
         let mean = view.mean(2);
         assert_eq!((mean.allowed, mean.policies["a"]), (1.5, [1.5, 1.0, 0.0]));
-        assert_eq!(view.mean(100).allowed, 4.0);
+        assert_eq!((view.mean(100).allowed, view.mean(0).allowed), (4.0, 2.0));
         assert_eq!((view.now_ms(), view.uptime_ms()), (3_000, 2_000));
         assert_eq!(view.trend(80), [9.0, 1.0, 2.0]);
         assert_eq!(view.trend(2), [9.0, 1.5]);

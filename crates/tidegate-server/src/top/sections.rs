@@ -82,7 +82,7 @@ fn name_columns<'a>(
     columns: usize,
     others: usize,
 ) -> usize {
-    let longest = names.map(text::width).max().unwrap_or(0).max(text::width(heading));
+    let longest = names.map(text::printable_width).max().unwrap_or(0).max(text::width(heading));
     longest.min(MAX_NAME_COLUMNS).min(columns.saturating_sub(others)).max(8)
 }
 

@@ -34,6 +34,13 @@ pub(super) fn width(text: &str) -> usize {
     text.chars().map(|character| character.width().unwrap_or(0)).sum()
 }
 
+/// Returns the number of columns of a text after [`push_printable`].
+pub(super) fn printable_width(text: &str) -> usize {
+    let mut printable = String::with_capacity(text.len());
+    push_printable(&mut printable, text);
+    width(&printable)
+}
+
 /// Cuts a printable text to this number of columns, with an ellipsis in place of the rest.
 pub(super) fn cut(text: &str, columns: usize) -> String {
     if width(text) <= columns {

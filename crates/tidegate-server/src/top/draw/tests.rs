@@ -72,7 +72,7 @@ fn everything_fits_on_a_terminal_of_80_by_24() {
         "requests  750 allowed/s  56 denied/s  0 shadow/s  0 errors/s",
         "latency   p50 0.2 ms  p99 1.3 ms  p90 0.5 ms  store p50 0.2 ms  store p99 1.1 ms",
         "sources   store 75 %  deny-cache 25 %",
-        "trend     ▁▂▃▄▅▆▇█",
+        "trend     ▂▃▄▅▆▇██",
         "",
         "policies                  allowed/s  denied/s  shadow/s",
         "per-user                       1178        56         0",
@@ -85,8 +85,8 @@ fn everything_fits_on_a_terminal_of_80_by_24() {
     let text = lines.join("\n");
     for part in [
         "\nallowed keys         requests  policy\n\\u{1b}]0;owned\\u{7}         9  per-user\n",
-        "\nnodes\n10.0.0.1:6379         connected  p50 0.2 ms  p99 1.0 ms  2 in flight\n",
-        "\n10.0.0.2:6379         DISCONNECTED, circuit open  0 in flight  refused\n",
+        "\nnodes\n10.0.0.1:6379  connected  p50 0.2 ms  p99 1.0 ms  2 in flight\n",
+        "\n10.0.0.2:6379  DISCONNECTED, circuit open  0 in flight  refused\n",
         "\nq quit",
     ] {
         assert!(text.contains(part), "{part:?} in\n{text}");
@@ -103,9 +103,9 @@ fn a_small_terminal_has_what_matters_most() {
         "latency   p50 0.2 ms  p99 1.3 ms",
         "policies   allowed/s  denied/s  shadow/s",
         "per-user        1178        56         0",
+        "a-policy-…       3.5         0       2.0",
         "denied keys  requests  policy",
         "user-0         12,345  per-user",
-        "user-1         12,344  per-user",
         "q quit",
     ];
     assert_eq!(lines, expected);
