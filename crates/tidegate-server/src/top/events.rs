@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn event_without_end_is_an_error() {
+    fn event_that_never_ends_is_an_error() {
         let mut reader = EventReader::default();
         let part = vec![b'x'; 1 << 20];
         let error = (0..64).find_map(|_| reader.push(&part).err());

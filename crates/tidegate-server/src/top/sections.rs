@@ -183,7 +183,7 @@ fn upstreams(upstreams: &[Upstream], columns: usize) -> Section {
     Section { rows: rows.collect(), heading: Line::labelled(heading), priority: 5 }
 }
 
-/// Returns what each policy says of a key: those that deny it first.
+/// Returns the state of a key in each policy: those that deny it first.
 pub(super) fn looked_up(lookup: &Lookup, columns: usize) -> Vec<Line> {
     let mut results: Vec<&LookupResult> = lookup.results.iter().collect();
     let order = |result: &LookupResult| match (&result.error, result.allowed) {
