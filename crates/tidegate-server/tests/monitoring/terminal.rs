@@ -77,7 +77,9 @@ impl Terminal {
         let output = self.output();
         let Some((frames, _)) = output.rsplit_once("\x1b[J") else { return Vec::new() };
         let frame = frames.rsplit("\x1b[H").next().unwrap_or_default();
-        without_escapes(frame).split("\r\n").map(str::to_owned).collect()
+        // The terminal has added a carriage return to each line break.
+        let lines = without_escapes(frame);
+        lines.split('\n').map(|line| line.trim_end_matches('\r').to_owned()).collect()
     }
 
     /// Waits until the screen fulfils a condition, and returns its lines.
@@ -114,7 +116,7 @@ impl Terminal {
     /// Asserts that the output has no control character except our own escapes.
     pub(crate) fn assert_harmless(&self) {
         let output = self.output().replace(ENTER, "").replace(LEAVE, "");
-        let left = without_escapes(&output).replace("\r\n", "");
+        let left = without_escapes(&output).replace(['\r', '\n'], "");
         let hostile: Vec<char> = left.chars().filter(|c| c.is_control()).collect();
         assert!(hostile.is_empty(), "{hostile:?} in {left:?}");
     }

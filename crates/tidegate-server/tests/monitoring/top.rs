@@ -1,3 +1,4 @@
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Command, Output, Stdio};
 
 use serde_json::{Value, json};
@@ -29,14 +30,18 @@ fn url(service: &Service) -> String {
     format!("http://{}", service.admin)
 }
 
+/// Key with characters that a terminal obeys: it would write from right to left. Keys with control
+/// characters are rejected by the service itself.
+const HOSTILE_KEY: &str = "ann\u{202e}\u{200b}e\u{301}";
+const HARMLESS_KEY: &str = r"ann\u{202e}\u{200b}e\u{301}";
+
 /// Returns a service on a real Redis under load, with a key that tries to control terminals.
 fn busy_service() -> (Redis, Service, [Load; 2]) {
     let redis = Redis::start();
     let store = format!("store: {{redis: '{}', timeout: 5s}}\n", redis.url());
     let service = Service::start(&format!("{store}{POLICIES}"));
-    let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}x\r\ny";
     for _ in 0..300 {
-        service.acquire(&json!({"policy": "per-user", "key": hostile}));
+        service.acquire(&json!({"policy": "per-user", "key": HOSTILE_KEY}));
     }
     let loads =
         [Load::start(&service.http, "per-user", 50, 3), Load::start(&service.http, "trial", 50, 3)];
@@ -70,7 +75,7 @@ fn terminal_shows_the_service_and_looks_a_key_up() {
     {
         assert!(screen.contains(part), "{part:?} in\n{screen}");
     }
-    assert!(screen.contains(r"\u{1b}]0;owned\u{7}"), "the hostile key\n{screen}");
+    assert!(screen.contains(HARMLESS_KEY), "the hostile key\n{screen}");
 
     terminal.press("/user1");
     terminal.wait_for("the prompt shows the key", |screen| screen.contains("key: user1_"));
@@ -148,12 +153,12 @@ fn pipe_gets_plain_text_and_json() {
     assert!(object["rates"]["denied"].as_f64() > Some(0.0), "{object}");
     assert!(object["rates"]["policies"]["trial"][2].as_f64() > Some(0.0), "{object}");
     let keys = object["hot_keys"]["denied"].as_array().expect("keys");
-    assert!(keys.iter().any(|key| key["key"].as_str().is_some_and(|key| key.contains('\u{9b}'))));
+    assert!(keys.iter().any(|key| key["key"] == HOSTILE_KEY), "{object}");
+    assert!(!printed.contains('\u{202e}'), "{printed}");
 }
 
 #[test]
 fn pipe_gets_a_block_per_interval_until_it_is_closed() {
-    use std::io::{BufRead as _, BufReader};
     let service = Service::start(POLICIES);
     let mut process = command(&["--admin", &url(&service), "--interval", "100ms"])
         .stdout(Stdio::piped())
@@ -201,22 +206,64 @@ fn errors_say_what_would_be_right() {
     assert!(with_variable.expect("the binary runs").status.success());
 }
 
-#[test]
-fn hostile_answers_do_not_reach_the_terminal() {
-    // A server that is not Tidegate, with escapes in its error.
+/// Starts a server that sends this response to each connection, and returns its URL.
+fn hostile_server(response: String) -> String {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let address = listener.local_addr().expect("bound").to_string();
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
     std::thread::spawn(move || {
-        use std::io::{Read as _, Write as _};
-        for mut stream in listener.incoming().flatten().take(1) {
+        for mut stream in listener.incoming().flatten().take(4) {
             let _ = stream.read(&mut [0; 4096]);
-            let body = r#"{"detail":"\u001b[2Jno\u009b31m"}"#;
-            let head = "HTTP/1.1 500 Oops\r\ncontent-type: application/json\r\n";
-            let _ = write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len());
+            let _ = stream.write_all(response.as_bytes());
+            // Keeps the stream of events open until the client closes it.
+            let _ = stream.read(&mut [0; 4096]);
         }
     });
-    let output = top(&["--admin", &format!("http://{address}")]);
+    url
+}
+
+#[test]
+fn hostile_errors_do_not_reach_the_terminal() {
+    let body = r#"{"detail":"\u001b[2Jno\u009b31m"}"#;
+    let head = "HTTP/1.1 500 Oops\r\ncontent-type: application/json\r\n";
+    let url = hostile_server(format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
+    let output = top(&["--admin", &url]);
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2));
     assert!(error.contains(r"HTTP 500 Internal Server Error: \u{1b}[2Jno\u{9b}31m"), "{error:?}");
+}
+
+#[test]
+fn hostile_data_does_not_reach_the_terminal() {
+    let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}x\r\ny";
+    let keys = json!([{"policy": hostile, "key": hostile, "count": 7}]);
+    let events = [
+        (
+            "history",
+            json!({"samples": [{"at_ms": 1_000, "allowed": 1.0, "denied": 1.0,
+            "policies": {hostile: [1.0, 1.0, 1.0]}, "sources": {hostile: 1.0}}]}),
+        ),
+        (
+            "status",
+            json!({"version": hostile, "store": {"kind": hostile, "up": false,
+            "nodes": [{"address": hostile, "circuit": hostile, "last_error": hostile}]},
+            "reload": {"ok": false, "error": {"message": hostile, "file": hostile}},
+            "upstreams": [{"url": hostile}]}),
+        ),
+        ("hot-keys", json!({"allowed": keys, "denied": keys, "shadow_denied": keys})),
+    ];
+    let events: String =
+        events.iter().map(|(name, data)| format!("event: {name}\ndata: {data}\n\n")).collect();
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let url = hostile_server(format!("{head}{events}"));
+    let harmless = r"\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}x\r\ny";
+    let printed = text(&top(&["--admin", &url, "--once"]).stdout);
+    assert!(!printed.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
+    assert!(printed.matches(harmless).count() > 10, "{printed}");
+    let printed = text(&top(&["--admin", &url, "--once", "--json"]).stdout);
+    assert!(!printed.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
+    let mut terminal = Terminal::start(200, 50, &["--admin", &url]);
+    terminal.wait_for("the data is shown", |screen| screen.contains(harmless));
+    terminal.press("q");
+    assert!(terminal.wait_for_exit().success());
+    terminal.assert_harmless();
 }
