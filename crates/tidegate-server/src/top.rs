@@ -258,11 +258,12 @@ impl Session {
 
     fn press(&mut self, key: Key) {
         match (&mut self.mode, key) {
-            (Mode::Prompt(text), Key::Character(character)) => {
-                if text.chars().count() < MAX_KEY_CHARS {
-                    text.push(character);
-                }
+            (Mode::Prompt(text), Key::Character(character))
+                if text.chars().count() < MAX_KEY_CHARS =>
+            {
+                text.push(character);
             }
+            (Mode::Prompt(_), Key::Character(_)) => {}
             (Mode::Prompt(text), Key::Backspace) => {
                 text.pop();
             }

@@ -45,7 +45,7 @@ pub(super) struct TopCommand {
     )]
     admin: String,
 
-    /// File with the token of the admin listener [default: the variable TIDEGATE_ADMIN_TOKEN]
+    /// File with the token of the admin listener [default: the variable `TIDEGATE_ADMIN_TOKEN`]
     #[arg(long, value_name = "FILE", env = "TIDEGATE_ADMIN_TOKEN_FILE")]
     token_file: Option<PathBuf>,
 

@@ -1,5 +1,7 @@
 //! Lines of the view, for a terminal of any size and for a pipe.
 
+use std::fmt::Write as _;
+
 use clap::builder::styling::Style;
 
 use super::data::{Percentiles, Sample, View};
@@ -122,14 +124,16 @@ fn reload(view: &View, columns: usize) -> Line {
     if reload.ok == Some(false) {
         let mut message = "RELOAD FAILED".to_owned();
         if let Some(at_ms) = reload.at_ms {
-            message.push_str(&format!(" {} ago", ago(at_ms)));
+            let _ = write!(message, " {} ago", ago(at_ms));
         }
         if let Some(error) = &reload.error {
             message.push_str(": ");
-            let place = [error.line, error.column].into_iter().flatten();
-            let place = place.map(|number| format!(":{number}")).collect::<String>();
             if let Some(file) = &error.file {
-                message.push_str(&format!("{file}{place}: "));
+                message.push_str(file);
+                for number in [error.line, error.column].into_iter().flatten() {
+                    let _ = write!(message, ":{number}");
+                }
+                message.push_str(": ");
             }
             message.push_str(&error.message);
         }
@@ -165,10 +169,10 @@ fn latency(mean: &Sample, columns: usize) -> Line {
     Line::labelled("latency ").items(&items, columns)
 }
 
-/// Returns the percentiles by their importance.
+/// Returns the percentiles that are known.
 fn percentiles(prefix: &str, latency: Option<Percentiles>) -> Vec<(Style, String)> {
     let Some(latency) = latency else { return vec![(DIM, "no decisions".to_owned())] };
-    let named = [("p50", latency.p50), ("p99", latency.p99), ("p90", latency.p90)];
+    let named = [("p50", latency.p50), ("p99", latency.p99)];
     let known = named.into_iter().filter_map(|(name, value)| Some((name, value?)));
     known.map(|(name, value)| (PLAIN, format!("{prefix}{name} {}", text::latency(value)))).collect()
 }

@@ -1,5 +1,7 @@
 //! [`Line`]: a line of the view, in styled parts.
 
+use std::fmt::Write as _;
+
 use clap::builder::styling::Style;
 
 use super::text;
@@ -71,7 +73,7 @@ impl Line {
             if *style == PLAIN || !has_colours {
                 output.push_str(part);
             } else {
-                output.push_str(&format!("{style}{part}{style:#}"));
+                let _ = write!(output, "{style}{part}{style:#}");
             }
         }
     }

@@ -35,7 +35,7 @@ pub(super) fn fitted(view: &View, mean: &Sample, columns: usize, lines: usize) -
     // A section needs its heading and one row.
     let shown = lines / 2;
     sections.retain(|section| section.priority < shown);
-    // If some are absent, those after them move up.
+    // The rest of the lines is shared: each section gets one more row in turn.
     let mut rows = vec![0; sections.len()];
     let mut left = lines.saturating_sub(sections.len());
     let mut has_grown = true;

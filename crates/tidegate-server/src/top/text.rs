@@ -1,5 +1,7 @@
 //! Texts of the view: hostile characters, widths, numbers and durations.
 
+use std::fmt::Write as _;
+
 use unicode_width::UnicodeWidthChar as _;
 
 /// Appends a text with its control characters, and all others that a terminal does not print,
@@ -23,7 +25,7 @@ pub(super) fn printable_json(json: &str) -> String {
             continue;
         }
         for unit in character.encode_utf16(&mut [0; 2]) {
-            output.push_str(&format!("\\u{unit:04x}"));
+            let _ = write!(output, "\\u{unit:04x}");
         }
     }
     output

@@ -18,7 +18,7 @@ pub(crate) const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
 
 pub(crate) struct Terminal {
     keyboard: File,
-    terminal: OwnedFd,
+    device: OwnedFd,
     output: Arc<Mutex<Vec<u8>>>,
     process: Child,
     /// Settings before the start.
@@ -31,10 +31,10 @@ impl Terminal {
         grantpt(&master).expect("ours");
         unlockpt(&master).expect("ours");
         let name = ptsname(&master, Vec::new()).expect("a name");
-        let terminal = open(name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).expect("opened");
-        resize(&terminal, columns, rows);
-        let modes = tcgetattr(&terminal).expect("a terminal").local_modes;
-        let stream = || terminal.try_clone().expect("a descriptor");
+        let device = open(name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).expect("opened");
+        resize(&device, columns, rows);
+        let modes = tcgetattr(&device).expect("a terminal").local_modes;
+        let stream = || device.try_clone().expect("a descriptor");
         // Only the terminal of a session sends signals for Ctrl-C.
         let process = Command::new("setsid")
             .args(["--ctty", env!("CARGO_BIN_EXE_tidegate"), "top"])
@@ -56,11 +56,11 @@ impl Terminal {
                 collected.lock().expect("no panic").extend_from_slice(&buffer[..length]);
             }
         });
-        Self { keyboard, terminal, output, process, modes }
+        Self { keyboard, device, output, process, modes }
     }
 
     pub(crate) fn resize(&self, columns: u16, rows: u16) {
-        resize(&self.terminal, columns, rows);
+        resize(&self.device, columns, rows);
     }
 
     pub(crate) fn press(&mut self, keys: &str) {
@@ -105,7 +105,7 @@ impl Terminal {
             assert!(Instant::now() < deadline, "no exit\n{}", self.output());
             std::thread::sleep(std::time::Duration::from_millis(20));
         };
-        assert_eq!(tcgetattr(&self.terminal).expect("a terminal").local_modes, self.modes);
+        assert_eq!(tcgetattr(&self.device).expect("a terminal").local_modes, self.modes);
         while !self.output().ends_with(LEAVE) {
             assert!(Instant::now() < deadline, "{:?}", self.output());
             std::thread::sleep(std::time::Duration::from_millis(20));
@@ -142,7 +142,7 @@ fn without_escapes(text: &str) -> String {
         let rest = part.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';');
         match rest.strip_prefix(['m', 'H', 'J', 'K']) {
             Some(rest) => output.push_str(rest),
-            None => output.push_str(&format!("\x1b[{part}")),
+            None => output.extend(["\x1b[", part]),
         }
     }
     output

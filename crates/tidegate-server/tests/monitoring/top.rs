@@ -251,8 +251,9 @@ fn hostile_data_does_not_reach_the_terminal() {
         ),
         ("hot-keys", json!({"allowed": keys, "denied": keys, "shadow_denied": keys})),
     ];
-    let events: String =
+    let events: Vec<String> =
         events.iter().map(|(name, data)| format!("event: {name}\ndata: {data}\n\n")).collect();
+    let events = events.concat();
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
     let url = hostile_server(format!("{head}{events}"));
     let harmless = r"\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}31m\u{202e}x\r\ny";

@@ -70,7 +70,7 @@ fn everything_fits_on_a_terminal_of_80_by_24() {
         "store     redis up  fallback off  0 units to settle  2 instances",
         "config    tidegate.yaml  loaded 6s ago",
         "requests  750 allowed/s  56 denied/s  0 shadow/s  0 errors/s",
-        "latency   p50 0.2 ms  p99 1.3 ms  p90 0.5 ms  store p50 0.2 ms  store p99 1.1 ms",
+        "latency   p50 0.2 ms  p99 1.3 ms  store p50 0.2 ms  store p99 1.1 ms",
         "sources   store 75 %  deny-cache 25 %",
         "trend     ▂▃▄▅▆▇██",
         "",
