@@ -11,6 +11,9 @@ mod bench;
 mod config;
 mod doctor;
 mod gateway;
+mod generate;
+mod health;
+mod listen;
 mod plan;
 mod redis;
 mod serve;
@@ -33,6 +36,9 @@ enum Command {
     Config(config::ConfigCommand),
     Doctor(doctor::DoctorCommand),
     Plan(plan::PlanCommand),
+    Health(health::HealthCommand),
+    Completions(generate::CompletionsCommand),
+    Man(generate::ManCommand),
     // Boxed, because they have many flags.
     Simulate(Box<simulate::SimulateCommand>),
     Bench(Box<bench::BenchCommand>),
@@ -47,6 +53,9 @@ impl Arguments {
             Command::Config(config) => config.run(),
             Command::Doctor(doctor) => doctor.run(),
             Command::Plan(plan) => plan.run(),
+            Command::Health(health) => health.run(),
+            Command::Completions(completions) => completions.run(),
+            Command::Man(man) => man.run(),
             Command::Simulate(simulate) => simulate.run(),
             Command::Bench(bench) => bench.run(),
         }

@@ -41,6 +41,7 @@ pub(crate) mod redaction;
 #[doc(hidden)]
 pub mod schema;
 mod syntax;
+mod variables;
 
 pub use document::ConfigError;
 

@@ -68,7 +68,7 @@ fn failure(config: &str) -> String {
 #[test]
 fn curl_reaches_the_service_and_the_files_are_removed() {
     let sockets = Sockets::new();
-    let mut service = Service::start(&format!("{}{POLICY}", sockets.listen()));
+    let mut service = Service::start_on_terminal(&format!("{}{POLICY}", sockets.listen()));
     assert_eq!(service.http, sockets.address("http"));
     service.wait_until("the example is printed", |service| service.output().contains("Try it:"));
     let output = service.output();

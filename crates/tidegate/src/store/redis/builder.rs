@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use redis::{ConnectionAddr, IntoConnectionInfo};
+use tokio::runtime::Handle;
 
 use super::endpoint::{Address, ConnectionOptions};
 use super::heartbeat::CachedInstances;
@@ -218,6 +219,7 @@ impl Builder {
                 group_commit: self.group_commit,
                 cross_slot: self.cross_slot,
                 instances: CachedInstances::default(),
+                runtime: Handle::current(),
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
             }),
