@@ -126,8 +126,10 @@ fn examples_run_in_a_new_project() {
     assert_eq!(programs.len(), count, "every example is tested");
 
     let mut dependencies = readme_dependencies();
-    let with_all = ["config", "redis", "testing", "tower"].map(|name| format!("{name:?}")).join(", ");
-    let features = dependencies.split("features = [").nth(1).and_then(|rest| rest.split(']').next());
+    let with_all =
+        ["config", "redis", "testing", "tower"].map(|name| format!("{name:?}")).join(", ");
+    let features =
+        dependencies.split("features = [").nth(1).and_then(|rest| rest.split(']').next());
     let features = features.expect("the features of the library").to_owned();
     dependencies = dependencies.replacen(&features, &with_all, 1);
     // Those of the servers.
@@ -147,5 +149,8 @@ fn examples_run_in_a_new_project() {
     // Without Redis, the example with a fallback decides locally.
     let down = [("REDIS_URL", "redis://127.0.0.1:1")];
     let output = run(&project, "redis_fallback", &down);
-    assert!(output.contains("decided by local") && output.contains("falling back: true"), "{output}");
+    assert!(
+        output.contains("decided by local") && output.contains("falling back: true"),
+        "{output}"
+    );
 }

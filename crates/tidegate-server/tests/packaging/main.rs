@@ -1,0 +1,90 @@
+//! Files of `deploy/` and the metadata of packages, judged by the tools that read them: helm,
+//! hadolint, systemd-analyze, cargo-deb, and the schemas of Kubernetes and Compose.
+//!
+//! No container engine and no cluster is needed, so no image is built here.
+
+/// Compose file and Dockerfile.
+mod compose;
+/// Manifests of Kubernetes and the chart.
+mod kubernetes;
+/// Unit of systemd, Debian package, archives of releases.
+mod packages;
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn root() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn read(file: &str) -> String {
+    let path = root().join(file);
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Runs a tool that `make setup` installs, in the folder of the repository.
+fn run<A: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item = A>) -> Output {
+    let own = root().join(".venv/bin").join(tool);
+    let program = if own.exists() { own } else { PathBuf::from(tool) };
+    Command::new(program)
+        .args(arguments)
+        .current_dir(root())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap_or_else(|error| panic!("{tool} cannot be started ({error}): run `make setup`"))
+}
+
+/// Runs a tool, which must succeed, and returns its output.
+fn succeed<A: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item = A>) -> String {
+    let output = run(tool, arguments);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{tool}: {text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+/// Checks a configuration with the real binary.
+fn check_config(name: &str, config: &str, variables: &[(&str, &str)]) {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let token = folder.path().join("admin-token.txt");
+    std::fs::write(&token, "token\n").expect("written");
+    let config = config.replace("/run/secrets/tidegate/admin-token", &token.display().to_string());
+    let file = folder.path().join("tidegate.yaml");
+    std::fs::write(&file, &config).expect("written");
+    let output = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+        .args(["config", "check"])
+        .arg(&file)
+        .env_clear()
+        .envs(variables.iter().copied())
+        .output()
+        .expect("the binary runs");
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{name}: {message}\n{config}");
+}
+
+/// Returns the files in a folder of the repository and below it, with this extension.
+fn files_in(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            files_in(&path, extension, found);
+        } else if path.extension().is_some_and(|found| found == extension) {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn yaml_files_have_no_errors() {
+    let mut files = Vec::new();
+    files_in(&root().join("deploy"), "yaml", &mut files);
+    // Templates are not YAML until they are rendered.
+    files.retain(|file| !file.to_string_lossy().contains("/templates/"));
+    assert!(files.len() >= 15, "{files:?}");
+    let rules = "{extends: default, rules: {document-start: disable, line-length: {max: 120}, \
+                 braces: {max-spaces-inside: 0}, comments: disable, truthy: {check-keys: false}, \
+                 comments-indentation: disable}}";
+    let mut arguments = vec!["--strict".into(), "-d".into(), PathBuf::from(rules)];
+    arguments.extend(files);
+    succeed("yamllint", arguments);
+}
