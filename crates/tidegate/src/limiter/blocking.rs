@@ -36,6 +36,12 @@ pub trait BlockingStore: Store + Sized {
         charge: &Charge<'_>,
     ) -> Result<Decision, Error>;
 
+    /// Validates and decides an acquire. A store may compile it apart from the other actions.
+    #[doc(hidden)]
+    fn acquire_blocking(self: &Arc<Self>, charge: &Charge<'_>) -> Result<Decision, Error> {
+        self.decide_blocking(Action::Acquire, charge)
+    }
+
     /// Decides several charges that were validated.
     #[doc(hidden)]
     fn decide_all_blocking(
@@ -46,13 +52,16 @@ pub trait BlockingStore: Store + Sized {
 }
 
 impl BlockingStore for MemoryStore {
-    #[inline]
     fn decide_blocking(
         self: &Arc<Self>,
         action: Action,
         charge: &Charge<'_>,
     ) -> Result<Decision, Error> {
         self.decide_checked(action, charge, || Ok(charge.check(action)?))
+    }
+
+    fn acquire_blocking(self: &Arc<Self>, charge: &Charge<'_>) -> Result<Decision, Error> {
+        self.decide_checked(Action::Acquire, charge, || Ok(charge.check(Action::Acquire)?))
     }
 
     fn decide_all_blocking(
@@ -95,7 +104,7 @@ impl<S> Copy for Blocking<'_, S> {}
 impl<S: BlockingStore> Blocking<'_, S> {
     /// Decides a charge and, if it is allowed, takes its units; see [`Limiter::acquire`].
     pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Acquire, charge)
+        self.store.acquire_blocking(charge)
     }
 
     /// Decides several charges together, all or nothing; see [`Limiter::acquire_all`].

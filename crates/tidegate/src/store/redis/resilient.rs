@@ -17,8 +17,8 @@ impl RedisStore {
     /// Returns a store for production: Redis at this URL, with a [`DenyCache`] and a [`Fallback`],
     /// both with their defaults.
     ///
-    /// * If Redis is down at the start, the store connects as soon as it is up. Until then, and
-    ///   during any later outage, the failure policy of each charge decides: by default this
+    /// * If Redis is down at the start, this waits for it, two seconds at most, and the store
+    ///   connects as soon as it is up. Until then, and during any later outage, the failure policy of each charge decides: by default this
     ///   process's share of the limit.
     /// * A denied client that keeps retrying is answered without a call.
     ///
