@@ -121,15 +121,24 @@ impl<C: Clock + 'static> Store for WindowStore<C> {
         let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
         let name = |charge: &Charge<'_>| (charge.policy().to_owned(), charge.key().to_owned());
         let read = |windows: &HashMap<_, Window>, charge: &Charge<'_>| {
-            windows.get(&name(charge)).copied().unwrap_or_default().at(charge.quota(), now)
+            windows.get(&name(charge)).copied().unwrap_or_default()
         };
-        let all_fit = charges.iter().all(|charge| read(&windows, charge).fits(action, charge));
+        let all_fit = charges
+            .iter()
+            .all(|charge| read(&windows, charge).at(charge.quota(), now).fits(action, charge));
         let decide = |charge: &Charge<'_>| {
-            let mut window = read(&windows, charge);
+            let stored = read(&windows, charge);
+            let current = stored.at(charge.quota(), now);
+            let mut window = current;
             let decision = window.apply(action, charge, now, all_fit);
-            if action != Action::Peek && window.count == 0 {
+            // A call that takes nothing writes nothing: another quota with a longer window may
+            // still need the count.
+            let is_written = action == Action::Reset
+                || (action != Action::Peek
+                    && (window.count != current.count || stored.start > now));
+            if is_written && window.count == 0 {
                 windows.remove(&name(charge));
-            } else if action != Action::Peek {
+            } else if is_written {
                 windows.insert(name(charge), window);
             }
             decision

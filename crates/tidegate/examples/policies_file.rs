@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 
-use tidegate::{Limiter, MemoryStore, Policies, PolicyLimiter, Query};
+use tidegate::{Limiter, MemoryStore, Policies, PolicyDecision, PolicyLimiter, Query};
 
 const POLICIES: &str = "
 policies:
@@ -37,7 +37,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let request = BTreeMap::from(request.map(|(name, value)| (name.into(), value.into())));
     for attempt in 1..=4 {
         let decisions = limiter.acquire(Query::attributes(&request)).await?;
-        let binding = decisions.binding().map(|entry| entry.policy());
+        let binding = decisions.binding().map(PolicyDecision::policy);
         println!("attempt {attempt}: allowed {}, by {binding:?}", decisions.is_allowed());
     }
     Ok(())

@@ -20,7 +20,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // A deny cache and a fallback around Redis. It also starts while Redis is down.
     let limiter = Limiter::new(RedisStore::resilient(&url).await?);
     let quota = Quota::sliding_log(100, Duration::from_secs(60))?;
-    // What to do while Redis is down: `Local` (the default), `Allow`, `Deny` or `Error`.
+    // The policy while Redis is down: `Local` (the default), `Allow`, `Deny` or `Error`.
     let charge = Charge::new("user123", &quota).with_on_store_failure(OnStoreFailure::Local);
 
     for request in 1..=requests {
