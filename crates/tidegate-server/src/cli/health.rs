@@ -37,7 +37,7 @@ Examples:
 Certificates are not verified: the request has no secret, and only its status is used.")]
 pub(super) struct HealthCommand {
     /// Admin listener: http://HOST:PORT, https://HOST:PORT or unix:PATH. By default the one of
-    /// --listen-admin or --config, and otherwise http://127.0.0.1:8082
+    /// --listen-admin or --config, and otherwise 127.0.0.1:8082
     #[arg(long, value_name = "URL", env = "TIDEGATE_ADMIN")]
     admin: Option<String>,
 

@@ -24,7 +24,8 @@ pub(super) struct ListenFlags {
 #[derive(Debug, Args)]
 pub(super) struct AdminFlag {
     /// Address of metrics and health, overrides the file; 127.0.0.1:8082 by default. Other than
-    /// loopback only with a token, in TIDEGATE_ADMIN_TOKEN, TIDEGATE_ADMIN_TOKEN_FILE or the file
+    /// loopback only with a token: in the file, or in the variable `TIDEGATE_ADMIN_TOKEN` or
+    /// `TIDEGATE_ADMIN_TOKEN_FILE`
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_LISTEN_ADMIN")]
     listen_admin: Option<ListenAddress>,
 }

@@ -52,7 +52,7 @@ fn second_signal_ends_the_delay() {
     }
 }
 
-/// HAProxy in front of two instances. It repeats no request.
+/// Load balancer in front of two instances. It repeats no request.
 struct Balancer {
     process: Child,
     port: u16,
