@@ -92,7 +92,7 @@ fn readme_dependencies() -> String {
     let block = blocks("toml").into_iter().find(|block| block.contains("[dependencies]"));
     let block = block.expect("the README has a block with dependencies");
     assert!(block.contains(SOURCE), "{block}");
-    block.replace(SOURCE, &format!("path = {:?}", library()))
+    block.replace(SOURCE, &format!("path = '{}'", library().display()))
 }
 
 #[test]
