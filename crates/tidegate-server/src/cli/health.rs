@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use rustls::pki_types::ServerName;
 
 use self::any_certificate::AnyCertificate;
+use super::style;
 use crate::config::{Config, ListenAddress};
 use tidegate::internals::duration;
 
@@ -86,13 +87,21 @@ enum TargetAddress {
 
 impl HealthCommand {
     pub(super) fn run(&self) -> anyhow::Result<ExitCode> {
-        let target = self.target()?;
+        let targets = self.targets()?;
         let path = match self.require {
             None => "/readyz",
             Some(Requirement::Store) => "/readyz?require=store",
             Some(Requirement::Upstreams) => "/readyz?require=upstreams",
         };
-        match target.status_of(path, Instant::now() + self.timeout) {
+        let deadline = Instant::now() + self.timeout;
+        let mut status = Err(anyhow::anyhow!("no address"));
+        for target in targets {
+            status = target.status_of(path, deadline);
+            if status.is_ok() {
+                break;
+            }
+        }
+        match status {
             Ok((200, _)) => {
                 anstream::println!("ready");
                 Ok(ExitCode::SUCCESS)
@@ -108,16 +117,26 @@ impl HealthCommand {
         }
     }
 
-    fn target(&self) -> anyhow::Result<Target> {
+    /// Returns the addresses to try, one after another.
+    fn targets(&self) -> anyhow::Result<Vec<Target>> {
         if let Some(url) = &self.admin {
-            return Target::parse(url);
+            return Ok(vec![Target::parse(url)?]);
         }
-        let config = self.config.as_deref().map(Config::load).transpose()?;
-        let tls = config
-            .as_ref()
-            .is_some_and(|config| config.tls.as_ref().is_some_and(|tls| tls.admin.is_some()));
+        let config = match self.config.as_deref().map(Config::load).transpose() {
+            Ok(config) => config,
+            Err(error) => {
+                // The instance keeps its configuration while the file is invalid, and is healthy.
+                let (style, reset) = (style::WARNING, style::RESET);
+                anstream::eprintln!("{style}warning:{reset} {}", error.line());
+                let address = self.listen_admin.clone();
+                let target = |tls| Target::of_listener(address.clone(), tls);
+                return Ok(vec![target(false), target(true)]);
+            }
+        };
+        let tls = config.as_ref().and_then(|config| config.tls.as_ref());
+        let tls = tls.is_some_and(|tls| tls.admin.is_some());
         let listens_on = self.listen_admin.clone().or(config.map(|config| config.listen.admin));
-        Ok(Target::of_listener(listens_on, tls))
+        Ok(vec![Target::of_listener(listens_on, tls)])
     }
 }
 

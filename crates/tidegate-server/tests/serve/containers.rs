@@ -282,6 +282,16 @@ fn health_reaches_a_listener_with_tls() {
     let url = format!("https://{}", service.admin);
     let output = tidegate(&["health", "--admin", &url], &[]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // The instance keeps its configuration while the file is invalid.
+    let invalid = service.folder().join("invalid.yaml");
+    fs::write(&invalid, "policies: 5\n").expect("written");
+    let variables = [
+        ("TIDEGATE_CONFIG", invalid.to_str().expect("UTF-8")),
+        ("TIDEGATE_LISTEN_ADMIN", &service.admin),
+    ];
+    let output = tidegate(&["health"], &variables);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && message.contains("warning: "), "{message}");
     let plain = format!("http://{}", service.admin);
     assert_eq!(tidegate(&["health", "--admin", &plain], &[]).status.code(), Some(1));
 }
