@@ -179,8 +179,8 @@ bench-criterion: ## Run Criterion: nanoseconds per decision in memory, for each 
 bench-gateway: ## Compare the gateway with and without a limit, and with nginx limit_req
 	bench/gateway.sh
 
-# A static binary. With musl (rustup target add x86_64-unknown-linux-musl, apt-get install
-# musl-tools): make release RELEASE_TARGET=x86_64-unknown-linux-musl
+# A static binary. For musl: rustup target add x86_64-unknown-linux-musl, apt-get install musl-tools,
+# CC_x86_64_unknown_linux_musl=musl-gcc make release RELEASE_TARGET=x86_64-unknown-linux-musl
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 RELEASE_TARGET = $(shell rustc -vV | sed -n 's/^host: //p')
 RELEASE_NAME = tidegate-$(VERSION)-$(RELEASE_TARGET)
