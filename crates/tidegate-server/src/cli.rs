@@ -11,6 +11,9 @@ mod bench;
 mod config;
 mod doctor;
 mod gateway;
+mod generate;
+mod health;
+mod listen;
 mod plan;
 mod redis;
 mod serve;
@@ -35,6 +38,9 @@ enum Command {
     Doctor(doctor::DoctorCommand),
     Plan(plan::PlanCommand),
     Top(top::TopCommand),
+    Health(health::HealthCommand),
+    Completions(generate::CompletionsCommand),
+    Man(generate::ManCommand),
     // Boxed, because they have many flags.
     Simulate(Box<simulate::SimulateCommand>),
     Bench(Box<bench::BenchCommand>),
@@ -50,6 +56,9 @@ impl Arguments {
             Command::Doctor(doctor) => doctor.run(),
             Command::Plan(plan) => plan.run(),
             Command::Top(top) => top.run(),
+            Command::Health(health) => health.run(),
+            Command::Completions(completions) => completions.run(),
+            Command::Man(man) => man.run(),
             Command::Simulate(simulate) => simulate.run(),
             Command::Bench(bench) => bench.run(),
         }

@@ -14,6 +14,7 @@ use tidegate::{Algorithm, ClientIp, Encoding, OnStoreFailure, Policies, Policy, 
 use crate::envoy::rules::{Limit, Rule, Rules};
 use crate::tls::{self, ListenerTls};
 
+mod auth;
 mod cors;
 mod gateway;
 mod listen;
@@ -115,11 +116,13 @@ impl Secret {
         let mut limited = opened.take(MAX_SECRET_BYTES + 1);
         limited.read_to_string(&mut text).map_err(unreadable)?;
         if text.len() as u64 > MAX_SECRET_BYTES {
-            return Err(format!("has more than {MAX_SECRET_BYTES} bytes: write only the password"));
+            return Err(format!("has more than {MAX_SECRET_BYTES} bytes: write only the secret"));
         }
         let text = text.strip_suffix('\n').unwrap_or(&text);
         match text.strip_suffix('\r').unwrap_or(text) {
-            "" => Err("is empty: write the password into it".to_owned()),
+            blank if blank.trim().is_empty() => {
+                Err("is empty: write the secret into it".to_owned())
+            }
             text => Ok(Self::new(text)),
         }
     }
@@ -167,9 +170,15 @@ impl Config {
         let text =
             std::fs::read_to_string(path).map_err(|error| ConfigError::from_io(&name, &error))?;
         let document = Document::new(&name, &text).with_redaction(&redaction::NAMES);
-        let raw: raw::RawConfig = document.parse()?;
-        let policies = Policies::from_raw(&document, &raw.attributes, &raw.paths, raw.policies)?;
-        Ok((policies, client_ip(&document, &raw.client_ip)?))
+        // Another machine may lack the variables of other sections, too.
+        let raw: raw::RawConfig = document.without_variables().parse()?;
+        let client_ip = client_ip(&document, &raw.client_ip)?;
+        let policies = if raw.policies.is_empty() {
+            Policies::from_raw(&document, &raw.attributes, &raw.paths, raw.policies)?
+        } else {
+            Policies::from_yaml(&name, &text)?
+        };
+        Ok((policies, client_ip))
     }
 
     /// Validates a text. Errors refer to it by `name`.
@@ -200,9 +209,9 @@ fn validate(
     document: &Document<'_>,
     raw: raw::RawConfig,
 ) -> Result<Config, ConfigError> {
-    let admin_token = token(document, raw.auth.admin_token)?;
-    let api_token = token(document, raw.auth.api_token)?;
-    let listen = listen::validate(document, &raw.listen, admin_token.is_some())?;
+    let mut token_files = Vec::new();
+    let tokens = auth::validate(document, folder, raw.auth, &mut token_files)?;
+    let listen = listen::validate(document, &raw.listen, tokens.admin.is_some())?;
     let lines: BTreeMap<String, u64> = raw.policies.iter().map(RawPolicy::line).collect();
     let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;
@@ -219,6 +228,7 @@ fn validate(
     files.extend(store_files);
     let gateway = gateway::validate(document, folder, &raw.gateway)?;
     files.extend(gateway.ca.clone());
+    files.extend(token_files);
     Ok(Config {
         listen,
         store,
@@ -231,29 +241,13 @@ fn validate(
         tls,
         x_ratelimit_headers: raw.headers.x_ratelimit.get(),
         partition_keys: raw.headers.partition_key.get(),
-        api_token,
-        admin_token,
+        api_token: tokens.api,
+        admin_token: tokens.admin,
         log_denials: raw.log_denials.map(|raw| LogDenials {
             ratio: raw.ratio.map_or(1.0, Ratio::get),
             max_per_second: raw.max_per_second.map_or(DEFAULT_DENIALS_PER_SECOND, Bounded::get),
         }),
     })
-}
-
-/// Validates a token. An empty one is an error, because it would disable authentication.
-fn token(
-    document: &Document<'_>,
-    raw: Option<Spanned<Option<String>>>,
-) -> Result<Option<Secret>, ConfigError> {
-    let Some(written) = raw else { return Ok(None) };
-    match written.value.as_deref().map(str::trim) {
-        None | Some("") => Err(document.error_at(
-            &written,
-            "this token is empty: write one (in quotes, if it starts with a special character), \
-             or remove the field",
-        )),
-        Some(_) => Ok(written.value.map(Secret::new)),
-    }
 }
 
 /// Returns the TLS settings of the listeners, and the files that they were loaded from.

@@ -61,17 +61,17 @@ pub(crate) struct Envoy {
 }
 
 impl Envoy {
-    /// Creates the service. Its health is `NOT_SERVING` once `stopped` turns true.
+    /// Creates the service. Its health is `NOT_SERVING` once `unready` turns true.
     pub(crate) async fn new(
         state: Arc<ServerState>,
-        mut stopped: watch::Receiver<bool>,
+        mut unready: watch::Receiver<bool>,
     ) -> anyhow::Result<Arc<Self>> {
         let (reporter, health) = tonic_health::server::health_reporter();
         for name in HEALTH_NAMES {
             reporter.set_service_status(name, ServingStatus::Serving).await;
         }
         tokio::spawn(async move {
-            let _ = stopped.wait_for(|stopped| *stopped).await;
+            let _ = unready.wait_for(|unready| *unready).await;
             for name in HEALTH_NAMES {
                 reporter.set_service_status(name, ServingStatus::NotServing).await;
             }

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal as _;
 
+use anyhow::Context as _;
 use clap::ValueEnum;
 use opentelemetry::trace::TracerProvider as _;
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -27,7 +28,12 @@ pub(crate) enum LogFormat {
 /// Starts logging and tracing. Must be called inside the Tokio runtime, which the trace exporter
 /// runs on.
 pub(crate) fn start(format: LogFormat) -> anyhow::Result<Traces> {
-    let filter = EnvFilter::try_from_env("TIDEGATE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = match std::env::var("TIDEGATE_LOG") {
+        Ok(text) if !text.trim().is_empty() => text.parse::<EnvFilter>().with_context(|| {
+            format!("TIDEGATE_LOG={text}: write a level, such as debug, or levels of modules")
+        })?,
+        _ => EnvFilter::new("info"),
+    };
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let lines = match format {
         LogFormat::Json => lines.json().with_filter(filter).boxed(),

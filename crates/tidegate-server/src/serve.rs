@@ -120,7 +120,7 @@ pub(crate) async fn serve(
         stopped.clone(),
         ListenerConfig { max_age, ..api_listener_config(&listen, state) },
     ));
-    let envoy = Envoy::new(Arc::clone(state), stopped.clone()).await?;
+    let envoy = Envoy::new(Arc::clone(state), service.unready.subscribe()).await?;
     let grpc_task = tokio::spawn(listener::serve(
         grpc_listener,
         move |_| envoy.service(),
@@ -214,6 +214,14 @@ impl Signals {
             interrupt: signal(SignalKind::interrupt())?,
         })
     }
+
+    /// Waits for the next signal to stop.
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
 }
 
 /// Parts that `serve` and `gateway` share: the state, the reload of its configuration, and the
@@ -221,6 +229,9 @@ impl Signals {
 struct Service {
     state: Arc<ServerState>,
     ready: Arc<AtomicBool>,
+    /// Turns true as soon as the instance is not ready, before the listeners stop.
+    unready: watch::Sender<bool>,
+    shutdown_delay: Duration,
     stop: watch::Sender<bool>,
     stopped: watch::Receiver<bool>,
     admin_address: ListenAddress,
@@ -282,16 +293,36 @@ impl Service {
                 ..api_listener_config(&listen, &state)
             },
         ));
-        Ok(Self { state, ready, stop, stopped, admin_address, admin_stop, admin })
+        let (unready, _) = watch::channel(false);
+        let shutdown_delay = listen.shutdown_delay;
+        Ok(Self {
+            state,
+            ready,
+            unready,
+            shutdown_delay,
+            stop,
+            stopped,
+            admin_address,
+            admin_stop,
+            admin,
+        })
     }
 
     /// Waits for a signal, then drains the listeners and shuts down.
     async fn run(self, mut signals: Signals, listeners: impl IntoIterator<Item = JoinHandle<()>>) {
-        tokio::select! {
-            _ = signals.terminate.recv() => {}
-            _ = signals.interrupt.recv() => {}
-        }
+        signals.next().await;
         self.ready.store(false, Ordering::Relaxed);
+        let _ = self.unready.send(true);
+        if !self.shutdown_delay.is_zero() {
+            tracing::info!(
+                delay = ?self.shutdown_delay,
+                "not ready, accepting requests until the shutdown delay ends"
+            );
+            tokio::select! {
+                () = tokio::time::sleep(self.shutdown_delay) => {}
+                () = signals.next() => tracing::info!("second signal, shutdown delay skipped"),
+            }
+        }
         tracing::info!("shutting down, draining in-flight requests");
         let _ = self.stop.send(true);
         for listener in listeners {

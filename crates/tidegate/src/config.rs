@@ -41,6 +41,7 @@ pub(crate) mod redaction;
 #[doc(hidden)]
 pub mod schema;
 mod syntax;
+mod variables;
 
 pub use document::ConfigError;
 
@@ -98,7 +99,8 @@ impl<'de> Deserialize<'de> for PolicySections {
 
 impl Policies {
     /// Loads the policies of a file, such as the configuration of `tidegate serve`. Sections other
-    /// than `policies`, which is required, `attributes` and `paths` are ignored.
+    /// than `policies`, which is required, `attributes` and `paths` are ignored. `${NAME}` in a value
+    /// stands for an environment variable, which must be set; `${NAME:-default}` has a default.
     ///
     /// ```no_run
     /// use tidegate::layer::RateLimitLayer;

@@ -50,7 +50,7 @@
 //! # Choosing a store
 //!
 //! * [`MemoryStore`] is for one process. It needs no runtime: [`Limiter::blocking`] has the same
-//!   calls without `async`.
+//!   calls without `async`, which also work on Redis.
 //! * `RedisStore` (feature `redis`) is for a fleet: all processes on one Redis, cluster or
 //!   sentinel-monitored primary share the counts, by atomic Lua scripts.
 //! * Your own [`Store`], checked by the conformance suite of the module `testing` (feature
@@ -64,6 +64,9 @@
 //! use tidegate::{DenyCache, Fallback, Limiter, RedisStore};
 //!
 //! # async fn connect() -> Result<(), tidegate::StoreError> {
+//! let limiter = Limiter::new(RedisStore::resilient("redis://127.0.0.1:6379").await?);
+//!
+//! // The same, with options of its own:
 //! let redis = RedisStore::connect("redis://127.0.0.1:6379").await?;
 //! let limiter = Limiter::new(Fallback::new(DenyCache::new(redis)));
 //! # Ok(())
@@ -234,7 +237,7 @@ pub use clock::{Clock, ManualClock, SystemClock, Timestamp};
 pub use decision::{Decision, Decisions, Denied, Source};
 pub use enum_names::UnknownName;
 pub use key::{Key, KeyError, MAX_KEY_BYTES};
-pub use limiter::{Blocking, Error, Limiter};
+pub use limiter::{Blocking, BlockingStore, Error, Limiter};
 pub use policy::{
     AttributeError, Attributes, Cost, DEFAULT_QUERY_TIMEOUT, Enforcement, KeySource, MissingKey,
     Mode, Observer, OnStoreFailure, PathError, PathRules, PathSpelling, Policies, Policy,
@@ -246,5 +249,5 @@ pub use quota::{Quota, QuotaError};
 pub use resilience::{Breaker, DenyCache, Fallback, Fleet};
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
-pub use store::redis::RedisStore;
+pub use store::redis::{RedisStore, ResilientRedis};
 pub use store::{Action, SharedStore, Store, StoreError};

@@ -12,6 +12,12 @@ use crate::quota::Quota;
 use crate::store::memory::MemoryStore;
 use crate::store::{Action, Store, StoreError};
 
+mod blocking;
+#[cfg(feature = "redis")]
+pub(crate) mod runtime;
+
+pub use blocking::{Blocking, BlockingStore};
+
 /// Decides whether requests may pass. Clones share one store, and so one set of counts.
 ///
 /// | method | use |
@@ -320,106 +326,5 @@ fn first_action(charge: &Charge<'_>) -> Action {
         Action::Peek
     } else {
         Action::Acquire
-    }
-}
-
-impl Limiter<MemoryStore> {
-    /// Returns the same calls without `async`: memory never blocks and needs no runtime.
-    #[must_use]
-    pub fn blocking(&self) -> Blocking<'_> {
-        Blocking { store: &self.store }
-    }
-}
-
-/// Calls of a [`Limiter`] on memory for synchronous code. See [`Limiter::blocking`].
-///
-/// ```
-/// use std::time::Duration;
-/// use tidegate::{Charge, Limiter, MemoryStore, Quota};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let limiter = Limiter::new(MemoryStore::new());
-/// let quota = Quota::fixed_window(10, Duration::from_secs(60))?;
-/// let blocking = limiter.blocking();
-/// assert!(blocking.acquire(&Charge::new("job", &quota).with_cost(4))?.allowed);
-/// assert_eq!(blocking.peek(&Charge::new("job", &quota))?.remaining, 5);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug, Clone, Copy)]
-pub struct Blocking<'a> {
-    store: &'a MemoryStore,
-}
-
-impl Blocking<'_> {
-    /// Decides a charge and, if it is allowed, takes its units; see [`Limiter::acquire`].
-    pub fn acquire(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Acquire, charge)
-    }
-
-    /// Decides several charges together, all or nothing; see [`Limiter::acquire_all`].
-    pub fn acquire_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
-        self.decide_all(Action::Acquire, charges)
-    }
-
-    /// Returns the decision of an acquire without taking units; see [`Limiter::peek`].
-    pub fn peek(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        charge.check_cost()?;
-        self.decide(Action::Peek, charge)
-    }
-
-    /// Returns the decisions of several acquires without taking units; see
-    /// [`Limiter::peek_all`].
-    pub fn peek_all(&self, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
-        charges.iter().try_for_each(Charge::check_cost)?;
-        self.decide_all(Action::Peek, charges)
-    }
-
-    /// Records units that were used already, even beyond the limit; see [`Limiter::report`].
-    pub fn report(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Report, charge)
-    }
-
-    /// Returns the units of an earlier charge to the limit; see [`Limiter::refund`].
-    pub fn refund(&self, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.decide(Action::Refund, charge)
-    }
-
-    /// Deletes the count of the charge's key; see [`Limiter::reset`].
-    pub fn reset(&self, charge: &Charge<'_>) -> Result<(), Error> {
-        self.decide(Action::Reset, charge).map(drop)
-    }
-
-    /// Blocks the thread until the charge is admitted, at most for `timeout`; see
-    /// [`Limiter::wait`].
-    pub fn wait(&self, charge: &Charge<'_>, timeout: Duration) -> Result<Decision, Error> {
-        charge.check(Action::Acquire)?;
-        let clock = self.store.clock();
-        let quota = without_counting_denials(charge.quota());
-        let charge = charge.with_quota(&quota);
-        let mut wait = Wait::new(&charge, clock, timeout);
-        loop {
-            let decision = self.store.decide_now(wait.action, &charge)?;
-            match wait.next(&charge, decision) {
-                Next::Sleep(duration) => clock.sleep_blocking(duration),
-                Next::Decide => {}
-                Next::Delay(decision) => {
-                    clock.sleep_blocking(decision.delay);
-                    return Ok(decision);
-                }
-                Next::Done(decision) => return Ok(decision),
-            }
-        }
-    }
-
-    /// Applies an action to one charge; see [`Limiter::decide`].
-    pub fn decide(&self, action: Action, charge: &Charge<'_>) -> Result<Decision, Error> {
-        self.store.decide_checked(action, charge, || Ok(charge.check(action)?))
-    }
-
-    /// Applies an action to several charges; see [`Limiter::decide_all`].
-    pub fn decide_all(&self, action: Action, charges: &[Charge<'_>]) -> Result<Decisions, Error> {
-        Charge::check_all(action, charges)?;
-        Ok(self.store.decide_all_now(action, charges)?.into())
     }
 }

@@ -17,6 +17,8 @@
 //! # async fn connect() -> Result<(), tidegate::StoreError> {
 //! let redis = RedisStore::connect("redis://127.0.0.1:6379").await?;
 //! let limiter = Limiter::new(Fallback::new(DenyCache::new(redis)));
+//! // The same in one call, which also starts while Redis is down:
+//! let limiter = Limiter::new(RedisStore::resilient("redis://127.0.0.1:6379").await?);
 //! # Ok(())
 //! # }
 //! ```

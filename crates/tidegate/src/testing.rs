@@ -25,6 +25,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use crate::algorithm::Algorithm;
 use crate::charge::Charge;
 use crate::clock::{Clock, ManualClock, Timestamp};
 use crate::decision::{Decision, Decisions};
@@ -88,7 +89,38 @@ pub async fn conformance<S: Store>(
     mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
 ) {
     for seed in seeds {
-        check(seed, Sequence::from_seed(seed), &mut new_limiter).await;
+        check(seed, Sequence::from_seed(seed, &Algorithm::ALL), &mut new_limiter).await;
+    }
+}
+
+/// Runs [`conformance`] with quotas of these algorithms only, for a store that has no others. Such a
+/// store should answer other quotas with
+/// [`StoreError::Misconfigured`](crate::StoreError::Misconfigured).
+///
+/// ```
+/// use tidegate::testing::conformance_of;
+/// use tidegate::{Algorithm, Limiter, MemoryStore};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// let algorithms = [Algorithm::FixedWindow, Algorithm::TokenBucket];
+/// let new_limiter =
+///     async |clock| Limiter::new(MemoryStore::builder().clock(clock).build());
+/// conformance_of(&algorithms, 0..20, new_limiter).await;
+/// # }
+/// ```
+///
+/// # Panics
+///
+/// Panics like [`conformance`], and if `algorithms` is empty.
+pub async fn conformance_of<S: Store>(
+    algorithms: &[Algorithm],
+    seeds: impl IntoIterator<Item = u64>,
+    mut new_limiter: impl AsyncFnMut(ManualClock) -> Limiter<S>,
+) {
+    assert!(!algorithms.is_empty(), "no algorithm is given: name at least one");
+    for seed in seeds {
+        check(seed, Sequence::from_seed(seed, algorithms), &mut new_limiter).await;
     }
 }
 

@@ -1,11 +1,13 @@
 //! `tidegate gateway`: runs the reverse proxy.
 
+use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Args;
 
+use super::listen::AdminFlag;
 use super::redis::RedisFlags;
 use crate::config::{
     self, AccessLogConfig, AccessLogFormat, Listen, ListenAddress, LogDestination, StoreConfig,
@@ -28,7 +30,9 @@ Examples:
     tidegate gateway --upstream http://10.0.0.1:3000 --upstream http://10.0.0.2:3000 \\
       --config tidegate.yaml --redis redis://127.0.0.1:6379
 
-  HTTP/2 to the upstream, for gRPC: h2c://HOST:PORT in plain text, h2://HOST:PORT over TLS.")]
+  HTTP/2 to the upstream, for gRPC: h2c://HOST:PORT in plain text, h2://HOST:PORT over TLS.
+
+TIDEGATE_LOG sets the level of the logs: error, warn, info (the default), debug or trace.")]
 pub(super) struct GatewayCommand {
     /// URL to forward requests to, overrides the file; several are used in turns
     #[arg(long = "upstream", value_name = "URL", env = "TIDEGATE_UPSTREAM", value_delimiter = ',')]
@@ -37,6 +41,9 @@ pub(super) struct GatewayCommand {
     /// Address to listen on (IP:PORT or unix:PATH), overrides the file; 127.0.0.1:8000 by default
     #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_LISTEN")]
     listen: Option<ListenAddress>,
+
+    #[command(flatten)]
+    admin: AdminFlag,
 
     /// Configuration file; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
@@ -62,6 +69,7 @@ impl GatewayCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
         config.store = self.redis.apply(config.store)?;
+        self.admin.apply(&mut config)?;
         if let Some(address) = self.listen.clone() {
             config.listen.gateway = address;
         }
@@ -88,7 +96,9 @@ impl GatewayCommand {
             .access_log
             .as_ref()
             .is_some_and(|log| log.destination == LogDestination::Stdout);
-        let has_banner = self.log_format == LogFormat::Text && !logs_to_stdout;
+        let has_banner = self.log_format == LogFormat::Text
+            && !logs_to_stdout
+            && std::io::stdout().is_terminal();
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
             tracing::info!(

@@ -1,10 +1,12 @@
 //! `tidegate serve`: runs the service.
 
+use std::io::IsTerminal as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 
+use super::listen::ListenFlags;
 use super::redis::RedisFlags;
 use crate::config::{self, Listen, StoreConfig};
 use crate::logs::{self, LogFormat};
@@ -24,12 +26,19 @@ Examples:
   With your own policies and counters shared through Redis:
     tidegate serve --config tidegate.yaml --redis redis://127.0.0.1:6379
 
+  In a container (tokens in files: TIDEGATE_ADMIN_TOKEN_FILE, TIDEGATE_API_TOKEN_FILE):
+    TIDEGATE_ADMIN_TOKEN=… tidegate serve --listen-http 0.0.0.0:8080 --listen-admin 0.0.0.0:8082
+
+TIDEGATE_LOG sets the level of the logs: error, warn, info (the default), debug or trace.
 Traces are sent over gRPC to the collector at OTEL_EXPORTER_OTLP_ENDPOINT.
 The file is watched: changes are applied without a restart, and invalid files are rejected.")]
 pub(super) struct ServeCommand {
     /// Configuration file; see `tidegate config`
     #[arg(long, value_name = "FILE", env = "TIDEGATE_CONFIG")]
     config: Option<PathBuf>,
+
+    #[command(flatten)]
+    listen: ListenFlags,
 
     #[command(flatten)]
     redis: RedisFlags,
@@ -43,6 +52,7 @@ impl ServeCommand {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = serve::configuration(self.config.as_deref())?;
         config.store = self.redis.apply(config.store)?;
+        self.listen.apply(&mut config)?;
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
@@ -51,11 +61,12 @@ impl ServeCommand {
             needs_token: config.api_token.is_some(),
             admin_scheme: super::admin_scheme(&config),
         };
-        let is_text = self.log_format == LogFormat::Text;
+        // Without a terminal, the logs have the addresses, and other text would be in their way.
+        let has_banner = self.log_format == LogFormat::Text && std::io::stdout().is_terminal();
         let announce = |bound: &Listen| {
             let Listen { http, grpc, admin, .. } = bound;
             tracing::info!(%http, %grpc, %admin, store, config = %source, "listening");
-            if is_text {
+            if has_banner {
                 anstream::println!("{}", banner(bound, access, store, &source, example.as_deref()));
             }
         };

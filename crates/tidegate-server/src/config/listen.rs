@@ -39,6 +39,8 @@ pub(crate) struct Listen {
     /// Maximum number of connections of each listener.
     pub(crate) max_connections: usize,
     pub(crate) max_connections_per_address: usize,
+    /// Time for which requests are accepted after a signal to stop.
+    pub(crate) shutdown_delay: Duration,
     pub(crate) allowed_hosts: AllowedHosts,
 }
 
@@ -180,14 +182,16 @@ pub(super) fn validate(
         max_connections,
         max_connections_per_address: number(raw.max_connections_per_address.map(Bounded::get))
             .unwrap_or(max_connections.div_ceil(2)),
+        shutdown_delay: raw.shutdown_delay.map_or(Duration::ZERO, raw::ShutdownDelay::get),
         allowed_hosts: allowed_hosts(document, &raw.allowed_hosts)?,
     };
     let is_exposed = !has_admin_token && listen.admin.is_remote();
     if let Some(field) = raw.admin.as_ref().filter(|_| is_exposed) {
         return Err(document.error_at(
             field,
-            "listen.admin is not on loopback but auth.admin_token is not set: set a token, or \
-             listen on 127.0.0.1",
+            "listen.admin is not on loopback but auth.admin_token is not set: set a token (there, \
+             in auth.admin_token_file, or in the variable TIDEGATE_ADMIN_TOKEN), or listen on \
+             127.0.0.1",
         ));
     }
     // Only addresses in the file can conflict: `gateway` does not use http and grpc, and `serve`

@@ -14,8 +14,9 @@ use super::AccessLogFormat;
 use super::listen::UnixMode;
 use super::schema::{
     Address, ConnectionAge, HeaderName, HostName, Master, Network, NotBlank, Origin, Permissions,
-    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, UpstreamUrl, add_config_rules,
-    add_cors_rules, add_listener_tls_rules, add_sentinel_rules, add_store_rules, add_tls_rules,
+    Prefix, RedisUrl, RedisUrls, RuleFile, ServerName, UpstreamUrl, add_auth_rules,
+    add_config_rules, add_cors_rules, add_listener_tls_rules, add_sentinel_rules, add_store_rules,
+    add_tls_rules,
 };
 
 /// Timeout of a decision, in microseconds: no request should wait longer than a minute.
@@ -23,6 +24,10 @@ pub(super) type StoreTimeout = BoundedDuration<1_000, 60_000_000>;
 
 /// Timeout of the gateway, in microseconds: from a millisecond to a day.
 pub(super) type GatewayTimeout = BoundedDuration<1_000, 86_400_000_000>;
+
+/// Time for which a listener accepts requests after a signal to stop, in microseconds: at most five
+/// minutes.
+pub(super) type ShutdownDelay = BoundedDuration<0, 300_000_000>;
 
 /// Idle timeout of connections, in microseconds: from a second to a day.
 pub(super) type IdleTimeout = BoundedDuration<1_000_000, 86_400_000_000>;
@@ -88,6 +93,10 @@ pub(super) struct RawListen {
     /// IPv6 addresses (`client_ip.ipv6_prefix`); half of `max_connections` by default. Trusted
     /// proxies (`client_ip.trusted_proxies`) and Unix sockets are not limited.
     pub(super) max_connections_per_address: Option<Bounded<1, 1_000_000>>,
+    /// Time after SIGTERM or SIGINT for which requests are still accepted, while `/readyz` is
+    /// already 503; 0s by default. It lets load balancers notice before the listeners close. A
+    /// second signal ends it.
+    pub(super) shutdown_delay: Option<ShutdownDelay>,
     /// Host names by which http and admin are called, such as `tidegate.example.com` or
     /// `*.example.com`. On loopback, a listener without a token serves only these names, IP
     /// addresses and localhost; on other addresses this restricts only browsers.
@@ -198,16 +207,23 @@ pub(super) struct RawClientIp {
 /// Authentication of API and admin clients.
 #[derive(Default, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-#[schemars(rename = "Auth")]
+#[schemars(rename = "Auth", transform = add_auth_rules)]
 pub(super) struct RawAuth {
     /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`).
     #[serde(deserialize_with = "present")]
     #[schemars(with = "NotBlank")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
+    /// File with that token, instead of `api_token`. The path is relative to the directory of this
+    /// file. A changed file is reloaded.
+    #[schemars(with = "Option<String>")]
+    pub(super) api_token_file: Option<Spanned<String>>,
     /// Bearer token for the admin listener; /healthz and /readyz work without it.
     #[serde(deserialize_with = "present")]
     #[schemars(with = "NotBlank")]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
+    /// File with that token, instead of `admin_token`.
+    #[schemars(with = "Option<String>")]
+    pub(super) admin_token_file: Option<Spanned<String>>,
 }
 
 /// Deserializes a field so that a missing value differs from a missing field: in YAML, `!word` and

@@ -21,6 +21,8 @@ pub(super) const NAMES: Redaction = Redaction {
         "client_ca",
         "client_crl",
         "password_file",
+        "api_token_file",
+        "admin_token_file",
     ],
     all_fields: || schema_fields(Config::schema()),
 };

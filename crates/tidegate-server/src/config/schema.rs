@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-use schemars::transform::Transform as _;
+use schemars::transform::{RecursiveTransform, Transform as _};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
 use tidegate::internals::duration;
@@ -16,7 +16,20 @@ use super::raw::RawConfig;
 pub(super) fn config_schema() -> Schema {
     let mut schema = schemars::schema_for!(RawConfig);
     YamlForms.transform(&mut schema);
+    RecursiveTransform(allow_variables).transform(&mut schema);
     schema
+}
+
+/// Variable in a text, whose value is not known here.
+const VARIABLE: &str = r"\$\{[A-Za-z_]";
+
+/// Allows variables in texts that must match an expression.
+fn allow_variables(schema: &mut Schema) {
+    // A rule that forbids a password must not forbid a variable.
+    let pattern = schema.get("pattern").and_then(Value::as_str).filter(|text| *text != PASSWORD);
+    if let Some(pattern) = pattern.map(|pattern| format!("{pattern}|{VARIABLE}")) {
+        schema.insert("pattern".to_owned(), json!(pattern));
+    }
 }
 
 const OCTET: &str = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
@@ -244,12 +257,24 @@ pub(super) fn add_config_rules(schema: &mut Schema) {
     });
     let has_token = json!({
         "required": ["auth"],
-        "properties": {"auth": {"type": "object", "required": ["admin_token"]}}
+        "properties": {"auth": {
+            "type": "object",
+            "anyOf": [{"required": ["admin_token"]}, has("admin_token_file")]
+        }}
     });
     // A file that is being written is empty at first.
     schema.insert("minProperties".to_owned(), json!(1));
     schema.insert("if".to_owned(), is_exposed);
     schema.insert("then".to_owned(), has_token);
+}
+
+/// Forbids a token that is also in a file.
+pub(super) fn add_auth_rules(schema: &mut Schema) {
+    let rules = ["api_token", "admin_token"].map(|token| {
+        let file = format!("{token}_file");
+        json!({"if": {"required": [token]}, "then": {"properties": {file: {"type": "null"}}}})
+    });
+    schema.insert("allOf".to_owned(), json!(rules));
 }
 
 /// Forbids two kinds of servers or two passwords at once, certificates without TLS, and a password

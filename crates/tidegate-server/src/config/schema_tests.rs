@@ -230,7 +230,9 @@ fn write_files(folder: &Path) {
         };
         std::fs::write(folder.join(name), content).expect("written");
     }
-    std::fs::write(folder.join("redis-password"), "s3cret\n").expect("written");
+    for name in ["redis-password", "api-token.txt", "admin-token.txt"] {
+        std::fs::write(folder.join(name), "s3cret\n").expect("written");
+    }
     std::fs::create_dir(folder.join("empty")).expect("created");
     let rule = "domain: named\ndescriptors:\n  - {key: k, rate_limit: {name: export, unit: day, \
                 requests_per_unit: 1}}\n";

@@ -11,7 +11,7 @@ use super::proto::envoy::service::ratelimit::v3::rate_limit_response::{
 };
 use super::proto::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use super::proto::envoy::r#type::v3::RateLimitUnit;
-use super::support::TEST_TIMEOUT;
+use super::support::{Service, TEST_TIMEOUT};
 use super::{FILES, RULES, channel, descriptor, start};
 
 #[tokio::test]
@@ -365,4 +365,30 @@ async fn health_and_reflection_work() {
     assert!(names.contains(&"envoy.service.ratelimit.v3.RateLimitService".to_owned()), "{names:?}");
     service.signal("TERM");
     assert_eq!(next().await, ServingStatus::NotServing, "the service shuts down");
+}
+
+#[tokio::test]
+async fn health_is_not_serving_during_the_shutdown_delay() {
+    use tonic_health::pb::health_client::HealthClient;
+    use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
+
+    let service = Service::start(
+        "listen: {http: '127.0.0.1:0', grpc: '127.0.0.1:0', admin: '127.0.0.1:0', \
+         shutdown_delay: 5m}\npolicies: [{name: a, limit: 1, window: 1s}]\n",
+    );
+    let mut health = HealthClient::new(channel(&service).await);
+    let mut watched = health
+        .watch(HealthCheckRequest { service: "ratelimit".to_owned() })
+        .await
+        .expect("a response")
+        .into_inner();
+    let mut next = async || watched.message().await.expect("a message").expect("a status").status();
+    assert_eq!(next().await, ServingStatus::Serving);
+    service.signal("TERM");
+    assert_eq!(next().await, ServingStatus::NotServing);
+    // New connections are still accepted.
+    let mut health = HealthClient::new(channel(&service).await);
+    let request = HealthCheckRequest { service: String::new() };
+    let status = health.check(request).await.expect("a response").into_inner().status();
+    assert_eq!(status, ServingStatus::NotServing);
 }

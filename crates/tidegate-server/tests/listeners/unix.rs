@@ -68,7 +68,7 @@ fn failure(config: &str) -> String {
 #[test]
 fn curl_reaches_the_service_and_the_files_are_removed() {
     let sockets = Sockets::new();
-    let mut service = Service::start(&format!("{}{POLICY}", sockets.listen()));
+    let mut service = Service::start_on_terminal(&format!("{}{POLICY}", sockets.listen()));
     assert_eq!(service.http, sockets.address("http"));
     service.wait_until("the example is printed", |service| service.output().contains("Try it:"));
     let output = service.output();
@@ -165,7 +165,7 @@ fn tls_applies_to_unix_sockets() {
     fs::write(&key, own.signing_key.serialize_pem()).expect("written");
     let cert = cert.display();
     let tls = format!("tls: {{certificate: '{cert}', key: '{}'}}\n", key.display());
-    let service = Service::start(&format!("{}{tls}{POLICY}", sockets.listen()));
+    let service = Service::start_on_terminal(&format!("{}{tls}{POLICY}", sockets.listen()));
     let (http, ca) = (sockets.path("http"), cert.to_string());
     assert_eq!(curl(&http, &["--cacert", &ca, "https://localhost/openapi.json"]).0, "200");
     let shown = format!("--unix-socket '{}' --cacert CA.pem", http.display());

@@ -18,7 +18,7 @@ fn sample_runs_and_prints_a_working_example() {
     let sample =
         sample.replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:8081", "127.0.0.1:0");
     let sample = sample.replace("127.0.0.1:8082", "127.0.0.1:0");
-    let service = Service::start(&sample);
+    let service = Service::start_on_terminal(&sample);
     service.wait_until("the example is printed", |service| service.output().contains("Try it:"));
     let output = service.output();
     let line = output

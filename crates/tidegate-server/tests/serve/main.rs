@@ -5,12 +5,16 @@ mod support;
 
 /// Requests and responses of the API.
 mod api;
+/// Life in a container.
+mod containers;
 /// Startup, reload and shutdown.
 mod lifecycle;
 /// Metrics of the nodes of a cluster.
 mod nodes;
 /// Tokens, admin API, shared counters and outages of Redis.
 mod operations;
+/// Shutdown without failed requests.
+mod shutdown;
 
 use serde_json::{Value, json};
 

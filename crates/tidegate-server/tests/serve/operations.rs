@@ -10,7 +10,7 @@ use crate::support::{Redis, Service, TEST_TIMEOUT, request};
 #[test]
 fn api_and_admin_have_separate_tokens() {
     let auth = "auth: {api_token: open-sesame, admin_token: hunter2}\n";
-    let service = Service::start(&format!("{auth}{POLICIES}"));
+    let service = Service::start_on_terminal(&format!("{auth}{POLICIES}"));
     let body = br#"{"policy": "per-user", "key": "u1"}"#;
     let send = |token: &str| {
         request(&service.http, "POST", "/v1/acquire", &[("Authorization", token)], body)

@@ -3,8 +3,10 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
@@ -141,7 +143,33 @@ impl Service {
         Self::launch_by(Command::new(BINARY), command, folder, file, arguments, environment)
     }
 
+    /// Starts the service with a terminal as its standard output.
+    pub(crate) fn start_on_terminal(config: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        let file = folder.path().join("tidegate.yaml");
+        std::fs::write(&file, with_free_ports(config)).expect("written");
+        let (terminal, screen) = open_terminal();
+        let mut program = Command::new(BINARY);
+        program.stdout(terminal);
+        let service = Self::launch_with(program, "serve", folder, &file, &[], &[]);
+        collect(screen, Arc::clone(&service.output));
+        service
+    }
+
     fn launch_by(
+        mut program: Command,
+        command: &str,
+        folder: tempfile::TempDir,
+        file: &Path,
+        arguments: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Self {
+        program.stdout(Stdio::piped());
+        Self::launch_with(program, command, folder, file, arguments, environment)
+    }
+
+    /// Starts a program whose standard output is set.
+    fn launch_with(
         mut program: Command,
         command: &str,
         folder: tempfile::TempDir,
@@ -156,13 +184,16 @@ impl Service {
             .env_clear()
             .envs(environment.iter().copied())
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("the binary starts");
+        // A terminal ends when the last process has closed it.
+        drop(program);
         let output = Arc::new(Mutex::new(String::new()));
         collect(process.stderr.take().expect("piped"), Arc::clone(&output));
-        collect(process.stdout.take().expect("piped"), Arc::clone(&output));
+        if let Some(stdout) = process.stdout.take() {
+            collect(stdout, Arc::clone(&output));
+        }
         let mut service =
             Self { process, http: String::new(), grpc: None, admin: String::new(), output, folder };
         let address = |output: &str, name: &str| {
@@ -274,6 +305,17 @@ impl Drop for Service {
     }
 }
 
+/// Opens a new terminal, and returns it and the file from which its text is read.
+fn open_terminal() -> (File, File) {
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    const O_NOCTTY: i32 = 0o400;
+    let screen = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a terminal");
+    grantpt(&screen).and_then(|()| unlockpt(&screen)).expect("its other side");
+    let name = ptsname(&screen, Vec::new()).expect("its name").into_string().expect("UTF-8");
+    let terminal = File::options().read(true).write(true).custom_flags(O_NOCTTY).open(name);
+    (terminal.expect("its other side"), File::from(screen))
+}
+
 /// Adds free ports to a configuration without a `listen` section.
 pub(crate) fn with_free_ports(config: &str) -> String {
     if config.contains("listen:") {
@@ -286,7 +328,7 @@ fn collect(stream: impl Read + Send + 'static, output: Arc<Mutex<String>>) {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let mut output = output.lock().expect("no panic");
-            output.push_str(&line);
+            output.push_str(line.trim_end_matches('\r'));
             output.push('\n');
         }
     });

@@ -10,6 +10,7 @@ use serde_saphyr::{Error, Location, Options, Spanned};
 use super::message::{self, with_suggestion};
 use super::redaction::{self, Redaction, is_name_char, without_quoted, without_userinfo};
 use super::syntax;
+use super::variables::{self, Lookup, WithVariables};
 
 /// Number of characters of the longest message, and of the longest line below it.
 const MAX_MESSAGE: usize = 1_000;
@@ -51,11 +52,16 @@ const MAX_LINE: usize = 120;
 /// assert!(policies.get("per-user").is_some());
 /// # Ok::<(), tidegate::config::ConfigError>(())
 /// ```
+///
+/// `${NAME}` in a value is replaced by that environment variable, which must be set, and
+/// `${NAME:-default}` by the default if it is not; `$${` stands for `${`.
 #[derive(Debug, Clone, Copy)]
 pub struct Document<'a> {
     name: &'a str,
     text: &'a str,
     redaction: &'a Redaction,
+    /// Source of variables; `None` if they are not replaced.
+    variables: Option<Lookup>,
 }
 
 /// Error in a configuration, with the offending line.
@@ -92,7 +98,15 @@ impl<'a> Document<'a> {
     /// Creates a document. `name` is the file name in error messages.
     #[must_use]
     pub fn new(name: &'a str, text: &'a str) -> Self {
-        Self { name, text, redaction: &Redaction::DEFAULT }
+        let variables = Some(variables::environment as Lookup);
+        Self { name, text, redaction: &Redaction::DEFAULT, variables }
+    }
+
+    /// Keeps `${NAME}` in values as it is, for a machine without the variables.
+    #[must_use]
+    pub fn without_variables(mut self) -> Self {
+        self.variables = None;
+        self
     }
 
     /// Returns the name of the file.
@@ -153,7 +167,12 @@ impl<'a> Document<'a> {
         options.with_snippet = false;
         // As in YAML 1.2 and in JSON Schema, `yes` is a text.
         options.strict_booleans = true;
-        serde_saphyr::from_str_with_options(self.text, options)
+        let Some(lookup) = self.variables.filter(|_| self.text.contains("${")) else {
+            return serde_saphyr::from_str_with_options(self.text, options);
+        };
+        serde_saphyr::with_deserializer_from_str_with_options(self.text, options, |document| {
+            T::deserialize(WithVariables::new(document, lookup))
+        })
     }
 
     /// Returns an error about this value, for checks that a type cannot express:

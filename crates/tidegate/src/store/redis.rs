@@ -47,6 +47,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::runtime::Handle;
+
 use self::batch::{Batch, InFlightBatch};
 pub use self::builder::Builder;
 use self::builder::Deployment;
@@ -58,6 +60,7 @@ use self::node::NodeClient;
 use self::publisher::Publisher;
 use self::queue::Enqueued;
 use self::requests::{EncodedRequests, Operation, Request, RequestDecisions};
+pub use self::resilient::ResilientRedis;
 use self::server_clock::{ServerClock, ServerTimes};
 use self::slot::slot_of_user_key;
 use self::stats::BucketCounters;
@@ -71,6 +74,7 @@ use crate::charge::Charge;
 use crate::clock::{Clock, SystemClock, Timestamp};
 use crate::decision::Decision;
 use crate::key::write_redis_key;
+use crate::limiter::runtime::OnRuntime;
 
 mod batch;
 mod builder;
@@ -94,6 +98,7 @@ mod queue;
 mod refresh;
 mod reply;
 mod requests;
+mod resilient;
 mod resp;
 mod scheme;
 mod script;
@@ -131,6 +136,8 @@ struct Shared {
     instances: CachedInstances,
     /// Number of decisions in each call.
     call_sizes: BucketCounters,
+    /// Runtime in which the store was connected.
+    runtime: Handle,
     /// Manual clock of a test, which replaces the server's time.
     #[cfg(feature = "testing")]
     driven_by: Option<crate::clock::ManualClock>,
@@ -309,6 +316,16 @@ impl Shared {
     #[expect(clippy::unused_self, reason = "the twin for tests uses it")]
     fn driven_time(&self) -> Option<u64> {
         None
+    }
+}
+
+impl OnRuntime for RedisStore {
+    fn runtime(&self) -> &Handle {
+        &self.shared.runtime
+    }
+
+    fn call_timeout(&self) -> Duration {
+        self.shared.timeout
     }
 }
 

@@ -57,10 +57,11 @@ impl Advance {
 }
 
 impl Sequence {
-    pub(super) fn from_seed(seed: u64) -> Self {
+    /// Generates a sequence with quotas of these algorithms.
+    pub(super) fn from_seed(seed: u64, algorithms: &[Algorithm]) -> Self {
         let random = &mut Random(seed);
         let policies: Vec<(String, Vec<Quota>)> = (0..=random.below(2))
-            .map(|index| (format!("policy-{index}"), quotas(random)))
+            .map(|index| (format!("policy-{index}"), quotas(algorithms, random)))
             .collect();
         let mut sequence = Self { policies, steps: Vec::new() };
         for _ in 0..STEPS {
@@ -219,8 +220,8 @@ impl Sequence {
 }
 
 /// Generates a quota with edge-case numbers, and variants with another limit or window.
-fn quotas(random: &mut Random) -> Vec<Quota> {
-    let algorithm = random.pick(&Algorithm::ALL);
+fn quotas(algorithms: &[Algorithm], random: &mut Random) -> Vec<Quota> {
+    let algorithm = random.pick(algorithms);
     let window = random.pick(&[
         1_000,
         1_000_000,

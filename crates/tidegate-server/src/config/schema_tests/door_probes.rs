@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 37] = [
+pub(super) const DOOR_PROBES: [Probe; 40] = [
     Probe {
         place: "/log_denials",
         valid: &["{}", "null", r#"{"ratio": 0.5}"#],
@@ -109,6 +109,36 @@ pub(super) const DOOR_PROBES: [Probe; 37] = [
         place: "/listen/idle_timeout",
         valid: &[r#""1s""#, r#""1m15s""#, r#""1d""#, "null"],
         invalid: &[r#""0s""#, r#""999ms""#, r#""2d""#, r#""off""#, r#""""#, "75", r#"["75s"]"#],
+    },
+    Probe {
+        place: "/listen/shutdown_delay",
+        valid: &[r#""0s""#, r#""5m""#, r#""1500ms""#, r#""${MISSING:-5s}""#, "null"],
+        invalid: &[r#""5m1s""#, r#""1h""#, r#""-1s""#, r#""off""#, r#""""#, "5", r#"["5s"]"#],
+    },
+    Probe {
+        place: "/auth",
+        valid: &[
+            r#"{"api_token_file": "api-token.txt", "admin_token": "t"}"#,
+            r#"{"admin_token": "t", "admin_token_file": null}"#,
+            r#"{"api_token": "${MISSING:-t}"}"#,
+        ],
+        invalid: &[
+            r#"{"api_token": "t", "api_token_file": "api-token.txt"}"#,
+            r#"{"admin_token": "t", "admin_token_file": "admin-token.txt"}"#,
+            r#"{"token_file": "api-token.txt"}"#,
+            r#"{"api_token_file": ["api-token.txt"]}"#,
+        ],
+    },
+    Probe {
+        place: "",
+        valid: &[
+            r#"{"listen": {"admin": "0.0.0.0:80"}, "auth": {"admin_token_file": "admin-token.txt"}}"#,
+            r#"{"listen": {"admin": "${MISSING:-127.0.0.1:80}"}}"#,
+        ],
+        invalid: &[
+            r#"{"listen": {"admin": "0.0.0.0:80"}, "auth": {"api_token_file": "api-token.txt"}}"#,
+            r#"{"listen": {"admin": "0.0.0.0:80"}, "auth": {"admin_token_file": null}}"#,
+        ],
     },
     Probe {
         place: "/listen/max_connections",

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use redis::{ConnectionAddr, IntoConnectionInfo};
+use tokio::runtime::Handle;
 
 use super::endpoint::{Address, ConnectionOptions};
 use super::heartbeat::CachedInstances;
@@ -220,6 +221,7 @@ impl Builder {
                 cross_slot: self.cross_slot,
                 instances: CachedInstances::default(),
                 call_sizes: BucketCounters::of_call_sizes(),
+                runtime: Handle::current(),
                 #[cfg(feature = "testing")]
                 driven_by: self.driven_by,
             }),

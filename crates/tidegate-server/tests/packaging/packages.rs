@@ -1,0 +1,100 @@
+//! Unit of systemd, Debian package, archives of releases.
+
+use std::process::Command;
+
+use crate::{read, root, run, succeed};
+
+/// Highest exposure of the unit by `systemd-analyze security`, in tenths: 0 is best, 100 worst.
+const MAX_EXPOSURE: &str = "11";
+
+#[test]
+fn unit_is_valid_and_hardened() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let file = folder.path().join("tidegate.service");
+    // The program must exist, or the unit is not valid.
+    let unit = read("deploy/systemd/tidegate.service");
+    let command = "/usr/bin/tidegate serve --config /etc/tidegate/tidegate.yaml";
+    assert!(unit.contains(&format!("ExecStart={command}\n")), "{unit}");
+    let unit = unit.replace("/usr/bin/tidegate", env!("CARGO_BIN_EXE_tidegate"));
+    std::fs::write(&file, unit).expect("written");
+    let file = file.to_str().expect("UTF-8");
+    let output = run("systemd-analyze", ["verify", "--man=no", file]);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && !message.contains("tidegate.service:"), "{message}");
+    let threshold = format!("--threshold={MAX_EXPOSURE}");
+    succeed("systemd-analyze", ["security", "--offline=true", "--no-pager", &threshold, file]);
+}
+
+/// Drop-ins change the unit, and name an existing command.
+#[test]
+fn drop_in_runs_the_gateway() {
+    let text = read("deploy/systemd/gateway.conf");
+    assert!(text.contains("ExecStart=\nExecStart=/usr/bin/tidegate gateway --config"), "{text}");
+}
+
+/// Builds the package of the binary of this test, with the assets of the real one.
+#[test]
+fn debian_package_has_the_unit_the_configuration_and_the_pages() {
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let share = root().join("target/share");
+    let binary = env!("CARGO_BIN_EXE_tidegate");
+    let generated = Command::new("make")
+        .args(["-s", "--no-print-directory", "share", &format!("TIDEGATE={binary}")])
+        .current_dir(root())
+        .output()
+        .expect("make runs");
+    assert!(generated.status.success(), "{}", String::from_utf8_lossy(&generated.stderr));
+    assert!(share.join("man/tidegate-serve.1").exists());
+
+    // `cargo deb` copies the binary of a release, here the one that is tested.
+    let target = folder.path().join("target");
+    std::fs::create_dir_all(target.join("release")).expect("created");
+    std::fs::copy(binary, target.join("release/tidegate")).expect("copied");
+    let package = folder.path().join("tidegate.deb");
+    let output = Command::new("cargo-deb")
+        .args(["--no-build", "--no-strip", "--fast", "-p", "tidegate-server", "--output"])
+        .arg(&package)
+        .env("CARGO_TARGET_DIR", &target)
+        .current_dir(root())
+        .output()
+        .expect("cargo-deb is installed by `make setup`");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let package = package.to_str().expect("UTF-8");
+    let contents = succeed("dpkg-deb", ["--contents", package]);
+    for file in [
+        "./usr/bin/tidegate\n",
+        "./etc/tidegate/tidegate.yaml\n",
+        "/systemd/system/tidegate.service\n",
+        "./usr/share/man/man1/tidegate-serve.1.gz\n",
+        "./usr/share/bash-completion/completions/tidegate\n",
+        "./usr/share/zsh/vendor-completions/_tidegate\n",
+        "./usr/share/fish/vendor_completions.d/tidegate.fish\n",
+    ] {
+        assert!(contents.contains(file), "{file:?} is not in\n{contents}");
+    }
+    let fields = succeed("dpkg-deb", ["--field", package]);
+    let version = env!("CARGO_PKG_VERSION");
+    for field in ["Package: tidegate\n", &format!("Version: {version}"), "Section: net\n"] {
+        assert!(fields.contains(field), "{field:?} is not in\n{fields}");
+    }
+    assert!(
+        succeed("dpkg-deb", ["--info", package, "conffiles"])
+            .contains("/etc/tidegate/tidegate.yaml")
+    );
+}
+
+/// `cargo binstall` downloads what `make release` builds.
+#[test]
+fn archive_has_the_name_that_binstall_expects() {
+    let manifest = read("crates/tidegate-server/Cargo.toml");
+    let makefile = read("Makefile");
+    assert!(manifest.contains("/v{ version }/tidegate-{ version }-{ target }.tar.gz\""));
+    assert!(
+        manifest.contains("bin-dir = \"tidegate-{ version }-{ target }/{ bin }{ binary-ext }\"")
+    );
+    assert!(
+        makefile.contains("RELEASE_NAME = tidegate-$(VERSION)-$(RELEASE_TARGET)"),
+        "{makefile}"
+    );
+    assert!(makefile.contains("$(RELEASE_NAME).tar.gz"));
+}
