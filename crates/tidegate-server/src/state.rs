@@ -52,10 +52,22 @@ impl ServerState {
     pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
         let metrics = Arc::new(Metrics::default());
         let backend = Arc::new(Backend::start(&config.store, &metrics).await?);
+        Ok(Self::new(config, backend, metrics))
+    }
+
+    /// Activates the configuration on a memory store, whose clock a test drives.
+    #[cfg(test)]
+    pub(crate) fn on_memory(config: Config, store: tidegate::MemoryStore) -> Self {
+        let metrics = Arc::new(Metrics::default());
+        let backend = Arc::new(Backend::memory(store, Arc::clone(&metrics)));
+        Self::new(config, backend, metrics)
+    }
+
+    fn new(config: Config, backend: Arc<Backend>, metrics: Arc<Metrics>) -> Self {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
         let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys, started);
         let (active, gateway) = (ArcSwap::from_pointee(active), OnceLock::new());
-        Ok(Self { active, backend, metrics, hot_keys, gateway, started })
+        Self { active, backend, metrics, hot_keys, gateway, started }
     }
 
     /// Shows the gateway in the admin API.
