@@ -140,7 +140,7 @@ test: setup $(CHECKS) ## Run all checks of main
 
 # The benchmarks are in bench/, a separate workspace. To run only some suites, for example
 # $(BENCH_RUN) scripts fleet report (see bench/src/main.rs).
-BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server protoc:protobuf-compiler
+BENCH_TOOLS := wrk:wrk h2load:nghttp2-client redis-server:redis-server redis-benchmark:redis-tools protoc:protobuf-compiler
 BENCH_MISSING = $(call missing,$(BENCH_TOOLS))
 BENCH_RUN = $(or $(CARGO_TARGET_DIR),bench/target)/release/tidegate-bench
 THROTTLECRAB = bench/target/peers/bin/throttlecrab-server

@@ -24,11 +24,11 @@ pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Repl
             Query::quota(key, quota).with_cost(*cost).with_metric_name(OWN_QUOTA)
         }
         Target::Throttle(_, quota) => {
+            let quantity = cost.filter(|quantity| *quantity <= quota.burst());
             let charge = PreparedCharge::new(THROTTLE_POLICY, *key, quota)
                 .with_metric_name(OWN_QUOTA)
                 .with_action(*action)
-                .with_cost(cost.unwrap_or(1))
-                .with_capped_cost();
+                .with_cost(quantity.unwrap_or(0));
             Query::prepared(vec![charge])
         }
     };
@@ -69,11 +69,11 @@ fn throttle_reply(
     let seconds = |duration: Duration| {
         signed(duration.as_secs().saturating_add(u64::from(duration.subsec_nanos() > 0)))
     };
-    let allowed = decisions.is_allowed();
+    let is_possible = quantity.is_none_or(|quantity| quantity <= quota.burst());
+    let allowed = decisions.is_allowed() && is_possible;
     let decision = decisions.binding().map(tidegate::PolicyDecision::decision);
     let remaining = decision.map_or(0, |decision| signed(decision.remaining));
     let reset_after = decision.map_or(0, |decision| seconds(decision.reset_after));
-    let is_possible = quantity.is_none_or(|quantity| quantity <= quota.burst());
     let retry_after = match (allowed, dialect) {
         (true, Dialect::Cell) => -1,
         (true, Dialect::Crab) => 0,

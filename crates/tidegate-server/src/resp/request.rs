@@ -231,8 +231,9 @@ fn throttle<'a>(
     let algorithm = Algorithm::TokenBucket;
     let window = Duration::from_secs(period);
     let quota = quotas.get(QuotaNumbers { algorithm, limit, window, burst: Some(burst) })?;
-    // A quantity of 0 shows the state, in both projects.
-    let action = if quantity == 0 { Action::Peek } else { Action::Acquire };
+    // A quantity of 0 shows the state, in both projects. One above the capacity is never admitted.
+    let is_peek = quantity == 0 || quantity > quota.burst();
+    let action = if is_peek { Action::Peek } else { Action::Acquire };
     let target = Target::Throttle(dialect, quota);
     Ok(Request { action, key, target, cost: Some(quantity), age_ms: None })
 }

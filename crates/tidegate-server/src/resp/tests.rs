@@ -108,7 +108,7 @@ fn errors_say_what_would_be_right() {
         ("TG.ACQUIRE KEY ann QUOTA", "-ERR wrong number", "QUOTA algorithm limit window"),
         ("TG.ACQUIRE KEY ann QUOTA gcra 1 1s", "-ERR", "token-bucket"),
         ("TG.ACQUIRE KEY ann QUOTA fixed-window 0 1s", "-ERR quota", "from 1 to"),
-        ("TG.ACQUIRE KEY ann QUOTA fixed-window 1 1", "-ERR window", "1s"),
+        ("TG.ACQUIRE KEY ann QUOTA fixed-window 1 1", "-ERR window", "500ms, 60s"),
         ("TG.ACQUIRE per-user \"a\\xffb\"", "-ERR", "not UTF-8"),
         ("TG.ACQUIRE per-user \"a\\nb\"", "-ERR the key", "control character"),
         ("CL.THROTTLE ann 1 1", "-ERR wrong number of arguments", "max_burst count period"),
