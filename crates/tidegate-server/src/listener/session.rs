@@ -77,25 +77,35 @@ impl Input {
         self.end = self.buffer.len();
     }
 
-    /// Reads what has arrived. Returns false at the end of the stream.
+    /// Reads all that has arrived, up to the size of the buffer. Returns false at the end of the
+    /// stream.
     fn poll_read(
         &mut self,
         cx: &mut Context<'_>,
-        stream: Pin<&mut impl AsyncRead>,
+        mut stream: Pin<&mut impl AsyncRead>,
     ) -> Poll<io::Result<bool>> {
-        self.make_room();
-        let mut free = ReadBuf::new(&mut self.buffer[self.end..]);
-        match stream.poll_read(cx, &mut free) {
-            Poll::Ready(read) => {
-                let length = free.filled().len();
-                self.end += length;
-                Poll::Ready(read.map(|()| length > 0))
-            }
-            Poll::Pending => {
-                if self.start == self.end && self.buffer.len() > MIN_BUFFER {
-                    *self = Self::new(self.max);
+        let mut has_read = false;
+        loop {
+            self.make_room();
+            let mut free = ReadBuf::new(&mut self.buffer[self.end..]);
+            let size = free.capacity();
+            let read = stream.as_mut().poll_read(cx, &mut free);
+            let length = free.filled().len();
+            self.end += length;
+            match read {
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                // A full buffer may not be all.
+                Poll::Ready(Ok(())) if length == size && self.buffer.len() < self.max => {
+                    has_read = true;
                 }
-                Poll::Pending
+                Poll::Ready(Ok(())) => return Poll::Ready(Ok(has_read || length > 0)),
+                Poll::Pending if has_read => return Poll::Ready(Ok(true)),
+                Poll::Pending => {
+                    if self.start == self.end && self.buffer.len() > MIN_BUFFER {
+                        *self = Self::new(self.max);
+                    }
+                    return Poll::Pending;
+                }
             }
         }
     }

@@ -174,6 +174,11 @@ impl<'a, F: Future<Output = Reply>> Group<'a, F> {
 
     /// Waits for all decisions, and writes the replies in the order of the commands.
     async fn finish(&mut self, client: &Client, replies: &mut Vec<u8>) {
+        if self.pending.len() > 1
+            && let Some(redis) = client.state.backend.redis()
+        {
+            redis.store().expect_batch();
+        }
         while let Some(reply) = self.pending.next().await {
             client.write(&reply, replies);
         }

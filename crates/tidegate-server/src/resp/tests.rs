@@ -53,6 +53,14 @@ impl Conversation {
 }
 
 #[test]
+fn future_of_a_session_is_small() {
+    let mut client = Conversation::new(POLICIES);
+    let (mut input, mut replies) = (Input::new(1 << 20), Vec::new());
+    let size = size_of_val(&client.session.handle(&mut input, &mut replies));
+    assert!(size <= 3_072, "{size} bytes for each of many connections");
+}
+
+#[test]
 fn decisions_are_arrays_in_resp2_and_maps_in_resp3() {
     let mut client = Conversation::new(POLICIES);
     assert_eq!(client.ask("TG.ACQUIRE per-user ann"), "*6 :1 :2 :1 :0 :60000 :0");

@@ -79,7 +79,8 @@ fn client_that_does_not_read_is_not_read_from() {
 
 #[test]
 fn longest_idle_connection_makes_room() {
-    let (service, address) = start_with_listen("max_connections: 2");
+    let (service, address) =
+        start_with_listen("max_connections: 2, max_connections_per_address: 2");
     let mut first = Client::connect(&address);
     first.ask(&["PING"]);
     let mut second = Client::connect(&address);

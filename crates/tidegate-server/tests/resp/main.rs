@@ -17,7 +17,7 @@ use support::Service;
 /// Policies of these tests.
 const POLICIES: &str = "policies:
   - {name: per-user, limit: 3, window: 1h}
-  - {name: wide, limit: 1000000, window: 1h, algorithm: token-bucket}
+  - {name: wide, limit: 1000000, window: 366d, algorithm: fixed-window}
   - {name: observed, limit: 1, window: 1h, mode: shadow}
 ";
 

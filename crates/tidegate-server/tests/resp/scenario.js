@@ -27,7 +27,9 @@ async function connect(password, name) {
     };
   }
   const { createClient } = require("redis");
-  const client = createClient({ RESP: 3, socket: { port }, password, name });
+  const reconnectStrategy = password ? 50 : false;
+  const socket = { port, reconnectStrategy };
+  const client = createClient({ RESP: 3, socket, password, name });
   client.on("error", () => {});
   await client.connect();
   return {
