@@ -1,4 +1,4 @@
-//! Commands of the Redis protocol: names, arguments, and what `COMMAND` tells about them.
+//! Commands of the Redis protocol: names, arguments, and their descriptions for `COMMAND`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -58,7 +58,7 @@ fn client_that_does_not_read_is_not_read_from() {
                 position = (position + length) % pipeline.len();
                 sent += length;
                 blocked_since = None;
-                assert!(sent < limit, "the service reads without end");
+                assert!(sent < limit, "the service does not stop reading");
             }
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 let since = *blocked_since.get_or_insert_with(Instant::now);
