@@ -72,7 +72,7 @@ impl Client {
             self.write(&Reply::Error(command::unknown(name)), replies);
             return Step::Read;
         };
-        if let Some(request) = self.request(active, arguments) {
+        if let Some(request) = self.request(active, command, arguments) {
             let reply = match request {
                 Ok(request) => decide(active, &request).await,
                 Err(error) => Reply::Error(error),
@@ -95,9 +95,9 @@ impl Client {
     pub(super) fn request<'a>(
         &mut self,
         active: &ActiveConfig,
+        command: Command,
         arguments: Arguments<'a, '_>,
     ) -> Option<Result<Request<'a>, String>> {
-        let command = Command::find(arguments.get(0)?)?;
         let action = request::action(command)?;
         self.counters().count(command);
         if let Err(error) = self.check_access(active, command) {

@@ -194,6 +194,10 @@ const COMMANDS: [Entry; 18] = [
 impl Command {
     /// Finds a command by its name, whose case does not matter.
     pub(super) fn find(name: &[u8]) -> Option<Self> {
+        // As nearly every client writes it.
+        if name == b"TG.ACQUIRE" {
+            return Some(Self::Acquire);
+        }
         let mut buffer = [0; MAX_NAME];
         let upper = buffer.get_mut(..name.len())?;
         upper.copy_from_slice(name);
@@ -292,12 +296,12 @@ pub(super) fn write_names(writer: &mut Writer<'_>) {
 
 /// Writes the reply of `COMMAND` or `COMMAND INFO name …`.
 pub(super) fn write_info<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item = &'a [u8]>) {
-    let mut named: Vec<Option<Command>> = names.map(Command::find).collect();
-    if named.is_empty() {
-        named = COMMANDS.iter().map(|entry| Some(entry.command)).collect();
+    let mut shown: Vec<Option<Command>> = names.map(Command::find).collect();
+    if shown.is_empty() {
+        shown = COMMANDS.iter().map(|entry| Some(entry.command)).collect();
     }
-    writer.array(named.len());
-    for command in named {
+    writer.array(shown.len());
+    for command in shown {
         let Some(command) = command else {
             writer.null();
             continue;
@@ -316,17 +320,17 @@ pub(super) fn write_info<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item 
 
 /// Writes the reply of `COMMAND DOCS [name …]`.
 pub(super) fn write_docs<'a>(writer: &mut Writer<'_>, names: impl Iterator<Item = &'a [u8]>) {
-    let mut named: Vec<Command> = Vec::new();
+    let mut shown: Vec<Command> = Vec::new();
     let mut is_filtered = false;
     for name in names {
         is_filtered = true;
-        named.extend(Command::find(name));
+        shown.extend(Command::find(name));
     }
     if !is_filtered {
-        named = COMMANDS.iter().map(|entry| entry.command).collect();
+        shown = COMMANDS.iter().map(|entry| entry.command).collect();
     }
-    writer.map(named.len());
-    for command in named {
+    writer.map(shown.len());
+    for command in shown {
         let Entry { name, summary, key, .. } = command.entry();
         writer.bulk(name.to_ascii_lowercase());
         writer.map(3);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tidegate::internals::PreparedCharge;
-use tidegate::{Error, PolicyDecisions, Query, Quota, Timestamp};
+use tidegate::{Error, PolicyDecision, PolicyDecisions, Query, Quota, Timestamp};
 
 use super::reply::{DecisionReply, Reply};
 use super::request::{Dialect, Request, Target};
@@ -71,7 +71,7 @@ fn throttle_reply(
     };
     let is_possible = quantity.is_none_or(|quantity| quantity <= quota.burst());
     let allowed = decisions.is_allowed() && is_possible;
-    let decision = decisions.binding().map(tidegate::PolicyDecision::decision);
+    let decision = decisions.binding().map(PolicyDecision::decision);
     let remaining = decision.map_or(0, |decision| signed(decision.remaining));
     let reset_after = decision.map_or(0, |decision| seconds(decision.reset_after));
     let retry_after = match (allowed, dialect) {

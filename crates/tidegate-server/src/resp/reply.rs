@@ -1,6 +1,6 @@
 //! Replies in RESP2 and RESP3.
 
-use tidegate::{Decision, PolicyDecisions};
+use tidegate::{Decision, PolicyDecision, PolicyDecisions};
 
 use crate::duration::millis_rounded_up;
 
@@ -46,7 +46,7 @@ pub(super) struct DecisionReply {
 impl DecisionReply {
     /// Returns the binding decision, as the HTTP API shows it.
     pub(super) fn new(decisions: &PolicyDecisions<'_>) -> Self {
-        let binding = decisions.binding().map_or(Decision::allow(0, 0), |entry| entry.decision());
+        let binding = decisions.binding().map_or(Decision::allow(0, 0), PolicyDecision::decision);
         let allowed = decisions.is_allowed();
         // A policy in shadow mode may deny although the request passes.
         let retry_after = if allowed { 0 } else { millis_rounded_up(binding.retry_after) };
@@ -61,6 +61,9 @@ impl DecisionReply {
     }
 }
 
+/// Maximum length of a decision, with the names of its fields.
+const MAX_DECISION_BYTES: usize = 256;
+
 /// Writer of replies.
 pub(super) struct Writer<'a> {
     pub(super) bytes: &'a mut Vec<u8>,
@@ -73,7 +76,9 @@ impl Writer<'_> {
             Reply::Decision(decision) => self.decision(decision),
             Reply::Numbers(numbers) => {
                 self.array(numbers.len());
-                numbers.iter().for_each(|number| self.integer(*number));
+                for number in numbers {
+                    self.integer(*number);
+                }
             }
             Reply::Error(message) => self.error(message),
         }
@@ -88,11 +93,18 @@ impl Writer<'_> {
             (b"$14\r\nreset_after_ms\r\n:", decision.reset_after_ms),
             (b"$8\r\ndelay_ms\r\n:", decision.delay_ms),
         ];
+        // Room for all fields, so that they are not checked for it one by one.
+        self.bytes.reserve(MAX_DECISION_BYTES);
         let is_map = self.protocol == Protocol::Resp3;
         self.bytes.extend_from_slice(if is_map { b"%6\r\n" } else { b"*6\r\n" });
+        let mut digits = itoa::Buffer::new();
         for (name, number) in fields {
             self.bytes.extend_from_slice(if is_map { name } else { b":" });
-            self.bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+            match number {
+                0 => self.bytes.push(b'0'),
+                1 => self.bytes.push(b'1'),
+                number => self.bytes.extend_from_slice(digits.format(number).as_bytes()),
+            }
             self.bytes.extend_from_slice(b"\r\n");
         }
     }

@@ -9,6 +9,7 @@ use futures_util::stream::FuturesOrdered;
 use tidegate::Action;
 
 use super::client::Client;
+use super::command::Command;
 use super::decide::decide;
 use super::frame::{Parsed, Parser};
 use super::reply::Reply;
@@ -111,8 +112,10 @@ impl RespSession {
             };
             handled += length;
             // The next inline command replaces the arguments of this one.
-            let request = (!is_inline).then(|| client.request(active, parser.arguments(rest)));
-            if let Some(Some(request)) = request {
+            let arguments = parser.arguments(rest);
+            let command = arguments.get(0).filter(|_| !is_inline).and_then(Command::find);
+            let request = command.and_then(|command| client.request(active, command, arguments));
+            if let Some(request) = request {
                 if !group.admits(&request) {
                     group.finish(client, replies).await;
                 }
