@@ -13,14 +13,25 @@ mod process;
 mod proto;
 mod redis;
 mod report;
+mod resp;
 mod service;
 
 /// The allocator of the service, so that callers of the library on Redis use the same one.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const SUITES: [&str; 9] =
-    ["in-process", "http", "scripts", "redis", "fleet", "cluster", "service", "logs", "report"];
+const SUITES: [&str; 10] = [
+    "in-process",
+    "http",
+    "resp",
+    "scripts",
+    "redis",
+    "fleet",
+    "cluster",
+    "service",
+    "logs",
+    "report",
+];
 
 fn main() -> Result<()> {
     let plan = Plan::from_env();
@@ -35,6 +46,7 @@ fn main() -> Result<()> {
         match suite.as_str() {
             "in-process" => in_process()?,
             "http" => http::run(plan)?,
+            "resp" => resp::run(plan)?,
             "scripts" => redis::scripts::run(plan)?,
             "redis" => redis::decisions::run(plan)?,
             "fleet" => redis::fleet::run(plan)?,

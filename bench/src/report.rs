@@ -14,12 +14,14 @@ mod in_process;
 mod naive;
 mod network;
 mod redis;
+mod resp;
 
 /// Results of the last run of each suite; `None` for a suite that never ran.
 struct SuiteResults {
     in_process: Option<Results>,
     growth: Option<Results>,
     http: Option<Results>,
+    resp: Option<Results>,
     scripts: Option<Results>,
     redis: Option<Results>,
     fleet: Option<Results>,
@@ -83,6 +85,7 @@ pub(crate) fn run() -> Result<()> {
         in_process: Results::load("in-process")?,
         growth: Results::load("growth")?,
         http: Results::load("http")?,
+        resp: Results::load("resp")?,
         scripts: Results::load("scripts")?,
         redis: Results::load("redis")?,
         fleet: Results::load("fleet")?,
@@ -102,14 +105,15 @@ pub(crate) fn run() -> Result<()> {
     page.paragraph(
         "`make bench-http` runs only the suite of the service on memory, `make bench-redis` only \
          those of decisions on Redis. `bench/target/release/tidegate-bench` runs all suites, or \
-         those that are named: `in-process`, `http`, `scripts`, `redis`, `fleet`, `cluster`, \
-         `service` and `logs`; `report` writes this page from their last results. With \
+         those that are named: `in-process`, `http`, `resp`, `scripts`, `redis`, `fleet`, \
+         `cluster`, `service` and `logs`; `report` writes this page from their last results. With \
          `BENCH=quick` all are shorter.",
     );
     environment::write(&mut page, &suites)?;
     goals::write(&mut page, &suites);
     in_process::write(&mut page, &suites);
     network::write(&mut page, &suites);
+    resp::write(&mut page, &suites);
     naive::write(&mut page, &suites);
     redis::write(&mut page, &suites);
     page.heading("Notes");

@@ -17,6 +17,7 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) -> Result<()> {
         &suites.in_process,
         &suites.growth,
         &suites.http,
+        &suites.resp,
         &suites.scripts,
         &suites.redis,
         &suites.fleet,

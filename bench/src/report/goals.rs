@@ -25,6 +25,7 @@ pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
     memory(suites.in_process.as_ref(), &mut goals);
     growth(suites.growth.as_ref(), &mut goals);
     network(suites.http.as_ref(), &mut goals);
+    resp(suites.resp.as_ref(), &mut goals);
     redis::add(suites, &mut goals);
     let mark = |met: Option<bool>| match met {
         Some(true) => "✔",
@@ -188,6 +189,19 @@ fn network(results: Option<&Results>, goals: &mut Vec<Goal>) {
             measured: share.map_or(NOT_MEASURED.to_owned(), |share| format!("{share:.2}×")),
             met: share.map(|share| share >= 1.2),
         });
+    }
+}
+
+fn resp(results: Option<&Results>, goals: &mut Vec<Goal>) {
+    let case = "pipeline/16";
+    let ratio = |other: &str| {
+        results.and_then(|results| results.ratio("per_second", (case, "tidegate"), (case, other)))
+    };
+    for (description, other, target, min) in [
+        ("Redis protocol on memory, `-P 16`, compared with a no-op server", "no-op", "≥ 0.7×", 0.7),
+        ("… compared with Redis and a naive script", "Redis script", "≥ 5×", 5.0),
+    ] {
+        goals.push(Goal::at_least(description, target, min, ratio(other)));
     }
 }
 

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::config::Config;
+use crate::config::{Config, Listen};
 
 mod acquire;
 mod bench;
@@ -69,6 +69,13 @@ impl Arguments {
 fn admin_scheme(config: &Config) -> &'static str {
     let has_tls = config.tls.as_ref().is_some_and(|tls| tls.admin.is_some());
     if has_tls { "https" } else { "http" }
+}
+
+/// Returns the line of the Redis protocol in the startup message; empty if it is off.
+fn resp_line(bound: &Listen, tls: bool, label: &str) -> String {
+    let scheme = if tls { "rediss" } else { "redis" };
+    let shown = bound.resp.as_ref().map(|resp| resp.shown(scheme));
+    shown.map(|shown| format!("\x20 {label}{shown}\n")).unwrap_or_default()
 }
 
 /// Formats an argument error, with its suggestion, as one line.

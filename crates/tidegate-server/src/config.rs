@@ -211,7 +211,8 @@ fn validate(
 ) -> Result<Config, ConfigError> {
     let mut token_files = Vec::new();
     let tokens = auth::validate(document, folder, raw.auth, &mut token_files)?;
-    let listen = listen::validate(document, &raw.listen, tokens.admin.is_some())?;
+    let (has_admin_token, has_api_token) = (tokens.admin.is_some(), tokens.api.is_some());
+    let listen = listen::validate(document, &raw.listen, has_admin_token, has_api_token)?;
     let lines: BTreeMap<String, u64> = raw.policies.iter().map(RawPolicy::line).collect();
     let policies = Policies::from_raw(document, &raw.attributes, &raw.paths, raw.policies)?;
     let (store, store_files) = store::validate(document, folder, raw.store)?;

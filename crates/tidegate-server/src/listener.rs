@@ -1,5 +1,4 @@
-//! HTTP listener: limits connections, streams, and the time without progress; shuts down
-//! gracefully.
+//! Listeners: limit connections, streams, and the time without progress; shut down gracefully.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -36,10 +35,10 @@ mod lingering;
 mod places;
 mod progress;
 mod service;
+mod session;
 mod socket;
 
-use closed::CloseReason;
-pub(crate) use closed::ClosedConnections;
+pub(crate) use closed::{CloseReason, ClosedConnections};
 use connection::{Connection, HEADER_TIMEOUT, Timeouts, Watcher};
 pub(crate) use drain::MaxAge;
 use drain::OpenConnections;
@@ -49,6 +48,7 @@ pub(crate) use lingering::LingeringBody;
 use places::{Place, Places};
 pub(crate) use progress::WriteProgress;
 use service::ConnectionService;
+pub(crate) use session::{Input, Session, Step, serve_session};
 pub(crate) use socket::Socket;
 use socket::Stream;
 
@@ -109,15 +109,65 @@ where
     }))
 }
 
-/// Serves until `stop` turns true, then drains in-flight requests. `service` is called once per
-/// connection. `network` names the network of a client's address, by which connections are limited,
-/// if they are.
+/// Protocol of one connection.
+pub(crate) trait Protocol: Send + 'static {
+    /// Bytes to a client for whose connection there is no place.
+    const REFUSAL: &'static [u8];
+
+    /// Serves the connection until it closes, and returns why, if this side closed it early.
+    fn serve<I>(
+        self,
+        stream: I,
+        accepted: Accepted,
+        stop: watch::Receiver<bool>,
+        config: &ListenerConfig,
+    ) -> impl Future<Output = Option<CloseReason>> + Send
+    where
+        I: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+}
+
+/// Place and shared state of an accepted connection.
+pub(crate) struct Accepted {
+    place: Place,
+    connection: Arc<Connection>,
+}
+
+/// HTTP/1.1 or HTTP/2, with the service of one connection.
+struct Http<S>(S);
+
+impl<S, B> Protocol for Http<S>
+where
+    S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
+    S::Future: Send,
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<axum::BoxError>,
+{
+    const REFUSAL: &'static [u8] = REFUSAL;
+
+    fn serve<I>(
+        self,
+        stream: I,
+        Accepted { place, connection }: Accepted,
+        stop: watch::Receiver<bool>,
+        config: &ListenerConfig,
+    ) -> impl Future<Output = Option<CloseReason>> + Send
+    where
+        I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        serve_connection(stream, place, connection, self.0, stop, config)
+    }
+}
+
+/// Serves HTTP until `stop` turns true, then drains in-flight requests. `service` is called once
+/// per connection. `network` names the network of a client's address, by which connections are
+/// limited, if they are.
 pub(crate) async fn serve<S, B>(
     listener: Socket,
     service: impl Fn(Peer) -> S,
     tls: impl Fn() -> Option<Arc<ServerConfig>>,
     network: impl Fn(IpAddr) -> Option<String>,
-    mut stop: watch::Receiver<bool>,
+    stop: watch::Receiver<bool>,
     config: ListenerConfig,
 ) where
     S: HyperService<Request, Response = http::Response<B>, Error = Infallible> + Send + 'static,
@@ -126,6 +176,18 @@ pub(crate) async fn serve<S, B>(
     B::Data: Send,
     B::Error: Into<axum::BoxError>,
 {
+    serve_protocol(listener, |peer| Http(service(peer)), tls, network, stop, config).await;
+}
+
+/// Serves another protocol in the same way. `protocol` is called once per connection.
+pub(crate) async fn serve_protocol<P: Protocol>(
+    listener: Socket,
+    protocol: impl Fn(Peer) -> P,
+    tls: impl Fn() -> Option<Arc<ServerConfig>>,
+    network: impl Fn(IpAddr) -> Option<String>,
+    mut stop: watch::Receiver<bool>,
+    config: ListenerConfig,
+) {
     let open = OpenConnections::new();
     let places = Places::new(
         config.max_connections,
@@ -146,22 +208,22 @@ pub(crate) async fn serve<S, B>(
             Ok(taken) => taken,
             Err(reason) => {
                 places.count_closed(reason);
-                refuse(stream, tls.is_some(), &refusals);
+                refuse(stream, P::REFUSAL, tls.is_some(), &refusals);
                 continue;
             }
         };
         let guard = open.guard();
         let stop = stop.clone();
-        let service = service(Peer { address, tls: tls.is_some() });
+        let protocol = protocol(Peer { address, tls: tls.is_some() });
         let (places, config) = (Arc::clone(&places), Arc::clone(&config));
         tokio::spawn(async move {
             let _guard = guard;
             // Connection errors are the client's, so they are not logged.
             let closed = match tls {
-                None => serve_connection(stream, place, connection, service, stop, &config).await,
+                None => protocol.serve(stream, Accepted { place, connection }, stop, &config).await,
                 Some(tls) => match handshake(stream, tls, &connection).await {
                     Ok(stream) => {
-                        serve_connection(stream, place, connection, service, stop, &config).await
+                        protocol.serve(stream, Accepted { place, connection }, stop, &config).await
                     }
                     Err(reason) => reason,
                 },
@@ -190,11 +252,11 @@ async fn handshake(
 }
 
 /// Closes a connection for which there is no place. Without TLS, the client gets a response.
-fn refuse(stream: Stream, is_tls: bool, refusals: &Arc<Semaphore>) {
+fn refuse(stream: Stream, last: &'static [u8], is_tls: bool, refusals: &Arc<Semaphore>) {
     let Ok(permit) = Arc::clone(refusals).try_acquire_owned() else { return };
     if !is_tls {
         tokio::spawn(async move {
-            guarded_stream::linger(stream, REFUSAL).await;
+            guarded_stream::linger(stream, last).await;
             drop(permit);
         });
     }

@@ -27,6 +27,7 @@ mod metrics;
 mod observer;
 mod plan;
 mod reload;
+mod resp;
 mod serve;
 mod simulate;
 mod state;

@@ -15,6 +15,7 @@ use crate::backend::{Backend, RedisBackend};
 use crate::envoy::RejectionCounters;
 use crate::listener::ClosedConnections;
 use crate::logs::panics;
+use crate::resp::RespCounters;
 
 pub(crate) mod histogram;
 pub(crate) mod process;
@@ -41,6 +42,7 @@ pub(crate) struct Metrics {
     upstream_retries: AtomicU64,
     pub(crate) closed_connections: Arc<ClosedConnections>,
     pub(crate) envoy_rejections: RejectionCounters,
+    pub(crate) resp: RespCounters,
 }
 
 /// Decisions of one policy, by outcome.
@@ -109,6 +111,7 @@ impl Default for Metrics {
             upstream_retries: AtomicU64::new(0),
             closed_connections: Arc::default(),
             envoy_rejections: RejectionCounters::default(),
+            resp: RespCounters::default(),
         }
     }
 }
@@ -247,6 +250,31 @@ impl Metrics {
         }
     }
 
+    /// Writes the metrics of the Redis protocol.
+    fn write_resp(&self, text: &mut String) {
+        let numbers = [
+            (
+                "tidegate_resp_connections",
+                "gauge",
+                "Open connections of Redis clients.",
+                self.resp.connections(),
+            ),
+            (
+                "tidegate_resp_errors_total",
+                "counter",
+                "Error replies to Redis clients.",
+                self.resp.errors(),
+            ),
+        ];
+        write_numbers(text, &numbers);
+        write_labelled(
+            text,
+            ("tidegate_resp_commands_total", "command"),
+            "Commands of Redis clients, by command.",
+            self.resp.commands(),
+        );
+    }
+
     /// Returns all metrics in the text format, version 0.0.4.
     pub(crate) fn text(&self, backend: &Backend) -> String {
         let mut text = String::with_capacity(8 * 1024);
@@ -316,6 +344,7 @@ impl Metrics {
             "Connections that were closed early or refused, by reason.",
             self.closed_connections.counts(),
         );
+        self.write_resp(&mut text);
         head(&mut text, "tidegate_build_info", "gauge", "Version of the running process.");
         let _ =
             writeln!(text, "tidegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));

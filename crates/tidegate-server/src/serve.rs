@@ -19,6 +19,7 @@ use crate::api::browser::BrowserGuard;
 use crate::config::{Config, GatewayConfig, Listen, ListenAddress, RedisConfig, StoreConfig};
 use crate::envoy::Envoy;
 use crate::listener::{self, ListenerConfig, MaxAge, Socket};
+use crate::resp::Resp;
 use crate::state::ServerState;
 use crate::{api, doctor, gateway, reload};
 
@@ -50,20 +51,38 @@ pub(crate) struct RestartOnlyConfig {
     gateway: GatewayConfig,
     /// Bound address of the admin listener, whatever the configuration says.
     admin_address: ListenAddress,
+    /// The same for the Redis protocol.
+    resp_address: Option<ListenAddress>,
 }
 
 impl RestartOnlyConfig {
-    fn new(config: &Config, admin_address: &ListenAddress) -> Self {
+    fn new(
+        config: &Config,
+        admin_address: &ListenAddress,
+        resp_address: Option<&ListenAddress>,
+    ) -> Self {
         Self {
             listen: config.listen.clone(),
             store: config.store.clone(),
             gateway: config.gateway.clone(),
             admin_address: admin_address.clone(),
+            resp_address: resp_address.cloned(),
         }
     }
 
-    /// Returns an error if the admin listener would be open to other hosts without a token.
+    /// Returns an error if the admin listener or the Redis protocol would be open to other hosts
+    /// without a token.
     pub(crate) fn check(&self, config: &Config) -> Result<(), String> {
+        if let Some(address) = &self.resp_address
+            && config.api_token.is_none()
+            && address.is_remote()
+        {
+            return Err(format!(
+                "auth.api_token is missing, but the Redis protocol is bound to {address} until a \
+                 restart, where other hosts could use it without a token: set a token, or restart \
+                 with listen.resp on 127.0.0.1"
+            ));
+        }
         let address = &self.admin_address;
         if config.admin_token.is_some() || !address.is_remote() {
             return Ok(());
@@ -105,6 +124,7 @@ pub(crate) async fn serve(
     let warn = Box::new(move |config: &Config| warn_about_open_listeners(&addresses, config));
     let service = Service::start(config, file, warn).await?;
     listen.admin = service.admin_address.clone();
+    listen.resp = service.resp_address.clone();
 
     let state = &service.state;
     let stopped = &service.stopped;
@@ -148,6 +168,7 @@ pub(crate) async fn gateway(
     let warn = Box::new(|config: &Config| gateway::warn_about_unused_policies(&config.policies));
     let service = Service::start(config, file, warn).await?;
     listen.admin = service.admin_address.clone();
+    listen.resp = service.resp_address.clone();
 
     let gateway_service = gateway::service(&settings, &service.state)?;
     let telemetry = service.state.gateway().map(Arc::clone);
@@ -237,6 +258,9 @@ struct Service {
     admin_address: ListenAddress,
     admin_stop: watch::Sender<bool>,
     admin: JoinHandle<()>,
+    /// Redis protocol, if it is enabled.
+    resp_address: Option<ListenAddress>,
+    resp: Option<JoinHandle<()>>,
 }
 
 impl Service {
@@ -254,6 +278,11 @@ impl Service {
         let listen = config.listen.clone();
         let admin_listener = bind(&config.listen, "admin", &config.listen.admin).await?;
         let admin_address = admin_listener.address()?;
+        let resp_listener = match &config.listen.resp {
+            Some(address) => Some(bind(&config.listen, "resp", address).await?),
+            None => None,
+        };
+        let resp_address = resp_listener.as_ref().map(Socket::address).transpose()?;
         let guard = Arc::new(BrowserGuard::of_admin(&admin_address, &config.listen.allowed_hosts));
         let state = Arc::new(ServerState::start(config).await.context("store")?);
         if let Some(file) = &file {
@@ -267,7 +296,11 @@ impl Service {
         let ready = Arc::new(AtomicBool::new(true));
         if let Some(file) = file {
             // Compared with the file alone: command line flags are not a change of the file.
-            let restart_only = RestartOnlyConfig::new(&Config::load(&file)?, &admin_address);
+            let restart_only = RestartOnlyConfig::new(
+                &Config::load(&file)?,
+                &admin_address,
+                resp_address.as_ref(),
+            );
             reload::watch(file, files, restart_only, warn, Arc::clone(&state))?;
         }
         // The admin listener stops last: `/readyz` must report 503 while requests are draining.
@@ -293,8 +326,11 @@ impl Service {
                 ..api_listener_config(&listen, &state)
             },
         ));
-        let (unready, _) = watch::channel(false);
         let shutdown_delay = listen.shutdown_delay;
+        let resp = resp_listener.map(|listener| {
+            tokio::spawn(serve_resp(listener, Arc::clone(&state), stopped.clone(), listen))
+        });
+        let (unready, _) = watch::channel(false);
         Ok(Self {
             state,
             ready,
@@ -305,6 +341,8 @@ impl Service {
             admin_address,
             admin_stop,
             admin,
+            resp_address,
+            resp,
         })
     }
 
@@ -325,7 +363,7 @@ impl Service {
         }
         tracing::info!("shutting down, draining in-flight requests");
         let _ = self.stop.send(true);
-        for listener in listeners {
+        for listener in listeners.into_iter().chain(self.resp) {
             let _ = listener.await;
         }
         if let Some(redis) = self.state.backend.redis() {
@@ -338,6 +376,32 @@ impl Service {
         let _ = self.admin.await;
         tracing::info!("stopped");
     }
+}
+
+/// Serves the Redis protocol.
+async fn serve_resp(
+    listener: Socket,
+    state: Arc<ServerState>,
+    stopped: watch::Receiver<bool>,
+    listen: Listen,
+) {
+    let config = ListenerConfig {
+        idle_timeout: listen.resp_idle_timeout,
+        ..api_listener_config(&listen, &state)
+    };
+    let (tls, network) = (current_tls(&state), client_network(&state));
+    let protocol = |peer| Resp::new(&state, peer);
+    listener::serve_protocol(listener, protocol, tls, network, stopped, config).await;
+}
+
+/// Returns an error if a flag opens the Redis protocol to other hosts without a token.
+pub(crate) fn check_resp(config: &Config) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        config.api_token.is_some() || !config.listen.is_resp_remote(),
+        "--resp is not on loopback but auth.api_token is not set: set a token in the file, or \
+         listen on 127.0.0.1"
+    );
+    Ok(())
 }
 
 /// Warns about listeners of the API that other hosts can use without a token or a certificate.

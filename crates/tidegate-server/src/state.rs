@@ -55,12 +55,24 @@ impl ServerState {
     pub(crate) async fn start(config: Config) -> Result<Self, StoreError> {
         let metrics = Arc::new(Metrics::default());
         let backend = Arc::new(Backend::start(&config.store, &metrics).await?);
+        Ok(Self::new(config, backend, metrics))
+    }
+
+    /// Activates the configuration on a memory store, whose clock a test drives.
+    #[cfg(test)]
+    pub(crate) fn on_memory(config: Config, store: tidegate::MemoryStore) -> Self {
+        let metrics = Arc::new(Metrics::default());
+        let backend = Arc::new(Backend::memory(store, Arc::clone(&metrics)));
+        Self::new(config, backend, metrics)
+    }
+
+    fn new(config: Config, backend: Arc<Backend>, metrics: Arc<Metrics>) -> Self {
         let (hot_keys, started) = (Arc::new(HotKeys::new()), Instant::now());
         let active = ActiveConfig::new(config, &backend, &metrics, &hot_keys, started);
         let (active, gateway) = (ArcSwap::from_pointee(active), OnceLock::new());
         let started_at = SystemTime::now();
         let reloads = ReloadHistory::new(started_at);
-        Ok(Self { active, backend, metrics, hot_keys, gateway, started, started_at, reloads })
+        Self { active, backend, metrics, hot_keys, gateway, started, started_at, reloads }
     }
 
     /// Shows the gateway in the admin API.

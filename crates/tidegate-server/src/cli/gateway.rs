@@ -52,6 +52,11 @@ pub(super) struct GatewayCommand {
     #[command(flatten)]
     redis: RedisFlags,
 
+    /// Serve the Redis protocol on this address (IP:PORT or unix:PATH), overrides the file; off by
+    /// default
+    #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_RESP")]
+    resp: Option<ListenAddress>,
+
     /// Write an access log to this file, overrides the configuration; or to stdout or stderr
     #[arg(long, value_name = "PATH", env = "TIDEGATE_ACCESS_LOG")]
     access_log: Option<String>,
@@ -70,6 +75,8 @@ impl GatewayCommand {
         let mut config = serve::configuration(self.config.as_deref())?;
         config.store = self.redis.apply(config.store)?;
         self.admin.apply(&mut config)?;
+        config.listen.resp = self.resp.clone().or(config.listen.resp);
+        serve::check_resp(&config)?;
         if let Some(address) = self.listen.clone() {
             config.listen.gateway = address;
         }
@@ -101,18 +108,21 @@ impl GatewayCommand {
             && std::io::stdout().is_terminal();
         let announce = |bound: &Listen| {
             let Listen { gateway, admin, .. } = bound;
+            let resp = bound.resp.as_ref().map(tracing::field::display);
             tracing::info!(
-                http = %gateway, %admin, %upstreams, store, config = %source, "listening"
+                http = %gateway, %admin, resp, %upstreams, store, config = %source, "listening"
             );
             if has_banner {
                 anstream::println!(
                     "Tidegate {} on {store}, with {source}\n\
                      \n\
                      \x20 gateway  {}   to {upstreams}\n\
-                     \x20 admin    {}   (dashboard at /, /metrics, /readyz, /v1/lookup)\n",
+                     \x20 admin    {}   (dashboard at /, /metrics, /readyz, /v1/lookup)\n\
+                     {}",
                     env!("CARGO_PKG_VERSION"),
                     gateway.shown(scheme),
                     admin.shown(admin_scheme),
+                    super::resp_line(bound, scheme == "https", "Redis    "),
                 );
             }
         };

@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::listen::ListenFlags;
 use super::redis::RedisFlags;
-use crate::config::{self, Listen, StoreConfig};
+use crate::config::{self, Listen, ListenAddress, StoreConfig};
 use crate::logs::{self, LogFormat};
 use crate::serve;
 
@@ -22,6 +22,10 @@ Examples:
   Try it:
     tidegate serve
     curl -i -d '{\"policy\": \"per-user\", \"key\": \"user123\"}' http://127.0.0.1:8080/v1/acquire
+
+  For any Redis client:
+    tidegate serve --resp 127.0.0.1:8083
+    redis-cli -p 8083 TG.ACQUIRE per-user user123
 
   With your own policies and counters shared through Redis:
     tidegate serve --config tidegate.yaml --redis redis://127.0.0.1:6379
@@ -43,6 +47,11 @@ pub(super) struct ServeCommand {
     #[command(flatten)]
     redis: RedisFlags,
 
+    /// Serve the Redis protocol on this address (IP:PORT or unix:PATH), overrides the file; off by
+    /// default
+    #[arg(long, value_name = "ADDRESS", env = "TIDEGATE_RESP")]
+    resp: Option<ListenAddress>,
+
     /// Format of the logs
     #[arg(long, value_name = "FORMAT", env = "TIDEGATE_LOG_FORMAT", default_value = "text")]
     log_format: LogFormat,
@@ -53,6 +62,8 @@ impl ServeCommand {
         let mut config = serve::configuration(self.config.as_deref())?;
         config.store = self.redis.apply(config.store)?;
         self.listen.apply(&mut config)?;
+        config.listen.resp = self.resp.or(config.listen.resp);
+        serve::check_resp(&config)?;
         let source = config::describe(self.config.as_ref());
         let store = if matches!(config.store, StoreConfig::Memory(_)) { "memory" } else { "Redis" };
         let example = config.policies.iter().next().map(|policy| policy.name().to_owned());
@@ -65,7 +76,8 @@ impl ServeCommand {
         let has_banner = self.log_format == LogFormat::Text && std::io::stdout().is_terminal();
         let announce = |bound: &Listen| {
             let Listen { http, grpc, admin, .. } = bound;
-            tracing::info!(%http, %grpc, %admin, store, config = %source, "listening");
+            let resp = bound.resp.as_ref().map(tracing::field::display);
+            tracing::info!(%http, %grpc, %admin, resp, store, config = %source, "listening");
             if has_banner {
                 anstream::println!("{}", banner(bound, access, store, &source, example.as_deref()));
             }
@@ -93,7 +105,7 @@ struct ApiAccess {
 
 /// Returns the startup message, with an example request.
 fn banner(
-    Listen { http, grpc, admin, .. }: &Listen,
+    bound: &Listen,
     access: ApiAccess,
     store: &str,
     source: &str,
@@ -104,6 +116,8 @@ fn banner(
         None => r#"{"key": "user123", "quota": {"limit": 5, "window": "60s"}}"#.to_owned(),
     };
     let (scheme, ca_flag) = if access.tls { ("https", "--cacert CA.pem ") } else { ("http", "") };
+    let Listen { http, grpc, admin, .. } = bound;
+    let resp = super::resp_line(bound, access.tls, "Redis  ");
     let grpc_scheme = if access.tls { "grpcs" } else { "grpc" };
     // The token itself is never printed.
     let token_flag = if access.needs_token { "-H 'Authorization: Bearer TOKEN' " } else { "" };
@@ -113,7 +127,7 @@ fn banner(
          \x20 API    {}\n\
          \x20 Envoy  {}\n\
          \x20 admin  {}   (dashboard at /, /metrics, /readyz, /v1/lookup)\n\
-         \n\
+         {resp}\n\
          Try it:\n\
          \x20 curl -i {}{ca_flag}{token_flag}-d '{request}' {}\n",
         env!("CARGO_PKG_VERSION"),

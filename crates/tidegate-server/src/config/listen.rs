@@ -18,6 +18,8 @@ const DEFAULT_MAX_CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 pub(super) const CONNECTION_AGES: [u64; 2] = [1_000_000, 366 * 86_400_000_000];
 /// Longer than the 60 s for which common load balancers keep idle connections.
 const DEFAULT_IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+/// Redis clients keep connections in pools, and their servers close none by default.
+const DEFAULT_RESP_IDLE_TIMEOUT: Duration = Duration::from_secs(300);
 const DEFAULT_MAX_CONNECTIONS: usize = 16_384;
 const MAX_ALLOWED_HOSTS: usize = 100;
 /// Maximum length of a host name (RFC 1035, 2.3.4).
@@ -31,17 +33,28 @@ pub(crate) struct Listen {
     pub(crate) grpc: ListenAddress,
     pub(crate) admin: ListenAddress,
     pub(crate) gateway: ListenAddress,
+    /// Redis protocol.
+    pub(crate) resp: Option<ListenAddress>,
     /// Permissions of the files of Unix sockets.
     pub(crate) unix_mode: u32,
     pub(crate) max_connection_age: Option<Duration>,
     /// Time without a request after which a connection is closed.
     pub(crate) idle_timeout: Duration,
+    /// The same for the Redis protocol.
+    pub(crate) resp_idle_timeout: Duration,
     /// Maximum number of connections of each listener.
     pub(crate) max_connections: usize,
     pub(crate) max_connections_per_address: usize,
     /// Time for which requests are accepted after a signal to stop.
     pub(crate) shutdown_delay: Duration,
     pub(crate) allowed_hosts: AllowedHosts,
+}
+
+impl Listen {
+    /// Returns whether other hosts may be able to use the Redis protocol.
+    pub(crate) fn is_resp_remote(&self) -> bool {
+        self.resp.as_ref().is_some_and(ListenAddress::is_remote)
+    }
 }
 
 /// Host names by which listeners are called, in addition to addresses and localhost.
@@ -162,11 +175,13 @@ impl ListenAddress {
     }
 }
 
-/// Validates the addresses. The admin listener may only leave this host with a token.
+/// Validates the addresses. The admin listener and the Redis protocol may only leave this host with
+/// a token.
 pub(super) fn validate(
     document: &Document<'_>,
     raw: &raw::RawListen,
     has_admin_token: bool,
+    has_api_token: bool,
 ) -> Result<Listen, ConfigError> {
     let number = |given: Option<u64>| given.and_then(|number| usize::try_from(number).ok());
     let max_connections =
@@ -176,9 +191,13 @@ pub(super) fn validate(
         grpc: address(document, raw.grpc.as_ref(), 8081)?,
         admin: address(document, raw.admin.as_ref(), 8082)?,
         gateway: address(document, raw.gateway.as_ref(), 8000)?,
+        resp: raw.resp.as_ref().map(|text| parse(document, text)).transpose()?,
         unix_mode: raw.unix_mode.map_or(DEFAULT_UNIX_MODE, |mode| mode.0),
         max_connection_age: max_connection_age(document, raw.max_connection_age.as_ref())?,
         idle_timeout: raw.idle_timeout.map_or(DEFAULT_IDLE_TIMEOUT, raw::IdleTimeout::get),
+        resp_idle_timeout: raw
+            .idle_timeout
+            .map_or(DEFAULT_RESP_IDLE_TIMEOUT, raw::IdleTimeout::get),
         max_connections,
         max_connections_per_address: number(raw.max_connections_per_address.map(Bounded::get))
             .unwrap_or(max_connections.div_ceil(2)),
@@ -194,13 +213,25 @@ pub(super) fn validate(
              127.0.0.1",
         ));
     }
+    if let Some(field) = raw.resp.as_ref().filter(|_| !has_api_token && listen.is_resp_remote()) {
+        return Err(document.error_at(
+            field,
+            "listen.resp is not on loopback but auth.api_token is not set: set a token, or listen \
+             on 127.0.0.1",
+        ));
+    }
     // Only addresses in the file can conflict: `gateway` does not use http and grpc, and `serve`
     // does not use gateway.
+    let resp = listen.resp.as_ref().unwrap_or(&listen.http);
     for (name, (field, address), (_, other)) in [
         ("grpc", (&raw.grpc, &listen.grpc), (&raw.http, &listen.http)),
         ("admin", (&raw.admin, &listen.admin), (&raw.http, &listen.http)),
         ("admin", (&raw.admin, &listen.admin), (&raw.grpc, &listen.grpc)),
         ("admin", (&raw.admin, &listen.admin), (&raw.gateway, &listen.gateway)),
+        ("resp", (&raw.resp, resp), (&raw.http, &listen.http)),
+        ("resp", (&raw.resp, resp), (&raw.grpc, &listen.grpc)),
+        ("resp", (&raw.resp, resp), (&raw.admin, &listen.admin)),
+        ("resp", (&raw.resp, resp), (&raw.gateway, &listen.gateway)),
     ]
     .into_iter()
     .filter(|(_, _, (field, _))| field.is_some())
@@ -224,6 +255,10 @@ fn address(
         let loopback = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
         return Ok(ListenAddress::Tcp(loopback));
     };
+    parse(document, text)
+}
+
+fn parse(document: &Document<'_>, text: &Spanned<String>) -> Result<ListenAddress, ConfigError> {
     text.value
         .parse()
         .map_err(|error: ListenAddressError| document.error_at(text, &error.to_string()))

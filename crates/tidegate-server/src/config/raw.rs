@@ -73,6 +73,10 @@ pub(super) struct RawListen {
     /// Requests of `tidegate gateway`; 127.0.0.1:8000 by default.
     #[schemars(with = "Option<Address>")]
     pub(super) gateway: Option<Spanned<String>>,
+    /// Redis protocol, for any Redis client; off by default. Other than loopback only with
+    /// `auth.api_token`.
+    #[schemars(with = "Option<Address>")]
+    pub(super) resp: Option<Spanned<String>>,
     /// Permissions of the files of Unix sockets, in octal; '660' by default: the user and the group
     /// of this process may connect.
     #[schemars(with = "Option<Permissions>")]
@@ -82,8 +86,8 @@ pub(super) struct RawListen {
     /// by default, varied by 10 %; `off` for never.
     #[schemars(with = "Option<ConnectionAge>")]
     pub(super) max_connection_age: Option<Spanned<String>>,
-    /// Time without a request after which a connection is closed, from 1s to 1d; 75s by default.
-    /// Pings do not count. Must be longer than the time for which a load balancer keeps idle
+    /// Time without a request after which a connection is closed, from 1s to 1d; 75s by default,
+    /// and 5m on resp, whose clients keep pools of connections. Pings do not count. Must be longer than the time for which a load balancer keeps idle
     /// connections.
     pub(super) idle_timeout: Option<IdleTimeout>,
     /// Maximum number of connections of each listener; 16384 by default. A further one gets the
@@ -209,7 +213,8 @@ pub(super) struct RawClientIp {
 #[serde(deny_unknown_fields, default)]
 #[schemars(rename = "Auth", transform = add_auth_rules)]
 pub(super) struct RawAuth {
-    /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`).
+    /// Bearer token for the API, over HTTP and gRPC (`authorization: Bearer …`), and the password
+    /// of Redis clients (`AUTH`).
     #[serde(deserialize_with = "present")]
     #[schemars(with = "NotBlank")]
     pub(super) api_token: Option<Spanned<Option<String>>>,
@@ -217,7 +222,8 @@ pub(super) struct RawAuth {
     /// file. A changed file is reloaded.
     #[schemars(with = "Option<String>")]
     pub(super) api_token_file: Option<Spanned<String>>,
-    /// Bearer token for the admin listener; /healthz and /readyz work without it.
+    /// Bearer token for the admin listener; /healthz and /readyz work without it. It is also the
+    /// password of the user admin of the Redis protocol, who may reset counts.
     #[serde(deserialize_with = "present")]
     #[schemars(with = "NotBlank")]
     pub(super) admin_token: Option<Spanned<Option<String>>>,
@@ -242,7 +248,7 @@ impl fmt::Debug for RawAuth {
     }
 }
 
-/// TLS on http, grpc and gateway, optionally on admin. Paths are relative to the directory of this
+/// TLS on http, grpc, gateway and resp, optionally on admin. Paths are relative to the directory of this
 /// file. Changed files are reloaded.
 #[derive(Debug, serde::Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

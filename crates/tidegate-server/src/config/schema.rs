@@ -245,27 +245,31 @@ schema_type!(
     json_schema!({"type": TEXT_TYPES, "pattern": r"\S"})
 );
 
-/// Requires a token for an admin listener that others can reach.
+/// Requires a token for an admin listener, or a Redis protocol, that others can reach.
 pub(super) fn add_config_rules(schema: &mut Schema) {
-    let is_exposed = json!({
-        "required": ["listen"],
-        "properties": {"listen": {
-            "type": "object",
-            "required": ["admin"],
-            "properties": {"admin": {"type": "string", "not": {"pattern": LOOPBACK}}}
-        }}
-    });
-    let has_token = json!({
-        "required": ["auth"],
-        "properties": {"auth": {
-            "type": "object",
-            "anyOf": [{"required": ["admin_token"]}, has("admin_token_file")]
-        }}
-    });
+    let rule = |listener: &str, token: &str| {
+        json!({
+            "if": {
+                "required": ["listen"],
+                "properties": {"listen": {
+                    "type": "object",
+                    "required": [listener],
+                    "properties": {listener: {"type": "string", "not": {"pattern": LOOPBACK}}}
+                }}
+            },
+            "then": {
+                "required": ["auth"],
+                "properties": {"auth": {
+                    "type": "object",
+                    "anyOf": [{"required": [token]}, has(&format!("{token}_file"))]
+                }}
+            }
+        })
+    };
+    let rules = json!([rule("admin", "admin_token"), rule("resp", "api_token")]);
     // A file that is being written is empty at first.
     schema.insert("minProperties".to_owned(), json!(1));
-    schema.insert("if".to_owned(), is_exposed);
-    schema.insert("then".to_owned(), has_token);
+    schema.insert("allOf".to_owned(), rules);
 }
 
 /// Forbids a token that is also in a file.

@@ -206,6 +206,12 @@ fn errors_in_other_sections_show_their_position() {
             "nowhere.pem: cannot be read",
         ),
         ("listen:\n  admin: 0.0.0.0:9\n", "2:10:", "auth.admin_token"),
+        ("listen:\n  resp: 0.0.0.0:9\n", "2:9:", "auth.api_token"),
+        (
+            "listen:\n  gateway: 127.0.0.1:9\n  resp: 127.0.0.1:9\n",
+            "3:9:",
+            "127.0.0.1:9 is already in use",
+        ),
         (
             "listen:\n  http: 127.0.0.1:9\n  grpc: 127.0.0.1:9\n",
             "3:9:",

@@ -56,7 +56,7 @@ pub(super) struct Inserted {
 }
 
 enum Protocol {
-    /// HTTP/1.1, or not yet known.
+    /// HTTP/1.1, or not yet known; or a session, whose commands are like requests.
     Http1 {
         in_flight: u32,
         /// End of the last response.
@@ -181,6 +181,25 @@ impl Connection {
             *in_flight = in_flight.saturating_sub(1);
             *idle_since = Instant::now();
             self.mark_place(Some(*idle_since), *closing);
+        }
+    }
+
+    /// Records that a session handles what it has received. Returns since when a command is
+    /// incomplete, for [`end_commands`](Self::end_commands).
+    pub(super) fn start_commands(&self) -> Option<Instant> {
+        let mut state = self.state();
+        let State { protocol, closing, .. } = &mut *state;
+        let Protocol::Http1 { in_flight, head_since, .. } = protocol else { return None };
+        *in_flight += 1;
+        self.mark_place(None, *closing);
+        head_since.take()
+    }
+
+    /// Records that the replies are sent, and since when a further command is incomplete.
+    pub(super) fn end_commands(&self, incomplete_since: Option<Instant>) {
+        self.end_request();
+        if let Protocol::Http1 { head_since, .. } = &mut self.state().protocol {
+            *head_since = incomplete_since;
         }
     }
 

@@ -210,6 +210,15 @@ impl RedisStore {
         Builder::new(Deployment::Sentinel { primary: primary.to_owned() }, urls)
     }
 
+    /// Announces several decisions of one caller: the first of them waits until the others have
+    /// joined its call.
+    #[doc(hidden)]
+    pub fn expect_batch(&self) {
+        for node in self.shared.topology.state().primaries() {
+            node.queue().expect_batch();
+        }
+    }
+
     /// Returns the key under which Redis keeps the count of a charge.
     #[must_use]
     pub fn redis_key(&self, charge: &Charge<'_>) -> String {

@@ -3,7 +3,7 @@
 use super::probes::Probe;
 
 /// The values are JSON.
-pub(super) const DOOR_PROBES: [Probe; 40] = [
+pub(super) const DOOR_PROBES: [Probe; 41] = [
     Probe {
         place: "/log_denials",
         valid: &["{}", "null", r#"{"ratio": 0.5}"#],
@@ -25,6 +25,7 @@ pub(super) const DOOR_PROBES: [Probe; 40] = [
         invalid: &[
             r#"{"http": "127.0.0.1:9", "grpc": "127.0.0.1:9"}"#,
             r#"{"http": "unix:/a", "admin": "unix:/a"}"#,
+            r#"{"http": "127.0.0.1:9", "resp": "127.0.0.1:9"}"#,
             r#"{"htp": "127.0.0.1:0"}"#,
             "[]",
             r#""127.0.0.1:80""#,
@@ -104,6 +105,11 @@ pub(super) const DOOR_PROBES: [Probe; 40] = [
         place: "/listen/admin",
         valid: &[r#""unix:/run/a.sock""#, r#""127.8.0.1:80""#, r#""[::1]:80""#, r#""[0::1]:80""#],
         invalid: &[r#""0.0.0.0:80""#, r#""[::]:80""#, r#""[1::1]:80""#, r#""10.127.0.0:80""#],
+    },
+    Probe {
+        place: "/listen/resp",
+        valid: &[r#""unix:/run/a.sock""#, r#""127.8.0.1:80""#, r#""[::1]:80""#, "null"],
+        invalid: &[r#""0.0.0.0:80""#, r#""[::]:80""#, r#""10.127.0.0:80""#, r#""off""#, "8083"],
     },
     Probe {
         place: "/listen/idle_timeout",

@@ -105,6 +105,11 @@ impl Queue {
         &self.runtime
     }
 
+    /// Makes the next leader yield once, so that the decisions that follow join its batch.
+    pub(super) fn expect_batch(&self) {
+        self.state().is_shared = true;
+    }
+
     fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

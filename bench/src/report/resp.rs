@@ -1,0 +1,51 @@
+//! Section on the Redis protocol.
+
+use super::chart::{Bar, Chart, Panel, figures};
+use super::{NOT_MEASURED, Page, SuiteResults, thousands};
+use crate::resp::PIPELINES;
+
+const CANDIDATES: [&str; 4] = ["tidegate", "no-op", "Redis script", "throttlecrab"];
+
+pub(super) fn write(page: &mut Page, suites: &SuiteResults) {
+    let Some(results) = &suites.resp else { return };
+    page.heading("Redis protocol on memory");
+    page.paragraph(
+        "`redis-benchmark` with 50 connections and random keys of a hundred thousand runs on the \
+         same cores as the server; `-P` is the number of commands that a client sends before it \
+         reads the answers. The no-op server parses the commands and answers each with a fixed \
+         decision, in one write per read. Redis runs the naive script of a token bucket, by \
+         `EVALSHA`. The CPU time is that of the server only.",
+    );
+    let mut rows = Vec::new();
+    for pipeline in PIPELINES {
+        let case = format!("pipeline/{pipeline}");
+        for candidate in CANDIDATES {
+            let Some(rate) = results.spread(&case, candidate, "per_second") else { continue };
+            let micros = results.spread(&case, candidate, "cpu_micros");
+            let ratio = results.ratio("per_second", (&case, "tidegate"), (&case, candidate));
+            rows.push(vec![
+                format!("`-P {pipeline}`"),
+                candidate.to_owned(),
+                thousands(rate.median),
+                format!("{}–{}", thousands(rate.min), thousands(rate.max)),
+                micros.map_or(NOT_MEASURED.to_owned(), |micros| figures(micros.median)),
+                ratio
+                    .filter(|_| candidate != "tidegate")
+                    .map_or(NOT_MEASURED.to_owned(), |ratio| ratio.to_string()),
+            ]);
+        }
+    }
+    page.table(
+        &["", "", "requests per second", "spread", "CPU µs per request", "ratio of tidegate to it"],
+        &rows,
+    );
+    let panel = |pipeline: u32| {
+        let bar = |candidate: &&str| {
+            let value = results.spread(&format!("pipeline/{pipeline}"), candidate, "per_second")?;
+            Some(Bar { label: (*candidate).to_owned(), value, ours: *candidate == "tidegate" })
+        };
+        Panel { title: format!("-P {pipeline}"), bars: CANDIDATES.iter().filter_map(bar).collect() }
+    };
+    let title = "Commands per second on memory (higher is better)".to_owned();
+    page.chart("resp", &Chart { title, panels: PIPELINES.map(panel).into() });
+}

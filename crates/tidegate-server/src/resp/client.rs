@@ -1,0 +1,399 @@
+//! Client of a connection: its authentication, its name, and the commands that decide nothing.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::command::{self, Command, RespCounters, shown};
+use super::decide::decide;
+use super::frame::{Arguments, FrameError};
+use super::reply::{Protocol, Reply, Writer};
+use super::request::{self, QuotaCache, Request};
+use crate::api::token;
+use crate::config::Secret;
+use crate::listener::{Peer, Step};
+use crate::state::{ActiveConfig, ServerState};
+
+/// Version of Redis whose protocol is supported. Clients choose features by it.
+const REDIS_VERSION: &str = "7.0.0";
+/// Maximum length of the name of a client.
+const MAX_NAME_BYTES: usize = 256;
+/// Settings that clients ask for when they connect.
+const SETTINGS: [(&str, &str); 5] = [
+    ("appendonly", "no"),
+    ("databases", "1"),
+    ("maxmemory", "0"),
+    ("proto-max-bulk-len", "65536"),
+    ("save", ""),
+];
+
+/// Client of one connection.
+pub(super) struct Client {
+    pub(super) state: Arc<ServerState>,
+    peer: Peer,
+    id: u64,
+    name: String,
+    pub(super) protocol: Protocol,
+    user: Option<User>,
+    quotas: QuotaCache,
+}
+
+/// User that a client has authenticated as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum User {
+    /// With `auth.api_token`.
+    Default,
+    /// With `auth.admin_token`.
+    Admin,
+}
+
+impl Client {
+    pub(super) fn new(state: Arc<ServerState>, peer: Peer) -> Self {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+        Self {
+            state,
+            peer,
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            name: String::new(),
+            protocol: Protocol::default(),
+            user: None,
+            quotas: QuotaCache::default(),
+        }
+    }
+
+    /// Handles one command, and returns whether to close the connection.
+    pub(super) async fn handle(
+        &mut self,
+        active: &ActiveConfig,
+        arguments: Arguments<'_, '_>,
+        replies: &mut Vec<u8>,
+    ) -> Step {
+        let Some(name) = arguments.get(0) else { return Step::Read };
+        let Some(command) = Command::find(name) else {
+            self.write(&Reply::Error(command::unknown(name)), replies);
+            return Step::Read;
+        };
+        if let Some(request) = self.request(active, command, arguments) {
+            let reply = match request {
+                Ok(request) => decide(active, &request).await,
+                Err(error) => Reply::Error(error),
+            };
+            self.write(&reply, replies);
+            return Step::Read;
+        }
+        self.counters().count(command);
+        let mut writer = Writer { bytes: replies, protocol: self.protocol };
+        match self.answer(active, command, arguments, &mut writer) {
+            Ok(step) => step,
+            Err(error) => {
+                self.write(&Reply::Error(error), replies);
+                Step::Read
+            }
+        }
+    }
+
+    /// Returns the query of a command that decides, or its error; `None` for other commands.
+    pub(super) fn request<'a>(
+        &mut self,
+        active: &ActiveConfig,
+        command: Command,
+        arguments: Arguments<'a, '_>,
+    ) -> Option<Result<Request<'a>, String>> {
+        let action = request::action(command)?;
+        self.counters().count(command);
+        if let Err(error) = self.check_access(active, command) {
+            return Some(Err(error));
+        }
+        if !command.accepts(arguments.len()) {
+            return Some(Err(command.usage_error()));
+        }
+        Some(request::parse(command, action, arguments, &mut self.quotas))
+    }
+
+    /// Writes a reply.
+    pub(super) fn write(&self, reply: &Reply, replies: &mut Vec<u8>) {
+        if matches!(reply, Reply::Error(_)) {
+            self.counters().count_error();
+        }
+        Writer { bytes: replies, protocol: self.protocol }.reply(reply);
+    }
+
+    /// Writes the error of a broken frame, after which nothing can be read.
+    pub(super) fn reject(&self, error: &FrameError, replies: &mut Vec<u8>) -> Step {
+        self.write(&Reply::Error(format!("ERR Protocol error: {error}")), replies);
+        Step::Close
+    }
+
+    fn counters(&self) -> &RespCounters {
+        &self.state.metrics.resp
+    }
+
+    /// Writes the reply to a command that decides nothing.
+    fn answer(
+        &mut self,
+        active: &ActiveConfig,
+        command: Command,
+        arguments: Arguments<'_, '_>,
+        writer: &mut Writer<'_>,
+    ) -> Result<Step, String> {
+        self.check_access(active, command)?;
+        if !command.accepts(arguments.len()) {
+            return Err(command.usage_error());
+        }
+        let argument = |index| arguments.get(index).unwrap_or_default();
+        match command {
+            Command::Ping if arguments.len() > 2 => return Err(command.usage_error()),
+            Command::Ping if arguments.len() == 2 => writer.bulk(argument(1)),
+            Command::Ping => writer.simple("PONG"),
+            Command::Echo => writer.bulk(argument(1)),
+            Command::Select if argument(1) == b"0" => writer.simple("OK"),
+            Command::Select => {
+                return Err("ERR DB index is out of range: there is only database 0".to_owned());
+            }
+            Command::Quit => {
+                writer.simple("OK");
+                return Ok(Step::Close);
+            }
+            Command::ResetSession => {
+                self.protocol = Protocol::default();
+                self.user = None;
+                self.name.clear();
+                writer.protocol = self.protocol;
+                writer.simple("RESET");
+            }
+            Command::Auth => {
+                let (user, token) = match arguments.len() {
+                    2 => (None, argument(1)),
+                    3 => (Some(argument(1)), argument(2)),
+                    _ => return Err(command.usage_error()),
+                };
+                self.authenticate(active, user, token)?;
+                writer.simple("OK");
+            }
+            Command::Hello => self.hello(active, arguments, writer)?,
+            Command::Client => self.client(arguments, writer)?,
+            Command::Commands => describe(arguments, writer)?,
+            Command::Config => settings(arguments, writer)?,
+            Command::Info => writer.bulk(self.info()),
+            Command::Acquire
+            | Command::Peek
+            | Command::Refund
+            | Command::Report
+            | Command::Reset
+            | Command::CellThrottle
+            | Command::CrabThrottle => {}
+        }
+        Ok(Step::Read)
+    }
+
+    /// Returns an error unless the client may use a command. Only an administrator may reset
+    /// counts, if there is a token for that.
+    fn check_access(&self, active: &ActiveConfig, command: Command) -> Result<(), String> {
+        if command.is_public() {
+            return Ok(());
+        }
+        if active.api_token.is_some() && self.user.is_none() {
+            return Err("NOAUTH Authentication required: AUTH token, with auth.api_token".into());
+        }
+        if command == Command::Reset
+            && active.admin_token.is_some()
+            && self.user != Some(User::Admin)
+        {
+            return Err("NOPERM this user has no permissions to run the 'tg.reset' command: AUTH \
+                        admin token, with auth.admin_token"
+                .to_owned());
+        }
+        Ok(())
+    }
+
+    /// Checks a token in constant time.
+    fn authenticate(
+        &mut self,
+        active: &ActiveConfig,
+        user: Option<&[u8]>,
+        given: &[u8],
+    ) -> Result<(), String> {
+        if active.api_token.is_none() && active.admin_token.is_none() {
+            return Err("ERR AUTH called without any password configured: set auth.api_token, or \
+                        connect without a password"
+                .to_owned());
+        }
+        let is_token =
+            |token: &Option<Secret>| token.as_ref().map(|it| token::check_plain(it, given).is_ok());
+        let is_default = is_token(&active.api_token) == Some(true);
+        let is_admin = is_token(&active.admin_token) == Some(true);
+        let found = match user {
+            None if is_admin => Some(User::Admin),
+            None | Some(b"default") => is_default.then_some(User::Default),
+            Some(b"admin") => is_admin.then_some(User::Admin),
+            Some(_) => None,
+        };
+        self.user = Some(found.ok_or(
+            "WRONGPASS invalid username-password pair: the users are default, with \
+             auth.api_token, and admin, with auth.admin_token",
+        )?);
+        Ok(())
+    }
+
+    /// Answers `HELLO [2|3 [AUTH user token] [SETNAME name]]`.
+    fn hello(
+        &mut self,
+        active: &ActiveConfig,
+        arguments: Arguments<'_, '_>,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), String> {
+        let protocol = match arguments.get(1) {
+            None => self.protocol,
+            Some(b"2") => Protocol::Resp2,
+            Some(b"3") => Protocol::Resp3,
+            Some(_) => return Err("NOPROTO unsupported protocol version: send 2 or 3".to_owned()),
+        };
+        let mut index = 2;
+        let mut name = None;
+        while let Some(option) = arguments.get(index) {
+            let value = |offset| arguments.get(index + offset);
+            if let (true, Some(user), Some(token)) =
+                (option.eq_ignore_ascii_case(b"AUTH"), value(1), value(2))
+            {
+                self.authenticate(active, Some(user), token)?;
+                index += 3;
+            } else if let (true, Some(given)) = (option.eq_ignore_ascii_case(b"SETNAME"), value(1))
+            {
+                name = Some(client_name(given)?);
+                index += 2;
+            } else {
+                let (option, usage) = (shown(option), Command::Hello.usage());
+                return Err(format!("ERR syntax error near '{option}': {usage}"));
+            }
+        }
+        if active.api_token.is_some() && self.user.is_none() {
+            return Err(
+                "NOAUTH HELLO must be called with the client already authenticated: HELLO \
+                        3 AUTH default token, with auth.api_token"
+                    .to_owned(),
+            );
+        }
+        self.protocol = protocol;
+        self.name = name.unwrap_or_else(|| std::mem::take(&mut self.name));
+        writer.protocol = protocol;
+        writer.map(7);
+        for (name, value) in [("server", "redis"), ("version", REDIS_VERSION)] {
+            writer.bulk(name);
+            writer.bulk(value);
+        }
+        writer.bulk("proto");
+        writer.integer(protocol.number());
+        writer.bulk("id");
+        writer.integer(i64::try_from(self.id).unwrap_or(i64::MAX));
+        for (name, value) in [("mode", "standalone"), ("role", "master")] {
+            writer.bulk(name);
+            writer.bulk(value);
+        }
+        writer.bulk("modules");
+        writer.array(0);
+        Ok(())
+    }
+
+    /// Answers `CLIENT …`.
+    fn client(
+        &mut self,
+        arguments: Arguments<'_, '_>,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), String> {
+        let subcommand = arguments.get(1).unwrap_or_default().to_ascii_uppercase();
+        match (subcommand.as_slice(), arguments.len()) {
+            (b"SETNAME", 3) => {
+                self.name = client_name(arguments.get(2).unwrap_or_default())?;
+                writer.simple("OK");
+            }
+            // The name and version of the client's library are of no use here.
+            (b"SETINFO", 4) | (b"NO-EVICT" | b"NO-TOUCH", 3) => writer.simple("OK"),
+            (b"GETNAME", 2) => writer.bulk(&self.name),
+            (b"ID", 2) => writer.integer(i64::try_from(self.id).unwrap_or(i64::MAX)),
+            (b"INFO", 2) => {
+                let user = match self.user {
+                    Some(User::Admin) => "admin",
+                    Some(User::Default) | None => "default",
+                };
+                writer.bulk(format!(
+                    "id={} addr={} name={} db=0 user={user} resp={}\n",
+                    self.id,
+                    self.peer.address,
+                    self.name,
+                    self.protocol.number()
+                ));
+            }
+            (b"HELP", 2) => {
+                writer.array(1);
+                writer.simple(&Command::Client.usage());
+            }
+            _ => return Err(unknown_subcommand(Command::Client, arguments)),
+        }
+        Ok(())
+    }
+
+    fn info(&self) -> String {
+        let counters = &self.state.metrics.resp;
+        format!(
+            "# Server\r\nredis_version:{REDIS_VERSION}\r\nredis_mode:standalone\r\n\
+             server_name:tidegate\r\ntidegate_version:{}\r\nprocess_id:{}\r\n\
+             uptime_in_seconds:{}\r\n\r\n\
+             # Clients\r\nconnected_clients:{}\r\n\r\n\
+             # Persistence\r\nloading:0\r\n\r\n\
+             # Stats\r\ntotal_commands_processed:{}\r\n\r\n\
+             # Replication\r\nrole:master\r\nconnected_slaves:0\r\n",
+            env!("CARGO_PKG_VERSION"),
+            std::process::id(),
+            self.state.uptime(),
+            counters.connections(),
+            counters.commands().map(|(_, count)| count).sum::<u64>(),
+        )
+    }
+}
+
+/// Validates the name of a client. It is a word, because `CLIENT INFO` has several in a line.
+fn client_name(bytes: &[u8]) -> Result<String, String> {
+    let is_word = bytes.len() <= MAX_NAME_BYTES && bytes.iter().all(u8::is_ascii_graphic);
+    let text = std::str::from_utf8(bytes).ok().filter(|_| is_word);
+    text.map(str::to_owned).ok_or_else(|| {
+        format!(
+            "ERR Client names cannot contain spaces, newlines or special characters: use at most \
+             {MAX_NAME_BYTES} letters, digits and punctuation marks"
+        )
+    })
+}
+
+/// Answers `COMMAND …`.
+fn describe(arguments: Arguments<'_, '_>, writer: &mut Writer<'_>) -> Result<(), String> {
+    match arguments.get(1).map(<[u8]>::to_ascii_uppercase).as_deref() {
+        None | Some(b"INFO") => command::write_info(writer, arguments.from(2)),
+        Some(b"COUNT") => command::write_count(writer),
+        Some(b"DOCS") => command::write_docs(writer, arguments.from(2)),
+        Some(b"LIST") => command::write_names(writer),
+        Some(_) => return Err(unknown_subcommand(Command::Commands, arguments)),
+    }
+    Ok(())
+}
+
+/// Answers `CONFIG GET name …`.
+fn settings(arguments: Arguments<'_, '_>, writer: &mut Writer<'_>) -> Result<(), String> {
+    let is_get = arguments.get(1).is_some_and(|word| word.eq_ignore_ascii_case(b"GET"));
+    if !is_get || arguments.len() < 3 {
+        return Err(unknown_subcommand(Command::Config, arguments));
+    }
+    let is_named = |name: &str| {
+        let mut names = arguments.from(2);
+        names.any(|given| given == b"*" || given.eq_ignore_ascii_case(name.as_bytes()))
+    };
+    let found: Vec<_> = SETTINGS.iter().filter(|(name, _)| is_named(name)).collect();
+    writer.map(found.len());
+    for (name, value) in found {
+        writer.bulk(name);
+        writer.bulk(value);
+    }
+    Ok(())
+}
+
+fn unknown_subcommand(command: Command, arguments: Arguments<'_, '_>) -> String {
+    let (given, usage) = (shown(arguments.get(1).unwrap_or_default()), command.usage());
+    format!("ERR unknown subcommand or wrong number of arguments for '{given}': {usage}")
+}

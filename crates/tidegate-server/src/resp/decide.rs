@@ -1,0 +1,88 @@
+//! Decisions of commands.
+
+use std::time::Duration;
+
+use tidegate::internals::PreparedCharge;
+use tidegate::{Error, PolicyDecision, PolicyDecisions, Query, Quota, Timestamp};
+
+use super::reply::{DecisionReply, Reply};
+use super::request::{Dialect, Request, Target};
+use crate::logs;
+use crate::observer::OWN_QUOTA;
+use crate::state::ActiveConfig;
+
+/// Name under which `CL.THROTTLE` and `THROTTLE` count. It has none of their numbers, because a key
+/// keeps its count when they change.
+const THROTTLE_POLICY: &str = "cl.throttle";
+
+/// Decides a request.
+pub(super) async fn decide(active: &ActiveConfig, request: &Request<'_>) -> Reply {
+    let Request { action, key, cost, .. } = request;
+    let query = match &request.target {
+        Target::Policy(policy) => Query::policy(policy, key).with_cost(*cost),
+        Target::Quota(quota) => {
+            Query::quota(key, quota).with_cost(*cost).with_metric_name(OWN_QUOTA)
+        }
+        Target::Throttle(_, quota) => {
+            let quantity = cost.filter(|quantity| *quantity <= quota.burst());
+            let charge = PreparedCharge::new(THROTTLE_POLICY, *key, quota)
+                .with_metric_name(OWN_QUOTA)
+                .with_action(*action)
+                .with_cost(quantity.unwrap_or(0));
+            Query::prepared(vec![charge])
+        }
+    };
+    let charged_at = request.age_ms.map_or(Timestamp::ZERO, |age| {
+        let charged_at = active.now().saturating_sub(Duration::from_millis(age));
+        charged_at.max(Timestamp::from_micros(1))
+    });
+    let decided = active.limiter.decide(*action, query.with_charged_at(charged_at)).await;
+    match (decided, &request.target) {
+        (Ok(decisions), Target::Throttle(dialect, quota)) => {
+            Reply::Numbers(throttle_reply(*dialect, quota, *cost, &decisions))
+        }
+        (Ok(decisions), _) => Reply::Decision(DecisionReply::new(&decisions)),
+        (Err(error), _) => Reply::Error(error_reply(&error)),
+    }
+}
+
+fn error_reply(error: &Error) -> String {
+    match error {
+        Error::Store(store) => {
+            // The reason is only logged: it may have the addresses of servers.
+            logs::store_failed(store);
+            "ERR the store is unavailable: try again later".to_owned()
+        }
+        error => format!("ERR {error}"),
+    }
+}
+
+/// Returns the reply of a project's command. Seconds are rounded up, so a denial has at least one;
+/// -1 stands for a quantity that is never admitted, and in redis-cell also for none.
+fn throttle_reply(
+    dialect: Dialect,
+    quota: &Quota,
+    quantity: Option<u64>,
+    decisions: &PolicyDecisions<'_>,
+) -> [i64; 5] {
+    let signed = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+    let seconds = |duration: Duration| {
+        signed(duration.as_secs().saturating_add(u64::from(duration.subsec_nanos() > 0)))
+    };
+    let is_possible = quantity.is_none_or(|quantity| quantity <= quota.burst());
+    let allowed = decisions.is_allowed() && is_possible;
+    let decision = decisions.binding().map(PolicyDecision::decision);
+    let remaining = decision.map_or(0, |decision| signed(decision.remaining));
+    let reset_after = decision.map_or(0, |decision| seconds(decision.reset_after));
+    let retry_after = match (allowed, dialect) {
+        (true, Dialect::Cell) => -1,
+        (true, Dialect::Crab) => 0,
+        (false, _) if !is_possible => -1,
+        (false, _) => decision.map_or(1, |decision| seconds(decision.retry_after)).max(1),
+    };
+    let limit = signed(quota.burst());
+    match dialect {
+        Dialect::Cell => [i64::from(!allowed), limit, remaining, retry_after, reset_after],
+        Dialect::Crab => [i64::from(allowed), limit, remaining, reset_after, retry_after],
+    }
+}

@@ -1,0 +1,165 @@
+//! Replies in RESP2 and RESP3.
+
+use tidegate::{Decision, PolicyDecision, PolicyDecisions};
+
+use crate::duration::millis_rounded_up;
+
+/// Version of the protocol, which a client chooses by `HELLO`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Protocol {
+    #[default]
+    Resp2,
+    Resp3,
+}
+
+impl Protocol {
+    pub(super) fn number(self) -> i64 {
+        match self {
+            Self::Resp2 => 2,
+            Self::Resp3 => 3,
+        }
+    }
+}
+
+/// Reply of a command that decides.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Reply {
+    /// Reply of the `TG.` commands.
+    Decision(DecisionReply),
+    /// Five numbers of `CL.THROTTLE` or `THROTTLE`, an array in both versions.
+    Numbers([i64; 5]),
+    /// Error with its code, such as `ERR`.
+    Error(String),
+}
+
+/// Fields of a decision; durations in milliseconds, rounded up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct DecisionReply {
+    allowed: bool,
+    limit: u64,
+    remaining: u64,
+    retry_after_ms: u64,
+    reset_after_ms: u64,
+    delay_ms: u64,
+}
+
+impl DecisionReply {
+    /// Returns the binding decision, as the HTTP API shows it.
+    pub(super) fn new(decisions: &PolicyDecisions<'_>) -> Self {
+        let binding = decisions.binding().map_or(Decision::allow(0, 0), PolicyDecision::decision);
+        let allowed = decisions.is_allowed();
+        // A policy in shadow mode may deny although the request passes.
+        let retry_after = if allowed { 0 } else { millis_rounded_up(binding.retry_after) };
+        Self {
+            allowed,
+            limit: binding.limit,
+            remaining: binding.remaining,
+            retry_after_ms: retry_after,
+            reset_after_ms: millis_rounded_up(binding.reset_after),
+            delay_ms: millis_rounded_up(binding.delay),
+        }
+    }
+}
+
+/// Maximum length of a decision, with the names of its fields.
+const MAX_DECISION_BYTES: usize = 256;
+
+/// Writer of replies.
+pub(super) struct Writer<'a> {
+    pub(super) bytes: &'a mut Vec<u8>,
+    pub(super) protocol: Protocol,
+}
+
+impl Writer<'_> {
+    pub(super) fn reply(&mut self, reply: &Reply) {
+        match reply {
+            Reply::Decision(decision) => self.decision(decision),
+            Reply::Numbers(numbers) => {
+                self.array(numbers.len());
+                for number in numbers {
+                    self.integer(*number);
+                }
+            }
+            Reply::Error(message) => self.error(message),
+        }
+    }
+
+    fn decision(&mut self, decision: &DecisionReply) {
+        let fields = [
+            (&b"$7\r\nallowed\r\n:"[..], u64::from(decision.allowed)),
+            (b"$5\r\nlimit\r\n:", decision.limit),
+            (b"$9\r\nremaining\r\n:", decision.remaining),
+            (b"$14\r\nretry_after_ms\r\n:", decision.retry_after_ms),
+            (b"$14\r\nreset_after_ms\r\n:", decision.reset_after_ms),
+            (b"$8\r\ndelay_ms\r\n:", decision.delay_ms),
+        ];
+        // Room for all fields, so that they are not checked for it one by one.
+        self.bytes.reserve(MAX_DECISION_BYTES);
+        let is_map = self.protocol == Protocol::Resp3;
+        self.bytes.extend_from_slice(if is_map { b"%6\r\n" } else { b"*6\r\n" });
+        let mut digits = itoa::Buffer::new();
+        for (name, number) in fields {
+            self.bytes.extend_from_slice(if is_map { name } else { b":" });
+            match number {
+                0 => self.bytes.push(b'0'),
+                1 => self.bytes.push(b'1'),
+                number => self.bytes.extend_from_slice(digits.format(number).as_bytes()),
+            }
+            self.bytes.extend_from_slice(b"\r\n");
+        }
+    }
+
+    pub(super) fn integer(&mut self, number: i64) {
+        self.line(b':', number);
+    }
+
+    fn line(&mut self, kind: u8, number: i64) {
+        self.bytes.push(kind);
+        self.bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    fn header(&mut self, kind: u8, length: usize) {
+        self.line(kind, i64::try_from(length).unwrap_or(i64::MAX));
+    }
+
+    pub(super) fn array(&mut self, length: usize) {
+        self.header(b'*', length);
+    }
+
+    /// Starts a map, which is an array in RESP2.
+    pub(super) fn map(&mut self, length: usize) {
+        match self.protocol {
+            Protocol::Resp2 => self.header(b'*', 2 * length),
+            Protocol::Resp3 => self.header(b'%', length),
+        }
+    }
+
+    pub(super) fn null(&mut self) {
+        self.bytes.extend_from_slice(match self.protocol {
+            Protocol::Resp2 => b"$-1\r\n",
+            Protocol::Resp3 => b"_\r\n",
+        });
+    }
+
+    pub(super) fn bulk(&mut self, text: impl AsRef<[u8]>) {
+        self.header(b'$', text.as_ref().len());
+        self.bytes.extend_from_slice(text.as_ref());
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    pub(super) fn simple(&mut self, text: &str) {
+        self.bytes.push(b'+');
+        self.bytes.extend_from_slice(text.as_bytes());
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    /// Writes an error. Line breaks would end it early, so they are replaced.
+    pub(super) fn error(&mut self, message: &str) {
+        self.bytes.push(b'-');
+        let is_break = |byte: u8| matches!(byte, b'\r' | b'\n');
+        let bytes = message.bytes().map(|byte| if is_break(byte) { b' ' } else { byte });
+        self.bytes.extend(bytes);
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+}

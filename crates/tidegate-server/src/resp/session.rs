@@ -1,0 +1,190 @@
+//! Session of one connection: the commands that have arrived, in order.
+
+use std::collections::HashMap;
+use std::hash::RandomState;
+use std::sync::Arc;
+
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesOrdered;
+use tidegate::Action;
+
+use super::client::Client;
+use super::command::Command;
+use super::decide::decide;
+use super::frame::{Parsed, Parser};
+use super::reply::Reply;
+use super::request::Request;
+use crate::listener::{Input, Peer, Session, Step};
+use crate::state::{ActiveConfig, ServerState};
+
+/// Maximum number of commands that are handled before other connections have their turn.
+const MAX_COMMANDS_PER_TURN: usize = 1_024;
+/// Length of the replies from which on they are sent first.
+const MAX_REPLY_BYTES: usize = 64 * 1024;
+
+/// Session of one client.
+pub(super) struct RespSession {
+    parser: Parser,
+    client: Client,
+}
+
+impl RespSession {
+    pub(super) fn new(state: Arc<ServerState>, peer: Peer) -> Self {
+        state.metrics.resp.open();
+        Self { parser: Parser::default(), client: Client::new(state, peer) }
+    }
+}
+
+impl Drop for RespSession {
+    fn drop(&mut self) {
+        self.client.state.metrics.resp.close();
+    }
+}
+
+impl Session for RespSession {
+    async fn handle(&mut self, input: &mut Input, replies: &mut Vec<u8>) -> Step {
+        // A reload in the middle of a pipeline takes effect after it.
+        let active = self.client.state.active();
+        let (handled, step) = if self.client.state.backend.redis().is_none() {
+            self.handle_in_order(&active, input.bytes(), replies).await
+        } else {
+            Box::pin(self.handle_jointly(&active, input.bytes(), replies)).await
+        };
+        input.consume(handled);
+        step
+    }
+}
+
+impl RespSession {
+    /// Decides one command after the other: memory answers at once. Returns the number of bytes
+    /// that were handled.
+    async fn handle_in_order(
+        &mut self,
+        active: &ActiveConfig,
+        input: &[u8],
+        replies: &mut Vec<u8>,
+    ) -> (usize, Step) {
+        let Self { parser, client } = self;
+        let mut handled = 0;
+        for _ in 0..MAX_COMMANDS_PER_TURN {
+            if replies.len() >= MAX_REPLY_BYTES {
+                return (handled, Step::Flush);
+            }
+            let rest = &input[handled..];
+            let (length, is_inline) = match parser.parse(rest) {
+                Ok(Parsed::Incomplete) => return (handled, Step::Read),
+                Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
+                Err(error) => return (handled, client.reject(&error, replies)),
+            };
+            handled += length;
+            let arguments =
+                if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
+            if client.handle(active, arguments, replies).await == Step::Close {
+                return (handled, Step::Close);
+            }
+        }
+        (handled, Step::Flush)
+    }
+
+    /// Decides all commands together, so that they share calls to Redis.
+    async fn handle_jointly(
+        &mut self,
+        active: &ActiveConfig,
+        input: &[u8],
+        replies: &mut Vec<u8>,
+    ) -> (usize, Step) {
+        let Self { parser, client } = self;
+        let mut group = Group::new();
+        let mut handled = 0;
+        let mut step = Step::Flush;
+        for _ in 0..MAX_COMMANDS_PER_TURN {
+            let rest = &input[handled..];
+            let (length, is_inline) = match parser.parse(rest) {
+                Ok(Parsed::Incomplete) => {
+                    step = Step::Read;
+                    break;
+                }
+                Ok(Parsed::Command { length, is_inline }) => (length, is_inline),
+                Err(error) => {
+                    group.finish(client, replies).await;
+                    return (handled, client.reject(&error, replies));
+                }
+            };
+            handled += length;
+            // The next inline command replaces the arguments of this one.
+            let arguments = parser.arguments(rest);
+            let command = arguments.get(0).filter(|_| !is_inline).and_then(Command::find);
+            let request = command.and_then(|command| client.request(active, command, arguments));
+            if let Some(request) = request {
+                if !group.admits(&request) {
+                    group.finish(client, replies).await;
+                }
+                group.add(&request);
+                group.pending.push_back(decide_or_reject(active, request));
+                continue;
+            }
+            group.finish(client, replies).await;
+            let arguments =
+                if is_inline { parser.inline_arguments() } else { parser.arguments(rest) };
+            if client.handle(active, arguments, replies).await == Step::Close {
+                return (handled, Step::Close);
+            }
+        }
+        group.finish(client, replies).await;
+        (handled, step)
+    }
+}
+
+async fn decide_or_reject(active: &ActiveConfig, request: Result<Request<'_>, String>) -> Reply {
+    match request {
+        Ok(request) => decide(active, &request).await,
+        Err(error) => Reply::Error(error),
+    }
+}
+
+/// Requests that are decided together. Of different ones on one key, the order would be lost.
+struct Group<'a, F: Future<Output = Reply>> {
+    pending: FuturesOrdered<F>,
+    /// Hash of the only request on each key.
+    requests: HashMap<&'a str, u64>,
+    hasher: RandomState,
+}
+
+impl<'a, F: Future<Output = Reply>> Group<'a, F> {
+    fn new() -> Self {
+        Self {
+            pending: FuturesOrdered::new(),
+            requests: HashMap::new(),
+            hasher: RandomState::new(),
+        }
+    }
+
+    /// Returns whether a request can be decided with the others.
+    fn admits(&self, request: &Result<Request<'a>, String>) -> bool {
+        let Ok(request) = request else { return true };
+        let known = self.requests.get(request.key);
+        known.is_none_or(|known| {
+            let is_repeatable = matches!(request.action, Action::Acquire | Action::Peek);
+            is_repeatable && *known == request.identity(&self.hasher)
+        })
+    }
+
+    fn add(&mut self, request: &Result<Request<'a>, String>) {
+        if let Ok(request) = request {
+            self.requests.insert(request.key, request.identity(&self.hasher));
+        }
+    }
+
+    /// Waits for all decisions, and writes the replies in the order of the commands.
+    async fn finish(&mut self, client: &Client, replies: &mut Vec<u8>) {
+        if self.pending.len() > 1
+            && let Some(redis) = client.state.backend.redis()
+        {
+            redis.store().expect_batch();
+        }
+        while let Some(reply) = self.pending.next().await {
+            client.write(&reply, replies);
+        }
+        self.requests.clear();
+    }
+}

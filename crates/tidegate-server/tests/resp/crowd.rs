@@ -1,0 +1,85 @@
+//! Many connections, of which some are stuck in the middle of a command.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use crate::client::Client;
+use crate::support::Service;
+use crate::{metric, start_with_listen};
+
+const CONNECTIONS: usize = 10_000;
+const STUCK: usize = 1_000;
+/// Clients that ask, one after the other.
+const ASKING: usize = 20;
+const QUESTIONS_PER_ROUND: usize = 4_000;
+const ROUNDS: usize = 7;
+/// Files of this process and of the service in addition to the connections.
+const OTHER_FILES: usize = 500;
+
+/// Returns the number of connections that both processes may open.
+fn connections(service: &Service) -> usize {
+    let limit = |text: String| text.parse::<usize>().unwrap_or(usize::MAX);
+    let of_service = limit(service.file_limits().0);
+    let own = std::fs::read_to_string("/proc/self/limits").expect("its limits");
+    let line = own.lines().find_map(|line| line.strip_prefix("Max open files")).expect("a limit");
+    let own = limit(line.split_whitespace().next().expect("a number").to_owned());
+    CONNECTIONS.min(own.min(of_service).saturating_sub(OTHER_FILES))
+}
+
+/// Returns the 99th percentile of the time of a question.
+fn p99(clients: &mut [Client]) -> Duration {
+    let mut times: Vec<Duration> = (0..QUESTIONS_PER_ROUND)
+        .map(|number| {
+            let client = &mut clients[number % ASKING];
+            let start = Instant::now();
+            assert_eq!(client.ask(&["TG.ACQUIRE", "wide", "k"]).integers()[0], 1);
+            start.elapsed()
+        })
+        .collect();
+    times.sort_unstable();
+    times[times.len() * 99 / 100]
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+#[test]
+fn stuck_connections_do_not_slow_down_the_others() {
+    let limits = "max_connections: 20000, max_connections_per_address: 20000, idle_timeout: 1h";
+    let (quiet, quiet_address) = start_with_listen(limits);
+    let (crowded, address) = start_with_listen(limits);
+    let count = connections(&crowded);
+    let mut crowd: Vec<TcpStream> = (0..count - ASKING)
+        .map(|_| TcpStream::connect(&address).expect("the service accepts"))
+        .collect();
+    let mut asking = [&quiet_address, &address]
+        .map(|address| (0..ASKING).map(|_| Client::connect(address)).collect::<Vec<Client>>());
+    crowded.wait_until("all are connected", |service| {
+        metric(service, "tidegate_resp_connections") == count as u64
+    });
+    // In turns, so that the load of the machine affects both alike. The stuck ones are renewed,
+    // because the service closes them after ten seconds.
+    let mut times: [Vec<Duration>; 2] = Default::default();
+    let stuck = STUCK * count / CONNECTIONS;
+    for _ in 0..ROUNDS {
+        for stream in &mut crowd[..stuck] {
+            *stream = TcpStream::connect(&address).expect("the service accepts");
+            stream.write_all(b"*3\r\n$10\r\nTG.ACQ").expect("sent");
+        }
+        for (clients, times) in asking.iter_mut().zip(&mut times) {
+            times.push(p99(clients));
+        }
+    }
+    let [without, with] = times.map(median);
+    println!("p99 with {count} connections, {stuck} stuck: {with:?}; without: {without:?}");
+    // Below this, the clock and the scheduler are measured.
+    let floor = Duration::from_micros(200);
+    assert!(with <= 2 * without.max(floor), "with {with:?}, without {without:?}");
+    assert!(metric(&crowded, "tidegate_resp_connections") >= (count - stuck) as u64);
+    let memory_per_connection = crowded.memory().saturating_sub(quiet.memory()) * 1024;
+    println!("{} bytes per connection", memory_per_connection / count as u64);
+    assert!(memory_per_connection / (count as u64) < 64 * 1024);
+}

@@ -1,0 +1,97 @@
+//! The door on a real Redis: pipelines share calls, and an outage follows the failure modes.
+
+use crate::client::{Client, command};
+use crate::start;
+use crate::support::Redis;
+
+fn config(redis: &Redis) -> String {
+    format!(
+        "store: {{redis: '{}', timeout: 1s, instances: 1}}\n\
+         policies:\n  \
+         - {{name: wide, limit: 1000000, window: 1h, algorithm: token-bucket}}\n  \
+         - {{name: local, limit: 5, window: 1h}}\n  \
+         - {{name: open, limit: 1, window: 1h, on_store_failure: allow}}\n  \
+         - {{name: closed, limit: 5, window: 1h, on_store_failure: deny}}\n",
+        redis.url()
+    )
+}
+
+#[test]
+fn pipeline_is_one_call_to_redis() {
+    let redis = Redis::start();
+    let (_service, address) = start(&config(&redis));
+    let mut client = Client::connect(&address);
+    let calls = (0..20).map(|round| {
+        // After a lone command, the first one of a pipeline has to wait for the others.
+        client.ask(&["TG.ACQUIRE", "wide", &format!("lone{round}")]);
+        let before = redis.calls_of("evalsha");
+        let command = |number| command(&["TG.ACQUIRE", "wide", &format!("user{round}-{number}")]);
+        client.send(&(0..100).flat_map(command).collect::<Vec<u8>>());
+        for _ in 0..100 {
+            assert_eq!(client.reply().integers()[..3], [1, 1_000_000, 999_999]);
+        }
+        redis.calls_of("evalsha") - before
+    });
+    // The service also calls scripts on its own, above all when it starts.
+    let calls: Vec<u64> = calls.collect();
+    assert_eq!(calls.iter().min(), Some(&1), "calls for 100 commands: {calls:?}");
+    redis.assert_every_key_expires();
+}
+
+#[test]
+fn commands_on_one_key_are_decided_in_their_order() {
+    let redis = Redis::start();
+    let (_service, address) = start(&config(&redis));
+    let mut client = Client::connect(&address);
+    let mut pipeline = Vec::new();
+    for _ in 0..20 {
+        for words in [
+            &["TG.ACQUIRE", "local", "ann", "COST", "5"][..],
+            &["TG.ACQUIRE", "local", "ann", "COST", "5"],
+            &["TG.PEEK", "local", "ann"],
+            &["TG.RESET", "local", "ann"],
+            &["PING"],
+            &["TG.PEEK", "local", "ann", "COST", "5"],
+        ] {
+            pipeline.extend(command(words));
+        }
+    }
+    client.send(&pipeline);
+    for round in 0..20 {
+        let allowed = |client: &mut Client| client.reply().integers()[0];
+        assert_eq!(allowed(&mut client), 1, "round {round}: five of five");
+        assert_eq!(allowed(&mut client), 0, "round {round}: none is left");
+        assert_eq!(allowed(&mut client), 0, "round {round}: the peek");
+        assert_eq!(allowed(&mut client), 1, "round {round}: the reset");
+        client.reply();
+        assert_eq!(allowed(&mut client), 1, "round {round}: all are left");
+    }
+}
+
+#[test]
+fn outage_follows_the_failure_mode_of_each_policy() {
+    let mut redis = Redis::start();
+    let (service, address) = start(&config(&redis));
+    let mut client = Client::connect(&address);
+    assert_eq!(client.ask(&["TG.ACQUIRE", "local", "ann"]).integers()[2], 4);
+    redis.kill();
+    service.wait_until("the outage is noticed", |service| {
+        service.admin("/metrics").body.contains("tidegate_store_up 0")
+    });
+    let ask = |client: &mut Client, policy: &str| {
+        let allowed = client.ask(&["TG.ACQUIRE", policy, "bob"]).integers()[0];
+        allowed == 1
+    };
+    let admitted = (0..10).filter(|_| ask(&mut client, "local")).count();
+    assert_eq!(admitted, 5, "the share of the only instance");
+    assert!((0..10).all(|_| ask(&mut client, "open")));
+    assert!((0..10).all(|_| !ask(&mut client, "closed")));
+    let throttled = (0..5).map(|_| client.ask(&["CL.THROTTLE", "bob", "2", "1", "3600"]));
+    let limited: Vec<i64> = throttled.map(|reply| reply.integers()[0]).collect();
+    assert_eq!(limited, [0, 0, 0, 1, 1]);
+    redis.restart();
+    service.wait_until("Redis decides again", |service| {
+        service.admin("/metrics").body.contains("tidegate_store_up 1")
+    });
+    assert_eq!(client.ask(&["TG.ACQUIRE", "wide", "eve"]).integers()[0], 1);
+}

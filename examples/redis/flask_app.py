@@ -1,0 +1,37 @@
+"""Run it: flask --app flask_app run"""
+
+import math
+import os
+
+import redis
+from flask import Flask, jsonify, request
+
+tidegate = redis.Redis.from_url(
+    os.environ.get("TIDEGATE_URL", "redis://127.0.0.1:8083"),
+    protocol=3,
+    decode_responses=True,
+    socket_timeout=0.5,
+)
+app = Flask(__name__)
+
+
+@app.before_request
+def limit():
+    key = request.headers.get("X-User-Id", request.remote_addr)
+    try:
+        decision = tidegate.execute_command("TG.ACQUIRE", "per-user", key)
+    except redis.RedisError as error:
+        # Fail open: a limiter that cannot be reached must not stop the application.
+        app.logger.warning("not limited: %s", error)
+        return None
+    if decision["allowed"]:
+        return None
+    response = jsonify(error="too many requests")
+    response.status_code = 429
+    response.headers["Retry-After"] = str(math.ceil(decision["retry_after_ms"] / 1000))
+    return response
+
+
+@app.get("/")
+def index():
+    return "hello\n"
