@@ -207,6 +207,11 @@ pub mod testing;
 
 /// The README's examples compile and run.
 #[cfg(doctest)]
+#[doc = include_str!("../../../docs/library.md")]
+#[doc = include_str!("../../../docs/migrating.md")]
+struct Guides;
+
+#[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
